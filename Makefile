@@ -1,0 +1,45 @@
+# make run [CONFIG=configs/smoke.yaml]   the experiment, end to end
+# make test                              the tests
+# make lint                              ruff, mypy, snakefmt, snakemake --lint
+PYTHON ?= python3
+CONFIG ?= config.yaml
+TORCH ?= torch==2.13.0
+CORES ?= all
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: run test test-sweep lint format lock
+
+run: $(READY)
+	$(BIN)/snakemake --cores $(CORES) --configfile $(CONFIG)
+	@$(BIN)/gradwire summarize --results_dir results/$$($(BIN)/python -c "import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))['name'])" $(CONFIG)) --print_only
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+test-sweep: $(READY)
+	$(BIN)/python -m pytest -m sweep
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/snakefmt --check Snakefile workflow
+	$(BIN)/snakemake --lint
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/snakefmt Snakefile workflow
+
+# torch first, by version (its CPU and CUDA builds cannot share one hash), then everything else by hash.
+$(READY): requirements.lock pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH)"
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+lock:
+	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \
+	    --custom-compile-command "make lock" requirements.in -o requirements.lock

@@ -1,0 +1,128 @@
+"""The command line: one verb per step of the DAG. Arguments in, function called; no work of its own.
+
+A verb is a module with ``arguments(parser)`` and ``main(args)``, and where they apply ``preflight(args)`` (what can be
+checked before any rank starts) and ``beside(args)`` (the folder of its outputs, where ``<verb>.failed.json`` goes).
+Those modules keep their heavy imports inside their functions, so that ``gradwire --help`` and Snakemake stay quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NamedTuple, NoReturn
+
+from gradwire import __version__
+from gradwire.errors import BAD_INPUT, DONE, FAULT, GradwireError, unknown
+from gradwire.failures import clear_failure, report_rank_failure, write_failure
+
+
+class Verb(NamedTuple):
+    """Where a verb lives and the line that ``--help`` shows."""
+
+    module: str
+    help: str
+
+
+VERBS = {
+    "download": Verb("gradwire.data.download", "fetch or extract a corpus as a JSON array of id, title, text"),
+    "tokenize": Verb("gradwire.data.tokenize", "train or take a tokenizer and write token shards"),
+    "launch": Verb("gradwire.launch.launch", "check a verb's input, then run it on several ranks"),
+    "train": Verb("gradwire.training.train", "train a GPT-2 model under a compressor and a strategy"),
+    "trace": Verb("gradwire.measurement.trace", "read a run's profiler traces into profile.json"),
+    "perplexity": Verb("gradwire.training.perplexity", "token-weighted perplexity of a saved model"),
+    "generate": Verb("gradwire.models.generate", "continue a prompt with a saved model"),
+    "grads collect": Verb("gradwire.gradients.collect", "projected per-sample gradients with their sample ids"),
+    "grads aggregate": Verb("gradwire.gradients.aggregate", "merge the ranks' gradients into one matrix"),
+    "grads validate": Verb("gradwire.gradients.validate", "prove that row i belongs to id i"),
+    "grads run": Verb("gradwire.gradients.run", "collect, aggregate and validate in one call"),
+    "summarize": Verb("gradwire.report.summarize", "one table over all runs of an experiment"),
+}
+
+
+def verb_of(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Split a command into its verb (one word or two) and the verb's arguments.
+
+    Raises:
+        BadInput: If there is no such verb.
+    """
+    for length in (2, 1):
+        name = " ".join(words[:length])
+        if name in VERBS and len(words) >= length:
+            return name, list(words[length:])
+    raise unknown("verb", " ".join(words[:1]), VERBS)
+
+
+def parse(words: Sequence[str]) -> tuple[str, ModuleType, argparse.Namespace]:
+    """Parse a whole command into its verb, the verb's module and its arguments."""
+    name, rest = verb_of(words)
+    module = importlib.import_module(VERBS[name].module)
+    parser = argparse.ArgumentParser(
+        prog=f"gradwire {name}",
+        description=VERBS[name].help + ".",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.arguments(parser)
+    args = parser.parse_args(rest)
+    args.parse = parse  # for `launch`, whose argument is another command
+    return name, module, args
+
+
+def run(words: Sequence[str]) -> int:
+    """Run a command and return its exit code; a failure is told once and written beside the verb's outputs."""
+    name = "gradwire"
+    folder = None
+    try:
+        name, module, args = parse(words)
+        folder = module.beside(args) if hasattr(module, "beside") else None
+        code = module.main(args) or DONE
+    except Exception as error:
+        code = error.exit_code if isinstance(error, GradwireError) else FAULT
+        if report_rank_failure(error, code):  # `launch` tells it, once for all ranks
+            return code
+        if not isinstance(error, GradwireError):
+            traceback.print_exc()
+        print(f"gradwire {name}: {error or type(error).__name__}", file=sys.stderr)
+        if folder is not None:
+            write_failure(folder, name, error, code)
+        return code
+    if code == DONE and folder is not None:
+        clear_failure(folder, name)
+    return code
+
+
+def usage() -> str:
+    """The text of ``gradwire --help``."""
+    width = max(map(len, VERBS))
+    lines = "\n".join(f"  {name:<{width}}  {verb.help}" for name, verb in VERBS.items())
+    return (
+        f"gradwire {__version__}: what gradients cost on the wire, what compressing them buys, what it takes away\n\n"
+        f"usage: gradwire VERB [options]     `gradwire VERB --help` documents each option\n\nverbs:\n{lines}\n\n"
+        "exit codes: 0 done, 1 a check failed, 2 bad input, 3 a fault in the run, 75 stopped and resumable"
+    )
+
+
+def main(words: Sequence[str]) -> int:
+    """Answer ``--help`` and ``--version``, else run the verb."""
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return DONE if words else BAD_INPUT
+    if words[0] == "--version":
+        print(__version__)
+        return DONE
+    return run(words)
+
+
+def entry() -> NoReturn:
+    """The console script."""
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if "RANK" in os.environ:
+        os._exit(code)  # a rank that failed must not wait for its peers in a process group's destructor
+    sys.exit(code)
