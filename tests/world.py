@@ -1,0 +1,164 @@
+"""One pool of gloo ranks per test session: real processes, torch imported once.
+
+``world(n).run(fn, *args)`` calls ``fn(rank, world_size, group, *args)`` on the first n ranks and returns their results.
+``fn`` is a module-level function; ``group`` is a fresh default process group of n ranks, so that a test which broke its
+group leaves nothing to the next one. An exception comes back as it was raised, with the rank's traceback as a note.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, NamedTuple
+
+GROUP_TIMEOUT = timedelta(seconds=30)  # of one collective
+RUN_TIMEOUT_S = 60.0  # of one `run`
+
+
+class Failure(NamedTuple):
+    """An exception on a rank; ``when`` tells the cause from the failures that it brought to the other ranks."""
+
+    when: float
+    error: BaseException
+    trace: str
+
+
+def serve(rank: int, connection: Connection) -> None:
+    """A rank's main loop: take a task, run it in its own process group, send back a result or a `Failure`."""
+    import torch
+    import torch.distributed as dist
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the session's to handle
+    faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
+    torch.set_num_threads(1)
+    while True:
+        try:
+            message = connection.recv_bytes()
+        except EOFError:
+            return
+        world_size, rendezvous, payload = pickle.loads(message)
+        try:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
+            )
+            fn, args = pickle.loads(payload)
+            answer = pickle.dumps(fn(rank, world_size, dist.group.WORLD, *args))
+            dist.barrier()  # no rank leaves while another still talks to it
+        except BaseException as error:
+            answer = dump_failure(Failure(time.monotonic(), error, traceback.format_exc()))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()  # the ranks that wait for this one fail at once
+        connection.send_bytes(answer)
+
+
+def dump_failure(failure: Failure) -> bytes:
+    """Pickle a failure; an exception that cannot travel becomes a RuntimeError with its text."""
+    try:
+        pickle.loads(answer := pickle.dumps(failure))
+        return answer
+    except Exception:
+        return pickle.dumps(failure._replace(error=RuntimeError(repr(failure.error))))
+
+
+class Pool:
+    """The ranks' processes; started at the first run, and started anew after a hang."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.ranks: list[tuple[BaseProcess, Connection]] = []
+        self.folder = tempfile.TemporaryDirectory(prefix="gradwire-world-")
+        self.runs = 0
+
+    def start(self) -> None:
+        """Start every rank."""
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(target=serve, args=(rank, there), name=f"rank{rank}", daemon=True)
+            process.start()
+            there.close()
+            self.ranks.append((process, here))
+
+    def stop(self) -> None:
+        """End every rank, also one that hangs."""
+        for process, connection in self.ranks:
+            process.kill()
+            process.join()
+            connection.close()
+        self.ranks = []
+
+    def close(self) -> None:
+        """End the ranks and remove their rendezvous files."""
+        self.stop()
+        self.folder.cleanup()
+
+    def run(self, world_size: int, fn: Callable[..., Any], args: tuple) -> list[Any]:
+        """Run ``fn`` on the first ``world_size`` ranks; see the module's docstring."""
+        if not self.ranks:
+            self.start()
+        self.runs += 1
+        rendezvous = Path(self.folder.name) / f"run{self.runs}"
+        message = pickle.dumps((world_size, rendezvous, pickle.dumps((fn, args))))
+        for _, connection in self.ranks[:world_size]:
+            connection.send_bytes(message)
+        answers = self.collect(world_size, getattr(fn, "__name__", str(fn)))
+        failures = [(answer, rank) for rank, answer in enumerate(answers) if isinstance(answer, Failure)]
+        if failures:
+            failure, rank = min(failures, key=lambda entry: entry[0].when)
+            failure.error.add_note(f"on rank {rank} of {world_size}:\n{failure.trace}")
+            raise failure.error
+        return answers
+
+    def collect(self, world_size: int, task: str) -> list[Any]:
+        """Wait for every rank's answer, in rank order; end the pool if a rank dies or does not answer in time."""
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self.ranks[:world_size])}
+        answers: list[Any] = [None] * world_size
+        deadline = time.monotonic() + RUN_TIMEOUT_S
+        while waiting:
+            ready = wait(list(waiting), timeout=deadline - time.monotonic())
+            if not ready:
+                late = sorted(waiting.values())
+                for rank in late:
+                    self.dump_stack(rank)
+                self.stop()
+                raise TimeoutError(f"{task}: ranks {late} gave no answer in {RUN_TIMEOUT_S:.0f} s (stacks on stderr)")
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    answers[rank] = pickle.loads(connection.recv_bytes())
+                except EOFError:
+                    process = self.ranks[rank][0]
+                    process.join(timeout=1)
+                    self.stop()
+                    raise RuntimeError(f"{task}: rank {rank} died with exit code {process.exitcode}") from None
+        return answers
+
+    def dump_stack(self, rank: int) -> None:
+        """Have a rank write its threads' stacks to stderr."""
+        process = self.ranks[rank][0]
+        if process.is_alive() and process.pid is not None:
+            os.kill(process.pid, signal.SIGUSR1)
+
+
+class World(NamedTuple):
+    """The first ``size`` ranks of a pool."""
+
+    pool: Pool
+    size: int
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """``[fn(rank, size, group, *args) for each rank]``, on as many processes."""
+        return self.pool.run(self.size, fn, args)
