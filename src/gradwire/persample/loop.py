@@ -1,0 +1,72 @@
+"""Per-sample gradients by one backward pass per sample: slow, memory-light, and the oracle of faster methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from gradwire.data.batches import Batch
+
+IGNORED = -100  # a label that counts nowhere
+
+
+class SampleGradient(NamedTuple):
+    """One sample's loss and its gradient by parameter name (a tied parameter has one name, the first).
+
+    A sample without a target has no loss (None) and a zero gradient.
+    """
+
+    sample_id: str
+    loss: float | None
+    n_targets: int
+    gradient: dict[str, Tensor]
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that have gradients, by name, each once and in the model's order."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def gradients(model: nn.Module, batch: Batch) -> Iterator[SampleGradient]:
+    """The gradient of each sample's own loss: the mean of the cross-entropy over the sample's valid targets.
+
+    Every sample goes through the model alone and without its padding, so neither the batch nor its width changes a
+    result. Dropout is off while the iterator runs.
+
+    Args:
+        model: A causal language model that returns ``logits``; on the batch's device.
+        batch: Samples of any length, padded on the right.
+    """
+    parameters = trainable(model)
+    with evaluation(model):
+        for tokens, labels, sample_id in zip(batch.input_ids, batch.labels, batch.sample_id, strict=True):
+            yield _gradient(model, parameters, tokens, labels, sample_id)
+
+
+def _gradient(
+    model: nn.Module, parameters: dict[str, nn.Parameter], tokens: Tensor, labels: Tensor, sample_id: str
+) -> SampleGradient:
+    targets = (labels[1:] != IGNORED).nonzero().flatten() + 1
+    if not len(targets):
+        return SampleGradient(sample_id, None, 0, {name: torch.zeros_like(p) for name, p in parameters.items()})
+    end = int(targets[-1]) + 1  # attention is causal: what comes later touches no target
+    logits = model(tokens[None, :end], use_cache=False).logits[0]
+    loss = cross_entropy(logits[:-1], labels[1:end], ignore_index=IGNORED)
+    found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
+    return SampleGradient(sample_id, loss.item(), len(targets), dict(zip(parameters, found, strict=True)))
+
+
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Dropout off; the model's mode is restored afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
