@@ -1,0 +1,8 @@
+"""Tensor ⇄ bytes: pure local maths. ``methods/`` has one file per method; beside it stands the machinery.
+
+Importing this room does not import torch; building a compressor does.
+"""
+
+from gradwire.compressors.registry import available, build, method_class, option_schema
+
+__all__ = ["available", "build", "method_class", "option_schema"]

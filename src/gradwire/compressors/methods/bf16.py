@@ -1,0 +1,31 @@
+"""bfloat16: float32's range with 8 significant bits.
+
+Wire: bfloat16 [n], each rounded to nearest, ties to even. The few float32 values that round to infinity (from
+2^128 - 2^119 on) count as a non-finite gradient, as NaN and infinity themselves do.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.base import Compressor, Shape, as_numbers, numel
+
+
+class BFloat16(Compressor):
+    """Sends bfloat16."""
+
+    name = "bf16"
+    overflow = 2.0**128 - 2.0**119  # half-way between the largest finite value and the next power of two
+
+    def wire_bytes(self, shape: Shape) -> int:
+        """Two bytes per element."""
+        return 2 * numel(shape)
+
+    def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Cast to bfloat16."""
+        return x.view(-1).to(torch.bfloat16).view(torch.uint8)
+
+    def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Cast back to float32, exactly."""
+        return as_numbers(wire, torch.bfloat16).to(torch.float32)

@@ -1,0 +1,34 @@
+"""No compression: the control that separates the exchange from the compressor.
+
+Wire: float32 [n].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.base import Compressor, Shape, as_numbers, numel
+
+
+class Uncompressed(Compressor):
+    """Sends float32 as it is."""
+
+    name = "none"
+
+    @property
+    def unbiased(self) -> bool:
+        """Nothing is lost."""
+        return True
+
+    def wire_bytes(self, shape: Shape) -> int:
+        """Four bytes per element."""
+        return 4 * numel(shape)
+
+    def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The tensor's own memory."""
+        return x.view(-1).view(torch.uint8)
+
+    def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The bytes as float32."""
+        return as_numbers(wire, torch.float32)
