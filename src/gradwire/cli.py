@@ -17,8 +17,8 @@ from types import ModuleType
 from typing import NamedTuple, NoReturn
 
 from gradwire import __version__
-from gradwire.errors import BAD_INPUT, DONE, FAULT, GradwireError, unknown
-from gradwire.failures import clear_failure, report_rank_failure, write_failure
+from gradwire.errors import BAD_INPUT, DONE, GradwireError, unknown
+from gradwire.failures import clear_failure, exit_code, reason, report_rank_failure, write_failure
 
 
 class Verb(NamedTuple):
@@ -81,16 +81,15 @@ def run(words: Sequence[str]) -> int:
         name, module, args = parse(words)
         folder = module.beside(args) if hasattr(module, "beside") else None
         code = module.main(args) or DONE
-    except Exception as error:
-        code = error.exit_code if isinstance(error, GradwireError) else FAULT
-        if report_rank_failure(error, code):  # `launch` tells it, once for all ranks
-            return code
-        if not isinstance(error, GradwireError):
+    except (Exception, KeyboardInterrupt) as error:
+        if report_rank_failure(error):  # `launch` tells it, once for all ranks
+            return exit_code(error)
+        if isinstance(error, Exception) and not isinstance(error, GradwireError):
             traceback.print_exc()
-        print(f"gradwire {name}: {error or type(error).__name__}", file=sys.stderr)
+        print(f"gradwire {name}: {reason(error)}", file=sys.stderr)
         if folder is not None:
-            write_failure(folder, name, error, code)
-        return code
+            write_failure(folder, name, error)
+        return exit_code(error)
     if code == DONE and folder is not None:
         clear_failure(folder, name)
     return code
@@ -123,6 +122,7 @@ def entry() -> NoReturn:
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    if "RANK" in os.environ:
-        os._exit(code)  # a rank that failed must not wait for its peers in a process group's destructor
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        os._exit(code)  # a process group that a failure left standing would wait for its peers when it is destroyed
     sys.exit(code)

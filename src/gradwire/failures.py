@@ -2,16 +2,42 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from gradwire.errors import GradwireError
-from gradwire.files import write_json
+from gradwire.errors import FAULT, BadInput, GradwireError
+from gradwire.files import read_json, write_json
 
 RANK_FAILURES = "GRADWIRE_RANK_FAILURES"  # a folder, set by `gradwire launch` for the ranks it starts
+
+# How gloo, NCCL and the store say that the other side is gone, silent or elsewhere in the program.
+LOST_PEER = ("gloo/transport/", "ncclRemoteError", "DistNetworkError", "DistStoreError")
+
+
+def exit_code(error: BaseException) -> int:
+    """The exit code that ends a verb which raised ``error``."""
+    return error.exit_code if isinstance(error, GradwireError) else FAULT
+
+
+def reason(error: BaseException) -> str:
+    """One message for a person: our own errors speak for themselves, others need their type."""
+    return str(error) if isinstance(error, GradwireError) else f"{type(error).__name__}: {error}"
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether ``error``, or what led to it, says only that another rank did not answer: never the first cause."""
+    return any(sign in f"{type(link).__name__}: {link}" for link in _chain(error) for sign in LOST_PEER)
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and what led to it, as far as a traceback would show it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def failure_file(folder: Path, verb: str) -> Path:
@@ -19,14 +45,9 @@ def failure_file(folder: Path, verb: str) -> Path:
     return Path(folder) / f"{verb.replace(' ', '_')}.failed.json"
 
 
-def write_failure(folder: Path, verb: str, error: BaseException, exit_code: int) -> None:
-    """Write the reason, the exit code and the last finished step of a failed verb."""
-    reason = str(error) if isinstance(error, GradwireError) else f"{type(error).__name__}: {error}"
-    step = getattr(error, "step", None)
-    write_json(
-        failure_file(folder, verb),
-        {"verb": verb, "reason": reason, "exit_code": exit_code, "last_step": step, "time": time.time()},
-    )
+def write_failure(folder: Path, verb: str, error: BaseException) -> None:
+    """Write why a verb failed, its exit code, the rank (null if there were none) and the last finished step."""
+    write_json(failure_file(folder, verb), {"verb": verb, "rank": getattr(error, "rank", None), **_told(error)})
 
 
 def clear_failure(folder: Path, verb: str) -> None:
@@ -34,7 +55,18 @@ def clear_failure(folder: Path, verb: str) -> None:
     failure_file(folder, verb).unlink(missing_ok=True)
 
 
-def report_rank_failure(error: BaseException, exit_code: int) -> bool:
+def refuse_again(folder: Path, verb: str) -> None:
+    """End a repeated attempt at what failed by bad input: it would only fail again.
+
+    Raises:
+        BadInput: With the reason of the earlier attempt, if that one ended with exit code 2.
+    """
+    path = failure_file(folder, verb)
+    if path.exists() and (failure := read_json(path))["exit_code"] == BadInput.exit_code:
+        raise BadInput(failure["reason"])
+
+
+def report_rank_failure(error: BaseException) -> bool:
     """In a rank started by ``gradwire launch``: leave the message where the launcher finds it.
 
     Returns:
@@ -43,23 +75,21 @@ def report_rank_failure(error: BaseException, exit_code: int) -> bool:
     folder = os.environ.get(RANK_FAILURES)
     if folder is None:
         return False
-    rank = int(os.environ.get("RANK", "0"))
-    message = str(error) if isinstance(error, GradwireError) else f"{type(error).__name__}: {error}"
+    rank = int(os.environ["RANK"])
+    trace = "" if isinstance(error, GradwireError) else "".join(traceback.format_exception(error))
     write_json(
         Path(folder) / f"rank{rank}.json",
-        {
-            "rank": rank,
-            "message": message,
-            "exit_code": exit_code,
-            "last_step": getattr(error, "step", None),
-            "time": time.time(),
-            "traceback": "" if isinstance(error, GradwireError) else "".join(traceback.format_exception(error)),
-        },
+        {"rank": rank, **_told(error), "lost_peer": lost_peer(error), "traceback": trace},
     )
     return True
 
 
-def rank_failures(folder: Path) -> list[dict]:
-    """What the ranks left in ``folder``, the earliest first."""
-    found = [json.loads(path.read_text()) for path in Path(folder).glob("rank*.json")]
-    return sorted(found, key=lambda failure: failure["time"])
+def rank_failures(folder: Path) -> dict[int, dict[str, Any]]:
+    """What the ranks left in ``folder``, by rank."""
+    return {failure["rank"]: failure for failure in map(read_json, Path(folder).glob("rank*.json"))}
+
+
+def _told(error: BaseException) -> dict[str, Any]:
+    """What a failure file and a rank's message both say."""
+    step = getattr(error, "step", None)
+    return {"reason": reason(error), "exit_code": exit_code(error), "last_step": step, "time": time.time()}

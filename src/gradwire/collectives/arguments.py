@@ -1,0 +1,91 @@
+"""Which rank this process is: the flags of a distributed verb and torchrun's environment. Free of torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from gradwire.errors import BadInput
+
+BACKENDS = ("auto", "nccl", "gloo")
+DEVICES = ("auto", "cpu", "cuda")
+
+
+class Seat(NamedTuple):
+    """The place of one process among all ranks; ``master_port`` is None where a process is alone."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None
+
+
+def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that :func:`rank_options` reads."""
+    group = parser.add_argument_group("ranks", "set by `gradwire launch` and torchrun; for ranks started by hand")
+    group.add_argument("--world_size", type=int, help="number of ranks (default: 1)")
+    group.add_argument("--rank", type=int, help="this process, counted from 0")
+    group.add_argument("--local_rank", type=int, help="its GPU on this machine (default: the rank)")
+    group.add_argument("--master_addr", help="where rank 0 listens (default: 127.0.0.1)")
+    group.add_argument("--master_port", type=int, help="the port rank 0 listens on")
+    group.add_argument("--backend", choices=BACKENDS, default="auto", help="auto: nccl with a GPU per rank, else gloo")
+    group.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda where there is a GPU, else cpu")
+
+
+def rank_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword arguments of :func:`gradwire.collectives.world.process_group` that a verb's arguments give.
+
+    Raises:
+        BadInput: If the flags disagree with torchrun's environment, or are incomplete.
+    """
+    given = {name: getattr(args, name) for name in Seat._fields}
+    return {"backend": args.backend, "device": args.device, "here": seat(given, os.environ)}
+
+
+def seat(given: Mapping[str, Any], environment: Mapping[str, str]) -> Seat:
+    """Find this process's place: torchrun's environment wins, else what was given, else a single process.
+
+    Args:
+        given: Values by the names of :class:`Seat`'s fields; None or missing where not given.
+        environment: The process's environment variables.
+
+    Raises:
+        BadInput: If the two disagree, or if either is incomplete.
+    """
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if "RANK" in environment:
+        return _from_environment(chosen, environment)
+    found = Seat(**{"local_rank": chosen.get("rank", 0), **chosen})
+    missing = [f"--{name}" for name in ("rank", "master_port") if name not in chosen]
+    if found.world_size > 1 and missing:
+        raise BadInput(
+            f"--world_size {found.world_size} without {' and '.join(missing)}: "
+            f"start the ranks with `gradwire launch --world_size {found.world_size} -- VERB ...`, or give each its own."
+        )
+    if not 0 <= found.rank < found.world_size:
+        raise BadInput(f"--rank {found.rank} with --world_size {found.world_size}: ranks count from 0 below the size.")
+    return found
+
+
+def _from_environment(chosen: Mapping[str, Any], environment: Mapping[str, str]) -> Seat:
+    """The place that torchrun's variables name, after a check that no flag says otherwise."""
+    try:
+        found = Seat(
+            rank=int(environment["RANK"]),
+            local_rank=int(environment["LOCAL_RANK"]),
+            world_size=int(environment["WORLD_SIZE"]),
+            master_addr=environment["MASTER_ADDR"],
+            master_port=int(environment["MASTER_PORT"]),
+        )
+    except KeyError as variable:
+        raise BadInput(f"RANK is set in the environment but {variable} is not: set all five, or none.") from None
+    for name, value in chosen.items():
+        if value != getattr(found, name):
+            raise BadInput(
+                f"--{name} {value} disagrees with {name.upper()}={getattr(found, name)} in the environment, "
+                f"which torchrun sets: leave --{name} out."
+            )
+    return found

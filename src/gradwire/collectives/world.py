@@ -1,0 +1,132 @@
+"""The process group of one run: which backend, which device, and its life from start to end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from gradwire.collectives.arguments import BACKENDS, DEVICES, Seat, seat
+from gradwire.errors import BadInput, RunFault, unknown
+
+TIMEOUT = timedelta(seconds=60)  # of starting up and of each collective
+
+
+@dataclass(frozen=True)
+class World:
+    """What a rank knows of its group."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    backend: str
+    device: torch.device
+
+
+class Choice(NamedTuple):
+    """A backend, a device type, and what the user must be told of the choice ("" if nothing)."""
+
+    backend: str
+    device_type: str
+    note: str
+
+
+def detect_gpus() -> int:
+    """Number of CUDA devices that this process can use."""
+    return torch.cuda.device_count()
+
+
+def choose(backend: str, device: str, world_size: int, gpus: int) -> Choice:
+    """Choose backend and device: NCCL with a GPU per rank, gloo on the CPU and where ranks share a GPU.
+
+    Args:
+        backend: ``auto``, ``nccl`` or ``gloo``.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        world_size: Number of ranks, all on this machine.
+        gpus: Number of GPUs of this machine.
+
+    Raises:
+        BadInput: If the machine or the other argument rules out what was asked for.
+    """
+    if backend not in BACKENDS:
+        raise unknown("backend", backend, BACKENDS)
+    if device not in DEVICES:
+        raise unknown("device", device, DEVICES)
+    if device == "cuda" and not gpus:
+        raise BadInput("--device cuda: torch sees no CUDA device here; use --device cpu, or auto.")
+    device_type = device if device != "auto" else "cuda" if gpus else "cpu"
+    gpu_each = device_type == "cuda" and gpus >= world_size
+    if backend == "nccl" and not gpu_each:
+        raise BadInput(
+            f"--backend nccl needs a GPU for each of the {world_size} ranks; there are {gpus} and the device is "
+            f"{device_type}. Use --backend gloo, or auto."
+        )
+    if backend == "auto":
+        backend = "nccl" if gpu_each else "gloo"
+    shared = device_type == "cuda" and not gpu_each
+    note = f"{world_size} ranks share {gpus} GPU(s): gloo instead of NCCL, and times mean little" if shared else ""
+    return Choice(backend, device_type, note)
+
+
+@contextmanager
+def process_group(*, backend: str = "auto", device: str = "auto", here: Seat | None = None) -> Iterator[World]:
+    """Join the process group and leave it at the end; a process without peers needs no port.
+
+    After an exception the group of several ranks is left standing: destroying it waits for collectives that the peers
+    may never finish, and the process is about to end.
+
+    Args:
+        backend: ``auto``, ``nccl`` or ``gloo``, as in :func:`choose`.
+        device: ``auto``, ``cpu`` or ``cuda``, as in :func:`choose`.
+        here: This process's place among the ranks; by default the one that torchrun's environment gives, else alone.
+
+    Raises:
+        BadInput: If the environment is incomplete, there is no CUDA, or the port is in use.
+        RunFault: If not all ranks arrived in time.
+    """
+    here = here or seat({}, os.environ)
+    gpus = detect_gpus()
+    choice = choose(backend, device, here.world_size, gpus)
+    if choice.note and here.rank == 0:
+        print(f"gradwire: NOTE: {choice.note}.", file=sys.stderr)
+    where = torch.device("cpu")
+    if choice.device_type == "cuda":
+        where = torch.device("cuda", here.local_rank % gpus)
+        torch.cuda.set_device(where)
+    _join(here, choice.backend, where)
+    finished = False
+    try:
+        yield World(here.rank, here.local_rank, here.world_size, choice.backend, where)
+        finished = True
+    finally:
+        if finished or here.world_size == 1:
+            dist.destroy_process_group()
+
+
+def _join(here: Seat, backend: str, device: torch.device) -> None:
+    """Initialise the default process group and wait until all ranks are there."""
+    bound = device if backend == "nccl" else None
+    if here.master_port is None:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT, device_id=bound)
+        return
+    address = f"{here.master_addr}:{here.master_port}"
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=f"tcp://{address}",
+            rank=here.rank,
+            world_size=here.world_size,
+            timeout=TIMEOUT,
+            device_id=bound,
+        )
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if "EADDRINUSE" in str(error):
+            raise BadInput(f"{address} is in use: give another --master_port.") from None
+        raise RunFault(f"not all {here.world_size} ranks met at {address} within {TIMEOUT.seconds} s.") from error

@@ -1,0 +1,60 @@
+"""``gradwire launch``: check a verb's input before any rank starts, run it on several, tell the first failure once."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from gradwire.errors import BadInput
+from gradwire.failures import clear_failure, refuse_again, write_failure
+from gradwire.launch.ranks import LAUNCHERS, RankFailure, check_address, start
+
+RANK = (sys.executable, "-m", "gradwire")  # what starts `gradwire` in a rank
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``gradwire launch``."""
+    parser.add_argument("--world_size", type=int, required=True, help="number of ranks, all on this machine")
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="torchrun", help="torchrun, or plain processes")
+    parser.add_argument("--master_addr", default="127.0.0.1", help="where rank 0 listens")
+    parser.add_argument("--master_port", type=int, default=0, help="the port rank 0 listens on; 0 takes a free one")
+    parser.add_argument(
+        "--attempt", type=int, default=1, help="above 1, do not try again what ended by bad input (Snakemake's attempt)"
+    )
+    parser.add_argument("command", nargs="+", metavar="-- VERB ...", help="the verb to run on each rank")
+
+
+def main(args: argparse.Namespace) -> None:
+    """Run the command on all ranks; a failure is written beside the outputs of the verb that it runs.
+
+    Raises:
+        GradwireError: What the checks found, or the first failing rank's own message and exit code.
+    """
+    verb, module, child = args.parse(args.command)
+    folder = module.beside(child) if hasattr(module, "beside") else None
+    if args.attempt > 1 and folder is not None:
+        refuse_again(folder, verb)
+    try:
+        _check_world_size(child, args.world_size)
+        check_address(args.master_addr, args.master_port)
+        child.world_size = args.world_size
+        if hasattr(module, "preflight"):
+            module.preflight(child)
+        start([*RANK, *args.command], args.world_size, args.launcher, args.master_addr, args.master_port)
+    except Exception as error:
+        if isinstance(error, RankFailure):
+            sys.stderr.write(error.traceback)
+        if folder is not None:
+            write_failure(folder, verb, error)
+        raise
+    if folder is not None:
+        clear_failure(folder, verb)
+
+
+def _check_world_size(child: argparse.Namespace, world_size: int) -> None:
+    """Refuse a size that is none, and one that the verb's own flag contradicts."""
+    if world_size < 1:
+        raise BadInput(f"--world_size {world_size}: there must be at least one rank.")
+    own = getattr(child, "world_size", None)
+    if own not in (None, world_size):
+        raise BadInput(f"`launch --world_size {world_size}` but --world_size {own} for the verb: leave the second out.")

@@ -1,0 +1,224 @@
+"""Starting one command on several ranks, and finding out which of them failed first and why."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gradwire.errors import FAULT, BadInput, GradwireError, RunFault, Stopped
+from gradwire.failures import RANK_FAILURES, rank_failures
+
+GRACE = 30.0  # seconds that ranks get to end by themselves (to write a checkpoint) before they are killed
+POLL = 0.02  # seconds between two looks at the ranks
+HINTS = {signal.SIGKILL: " (out of memory?)", signal.SIGABRT: " (ranks out of step? its own output says more)"}
+
+
+class RankFailure(GradwireError):
+    """The failure of the rank that failed first, under that rank's own exit code."""
+
+    def __init__(self, rank: int, message: str, exit_code: int, step: int | None = None, traceback: str = "") -> None:
+        super().__init__(f"rank {rank}: {message}", step=step)
+        self.rank = rank
+        self.exit_code = exit_code
+        self.traceback = traceback
+
+
+class Ended(NamedTuple):
+    """How the ranks ended.
+
+    Attributes:
+        codes: Exit codes other than 0 by rank, a signal's number negative; those that the launcher ended count too.
+        stopped_by: The signal that the launcher was sent, if one was.
+    """
+
+    codes: Mapping[int, int]
+    stopped_by: signal.Signals | None = None
+
+
+def check_address(master_addr: str, master_port: int) -> None:
+    """Check that rank 0 can listen there; port 0 stands for a free one.
+
+    Raises:
+        BadInput: If the port is in use or the address is not this machine's.
+    """
+    try:
+        socket.create_server((master_addr, master_port)).close()
+    except (OSError, OverflowError) as error:
+        raise BadInput(
+            f"--master_addr {master_addr} --master_port {master_port}: {error}. "
+            "Give another port, or leave --master_port out: a free one is taken."
+        ) from None
+
+
+def start(
+    command: Sequence[str],
+    world_size: int,
+    launcher: str = "torchrun",
+    master_addr: str = "127.0.0.1",
+    master_port: int = 0,
+) -> None:
+    """Run ``command`` on ``world_size`` ranks of this machine and wait for all of them.
+
+    Args:
+        command: The whole command line of a rank.
+        world_size: Number of ranks.
+        launcher: A key of ``LAUNCHERS``.
+        master_addr: Where rank 0 listens.
+        master_port: The port rank 0 listens on; 0 takes a free one.
+
+    Raises:
+        RankFailure: If a rank failed; the others have ended too.
+        RunFault: If a signal stopped the ranks and none of them says that it can be resumed.
+    """
+    with tempfile.TemporaryDirectory(prefix="gradwire-launch-") as folder:
+        with _environment({RANK_FAILURES: folder, "OMP_NUM_THREADS": _threads(world_size)}):
+            ended = LAUNCHERS[launcher](list(command), world_size, master_addr, master_port)
+        if ended.codes or ended.stopped_by:
+            raise _cause(ended, rank_failures(Path(folder)))
+
+
+def spawn(command: list[str], world_size: int, master_addr: str, master_port: int) -> Ended:
+    """Start the ranks as plain processes with torchrun's variables, without importing torch here."""
+    port = master_port or _free_port(master_addr)
+    ranks: list[subprocess.Popen[bytes]] = []
+    with _caught_signals() as caught:
+        try:
+            for rank in range(world_size):
+                seat = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
+                variables = {name: str(value) for name, value in seat.items()} | {"MASTER_ADDR": master_addr}
+                ranks.append(subprocess.Popen(command, env=os.environ | variables))
+            while not caught and None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+                time.sleep(POLL)
+        finally:
+            _end(ranks)
+    failed = {rank: process.returncode for rank, process in enumerate(ranks) if process.returncode}
+    return Ended(failed, caught[0] if caught and failed else None)
+
+
+def torchrun(command: list[str], world_size: int, master_addr: str, master_port: int) -> Ended:
+    """Start the ranks as ``torchrun --nproc_per_node`` does, in this process so that torch is imported once.
+
+    Port 0 is ``--standalone``, any other ``--master_port``. There are no restarts, and the agent's own log is silent.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=world_size,
+        run_id=str(uuid.uuid4()),
+        rdzv_backend="static" if master_port else "c10d",
+        rdzv_endpoint=f"{master_addr}:{master_port}",
+        rdzv_configs={"rank": 0} if master_port else {},
+        local_addr=master_addr,
+        max_restarts=0,
+        monitor_interval=POLL,
+        shutdown_timeout=int(GRACE),
+        logs_specs=DefaultLogsSpecs(log_dir=os.environ[RANK_FAILURES]),
+    )
+    logging.disable(logging.CRITICAL)
+    try:
+        elastic_launch(config, command[0])(*command[1:])
+    except ChildFailedError as error:
+        return Ended({rank: failure.exitcode for rank, failure in error.failures.items()})
+    except SignalException as error:
+        return Ended({}, error.sigval)
+    finally:
+        logging.disable(logging.NOTSET)
+    return Ended({})
+
+
+LAUNCHERS: dict[str, Callable[[list[str], int, str, int], Ended]] = {"torchrun": torchrun, "spawn": spawn}
+
+
+def _threads(world_size: int) -> str:
+    """The share of this process's cores that each rank gets, unless the variable says otherwise."""
+    return os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // world_size)))
+
+
+def _free_port(address: str) -> int:
+    with socket.create_server((address, 0)) as server:
+        return server.getsockname()[1]
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables, which child processes inherit, and restore the old ones."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@contextmanager
+def _caught_signals() -> Iterator[list[signal.Signals]]:
+    """Collect the signals that ask this process to stop, instead of dying of them and leaving ranks behind."""
+    caught: list[signal.Signals] = []
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = [signal.signal(number, lambda number, _: caught.append(signal.Signals(number))) for number in numbers]
+    try:
+        yield caught
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ask the ranks that still run to end; kill those that have not after ``GRACE`` seconds."""
+    for rank in ranks:
+        rank.terminate()
+    deadline = time.monotonic() + GRACE
+    for rank in ranks:
+        try:
+            rank.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            rank.kill()
+            rank.wait()
+
+
+def _cause(ended: Ended, told: Mapping[int, Mapping[str, Any]]) -> GradwireError:
+    """The failure that made the others happen, or what a signal to the launcher left behind."""
+    if ended.stopped_by:
+        resumable = [rank for rank in told if told[rank]["exit_code"] == Stopped.exit_code]
+        if not resumable:
+            return RunFault(f"stopped by {ended.stopped_by.name}; nothing was saved to resume from.")
+        return _failure(resumable[0], told[resumable[0]], 0)
+    failures = [(rank, told.get(rank), ended.codes.get(rank, 0)) for rank in {*told, *ended.codes}]
+    return _failure(*min(failures, key=lambda failure: _precedence(*failure[1:])))
+
+
+def _precedence(told: Mapping[str, Any] | None, code: int) -> tuple[int, float]:
+    """Sorts first causes before what follows from them, and within a kind by time.
+
+    The kinds: a rank's word on itself; a rank that was killed; one that only lost a peer, or ended without a word; one
+    that was asked to end, as the launcher does when another has failed.
+    """
+    if told is None:
+        return 3 if code == -signal.SIGTERM else 1 if code < 0 else 2, 0.0
+    return 3 if told["exit_code"] == Stopped.exit_code else 2 if told["lost_peer"] else 0, told["time"]
+
+
+def _failure(rank: int, told: Mapping[str, Any] | None, code: int) -> RankFailure:
+    """What there is to say of one rank."""
+    if told is None and code < 0:
+        number = signal.Signals(-code)
+        return RankFailure(rank, f"was killed by {number.name}{HINTS.get(number, '')} and left no message.", FAULT)
+    if told is None:
+        return RankFailure(rank, f"ended with code {code} and left no message but its own output.", FAULT)
+    lost = "waited in vain for another rank, which ended, hangs or is out of step: " if told["lost_peer"] else ""
+    return RankFailure(rank, lost + told["reason"], told["exit_code"], told["last_step"], told["traceback"])
