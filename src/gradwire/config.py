@@ -1,0 +1,390 @@
+"""The experiment as typed data: the dataset, the training settings, the compressor cells and the grid over them.
+
+The same classes check ``config.yaml``, give ``gradwire train`` its flags and generate the JSON schema that Snakemake
+fills defaults from (``workflow/schemas/config.schema.json``). torch is imported only where a compressor's own options
+have to be checked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic.fields import FieldInfo
+
+from gradwire.compressors import registry
+from gradwire.errors import BadInput, unknown
+from gradwire.files import digest, sha256_file
+
+Strategy = Literal["ddp", "fsdp1", "fsdp2"]
+Link = Literal["none"]
+Model = TypeVar("Model", bound=BaseModel)
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # becomes a folder
+
+
+class Strict(BaseModel):
+    """A frozen mapping that refuses keys it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Dataset(Strict):
+    """Where the text comes from and how it is cut into samples."""
+
+    source: Literal["pydocs", "json", "wikipedia"] = Field("pydocs", description="where the corpus comes from")
+    path: str | None = Field(None, description="the corpus file of source `json`")
+    revision: str | None = Field(None, description="pinned revision of source `wikipedia`")
+    max_mb: float | None = Field(None, gt=0, description="stop the download after so many MB of text")
+    tokenizer: str = Field("bpe", description="`bpe` trains one on the corpus; else a tokenizer folder such as GPT-2's")
+    vocab_size: int = Field(2048, ge=257, description="vocabulary of a trained tokenizer")
+    max_length: int = Field(128, ge=2, description="tokens of a sample at most")
+    shard_size: int = Field(1024, ge=1, description="samples in a shard file")
+    val_fraction: float = Field(0.05, gt=0, lt=1, description="share of the documents held out for validation")
+
+    @model_validator(mode="after")
+    def _path_belongs_to_json(self) -> Self:
+        if (self.source == "json") != (self.path is not None):
+            raise ValueError("`path` goes with `source: json`, and that source needs it")
+        return self
+
+    @property
+    def corpus_folder(self) -> str:
+        """``<source>/<digest of what the corpus depends on>``, below ``results/data/``.
+
+        Raises:
+            BadInput: If the file of source ``json`` is missing.
+        """
+        if self.path is None:
+            return f"{self.source}/{digest([self.source, self.revision, self.max_mb])}"
+        if not Path(self.path).is_file():
+            raise BadInput(f"dataset.path: there is no file {self.path}.")
+        return f"{Path(self.path).stem}/{digest([sha256_file(Path(self.path)), self.max_mb])}"
+
+    @property
+    def tokens_folder(self) -> str:
+        """The digest of how the corpus is cut into tokens; a folder below the corpus's."""
+        return digest([self.tokenizer, self.vocab_size, self.max_length, self.shard_size, self.val_fraction])
+
+
+class Training(Strict):
+    """How every cell of the experiment is trained. Each field is also a flag of ``gradwire train``."""
+
+    batch_size: int = Field(8, ge=1, description="samples per rank and micro-batch")
+    grad_accum_steps: int = Field(1, ge=1, description="micro-batches per optimizer step")
+    steps: int = Field(60, ge=1, description="optimizer steps")
+    warmup_steps: int = Field(3, ge=0, description="first steps left out of step times")
+    lr: float = Field(3e-3, gt=0, description="peak learning rate of AdamW")
+    lr_warmup_steps: int = Field(6, ge=0, description="steps of linear warm-up before the cosine decay")
+    weight_decay: float = Field(0.1, ge=0, description="AdamW's weight decay, on matrices only")
+    clip_grad_norm: float = Field(1.0, gt=0, description="the global gradient norm is clipped to this")
+    eval_every: int = Field(20, ge=0, description="steps between evaluations; 0: only at the end")
+    checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0: none")
+    profile: bool = Field(True, description="profile some steps on every rank")
+    profile_steps: int = Field(3, ge=1, description="steps to profile")
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="collectives; auto: nccl with a GPU per rank")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is a GPU, else cpu")
+
+    @model_validator(mode="after")
+    def _some_steps_are_timed(self) -> Self:
+        if self.warmup_steps + self.profiled_steps >= self.steps:
+            raise ValueError(
+                f"of {self.steps} steps none is left to time after {self.warmup_steps} warm-up and "
+                f"{self.profiled_steps} profiled ones; raise `steps`"
+            )
+        return self
+
+    @property
+    def profiled_steps(self) -> int:
+        """Steps whose times the profiler disturbs: its own warm-up step and the recorded ones."""
+        return 1 + self.profile_steps if self.profile else 0
+
+
+class Exemption(Strict, strict=True):
+    """Which tensors travel as float32 instead of encoded; the default is none."""
+
+    max_numel: int = Field(0, ge=0, description="tensors of at most so many elements")
+    max_ndim: int = Field(0, ge=0, description="tensors of at most so many dimensions")
+    names: list[str] = Field([], description="parameters whose name contains one of these")
+
+
+class Reduction(Strict, strict=True):
+    """The reducer's options in a cell (DESIGN.md section 3)."""
+
+    algorithm: Literal["auto", "exchange"] = Field("auto", description="which collectives carry the encodings")
+    second: Literal["encoded", "float32"] = Field("encoded", description="second half of an all-reduce")
+    exempt: Exemption = Field(default_factory=Exemption, description="tensors sent as float32")
+    dense_steps: int = Field(0, ge=0, description="first steps without compression")
+    nonfinite: Literal["raise", "skip", "propagate"] = Field("raise", description="what a NaN or infinity does")
+
+
+class Cell(Strict):
+    """One compressor setting: a method, its options, and the reducer's options.
+
+    Args:
+        label: The cell's name: its folder and the record's ``compressor``.
+        method: The registered method.
+        options: The method's own options.
+        reduction: The reducer's options, as given (defaults left out).
+    """
+
+    label: Name
+    method: str
+    options: dict[str, Any]
+    reduction: Reduction
+
+    @classmethod
+    def parse(cls, label: str, mapping: Any) -> Cell:
+        """Read the flat mapping that ``compressors:`` and ``--comm_config_json`` share.
+
+        Raises:
+            BadInput: If it is no mapping, or names an unknown method or option, or an option has the wrong type.
+        """
+        where = f"compressor cell {label!r}"
+        if not isinstance(mapping, Mapping):
+            raise BadInput(f"{where}: expected a mapping of options such as {{}}, got {json.dumps(mapping)}.")
+        given = dict(mapping)
+        method = given.pop("method", label)
+        if not isinstance(method, str):
+            raise BadInput(f"{where}: `method` must be a name, got {json.dumps(method)}.")
+        method = registry.ALIASES.get(method, method)
+        if method not in registry.available():
+            raise unknown("compressor", method, registry.available())
+        reduction = {key: given.pop(key) for key in Reduction.model_fields if key in given}
+        if given:  # imports torch, so only where there is something to check
+            known = [*registry.method_class(method).model_fields, *Reduction.model_fields, "method"]
+            for key in given:
+                if key not in known:
+                    raise BadInput(f"{where}: {unknown(f'option of {method}', key, known)}")
+            registry.build(method, **given)
+        return checked(cls, {"label": label, "method": method, "options": given, "reduction": reduction}, where)
+
+    @property
+    def hooked(self) -> bool:
+        """Whether a reducer is attached; ``none: {}`` leaves the framework untouched."""
+        return self.method != "none" or bool(self.reduction.model_fields_set)
+
+    def flat(self) -> dict[str, Any]:
+        """The mapping it was read from, method included: what ``--comm_config_json`` takes."""
+        return {"method": self.method, **self.options, **self.reduction.model_dump(mode="json", exclude_unset=True)}
+
+
+class Run(NamedTuple):
+    """One run of the experiment: a cell under a strategy, a world size, a link and a seed."""
+
+    strategy: str
+    compressor: str
+    world_size: int
+    link: str
+    seed: int
+
+    @property
+    def path(self) -> str:
+        """The run's folder below ``runs/``."""
+        return f"{self.strategy}/{self.compressor}/ws{self.world_size}/{self.link}/seed{self.seed}"
+
+
+class Selection(Strict):
+    """Some runs of the grid; a field left out takes them all."""
+
+    strategies: tuple[Strategy, ...] | None = None
+    compressors: tuple[str, ...] | None = None
+    world_sizes: tuple[int, ...] | None = None
+    links: tuple[Link, ...] | None = None
+    seeds: tuple[int, ...] | None = None
+
+    def holds(self, run: Run) -> bool:
+        """Whether ``run`` is selected."""
+        chosen = (self.strategies, self.compressors, self.world_sizes, self.links, self.seeds)
+        return all(values is None or value in values for value, values in zip(run, chosen, strict=True))
+
+
+class Exclusion(Selection):
+    """Runs that are left out, and why; they get a row with status ``skipped``."""
+
+    reason: str
+
+
+class Gradients(Selection):
+    """Which runs' per-sample gradients are collected, and how."""
+
+    dim: tuple[int, ...] = Field((256,), description="dimensions of the projections")
+    projection: Literal["rademacher", "none"] = Field("rademacher", description="how gradients are projected")
+    split: Literal["train", "val"] = Field("val", description="whose samples")
+    max_samples: int | None = Field(None, ge=1, description="stop after so many samples")
+    save_interval: int = Field(64, ge=1, description="samples between two files")
+    recompute: int = Field(4, ge=0, description="rows that validation computes again")
+
+
+class Grid(Strict):
+    """One product of settings."""
+
+    strategies: tuple[Strategy, ...] = ("fsdp2",)
+    world_sizes: tuple[Annotated[int, Field(ge=1)], ...] = (2,)
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
+    links: tuple[Link, ...] = ("none",)
+    compressors: tuple[str, ...] | Literal["all"] = "all"
+
+
+class Experiment(Strict):
+    """A whole experiment: everything that ``results/<name>/`` is made from."""
+
+    name: Name = Field(description="the experiment's folder under results/")
+    dataset: Dataset = Field(default_factory=Dataset)
+    model: str = Field("tiny", description="a preset (tiny, 62m) or a saved model's folder")
+    training: Training = Field(default_factory=Training)
+    compressors: dict[Name, dict[str, Any]] = Field(min_length=1, description="label: cell")
+    grid: tuple[Grid, ...] = Field(description="a product or a list of them; their union is run")
+    exclude: tuple[Exclusion, ...] = ()
+    gradients: Gradients | None = None
+
+    @field_validator("grid", mode="before")
+    @classmethod
+    def _one_grid_is_a_list_of_one(cls, value: Any) -> Any:
+        return [value] if isinstance(value, Mapping) else value
+
+    @field_validator("compressors", mode="before")
+    @classmethod
+    def _a_label_alone_has_no_options(cls, value: Any) -> Any:
+        return {label: cell or {} for label, cell in value.items()} if isinstance(value, Mapping) else value
+
+    def cells(self) -> dict[str, Cell]:
+        """The compressor cells by label, each checked."""
+        return {label: Cell.parse(label, mapping) for label, mapping in self.compressors.items()}
+
+    def asked(self) -> list[Run]:
+        """Every run of the grid, once, excluded ones too."""
+        runs: dict[Run, None] = {}
+        for grid in self.grid:
+            labels = tuple(self.compressors) if grid.compressors == "all" else grid.compressors
+            for label in labels:
+                if label not in self.compressors:
+                    raise unknown("compressor in the grid", label, self.compressors)
+            product = itertools.product(grid.strategies, labels, grid.world_sizes, grid.links, grid.seeds)
+            runs.update(dict.fromkeys(itertools.starmap(Run, product)))
+        return list(runs)
+
+    def excluded(self, run: Run) -> str | None:
+        """Why ``run`` is left out, or None."""
+        return next((exclusion.reason for exclusion in self.exclude if exclusion.holds(run)), None)
+
+    def runs(self) -> list[Run]:
+        """The runs that are really made, in the order they should start (DESIGN.md section 7).
+
+        Seed by seed; within a seed a permutation drawn from the seed, with a baseline (label ``none``) first and last.
+        """
+        chosen = [run for run in self.asked() if self.excluded(run) is None]
+        ordered: list[Run] = []
+        for seed in sorted({run.seed for run in chosen}):
+            of_seed = [run for run in chosen if run.seed == seed]
+            random.Random(seed).shuffle(of_seed)
+            baselines = [run for run in of_seed if run.compressor == "none"]
+            others = [run for run in of_seed if run.compressor != "none"]
+            middle = (len(baselines) + 1) // 2
+            ordered += [*baselines[:middle], *others, *baselines[middle:]]
+        return ordered
+
+    def gradient_runs(self) -> list[Run]:
+        """The runs whose per-sample gradients are collected."""
+        return [run for run in self.runs() if self.gradients is not None and self.gradients.holds(run)]
+
+
+def checked(model: type[Model], value: Any, where: str) -> Model:
+    """``model`` built from ``value``, or one message that names the place, what was given and what is allowed."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise BadInput(f"{where}: {'; '.join(_explain(model, problem) for problem in error.errors())}.") from None
+
+
+def _explain(model: type[BaseModel], problem: Any) -> str:
+    place = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
+        return str(unknown("key", place, model.model_fields)).rstrip(".")
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        return f"{place}: unknown key"
+    if problem["type"] == "missing" or not place:
+        return f"{place}: {message}" if place else message
+    return f"{place}: {message}, got {json.dumps(problem['input'], default=str)}"
+
+
+def experiment(mapping: Mapping[str, Any]) -> Experiment:
+    """The experiment that a configuration file describes, with every cell and grid checked.
+
+    Raises:
+        BadInput: With the first problems found, each with its place in the file.
+    """
+    made = checked(Experiment, dict(mapping), "configuration")
+    made.cells()
+    if not made.runs():
+        raise BadInput("configuration: the grid is empty, or `exclude` leaves nothing of it.")
+    return made
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a configuration file, for Snakemake and for editors."""
+    return Experiment.model_json_schema()
+
+
+def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
+    """Give ``parser`` a flag for each field of ``model``, with its type, default and description."""
+    for name, field in model.model_fields.items():
+        default = field.get_default(call_default_factory=True)
+        if field.annotation is bool:
+            parser.add_argument(
+                f"--{name}", action=argparse.BooleanOptionalAction, default=default, help=field.description
+            )
+            continue
+        choices = get_args(field.annotation) if _is_literal(field) else None
+        kind = str if choices else field.annotation
+        parser.add_argument(f"--{name}", type=kind, choices=choices, default=default, help=field.description)  # type: ignore[arg-type]
+
+
+def _is_literal(field: FieldInfo) -> bool:
+    return getattr(field.annotation, "__origin__", None) is Literal
+
+
+def from_flags(model: type[Model], args: argparse.Namespace) -> Model:
+    """The ``model`` that parsed flags describe.
+
+    Raises:
+        BadInput: If a value is out of range.
+    """
+    return checked(model, {name: getattr(args, name) for name in model.model_fields}, "arguments")
+
+
+def to_flags(settings: BaseModel, *names: str) -> list[str]:
+    """The flags that give ``settings`` back: ``["--steps", "60", "--no-profile", ...]``; None is left out.
+
+    Args:
+        settings: A model whose fields are flags of a verb.
+        names: Only these fields; all where none is named.
+    """
+    words: list[str] = []
+    for name, value in settings:
+        if names and name not in names:
+            continue
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, tuple):
+            words += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            words += [f"--{name}", str(value)]
+    return words
+
+
+def load(path: Path) -> Experiment:
+    """Read and check a configuration file."""
+    import yaml
+
+    try:
+        return experiment(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
+    except (OSError, yaml.YAMLError) as error:
+        raise BadInput(f"{path}: {error}") from None

@@ -1,0 +1,139 @@
+"""The experiment as data: grids, cells, flags and the messages for what is wrong."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from gradwire.config import (
+    Cell,
+    Experiment,
+    Training,
+    add_flags,
+    experiment,
+    from_flags,
+    json_schema,
+    load,
+    to_flags,
+)
+from gradwire.errors import BadInput
+
+ROOT = Path(__file__).parent.parent
+SMALL = {"name": "small", "compressors": {"none": {}, "int8": {}}, "grid": {"seeds": [0, 1]}}
+
+
+def test_the_committed_schema_is_current():
+    committed = json.loads((ROOT / "workflow/schemas/config.schema.json").read_text())
+    assert committed == json_schema(), "run `make schema`"
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "config.yaml", *sorted((ROOT / "configs").glob("*.yaml"))], ids=lambda p: p.stem
+)
+def test_the_experiments_that_come_with_gradwire_are_valid(path):
+    assert load(path).runs()
+
+
+def test_the_default_experiment_is_the_grid_that_was_promised():
+    runs = load(ROOT / "config.yaml").runs()
+    fsdp2 = [run for run in runs if run.strategy == "fsdp2" and run.world_size == 2]
+    assert {run.seed for run in fsdp2} == {0, 1, 2}
+    assert len({run.compressor for run in fsdp2}) >= 4
+    ddp = {run.compressor for run in runs if run.strategy == "ddp"}
+    assert ddp == {run.compressor for run in fsdp2}
+    assert any(run.strategy == "fsdp1" for run in runs)
+    assert any(run.world_size == 1 for run in runs)
+    assert len(runs) == len(set(runs)) == 18
+
+
+def test_a_union_of_grids_holds_a_shared_run_once():
+    both = {**SMALL, "grid": [{"seeds": [0, 1]}, {"seeds": [1, 2], "compressors": ["none"]}]}
+    assert len(experiment(both).runs()) == 2 * 2 + 1
+
+
+def test_runs_go_seed_by_seed_with_a_baseline_first_and_last():
+    grid = {"strategies": ["ddp", "fsdp2"], "seeds": [0, 1, 2], "compressors": "all"}
+    runs = experiment({"name": "x", "compressors": {"none": {}, "fp16": {}, "int8": {}}, "grid": grid}).runs()
+    assert [run.seed for run in runs] == sorted(run.seed for run in runs)
+    orders = []
+    for seed in (0, 1, 2):
+        of_seed = [run for run in runs if run.seed == seed]
+        assert of_seed[0].compressor == of_seed[-1].compressor == "none"
+        orders.append([run._replace(seed=0) for run in of_seed])
+    assert len({tuple(order) for order in orders}) > 1, "each seed draws its own order"
+
+
+def test_excluded_runs_keep_their_reason():
+    made = experiment({**SMALL, "exclude": [{"compressors": ["int8"], "seeds": [1], "reason": "too slow"}]})
+    left_out = [run for run in made.asked() if made.excluded(run)]
+    assert [(run.compressor, run.seed) for run in left_out] == [("int8", 1)]
+    assert made.excluded(left_out[0]) == "too slow"
+    assert left_out[0] not in made.runs()
+
+
+def test_flags_give_the_same_settings_back():
+    training = Training(steps=17, lr=0.00025, profile=False, device="cpu", gradient_checkpointing=True)
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Training)
+    assert from_flags(Training, parser.parse_args(to_flags(training))) == training
+
+
+def test_a_cell_is_hooked_unless_it_is_plain_none():
+    assert not Cell.parse("none", {}).hooked
+    assert Cell.parse("exchange", {"method": "none", "algorithm": "exchange"}).hooked
+    assert Cell.parse("int8", {}).hooked
+
+
+def test_a_cell_gives_back_the_mapping_it_was_read_from():
+    mapping = {"method": "int8", "block": 64, "dense_steps": 3, "exempt": {"max_ndim": 1}}
+    cell = Cell.parse("mine", mapping)
+    assert cell.flat() == mapping
+    assert Cell.parse("mine", cell.flat()) == cell
+
+
+@pytest.mark.parametrize(
+    ("mapping", "words"),
+    [
+        ({"method": "int9"}, ["unknown compressor 'int9'", "Did you mean 'int8'"]),
+        ({"method": "int8", "blok": 3}, ["option of int8 'blok'", "Did you mean 'block'"]),
+        ({"method": "int8", "dens_steps": 3}, ["Did you mean 'dense_steps'"]),
+        ({"method": "int8", "block": "64"}, ["block", "'64'", "integer"]),
+        ({"method": "int8", "dense_steps": "3"}, ["dense_steps", '"3"', "integer"]),
+        ({"method": "int8", "second": "encode"}, ["second", "'encoded' or 'float32'"]),
+        (["int8"], ["expected a mapping", '["int8"]']),
+        (None, ["expected a mapping"]),
+    ],
+)
+def test_a_bad_cell_is_told_in_one_message(mapping, words):
+    with pytest.raises(BadInput) as told:
+        Cell.parse("int8x", mapping)
+    assert "\n" not in str(told.value)
+    for word in words:
+        assert word in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"traning": {}}, ["unknown key 'traning'", "Did you mean 'training'"]),
+        ({"training": {"step": 3}}, ["training.step", "unknown key"]),
+        ({"training": {"steps": 3}}, ["none is left to time"]),
+        ({"grid": {"compressors": ["int4"]}}, ["'int4'", "Did you mean 'int8'"]),
+        ({"grid": []}, ["grid is empty"]),
+        ({"grid": {"strategies": ["fsdp3"]}}, ["fsdp3", "fsdp2"]),
+        ({"dataset": {"source": "json"}}, ["path"]),
+        ({"name": "a/b"}, ["name", "a/b"]),
+    ],
+)
+def test_a_bad_experiment_is_told_in_one_message(change, words):
+    with pytest.raises(BadInput) as told:
+        experiment({**SMALL, **change})
+    assert "\n" not in str(told.value)
+    for word in words:
+        assert word in str(told.value)
+
+
+def test_yaml_and_schema_agree_on_the_defaults():
+    assert experiment(yaml.safe_load(yaml.safe_dump(SMALL))) == Experiment.model_validate(SMALL)
