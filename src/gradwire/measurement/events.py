@@ -1,0 +1,145 @@
+"""One rank's torch.profiler trace, streamed and sorted into the few kinds of event that the analysis needs.
+
+What such traces contain (torch 2.13, looked at on real ones):
+
+- Steps are ``ProfilerStep#N`` annotations on the main thread.
+- gloo runs each collective on a worker thread, as an annotation ``gloo:<op>``; the calling thread shows the call that
+  issued it as a CPU op ``c10d::<op>``. gloo runs a reduce-scatter as an all-reduce and calls it ``gloo:all_reduce``:
+  only the call tells the two apart. A collective whose end the profiler missed is drawn until the end of the trace
+  (``finished: false``).
+- NCCL's work is in kernels ``ncclDevKernel_*`` (before NCCL 2.19 ``ncclKernel_*``), whose ``Collective name`` names the
+  op where the kernel's own name does not (``SendRecv``); ``nccl:<op>`` annotations and calls are launches only.
+- A CPU op of a library (``aten::addmm``) computes. ``autograd::…`` and ``…Backward0`` wrap what hooks do, waiting for
+  a collective included, and compute nothing themselves.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+import zlib
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ijson.backends.yajl2_c as ijson  # the C backend or none: the others are too slow for a trace
+
+from gradwire.errors import BadInput
+
+OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
+WRAPPERS = ("autograd", "torch", "c10d", "_c10d_functional")  # libraries whose ops wait or wrap, and do not compute
+
+
+class Span(NamedTuple):
+    """A named event: its name or op, the thread or stream it lies on, start and end in nanoseconds."""
+
+    name: str
+    lane: Any
+    start: int
+    end: int
+
+
+@dataclass
+class Trace:
+    """What one rank's trace holds.
+
+    Args:
+        world_size: Ranks of the run as the trace tells it; None where no process group was made.
+        steps: ``ProfilerStep#N`` annotations.
+        ranges: The package's own ranges on the CPU, ``gradwire/<name>``, by their name.
+        device_ranges: The same ranges as the device ran them.
+        calls: Calls that issue a collective, by op.
+        gloo: Collectives that gloo ran, by gloo's name of the op.
+        nccl: NCCL's kernels, by op.
+        ops: CPU ops that compute: flat start, end, start, … in nanoseconds, by thread.
+        kernels: Device kernels that compute, likewise, by stream.
+        unfinished: Events whose end the profiler did not see.
+    """
+
+    world_size: int | None = None
+    steps: list[Span] = field(default_factory=list)
+    ranges: list[Span] = field(default_factory=list)
+    device_ranges: list[Span] = field(default_factory=list)
+    calls: list[Span] = field(default_factory=list)
+    gloo: list[Span] = field(default_factory=list)
+    nccl: list[Span] = field(default_factory=list)
+    ops: dict[Any, array[int]] = field(default_factory=lambda: defaultdict(lambda: array("q")))
+    kernels: dict[Any, array[int]] = field(default_factory=lambda: defaultdict(lambda: array("q")))
+    unfinished: int = 0
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Sort one complete event (``ph: X``) into its kind; other events are of no interest here."""
+        category, name, lane = event.get("cat"), event["name"], event["tid"]
+        arguments = event.get("args", {})
+        start, end = round(1000 * event["ts"]), round(1000 * (event["ts"] + event["dur"]))
+        if category == "cpu_op":
+            library, _, op = name.partition("::")
+            if library == "c10d":
+                self.calls.append(Span(op_of(op), lane, start, end))
+            elif op and library not in WRAPPERS:
+                self.ops[lane].extend((start, end))
+        elif category == "kernel":
+            if name.startswith("nccl"):
+                self.nccl.append(Span(op_of(arguments.get("Collective name", ""), name), lane, start, end))
+            else:
+                self.kernels[lane].extend((start, end))
+        elif category == "user_annotation":
+            self.unfinished += arguments.get("finished") is False
+            if name.startswith("ProfilerStep#"):
+                self.steps.append(Span(name, lane, start, end))
+            elif name.startswith("gloo:"):
+                self.gloo.append(Span(op_of(name), lane, start, end))
+            elif name.startswith("gradwire/"):
+                self.ranges.append(Span(name.removeprefix("gradwire/"), lane, start, end))
+        elif category == "gpu_user_annotation" and name.startswith("gradwire/"):
+            self.device_ranges.append(Span(name.removeprefix("gradwire/"), lane, start, end))
+
+
+def op_of(*names: str) -> str:
+    """The collective that the first telling name means, in torch's, gloo's or NCCL's spelling, or ``other``."""
+    for name in names:
+        letters = re.sub("[^a-z]", "", name.lower())
+        for op in OPS:
+            if op.replace("_", "") in letters:
+                return op
+    return "other"
+
+
+def read(path: Path) -> Trace:
+    """Stream a ``.pt.trace.json.gz``; memory grows by 16 bytes per computing op, whatever else the file holds.
+
+    Raises:
+        BadInput: If the file is truncated, is no trace, or holds no profiled step.
+    """
+    trace = Trace()
+    try:
+        trace.world_size = _world_size(path)
+        for event in _events(path):
+            if event["ph"] == "X":
+                trace.add(event)
+    except (OSError, EOFError, zlib.error, ijson.JSONError, LookupError, TypeError) as error:
+        raise BadInput(
+            f"{path} is truncated or is no profiler trace ({type(error).__name__}: {error}); train this cell again."
+        ) from None
+    if not trace.steps:
+        raise BadInput(f"{path} holds no profiled step (ProfilerStep#N); train this cell again with --profile.")
+    return trace
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    with gzip.open(path) as stream:
+        yield from ijson.items(stream, "traceEvents.item", use_float=True)
+
+
+def _world_size(path: Path) -> int | None:
+    """The world size that the trace's header tells; the header stands before the events."""
+    with gzip.open(path) as stream:
+        for prefix, _, value in ijson.parse(stream):
+            if prefix == "distributedInfo.world_size":
+                return int(value)
+            if prefix == "traceEvents":
+                return None
+    raise LookupError("no traceEvents")

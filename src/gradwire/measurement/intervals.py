@@ -1,0 +1,55 @@
+"""Sets of time intervals: union, intersection, difference and length, exact in whole nanoseconds.
+
+An interval set is an int64 array of shape [n, 2]: half-open intervals [start, end). The operations accept them in any
+order, overlapping or empty, and return them sorted, disjoint, non-empty and with touching ones joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Intervals = NDArray[np.int64]
+
+
+def intervals(pairs: Iterable[tuple[int, int]]) -> Intervals:
+    """The union of ``(start, end)`` pairs."""
+    return union(np.array([*pairs], dtype=np.int64).reshape(-1, 2))
+
+
+def union(*sets: Intervals) -> Intervals:
+    """What at least one of ``sets`` covers."""
+    return _covered([(1, one) for one in sets], level=1)
+
+
+def intersection(first: Intervals, second: Intervals) -> Intervals:
+    """What both sets cover."""
+    return _covered([(1, union(first)), (1, union(second))], level=2)
+
+
+def difference(first: Intervals, second: Intervals) -> Intervals:
+    """What ``first`` covers and ``second`` does not."""
+    return _covered([(1, union(first)), (-1, union(second))], level=1)
+
+
+def length(one: Intervals) -> int:
+    """The time that a set covers, in nanoseconds."""
+    merged = union(one)
+    return int((merged[:, 1] - merged[:, 0]).sum())
+
+
+def _covered(weighted: list[tuple[int, Intervals]], level: int) -> Intervals:
+    """Where the weights of the covering intervals add up to ``level`` or more, found in one sweep over all edges."""
+    edges = np.concatenate([np.empty(0, np.int64), *(one.ravel() for _, one in weighted)])
+    changes = np.concatenate(
+        [np.empty(0, np.int64), *(np.tile([weight, -weight], len(one)) for weight, one in weighted)]
+    )
+    order = np.argsort(edges, kind="stable")
+    edges, sums = edges[order], np.cumsum(changes[order])
+    inside = (sums[:-1] >= level) & (edges[:-1] < edges[1:])
+    starts, ends = edges[:-1][inside], edges[1:][inside]
+    gap = starts[1:] != ends[:-1]
+    first, last = np.append(True, gap), np.append(gap, True)
+    return np.stack([starts[first[: len(starts)]], ends[last[: len(ends)]]], axis=1)

@@ -1,0 +1,236 @@
+"""The verb ``trace``: where a profiled step's time went, from every rank's trace into ``profile.json``.
+
+Definitions, per rank and step; a step is its ``ProfilerStep#N`` annotation, a time is the union of its intervals
+within the step, and training ends a step with a number read from the device, so a step holds its device's work:
+
+- **communication**, by op: on gloo, from the call that issues a collective until gloo has run it; on NCCL, its kernels.
+  The package's own ranges ``gradwire/<op>`` (start to wait) belong to it as well, except where NCCL runs: there they
+  time the launch. A collective inside such a range counts under the range's op. It includes waiting for slower ranks
+  and the loss's small all-reduces. At world size 1 there is none: a group of one has no peer.
+  Two ops may run at once, so the ops' times may add up to more than the communication time.
+- **encode, decode**: the ranges ``gradwire/encode`` and ``gradwire/decode``, as the device ran them where there is one.
+- **compute**: kernels other than NCCL's where the rank has a device, else CPU ops; without those inside the package's
+  ranges, calls and collectives of the same thread or stream. So a codec's work is no compute and hides nothing.
+- **overlap** = compute ∩ communication; **exposed** = communication − compute; **idle**: none of all these (Python,
+  the autograd engine, data loading).
+
+A collective whose end the profiler did not see ends with its step; such events are counted in ``unfinished``.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentParser, Namespace
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from gradwire.errors import BadInput
+from gradwire.files import write_json
+from gradwire.measurement.events import OPS, Span, Trace, read
+from gradwire.measurement.intervals import Intervals, difference, intersection, intervals, length, union
+
+SCHEMA_VERSION = 1
+RUNS_AS = {"reduce_scatter": "all_reduce"}  # what gloo runs, and names in a trace, in place of an op
+PATTERN = "rank*.pt.trace.json.gz"
+
+
+@dataclass(frozen=True)
+class Activity:
+    """When one rank did what."""
+
+    communication: dict[str, Intervals]
+    compute: Intervals
+    encode: Intervals
+    decode: Intervals
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Where the time of a step, or of the mean step, went: milliseconds."""
+
+    step_ms: float
+    comm_time_ms_per_step: float
+    comm_time_ms_by_op_per_step: dict[str, float]
+    compute_ms_per_step: float
+    encode_ms_per_step: float
+    decode_ms_per_step: float
+    overlap_ms_per_step: float
+    exposed_comm_ms: float
+    idle_ms_per_step: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """The times, and the ratios they make: ``overlap_ratio`` is None where nothing was communicated."""
+        communication = self.comm_time_ms_per_step
+        return asdict(self) | {
+            "comm_ratio": communication / self.step_ms,
+            "overlap_ratio": self.overlap_ms_per_step / communication if communication else None,
+        }
+
+
+def arguments(parser: ArgumentParser) -> None:
+    """Declare the verb's flags."""
+    parser.add_argument("--run_dir", type=Path, required=True, help="a run's folder, which holds profiler/")
+    parser.add_argument("--output", type=Path, help="file to write; by default RUN_DIR/profile.json")
+
+
+def beside(args: Namespace) -> Path | None:
+    """The run's folder; a folder that does not exist is not made for the sake of telling so."""
+    return args.run_dir if args.run_dir.is_dir() else None
+
+
+def main(args: Namespace) -> None:
+    """Read all ranks' traces and write the profile."""
+    output = args.output or args.run_dir / "profile.json"
+    result = profile(args.run_dir)
+    write_json(output, result)
+    print(
+        f"{output}: {result['step_ms']:.1f} ms per step, communication {result['comm_time_ms_per_step']:.1f} ms "
+        f"({result['comm_ratio']:.0%}), of it exposed {result['exposed_comm_ms']:.1f} ms"
+    )
+
+
+def profile(run_dir: Path) -> dict[str, Any]:
+    """The mean over ranks, and under ``ranks`` each rank's mean and its steps.
+
+    Raises:
+        BadInput: If a trace is missing or unusable.
+    """
+    traces = {rank: read(path) for rank, path in trace_files(run_dir).items()}
+    expected = max(trace.world_size or 1 for trace in traces.values())
+    missing = sorted(set(range(expected)) - set(traces))
+    if missing:
+        raise BadInput(
+            f"{run_dir / 'profiler'}: the trace of rank {', '.join(map(str, missing))} of {expected} is missing; "
+            "train this cell again."
+        )
+    steps = {rank: breakdowns(trace) for rank, trace in traces.items()}
+    means = {rank: mean(own.values()) for rank, own in steps.items()}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "world_size": expected,
+        "steps": len(steps[0]),
+        **mean(means.values()).as_dict(),
+        "unfinished": sum(trace.unfinished for trace in traces.values()),
+        "ranks": {
+            str(rank): means[rank].as_dict() | {"per_step": {name: one.as_dict() for name, one in own.items()}}
+            for rank, own in steps.items()
+        },
+    }
+
+
+def trace_files(run_dir: Path) -> dict[int, Path]:
+    """The trace of each rank that left one, in the ranks' order.
+
+    Raises:
+        BadInput: If there is none.
+    """
+    found = {int(re.findall(r"\d+", path.name)[0]): path for path in (run_dir / "profiler").glob(PATTERN)}
+    if not found:
+        raise BadInput(f"{run_dir / 'profiler'} holds no {PATTERN}; train this cell with --profile.")
+    return dict(sorted(found.items()))
+
+
+def breakdowns(trace: Trace) -> dict[str, Breakdown]:
+    """Each profiled step's breakdown, by the step's name, in order."""
+    when = activity(trace)
+    steps = sorted(trace.steps, key=lambda step: step.start)
+    return {step.name: breakdown(when, intervals([(step.start, step.end)])) for step in steps}
+
+
+def breakdown(when: Activity, step: Intervals) -> Breakdown:
+    """How a rank spent the time of one step."""
+
+    def ms(time: Intervals) -> float:
+        return length(intersection(time, step)) / 1e6
+
+    communication = union(*when.communication.values())
+    busy = union(communication, when.compute, when.encode, when.decode)
+    return Breakdown(
+        step_ms=ms(step),
+        comm_time_ms_per_step=ms(communication),
+        comm_time_ms_by_op_per_step={op: ms(time) for op, time in when.communication.items()},
+        compute_ms_per_step=ms(when.compute),
+        encode_ms_per_step=ms(when.encode),
+        decode_ms_per_step=ms(when.decode),
+        overlap_ms_per_step=ms(intersection(when.compute, communication)),
+        exposed_comm_ms=ms(difference(communication, when.compute)),
+        idle_ms_per_step=ms(difference(step, busy)),
+    )
+
+
+def mean(those: Iterable[Breakdown]) -> Breakdown:
+    """The mean of breakdowns; an op that one of them does not have took no time there."""
+    rows = [asdict(one) for one in those]
+    by_op = [row.pop("comm_time_ms_by_op_per_step") for row in rows]
+    ops = sorted({op for times in by_op for op in times})
+    return Breakdown(
+        comm_time_ms_by_op_per_step={op: fmean(times.get(op, 0.0) for times in by_op) for op in ops},
+        **{key: fmean(row[key] for row in rows) for key in rows[0]},
+    )
+
+
+def activity(trace: Trace) -> Activity:
+    """When a rank communicated, computed, encoded and decoded."""
+    if trace.kernels or trace.nccl:
+        lanes, ranges, foreign = trace.kernels, trace.device_ranges, trace.device_ranges
+    else:
+        lanes, ranges, foreign = trace.ops, trace.ranges, [*trace.ranges, *trace.calls, *trace.gloo]
+    compute = [
+        difference(
+            np.frombuffer(times, np.int64).reshape(-1, 2), covered(span for span in foreign if span.lane == lane)
+        )
+        for lane, times in lanes.items()
+    ]
+    return Activity(
+        communication=communication(trace),
+        compute=union(*compute),
+        encode=covered(span for span in ranges if span.name == "encode"),
+        decode=covered(span for span in ranges if span.name == "decode"),
+    )
+
+
+def communication(trace: Trace) -> dict[str, Intervals]:
+    """When each op's collectives ran."""
+    if trace.world_size in (None, 1):
+        return {}
+    if trace.nccl:
+        spans = [*trace.nccl, *trace.gloo]
+    else:
+        own = [span for span in trace.ranges if span.name in OPS]
+        spans = [*own, *gloo_collectives(trace.calls, trace.gloo, own)]
+    return {op: covered(span for span in spans if span.name == op) for op in sorted({span.name for span in spans})}
+
+
+def gloo_collectives(calls: list[Span], events: list[Span], own: list[Span]) -> list[Span]:
+    """Each collective from its call to the end of gloo's event, under the op that was asked for.
+
+    gloo starts collectives in the order of their calls, so the k-th event of a kind belongs to the k-th call of it.
+    An event without a call (issued before the trace began) stands for itself.
+    """
+    waiting: dict[str, deque[Span]] = defaultdict(deque)
+    for call in sorted(calls, key=lambda call: call.start):
+        waiting[RUNS_AS.get(call.name, call.name)].append(call)
+    found = []
+    for event in sorted(events, key=lambda event: event.start):
+        queue = waiting[RUNS_AS.get(event.name, event.name)]
+        known = event.name in OPS and queue and queue[0].start <= event.start
+        call = queue.popleft() if known else event
+        found.append(Span(asked_for(call, own), call.lane, call.start, max(call.end, event.end)))
+    return found
+
+
+def asked_for(call: Span, own: list[Span]) -> str:
+    """The op of the package's own range around a call, else the call's."""
+    around = (span.name for span in own if span.lane == call.lane and span.start <= call.start < span.end)
+    return next(around, call.name)
+
+
+def covered(spans: Iterable[Span]) -> Intervals:
+    """The union of the spans' times."""
+    return intervals((span.start, span.end) for span in spans)
