@@ -25,8 +25,8 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for
 class Int8(Compressor):
     """Sends an 8-bit code per element and a float32 scale per block.
 
-    With ``nearest`` an element's error is at most half its block's scale; with ``stochastic`` it is less than the scale,
-    its expectation is zero and its variance ``scale^2 f (1 - f)``, where f is the fractional part of ``x / scale``.
+    With ``nearest`` an element's error is at most half its block's scale. With ``stochastic`` it is less than the
+    scale, its expectation is zero and its variance is ``scale^2 f (1 - f)``, where f is the fractional part of ``x / scale``.
     """
 
     name = "int8"
@@ -54,7 +54,7 @@ class Int8(Compressor):
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Scale each block to 127 and round."""
         blocks = self.in_blocks(x.view(-1))
-        scales = (torch.linalg.vector_norm(blocks, torch.inf, dim=1) / LEVELS).clamp_min_(SMALLEST_SCALE)
+        scales = (blocks.abs().amax(dim=1) / LEVELS).clamp_min_(SMALLEST_SCALE)
         levels = blocks / scales.unsqueeze(1)
         if self.rounding == "nearest":
             levels.round_()

@@ -1,0 +1,154 @@
+"""Where the parameters lie in a flat gradient buffer, and which rank owns which part.
+
+A buffer has one row per rank. A `Piece` is a run of one parameter's elements inside one row; what no piece covers is
+padding, and is never encoded, sent or counted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.errors import RunFault
+
+
+class Piece(NamedTuple):
+    """``flat[start:start + numel]`` is ``parameter.flatten()[at:at + numel]`` and belongs to ``row``."""
+
+    name: str
+    shape: tuple[int, ...]  # of the whole parameter
+    row: int
+    start: int
+    numel: int
+    at: int
+
+    @property
+    def parameter_numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def run(self) -> slice:
+        """Where the piece lies in the buffer."""
+        return slice(self.start, self.start + self.numel)
+
+    @property
+    def source(self) -> slice:
+        """Where the piece lies in its flattened parameter."""
+        return slice(self.at, self.at + self.numel)
+
+    @property
+    def form(self) -> tuple[int, ...]:
+        """The shape a codec sees: a matrix where the piece is whole rows of its parameter, else a vector."""
+        width = math.prod(self.shape[1:])
+        if len(self.shape) > 1 and self.at % width == 0 and self.numel % width == 0:
+            return self.numel // width, width
+        return (self.numel,)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The pieces of a buffer of ``world * row_numel`` elements, in ascending order of ``start``."""
+
+    world: int
+    row_numel: int
+    pieces: tuple[Piece, ...]
+
+    @classmethod
+    def dim0(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], world: int) -> Layout:
+        """Cut each parameter along its first dimension, as `torch.chunk` and FSDP2 do.
+
+        Row r holds the r-th chunks of all parameters one after another, each padded to the size of its first chunk; a
+        parameter with fewer rows than there are ranks has no piece in the last rows.
+
+        Args:
+            shapes: Name and shape of every parameter, in buffer order.
+            world: Number of ranks.
+        """
+        pieces = []
+        offset = 0  # of the parameter inside each row
+        plan = []
+        for name, shape in shapes:
+            length, width = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+            chunk = -(-length // world) * width
+            plan.append((name, tuple(shape), length * width, chunk, offset))
+            offset += chunk
+        for row in range(world):
+            for name, shape, numel, chunk, start in plan:
+                at = row * chunk
+                if at < numel:
+                    pieces.append(Piece(name, shape, row, row * offset + start, min(chunk, numel - at), at))
+        return cls(world, offset, tuple(pieces))
+
+    @classmethod
+    def cut(cls, shapes: Iterable[tuple[str | None, tuple[int, ...]]], world: int) -> Layout:
+        """Cut one flat vector, the parameters one after another, anywhere into equal rows; the tail is padding.
+
+        Args:
+            shapes: Name and shape of every parameter, in buffer order; a name of None stands for a gap that nobody
+                needs, such as FSDP1's alignment or a frozen parameter.
+            world: Number of ranks.
+        """
+        shapes = list(shapes)
+        row_numel = -(-sum(math.prod(shape) for _, shape in shapes) // world)
+        pieces = []
+        offset = 0  # of the parameter in the buffer
+        for name, shape in shapes:
+            start, end = offset, offset + math.prod(shape)
+            while name is not None and start < end:
+                row = start // row_numel
+                stop = min(end, (row + 1) * row_numel)
+                pieces.append(Piece(name, tuple(shape), row, start, stop - start, start - offset))
+                start = stop
+            offset = end
+        return cls(world, row_numel, tuple(pieces))
+
+    @property
+    def numel(self) -> int:
+        """Elements of the buffer, padding included."""
+        return self.world * self.row_numel
+
+    @cached_property
+    def rows(self) -> tuple[tuple[Piece, ...], ...]:
+        """The pieces of each row."""
+        rows: list[list[Piece]] = [[] for _ in range(self.world)]
+        for piece in self.pieces:
+            rows[piece.row].append(piece)
+        return tuple(map(tuple, rows))
+
+    def run_in_row(self, piece: Piece) -> slice:
+        """Where a piece lies in its own row."""
+        start = piece.start - piece.row * self.row_numel
+        return slice(start, start + piece.numel)
+
+    def check(self, flat: Tensor) -> None:
+        """Make sure that ``flat`` is a buffer of this layout.
+
+        Raises:
+            RunFault: If its size is another, as after a parameter got no gradient.
+        """
+        if flat.shape != (self.numel,):
+            names = [piece.name for piece in self.pieces] or ["no parameter"]
+            raise RunFault(
+                f"a gradient buffer of shape {tuple(flat.shape)} came where {self.numel} elements were expected "
+                f"({names[0]} ... {names[-1]} on {self.world} ranks); did a parameter get no gradient?"
+            )
+
+    def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Copy tensors, by name, into a new float32 buffer; padding is 0."""
+        device = next(iter(tensors.values())).device
+        flat = torch.zeros(self.numel, dtype=torch.float32, device=device)
+        for piece in self.pieces:
+            flat[piece.run] = tensors[piece.name].reshape(-1)[piece.source]
+        return flat
+
+    def unpack(self, flat: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Copy a buffer back into the contiguous tensors it was packed from, by name and in place."""
+        for piece in self.pieces:
+            tensors[piece.name].view(-1)[piece.source] = flat[piece.run]

@@ -1,0 +1,82 @@
+"""The data collectives of the package: all of them start here, so that all of them are counted.
+
+They work on gloo with CPU and CUDA tensors and on NCCL, and return when the result may be used on the current stream.
+``purpose`` and the byte counts are explained in `collectives.meter`; a group of None is the default group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.collectives.bytes import sent_all_reduce
+from gradwire.collectives.meter import METER, Meter
+
+Group: TypeAlias = dist.ProcessGroup | None
+
+REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+
+
+def nbytes(x: Tensor) -> int:
+    """Size of a tensor's elements in bytes."""
+    return x.numel() * x.element_size()
+
+
+def all_reduce(
+    x: Tensor, op: str = "sum", group: Group = None, purpose: str = "control", meter: Meter = METER
+) -> Tensor:
+    """Reduce ``x`` over the ranks, in place; ``op`` is ``sum``, ``max`` or ``min``. Returns ``x``."""
+    sent = sent_all_reduce(nbytes(x), dist.get_world_size(group), dist.get_rank(group))
+    with meter.span("all_reduce", purpose, sent):
+        dist.all_reduce(x, REDUCTIONS[op], group=group)
+    return x
+
+
+def all_gather(x: Tensor, group: Group = None, purpose: str = "control", meter: Meter = METER) -> Tensor:
+    """Every rank's ``x``, all of one shape, stacked in rank order: ``[world, *x.shape]``."""
+    world = dist.get_world_size(group)
+    gathered = torch.empty((world, *x.shape), dtype=x.dtype, device=x.device)
+    with meter.span("all_gather", purpose, (world - 1) * nbytes(x)):
+        dist.all_gather(list(gathered), x.contiguous(), group=group)
+    return gathered
+
+
+def all_to_all(
+    x: Tensor,
+    sizes_out: Sequence[int],
+    sizes_in: Sequence[int],
+    group: Group = None,
+    purpose: str = "control",
+    meter: Meter = METER,
+) -> Tensor:
+    """Send a part of ``x`` to each rank and receive one from each.
+
+    Args:
+        x: Vector of bytes (uint8, contiguous), the parts in rank order.
+        sizes_out: Bytes for each rank; the own part is copied, not sent.
+        sizes_in: Bytes from each rank.
+        group: The ranks.
+        purpose: What the bytes are for.
+        meter: Who counts them.
+
+    Returns:
+        uint8 ``[sum(sizes_in)]``, the parts in rank order.
+    """
+    received = torch.empty(sum(sizes_in), dtype=x.dtype, device=x.device)
+    with meter.span("all_to_all", purpose, x.numel() - sizes_out[dist.get_rank(group)]):
+        dist.all_to_all_single(received, x, list(sizes_in), list(sizes_out), group=group)
+    return received
+
+
+def broadcast(
+    x: Tensor, source: int = 0, group: Group = None, purpose: str = "control", meter: Meter = METER
+) -> Tensor:
+    """Copy group rank ``source``'s ``x`` to all ranks, in place; the source counts the bytes. Returns ``x``."""
+    sent = (dist.get_world_size(group) - 1) * nbytes(x) if dist.get_rank(group) == source else 0
+    with meter.span("broadcast", purpose, sent):
+        dist.broadcast(x, group=group, group_src=source)
+    return x
