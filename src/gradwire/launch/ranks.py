@@ -38,11 +38,11 @@ class Ended(NamedTuple):
 
     Attributes:
         codes: Exit codes other than 0 by rank, a signal's number negative; those that the launcher ended count too.
-        stopped_by: The signal that the launcher was sent, if one was.
+        stopped: Whether the launcher was told to stop, and stopped them.
     """
 
     codes: Mapping[int, int]
-    stopped_by: signal.Signals | None = None
+    stopped: bool = False
 
 
 def check_address(master_addr: str, master_port: int) -> None:
@@ -80,10 +80,12 @@ def start(
         RankFailure: If a rank failed; the others have ended too.
         RunFault: If a signal stopped the ranks and none of them says that it can be resumed.
     """
-    with tempfile.TemporaryDirectory(prefix="gradwire-launch-") as folder:
+    # Whatever stops the launcher, the ranks are stopped by SIGTERM.
+    to_sigterm = _on((signal.SIGINT, signal.SIGHUP), lambda: signal.raise_signal(signal.SIGTERM))
+    with tempfile.TemporaryDirectory(prefix="gradwire-launch-") as folder, to_sigterm:
         with _environment({RANK_FAILURES: folder, "OMP_NUM_THREADS": _threads(world_size)}):
             ended = LAUNCHERS[launcher](list(command), world_size, master_addr, master_port)
-        if ended.codes or ended.stopped_by:
+        if ended.codes or ended.stopped:
             raise _cause(ended, rank_failures(Path(folder)))
 
 
@@ -91,18 +93,19 @@ def spawn(command: list[str], world_size: int, master_addr: str, master_port: in
     """Start the ranks as plain processes with torchrun's variables, without importing torch here."""
     port = master_port or _free_port(master_addr)
     ranks: list[subprocess.Popen[bytes]] = []
-    with _caught_signals() as caught:
+    stops: list[bool] = []
+    with _on((signal.SIGTERM,), lambda: stops.append(True)):
         try:
             for rank in range(world_size):
                 seat = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
                 variables = {name: str(value) for name, value in seat.items()} | {"MASTER_ADDR": master_addr}
                 ranks.append(subprocess.Popen(command, env=os.environ | variables))
-            while not caught and None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
+            while not stops and None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
                 time.sleep(POLL)
         finally:
             _end(ranks)
     failed = {rank: process.returncode for rank, process in enumerate(ranks) if process.returncode}
-    return Ended(failed, caught[0] if caught and failed else None)
+    return Ended(failed, stopped=bool(stops and failed))
 
 
 def torchrun(command: list[str], world_size: int, master_addr: str, master_port: int) -> Ended:
@@ -125,6 +128,7 @@ def torchrun(command: list[str], world_size: int, master_addr: str, master_port:
         local_addr=master_addr,
         max_restarts=0,
         monitor_interval=POLL,
+        signals_to_handle="SIGTERM",
         shutdown_timeout=int(GRACE),
         logs_specs=DefaultLogsSpecs(log_dir=os.environ[RANK_FAILURES]),
     )
@@ -133,8 +137,8 @@ def torchrun(command: list[str], world_size: int, master_addr: str, master_port:
         elastic_launch(config, command[0])(*command[1:])
     except ChildFailedError as error:
         return Ended({rank: failure.exitcode for rank, failure in error.failures.items()})
-    except SignalException as error:
-        return Ended({}, error.sigval)
+    except SignalException:
+        return Ended({}, stopped=True)
     finally:
         logging.disable(logging.NOTSET)
     return Ended({})
@@ -166,15 +170,13 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _caught_signals() -> Iterator[list[signal.Signals]]:
-    """Collect the signals that ask this process to stop, instead of dying of them and leaving ranks behind."""
-    caught: list[signal.Signals] = []
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = [signal.signal(number, lambda number, _: caught.append(signal.Signals(number))) for number in numbers]
+def _on(numbers: Sequence[signal.Signals], act: Callable[[], None]) -> Iterator[None]:
+    """Do ``act`` when one of these signals comes, and restore the old handlers afterwards."""
+    before = {number: signal.signal(number, lambda *_: act()) for number in numbers}
     try:
-        yield caught
+        yield
     finally:
-        for number, handler in zip(numbers, before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 
@@ -192,11 +194,11 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _cause(ended: Ended, told: Mapping[int, Mapping[str, Any]]) -> GradwireError:
-    """The failure that made the others happen, or what a signal to the launcher left behind."""
-    if ended.stopped_by:
+    """The failure that made the others happen, or, after a stop, what can be resumed."""
+    if ended.stopped:
         resumable = [rank for rank in told if told[rank]["exit_code"] == Stopped.exit_code]
         if not resumable:
-            return RunFault(f"stopped by {ended.stopped_by.name}; nothing was saved to resume from.")
+            return RunFault("stopped by a signal; no rank saved anything to resume from.")
         return _failure(resumable[0], told[resumable[0]], 0)
     failures = [(rank, told.get(rank), ended.codes.get(rank, 0)) for rank in {*told, *ended.codes}]
     return _failure(*min(failures, key=lambda failure: _precedence(*failure[1:])))

@@ -1,0 +1,74 @@
+"""A digest of the source that a module stands on, so that an edit re-runs what depends on it and nothing else."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from gradwire.errors import BadInput
+from gradwire.files import digest
+
+PACKAGE = Path(__file__).parent
+
+
+def source_digest(*modules: str, package: Path = PACKAGE) -> str:
+    """Digest of the files of some modules and of all that they import from this package, at any depth.
+
+    Imports are read, not executed: those inside functions count, names put together at run time do not. Compressors
+    are found by name, so whoever depends on one gives its module here too.
+
+    Args:
+        modules: Full module names, such as ``"gradwire.training.train"``.
+        package: The package's folder; its name is the first part of the module names.
+
+    Raises:
+        BadInput: If there is no such module.
+    """
+    return digest({name: hashlib.sha256(source).hexdigest() for name, source in closure(modules, package).items()})
+
+
+def closure(modules: tuple[str, ...], package: Path = PACKAGE) -> dict[str, bytes]:
+    """The source, by name, of the modules, of what they import from the package, and of the packages around them.
+
+    Raises:
+        BadInput: If there is no such module.
+    """
+    found: dict[str, bytes] = {}
+    pending = list(modules)
+    while pending:
+        name = pending.pop()
+        if name in found:
+            continue
+        file = module_file(name, package)
+        if file is None:
+            raise BadInput(f"there is no module {name!r} in {package}.")
+        found[name] = file.read_bytes()
+        parent = name.rpartition(".")[0]
+        pending += [target for target in {*imports(found[name]), parent} if module_file(target, package)]
+    return found
+
+
+def module_file(name: str, package: Path = PACKAGE) -> Path | None:
+    """The file of a module or package by its full name; None if this package has none of that name."""
+    path = package.parent.joinpath(*name.split("."))
+    candidates = (path.with_name(f"{path.name}.py"), path / "__init__.py")
+    return next((file for file in candidates if file.is_relative_to(package) and file.is_file()), None)
+
+
+@cache
+def imports(source: bytes) -> frozenset[str]:
+    """Every name that a module's source imports, in full: ``from a import b`` gives ``a`` and ``a.b``."""
+    return frozenset(_imports(ast.parse(source)))
+
+
+def _imports(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = f"{'.' * node.level}{node.module or ''}"
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)

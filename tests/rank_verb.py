@@ -1,0 +1,92 @@
+"""A verb for the tests of `gradwire launch`: as a module the verb `probe`, as a script `gradwire` with that verb.
+
+`python tests/rank_verb.py launch --world_size 2 -- probe --output_dir D --ranks '{"1": "refuse"}'` does in each rank
+what the JSON object says for it; a rank that it does not name waits to be ended if another one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from gradwire import cli
+from gradwire.errors import BadInput, Stopped
+from gradwire.files import write_json
+from gradwire.launch import launch
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--ranks", type=json.loads, default={}, help="what each rank does, by its number")
+    parser.add_argument("--bad_data", action="store_true")
+
+
+def beside(args: argparse.Namespace) -> Path:
+    return args.output_dir
+
+
+def preflight(args: argparse.Namespace) -> None:
+    if args.bad_data:
+        raise BadInput(f"the data is too small for {args.world_size} ranks.")
+
+
+def main(args: argparse.Namespace) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    environment = {name: os.environ[name] for name in names} | {"pid": os.getpid()}
+    write_json(args.output_dir / f"started{os.environ['RANK']}.json", environment)
+    deed = args.ranks.get(os.environ["RANK"], "wait" if args.ranks else "end")
+    DEEDS[deed]()
+
+
+def refuse() -> None:
+    raise BadInput("an option is bad.", step=7)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stumble() -> None:
+    raise ZeroDivisionError("no such luck")
+
+
+def wait() -> None:
+    time.sleep(60)
+
+
+def save() -> None:
+    """Wait, and on SIGTERM say that a checkpoint was written."""
+
+    def stop(*_: object) -> None:
+        raise Stopped("stopped after a checkpoint; run it again to resume.", step=5)
+
+    signal.signal(signal.SIGTERM, stop)
+    wait()
+
+
+def reduce() -> None:
+    """All ranks but the last, which dies, wait for it in a collective."""
+    import torch
+
+    from gradwire.collectives.world import process_group
+
+    with process_group(device="cpu") as world:
+        values = torch.arange(3.0) + world.rank
+        torch.distributed.all_reduce(values)
+        assert values.tolist() == [1.0, 3.0, 5.0], values
+        if world.rank == world.world_size - 1:
+            kill()
+        torch.distributed.all_reduce(values)
+
+
+DEEDS = {deed.__name__: deed for deed in (refuse, kill, stumble, wait, save, reduce)} | {"end": lambda: None}
+
+if __name__ == "__main__":
+    cli.VERBS["probe"] = cli.Verb("rank_verb", "do what a test says")
+    launch.RANK = (sys.executable, __file__)
+    cli.entry()

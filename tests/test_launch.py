@@ -1,0 +1,205 @@
+"""`gradwire launch`: checks before any rank, exit codes, one message, nothing left behind."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gradwire.collectives.arguments import Seat, add_rank_arguments, rank_options, seat
+from gradwire.errors import BadInput, RunFault
+from gradwire.failures import lost_peer
+
+PROBE = Path(__file__).with_name("rank_verb.py")
+CLEAN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "2345"}
+
+
+def command(output: Path, ranks: dict[int, str], *flags: str, launcher: str = "spawn", probe: tuple[str, ...] = ()):
+    start = [sys.executable, PROBE, "launch", "--world_size", "2", "--launcher", launcher, *flags]
+    return [*map(str, start), "--", "probe", "--output_dir", str(output), "--ranks", json.dumps(ranks), *probe]
+
+
+def launch(*args, **kwargs) -> subprocess.CompletedProcess:
+    return subprocess.run(command(*args, **kwargs), env=CLEAN, capture_output=True, text=True, timeout=60)
+
+
+def failure(output: Path) -> dict:
+    return json.loads((output / "probe.failed.json").read_text())
+
+
+def started(output: Path) -> dict[int, dict]:
+    return {found["RANK"]: found for found in map(json.loads, (p.read_text() for p in output.glob("started*.json")))}
+
+
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+def test_ranks_know_their_place_and_share_the_cores(tmp_path, launcher):
+    done = launch(tmp_path, {}, launcher=launcher)
+    assert (done.returncode, done.stderr) == (0, "")
+    ranks = started(tmp_path)
+    assert {(r["RANK"], r["LOCAL_RANK"], r["WORLD_SIZE"]) for r in ranks.values()} == {("0", "0", "2"), ("1", "1", "2")}
+    assert len({(r["MASTER_ADDR"], r["MASTER_PORT"]) for r in ranks.values()}) == 1
+    assert {r["OMP_NUM_THREADS"] for r in ranks.values()} == {str(max(1, len(os.sched_getaffinity(0)) // 2))}
+
+
+def test_a_given_number_of_threads_is_kept(tmp_path):
+    environment = CLEAN | {"OMP_NUM_THREADS": "5"}
+    subprocess.run(command(tmp_path, {}), env=environment, check=True, timeout=60)
+    assert {r["OMP_NUM_THREADS"] for r in started(tmp_path).values()} == {"5"}
+
+
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+def test_bad_input_of_a_rank_is_told_once_and_keeps_its_code(tmp_path, launcher):
+    ended = launch(tmp_path, {1: "refuse"}, launcher=launcher)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "gradwire launch: rank 1: an option is bad.\n"
+    told = failure(tmp_path)
+    assert (told["rank"], told["exit_code"], told["last_step"]) == (1, 2, 7)
+    assert told["reason"] == "rank 1: an option is bad."
+
+
+def test_both_ranks_refusing_is_still_one_message(tmp_path):
+    ended = launch(tmp_path, {0: "refuse", 1: "refuse"})
+    assert ended.returncode == 2
+    assert ended.stderr.count("an option is bad.") == 1
+
+
+def test_an_unexpected_error_prints_one_traceback(tmp_path):
+    ended = launch(tmp_path, {0: "stumble", 1: "stumble"})
+    assert ended.returncode == 3
+    assert ended.stderr.count("Traceback") == 1
+    assert ended.stderr.endswith(f"gradwire launch: {failure(tmp_path)['reason']}\n")
+    assert "ZeroDivisionError: no such luck" in failure(tmp_path)["reason"]
+
+
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+def test_a_killed_rank_is_named_and_not_the_peer_that_lost_it(tmp_path, launcher):
+    ended = launch(tmp_path, {0: "reduce", 1: "reduce"}, launcher=launcher)
+    assert ended.returncode == 3
+    assert ended.stderr == "gradwire launch: rank 1: was killed by SIGKILL (out of memory?) and left no message.\n"
+    assert failure(tmp_path)["rank"] == 1
+
+
+def test_success_removes_the_failure_file(tmp_path):
+    assert launch(tmp_path, {0: "kill"}).returncode == 3
+    assert failure(tmp_path)["exit_code"] == 3
+    assert launch(tmp_path, {}).returncode == 0
+    assert not list(tmp_path.glob("*.failed.json"))
+
+
+def test_preflight_ends_it_before_any_rank_starts(tmp_path):
+    ended = launch(tmp_path, {}, probe=("--bad_data",))
+    assert ended.returncode == 2
+    assert ended.stderr == "gradwire launch: the data is too small for 2 ranks.\n"
+    assert (failure(tmp_path)["rank"], failure(tmp_path)["exit_code"]) == (None, 2)
+    assert not started(tmp_path)
+
+
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+def test_a_port_in_use_is_named(tmp_path, launcher):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        ended = launch(tmp_path, {}, "--master_port", port, launcher=launcher)
+    assert ended.returncode == 2
+    assert f"--master_port {port}" in ended.stderr and "Give another port" in ended.stderr
+    assert ended.stderr.count("\n") == 1 and not started(tmp_path)
+
+
+def test_torchrun_listens_on_the_port_that_is_asked_for(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    launch(tmp_path, {}, "--master_port", port, launcher="torchrun").check_returncode()
+    assert {r["MASTER_PORT"] for r in started(tmp_path).values()} == {port}
+
+
+def test_a_second_attempt_at_bad_input_ends_at_once(tmp_path):
+    assert launch(tmp_path, {0: "refuse", 1: "refuse"}).returncode == 2
+    for file in tmp_path.glob("started*.json"):
+        file.unlink()
+    again = launch(tmp_path, {}, "--attempt", "2")
+    assert again.returncode == 2 and "an option is bad." in again.stderr
+    assert not started(tmp_path)
+    assert launch(tmp_path, {}, "--attempt", "1").returncode == 0
+
+
+def test_a_second_attempt_at_a_fault_runs(tmp_path):
+    assert launch(tmp_path, {0: "kill"}).returncode == 3
+    assert launch(tmp_path, {}, "--attempt", "2").returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [(["--world_size", "0"], "at least one rank"), (["--master_addr", "192.0.2.1"], "192.0.2.1")],
+)
+def test_impossible_flags(tmp_path, flags, complaint):
+    ended = launch(tmp_path, {}, *flags)
+    assert ended.returncode == 2 and complaint in ended.stderr and not started(tmp_path)
+
+
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+@pytest.mark.parametrize(("deed", "number", "code"), [("wait", signal.SIGTERM, 3), ("save", signal.SIGINT, 75)])
+def test_a_signal_ends_all_ranks(tmp_path, launcher, deed, number, code):
+    running = subprocess.Popen(
+        command(tmp_path, {0: deed, 1: deed}, launcher=launcher), env=CLEAN, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 30
+    while len(list(tmp_path.glob("started*.json"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    running.send_signal(number)
+    _, stderr = running.communicate(timeout=30)
+    assert running.returncode == code
+    assert stderr.count("\n") == 1 and ("checkpoint" if deed == "save" else "stopped by a signal") in stderr
+    assert not any(Path(f"/proc/{rank['pid']}").exists() for rank in started(tmp_path).values())
+
+
+def test_torchruns_environment_is_the_seat():
+    found = Seat(rank=1, local_rank=1, world_size=3, master_addr="10.0.0.7", master_port=2345)
+    assert seat({}, TORCHRUN) == found
+    assert seat({"rank": 1, "world_size": 3, "master_port": None}, TORCHRUN) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rank", 2), ("local_rank", 0), ("world_size", 2), ("master_addr", "10.0.0.8"), ("master_port", 2346)],
+)
+def test_a_flag_that_disagrees_with_the_environment(name, value):
+    with pytest.raises(BadInput, match=rf"--{name} {value} disagrees with {name.upper()}=.*leave --{name} out"):
+        seat({name: value}, TORCHRUN)
+
+
+def test_ranks_started_by_hand():
+    assert seat({}, {}) == Seat(0, 0, 1, "127.0.0.1", None)
+    assert seat({"rank": 2, "world_size": 3, "master_port": 99}, {}) == Seat(2, 2, 3, "127.0.0.1", 99)
+    with pytest.raises(BadInput, match=r"--world_size 2 without --rank and --master_port.*gradwire launch"):
+        seat({"world_size": 2}, {})
+    with pytest.raises(BadInput, match="--rank 3 with --world_size 3"):
+        seat({"rank": 3, "world_size": 3, "master_port": 99}, {})
+    with pytest.raises(BadInput, match="'MASTER_PORT' is not"):
+        seat({}, {name: value for name, value in TORCHRUN.items() if name != "MASTER_PORT"})
+
+
+def test_rank_flags_reach_the_seat(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    parser = argparse.ArgumentParser()
+    add_rank_arguments(parser)
+    options = rank_options(
+        parser.parse_args(["--world_size", "2", "--rank", "1", "--master_port", "77", "--device", "cpu"])
+    )
+    assert options == {"backend": "auto", "device": "cpu", "here": Seat(1, 1, 2, "127.0.0.1", 77)}
+
+
+def test_only_what_another_rank_caused_counts_as_a_lost_peer():
+    gloo = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:37059.")
+    wrapped = RunFault("step 3 failed.")
+    wrapped.__cause__ = gloo
+    assert lost_peer(gloo) and lost_peer(wrapped)
+    assert not lost_peer(BadInput("a bad option")) and not lost_peer(ConnectionResetError("a web server went away"))
