@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.collectives.arguments import Seat, add_rank_arguments, rank_options, seat
 from gradwire.errors import BadInput, RunFault
 from gradwire.failures import lost_peer
+from gradwire.seat import Seat, add_rank_arguments, rank_options, seat
 
 PROBE = Path(__file__).with_name("rank_verb.py")
 CLEAN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}

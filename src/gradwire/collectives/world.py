@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from gradwire.collectives.arguments import BACKENDS, DEVICES, Seat, seat
 from gradwire.errors import BadInput, RunFault, unknown
+from gradwire.seat import BACKENDS, DEVICES, Seat, seat
 
 TIMEOUT = timedelta(seconds=60)  # of starting up and of each collective
 
