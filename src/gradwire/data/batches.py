@@ -1,0 +1,103 @@
+"""Batches of samples that carry their ids, and which rank gets which."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice
+
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler
+
+from gradwire.data.shards import Sample, Shards
+from gradwire.errors import BadInput
+
+IGNORED = -100  # the label that losses leave out
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Right-padded rows of tokens.
+
+    Attributes:
+        input_ids: ``[B, T]`` int64, T the longest sample's length.
+        labels: ``[B, T]`` int64: the tokens themselves, -100 where padding is; a model shifts them by one.
+        sample_id: The B samples' ids; "" marks a filler row, which has no labels.
+    """
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    sample_id: list[str]
+
+    @property
+    def n_targets(self) -> int:
+        """Number of predicted tokens."""
+        return int((self.labels[:, 1:] != IGNORED).sum())
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on another device."""
+        return replace(
+            self,
+            input_ids=self.input_ids.to(device, non_blocking=True),
+            labels=self.labels.to(device, non_blocking=True),
+        )
+
+
+def collate(samples: Sequence[Sample], pad_id: int, rows: int) -> Batch:
+    """Put samples into a batch of ``rows`` rows; rows without a sample are filler."""
+    longest = max((len(sample.input_ids) for sample in samples), default=2)
+    input_ids = torch.full((rows, longest), pad_id)
+    labels = torch.full((rows, longest), IGNORED)
+    for row, sample in enumerate(samples):
+        length = len(sample.input_ids)
+        input_ids[row, :length] = labels[row, :length] = sample.input_ids
+    return Batch(input_ids, labels, [sample.sample_id for sample in samples] + [""] * (rows - len(samples)))
+
+
+def train_batches(shards: Shards, batch_size: int, rank: int, world: int, seed: int, start: int = 0) -> Iterator[Batch]:
+    """This rank's batches, without end: each epoch is shuffled anew and shared out without overlap.
+
+    Args:
+        shards: The training split.
+        batch_size: Samples per batch and rank.
+        rank: This rank.
+        world: Number of ranks.
+        seed: Determines every epoch's order, the same on all ranks.
+        start: Batches this rank has consumed already; they are passed over without being read.
+
+    Raises:
+        BadInput: If an epoch has not one full batch for each rank.
+    """
+    if len(shards) < batch_size * world:
+        raise BadInput(
+            f"{shards.folder} has {len(shards)} samples, too few for one batch of {batch_size} on each of {world} "
+            "ranks; give a larger corpus, a smaller --batch_size or a smaller --world_size."
+        )
+    return _train_batches(shards, batch_size, rank, world, seed, start)
+
+
+def _train_batches(shards: Shards, batch_size: int, rank: int, world: int, seed: int, start: int) -> Iterator[Batch]:
+    sampler = DistributedSampler(shards, num_replicas=world, rank=rank, seed=seed, drop_last=True)
+    rows = BatchSampler(sampler, batch_size, drop_last=True)
+    first_epoch, passed = divmod(start, len(rows))
+    for epoch in count(first_epoch):
+        sampler.set_epoch(epoch)
+        for indices in islice(rows, passed, None):
+            yield collate([shards[index] for index in indices], shards.meta["pad_id"], batch_size)
+        passed = 0
+
+
+def eval_batches(shards: Shards, batch_size: int, rank: int, world: int) -> Iterator[Batch]:
+    """This rank's share of a split: over all ranks every sample exactly once, on each rank as many batches.
+
+    Args:
+        shards: The split.
+        batch_size: Rows per batch; missing samples are filler rows.
+        rank: This rank.
+        world: Number of ranks.
+    """
+    indices = range(rank, len(shards), world)
+    longest_share = len(range(0, len(shards), world))
+    for start in range(0, longest_share, batch_size):
+        samples = [shards[index] for index in indices[start : start + batch_size]]
+        yield collate(samples, shards.meta["pad_id"], batch_size)

@@ -1,0 +1,192 @@
+"""The corpus: a JSON array (or ``.jsonl``) of documents, read and written as a stream and checked on the way.
+
+A document is an object with ``id`` (a string or a number; absent: ``sample_<index>``), ``title`` and ``text``.
+Positions in messages are counted from 0, as the ids ``sample_<index>`` are.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ijson
+
+from gradwire.errors import BadInput
+from gradwire.files import whole
+
+C_BACKEND = "yajl2_c"
+
+
+class Document(NamedTuple):
+    """One document; ``id`` is unique in its corpus and never empty."""
+
+    id: str
+    title: str
+    body: str
+
+    @property
+    def text(self) -> str:
+        """What a model reads: the title, a line break, the body."""
+        return f"{self.title}\n{self.body}"
+
+
+class Written(NamedTuple):
+    """What ``write`` put into a file, and whether ``max_bytes`` ended it before the documents did."""
+
+    documents: int
+    bytes: int
+    cut: bool
+
+
+class FirstSeen:
+    """Where each key was first met, for any number of keys: a temporary SQLite table, on disk where it is large."""
+
+    def __init__(self) -> None:
+        self._table = sqlite3.connect("", check_same_thread=False)  # a trainer reads on from a thread of its own
+        self._table.execute("PRAGMA cache_size = -32768")  # KiB kept in memory
+        self._table.execute("CREATE TABLE seen (key TEXT PRIMARY KEY, position INTEGER) WITHOUT ROWID")
+        self._table.execute("BEGIN")
+
+    def add(self, key: str, position: int) -> int | None:
+        """Note ``key``; return the position at which it was met before, if it was."""
+        try:
+            self._table.execute("INSERT INTO seen VALUES (?, ?)", (key, position))
+        except sqlite3.IntegrityError:
+            return self._table.execute("SELECT position FROM seen WHERE key = ?", (key,)).fetchone()[0]
+        return None
+
+
+def documents(path: Path) -> Iterator[Document]:
+    """Every document of a corpus file, in order; memory does not grow with the file.
+
+    Raises:
+        BadInput: If the file is missing, is not JSON in UTF-8, is no array (``.jsonl``: no objects), holds no document,
+            or holds one that ``parse`` refuses.
+    """
+    return parse(_values(Path(path)), str(path))
+
+
+def parse(values: Iterable[Any], where: str) -> Iterator[Document]:
+    """Turn decoded JSON objects into documents.
+
+    Args:
+        values: Mappings with ``text`` and, where they have them, ``id`` and ``title``.
+        where: What the values come from, for messages.
+
+    Raises:
+        BadInput: If there is no document, one has no text or an unusable id or title, or two share an id.
+    """
+    seen = FirstSeen()
+    position = -1
+    for position, value in enumerate(values):
+        document = _document(value, position, where)
+        first = seen.add(document.id, position)
+        if first is not None:
+            raise BadInput(
+                f"{where}: documents {first} and {position} (counted from 0) share the id {document.id!r}; "
+                "ids must be unique, since gradients are told apart by them."
+            )
+        yield document
+    if position < 0:
+        raise BadInput(f"{where} holds no document.")
+
+
+def write(path: Path, documents: Iterable[Document], max_bytes: int | None = None) -> Written:
+    """Write documents as a JSON array, one per line, whole or not at all.
+
+    Args:
+        path: The file to write.
+        documents: What to write; read only as far as needed.
+        max_bytes: Stop before the document that would make the file larger than this.
+
+    Raises:
+        BadInput: If not one document fits.
+    """
+    count, size, cut = 0, len("[\n\n]\n"), False
+    with whole(path) as part, part.open("wb") as stream:
+        for document in documents:
+            value = {"id": document.id, "title": document.title, "text": document.body}
+            line = (",\n" if count else "[\n").encode() + json.dumps(value, ensure_ascii=False).encode()
+            if max_bytes is not None and size + len(line) > max_bytes:
+                cut = True
+                break
+            stream.write(line)
+            count, size = count + 1, size + len(line)
+        if not count:
+            raise BadInput(f"{path}: no document fits into {max_bytes} bytes; raise --max_mb.")
+        stream.write(b"\n]\n")
+    return Written(count, path.stat().st_size, cut)
+
+
+def _document(value: Any, position: int, where: str) -> Document:
+    here = f"{where}: document {position} (counted from 0)"
+    if not isinstance(value, dict):
+        raise BadInput(f"{here} is {_kind(value)}, not an object with id, title and text.")
+    title, body = value.get("title"), value.get("text")
+    title = "" if title is None else title
+    if not isinstance(title, str):
+        raise BadInput(f"{here} has {_kind(title)} as title; it must be a string.")
+    if not isinstance(body, str) or not body.strip():
+        raise BadInput(f"{here} has no text: give it a non-empty string 'text', or leave it out.")
+    return Document(_document_id(value.get("id"), position, here), title, body)
+
+
+def _document_id(value: Any, position: int, here: str) -> str:
+    if value is None:
+        return f"sample_{position}"
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, int | Decimal) and not isinstance(value, bool):
+        return format(value, "f") if isinstance(value, Decimal) else str(value)
+    raise BadInput(f"{here} has {json.dumps(value, default=str)} as id; it must be a non-empty string or a number.")
+
+
+def _kind(value: Any) -> str:
+    names = {dict: "an object", list: "an array", str: "a string", bool: "a truth value", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def _values(path: Path) -> Iterator[Any]:
+    if ijson.backend != C_BACKEND:
+        raise BadInput(
+            f"ijson reads with its slow backend {ijson.backend!r}; unset IJSON_BACKEND and install an ijson wheel, "
+            f"which carries {C_BACKEND!r}."
+        )
+    lines = path.suffix == ".jsonl"
+    position = 0
+    try:
+        with path.open("rb") as stream:
+            if not lines:
+                _require_array(stream.read(256).lstrip(b" \t\r\n"), path)
+                stream.seek(0)
+            for value in ijson.items(stream, "" if lines else "item", multiple_values=lines):
+                yield value
+                position += 1
+    except (ijson.JSONError, UnicodeDecodeError) as error:
+        raise BadInput(
+            f"{path} is not valid JSON in UTF-8: {_reason(error)} in document {position} (counted from 0) or right "
+            "after the one before it. Is the file complete?"
+        ) from None
+    except OSError as error:
+        raise BadInput(f"cannot read the corpus {path}: {error.strerror}.") from None
+
+
+def _require_array(head: bytes, path: Path) -> None:
+    if not head:
+        raise BadInput(f"{path} is empty: a corpus is a JSON array of objects with id, title and text.")
+    if not head.startswith(b"["):
+        raise BadInput(
+            f"{path} is not a JSON array (it starts with {head[:1].decode(errors='replace')!r}): a corpus is an array "
+            "of objects with id, title and text; a file with one object per line is named .jsonl."
+        )
+
+
+def _reason(error: Exception) -> str:
+    """The parser's first line; it gives bytes, and below them a picture of the place."""
+    message = error.args[0] if isinstance(error, ijson.JSONError) else str(error)
+    text = message.decode(errors="replace") if isinstance(message, bytes) else str(message)
+    return text.splitlines()[0].rstrip(".")

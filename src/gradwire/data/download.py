@@ -1,0 +1,71 @@
+"""``gradwire download``: fetch or extract a corpus as a JSON array of id, title and text."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from gradwire.errors import BadInput
+from gradwire.files import sha256_file, write_json
+
+SOURCES = {"pydocs": "pydocs", "wikipedia": "wikipedia", "json": "json_file"}  # name -> module of data/sources
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the verb's flags."""
+    parser.add_argument(
+        "--source", choices=sorted(SOURCES), default="pydocs", help="pydocs needs no network; json takes --data_path"
+    )
+    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the corpus file to write")
+    parser.add_argument(
+        "--max_mb",
+        type=float,
+        metavar="N",
+        help="stop before the file is larger than N MB (10^6 bytes); None: no limit",
+    )
+    parser.add_argument(
+        "--revision",
+        metavar="R",
+        help="wikipedia: a commit, branch or tag (None: a pinned commit); pydocs: the Python version; json: the file's "
+        "SHA-256. Anything else than what is found there is an error",
+    )
+    parser.add_argument(
+        "--data_path",
+        type=Path,
+        metavar="FILE",
+        help="json: the corpus file, a JSON array or .jsonl; wikipedia: a Parquet file to read in place of the Hub's",
+    )
+
+
+def beside(args: argparse.Namespace) -> Path:
+    """Where a failure is noted."""
+    return args.output.parent
+
+
+def main(args: argparse.Namespace) -> None:
+    """Write the corpus and, beside it, ``<name>.source.json``: what it was made of."""
+    from gradwire.data import corpus
+
+    if args.max_mb is not None and args.max_mb <= 0:
+        raise BadInput(f"--max_mb {args.max_mb:g} leaves no room for a document.")
+    if args.source == "wikipedia" and args.max_mb is None:
+        raise BadInput("--source wikipedia is about 20 GB as a whole; say how much of it you want: --max_mb N.")
+    module = importlib.import_module(f"gradwire.data.sources.{SOURCES[args.source]}")
+    source = module.source(args.data_path, args.revision)
+    written = corpus.write(args.output, source.documents, args.max_mb and int(args.max_mb * 1e6))
+    write_json(
+        args.output.with_suffix(".source.json"),
+        {
+            "source": args.source,
+            "revision": source.revision,
+            "max_mb": args.max_mb,
+            "documents": written.documents,
+            "bytes": written.bytes,
+            "sha256": sha256_file(args.output),
+        },
+    )
+    if written.cut:
+        print(f"gradwire download: stopped at --max_mb {args.max_mb:g}; the source holds more.", file=sys.stderr)
+    print(f"{args.output}: {written.documents} documents, {written.bytes / 1e6:.2f} MB")

@@ -1,0 +1,81 @@
+"""The documentation that every Python installation carries: language topics and the standard library's docstrings.
+
+Modules are parsed, not imported: importing some of them opens a browser or needs a display.
+"""
+
+from __future__ import annotations
+
+import ast
+import platform
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from gradwire.data import corpus
+from gradwire.data.sources import Source, require_revision
+from gradwire.errors import BadInput
+
+MIN_CHARACTERS = 150  # shorter docstrings are signatures and one-liners rather than prose
+SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "_bundled"}
+
+Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def source(data_path: Path | None, revision: str | None) -> Source:
+    """The documentation of the running Python; its revision is that Python's version.
+
+    Raises:
+        BadInput: If a file is given, or another revision is asked for.
+    """
+    if data_path is not None:
+        raise BadInput("--source pydocs reads the running Python's own documentation; it takes no --data_path.")
+    version = require_revision("pydocs (the version of the running Python)", revision, platform.python_version())
+    return Source(version, corpus.parse(_values(), f"the documentation of Python {version}"))
+
+
+def _values() -> Iterator[dict[str, str]]:
+    """Documents of at least ``MIN_CHARACTERS``, each text and each name once, in an order that is always the same."""
+    texts, names = set(), set()
+    for name, text in (*_topics(), *_docstrings(Path(sysconfig.get_path("stdlib")))):
+        if len(text) >= MIN_CHARACTERS and text not in texts and name not in names:
+            texts.add(text)
+            names.add(name)
+            yield {"id": f"pydocs/{name}", "title": name.removeprefix("topics/"), "text": text}
+
+
+def _topics() -> Iterator[tuple[str, str]]:
+    from pydoc_data.topics import topics
+
+    for name in sorted(topics):
+        yield f"topics/{name}", topics[name].strip()
+
+
+def _docstrings(root: Path) -> Iterator[tuple[str, str]]:
+    for file in _modules(root):
+        name = ".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        yield from _described(ast.parse(file.read_bytes()), name)
+
+
+def _modules(root: Path) -> Iterator[Path]:
+    for name in sorted(sys.stdlib_module_names):
+        for file in (root / f"{name}.py", *sorted((root / name).rglob("*.py"))):
+            if file.is_file() and not SKIPPED_FOLDERS.intersection(file.relative_to(root).parts):
+                yield file
+
+
+def _described(node: Definition, name: str) -> Iterator[tuple[str, str]]:
+    """The docstrings of a public module, class or function and of what a module or class defines."""
+    if _private(name.rpartition(".")[2]):
+        return
+    docstring = ast.get_docstring(node)
+    if docstring:
+        yield name, docstring
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        for inner in node.body:
+            if isinstance(inner, Definition):
+                yield from _described(inner, f"{name}.{inner.name}")
+
+
+def _private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")

@@ -1,0 +1,84 @@
+"""English Wikipedia of 1 November 2023, streamed from the Hugging Face Hub; nothing but what is read is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from gradwire.data import corpus
+from gradwire.data.sources import Source
+from gradwire.errors import BadInput
+
+DATASET = "wikimedia/wikipedia"
+CONFIG = "20231101.en"
+REVISION = "b04c8d1ceb2f5cd4588862100d08de323dccfbaa"
+COLUMNS = ["id", "title", "text"]
+TIMEOUT = 10  # seconds until the Hub must have answered
+
+WITHOUT_NETWORK = (
+    "Check the network (and unset HF_HUB_OFFLINE), give a Parquet file of the dataset by --data_path FILE, or use "
+    "--source pydocs, which needs no network."
+)
+
+
+def source(data_path: Path | None, revision: str | None) -> Source:
+    """The articles in the dataset's order.
+
+    Args:
+        data_path: A Parquet file with the dataset's columns, read in place of the Hub's.
+        revision: A commit, branch or tag of the dataset; default: the pinned commit.
+
+    Returns:
+        The articles, and the commit that the revision stands for (None for a local file).
+
+    Raises:
+        BadInput: If `datasets` is not installed, the Hub can't be reached, or the columns are others.
+    """
+    if data_path is None:
+        commit = _resolve(revision or REVISION)
+        return Source(commit, _articles(path=DATASET, name=CONFIG, revision=commit))
+    if not data_path.is_file():
+        raise BadInput(f"--data_path {data_path} is no file.")
+    return Source(None, _articles(path="parquet", data_files=str(data_path)))
+
+
+def _resolve(revision: str) -> str | None:
+    try:
+        from huggingface_hub import HfApi
+        from huggingface_hub.errors import RevisionNotFoundError
+    except ImportError:
+        raise _not_installed() from None
+    try:
+        return HfApi().dataset_info(DATASET, revision=revision, timeout=TIMEOUT).sha
+    except RevisionNotFoundError:
+        raise BadInput(f"{DATASET} has no revision {revision!r}; the default is {REVISION}.") from None
+    except Exception as error:  # whatever the HTTP client of the day raises: the Hub did not answer
+        raise _offline(error) from None
+
+
+def _articles(**where: Any) -> Iterator[corpus.Document]:
+    return corpus.parse(_rows(**where), f"{DATASET} ({where.get('data_files', CONFIG)})")
+
+
+def _rows(**where: Any) -> Iterator[dict[str, Any]]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise _not_installed() from None
+    try:
+        table = load_dataset(**where, split="train", streaming=True)
+        missing = set(COLUMNS).difference(table.column_names or COLUMNS)
+        if missing:
+            raise BadInput(f"{where.get('data_files', DATASET)} has no column {', '.join(sorted(missing))}.")
+        yield from table.select_columns(COLUMNS)
+    except OSError as error:
+        raise _offline(error) from None
+
+
+def _offline(error: Exception) -> BadInput:
+    return BadInput(f"the Hugging Face Hub, which has {DATASET}, can't be reached ({error}). {WITHOUT_NETWORK}")
+
+
+def _not_installed() -> BadInput:
+    return BadInput("--source wikipedia needs the package `datasets`: pip install 'gradwire[wikipedia]'.")

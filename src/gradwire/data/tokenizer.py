@@ -1,0 +1,203 @@
+"""Tokenizers: byte-level BPE trained on the corpus, or one taken from a folder such as GPT-2's.
+
+Saved as a Hugging Face folder (``tokenizer.json``, ``tokenizer_config.json``), which transformers loads as a
+``PreTrainedTokenizerFast``; loaded here by the ``tokenizers`` library alone, whose import takes milliseconds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from gradwire.data import corpus
+from gradwire.errors import BadInput
+from gradwire.files import read_json, sha256_file, write_json
+
+TOKENIZER, CONFIG, ORIGIN = "tokenizer.json", "tokenizer_config.json", "origin.json"
+END, PAD = "<|endoftext|>", "<|pad|>"
+SMALLEST_VOCABULARY = 256 + 2  # every byte and the two special tokens
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer with an end-of-document token and a padding token.
+
+    Special tokens that a text spells out are read as ordinary text, so a document can't end itself.
+    """
+
+    backend: tokenizers.Tokenizer
+    eos_id: int
+    pad_id: int
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of rows an embedding needs: the largest id + 1."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of each text, without special tokens; parallel over the texts."""
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of token ids; special tokens are left out."""
+        return self.backend.decode(ids, skip_special_tokens=True)
+
+
+def load(folder: Path) -> Tokenizer:
+    """Load a tokenizer folder that ``prepare`` wrote, or a model folder that carries one.
+
+    Raises:
+        BadInput: If the folder holds no tokenizer, or one without an end or a padding token.
+    """
+    backend, config = _backend(Path(folder)), _config(Path(folder))
+
+    def id_of(role: str) -> int:
+        token = _content(config.get(role))
+        token_id = None if token is None else backend.token_to_id(token)
+        if token_id is None:
+            raise BadInput(f"the tokenizer in {folder} has no {role}; `gradwire tokenize --tokenizer` completes it.")
+        return token_id
+
+    return Tokenizer(backend, eos_id=id_of("eos_token"), pad_id=id_of("pad_token"))
+
+
+def prepare(choice: str, folder: Path, corpus_path: Path, vocab_size: int) -> Tokenizer:
+    """Put the chosen tokenizer into ``folder``, whole or not at all, or find it there.
+
+    Args:
+        choice: ``bpe``, or the folder of a tokenizer, which may be ``folder`` itself.
+        folder: Where it goes.
+        corpus_path: The corpus that ``bpe`` is trained on, the whole of it.
+        vocab_size: Size of the vocabulary that ``bpe`` is to have, special tokens included.
+
+    Raises:
+        BadInput: If the choice is unusable, or ``folder`` holds another tokenizer.
+    """
+    if choice != "bpe" and Path(choice).resolve() == folder.resolve():
+        return load(folder)
+    wanted = origin(choice, corpus_path, vocab_size)
+    if (folder / TOKENIZER).exists():
+        found = read_json(folder / ORIGIN)
+        if found != wanted:
+            raise BadInput(
+                f"{folder} holds another tokenizer ({_told(found)}) than the one asked for ({_told(wanted)}); "
+                "give another --output_dir or remove that folder."
+            )
+    else:
+        backend = _train(corpus_path, vocab_size) if choice == "bpe" else _backend(Path(choice))
+        config = {} if choice == "bpe" else _config(Path(choice))
+        _save(folder, backend, _complete(backend, config), wanted)
+    return load(folder)
+
+
+def origin(choice: str, corpus_path: Path, vocab_size: int) -> dict[str, Any]:
+    """What determines a tokenizer, so that a rerun can tell whether the one in place is the one asked for."""
+    if choice == "bpe":
+        return {"tokenizer": "bpe", "vocab_size": vocab_size, "corpus": sha256_file(corpus_path)}
+    return {"tokenizer": "folder", "sha256": hashlib.sha256(_backend(Path(choice)).to_str().encode()).hexdigest()}
+
+
+def _told(origin: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {str(value)[:12]}" for key, value in origin.items())
+
+
+def _train(corpus_path: Path, vocab_size: int) -> tokenizers.Tokenizer:
+    """Byte-level BPE as GPT-2's: every byte is a token, so no text is unknown."""
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise BadInput(
+            f"--vocab_size {vocab_size} is too small: byte-level BPE needs at least {SMALLEST_VOCABULARY} "
+            "(256 bytes and two special tokens)."
+        )
+    backend = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    texts: Iterator[str] = (document.text for document in corpus.documents(corpus_path))
+    backend.train_from_iterator(texts, trainer)
+    if backend.get_vocab_size() < vocab_size:
+        print(
+            f"gradwire tokenize: {corpus_path} yields {backend.get_vocab_size()} tokens, "
+            f"fewer than --vocab_size {vocab_size}.",
+            file=sys.stderr,
+        )
+    return backend
+
+
+def _byte_level(model: models.Model) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _backend(folder: Path) -> tokenizers.Tokenizer:
+    """Read ``tokenizer.json``, or GPT-2's older pair ``vocab.json`` and ``merges.txt``."""
+    pair = folder / "vocab.json", folder / "merges.txt"
+    try:
+        if (folder / TOKENIZER).is_file():
+            backend = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER))
+        elif all(file.is_file() for file in pair):
+            backend = _byte_level(models.BPE.from_file(*map(str, pair)))
+        else:
+            raise BadInput(f"{folder} holds no tokenizer: neither {TOKENIZER} nor vocab.json and merges.txt.")
+    except BadInput:
+        raise
+    except Exception as error:  # the library raises bare Exception for a file it can't read
+        raise BadInput(f"the tokenizer in {folder} can't be read: {error}.") from None
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+    return backend
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
+
+
+def _content(token: str | dict[str, Any] | None) -> str | None:
+    """A special token as ``tokenizer_config.json`` writes it: a string, or an object with ``content``."""
+    return token["content"] if isinstance(token, dict) else token
+
+
+def _complete(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> dict[str, Any]:
+    """Give ``backend`` the special tokens it lacks; return the configuration that names them all."""
+    eos = _content(config.get("eos_token")) or END
+    pad = _content(config.get("pad_token")) or PAD
+    bos = _content(config.get("bos_token")) or eos
+    unk = _content(config.get("unk_token")) or eos
+    backend.add_special_tokens(list(dict.fromkeys([eos, pad, bos, unk])))
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": eos,
+        "bos_token": bos,
+        "unk_token": unk,
+        "pad_token": pad,
+        "clean_up_tokenization_spaces": False,
+    }
+
+
+def _save(folder: Path, backend: tokenizers.Tokenizer, config: dict[str, Any], origin: dict[str, Any]) -> None:
+    for left in folder.parent.glob(f"{folder.name}.*.part"):  # by a killed process
+        shutil.rmtree(left)
+    part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    part.mkdir(parents=True)
+    try:
+        backend.save(str(part / TOKENIZER))
+        write_json(part / CONFIG, config)
+        write_json(part / ORIGIN, origin)
+        part.replace(folder)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise

@@ -1,0 +1,33 @@
+"""The yardstick: a unigram model, which knows how frequent each token is and nothing else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+
+def target_counts(shards: Iterable[dict[str, Any]], vocab_size: int) -> np.ndarray:
+    """How often each token is a target (every token of a sample but its first): int64 ``[vocab_size]``."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for shard in shards:
+        tokens, lengths = shard["input_ids"].numpy(), shard["lengths"].numpy()
+        column = np.arange(tokens.shape[1])
+        targets = (column >= 1) & (column < lengths[:, None])
+        counts += np.bincount(tokens[targets], minlength=vocab_size)
+    return counts
+
+
+def loss(train: np.ndarray, val: np.ndarray) -> float:
+    """Mean negative log-likelihood (nats per token) of the validation targets under the training frequencies.
+
+    Add-one smoothing over the vocabulary: p(token) = (count + 1) / (total + vocabulary).
+
+    Args:
+        train: Counts of the training targets, ``[vocab_size]``.
+        val: Counts of the validation targets, ``[vocab_size]``.
+    """
+    log_p = np.log(train + 1.0) - math.log(train.sum() + len(train))
+    return float(-(val @ log_p) / val.sum())

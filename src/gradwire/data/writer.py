@@ -1,0 +1,268 @@
+"""Writing token shards: atomically, and so that a run killed at any point goes on to a bit-identical result.
+
+After each shard the split's meta notes how many documents are written and how many samples of the next one are; a
+resumed run passes over those without tokenizing them. Serialization is deterministic: the same samples give the same
+bytes, whatever the process and the file's name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradwire.data import corpus, unigram
+from gradwire.data.corpus import Document, FirstSeen
+from gradwire.data.shards import FORMAT_VERSION, META, SPLITS, finalized, meta, tables
+from gradwire.data.tokenizer import Tokenizer
+from gradwire.errors import BadInput
+from gradwire.files import sha256_file, whole
+
+BATCH_CHARACTERS = 500_000  # tokenized at once: enough to keep all cores busy, little enough to hold
+
+
+def split_of(document_id: str, val_fraction: float) -> str:
+    """``val`` for about ``val_fraction`` of all ids, else ``train``; depends on the id alone."""
+    place = int.from_bytes(hashlib.blake2b(document_id.encode(), digest_size=8).digest(), "big") / 2**64
+    return "val" if place < val_fraction else "train"
+
+
+def cuts(length: int, max_length: int) -> list[tuple[int, int]]:
+    """Where a document of ``length`` tokens is cut into samples: (start, end) of each.
+
+    Every ``max_length`` tokens; only where that would leave a last sample of one token, which has no target, the one
+    before it gives its own last token to it. So every sample of a document of at least two tokens has a target.
+    """
+    edges = [*range(0, length, max_length), length]
+    if len(edges) > 2 and edges[-1] - edges[-2] == 1:
+        edges[-2] -= 1
+    return list(pairwise(edges))
+
+
+def sample_ids(document_id: str, count: int) -> list[str]:
+    """The ids of a document's samples: its own id for one, ``<id>#<k>`` for several."""
+    return [document_id] if count == 1 else [f"{document_id}#{k}" for k in range(count)]
+
+
+class SplitWriter:
+    """Writes the shards and the meta of one split, from where an earlier writer with the same settings stopped."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+        """Open a split.
+
+        Args:
+            folder: The split's folder.
+            settings: The part of the meta that does not change while it is written.
+
+        Raises:
+            BadInput: If the folder holds shards of other settings.
+        """
+        self.folder = folder
+        self.meta = _resumed(folder, settings) or {
+            **settings,
+            "tokens": 0,
+            "processed_documents": 0,
+            "processed_samples": 0,
+            "next_document_samples": 0,
+            "shards": [],
+            "finalized": False,
+        }
+        self._documents = self.meta["processed_documents"]
+        self._partial = self.meta["next_document_samples"]
+        narrow = settings["vocab_size"] <= np.iinfo(np.int16).max + 1
+        self._tokens = np.empty((settings["shard_size"], settings["max_length"]), np.int16 if narrow else np.int32)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._tokens.fill(self.meta["pad_id"])
+        self._lengths: list[int] = []
+        self._ids: list[str] = []
+
+    def add(self, document_id: str, tokens: list[int]) -> None:
+        """Add the document's samples that are not written yet; a full shard goes to disk."""
+        row = np.asarray(tokens, dtype=self._tokens.dtype)
+        places = cuts(len(row), self.meta["max_length"])
+        ids = sample_ids(document_id, len(places))
+        for k in range(self._partial, len(places)):
+            start, end = places[k]
+            self._tokens[len(self._ids), : end - start] = row[start:end]
+            self._lengths.append(end - start)
+            self._ids.append(ids[k])
+            last = k + 1 == len(places)
+            self._documents += last
+            self._partial = 0 if last else k + 1
+            if len(self._ids) == len(self._tokens):
+                self.flush()
+
+    def flush(self) -> None:
+        """Write the samples at hand as one shard, then note it in the meta."""
+        if not self._ids:
+            return
+        count = len(self._ids)
+        path = self.folder / f"shard-{len(self.meta['shards']):05d}.pt"
+        shard = {
+            "input_ids": torch.from_numpy(self._tokens[:count].copy()),
+            "lengths": torch.tensor(self._lengths, dtype=torch.int32),
+            "sample_ids": self._ids,
+        }
+        _save(path, shard)
+        self.meta["shards"].append({"file": path.name, "samples": count, "sha256": sha256_file(path)})
+        self.meta["tokens"] += sum(self._lengths)
+        self.meta["processed_samples"] += count
+        self.meta["processed_documents"] = self._documents
+        self.meta["next_document_samples"] = self._partial
+        self.save_meta()
+        self._clear()
+
+    def finalize(self, **results: float) -> None:
+        """Mark the split complete."""
+        self.meta.update(results, finalized=True)
+        self.save_meta()
+
+    def save_meta(self) -> None:
+        """Write the meta. By way of JSON, since pickle would show which equal strings are one object in memory."""
+        _save(self.folder / META, json.loads(json.dumps(self.meta)))
+
+
+def write_shards(folder: Path, corpus_path: Path, tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
+    """Tokenize a corpus into ``folder``, or finish that.
+
+    Args:
+        folder: The shards folder.
+        corpus_path: The corpus, already checked to give both splits a document.
+        tokenizer: The tokenizer to use.
+        settings: max_length, shard_size, val_fraction, dataset, dataset_digest and tokenizer_digest.
+
+    Raises:
+        BadInput: If the folder holds shards of other settings, or two samples get one id; then nothing is left.
+    """
+    settings = {
+        "format_version": FORMAT_VERSION,
+        **settings,
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "pad_id": tokenizer.pad_id,
+    }
+    writers = {split: SplitWriter(folder / split, {**settings, "split": split}) for split in SPLITS}
+    if finalized(folder):
+        return
+    done = {split: writer.meta["processed_documents"] for split, writer in writers.items()}
+    waiting = remaining(corpus.documents(corpus_path), done, settings["val_fraction"])
+    for split, document, tokens in encoded(waiting, tokenizer):
+        writers[split].add(document.id, [*tokens, tokenizer.eos_id])
+    for writer in writers.values():
+        writer.flush()
+    try:
+        refuse_shared_ids(writers.values(), corpus_path)
+    except BadInput:
+        shutil.rmtree(folder)
+        raise
+    counts = {
+        split: unigram.target_counts(tables(writer.folder, writer.meta), tokenizer.vocab_size)
+        for split, writer in writers.items()
+    }
+    loss = unigram.loss(counts["train"], counts["val"])
+    writers["val"].finalize(unigram_loss=loss, unigram_ppl=math.exp(loss))
+    writers["train"].finalize()
+
+
+def remaining(
+    documents: Iterable[Document], done: dict[str, int], val_fraction: float
+) -> Iterator[tuple[str, Document]]:
+    """Pass over the first ``done[split]`` documents of each split; give the others with their split."""
+    met: Counter[str] = Counter()
+    for document in documents:
+        split = split_of(document.id, val_fraction)
+        met[split] += 1
+        if met[split] > done[split]:
+            yield split, document
+
+
+def encoded(waiting: Iterable[tuple[str, Document]], tokenizer: Tokenizer) -> Iterator[tuple[str, Document, list[int]]]:
+    """Tokenize in batches; the next batch is tokenized while the caller writes the last one."""
+    with ThreadPoolExecutor(1) as worker:
+        running = None
+        for batch in chain(_batches(waiting), [None]):
+            last, running = running, None if batch is None else (batch, worker.submit(_encode, tokenizer, batch))
+            if last is not None:
+                for (split, document), tokens in zip(last[0], last[1].result(), strict=True):
+                    yield split, document, tokens
+
+
+def refuse_shared_ids(writers: Iterable[SplitWriter], corpus_path: Path) -> None:
+    """Refuse two samples with one id.
+
+    Document ids are unique, so this can only be part k of the document X and a document whose own id is ``X#k``.
+
+    Raises:
+        BadInput: Naming both documents' positions.
+    """
+    seen = FirstSeen()
+    for writer in writers:
+        for shard in tables(writer.folder, writer.meta):
+            for sample_id in shard["sample_ids"]:
+                if seen.add(sample_id, 0) is not None:
+                    raise _shared(sample_id, corpus_path)
+
+
+def _shared(sample_id: str, corpus_path: Path) -> BadInput:
+    whole_document = sample_id.rpartition("#")[0]
+    positions = {
+        document.id: position
+        for position, document in enumerate(corpus.documents(corpus_path))
+        if document.id in (whole_document, sample_id)
+    }
+    return BadInput(
+        f"{corpus_path}: documents {positions[whole_document]} and {positions[sample_id]} (counted from 0) give two "
+        f"samples the id {sample_id!r}: the first is cut into samples {whole_document}#0, {whole_document}#1, …, the "
+        "second is named so; rename one."
+    )
+
+
+def _encode(tokenizer: Tokenizer, batch: list[tuple[str, Document]]) -> list[list[int]]:
+    return tokenizer.encode_batch([document.text for _, document in batch])
+
+
+def _batches(waiting: Iterable[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
+    batch, characters = [], 0
+    for split, document in waiting:
+        batch.append((split, document))
+        characters += len(document.text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _resumed(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    """The meta that an earlier writer left; without one, what else lies in the folder is of no use."""
+    if not (folder / META).exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    found = meta(folder.parent, folder.name)
+    for key, value in settings.items():
+        if found.get(key) != value:
+            raise BadInput(
+                f"{folder} holds shards made with {key} {found.get(key)}, not {value}; give another --output_dir or "
+                "remove that folder."
+            )
+    for part in folder.glob("*.part"):
+        part.unlink()
+    return found
+
+
+def _save(path: Path, value: dict[str, Any]) -> None:
+    """Through an open file: given a name, ``torch.save`` would store that name in the archive."""
+    with whole(path) as part, part.open("wb") as stream:
+        torch.save(value, stream)
