@@ -1,0 +1,16 @@
+"""Training on many ranks: one file per strategy, and the few functions that a training loop needs around a step."""
+
+from gradwire.parallel.state import checkpoint_state, full_state_dict, load_checkpoint_state
+from gradwire.parallel.step import accumulation, clip_grad_norm
+from gradwire.parallel.wrap import available, traffic_unhooked, wrap
+
+__all__ = [
+    "accumulation",
+    "available",
+    "checkpoint_state",
+    "clip_grad_norm",
+    "full_state_dict",
+    "load_checkpoint_state",
+    "traffic_unhooked",
+    "wrap",
+]

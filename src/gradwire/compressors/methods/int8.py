@@ -25,8 +25,9 @@ SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for
 class Int8(Compressor):
     """Sends an 8-bit code per element and a float32 scale per block.
 
-    With ``nearest`` an element's error is at most half its block's scale. With ``stochastic`` it is less than the
-    scale, its expectation is zero and its variance is ``scale^2 f (1 - f)``, where f is the fractional part of ``x / scale``.
+    With ``nearest`` an element's error is at most half its block's scale (and float32's own rounding). With
+    ``stochastic`` it is less than the scale, its expectation is zero and its variance is ``scale^2 f (1 - f)``, where f
+    is the fractional part of ``x / scale``.
     """
 
     name = "int8"

@@ -1,0 +1,83 @@
+"""FullyShardedDataParallel (FSDP1): each unit's parameters are one flat vector, cut evenly over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from gradwire.collectives import Layout, Reducer
+from gradwire.errors import BadInput
+from gradwire.parallel.strategy import Strategy, units
+
+WRAPPED = "_fsdp_wrapped_module."  # what FSDP1 puts into the names of parameters
+
+
+class Unit(NamedTuple):
+    """What the hook knows about the unit that it is called for."""
+
+    reducer: Reducer
+    layout: Layout
+
+
+class FSDP1(Strategy):
+    """Sharded parameters; the reducer is FSDP1's communication hook, with a layout per unit."""
+
+    kind = "reduce_scatter"
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Wrap each unit, and the model around them; a single rank has nothing to shard."""
+        blocks = {id(unit) for unit in units(model)}
+        single = dist.get_world_size(self.group) == 1
+        return FullyShardedDataParallel(
+            model,
+            process_group=self.group,
+            sharding_strategy=ShardingStrategy.NO_SHARD if single else ShardingStrategy.FULL_SHARD,
+            auto_wrap_policy=CustomPolicy(lambda module: id(module) in blocks),
+            device_id=self.device,
+            use_orig_params=True,
+        )
+
+    def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
+        """Register the hook, and give each unit its own state."""
+        assert isinstance(wrapped, FullyShardedDataParallel)
+        wrapped.register_comm_hook(None, reduce_unit)
+        for name, module in wrapped.named_modules():
+            if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+                layout = Layout.cut(flat_shapes(f"{name}.".removeprefix("."), module), reducer.world)
+                module._comm_hook_state = Unit(reducer, layout)
+
+    def accumulation(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[object]:
+        """`no_sync` but for the last micro-batch: gradients stay whole until then."""
+        assert isinstance(wrapped, FullyShardedDataParallel)
+        return nullcontext() if last else wrapped.no_sync()
+
+
+def reduce_unit(unit: Unit, gradient: Tensor, shard: Tensor) -> None:
+    """FSDP1's hook: write this rank's part of the unit's mean gradient into ``shard``."""
+    shard.copy_(unit.reducer.reduce_scatter(gradient, unit.layout))
+
+
+def flat_shapes(prefix: str, module: FullyShardedDataParallel) -> Iterator[tuple[str | None, tuple[int, ...]]]:
+    """Names and shapes of what lies in a unit's flat parameter; alignment and frozen parameters are gaps.
+
+    Raises:
+        BadInput: If this version of torch lays its flat parameters out in another way.
+    """
+    flat = module._handle.flat_param
+    try:
+        parameters = zip(flat._fqns, flat._shapes, flat._params, strict=True)
+        numels = list(zip(flat._numels_with_padding, flat._is_padding_mask, strict=True))
+    except AttributeError as error:
+        raise BadInput(f"strategy fsdp1 with a compressor does not know this version of torch ({error}).") from error
+    for numel, padding in numels:
+        if padding:
+            yield None, (numel,)
+            continue
+        name, shape, parameter = next(parameters)
+        yield (prefix + name).replace(WRAPPED, "") if parameter.requires_grad else None, tuple(shape)

@@ -1,0 +1,47 @@
+"""What a training loop does with a wrapped model around an optimizer step."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gradwire.collectives import ops
+from gradwire.parallel.strategy import strategy_of
+
+
+def accumulation(model: nn.Module, last: bool) -> AbstractContextManager[object]:
+    """Context for the forward **and** backward pass of one micro-batch: gradients are reduced in the last one only.
+
+    Args:
+        model: What `wrap` returned.
+        last: Whether this is the last micro-batch of the optimizer step.
+    """
+    return strategy_of(model).accumulation(model, last)
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradients so that their common Euclidean norm is at most ``max_norm``.
+
+    Returns:
+        The norm over the whole model before clipping, the same on every rank. If it is not finite nothing is scaled.
+    """
+    strategy = strategy_of(model)
+    gradients = local_gradients(model)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    square = torch.stack([torch.zeros((), device=strategy.device), *norms]).double().square().sum()
+    if strategy.kind == "reduce_scatter":
+        ops.all_reduce(square, "sum", strategy.group)
+    total = square.sqrt().item()
+    if max_norm < total < float("inf"):
+        for gradient in gradients:
+            gradient.mul_(max_norm / total)
+    return total
+
+
+def local_gradients(model: nn.Module) -> list[Tensor]:
+    """This rank's gradients: whole where the model is replicated, its shards where it is sharded."""
+    gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]

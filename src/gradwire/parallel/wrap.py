@@ -1,0 +1,69 @@
+"""Strategies by name, and how a model gets one."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from gradwire.collectives import Reducer
+from gradwire.collectives.bytes import raw_all_reduce, raw_reduce_scatter
+from gradwire.errors import unknown
+from gradwire.parallel.ddp import DDP
+from gradwire.parallel.fsdp1 import FSDP1
+from gradwire.parallel.fsdp2 import FSDP2
+from gradwire.parallel.strategy import Strategy, attach
+
+STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDP, "fsdp1": FSDP1, "fsdp2": FSDP2}
+
+
+def available() -> list[str]:
+    """Every strategy's name, sorted."""
+    return sorted(STRATEGIES)
+
+
+def strategy_class(name: str) -> type[Strategy]:
+    """The class behind a strategy's name.
+
+    Raises:
+        BadInput: If there is no such strategy.
+    """
+    if name not in STRATEGIES:
+        raise unknown("strategy", name, STRATEGIES)
+    return STRATEGIES[name]
+
+
+def wrap(model: nn.Module, strategy: str, reducer: Reducer | None = None, *, device: torch.device | str) -> nn.Module:
+    """Prepare a model for training on the reducer's group of ranks (without a reducer: on all of them).
+
+    Args:
+        model: On the CPU or on ``device``, with the same weights on every rank. It may be changed in place.
+        strategy: ``ddp``, ``fsdp1`` or ``fsdp2``.
+        reducer: Averages the gradients; None leaves the framework's own reduction untouched. With one rank there is
+            nothing to average and it is never called.
+        device: Where the model computes: ``cpu``, or this rank's GPU.
+
+    Returns:
+        The model to train; the other functions of this room take it.
+
+    Raises:
+        BadInput: For an unknown strategy, or if this version of torch lacks what the reducer needs.
+    """
+    device = torch.device(device)
+    way = strategy_class(strategy)(reducer.group if reducer else None, device)
+    wrapped = way.wrap(model.to(device))
+    attach(wrapped, way)
+    if reducer is not None and reducer.world > 1:
+        way.hook(wrapped, reducer)
+    return wrapped
+
+
+def traffic_unhooked(numel: int, strategy: str, world: int) -> int:
+    """Bytes over all ranks that the framework's own float32 reduction sends per optimizer step (closed form).
+
+    Args:
+        numel: Trainable elements of the model.
+        strategy: Name of the strategy.
+        world: Number of ranks.
+    """
+    raw = raw_all_reduce if strategy_class(strategy).kind == "all_reduce" else raw_reduce_scatter
+    return raw(numel, world)
