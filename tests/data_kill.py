@@ -1,0 +1,64 @@
+"""Tokenize a corpus again and again, killed at each of its writes in turn: ``data_kill.py CORPUS FOLDER``.
+
+Each attempt is a forked child that dies by SIGKILL just before or just after its n-th rename, then a second child that
+finishes the work. Prints one line per attempt: a digest of all resulting files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+from data_samples import files_of, tokenize_words
+
+import gradwire.data.tokenization  # noqa: F401  before the forks, which then start at once
+from gradwire.cli import run
+
+
+def child(words: list[str], die_at: int | None, after: bool) -> int:
+    """Run a command in a forked child that dies at its ``die_at``-th rename; return its wait status."""
+    pid = os.fork()
+    if pid == 0:
+        if die_at is not None:
+            _die_at(die_at, after)
+        os._exit(run(words))
+    return os.waitpid(pid, 0)[1]
+
+
+def _die_at(number: int, after: bool) -> None:
+    rename, calls = Path.replace, 0
+
+    def replace(self: Path, target: Path) -> Path:
+        nonlocal calls
+        calls += 1
+        if calls == number and not after:
+            os.kill(os.getpid(), signal.SIGKILL)
+        renamed = rename(self, target)
+        if calls == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return renamed
+
+    Path.replace = replace
+
+
+def main(corpus: Path, folder: Path) -> None:
+    """Kill at the 1st write, the 2nd, …, until a child survives its number."""
+    words = tokenize_words(corpus, folder)
+    for number in range(1, 1000):
+        for after in (False, True):
+            shutil.rmtree(folder, ignore_errors=True)
+            status = child(words, number, after)
+            if status == 0:
+                return
+            assert os.WTERMSIG(status) == signal.SIGKILL, status
+            assert child(words, None, False) == 0
+            content = files_of(folder)
+            print(number, hashlib.sha256(repr(content).encode()).hexdigest(), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

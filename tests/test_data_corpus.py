@@ -1,0 +1,178 @@
+"""Corpora: the three sources, the ids, and every bad input as one message with nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import ijson
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from data_samples import tokenize_words, values, write_corpus
+
+from gradwire.cli import run
+from gradwire.data.corpus import documents
+from gradwire.errors import BadInput
+
+GOOD = json.dumps(values(3)).encode()
+PART = b'{"title": "t", "text": "x y"}'
+
+BAD = {
+    "truncated": (GOOD[:-40], "not valid JSON in UTF-8"),
+    "no end": (GOOD[:-1], "Is the file complete?"),
+    "no array": (b'{"id": "a", "text": "x"}', "is not a JSON array (it starts with '{')"),
+    "trailing garbage": (GOOD + b"]", "not valid JSON in UTF-8"),
+    "empty file": (b" \n", "is empty"),
+    "empty array": (b"[]", "holds no document"),
+    "no object": (b'[{"text": "x"}, ["y"]]', "document 1 (counted from 0) is an array"),
+    "no text": (b'[{"text": "x"}, {"id": "b"}]', "document 1 (counted from 0) has no text"),
+    "blank text": (b'[{"id": "a", "text": " \\n"}]', "document 0 (counted from 0) has no text"),
+    "text no string": (b'[{"id": "a", "text": 3}]', "document 0 (counted from 0) has no text"),
+    "title no string": (b'[{"title": 0, "text": "x"}]', "has a number as title"),
+    "id no string": (b'[{"id": [1], "text": "x"}]', "has [1] as id"),
+    "id empty": (b'[{"id": "", "text": "x"}]', 'has "" as id'),
+    "id true": (b'[{"id": true, "text": "x"}]', "has true as id"),
+    "duplicate ids": (b'[{"id": "a", "text": "x"}, %b, {"id": "a", "text": "z"}]' % PART, "documents 0 and 2"),
+    "duplicate by number": (b'[{"id": 7, "text": "x"}, {"id": "7", "text": "z"}]', "share the id '7'"),
+    "duplicate by index": (b'[{"id": "sample_1", "text": "x"}, %b]' % PART, "documents 0 and 1"),
+    "invalid UTF-8": (b'[{"text": "x"}, {"text": "\xff\xfe"}]', "invalid bytes in UTF8 string in document 1"),
+    "surrogate": (b'[{"text": "\xed\xa0\x80"}]', "not valid JSON in UTF-8"),
+    "too small": (b"[%b]" % PART, "is too small"),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "verb"),
+    [(case, verb) for case in BAD for verb in ("tokenize", "download") if (case, verb) != ("too small", "download")],
+)
+def test_bad_input_is_one_message_and_leaves_nothing(case, verb, tmp_path, capsys):
+    content, message = BAD[case]
+    (tmp_path / "in.json").write_bytes(content)
+    output = tmp_path / "out"
+    download = ["download", "--source", "json", "--data_path", f"{tmp_path}/in.json", "--output", f"{output}/c.json"]
+    words = download if verb == "download" else tokenize_words(tmp_path / "in.json", output)
+    assert run(words) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and "in.json" in error
+    assert [file.name for file in output.rglob("*")] == [f"{verb}.failed.json"]
+
+
+def test_a_missing_corpus_is_bad_input(tmp_path, capsys):
+    assert run(tokenize_words(tmp_path / "none.json", tmp_path / "out")) == 2
+    assert "none.json" in capsys.readouterr().err
+
+
+def test_jsonl_names_the_bad_line(tmp_path):
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"id": 1, "text": "a"}\n{"id": 2, "text": "b"}\n{"id": 3, "te')
+    with pytest.raises(BadInput, match=r"in document 2 "):
+        list(documents(path))
+
+
+def test_ids_titles_and_text(tmp_path):
+    path = write_corpus(
+        tmp_path / "c.json",
+        [
+            {"id": "α", "title": "T", "text": "body\n"},
+            {"title": "no id", "text": "b"},
+            {"id": 12, "title": None, "text": "c"},
+            {"id": None, "text": "d"},
+            {"id": 1.50, "title": "", "text": "e", "url": "ignored"},
+            {"id": 12345678901234567890, "title": "x", "text": "f"},
+        ],
+    )
+    found = list(documents(path))
+    assert [d.id for d in found] == ["α", "sample_1", "12", "sample_3", "1.5", "12345678901234567890"]
+    assert [d.text for d in found] == ["T\nbody\n", "no id\nb", "\nc", "\nd", "\ne", "x\nf"]
+
+
+def test_jsonl_gives_the_same_documents_as_an_array(tmp_path):
+    array = write_corpus(tmp_path / "c.json", values(20))
+    lines = tmp_path / "c.jsonl"
+    lines.write_text("\n".join(json.dumps(value) for value in values(20)) + "\n")
+    assert list(documents(array)) == list(documents(lines))
+
+
+def test_the_slow_ijson_backend_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(ijson, "backend", "python")
+    with pytest.raises(BadInput, match="yajl2_c"):
+        list(documents(write_corpus(tmp_path / "c.json", values(3))))
+
+
+def test_pydocs_is_real_english_and_always_the_same(tmp_path, capsys):
+    assert "mailbox" not in sys.modules  # a module of the library that nothing here imports
+    for name in ("a.json", "b.json"):
+        assert run(["download", "--source", "pydocs", "--output", str(tmp_path / name)]) == 0
+    assert "mailbox" not in sys.modules
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+    found = {document.id: document for document in documents(tmp_path / "a.json")}
+    assert 2000 <= len(found) <= 4000
+    assert found["pydocs/json.dumps"].text.startswith("json.dumps\nSerialize ``obj``")
+    assert "pydocs/topics/assert" in found
+    assert len({document.body for document in found.values()}) == len(found)
+    origin = json.loads((tmp_path / "a.source.json").read_text())
+    assert origin["documents"] == len(found) and origin["revision"] == sys.version.split()[0]
+    # one document per line, and the file is an ordinary JSON array
+    assert len((tmp_path / "a.json").read_text().splitlines()) == len(found) + 2
+    assert len(json.loads((tmp_path / "a.json").read_text())) == len(found)
+
+
+def test_max_mb_stops_before_the_limit_and_says_so(tmp_path, capsys):
+    corpus = write_corpus(tmp_path / "in.json", values(50))
+    download = ["download", "--source", "json", "--data_path", str(corpus), "--output", str(tmp_path / "out.json")]
+    assert run([*download, "--max_mb", "0.005"]) == 0
+    assert "stopped at --max_mb 0.005" in capsys.readouterr().err
+    assert 4000 < (tmp_path / "out.json").stat().st_size <= 5000
+    assert (
+        list(documents(tmp_path / "out.json")) == list(documents(corpus))[: len(list(documents(tmp_path / "out.json")))]
+    )
+    assert run([*download, "--max_mb", "0.00001"]) == 2
+
+
+@pytest.mark.parametrize("source", ["pydocs", "json"])
+def test_another_revision_is_refused(source, tmp_path, capsys):
+    corpus = write_corpus(tmp_path / "in.json", values(3))
+    data = ["--data_path", str(corpus)] if source == "json" else []
+    words = ["download", "--source", source, *data, "--output", str(tmp_path / "o.json"), "--revision", "other"]
+    assert run(words) == 2
+    assert "--revision other was asked for" in capsys.readouterr().err
+
+
+def test_wikipedia_loads_a_parquet_of_its_columns(tmp_path, capsys):
+    rows = {"id": ["12", "25", "39"], "url": ["u", "v", "w"], "title": ["A", "B", "Ç"], "text": ["one two", "b", "ç\n"]}
+    pq.write_table(pa.table(rows), tmp_path / "wiki.parquet")
+    words = ["download", "--source", "wikipedia", "--max_mb", "1", "--data_path", str(tmp_path / "wiki.parquet")]
+    assert run([*words, "--output", str(tmp_path / "c.json")]) == 0
+    assert [(d.id, d.text) for d in documents(tmp_path / "c.json")] == [
+        ("12", "A\none two"),
+        ("25", "B\nb"),
+        ("39", "Ç\nç\n"),
+    ]
+
+    pq.write_table(pa.table({"id": ["1"], "body": ["x"]}), tmp_path / "wiki.parquet")
+    assert run([*words, "--output", str(tmp_path / "d.json")]) == 2
+    assert "has no column text, title" in capsys.readouterr().err
+    assert not (tmp_path / "d.json").exists()
+
+
+@pytest.mark.parametrize("offline", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
+def test_wikipedia_offline_says_so_quickly(offline, tmp_path):
+    command = [sys.executable, "-m", "gradwire", "download", "--source", "wikipedia", "--max_mb", "1"]
+    done = subprocess.run(
+        [*command, "--output", str(tmp_path / "c.json")],
+        env={**os.environ, **offline},
+        capture_output=True,
+        text=True,
+        timeout=20,
+    )
+    assert done.returncode == 2
+    assert "can't be reached" in done.stderr and "--source pydocs" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "c.json").exists()
+
+
+def test_wikipedia_wants_a_size(tmp_path, capsys):
+    assert run(["download", "--source", "wikipedia", "--output", str(tmp_path / "c.json")]) == 2
+    assert "--max_mb" in capsys.readouterr().err

@@ -1,0 +1,263 @@
+"""Tokenizers and shards: what is in them, that a killed run goes on to the same bytes, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from data_samples import files_of, tokenize_words, values, write_corpus
+from transformers import AutoTokenizer
+
+from gradwire.cli import run
+from gradwire.data import shards
+from gradwire.data.corpus import documents
+from gradwire.data.shards import Shards
+from gradwire.data.tokenizer import load
+from gradwire.data.writer import cuts, split_of
+from gradwire.errors import BadInput
+
+COUNT = 40
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "c.json", values(COUNT))
+
+
+@pytest.fixture(scope="module")
+def output(corpus, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenized")
+    assert run(tokenize_words(corpus, folder)) == 0
+    return folder
+
+
+def samples(output: Path) -> dict[str, dict[str, list[int]]]:
+    """Per split: sample id -> tokens, read without gradwire."""
+    found = {}
+    for split in ("train", "val"):
+        found[split] = {}
+        for file in sorted((output / "shards" / split).glob("shard-*.pt")):
+            shard = torch.load(file, weights_only=True, mmap=True)
+            for row, length, name in zip(shard["input_ids"], shard["lengths"], shard["sample_ids"], strict=True):
+                found[split][name] = row[:length].tolist()
+    return found
+
+
+def test_a_sample_is_of_one_document_and_all_tokens_are_kept(corpus, output):
+    tokenizer = load(output / "tokenizer")
+    found = {name: tokens for split in samples(output).values() for name, tokens in split.items()}
+    for document in documents(corpus):
+        names = [document.id] if document.id in found else [f"{document.id}#{k}" for k in range(len(found))]
+        pieces = [found.pop(name) for name in names if name in found]
+        tokens = [token for piece in pieces for token in piece]
+        assert tokens[-1] == tokenizer.eos_id and tokenizer.eos_id not in tokens[:-1]
+        assert tokenizer.decode(tokens) == document.text
+        assert len(pieces) == math.ceil(len(tokens) / 16)
+        assert all(2 <= len(piece) <= 16 for piece in pieces)
+    assert not found
+
+
+def test_shard_files(output):
+    for split in ("train", "val"):
+        meta = shards.meta(output / "shards", split)
+        files = sorted((output / "shards" / split).glob("shard-*.pt"))
+        assert [file.name for file in files] == [shard["file"] for shard in meta["shards"]]
+        for file, noted in zip(files, meta["shards"], strict=True):
+            shard = torch.load(file, weights_only=True, mmap=True)
+            assert shard["input_ids"].dtype == torch.int16 and shard["lengths"].dtype == torch.int32
+            assert shard["input_ids"].shape == (noted["samples"], 16) and len(shard["sample_ids"]) == noted["samples"]
+            assert noted["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+            padding = torch.arange(16) >= shard["lengths"][:, None]
+            assert (shard["input_ids"][padding] == meta["pad_id"]).all()
+        assert all(shard["samples"] == 7 for shard in meta["shards"][:-1])
+        assert meta["processed_samples"] == len(samples(output)[split]) and meta["finalized"] is True
+        assert meta["tokens"] == sum(map(len, samples(output)[split].values()))
+        assert meta["split"] == split and meta["dataset"] == "c" and meta["vocab_size"] == 300
+    assert sum(shards.meta(output / "shards", split)["processed_documents"] for split in ("train", "val")) == COUNT
+
+
+def test_shards_reads_what_the_files_hold(output):
+    for split, expected in samples(output).items():
+        dataset = Shards(output / "shards", split)
+        assert [(sample.sample_id, sample.input_ids.tolist()) for sample in dataset] == list(expected.items())
+        assert dataset[len(dataset) - 1].input_ids.dtype == torch.int64
+
+
+def test_the_split_depends_on_the_id_alone(corpus, output):
+    for split, expected in samples(output).items():
+        assert {name.partition("#")[0] for name in expected} == {
+            document.id for document in documents(corpus) if split_of(document.id, 0.3) == split
+        }
+    # fixed for good: a change would move documents between the splits of published results
+    assert [split_of(f"id-{i}", 0.3) for i in range(6)] == ["train", "train", "val", "train", "train", "train"]
+    share = np.mean([split_of(f"id-{i}", 0.1) == "val" for i in range(20_000)])
+    assert abs(share - 0.1) < 0.01
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 34, 97])
+def test_cuts_cover_a_document_and_leave_no_sample_without_a_target(length):
+    places = cuts(length, 16)
+    assert [token for start, end in places for token in range(start, end)] == list(range(length))
+    assert len(places) == math.ceil(length / 16)
+    assert all(end - start >= min(2, length) for start, end in places)
+
+
+def test_unigram_against_numpy(output):
+    found = samples(output)
+    train = np.array([token for tokens in found["train"].values() for token in tokens[1:]])
+    val = np.array([token for tokens in found["val"].values() for token in tokens[1:]])
+    p = (np.bincount(train, minlength=300) + 1) / (len(train) + 300)
+    assert p.sum() == pytest.approx(1)
+    meta = shards.meta(output / "shards", "val")
+    assert meta["unigram_loss"] == pytest.approx(-np.log(p[val]).mean(), rel=1e-12)
+    assert meta["unigram_ppl"] == pytest.approx(np.exp(-np.log(p[val]).mean()), rel=1e-12)
+
+
+def test_transformers_loads_the_tokenizer_and_agrees(output):
+    ours, theirs = load(output / "tokenizer"), AutoTokenizer.from_pretrained(output / "tokenizer")
+    text = values(7)[3]["text"]
+    assert theirs(text)["input_ids"] == ours.encode_batch([text])[0]
+    assert (theirs.eos_token_id, theirs.pad_token_id) == (ours.eos_id, ours.pad_id)
+    assert theirs.bos_token == theirs.unk_token == theirs.eos_token == "<|endoftext|>"
+    assert len(theirs) == ours.vocab_size == 300
+
+
+def test_a_document_cannot_spell_a_special_token(output):
+    tokenizer = load(output / "tokenizer")
+    text = "before <|endoftext|> and <|pad|> after"
+    (tokens,) = tokenizer.encode_batch([text])
+    assert not {tokenizer.eos_id, tokenizer.pad_id} & set(tokens) and tokenizer.decode(tokens) == text
+
+
+def test_a_gpt2_folder_gets_its_missing_special_tokens(corpus, tmp_path):
+    alphabet = sorted(json.loads(load_bytes_alphabet()), key=ord)
+    gpt2 = tmp_path / "gpt2"
+    gpt2.mkdir()
+    vocabulary = [*alphabet, "th", "Ġth", "<|endoftext|>"]
+    (gpt2 / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}))
+    (gpt2 / "merges.txt").write_text("#version: 0.2\nt h\nĠ th\n")
+    assert run(tokenize_words(corpus, tmp_path / "out", tokenizer=gpt2)) == 0
+    tokenizer = load(tmp_path / "out" / "tokenizer")
+    assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (258, 259, 260)
+    (tokens,) = tokenizer.encode_batch(["the the"])
+    assert tokens == [vocabulary.index(token) for token in ("th", "e", "Ġth", "e")]
+    # the DAG's second step: the tokenizer is in place already
+    assert run(tokenize_words(corpus, tmp_path / "out", tokenizer=tmp_path / "out" / "tokenizer")) == 0
+
+
+def load_bytes_alphabet() -> str:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return json.dumps(ByteLevel.alphabet())
+
+
+def test_two_steps_give_what_one_gives(corpus, output, tmp_path):
+    words = tokenize_words(corpus, tmp_path / "out")
+    assert run([*words, "--tokenizer", "bpe", "--tokenizer_only"]) == 0
+    assert not (tmp_path / "out" / "shards").exists()
+    assert run([*words, "--tokenizer", str(tmp_path / "out" / "tokenizer")]) == 0
+    assert files_of(tmp_path / "out") == files_of(output)
+
+
+def test_killed_at_any_write_it_goes_on_to_the_same_bytes(corpus, output, tmp_path):
+    script = Path(__file__).with_name("data_kill.py")
+    small = write_corpus(tmp_path / "small.json", values(9))
+    assert run(tokenize_words(small, tmp_path / "whole")) == 0
+    whole = hashlib.sha256(repr(files_of(tmp_path / "whole")).encode()).hexdigest()
+    done = subprocess.run(
+        [sys.executable, str(script), str(small), str(tmp_path / "killed")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    attempts = [line.split() for line in done.stdout.splitlines()]
+    assert {digest for _, digest in attempts} == {whole}
+    shard_count = sum(len(shards.meta(tmp_path / "whole" / "shards", split)["shards"]) for split in ("train", "val"))
+    # three files of the tokenizer and its folder; each shard and its meta; the two final metas
+    assert len(attempts) == 2 * (2 + 1 + 2 * shard_count + 2)
+
+
+def test_a_finished_run_is_left_alone_and_other_settings_are_refused(corpus, output, tmp_path, capsys):
+    before = {file: file.stat().st_mtime_ns for file in output.rglob("*.pt")}
+    assert run(tokenize_words(corpus, output)) == 0
+    assert before == {file: file.stat().st_mtime_ns for file in output.rglob("*.pt")}
+    content = files_of(output)
+    other = write_corpus(tmp_path / "c.json", values(COUNT - 1))
+    for words, named in [
+        (tokenize_words(corpus, output, max_length=17), "max_length 16, not 17"),
+        (tokenize_words(corpus, output, val_fraction=0.25), "val_fraction 0.3, not 0.25"),
+        (tokenize_words(corpus, output, vocab_size=301), "another tokenizer"),
+        (tokenize_words(other, output, tokenizer=output / "tokenizer"), "dataset_digest"),
+    ]:
+        assert run(words) == 2
+        assert named in capsys.readouterr().err
+        (output / "tokenize.failed.json").unlink()
+    assert files_of(output) == content
+
+
+@pytest.mark.parametrize("long_first", [True, False])
+def test_a_part_and_a_document_of_one_name_are_refused(long_first, tmp_path, capsys):
+    clash = [{"id": "a", "text": "long text " * 40}, {"id": "a#1", "text": "short"}]
+    corpus = write_corpus(tmp_path / "c.json", [*values(9), *(clash if long_first else clash[::-1])])
+    output = tmp_path / "out"
+    assert run(tokenize_words(corpus, output)) == 2
+    error = capsys.readouterr().err
+    assert f"documents {9 if long_first else 10} and {10 if long_first else 9}" in error and "'a#1'" in error
+    assert not (output / "shards").exists()
+
+
+def test_a_hash_in_an_id_is_no_clash_where_all_samples_differ(tmp_path):
+    texts = {"a": "long text " * 40, "a#1": "also long " * 40, "b": "x", "b#0": "y"}
+    corpus = write_corpus(tmp_path / "c.json", [*values(9), *({"id": i, "text": t} for i, t in texts.items())])
+    assert run(tokenize_words(corpus, tmp_path / "out")) == 0
+    names = [name for split in samples(tmp_path / "out").values() for name in split]
+    assert {"a#1", "a#1#0", "b", "b#0"} <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("max_length", 2), ("shard_size", 0), ("val_fraction", 1), ("vocab_size", 257)]
+)
+def test_numbers_out_of_range(flag, value, corpus, tmp_path, capsys):
+    assert run(tokenize_words(corpus, tmp_path / "out", **{flag: value})) == 2
+    assert f"--{flag} {value}" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_tokenizer(corpus, tmp_path, capsys):
+    assert run(tokenize_words(corpus, tmp_path / "out", tokenizer=tmp_path)) == 2
+    assert "holds no tokenizer" in capsys.readouterr().err
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert run(tokenize_words(corpus, tmp_path / "out", tokenizer=tmp_path)) == 2
+    assert "can't be read" in capsys.readouterr().err
+
+
+def test_check_finds_missing_altered_and_unfinished_shards(corpus, tmp_path):
+    output = tmp_path / "out"
+    assert run(tokenize_words(corpus, output)) == 0
+    folder = output / "shards"
+    shards.check(folder)
+    path = folder / "train" / "shard-00001.pt"
+    content = path.read_bytes()
+
+    path.write_bytes(content[:-200] + bytes([content[-200] ^ 1]) + content[-199:])
+    with pytest.raises(BadInput, match=r"shard-00001\.pt is not what was written"):
+        shards.check(folder)
+    path.unlink()
+    with pytest.raises(BadInput, match=r"shard-00001\.pt is missing"):
+        shards.check(folder)
+    with pytest.raises(BadInput, match=r"shard-00001\.pt is missing"):
+        list(Shards(folder, "train"))
+    path.write_bytes(content[:100])
+    with pytest.raises(BadInput, match="damaged"):
+        list(Shards(folder, "train"))
+
+    meta = shards.meta(folder, "val")
+    torch.save({**meta, "finalized": False}, folder / "val" / "shards.meta.pt")
+    with pytest.raises(BadInput, match="not complete"):
+        Shards(folder, "val")
+    with pytest.raises(BadInput, match="no folder of token shards"):
+        shards.check(tmp_path)
