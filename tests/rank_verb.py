@@ -84,7 +84,20 @@ def reduce() -> None:
         torch.distributed.all_reduce(values)
 
 
-DEEDS = {deed.__name__: deed for deed in (refuse, kill, stumble, wait, save, reduce)} | {"end": lambda: None}
+def desert() -> None:
+    """Rank 1 fails while a collective of its own is under way that no other rank joins."""
+    import torch
+
+    from gradwire.collectives.world import process_group
+
+    with process_group(device="cpu") as world:
+        if world.rank == 1:
+            pending = torch.distributed.all_reduce(torch.ones(7), async_op=True)  # noqa: F841
+            refuse()
+        wait()
+
+
+DEEDS = {deed.__name__: deed for deed in (refuse, kill, stumble, wait, save, reduce, desert)} | {"end": lambda: None}
 
 if __name__ == "__main__":
     cli.VERBS["probe"] = cli.Verb("rank_verb", "do what a test says")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
@@ -16,11 +15,9 @@ import pytest
 
 from gradwire.errors import BadInput, RunFault
 from gradwire.failures import lost_peer
-from gradwire.seat import Seat, add_rank_arguments, rank_options, seat
 
 PROBE = Path(__file__).with_name("rank_verb.py")
 CLEAN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
-TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "2345"}
 
 
 def command(output: Path, ranks: dict[int, str], *flags: str, launcher: str = "spawn", probe: tuple[str, ...] = ()):
@@ -86,6 +83,13 @@ def test_a_killed_rank_is_named_and_not_the_peer_that_lost_it(tmp_path, launcher
     assert ended.returncode == 3
     assert ended.stderr == "gradwire launch: rank 1: was killed by SIGKILL (out of memory?) and left no message.\n"
     assert failure(tmp_path)["rank"] == 1
+
+
+def test_a_rank_that_fails_does_not_wait_for_its_collective(tmp_path):
+    began = time.monotonic()
+    ended = launch(tmp_path, {0: "desert", 1: "desert"})
+    assert (ended.returncode, ended.stderr) == (2, "gradwire launch: rank 1: an option is bad.\n")
+    assert time.monotonic() - began < 30  # the collective itself would wait for 60 s
 
 
 def test_success_removes_the_failure_file(tmp_path):
@@ -159,42 +163,6 @@ def test_a_signal_ends_all_ranks(tmp_path, launcher, deed, number, code):
     assert running.returncode == code
     assert stderr.count("\n") == 1 and ("checkpoint" if deed == "save" else "stopped by a signal") in stderr
     assert not any(Path(f"/proc/{rank['pid']}").exists() for rank in started(tmp_path).values())
-
-
-def test_torchruns_environment_is_the_seat():
-    found = Seat(rank=1, local_rank=1, world_size=3, master_addr="10.0.0.7", master_port=2345)
-    assert seat({}, TORCHRUN) == found
-    assert seat({"rank": 1, "world_size": 3, "master_port": None}, TORCHRUN) == found
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("rank", 2), ("local_rank", 0), ("world_size", 2), ("master_addr", "10.0.0.8"), ("master_port", 2346)],
-)
-def test_a_flag_that_disagrees_with_the_environment(name, value):
-    with pytest.raises(BadInput, match=rf"--{name} {value} disagrees with {name.upper()}=.*leave --{name} out"):
-        seat({name: value}, TORCHRUN)
-
-
-def test_ranks_started_by_hand():
-    assert seat({}, {}) == Seat(0, 0, 1, "127.0.0.1", None)
-    assert seat({"rank": 2, "world_size": 3, "master_port": 99}, {}) == Seat(2, 2, 3, "127.0.0.1", 99)
-    with pytest.raises(BadInput, match=r"--world_size 2 without --rank and --master_port.*gradwire launch"):
-        seat({"world_size": 2}, {})
-    with pytest.raises(BadInput, match="--rank 3 with --world_size 3"):
-        seat({"rank": 3, "world_size": 3, "master_port": 99}, {})
-    with pytest.raises(BadInput, match="'MASTER_PORT' is not"):
-        seat({}, {name: value for name, value in TORCHRUN.items() if name != "MASTER_PORT"})
-
-
-def test_rank_flags_reach_the_seat(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    parser = argparse.ArgumentParser()
-    add_rank_arguments(parser)
-    options = rank_options(
-        parser.parse_args(["--world_size", "2", "--rank", "1", "--master_port", "77", "--device", "cpu"])
-    )
-    assert options == {"backend": "auto", "device": "cpu", "here": Seat(1, 1, 2, "127.0.0.1", 77)}
 
 
 def test_only_what_another_rank_caused_counts_as_a_lost_peer():

@@ -75,10 +75,11 @@ def parse(words: Sequence[str]) -> tuple[str, ModuleType, argparse.Namespace]:
 
 def run(words: Sequence[str]) -> int:
     """Run a command and return its exit code; a failure is told once and written beside the verb's outputs."""
-    name = "gradwire"
+    program = "gradwire"
     folder = None
     try:
         name, module, args = parse(words)
+        program = f"gradwire {name}"
         folder = module.beside(args) if hasattr(module, "beside") else None
         code = module.main(args) or DONE
     except (Exception, KeyboardInterrupt) as error:
@@ -86,7 +87,7 @@ def run(words: Sequence[str]) -> int:
             return exit_code(error)
         if isinstance(error, Exception) and not isinstance(error, GradwireError):
             traceback.print_exc()
-        print(f"gradwire {name}: {reason(error)}", file=sys.stderr)
+        print(f"{program}: {reason(error)}", file=sys.stderr)
         if folder is not None:
             write_failure(folder, name, error)
         return exit_code(error)

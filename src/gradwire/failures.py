@@ -25,7 +25,9 @@ def exit_code(error: BaseException) -> int:
 
 def reason(error: BaseException) -> str:
     """One message for a person: our own errors speak for themselves, others need their type."""
-    return str(error) if isinstance(error, GradwireError) else f"{type(error).__name__}: {error}"
+    if isinstance(error, GradwireError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def lost_peer(error: BaseException) -> bool:

@@ -1,0 +1,212 @@
+"""The house: no room imports one above it, light verbs stay light, and a source digest follows the imports."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from gradwire.cli import VERBS
+from gradwire.errors import BadInput
+from gradwire.source import PACKAGE, closure, imports, module_file, source_digest
+
+ROOMS = [
+    *("errors", "files", "failures", "seat", "source", "compressors", "config", "collectives", "parallel", "data"),
+    *("models", "persample", "launch", "training", "gradients", "measurement", "report", "cli", "__main__"),
+]
+HEAVY = ("torch", "transformers", "pandas", "pyarrow", "datasets", "tokenizers", "matplotlib", "tensorboard")
+VERBS_HERE = sorted(name for name, verb in VERBS.items() if module_file(verb.module))
+
+
+def rooms_of(package: Path) -> dict[Path, str]:
+    """Every file of the package with its room; the package's own `__init__` stands in none."""
+    files = {file: file.relative_to(package).parts[0].removesuffix(".py") for file in package.rglob("*.py")}
+    return {file: room for file, room in files.items() if room != "__init__"}
+
+
+def upward(package: Path) -> list[str]:
+    """Every import that runs upward."""
+    return [
+        f"{file.relative_to(package)}: {name}"
+        for file, room in rooms_of(package).items()
+        for name in imports(file.read_bytes())
+        if name.startswith("gradwire.") and module_file(name, package)
+        if ROOMS.index(name.split(".")[1]) > ROOMS.index(room)
+    ]
+
+
+def external(room: str) -> set[str]:
+    """What the files of a room import, at any depth of their functions."""
+    return {name for file, found in rooms_of(PACKAGE).items() if found == room for name in imports(file.read_bytes())}
+
+
+def in_python(script: str, *args: str) -> dict:
+    done = subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_every_file_has_a_room():
+    assert set(rooms_of(PACKAGE).values()) <= set(ROOMS)
+
+
+def test_no_import_runs_upward():
+    assert upward(PACKAGE) == []
+
+
+@pytest.mark.parametrize("line", ["import gradwire.report", "def f():\n    from gradwire.report import table"])
+def test_an_upward_import_would_be_seen(tmp_path, line):
+    package = shutil.copytree(PACKAGE, tmp_path / "gradwire")
+    (package / "report" / "table.py").touch()
+    (package / "data" / "planted.py").write_text(line)
+    assert "data/planted.py: gradwire.report" in upward(package)
+
+
+def test_imports_are_absolute():
+    assert not [(file, name) for file in rooms_of(PACKAGE) for name in imports(file.read_bytes()) if name[0] == "."]
+
+
+def test_compressors_send_nothing():
+    assert not {name for name in external("compressors") if name.startswith("torch.distributed")}
+
+
+@pytest.mark.parametrize("room", ["measurement", "report"])
+def test_rooms_that_read_files_need_no_torch(room):
+    assert not {name for name in external(room) if name.split(".")[0] == "torch"}
+
+
+def test_importing_the_config_and_the_reading_rooms_loads_no_torch():
+    names = [
+        ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for file, room in rooms_of(PACKAGE).items()
+        if room in ("config", "measurement", "report")
+    ]
+    script = "import importlib, json, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
+    assert "torch" not in in_python(f"{script}; print(json.dumps(list(sys.modules)))", *names)
+
+
+def test_help_imports_the_standard_library_only():
+    began = time.monotonic()
+    script = "from gradwire import cli; cli.main(['--help']); import json, sys; print(json.dumps(list(sys.modules)))"
+    loaded = {name.split(".")[0] for name in in_python(script)}
+    elapsed = time.monotonic() - began
+    assert not loaded & {*HEAVY, "numpy", "pydantic", "yaml"}
+    assert elapsed < 2, "the target is 0.3 s on an idle machine"
+
+
+@pytest.fixture(scope="module")
+def helped() -> dict[str, tuple[int, list[str]]]:
+    """For every verb: the exit code of its `--help`, and the heavy modules that it was the first to load."""
+    script = """if True:
+        import json, sys
+        from gradwire import cli
+        verbs, heavy = map(json.loads, sys.argv[1:])
+        found = {}
+        for verb in verbs:
+            before = set(sys.modules)
+            try:
+                code = cli.run([*verb.split(), "--help"])
+            except SystemExit as end:
+                code = end.code
+            found[verb] = code, [name for name in heavy if name in sys.modules and name not in before]
+        print(json.dumps(found))
+        """
+    return in_python(script, json.dumps(VERBS_HERE), json.dumps(HEAVY))
+
+
+@pytest.mark.parametrize("verb", VERBS_HERE)
+def test_help_of_every_verb_is_light(helped, verb):
+    assert helped[verb] == [0, []]
+
+
+def python_imports(module: str) -> set[str]:
+    """What Python itself loads of gradwire for an import of the module: at most its closure, by another route."""
+    script = "import importlib, json, sys; importlib.import_module(sys.argv[1]); print(json.dumps(list(sys.modules)))"
+    return {name for name in in_python(script, module) if name.split(".")[0] == "gradwire"}
+
+
+def test_the_closure_holds_what_python_loads():
+    roots = ["gradwire.launch.launch", "gradwire.config", "gradwire.collectives.world"]
+    for root in roots:
+        assert python_imports(root) <= set(closure((root,)))
+
+
+def test_imports_inside_functions_count():
+    source = b"import a.b\ndef f():\n    from c import d\n    def g():\n        import e as h\n    from .. import i"
+    assert imports(source) == {"a.b", "c", "c.d", "e", "..", "...i"}
+
+
+def edited(package: Path, file: str) -> Path:
+    path = package / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text((path.read_text() if path.exists() else "") + "\n# edited\n")
+    return package
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """A small package of the same name: train stands on the loop, the loop on files by a function's import."""
+    files = {
+        "__init__.py": "",
+        "files.py": "X = 1",
+        "training/__init__.py": "",
+        "training/train.py": "from gradwire.training import loop",
+        "training/loop.py": "def f():\n    from gradwire.files import X",
+        "compressors/__init__.py": "",
+        "compressors/methods/int8.py": "import gradwire.files",
+        "report/__init__.py": "",
+        "report/table.py": "import gradwire.training.train",
+    }
+    for name, text in files.items():
+        path = tmp_path / "gradwire" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "gradwire"
+
+
+@pytest.mark.parametrize(
+    ("file", "changed"),
+    [
+        ("report/table.py", {"report.table"}),
+        ("compressors/methods/int8.py", {"compressors.methods.int8"}),
+        ("training/loop.py", {"training.train", "report.table"}),
+        ("training/__init__.py", {"training.train", "report.table"}),
+        ("files.py", {"training.train", "report.table", "compressors.methods.int8"}),
+        ("training/unused.py", set()),
+    ],
+)
+def test_an_edit_changes_the_digests_that_stand_on_it(copy, file, changed):
+    roots = ["training.train", "report.table", "compressors.methods.int8"]
+    before = {root: source_digest(f"gradwire.{root}", package=copy) for root in roots}
+    edited(copy, file)
+    after = {root: source_digest(f"gradwire.{root}", package=copy) for root in roots}
+    assert {root for root in roots if before[root] != after[root]} == changed
+
+
+def test_training_does_not_stand_on_the_report_or_on_methods_it_does_not_name(tmp_path):
+    package = shutil.copytree(PACKAGE, tmp_path / "gradwire")
+    roots = [name for name in ("gradwire.training.train", "gradwire.parallel") if module_file(name)]
+    before = [source_digest(root, package=package) for root in roots]
+    named = source_digest(*roots, "gradwire.compressors.methods.int8", package=package)
+    for room in ("report", "measurement", "compressors/methods"):
+        for file in (package / room).glob("*.py"):
+            edited(package, str(file.relative_to(package)))
+    assert [source_digest(root, package=package) for root in roots] == before
+    assert source_digest(*roots, "gradwire.compressors.methods.int8", package=package) != named
+
+
+def test_a_digest_of_nothing_is_refused():
+    with pytest.raises(BadInput, match=r"no module 'gradwire.trainnig'"):
+        source_digest("gradwire.trainnig")
+
+
+def test_the_digest_is_quick():
+    imports.cache_clear()
+    began = time.process_time()
+    source_digest(*(f"gradwire.{room}" for room in ("training", "collectives", "launch.launch", "config")))
+    assert time.process_time() - began < 0.1, "the target is 0.05 s on an idle machine"

@@ -1,0 +1,126 @@
+"""The command line: verbs, exit codes, and how a failure is told."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from gradwire import __version__, cli
+from gradwire.errors import CheckFailed, GradwireError, RunFault, Stopped
+from gradwire.failures import RANK_FAILURES, refuse_again
+
+
+@pytest.fixture
+def verb(monkeypatch, tmp_path):
+    """Make `grads probe` a verb that does what it is given; its outputs go to the test's folder."""
+
+    def make(main) -> Path:
+        module = ModuleType("probe")
+        module.arguments = lambda parser: parser.add_argument("--size", type=int, default=3)
+        module.beside = lambda args: tmp_path
+        module.main = main
+        monkeypatch.setitem(sys.modules, "probe", module)
+        monkeypatch.setitem(cli.VERBS, "grads probe", cli.Verb("probe", "do what a test says"))
+        return tmp_path / "grads_probe.failed.json"
+
+    monkeypatch.delenv(RANK_FAILURES, raising=False)
+    return make
+
+
+def raising(error: BaseException):
+    def main(args: argparse.Namespace) -> None:
+        raise error
+
+    return main
+
+
+def test_usage_names_every_verb_and_exit_code(capsys):
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {name} " in text and known.help in text for name, known in cli.VERBS.items())
+    assert "75 stopped and resumable" in text
+    assert cli.main([]) == 2
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.endswith(f"{__version__}\n")
+
+
+def test_an_unknown_verb_gets_a_suggestion(capsys):
+    assert cli.main(["trian", "--steps", "3"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("gradwire: unknown verb 'trian'. Did you mean 'train' or 'trace'?") and told.count("\n") == 1
+
+
+def test_a_verb_of_two_words_gets_its_arguments(verb):
+    seen = []
+    verb(lambda args: seen.append(args.size))
+    assert cli.main(["grads", "probe", "--size", "7"]) == 0
+    assert seen == [7]
+
+
+def test_an_unknown_flag_ends_with_2(verb, capsys):
+    verb(lambda args: None)
+    with pytest.raises(SystemExit) as end:
+        cli.main(["grads", "probe", "--siz", "7"])
+    assert end.value.code == 2 and "gradwire grads probe: error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(CheckFailed("row 3 is not its id's.", step=None), 1), (RunFault("disk full.", step=9), 3), (Stopped("bye."), 75)],
+)
+def test_our_own_errors_are_one_line_and_a_file(verb, capsys, error: GradwireError, code):
+    file = verb(raising(error))
+    assert cli.main(["grads", "probe"]) == code
+    assert capsys.readouterr().err == f"gradwire grads probe: {error}\n"
+    told = json.loads(file.read_text())
+    assert (told["verb"], told["reason"], told["exit_code"], told["last_step"], told["rank"]) == (
+        *("grads probe", str(error), code, error.step),
+        None,
+    )
+
+
+def test_an_unexpected_error_keeps_its_traceback(verb, capsys):
+    file = verb(raising(KeyError("colour")))
+    assert cli.main(["grads", "probe"]) == 3
+    told = capsys.readouterr().err
+    assert told.count("Traceback") == 1 and told.endswith("gradwire grads probe: KeyError: 'colour'\n")
+    assert json.loads(file.read_text())["reason"] == "KeyError: 'colour'"
+
+
+def test_an_interrupt_is_one_line(verb, capsys):
+    verb(raising(KeyboardInterrupt()))
+    assert cli.main(["grads", "probe"]) == 3
+    assert capsys.readouterr().err == "gradwire grads probe: KeyboardInterrupt\n"
+
+
+def test_success_removes_the_failure_file_and_another_code_does_not(verb):
+    file = verb(raising(RunFault("disk full.")))
+    cli.main(["grads", "probe"])
+    verb(lambda args: 1)
+    assert cli.main(["grads", "probe"]) == 1 and file.exists()
+    verb(lambda args: None)
+    assert cli.main(["grads", "probe"]) == 0 and not file.exists()
+
+
+def test_a_rank_leaves_its_message_to_the_launcher(verb, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv(RANK_FAILURES, str(tmp_path / "ranks"))
+    monkeypatch.setenv("RANK", "4")
+    file = verb(raising(RunFault("disk full.", step=9)))
+    assert cli.main(["grads", "probe"]) == 3
+    assert capsys.readouterr().err == "" and not file.exists()
+    told = json.loads((tmp_path / "ranks" / "rank4.json").read_text())
+    assert (told["rank"], told["reason"], told["last_step"], told["traceback"]) == (4, "disk full.", 9, "")
+
+
+def test_only_bad_input_is_refused_again(tmp_path):
+    refuse_again(tmp_path, "train")
+    (tmp_path / "train.failed.json").write_text('{"exit_code": 3, "reason": "a disk was full"}')
+    refuse_again(tmp_path, "train")
+    (tmp_path / "train.failed.json").write_text('{"exit_code": 2, "reason": "a bad option"}')
+    with pytest.raises(GradwireError, match="a bad option"):
+        refuse_again(tmp_path, "train")

@@ -1,0 +1,106 @@
+"""Who a process is among the ranks, and the process group that it joins."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from gradwire.collectives.world import choose, process_group
+from gradwire.errors import BadInput
+from gradwire.seat import Seat, add_rank_arguments, rank_options, seat
+
+TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "2345"}
+
+
+@pytest.fixture(autouse=True)
+def outside_of_torchrun(monkeypatch):
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_torchruns_environment_is_the_seat():
+    found = Seat(rank=1, local_rank=1, world_size=3, master_addr="10.0.0.7", master_port=2345)
+    assert seat({}, TORCHRUN) == found
+    assert seat({"rank": 1, "world_size": 3, "master_port": None}, TORCHRUN) == found
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rank", 2), ("local_rank", 0), ("world_size", 2), ("master_addr", "10.0.0.8"), ("master_port", 2346)],
+)
+def test_a_flag_that_disagrees_with_the_environment(name, value):
+    with pytest.raises(BadInput, match=rf"--{name} {value} disagrees with {name.upper()}=.*leave --{name} out"):
+        seat({name: value}, TORCHRUN)
+
+
+def test_ranks_started_by_hand():
+    assert seat({}, {}) == Seat(0, 0, 1, "127.0.0.1", None)
+    assert seat({"rank": 2, "world_size": 3, "master_port": 99}, {}) == Seat(2, 2, 3, "127.0.0.1", 99)
+    with pytest.raises(BadInput, match=r"--world_size 2 without --rank and --master_port.*gradwire launch"):
+        seat({"world_size": 2}, {})
+    with pytest.raises(BadInput, match="--rank 3 with --world_size 3"):
+        seat({"rank": 3, "world_size": 3, "master_port": 99}, {})
+    with pytest.raises(BadInput, match="'MASTER_PORT' is not"):
+        seat({}, {name: value for name, value in TORCHRUN.items() if name != "MASTER_PORT"})
+
+
+def test_rank_flags_reach_the_seat():
+    parser = argparse.ArgumentParser()
+    add_rank_arguments(parser)
+    args = parser.parse_args(["--world_size", "2", "--rank", "1", "--master_port", "77", "--device", "cpu"])
+    assert rank_options(args) == {"backend": "auto", "device": "cpu", "here": Seat(1, 1, 2, "127.0.0.1", 77)}
+
+
+@pytest.mark.parametrize(
+    ("asked", "machine", "chosen"),
+    [
+        (("auto", "auto"), (2, 0), ("gloo", "cpu")),
+        (("auto", "auto"), (2, 2), ("nccl", "cuda")),
+        (("auto", "auto"), (1, 4), ("nccl", "cuda")),
+        (("gloo", "auto"), (2, 2), ("gloo", "cuda")),
+        (("auto", "cpu"), (2, 2), ("gloo", "cpu")),
+        (("auto", "auto"), (3, 2), ("gloo", "cuda")),
+    ],
+)
+def test_choice_of_backend_and_device(asked, machine, chosen):
+    choice = choose(*asked, *machine)
+    assert choice[:2] == chosen
+    assert bool(choice.note) == (0 < machine[1] < machine[0])
+
+
+@pytest.mark.parametrize(
+    ("asked", "machine", "complaint"),
+    [
+        (("auto", "cuda"), (1, 0), "no CUDA device"),
+        (("nccl", "cpu"), (2, 2), "--backend nccl needs a GPU for each of the 2 ranks"),
+        (("nccl", "auto"), (3, 2), "there are 2"),
+        (("glo", "auto"), (1, 0), "Did you mean 'gloo'"),
+        (("auto", "cudda"), (1, 0), "Did you mean 'cuda'"),
+    ],
+)
+def test_what_the_machine_cannot_do_is_refused(asked, machine, complaint):
+    with pytest.raises(BadInput, match=complaint):
+        choose(*asked, *machine)
+
+
+def test_a_single_process_needs_no_port_and_leaves_no_group():
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError), process_group(device="cpu") as world:
+            values = torch.tensor([3.0, 5.0])
+            dist.all_reduce(values)
+            assert values.tolist() == [3.0, 5.0]
+            assert (world.rank, world.world_size, world.backend, world.device.type) == (0, 1, "gloo", "cpu")
+            raise ZeroDivisionError
+        assert not dist.is_initialized()
+
+
+def test_a_port_in_use_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        here = Seat(rank=0, world_size=2, master_port=port)
+        with pytest.raises(BadInput, match=f"127.0.0.1:{port} is in use"), process_group(device="cpu", here=here):
+            pass
