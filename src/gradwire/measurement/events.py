@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ijson.backends.yajl2_c as ijson  # the C backend or none: the others are too slow for a trace
+from ijson.common import JSONError
 
 from gradwire.errors import BadInput
 
@@ -120,7 +121,7 @@ def read(path: Path) -> Trace:
         for event in _events(path):
             if event["ph"] == "X":
                 trace.add(event)
-    except (OSError, EOFError, zlib.error, ijson.JSONError, LookupError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, JSONError, LookupError, TypeError) as error:
         raise BadInput(
             f"{path} is truncated or is no profiler trace ({type(error).__name__}: {error}); train this cell again."
         ) from None
