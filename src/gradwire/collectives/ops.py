@@ -6,8 +6,9 @@ They work on gloo with CPU and CUDA tensors and on NCCL, and return when the res
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -80,3 +81,12 @@ def broadcast(
     with meter.span("broadcast", purpose, sent):
         dist.broadcast(x, group=group, group_src=source)
     return x
+
+
+def gather_objects(value: Any, group: Group = None, meter: Meter = METER) -> list[Any]:
+    """Every rank's ``value``, in rank order, on every rank: for what a run has measured, at its end."""
+    world = dist.get_world_size(group)
+    gathered: list[Any] = [None] * world
+    with meter.span("all_gather", "control", (world - 1) * len(pickle.dumps(value))):
+        dist.all_gather_object(gathered, value, group=group)
+    return gathered

@@ -90,6 +90,7 @@ class Reducer:
         self.meter = Meter(METER)
         self._float32 = build("none")
         self._counts: Counter[str] = Counter()
+        self._expected: int | None = 0  # bytes over all ranks; None once a size depended on the data
         self._flag: Tensor | None = None  # uint8 [1]: this rank met a value that is not finite
         self._generators: dict[tuple[str, Phase], torch.Generator] = {}
         self._restored: dict[tuple[str, Phase], Tensor] = {}  # states of generators that were not used since
@@ -149,13 +150,15 @@ class Reducer:
     def traffic(self) -> dict[str, Any]:
         """This rank's totals since the start.
 
-        ``raw`` and ``sent``: payload in bytes, as float32 and as it was; ``agreement``: bytes of the flag; ``elements``
+        ``raw`` and ``sent``: payload in bytes, as float32 and as it was; ``closed_form``: the sum of `closed_form` over
+        all calls, so over all ranks, None if one of them was; ``agreement``: bytes of the flag; ``elements``
         of all reduced buffers, ``exempt_elements`` of them; ``encode_seconds`` and ``decode_seconds`` of the host;
         ``by_op``: the payload's bytes, seconds and calls per collective.
         """
         return {
             "raw": self._counts["raw"],
             "sent": self.meter.sent("payload"),
+            "closed_form": self._expected,
             "agreement": self.meter.sent("agreement"),
             "elements": self._counts["elements"],
             "exempt_elements": self._counts["exempt_elements"],
@@ -274,6 +277,8 @@ class Reducer:
 
     def _count(self, layout: Layout, kind: Kind) -> None:
         """Count a call's elements, and the bytes that this rank would send of them as float32."""
+        expected = self.closed_form(layout, kind)
+        self._expected = None if expected is None or self._expected is None else self._expected + expected
         numel = sum(piece.numel for piece in layout.pieces)
         own = sum(piece.numel for piece in layout.rows[self.rank])
         sent = numel - own + ((self.world - 1) * own if kind == "all_reduce" else 0)

@@ -53,12 +53,13 @@ def method_class(name: str) -> type[Compressor]:
     from gradwire.compressors.base import Compressor
 
     method = ALIASES.get(name, name)
+    offered = third_party()
     if method in built_in():
         origin = f"gradwire.compressors.methods.{method}"
         members = vars(import_module(origin)).values()
         found = next((member for member in members if getattr(member, "name", None) == method), None)
-    elif (entry := third_party().get(method)) is not None:
-        origin, found = entry.value, entry.load()
+    elif method in offered:
+        origin, found = offered[method].value, offered[method].load()
     else:
         raise unknown("compressor", name, available())
     if not (isinstance(found, type) and issubclass(found, Compressor) and found.name == method):

@@ -1,0 +1,399 @@
+"""The reducer on real ranks: its mean, its bytes, its policies, its state."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import pytest
+import torch
+
+from gradwire.collectives import METER, Exempt, Layout, Reducer, ops
+from gradwire.collectives.bytes import raw_all_reduce, raw_reduce_scatter
+from gradwire.collectives.exchange import exchange
+from gradwire.compressors import available, build
+from gradwire.compressors.base import Compressor, numel
+from gradwire.errors import BadInput, NonFiniteGradient, RunFault
+
+SHAPES = [("matrix", (5, 3)), ("bias", (7,)), ("scalar", (1,)), ("cube", (2, 3, 2)), ("row", (1, 4))]
+NUMEL = sum(math.prod(shape) for _, shape in SHAPES)
+CUTS = {"dim0": Layout.dim0, "cut": Layout.cut}
+STOCHASTIC = {"rounding": "stochastic", "block": 4}
+METHODS = [*((name, {}) for name in available()), ("int8", STOCHASTIC)]
+
+worlds = pytest.mark.parametrize("size", [2, 3])
+every_method = pytest.mark.parametrize(("name", "options"), METHODS, ids=str)
+every_cut = pytest.mark.parametrize("cut", CUTS)
+
+
+def gradients(rank, seed=0):
+    """A rank's own gradients: distinct, none zero."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return {name: torch.randn(shape, generator=generator) + 0.01 for name, shape in SHAPES}
+
+
+def buffer(layout, rank, seed=0):
+    return layout.pack(gradients(rank, seed))
+
+
+def exact_mean(layout, world, seed=0):
+    return sum(buffer(layout, rank, seed).double() for rank in range(world)) / world
+
+
+class Ragged(Compressor):
+    """A test's own compressor, whose size depends on the data: values above 0, with their places."""
+
+    name = "ragged"
+
+    def wire_bytes(self, shape):
+        return None if numel(shape) > 1 else 4 * numel(shape)
+
+    def to_wire(self, x, generator):
+        if x.numel() == 1:
+            return x.view(-1).view(torch.uint8)
+        places = x.view(-1).gt(0).nonzero().view(-1)
+        values = x.view(-1)[places]
+        return torch.cat([values.view(torch.uint8), places.to(torch.int32).view(torch.uint8)])
+
+    def from_wire(self, wire, shape):
+        if numel(shape) == 1:
+            return wire.clone().view(torch.float32)
+        values, places = wire.clone().chunk(2)
+        dense = torch.zeros(numel(shape))
+        dense[places.view(torch.int32).long()] = values.view(torch.float32)
+        return dense
+
+
+def compressor_of(name, options):
+    return Ragged() if name == "ragged" else build(name, **options)
+
+
+def both_kinds(rank, world, group, cut, name, options, reducer_options):
+    """What a reduce-scatter and an all-reduce of equal gradients give, with equal generators, and what they cost."""
+    layout = CUTS[cut](SHAPES, world)
+    results = {}
+    for kind in ("reduce_scatter", "all_reduce"):
+        reducer = Reducer(compressor_of(name, options), group, **reducer_options)
+        results[kind] = getattr(reducer, kind)(buffer(layout, rank), layout)
+        results[f"{kind} traffic"] = reducer.traffic
+        results[f"{kind} closed form"] = reducer.closed_form(layout, kind)
+        results["finite"] = reducer.finish()
+    return results
+
+
+def tolerance(name, mean):
+    """How far the result of two encodings may lie from the mean."""
+    relative = {"none": 1e-6, "fp16": 2e-3, "bf16": 2e-2, "int8": 0.06}[name]
+    return relative * mean.abs().max()
+
+
+@worlds
+@every_cut
+@every_method
+def test_mean_bytes_and_identities(world, size, cut, name, options):
+    layout = CUTS[cut](SHAPES, size)
+    mean = exact_mean(layout, size)
+    results = world(size).run(both_kinds, cut, name, options, {})
+    full = results[0]["all_reduce"]
+    rows = torch.cat([result["reduce_scatter"] for result in results])
+    for approximation in (full, rows):
+        assert approximation.dtype == torch.float32
+        assert (approximation.double() - mean).abs().max() <= tolerance(name, mean)
+        assert torch.equal(approximation[mean == 0], torch.zeros(int((mean == 0).sum()))), "padding is 0"
+    for result in results:
+        assert torch.equal(result["all_reduce"], full), "bit-equal on all ranks"
+        assert result["finite"] is True
+    check_bytes(results, layout, size)
+
+
+def check_bytes(results, layout, size):
+    for kind, closed_form in (("reduce_scatter", raw_reduce_scatter), ("all_reduce", raw_all_reduce)):
+        traffic = [result[f"{kind} traffic"] for result in results]
+        assert sum(t["raw"] for t in traffic) == closed_form(NUMEL, size)
+        assert sum(t["sent"] for t in traffic) == results[0][f"{kind} closed form"]
+        assert all(t["sent"] == sum(cost["bytes"] for cost in t["by_op"].values()) for t in traffic)
+        assert all(t["elements"] == NUMEL and t["exempt_elements"] == 0 and t["fallbacks"] == 0 for t in traffic)
+
+
+@pytest.mark.parametrize(("name", "bytes_each"), [("none", 4), ("fp16", 2), ("bf16", 2)])
+def test_closed_forms_by_hand(world, name, bytes_each):
+    result = world(3).run(both_kinds, "dim0", name, {}, {})[1]
+    assert result["reduce_scatter closed form"] == 2 * bytes_each * NUMEL
+    assert result["all_reduce closed form"] == 4 * bytes_each * NUMEL
+
+
+@worlds
+@every_method
+def test_a_single_process_simulation_gives_the_same_bits(world, size, name, options):
+    """The protocol, written again without collectives: encode pieces, decode, sum in rank order, divide once."""
+    layout = Layout.dim0(SHAPES, size)
+    compressor = build(name, **options)
+    results = world(size).run(both_kinds, "dim0", name, options, {"seed": 7})
+    mean = torch.zeros(layout.numel)
+    for rank in range(size):
+        generators = generators_at_start(size, rank, "scatter", seed=7)
+        flat = buffer(layout, rank)
+        for piece in layout.pieces:
+            wire = compressor.encode(flat[piece.run].view(piece.form), generator=generators[piece.name])
+            mean[piece.run] += compressor.decode(wire, piece.form).view(-1)
+    mean /= size
+    assert torch.equal(torch.cat([result["reduce_scatter"] for result in results]), mean)
+    again = torch.zeros(layout.numel)
+    for owner in range(size):
+        generators = generators_at_start(size, owner, "gather", seed=7)
+        for piece in layout.rows[owner]:
+            wire = compressor.encode(mean[piece.run].view(piece.form), generator=generators[piece.name])
+            again[piece.run] = compressor.decode(wire, piece.form).view(-1)
+    assert torch.equal(results[0]["all_reduce"], again)
+
+
+def generators_at_start(world, rank, phase, seed):
+    """The generators that the given rank starts with."""
+    words = {name: f"{seed}/{rank}/{phase}/{name}".encode() for name, _ in SHAPES}
+    return {
+        name: torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(word).digest()[:8], "little"))
+        for name, word in words.items()
+    }
+
+
+def test_a_second_half_in_float32_sends_the_reduce_scatter_rows(world):
+    results = world(3).run(both_kinds, "cut", "int8", STOCHASTIC, {"second": "float32"})
+    assert torch.equal(results[0]["all_reduce"], torch.cat([result["reduce_scatter"] for result in results]))
+    check_bytes(results, Layout.cut(SHAPES, 3), 3)
+
+
+def test_sizes_travel_only_where_they_depend_on_the_data(world):
+    layout = Layout.dim0(SHAPES, 3)
+    results = world(3).run(both_kinds, "dim0", "ragged", {}, {})
+    rows = torch.cat([result["reduce_scatter"] for result in results])
+    expected = sum(buffer(layout, rank).clamp_min(0) for rank in range(3)) / 3
+    for piece in layout.pieces:
+        if piece.numel == 1:  # sent as it is
+            expected[piece.run] = exact_mean(layout, 3)[piece.run].float()
+    torch.testing.assert_close(rows, expected)
+    for rank, result in enumerate(results):
+        assert result["reduce_scatter closed form"] is None
+        ragged = [piece for piece in layout.pieces if piece.numel > 1 and piece.row != rank]
+        kept = sum(int((buffer(layout, rank)[piece.run] > 0).sum()) for piece in ragged)
+        single = sum(4 for piece in layout.pieces if piece.numel == 1 and piece.row != rank)
+        assert result["reduce_scatter traffic"]["sent"] == 8 * kept + single + 8 * len(ragged)
+        assert result["reduce_scatter traffic"]["by_op"]["all_to_all"]["calls"] == 2
+
+
+def test_exempt_parameters_travel_as_float32(world):
+    layout = Layout.dim0(SHAPES, 2)
+    results = world(2).run(both_kinds, "dim0", "int8", {}, {"exempt": Exempt(max_ndim=1)})
+    mean = exact_mean(layout, 2)
+    for piece in layout.pieces:
+        error = (results[0]["all_reduce"].double() - mean)[piece.run].abs().max()
+        assert (error < 1e-6) == (len(piece.shape) == 1), piece
+    for result in results:
+        assert result["all_reduce traffic"]["exempt_elements"] == 8
+        assert result["all_reduce traffic"]["elements"] == NUMEL
+    assert sum(result["all_reduce traffic"]["sent"] for result in results) == results[0]["all_reduce closed form"]
+
+
+def steps(rank, world, group, count, reducer_options):
+    """Errors and bytes of a few optimizer steps."""
+    layout = Layout.dim0(SHAPES, world)
+    reducer = Reducer(build("int8"), group, **reducer_options)
+    rows = []
+    for step in range(count):
+        before, closed_form = reducer.traffic["sent"], reducer.closed_form(layout, "all_reduce")
+        full = reducer.all_reduce(buffer(layout, rank, step), layout)
+        error = (full.double() - exact_mean(layout, world, step)).abs().max().item()
+        rows.append((error, reducer.traffic["sent"] - before, closed_form))
+        reducer.finish()
+    return rows
+
+
+def test_dense_steps_send_float32_first(world):
+    results = world(2).run(steps, 4, {"dense_steps": 2})
+    for step, rows in enumerate(zip(*results, strict=True)):
+        dense = step < 2
+        assert all((error < 1e-6) == dense for error, _, _ in rows)
+        assert sum(sent for _, sent, _ in rows) == rows[0][2]
+        assert (rows[0][2] == raw_all_reduce(NUMEL, 2)) == dense
+
+
+def poisoned(rank, world, group, policy, kind, bad):
+    """Two steps, the first with a value on one rank only that is not finite."""
+    layout = Layout.dim0(SHAPES, world)
+    reducer = Reducer(build("int8"), group, nonfinite=policy)
+    flat = buffer(layout, rank)
+    if rank == world - 1:
+        flat[0] = bad
+    getattr(reducer, kind)(flat, layout)
+    try:
+        first = reducer.finish()
+    except NonFiniteGradient as error:
+        first = (str(error), error.step)
+    getattr(reducer, kind)(buffer(layout, rank), layout)
+    return first, reducer.finish(), reducer.traffic["nonfinite_steps"], reducer.traffic["agreement"], reducer.step
+
+
+@worlds
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("policy", ["raise", "skip", "propagate"])
+def test_all_ranks_agree_on_what_one_rank_met(world, size, policy, kind):
+    results = world(size).run(poisoned, policy, kind, math.nan)
+    first, second, count, _, step = results[0]
+    if policy == "raise":
+        message, last_step = first
+        assert "optimizer step 1" in message and "int8" in message and last_step == 0
+    else:
+        assert first is (policy == "propagate")
+    assert (second, count, step) == (True, 1, 2)
+    assert [result[:3] for result in results] == [results[0][:3]] * size
+    assert sum(result[3] for result in results) == 2 * raw_all_reduce(1, size) // 4, "one byte per step"
+
+
+def test_overflow_of_the_wire_counts_as_not_finite(world):
+    def first_answers(bad):
+        return [result[0] for result in world(2).run(poisoned, "skip", "reduce_scatter", bad)]
+
+    assert first_answers(math.inf) == [False, False]
+    assert first_answers(1e30) == [True, True]  # int8 carries it; fp16 is tested with the compressors
+
+
+def by_name(rank, world, group):
+    flat = gradients(rank)["matrix"].view(-1)
+    reducer = Reducer(build("none"), group)
+    return reducer.all_reduce(flat, "matrix"), reducer.reduce_scatter(flat, "matrix")
+
+
+@worlds
+def test_a_name_stands_for_one_vector(world, size):
+    mean = sum(gradients(rank)["matrix"].view(-1) for rank in range(size)) / size
+    row = -(-15 // size)
+    for rank, (full, shard) in enumerate(world(size).run(by_name)):
+        torch.testing.assert_close(full, mean)
+        assert shard.shape == (row,)
+        torch.testing.assert_close(shard[: mean[rank * row :].numel()], mean[rank * row : (rank + 1) * row])
+
+
+def alone(rank, world, group):
+    layout = Layout.dim0(SHAPES, 1)
+    reducer = Reducer(build("int8"), group)
+    flat = buffer(layout, 0)
+    flat[0] = math.nan
+    scattered, full = reducer.reduce_scatter(flat, layout), reducer.all_reduce(flat, layout)
+    return flat, scattered, full, reducer.finish(), reducer.traffic, reducer.state_dict()
+
+
+def test_one_rank_is_the_identity(world):
+    [(flat, scattered, full, finite, traffic, state)] = world(1).run(alone)
+    torch.testing.assert_close(scattered, flat, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(full, flat, rtol=0, atol=0, equal_nan=True)
+    assert finite is True
+    assert not any(traffic.values()) and not state["generators"]
+
+
+def resumed(rank, world, group):
+    """Four stochastic steps at a stretch, and two, a new reducer, two."""
+    layout = Layout.dim0(SHAPES, world)
+
+    def run(reducer, some):
+        results = []
+        for step in some:
+            results.append(reducer.all_reduce(buffer(layout, rank, step), layout))
+            reducer.finish()
+        return results
+
+    def new():
+        return Reducer(build("int8", **STOCHASTIC), group, seed=3, dense_steps=1)
+
+    unbroken = run(new(), range(4))
+    first = new()
+    broken = run(first, range(2))
+    second = new()
+    second.load_state_dict(first.state_dict())
+    third = new()
+    third.load_state_dict(second.state_dict())  # saved again before any use
+    broken += run(third, range(2, 4))
+    return unbroken, broken
+
+
+@worlds
+def test_a_resumed_reducer_equals_an_unbroken_one(world, size):
+    for unbroken, broken in world(size).run(resumed):
+        for one, other in zip(unbroken, broken, strict=True):
+            assert torch.equal(one, other)
+        assert not torch.equal(unbroken[2], unbroken[3])
+
+
+def other_world(rank, world, group):
+    state = {"world": world + 1, "step": 5, "generators": {("matrix", "scatter"): torch.Generator().get_state()}}
+    reducer = Reducer(build("int8"), group)
+    with pytest.warns(UserWarning, match=f"{world + 1} ranks and this run has {world}"):
+        reducer.load_state_dict(state)
+    return reducer.state_dict()
+
+
+def test_another_world_size_drops_the_generators(world):
+    assert world(2).run(other_world) == [{"world": 2, "step": 5, "generators": {}}] * 2
+
+
+def wrong_buffer(rank, world, group):
+    Reducer(build("none"), group).reduce_scatter(torch.zeros(3), Layout.dim0(SHAPES, world))
+
+
+def test_a_buffer_of_another_size_is_an_error(world):
+    with pytest.raises(RunFault, match="matrix"):
+        world(2).run(wrong_buffer)
+
+
+def bad_option(rank, world, group, options):
+    Reducer(build("none"), group, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"algorithm": "exchang"}, "'algorithm'.*Did you mean 'exchange'"),
+        ({"second": "float16"}, "'second'.*Did you mean 'float32'"),
+        ({"nonfinite": "stop"}, "'nonfinite'.*propagate, raise, skip"),
+        ({"dense_steps": -1}, "dense_steps is -1"),
+    ],
+)
+def test_bad_options_are_told(world, options, message):
+    with pytest.raises(BadInput, match=message):
+        world(1).run(bad_option, options)
+
+
+def metered(rank, world, group):
+    """Every operation once; what it gives and what the meter says."""
+    METER.totals.clear()
+    total = ops.all_reduce(torch.tensor([rank + 1.0, 2.0, 3.0]))
+    top = ops.all_reduce(torch.tensor([rank]), "max", purpose="agreement")
+    gathered = ops.all_gather(torch.tensor([rank, rank + 10]))
+    sent = ops.broadcast(torch.full((5,), float(rank)), source=1)
+    parts = torch.full((sum(range(world)) + world,), rank, dtype=torch.uint8)  # d + 1 bytes for rank d
+    received = ops.all_to_all(parts, [d + 1 for d in range(world)], [rank + 1] * world)
+    costs = {key: (cost.bytes, cost.calls, cost.seconds > 0) for key, cost in METER.totals.items()}
+    return total, top, gathered, sent, received, costs
+
+
+@worlds
+def test_every_operation_is_right_and_counted(world, size):
+    results = world(size).run(metered)
+    for rank, (total, top, gathered, sent, received, costs) in enumerate(results):
+        assert total.tolist() == [sum(range(1, size + 1)), 2.0 * size, 3.0 * size]
+        assert top.tolist() == [size - 1]
+        assert gathered.tolist() == [[r, r + 10] for r in range(size)]
+        assert sent.tolist() == [1.0] * 5
+        assert received.tolist() == [r for r in range(size) for _ in range(rank + 1)]
+        assert costs["all_gather", "control"] == ((size - 1) * 16, 1, True)
+        assert costs["broadcast", "control"] == ((size - 1) * 20 if rank == 1 else 0, 1, True)
+        assert costs["all_to_all", "control"] == (sum(d + 1 for d in range(size) if d != rank), 1, True)
+    for key, numbers in ((("all_reduce", "control"), 3), (("all_reduce", "agreement"), 2)):
+        assert sum(result[-1][key][0] for result in results) == raw_all_reduce(numbers, size)
+
+
+def nothing_to_exchange(rank, world, group):
+    empty = [[]] * world
+    return exchange(empty, empty, empty, torch.device("cpu"), group)
+
+
+def test_an_exchange_of_nothing(world):
+    assert world(2).run(nothing_to_exchange) == [[[], []], [[], []]]
