@@ -15,6 +15,7 @@ import pytest
 
 from gradwire.errors import BadInput, RunFault
 from gradwire.failures import lost_peer
+from gradwire.launch.ranks import Ended, RankFailure, first_cause
 
 PROBE = Path(__file__).with_name("rank_verb.py")
 CLEAN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
@@ -37,13 +38,19 @@ def started(output: Path) -> dict[int, dict]:
     return {found["RANK"]: found for found in map(json.loads, (p.read_text() for p in output.glob("started*.json")))}
 
 
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return str(free.getsockname()[1])
+
+
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
 def test_ranks_know_their_place_and_share_the_cores(tmp_path, launcher):
-    done = launch(tmp_path, {}, launcher=launcher)
+    port = free_port()
+    done = launch(tmp_path, {}, "--master_port", port, launcher=launcher)
     assert (done.returncode, done.stderr) == (0, "")
     ranks = started(tmp_path)
     assert {(r["RANK"], r["LOCAL_RANK"], r["WORLD_SIZE"]) for r in ranks.values()} == {("0", "0", "2"), ("1", "1", "2")}
-    assert len({(r["MASTER_ADDR"], r["MASTER_PORT"]) for r in ranks.values()}) == 1
+    assert {(r["MASTER_ADDR"], r["MASTER_PORT"]) for r in ranks.values()} == {("127.0.0.1", port)}
     assert {r["OMP_NUM_THREADS"] for r in ranks.values()} == {str(max(1, len(os.sched_getaffinity(0)) // 2))}
 
 
@@ -117,13 +124,6 @@ def test_a_port_in_use_is_named(tmp_path, launcher):
     assert ended.stderr.count("\n") == 1 and not started(tmp_path)
 
 
-def test_torchrun_listens_on_the_port_that_is_asked_for(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    launch(tmp_path, {}, "--master_port", port, launcher="torchrun").check_returncode()
-    assert {r["MASTER_PORT"] for r in started(tmp_path).values()} == {port}
-
-
 def test_a_second_attempt_at_bad_input_ends_at_once(tmp_path):
     assert launch(tmp_path, {0: "refuse", 1: "refuse"}).returncode == 2
     for file in tmp_path.glob("started*.json"):
@@ -148,8 +148,14 @@ def test_impossible_flags(tmp_path, flags, complaint):
     assert ended.returncode == 2 and complaint in ended.stderr and not started(tmp_path)
 
 
-@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
-@pytest.mark.parametrize(("deed", "number", "code"), [("wait", signal.SIGTERM, 3), ("save", signal.SIGINT, 75)])
+@pytest.mark.parametrize(
+    ("launcher", "deed", "number", "code"),
+    [
+        ("spawn", "wait", signal.SIGTERM, 3),
+        ("spawn", "save", signal.SIGINT, 75),
+        ("torchrun", "save", signal.SIGINT, 75),
+    ],
+)
 def test_a_signal_ends_all_ranks(tmp_path, launcher, deed, number, code):
     running = subprocess.Popen(
         command(tmp_path, {0: deed, 1: deed}, launcher=launcher), env=CLEAN, stderr=subprocess.PIPE, text=True
@@ -163,6 +169,42 @@ def test_a_signal_ends_all_ranks(tmp_path, launcher, deed, number, code):
     assert running.returncode == code
     assert stderr.count("\n") == 1 and ("checkpoint" if deed == "save" else "stopped by a signal") in stderr
     assert not any(Path(f"/proc/{rank['pid']}").exists() for rank in started(tmp_path).values())
+
+
+def told(code: int, at: float, lost_peer: bool = False) -> dict:
+    return {
+        "reason": f"code {code}.",
+        "exit_code": code,
+        "last_step": 4,
+        "time": at,
+        "lost_peer": lost_peer,
+        "traceback": "",
+    }
+
+
+@pytest.mark.parametrize(
+    ("codes", "messages", "rank", "code"),
+    [
+        ({0: 3, 2: -9}, {0: told(3, 1.0, lost_peer=True)}, 2, 3),  # killed, and a peer noticed
+        ({0: 2, 1: 3}, {0: told(2, 2.0), 1: told(3, 1.0, lost_peer=True)}, 0, 2),  # a peer was quicker to say so
+        ({0: 2, 1: 1}, {0: told(2, 2.0), 1: told(1, 1.0)}, 1, 1),  # two that failed by themselves: the earlier
+        ({0: -6, 1: 2}, {1: told(2, 1.0)}, 1, 2),  # what a library does to a peer
+        ({0: -15, 1: 75, 2: -9}, {1: told(75, 1.0)}, 2, 3),  # asked to end after another was killed
+        ({0: 3, 1: 3}, {0: told(3, 2.0, lost_peer=True), 1: told(3, 1.0, lost_peer=True)}, 1, 3),  # out of step
+        ({0: 3, 1: 1}, {0: told(3, 1.0, lost_peer=True)}, 1, 3),  # a rank that could not even start Python
+    ],
+)
+def test_the_first_cause_wins(codes, messages, rank, code):
+    cause = first_cause(Ended(codes), messages)
+    assert isinstance(cause, RankFailure)
+    assert (cause.rank, cause.exit_code) == (rank, code)
+    assert str(cause).startswith(f"rank {rank}: ")
+
+
+def test_a_stop_is_resumable_if_a_rank_says_so():
+    cause = first_cause(Ended({0: -15}, stopped=True), {1: told(75, 1.0)})
+    assert (cause.exit_code, cause.step) == (75, 4)
+    assert first_cause(Ended({0: -15, 1: -15}, stopped=True), {}).exit_code == 3
 
 
 def test_only_what_another_rank_caused_counts_as_a_lost_peer():

@@ -86,7 +86,7 @@ def start(
         with _environment({RANK_FAILURES: folder, "OMP_NUM_THREADS": _threads(world_size)}):
             ended = LAUNCHERS[launcher](list(command), world_size, master_addr, master_port)
         if ended.codes or ended.stopped:
-            raise _cause(ended, rank_failures(Path(folder)))
+            raise first_cause(ended, rank_failures(Path(folder)))
 
 
 def spawn(command: list[str], world_size: int, master_addr: str, master_port: int) -> Ended:
@@ -193,7 +193,7 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
             rank.wait()
 
 
-def _cause(ended: Ended, told: Mapping[int, Mapping[str, Any]]) -> GradwireError:
+def first_cause(ended: Ended, told: Mapping[int, Mapping[str, Any]]) -> GradwireError:
     """The failure that made the others happen, or, after a stop, what can be resumed."""
     if ended.stopped:
         resumable = [rank for rank in told if told[rank]["exit_code"] == Stopped.exit_code]
