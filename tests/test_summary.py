@@ -212,7 +212,7 @@ def test_failed_skipped_diverged_and_missing_runs_stand_with_their_reasons(resul
     assert rows["nan"]["val_ppl"] is None
     assert rows["untraced"]["reason"] == "trace failed (exit 2): rank0 is truncated"
     assert {rows["untraced"][name] for name in ("steps", "val_ppl", "step_time_ms_mean", "bytes_raw_total")} == {None}
-    assert "runs: 3 failed" in printed.out
+    assert "runs: 1 ok, 3 failed, 1 skipped, 1 diverged" in printed.out
     for name in ("oom", "lost", "left", "nan", "untraced"):
         assert f"- {rows[name]['status']}: {rows[name]['run_name']}: " in printed.out
     assert "left out: ddp/none/ws2/none/seed9" in printed.err

@@ -310,12 +310,17 @@ def test_an_unusable_trace_is_one_clear_message(tmp_path, capsys, spoil, words):
 
 def test_missing_traces_are_named(tmp_path, capsys):
     assert main(["trace", "--run_dir", str(tmp_path / "nowhere")]) == 2
-    assert "holds no rank*.pt.trace.json.gz" in capsys.readouterr().err
+    assert "holds no trace" in capsys.readouterr().err
     assert not (tmp_path / "nowhere").exists()
     write_trace(tmp_path, 2, steps(0, 100), world_size=4)
     write_trace(tmp_path, 0, steps(0, 100), world_size=4)
     assert main(["trace", "--run_dir", str(tmp_path)]) == 2
     assert "rank 1, 3 of 4 is missing" in capsys.readouterr().err
+
+
+def test_a_run_that_diverged_is_no_fault_of_its_trace(tmp_path):
+    (tmp_path / "record.json").write_text('{"status": "diverged"}')
+    assert profile_of(tmp_path) == {"schema_version": 1, "steps": 0, "ranks": {}}
 
 
 def test_a_trace_is_streamed(tmp_path):

@@ -31,13 +31,13 @@ from typing import Any
 import numpy as np
 
 from gradwire.errors import BadInput
-from gradwire.files import write_json
+from gradwire.files import read_json, write_json
 from gradwire.measurement.events import OPS, Span, Trace, read
 from gradwire.measurement.intervals import Intervals, difference, intersection, intervals, length, union
 
 SCHEMA_VERSION = 1
-RUNS_AS = {"reduce_scatter": "all_reduce"}  # what gloo runs, and names in a trace, in place of an op
-PATTERN = "rank*.pt.trace.json.gz"
+RUNS_AS = {"reduce_scatter": "all_reduce"}  # what gloo runs in place of an op
+PATTERN = "rank[0-9]*.pt.trace.json.gz"
 
 
 @dataclass(frozen=True)
@@ -87,12 +87,22 @@ def beside(args: Namespace) -> Path | None:
 def main(args: Namespace) -> None:
     """Read all ranks' traces and write the profile."""
     output = args.output or args.run_dir / "profile.json"
+    if diverged(args.run_dir):  # a result, not a fault; its steps are broken off and prove nothing
+        write_json(output, {"schema_version": SCHEMA_VERSION, "steps": 0, "ranks": {}})
+        print(f"{output}: the run diverged, its steps are not analysed")
+        return
     result = profile(args.run_dir)
     write_json(output, result)
     print(
         f"{output}: {result['step_ms']:.1f} ms per step, communication {result['comm_time_ms_per_step']:.1f} ms "
         f"({result['comm_ratio']:.0%}), of it exposed {result['exposed_comm_ms']:.1f} ms"
     )
+
+
+def diverged(run_dir: Path) -> bool:
+    """Whether the run's record says so."""
+    record = run_dir / "record.json"
+    return record.exists() and read_json(record)["status"] == "diverged"
 
 
 def profile(run_dir: Path) -> dict[str, Any]:
@@ -132,7 +142,9 @@ def trace_files(run_dir: Path) -> dict[int, Path]:
     """
     found = {int(re.findall(r"\d+", path.name)[0]): path for path in (run_dir / "profiler").glob(PATTERN)}
     if not found:
-        raise BadInput(f"{run_dir / 'profiler'} holds no {PATTERN}; train this cell with --profile.")
+        raise BadInput(
+            f"{run_dir / 'profiler'} holds no trace (rank<R>.pt.trace.json.gz); train this cell with --profile."
+        )
     return dict(sorted(found.items()))
 
 

@@ -18,6 +18,7 @@ Model = TypeVar("Model", bound=BaseModel)
 Text = str | None
 Count = int | None
 Number = float | None
+Status = Literal["ok", "failed", "skipped", "diverged"]
 
 
 class Row(BaseModel):
@@ -40,7 +41,7 @@ class Result(Row):
     backend: Text = None
     link: str
     device: Text = None
-    status: Literal["ok", "failed", "skipped", "diverged"]
+    status: Status
     reason: Text = None
     environment: dict[str, Any] | None = None
     world_size: int
@@ -178,7 +179,7 @@ def result(folder: Path, run: Run) -> Result:
         return without_measurements(run, "failed", str(error))
 
 
-def without_measurements(run: Run, status: Literal["failed", "skipped"], reason: str) -> Result:
+def without_measurements(run: Run, status: Status, reason: str) -> Result:
     """The row of a run that has no measurements."""
     return Result(run_name=run.path, status=status, reason=reason, **run._asdict())
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import pandas as pd
 import tabulate
 
-from gradwire.report.record import Result
+from gradwire.report.record import Result, Status
 
 tabulate.MIN_PADDING = 0  # headers no wider than their words: a dozen columns have to fit a terminal
 
 CELL = ["strategy", "world_size", "compressor", "link"]
 NAMES = {"strategy": "strategy", "world_size": "W", "compressor": "compressor", "link": "link", "n": "n"}
+STATUSES = get_args(Status)
 BASELINE = "none"
 TOLERANCE = 1.0  # percent of perplexity over the baseline's that is marked
 MEASURED = [
@@ -72,9 +73,7 @@ def summary(name: str, results: Sequence[Result]) -> str:
 def header(results: Sequence[Result]) -> str:
     """What was run, on what, and how many runs have a result."""
     statuses = [row.status for row in results]
-    counts = ", ".join(
-        f"{statuses.count(status)} {status}" for status in sorted(set(statuses), key=statuses.count)[::-1]
-    )
+    counts = ", ".join(f"{statuses.count(status)} {status}" for status in STATUSES if status in statuses)
     measured = [row for row in results if row.status in ("ok", "diverged")]
     facts = [
         ("dataset", _distinct(row.dataset for row in measured)),
