@@ -55,7 +55,7 @@ def build(projection: str, parameters: Mapping[str, int], seed: int) -> Projecto
 
 
 class Rademacher:
-    """P with independent entries ±1/√dim (Achlioptas, 2003); a smaller dim takes the first rows of a larger one's signs.
+    """P with independent entries ±1/√dim (Achlioptas, 2003); a smaller dim has the first rows of a larger one's signs.
 
     Var(‖Px‖²/‖x‖²) = (2/dim)(1 - ‖x‖₄⁴/‖x‖₂⁴).
     """
@@ -103,10 +103,10 @@ class Whole:
         self.parameters = dict(parameters)
 
     def project(self, rows: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
-        """The rows themselves, as float32; ``dims`` can only be their width."""
+        """A copy of the rows, as float32; ``dims`` can only be their width."""
         for dim in dims:
             self._check(dim)
-        return {dim: rows.float() for dim in dims}
+        return {dim: rows.to(torch.float32, copy=True) for dim in dims}
 
     def fingerprint(self, dim: int) -> str:
         """A digest of the parameters' names and sizes."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -76,8 +76,10 @@ def parts(folder: Path) -> list[int]:
 
 
 def row_digests(ids: Sequence[str], rows: Tensor) -> list[str]:
-    """For each row the SHA-256 of its id (UTF-8) and then its entries (little-endian float32), in hex."""
-    return [hashlib.sha256(id_.encode() + row.numpy().tobytes()).hexdigest() for id_, row in zip(ids, rows, strict=True)]
+    """For each row the SHA-256 of its id (UTF-8) and then its entries (float32, little-endian), in hex."""
+    return [
+        hashlib.sha256(id_.encode() + row.numpy().tobytes()).hexdigest() for id_, row in zip(ids, rows, strict=True)
+    ]
 
 
 def write(names: Names, block: Block) -> None:
@@ -150,7 +152,7 @@ def read_meta(path: Path) -> pa.Table:
         BadInput: If the file is missing, damaged or has other columns.
     """
     try:
-        table = pq.read_table(path)
+        table = pq.ParquetFile(path).read()
     except (OSError, pa.ArrowException) as error:
         raise BadInput(f"{path} cannot be read as Parquet: {_first_line(error)}") from error
     if not table.schema.equals(META):
@@ -173,10 +175,11 @@ def taken(block: Block, positions: Sequence[int]) -> Block:
     )
 
 
-def meta_table(ids: Sequence[str], rows: Tensor, facts: Sequence[dict[str, Any]]) -> pa.Table:
-    """The facts of each row (loss, n_targets, norm, flag) beside its id and digest."""
-    bound = zip(ids, row_digests(ids, rows), facts, strict=True)
-    return pa.Table.from_pylist([{"sample_id": id_, "digest": digest, **fact} for id_, digest, fact in bound], META)
+def bind(rows: Tensor, facts: Sequence[Mapping[str, Any]]) -> Block:
+    """A block of rows and what is known of each (sample_id, loss, n_targets, norm, flag), bound by digests."""
+    ids = [fact["sample_id"] for fact in facts]
+    bound = zip(row_digests(ids, rows), facts, strict=True)
+    return Block(rows, ids, pa.Table.from_pylist([{**fact, "digest": digest} for digest, fact in bound], META))
 
 
 def _first_line(error: Exception) -> str:

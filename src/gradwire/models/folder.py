@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from transformers.utils import logging
 
 from gradwire.errors import BadInput
-from gradwire.files import read_json, write_json
+from gradwire.files import write_json
+from gradwire.models import saved
+from gradwire.models.saved import max_length
 
-WEIGHTS = "model.safetensors"
-FACTS = "gradwire.json"
-TOKENIZER = "tokenizer.json"
+__all__ = ["load", "max_length", "save", "whole_folder"]
+
 TIED = "lm_head.weight"  # the embedding's second name
 
 logging.disable_progress_bar()  # 28 tensors need no bar
@@ -72,8 +72,8 @@ def save(
     with whole_folder(output) as part:
         shutil.copytree(tokenizer_dir, part, dirs_exist_ok=True)
         config.save_pretrained(part)
-        save_file(weights, part / WEIGHTS, metadata={"format": "pt"})
-        write_json(part / FACTS, {"max_length": config.n_positions, **extra})
+        save_file(weights, part / saved.WEIGHTS, metadata={"format": "pt"})
+        write_json(part / saved.FACTS, {"max_length": config.n_positions, **extra})
 
 
 def load(path: Path) -> GPT2LMHeadModel:
@@ -82,10 +82,7 @@ def load(path: Path) -> GPT2LMHeadModel:
     Raises:
         BadInput: If the folder or one of its files is missing, is damaged, or does not fit the configuration.
     """
-    path = Path(path)
-    for name in ("config.json", WEIGHTS):
-        if not (path / name).is_file():
-            raise BadInput(f"{path} holds no model: {name} is missing.")
+    saved.check(path)
     try:
         model, report = GPT2LMHeadModel.from_pretrained(
             path, local_files_only=True, output_loading_info=True, dtype=torch.float32, attn_implementation="sdpa"
@@ -94,32 +91,5 @@ def load(path: Path) -> GPT2LMHeadModel:
         raise BadInput(f"the model in {path} cannot be read: {error}") from error
     wrong = sorted(report["missing_keys"] | report["unexpected_keys"])
     if wrong:
-        raise BadInput(f"the weights in {path / WEIGHTS} do not fit config.json: {', '.join(map(str, wrong[:3]))}.")
+        raise BadInput(f"the weights in {path} do not fit its config.json: {', '.join(wrong[:3])} …")
     return model
-
-
-def max_length(path: Path) -> int:
-    """The tokens that the saved model was trained to read at once, from ``gradwire.json``.
-
-    Raises:
-        BadInput: If the file is missing or does not say.
-    """
-    facts = read_json(Path(path) / FACTS)
-    if not isinstance(facts, dict) or not isinstance(facts.get("max_length"), int):
-        raise BadInput(f"{Path(path) / FACTS} has no max_length.")
-    return facts["max_length"]
-
-
-def tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer that was saved with the model.
-
-    Raises:
-        BadInput: If its file is missing or damaged.
-    """
-    file = Path(path) / TOKENIZER
-    if not file.is_file():
-        raise BadInput(f"{path} holds no tokenizer: {TOKENIZER} is missing.")
-    try:
-        return Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exceptions
-        raise BadInput(f"{file} is no tokenizer: {error}") from error

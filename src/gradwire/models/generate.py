@@ -6,28 +6,26 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gradwire.errors import BadInput
-
-if TYPE_CHECKING:
-    import torch
-    from tokenizers import Tokenizer
-    from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
-
-END_OF_TEXT = "<|endoftext|>"
+from gradwire.seat import DEVICES
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's flags."""
     parser.add_argument("--model_dir", type=Path, required=True, help="folder of a saved model, with its tokenizer")
     parser.add_argument("--max_new_tokens", type=int, default=50, help="tokens to add at most")
-    parser.add_argument("--temperature", type=float, default=0.8, help="divides the logits; 0 takes the likeliest token")
     parser.add_argument(
-        "--top_p", type=float, default=0.95, help="sample among the likeliest tokens that hold this share of probability"
+        "--temperature", type=float, default=0.8, help="divides the logits; 0 takes the likeliest token"
+    )
+    parser.add_argument(
+        "--top_p",
+        type=float,
+        default=0.95,
+        help="sample among the likeliest tokens that hold this share of probability",
     )
     parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
-    parser.add_argument("--device", default="cpu", help="where to run, such as cpu or cuda")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -35,14 +33,18 @@ def main(args: argparse.Namespace) -> None:
     _check(args)
     import torch
 
+    from gradwire.collectives import world
+    from gradwire.data import tokenizer
     from gradwire.models import folder
+    from gradwire.models.sampling import continuation
 
-    model = folder.load(args.model_dir).to(args.device)
-    tokenizer = folder.tokenizer(args.model_dir)
-    generator = torch.Generator(args.device).manual_seed(args.seed)
+    device = world.choose("auto", args.device, 1, world.detect_gpus()).device_type
+    model = folder.load(args.model_dir).to(device)
+    vocabulary = tokenizer.load(args.model_dir)
+    generator = torch.Generator(device).manual_seed(args.seed)
 
     def answer(prompt: str) -> str:
-        return continuation(model, tokenizer, prompt, args.max_new_tokens, args.temperature, args.top_p, generator)
+        return continuation(model, vocabulary, prompt, args.max_new_tokens, args.temperature, args.top_p, generator)
 
     if sys.stdin.isatty():
         _converse(answer)
@@ -67,54 +69,3 @@ def _converse(answer: Callable[[str], str]) -> None:
             print(prompt + answer(prompt))
     except EOFError:
         print()
-
-
-def continuation(
-    model: GPT2LMHeadModel,
-    tokenizer: Tokenizer,
-    prompt: str,
-    max_new_tokens: int,
-    temperature: float,
-    top_p: float,
-    generator: torch.Generator,
-) -> str:
-    """The text that the model adds to a prompt, up to its end-of-text token.
-
-    The model sees the last ``n_positions`` tokens at most.
-
-    Args:
-        model: A language model in evaluation mode.
-        tokenizer: The model's tokenizer.
-        prompt: The text to continue.
-        max_new_tokens: Tokens to add at most.
-        temperature: Divides the logits; 0 takes the likeliest token.
-        top_p: The share of probability to sample from (Holtzman et al., 2020: nucleus sampling).
-        generator: Draws the tokens; on the model's device.
-
-    Raises:
-        BadInput: If the prompt has no token.
-    """
-    import torch
-
-    tokens = tokenizer.encode(prompt).ids
-    if not tokens:
-        raise BadInput("the prompt is empty: type some text to continue.")
-    end = tokenizer.token_to_id(END_OF_TEXT)
-    start = len(tokens)
-    with torch.inference_mode():
-        while len(tokens) < start + max_new_tokens and (len(tokens) == start or tokens[-1] != end):
-            window = torch.tensor([tokens[-model.config.n_positions :]], device=model.device)
-            logits = model(window, use_cache=False).logits[0, -1, : tokenizer.get_vocab_size()]
-            tokens.append(draw(logits, temperature, top_p, generator))
-    return tokenizer.decode(tokens[start:])
-
-
-def draw(logits: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
-    """Draw one token from ``logits`` [vocabulary] by temperature and nucleus sampling."""
-    import torch
-
-    if temperature == 0:
-        return int(logits.argmax())
-    probability, token = torch.softmax(logits.float() / temperature, dim=0).sort(descending=True)
-    nucleus = probability.cumsum(0) - probability < top_p  # the fewest tokens that reach top_p; never none
-    return int(token[torch.multinomial(probability * nucleus, 1, generator=generator)])

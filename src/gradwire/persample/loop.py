@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from gradwire.data.batches import Batch
-
-IGNORED = -100  # a label that counts nowhere
+from gradwire.data.batches import IGNORED, Batch
 
 
 class SampleGradient(NamedTuple):

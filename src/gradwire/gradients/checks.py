@@ -1,0 +1,213 @@
+"""The checks of a gradient store: each has a name, and the problems it found with the files that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from gradwire.data.shards import Shards
+from gradwire.errors import BadInput
+from gradwire.files import read_json, sha256_file
+from gradwire.gradients import store
+from gradwire.gradients.aggregate import MANIFEST
+from gradwire.gradients.merge import relative_deviation
+from gradwire.gradients.provenance import PLACES, Provenance, sample_ids
+from gradwire.gradients.rows import RowMaker
+from gradwire.gradients.store import Block, Names
+
+RECOMPUTED = 1e-3  # tolerated deviation of a row computed again, perhaps on another device; relative to its norm
+NAMED = 3  # problems that a check spells out
+
+
+class Check(NamedTuple):
+    """One check: it passed if it found no problem; ``scope`` tells what it looked at."""
+
+    name: str
+    scope: str
+    problems: list[str]
+
+    def report(self) -> dict[str, Any]:
+        """The check as ``validation.json`` tells it."""
+        spelled = [
+            *self.problems[:NAMED],
+            *([f"{len(self.problems)} problems in all"] if self.problems[NAMED:] else []),
+        ]
+        return {"name": self.name, "passed": not self.problems, "detail": "; ".join(spelled) or self.scope}
+
+
+class Stored(NamedTuple):
+    """A block of a folder's whole work, its files and its width."""
+
+    names: Names
+    dim: int
+    block: Block
+
+
+class Audit:
+    """The checks of one run folder; each method adds some to ``checks``, and the blocks they read to ``stored``."""
+
+    def __init__(self, run: Path, origin: Provenance, shards: Shards) -> None:
+        self.run, self.origin, self.shards = run, origin, shards
+        self.ids = sample_ids(origin, shards)
+        self.checks: list[Check] = []
+        self.stored: list[Stored] = []
+
+    def rank(self, rank: int, dim: int) -> None:
+        """Check what a rank wrote: that its blocks are whole, joined right, and hold the samples it was dealt."""
+        folder, ends = store.rank_folder(self.run, rank, dim), self.origin.ends()
+        whole = store.all_names(folder)
+        names = [*(store.part_names(folder, end) for end in ends), whole]
+        blocks, unreadable = _read(names, dim)
+        dealt = [self.ids[position] for position in self.origin.dealt(rank)]
+        self._add(
+            f"rank_{rank}/dim{dim}",
+            folder,
+            [
+                ("files complete and paired", [*_missing(names), *_strange(folder, ends)]),
+                ("files readable, counts equal, rows finite", unreadable),
+                ("row i belongs to id i", _unbound(blocks)),
+                ("all_* is the blocks in order", _not_joined(blocks, whole)),
+                ("ids are those dealt, in order", _other_ids(blocks, whole, dealt)),
+            ],
+        )
+        self._keep(blocks, whole, dim)
+
+    def aggregated(self, dim: int) -> None:
+        """Check the matrix of all samples, its manifest, and each row against the ranks that were checked before."""
+        folder = self.run / f"dim{dim}"
+        whole = store.all_names(folder)
+        blocks, unreadable = _read([whole], dim)
+        ranks = [stored.block for stored in self.stored if stored.dim == dim]
+        self._add(
+            f"dim{dim}",
+            folder,
+            [
+                ("files complete", _missing([whole])),
+                ("files readable, counts equal, rows finite", unreadable),
+                ("the manifest is true", _denied(folder / MANIFEST, whole, self._manifest(dim))),
+                ("row i belongs to id i", _unbound(blocks)),
+                ("every id once, in the order of the data", _other_ids(blocks, whole, self.ids)),
+            ],
+        )
+        if len(ranks) == self.origin.world_size:
+            self._add(f"dim{dim}", folder, [("every row is a rank's", _not_from(blocks, ranks))])
+        self._keep(blocks, whole, dim)
+
+    def recomputed(self, maker: RowMaker, positions: Sequence[int]) -> None:
+        """Compute some samples' rows again, and compare them with every stored row of theirs."""
+        again = maker.blocks(self.shards, positions)
+        deviations = [
+            (stored.names.rows, row, id_, relative_deviation(fresh, stored.block.rows[row]))
+            for stored in self.stored
+            for id_, fresh in zip(again[stored.dim].ids, again[stored.dim].rows, strict=True)
+            for row, have in enumerate(stored.block.ids)
+            if have == id_
+        ]
+        largest = max((deviation for *_, deviation in deviations), default=0.0)
+        problems = [
+            f"{path}: row {row} is not the gradient of {id_!r}, off by {deviation:.1e} of its norm"
+            for path, row, id_, deviation in deviations
+            if not deviation <= RECOMPUTED
+        ]
+        ids = ", ".join(self.ids[position] for position in positions)
+        self.checks.append(Check("rows computed again agree", f"{ids}: off by at most {largest:.1e}", problems))
+
+    def _manifest(self, dim: int) -> dict[str, Any]:
+        """What the manifest must say, beside the files' checksums."""
+        made_from = {name: value for name, value in asdict(self.origin).items() if name not in PLACES}
+        return {**made_from, "dim": dim, "rows": len(self.ids)}
+
+    def _add(self, name: str, folder: Path, found: Sequence[tuple[str, Iterable[str]]]) -> None:
+        self.checks += [Check(f"{name}: {told}", f"{folder}", list(problems)) for told, problems in found]
+
+    def _keep(self, blocks: dict[Names, Block], whole: Names, dim: int) -> None:
+        if whole in blocks:
+            self.stored.append(Stored(whole, dim, blocks[whole]))
+
+
+def _missing(names: Sequence[Names]) -> list[str]:
+    return [f"{path} is missing" for block in names for path in block if not path.is_file()]
+
+
+def _strange(folder: Path, ends: Sequence[int]) -> list[str]:
+    return [f"{folder} has files of a block {end}, which is none" for end in store.parts(folder) if end not in ends]
+
+
+def _read(names: Sequence[Names], dim: int) -> tuple[dict[Names, Block], list[str]]:
+    """The blocks that can be read, and the problems of the others."""
+    blocks, problems = {}, []
+    for block_names in names:
+        if not block_names.exist():
+            continue
+        try:
+            block = store.read(block_names)
+        except BadInput as error:
+            problems.append(str(error))
+            continue
+        if block.rows.shape[1] != dim:
+            problems.append(f"{block_names.rows} has rows of {block.rows.shape[1]} columns, not {dim}")
+        elif not torch.isfinite(block.rows).all():
+            problems.append(f"{block_names.rows} has entries that are not finite")
+        else:
+            blocks[block_names] = block
+    return blocks, problems
+
+
+def _unbound(blocks: dict[Names, Block]) -> Iterator[str]:
+    for names, block in blocks.items():
+        bound = zip(block.meta["sample_id"].to_pylist(), block.meta["digest"].to_pylist(), strict=True)
+        found = zip(block.ids, store.row_digests(block.ids, block.rows), strict=True)
+        for row, (want, have) in enumerate(zip(bound, found, strict=True)):
+            if want != have:
+                yield f"{names.rows} with {names.ids.name}: row {row} does not belong to {block.ids[row]!r}"
+
+
+def _not_joined(blocks: dict[Names, Block], whole: Names) -> Iterator[str]:
+    parts = [block for names, block in blocks.items() if names != whole]
+    if whole not in blocks or not parts:
+        return
+    joined = store.concatenated(parts)
+    equal = (
+        torch.equal(joined.rows, blocks[whole].rows),
+        joined.ids == blocks[whole].ids,
+        joined.meta == blocks[whole].meta,
+    )
+    for path, same in zip(whole, equal, strict=True):
+        if not same:
+            yield f"{path} is not what the blocks are, one after another"
+
+
+def _other_ids(blocks: dict[Names, Block], whole: Names, ids: Sequence[str]) -> Iterator[str]:
+    if whole in blocks:
+        for row, (have, want) in enumerate(zip_longest(blocks[whole].ids, ids)):
+            if have != want:
+                yield f"{whole.ids}: row {row} is {have!r}, not {want!r}"
+
+
+def _not_from(blocks: dict[Names, Block], ranks: Sequence[Block]) -> Iterator[str]:
+    known = {
+        bound for block in ranks for bound in zip(block.ids, store.row_digests(block.ids, block.rows), strict=True)
+    }
+    for names, block in blocks.items():
+        for row, bound in enumerate(zip(block.ids, store.row_digests(block.ids, block.rows), strict=True)):
+            if bound not in known:
+                yield f"{names.rows}: row {row} is no rank's row of {block.ids[row]!r}"
+
+
+def _denied(manifest: Path, whole: Names, expected: dict[str, Any]) -> Iterator[str]:
+    try:
+        said = read_json(manifest)
+    except BadInput as error:
+        yield str(error)
+        return
+    for key, value in expected.items():
+        if said.get(key) != value:
+            yield f"{manifest} says {key} {said.get(key)!r}, not {value!r}"
+    for path in whole:
+        if path.is_file() and said.get("sha256", {}).get(path.name) != sha256_file(path):
+            yield f"{path} is not the file that {manifest} names: its SHA-256 differs"

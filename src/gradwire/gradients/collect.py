@@ -1,0 +1,175 @@
+"""The verb ``grads collect``: projected per-sample gradients of a saved model, each row tied to its sample's id."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradwire.errors import BadInput
+from gradwire.seat import add_rank_arguments, rank_options
+
+if TYPE_CHECKING:
+    from gradwire.collectives.world import World
+    from gradwire.gradients.provenance import Provenance
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the verb's flags."""
+    parser.add_argument("--model_dir", type=Path, required=True, help="a saved model, such as a run's final_model/")
+    parser.add_argument("--data_path", type=Path, required=True, help="a shards folder, or a corpus file")
+    parser.add_argument("--output_path", type=Path, required=True, help="the run's folder, which gets rank_<r>/dim<D>/")
+    parser.add_argument("--split", choices=("train", "val"), default="train", help="which split of the shards")
+    parser.add_argument("--max_samples", type=int, help="take the split's first N samples (default: all)")
+    parser.add_argument(
+        "--dim", type=int, nargs="+", required=True, metavar="N", help="columns of a row; several in one pass"
+    )
+    parser.add_argument("--grad_type", choices=("sgd",), default="sgd", help="sgd: the gradient itself")
+    parser.add_argument(
+        "--projection",
+        choices=("rademacher", "none"),
+        default="rademacher",
+        help="rademacher: random signs; none: the whole gradient, whose size --dim must name",
+    )
+    parser.add_argument("--method", choices=("loop",), default="loop", help="loop: one backward pass per sample")
+    parser.add_argument("--save_interval", type=int, default=160, help="samples per file and rank")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the projection")
+    parser.add_argument(
+        "--restart", action="store_true", help="if the folder holds gradients of another configuration, delete them"
+    )
+    parser.add_argument("--max_length", type=int, help="tokens per sample of a corpus file (default: the model's)")
+    parser.add_argument("--cache_dir", type=Path, help="where a corpus file's shards go (default: the user's cache)")
+    add_rank_arguments(parser)
+
+
+def beside(args: argparse.Namespace) -> Path:
+    """The run's folder."""
+    return args.output_path
+
+
+def preflight(args: argparse.Namespace) -> None:
+    """Check the arguments, the model, the data and the run's folder before any rank starts.
+
+    Raises:
+        BadInput: With what is wrong, where, and what to do.
+    """
+    from gradwire.data import shards
+    from gradwire.gradients import provenance
+
+    _check_positive(args)
+    folder = _shards_folder(args, rank=0)
+    shards.check(folder)
+    intended = _intended(args, folder, args.world_size or 1)
+    if args.restart and provenance.differences(args.output_path, intended):
+        provenance.discard(args.output_path)
+    provenance.agree(args.output_path, intended)
+
+
+def _check_positive(args: argparse.Namespace) -> None:
+    for flag, values in (
+        ("--dim", args.dim),
+        ("--save_interval", [args.save_interval]),
+        ("--max_samples", [1 if args.max_samples is None else args.max_samples]),
+    ):
+        if min(values) < 1:
+            raise BadInput(f"{flag} is {min(values)}; it must be at least 1.")
+
+
+def _shards_folder(args: argparse.Namespace, rank: int) -> Path:
+    """The shards of ``--data_path``; rank 0 makes those of a corpus file, with the model's tokenizer."""
+    from gradwire.data.cache import shards_of
+    from gradwire.models import saved
+
+    saved.check(args.model_dir)
+    return shards_of(
+        args.data_path,
+        tokenizer=str(args.model_dir),
+        max_length=args.max_length or saved.max_length(args.model_dir),
+        vocab_size=0,  # of a tokenizer to train; the model brings its own
+        cache_dir=args.cache_dir,
+        rank=rank,
+    )
+
+
+def _intended(args: argparse.Namespace, folder: Path, world_size: int) -> Provenance:
+    """What this call would collect, as far as is known before the model is loaded."""
+    from gradwire.data.shards import Shards
+    from gradwire.gradients import provenance
+    from gradwire.models import saved
+    from gradwire.source import source_digest
+
+    shards = Shards(folder, args.split)
+    samples = len(shards) if args.max_samples is None else min(args.max_samples, len(shards))
+    if world_size > samples:
+        raise BadInput(f"{world_size} ranks for {samples} samples of {args.data_path}: start at most {samples} ranks.")
+    return provenance.Provenance(
+        source=source_digest("gradwire.gradients.rows"),
+        model_dir=str(args.model_dir),
+        model_digest=saved.digest(args.model_dir),
+        data_path=str(folder),
+        data_digest=provenance.digest_of(shards),
+        split=args.split,
+        samples=samples,
+        world_size=world_size,
+        dims=sorted(set(args.dim)),
+        grad_type=args.grad_type,
+        loss="mean",
+        method=args.method,
+        projection=args.projection,
+        seed=args.seed,
+        save_interval=args.save_interval,
+    )
+
+
+def main(args: argparse.Namespace) -> None:
+    """Collect this rank's share of the samples; a second call goes on where the first one stopped."""
+    if "RANK" not in os.environ:
+        preflight(args)
+
+    from gradwire.collectives.world import process_group
+
+    with process_group(**rank_options(args)) as world:
+        collect(args.output_path, _intended(args, _shards_folder(args, world.rank), world.world_size), world)
+
+
+def collect(run: Path, intended: Provenance, world: World) -> None:
+    """Write this rank's blocks, then the block of all its samples.
+
+    The ranks share the samples as ``DistributedSampler`` deals them, padding included: the same samples on two ranks
+    are a check that ``grads aggregate`` makes.
+
+    Args:
+        run: The run's folder.
+        intended: What to collect; ``fingerprints`` are found here.
+        world: This rank among the others.
+
+    Raises:
+        BadInput: If the folder holds gradients of another configuration.
+        NonFiniteGradient: If a sample's gradient is not finite.
+    """
+    from tqdm import tqdm
+
+    from gradwire.gradients import provenance, store
+    from gradwire.gradients.rows import RowMaker
+
+    maker = RowMaker.load(intended, world.device)
+    intended = replace(intended, fingerprints=maker.fingerprints())
+    shards = provenance.samples(intended)
+    provenance.agree(run, intended)
+    provenance.claim(run, intended)
+
+    dealt, ends = intended.dealt(world.rank), intended.ends()
+    folders = {dim: store.rank_folder(run, world.rank, dim) for dim in intended.dims}
+    quiet = None if world.rank == 0 else True  # None: a bar where the terminal is one
+    for start, end in tqdm(list(pairwise([0, *ends])), desc="gradients", unit="file", disable=quiet):
+        names = {dim: store.part_names(folder, end) for dim, folder in folders.items()}
+        if not all(part.exist() for part in names.values()):
+            for dim, block in maker.blocks(shards, dealt[start:end]).items():
+                store.write(names[dim], block)
+    for folder in folders.values():
+        whole = store.all_names(folder)
+        if not whole.exist():
+            store.write(whole, store.concatenated(store.read(store.part_names(folder, end)) for end in ends))

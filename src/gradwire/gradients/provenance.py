@@ -1,0 +1,149 @@
+"""What a run folder of gradients was made from: ``collect.json``, written once, agreed to by every later call."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradwire.errors import BadInput
+from gradwire.files import digest, read_json, write_json
+
+if TYPE_CHECKING:
+    from gradwire.data.shards import Shards
+
+FILE = "collect.json"
+PLACES = ("model_dir", "data_path")  # may move; their digests may not
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Everything that the rows of a run depend on.
+
+    Attributes:
+        source: Digest of the source that computes them.
+        model_dir: Folder of the model.
+        model_digest: Digest of its configuration and weights.
+        data_path: Folder of the shards.
+        data_digest: Digest of the split's samples.
+        split: ``train`` or ``val``.
+        samples: How many samples, from the split's first.
+        world_size: Ranks that share the samples.
+        dims: Widths of the rows, ascending.
+        grad_type: What a row is made of: ``sgd``, the gradient itself.
+        loss: The loss of a sample: ``mean`` over its valid targets.
+        method: How the gradients are computed.
+        projection: How they are projected.
+        seed: Seed of the projection.
+        save_interval: Samples per file and rank.
+        fingerprints: The projector's digest by width; empty until the model is loaded.
+    """
+
+    source: str
+    model_dir: str
+    model_digest: str
+    data_path: str
+    data_digest: str
+    split: str
+    samples: int
+    world_size: int
+    dims: list[int]
+    grad_type: str
+    loss: str
+    method: str
+    projection: str
+    seed: int
+    save_interval: int
+    fingerprints: dict[str, str] = field(default_factory=dict)
+
+    def dealt(self, rank: int) -> list[int]:
+        """A rank's samples, by position in the data, as ``DistributedSampler`` deals them: padded by repetition."""
+        from torch.utils.data import DistributedSampler
+
+        return list(DistributedSampler(range(self.samples), self.world_size, rank, shuffle=False))
+
+    def ends(self) -> list[int]:
+        """The N of every ``grads-<N>.pt``, the same on each rank."""
+        share = -(-self.samples // self.world_size)
+        return [*range(self.save_interval, share, self.save_interval), share]
+
+
+def read(run: Path) -> Provenance:
+    """The provenance of a run folder.
+
+    Raises:
+        BadInput: If the folder has none, or one of another version of gradwire.
+    """
+    if not (run / FILE).is_file():
+        raise BadInput(f"{run} is no run folder of gradients: {FILE} is missing; run `gradwire grads collect` first.")
+    try:
+        return Provenance(**read_json(run / FILE))
+    except TypeError as error:
+        raise BadInput(f"{run / FILE} was written by another version of gradwire ({error}); collect anew.") from None
+
+
+def agree(run: Path, intended: Provenance) -> None:
+    """See that a run folder is new, or was made from the same.
+
+    Raises:
+        BadInput: If it holds gradients of another configuration.
+    """
+    differ = differences(run, intended)
+    if differ:
+        raise BadInput(
+            f"{run} is a run folder of another configuration: {'; '.join(differ)}. "
+            "Choose another --output_path, or give --restart to delete what it holds."
+        )
+
+
+def differences(run: Path, intended: Provenance) -> list[str]:
+    """What a run folder was made from and this call would not use; nothing where the folder is new."""
+    if not (run / FILE).is_file():
+        return []
+    found, wanted = read_json(run / FILE), asdict(intended)
+    return [
+        f"{name} is {found.get(name)!r} there and {wanted[name]!r} here"
+        for name in wanted
+        if name not in (*PLACES, "fingerprints") and found.get(name) != wanted[name]
+    ]
+
+
+def discard(run: Path) -> None:
+    """Delete all gradients of a run folder; what they were made from is forgotten last."""
+    for folder in (*run.glob("rank_*"), *run.glob("dim*")):
+        shutil.rmtree(folder)
+    (run / "validation.json").unlink(missing_ok=True)
+    (run / FILE).unlink()
+
+
+def claim(run: Path, provenance: Provenance) -> None:
+    """Write down what the folder's rows are made from, if no earlier call did; each rank does, before its first row."""
+    if not (run / FILE).is_file():
+        write_json(run / FILE, asdict(provenance))
+
+
+def samples(provenance: Provenance) -> Shards:
+    """The samples that the run was made from; only the first ``provenance.samples`` of them belong to it.
+
+    Raises:
+        BadInput: If they are gone or are others now.
+    """
+    from gradwire.data import shards
+
+    folder = Path(provenance.data_path)
+    shards.check(folder)
+    found = shards.Shards(folder, provenance.split)
+    if digest_of(found) != provenance.data_digest:
+        raise BadInput(f"the samples in {folder} are not those that were collected: their digest is another.")
+    return found
+
+
+def digest_of(shards: Shards) -> str:
+    """A digest of a split's samples: of its shards' checksums, in hex."""
+    return digest([shard["sha256"] for shard in shards.meta["shards"]], length=64)
+
+
+def sample_ids(provenance: Provenance, shards: Shards) -> list[str]:
+    """The ids of the run's samples, in the order of the data."""
+    return [shards[position].sample_id for position in range(provenance.samples)]

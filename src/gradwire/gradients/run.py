@@ -1,0 +1,109 @@
+"""The verb ``grads run``: collect, aggregate and validate in one call, from one configuration file."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gradwire.errors import BadInput, unknown
+from gradwire.gradients import collect
+from gradwire.seat import Seat
+
+REQUIRED = ("model_dir", "data_path", "dim")
+OWN = ("train", "recompute")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the verb's flags."""
+    parser.add_argument(
+        "--config_path",
+        type=Path,
+        required=True,
+        help="YAML or JSON: the options of `grads collect` (model_dir, data_path, ...), `recompute: K` for `grads "
+        "validate`, and `train: OPTIONS` to train the model first, with these words after `gradwire train`",
+    )
+    parser.add_argument("--output_dir", type=Path, required=True, help="the run's folder")
+    parser.add_argument("--num_gpus", type=int, default=1, help="ranks that train and collect")
+    parser.add_argument("--dim", type=int, nargs="+", metavar="N", help="columns of a row (default: the file's `dim`)")
+    parser.add_argument("--skip_training", action="store_true", help="do not train, whatever the file says")
+
+
+def beside(args: argparse.Namespace) -> Path:
+    """The run's folder."""
+    return args.output_dir
+
+
+def main(args: argparse.Namespace) -> None:
+    """Run the steps one after another; the first that fails ends the run, and the next call goes on from there.
+
+    Raises:
+        BadInput: If the configuration is unusable.
+        GradwireError: What a step raised.
+    """
+    config = read(args.config_path, {"dim": args.dim} if args.dim else {})
+    for words in commands(config, args.output_dir, args.num_gpus, args.skip_training):
+        _, verb, child = args.parse(words)
+        verb.main(child)
+
+
+def read(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Read a configuration file; what is ``given`` on the command line wins.
+
+    Raises:
+        BadInput: If it is missing, is no mapping, lacks an option or has an unknown one.
+    """
+    import yaml
+
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise BadInput(f"{path} cannot be read as YAML or JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise BadInput(f"{path} holds no mapping of options such as `model_dir: results/…/final_model`.")
+    config |= given
+    known = _options()
+    for name in config:
+        if name not in known:
+            raise unknown(f"option in {path}", str(name), known)
+    for name in REQUIRED:
+        if name not in config:
+            raise BadInput(f"{path} lacks {name}.")
+    return config
+
+
+def _options() -> set[str]:
+    """What a configuration file may say."""
+    parser = argparse.ArgumentParser(add_help=False)
+    collect.arguments(parser)
+    return {*vars(parser.parse_args(["--model_dir=", "--data_path=", "--output_path=", "--dim=1"])), *OWN} - {
+        "output_path",
+        *Seat._fields,
+    }
+
+
+def commands(config: Mapping[str, Any], run: Path, num_gpus: int, skip_training: bool) -> Iterator[list[str]]:
+    """The steps as command lines."""
+    ranks = ["launch", "--world_size", str(num_gpus), "--"]
+    if "train" in config and not skip_training:
+        yield [*ranks, "train", *shlex.split(config["train"])]
+    options = {name: value for name, value in config.items() if name not in OWN}
+    yield [*(ranks if num_gpus > 1 else []), "grads", "collect", *_flags({**options, "output_path": run})]
+    for dim in _list(config["dim"]):
+        yield ["grads", "aggregate", *_flags({"base_path": run, "dim": dim, "num_gpus": num_gpus})]
+    yield ["grads", "validate", *_flags({"output_dir": run, "recompute": config.get("recompute")})]
+
+
+def _flags(options: Mapping[str, Any]) -> list[str]:
+    """``{"dim": [8, 9], "restart": True}`` as ``--dim 8 9 --restart``; None and False are left out."""
+    words = []
+    for name, value in options.items():
+        if value is not None and value is not False:
+            words += [f"--{name}", *([] if value is True else map(str, _list(value)))]
+    return words
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]

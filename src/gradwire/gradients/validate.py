@@ -1,0 +1,97 @@
+"""The verb ``grads validate``: prove that row i belongs to id i, in the ranks' files and in the merged ones."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradwire.errors import CheckFailed
+from gradwire.files import write_json
+from gradwire.gradients.aggregate import check_asked
+from gradwire.seat import DEVICES
+
+if TYPE_CHECKING:
+    from gradwire.gradients.checks import Audit
+    from gradwire.gradients.provenance import Provenance
+
+RESULT = "validation.json"
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the verb's flags."""
+    parser.add_argument("--output_dir", type=Path, required=True, help="the run's folder; gets validation.json")
+    parser.add_argument("--check_ranks", action="store_true", help="check rank_<r>/dim<D>/ (default: both)")
+    parser.add_argument("--check_aggregated", action="store_true", help="check dim<D>/ (default: both)")
+    parser.add_argument("--num_gpus", type=int, help="ranks that collected (default: as the run's folder says)")
+    parser.add_argument("--dim", type=int, nargs="+", metavar="N", help="widths to check (default: all of the run's)")
+    parser.add_argument("--recompute", type=int, default=0, metavar="K", help="compute K random rows again and compare")
+    parser.add_argument("--seed", type=int, default=0, help="which rows --recompute draws")
+    parser.add_argument("--model_dir", type=Path, help="where the model is now (default: where it was)")
+    parser.add_argument("--data_path", type=Path, help="where the shards are now (default: where they were)")
+    parser.add_argument(
+        "--device", choices=DEVICES, default="auto", help="for --recompute; auto: a GPU if there is one"
+    )
+
+
+def beside(args: argparse.Namespace) -> Path:
+    """The run's folder."""
+    return args.output_dir
+
+
+def main(args: argparse.Namespace) -> None:
+    """Run the checks and write ``validation.json``, also where they fail.
+
+    Raises:
+        BadInput: If the run's folder, its model or its data are gone, or are others now.
+        CheckFailed: If a check failed, with the files at fault.
+    """
+    (args.output_dir / RESULT).unlink(missing_ok=True)
+    checks = [check.report() for check in _audit(args).checks]
+    failed = [check for check in checks if not check["passed"]]
+    write_json(args.output_dir / RESULT, {"passed": not failed, "checks": checks})
+    if failed:
+        told = "".join(f"\n  {check['name']}: {check['detail']}" for check in failed)
+        raise CheckFailed(f"{len(failed)} of {len(checks)} checks of {args.output_dir} failed:{told}")
+    print(f"{len(checks)} checks of {args.output_dir} passed")
+
+
+def _audit(args: argparse.Namespace) -> Audit:
+    """Run what was asked for; without a choice, the checks of the ranks and of the merged rows."""
+    import torch
+
+    from gradwire.collectives import world
+    from gradwire.gradients import provenance
+    from gradwire.gradients.checks import Audit
+    from gradwire.gradients.rows import RowMaker
+
+    origin = _origin(args)
+    dims = args.dim or origin.dims
+    check_asked(origin, args.output_dir, args.num_gpus, dims)
+    audit = Audit(args.output_dir, origin, provenance.samples(origin))
+    all_of_it = args.check_ranks == args.check_aggregated
+    for dim in dims:
+        if args.check_ranks or all_of_it:
+            for rank in range(origin.world_size):
+                audit.rank(rank, dim)
+        if args.check_aggregated or all_of_it:
+            audit.aggregated(dim)
+    if args.recompute:
+        drawn = random.Random(args.seed).sample(range(origin.samples), min(args.recompute, origin.samples))
+        device = world.choose("auto", args.device, 1, world.detect_gpus()).device_type
+        audit.recomputed(RowMaker.load(origin, torch.device(device)), sorted(drawn))
+    return audit
+
+
+def _origin(args: argparse.Namespace) -> Provenance:
+    """What the run was made from, where it is now."""
+    from gradwire.gradients import provenance
+
+    origin = provenance.read(args.output_dir)
+    return replace(
+        origin,
+        model_dir=str(args.model_dir or origin.model_dir),
+        data_path=str(args.data_path or origin.data_path),
+    )

@@ -1,0 +1,58 @@
+"""Sampling text from a language model, one token at a time."""
+
+from __future__ import annotations
+
+import torch
+from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
+
+from gradwire.data.tokenizer import Tokenizer
+from gradwire.errors import BadInput
+
+
+@torch.inference_mode()
+def continuation(
+    model: GPT2LMHeadModel,
+    tokenizer: Tokenizer,
+    prompt: str,
+    max_new_tokens: int,
+    temperature: float,
+    top_p: float,
+    generator: torch.Generator,
+) -> str:
+    """The text that the model adds to a prompt, up to its end-of-text token.
+
+    The model sees the last ``n_positions`` tokens at most.
+
+    Args:
+        model: A language model in evaluation mode.
+        tokenizer: The model's tokenizer.
+        prompt: The text to continue.
+        max_new_tokens: Tokens to add at most.
+        temperature: Divides the logits; 0 takes the likeliest token.
+        top_p: The share of probability to sample from (Holtzman et al., 2020: nucleus sampling).
+        generator: Draws the tokens; on the model's device.
+
+    Raises:
+        BadInput: If the prompt has no token.
+    """
+    tokens = tokenizer.encode_batch([prompt])[0]
+    if not tokens:
+        raise BadInput("the prompt is empty: type some text to continue.")
+    start = len(tokens)
+    for _ in range(max_new_tokens):
+        window = torch.tensor([tokens[-model.config.n_positions :]], device=model.device)
+        logits = model(window, use_cache=False).logits[0, -1, : tokenizer.vocab_size]
+        token = draw(logits, temperature, top_p, generator)
+        if token == tokenizer.eos_id:
+            break
+        tokens.append(token)
+    return tokenizer.decode(tokens[start:])
+
+
+def draw(logits: torch.Tensor, temperature: float, top_p: float, generator: torch.Generator) -> int:
+    """Draw one token from ``logits`` [vocabulary] by temperature and nucleus sampling."""
+    if temperature == 0:
+        return int(logits.argmax())
+    probability, token = torch.softmax(logits.float() / temperature, dim=0).sort(descending=True)
+    nucleus = probability.cumsum(0) - probability < top_p  # the fewest tokens that reach top_p; never none
+    return int(token[torch.multinomial(probability * nucleus, 1, generator=generator)])
