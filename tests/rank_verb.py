@@ -24,6 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--ranks", type=json.loads, default={}, help="what each rank does, by its number")
     parser.add_argument("--bad_data", action="store_true")
+    parser.add_argument("--world_size", type=int)
 
 
 def beside(args: argparse.Namespace) -> Path:

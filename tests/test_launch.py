@@ -114,6 +114,12 @@ def test_preflight_ends_it_before_any_rank_starts(tmp_path):
     assert not started(tmp_path)
 
 
+def test_a_size_of_its_own_must_agree(tmp_path):
+    ended = launch(tmp_path, {}, probe=("--world_size", "3"))
+    assert ended.returncode == 2 and "--world_size 3 for the verb" in ended.stderr
+    assert launch(tmp_path, {}, probe=("--world_size", "2")).returncode == 0
+
+
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
 def test_a_port_in_use_is_named(tmp_path, launcher):
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -141,9 +147,13 @@ def test_a_second_attempt_at_a_fault_runs(tmp_path):
 
 @pytest.mark.parametrize(
     ("flags", "complaint"),
-    [(["--world_size", "0"], "at least one rank"), (["--master_addr", "192.0.2.1"], "192.0.2.1")],
+    [
+        (["--world_size", "0"], "at least one rank"),
+        (["--gpus", "1"], "2 ranks need a GPU each and 1 were granted"),
+        (["--master_addr", "192.0.2.1"], "192.0.2.1"),
+    ],
 )
-def test_impossible_flags(tmp_path, flags, complaint):
+def test_what_cannot_be_is_refused_before_any_rank_starts(tmp_path, flags, complaint):
     ended = launch(tmp_path, {}, *flags)
     assert ended.returncode == 2 and complaint in ended.stderr and not started(tmp_path)
 

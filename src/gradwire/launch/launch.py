@@ -14,14 +14,18 @@ RANK = (sys.executable, "-m", "gradwire")  # what starts `gradwire` in a rank
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``gradwire launch``."""
+    parser.usage = "gradwire launch --world_size N [options] -- VERB ..."
     parser.add_argument("--world_size", type=int, required=True, help="number of ranks, all on this machine")
     parser.add_argument("--launcher", choices=LAUNCHERS, default="torchrun", help="torchrun, or plain processes")
     parser.add_argument("--master_addr", default="127.0.0.1", help="where rank 0 listens")
     parser.add_argument("--master_port", type=int, default=0, help="the port rank 0 listens on; 0 takes a free one")
+    parser.add_argument("--gpus", type=int, help="GPUs that a scheduler granted; fewer than --world_size are refused")
     parser.add_argument(
         "--attempt", type=int, default=1, help="above 1, do not try again what ended by bad input (Snakemake's attempt)"
     )
-    parser.add_argument("command", nargs="+", metavar="-- VERB ...", help="the verb to run on each rank")
+    parser.add_argument(
+        "command", nargs="+", metavar="VERB", help="the verb to run on each rank, with its flags, after --"
+    )
 
 
 def main(args: argparse.Namespace) -> None:
@@ -35,7 +39,7 @@ def main(args: argparse.Namespace) -> None:
     if args.attempt > 1 and folder is not None:
         refuse_again(folder, verb)
     try:
-        _check_world_size(child, args.world_size)
+        _check_size(args, child)
         check_address(args.master_addr, args.master_port)
         child.world_size = args.world_size
         if hasattr(module, "preflight"):
@@ -51,10 +55,17 @@ def main(args: argparse.Namespace) -> None:
         clear_failure(folder, verb)
 
 
-def _check_world_size(child: argparse.Namespace, world_size: int) -> None:
-    """Refuse a size that is none, and one that the verb's own flag contradicts."""
-    if world_size < 1:
-        raise BadInput(f"--world_size {world_size}: there must be at least one rank.")
+def _check_size(args: argparse.Namespace, child: argparse.Namespace) -> None:
+    """Refuse a number of ranks that is none, that has too few GPUs, or that the verb's own flag contradicts."""
+    if args.world_size < 1:
+        raise BadInput(f"--world_size {args.world_size}: there must be at least one rank.")
+    if args.gpus is not None and args.gpus < args.world_size:
+        raise BadInput(
+            f"{args.world_size} ranks need a GPU each and {args.gpus} were granted: raise the limit "
+            "(snakemake --resources gpu=N) if the machine has more, else take a smaller world size."
+        )
     own = getattr(child, "world_size", None)
-    if own not in (None, world_size):
-        raise BadInput(f"`launch --world_size {world_size}` but --world_size {own} for the verb: leave the second out.")
+    if own not in (None, args.world_size):
+        raise BadInput(
+            f"`launch --world_size {args.world_size}` but --world_size {own} for the verb: leave the second out."
+        )
