@@ -41,6 +41,7 @@ def serve(rank: int, connection: Connection) -> None:
     import torch.distributed as dist
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the session's to handle
+    faulthandler.enable(file=sys.__stderr__)  # a crash in native code shows where
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     torch.set_num_threads(1)
     while True:
@@ -74,7 +75,7 @@ def dump_failure(failure: Failure) -> bytes:
 
 
 class Pool:
-    """The ranks' processes; started at the first run, and started anew after a hang."""
+    """The ranks' processes: each is started when first needed, all are started anew after a hang."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -82,10 +83,10 @@ class Pool:
         self.folder = tempfile.TemporaryDirectory(prefix="gradwire-world-")
         self.runs = 0
 
-    def start(self) -> None:
-        """Start every rank."""
+    def start(self, world_size: int) -> None:
+        """Start those of the first ``world_size`` ranks that do not run yet."""
         context = multiprocessing.get_context("spawn")
-        for rank in range(self.size):
+        for rank in range(len(self.ranks), world_size):
             here, there = context.Pipe()
             process = context.Process(target=serve, args=(rank, there), name=f"rank{rank}", daemon=True)
             process.start()
@@ -107,8 +108,8 @@ class Pool:
 
     def run(self, world_size: int, fn: Callable[..., Any], args: tuple) -> list[Any]:
         """Run ``fn`` on the first ``world_size`` ranks; see the module's docstring."""
-        if not self.ranks:
-            self.start()
+        assert world_size <= self.size, f"the pool has {self.size} ranks"
+        self.start(world_size)
         self.runs += 1
         rendezvous = Path(self.folder.name) / f"run{self.runs}"
         message = pickle.dumps((world_size, rendezvous, pickle.dumps((fn, args))))

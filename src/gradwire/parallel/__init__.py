@@ -1,6 +1,6 @@
 """Training on many ranks: one file per strategy, and the few functions that a training loop needs around a step."""
 
-from gradwire.parallel.state import checkpoint_state, full_state_dict, load_checkpoint_state
+from gradwire.parallel.state import checkpoint_state, full_state_dict, load_checkpoint_state, named_parameters
 from gradwire.parallel.step import accumulation, clip_grad_norm
 from gradwire.parallel.wrap import available, traffic_unhooked, wrap
 
@@ -11,6 +11,7 @@ __all__ = [
     "clip_grad_norm",
     "full_state_dict",
     "load_checkpoint_state",
+    "named_parameters",
     "traffic_unhooked",
     "wrap",
 ]

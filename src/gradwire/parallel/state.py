@@ -5,8 +5,10 @@ Names are those of the unwrapped model in both.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -16,10 +18,24 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
+from gradwire.parallel.strategy import strategy_of
+
+from gradwire.parallel.fsdp1 import WRAPPED
+
+
+def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters that an optimizer takes, by the names of the unwrapped model."""
+    for name, parameter in model.named_parameters():
+        yield name.replace(WRAPPED, "").removeprefix("module."), parameter
+
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """All parameters and buffers, whole and on the CPU, on rank 0; empty on the other ranks. Every rank calls it."""
-    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    strategy = strategy_of(model)
+    # FSDP1 "offloads" what already lies on the CPU by freeing it under its own feet, so ask only where it moves.
+    options = StateDictOptions(full_state_dict=True, cpu_offload=strategy.device.type != "cpu")
+    state = get_model_state_dict(model, options=options)
+    return state if dist.get_rank(strategy.group) == 0 else {}
 
 
 def checkpoint_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
