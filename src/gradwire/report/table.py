@@ -211,7 +211,7 @@ def _against_baseline(cell: Any) -> str:
     if cell["compressor"] == BASELINE:
         return MISSING
     mark = " !" if cell["worse_percent"] > TOLERANCE else ""
-    return _number(cell["worse_percent"], "{:+.2f} %") + mark
+    return _number(cell["worse_percent"], "{:+z.2f} %") + mark
 
 
 def _distinct(texts: Iterable[Any]) -> str:
