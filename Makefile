@@ -8,7 +8,7 @@ CORES ?= all
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test test-sweep lint format lock
+.PHONY: run test test-sweep lint format schema lock
 
 run: $(READY)
 	$(BIN)/snakemake --cores $(CORES) --configfile $(CONFIG)
@@ -39,6 +39,10 @@ $(READY): requirements.lock pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
+
+schema: $(READY)
+	$(BIN)/python -c "import json; from gradwire.config import json_schema; print(json.dumps(json_schema(), indent=2))" \
+	    > workflow/schemas/config.schema.json
 
 lock:
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \

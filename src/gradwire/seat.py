@@ -25,14 +25,19 @@ class Seat(NamedTuple):
 
 def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that :func:`rank_options` reads."""
+    add_seat_arguments(parser)
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="auto: nccl with a GPU per rank, else gloo")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda where there is a GPU, else cpu")
+
+
+def add_seat_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say which rank this process is."""
     group = parser.add_argument_group("ranks", "set by `gradwire launch` and torchrun; for ranks started by hand")
     group.add_argument("--world_size", type=int, help="number of ranks (default: 1)")
     group.add_argument("--rank", type=int, help="this process, counted from 0")
     group.add_argument("--local_rank", type=int, help="its GPU on this machine (default: the rank)")
     group.add_argument("--master_addr", help="where rank 0 listens (default: 127.0.0.1)")
     group.add_argument("--master_port", type=int, help="the port rank 0 listens on")
-    group.add_argument("--backend", choices=BACKENDS, default="auto", help="auto: nccl with a GPU per rank, else gloo")
-    group.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda where there is a GPU, else cpu")
 
 
 def rank_options(args: argparse.Namespace) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import Dataset
 
 from gradwire.errors import BadInput, RunFault
-from gradwire.files import sha256_file
+from gradwire.files import digest, sha256_file
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
@@ -51,6 +51,11 @@ class Shards(Dataset[Sample]):
             )
         self._ends = list(accumulate(shard["samples"] for shard in self.meta["shards"]))
         self._open: dict[int, dict[str, Any]] = {}
+
+    @property
+    def digest(self) -> str:
+        """A digest of the split's samples: of its shards' checksums, in hex."""
+        return digest([shard["sha256"] for shard in self.meta["shards"]], length=64)
 
     def __len__(self) -> int:
         return self._ends[-1]

@@ -36,7 +36,7 @@ class FSDP1(Strategy):
         single = dist.get_world_size(self.group) == 1
         return FullyShardedDataParallel(
             model,
-            process_group=self.group,
+            device_mesh=self.mesh(),  # a mesh rather than a group: its checkpoints hold DTensors
             sharding_strategy=ShardingStrategy.NO_SHARD if single else ShardingStrategy.FULL_SHARD,
             auto_wrap_policy=CustomPolicy(lambda module: id(module) in blocks),
             device_id=self.device,

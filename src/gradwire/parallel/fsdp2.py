@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from gradwire.collectives import Layout, Reducer
@@ -25,8 +24,7 @@ class FSDP2(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Shard each unit, then what is left of the model; in place."""
-        group = dist.group.WORLD if self.group is None else self.group
-        mesh = DeviceMesh.from_group(group, self.device.type)
+        mesh = self.mesh()
         for unit in units(model):
             fully_shard(unit, mesh=mesh)
         return fully_shard(model, mesh=mesh)

@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.collectives import Reducer
 from gradwire.collectives.ops import Group
@@ -29,6 +31,10 @@ class Strategy(ABC):
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group = group
         self.device = device
+
+    def mesh(self) -> DeviceMesh:
+        """The ranks as a mesh of one dimension."""
+        return DeviceMesh.from_group(dist.group.WORLD if self.group is None else self.group, self.device.type)
 
     @abstractmethod
     def wrap(self, model: nn.Module) -> nn.Module:

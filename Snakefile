@@ -1,0 +1,36 @@
+# gradwire: corpus -> shards -> train -> (trace, perplexity, gradients) -> table.   snakemake --cores all
+from snakemake.utils import min_version
+
+min_version("9.20")
+
+
+if (
+    "name" not in config
+):  # another experiment: --configfile configs/smoke.yaml, instead of this one, not on top
+
+    configfile: "config.yaml"
+
+
+container: "containers/gradwire-cpu.sif"
+
+
+include: "workflow/rules/common.smk"
+include: "workflow/rules/data.smk"
+include: "workflow/rules/train.smk"
+include: "workflow/rules/measure.smk"
+include: "workflow/rules/gradients.smk"
+include: "workflow/rules/report.smk"
+
+
+rule all:
+    default_target: True
+    input:
+        rules.summarize.output,
+
+
+onstart:
+    write_expected()
+
+
+onerror:  # the table exists after a failure too, with the failed cells and their reasons
+    shell(SUMMARIZE)

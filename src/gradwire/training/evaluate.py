@@ -1,0 +1,48 @@
+"""Token-weighted loss of a model over a split: every target counts once, whatever the batch or the world size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from gradwire.collectives import ops
+from gradwire.data.batches import Batch
+
+
+class Quality(NamedTuple):
+    """Mean negative log-likelihood per target in nats, its exponential, and the number of targets."""
+
+    loss: float
+    ppl: float
+    n_targets: int
+
+
+def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
+    """Sum of the cross-entropy over the batch's targets, in nats: scalar, differentiable.
+
+    Samples are right-padded and attention is causal, so no target sees padding and no attention mask is needed.
+    """
+    logits = model(batch.input_ids, use_cache=False).logits  # [B, T, vocabulary]
+    return F.cross_entropy(
+        logits[:, :-1].flatten(0, 1).float(), batch.labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+    )
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Quality:
+    """Loss and perplexity over all ranks' ``batches``; every rank must have the same number of them."""
+    training = model.training
+    model.eval()
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    for batch in batches:
+        local = batch.to(device)
+        totals += torch.stack([loss_sum(model, local).double(), torch.tensor(local.n_targets, device=device).double()])
+    model.train(training)
+    ops.all_reduce(totals, purpose="control")
+    loss = float(totals[0] / totals[1])
+    return Quality(loss, math.exp(loss) if loss < 700 else math.inf, int(totals[1]))

@@ -1,0 +1,302 @@
+"""The training loop, to be read from top to bottom.
+
+Shape legend: B = samples of a micro-batch, T = tokens of the longest of them, W = world size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm import tqdm
+
+from gradwire import parallel
+from gradwire.collectives import Reducer, ops
+from gradwire.collectives.world import World
+from gradwire.compressors import build as build_compressor
+from gradwire.config import Training
+from gradwire.data.batches import Batch, eval_batches, train_batches
+from gradwire.data.shards import Shards
+from gradwire.errors import NonFiniteGradient
+from gradwire.models import gpt2
+from gradwire.training import checkpoint
+from gradwire.training.evaluate import Quality, evaluate, loss_sum
+from gradwire.training.profiling import profiled_range, profiling
+from gradwire.training.settings import Settings
+
+Row = dict[str, Any]  # one rank's row of steps.parquet
+
+
+class Diverged(Exception):
+    """The loss or a gradient is no longer finite: the end of the run, and a result."""
+
+
+@dataclass
+class Outcome:
+    """What a run leaves in memory.
+
+    Args:
+        rows: This rank's rows of ``steps.parquet``.
+        traffic: This rank's byte counts: the reducer's, or None where the framework was left untouched.
+        config: The model's configuration.
+        numel: Trainable parameters, tied ones once.
+        quality: The last evaluation, None for a run that diverged.
+        diverged: Why the run diverged, or None.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    traffic: dict[str, Any] | None = None
+    config: Any = None
+    numel: int = 0
+    quality: Quality | None = None
+    diverged: str | None = None
+
+
+def train(settings: Settings, shards: tuple[Shards, Shards], world: World, identity: str) -> tuple[nn.Module, Outcome]:
+    """Train one cell and return the wrapped model and what was measured.
+
+    Args:
+        settings: The run.
+        shards: The training and the validation split.
+        world: This rank's place.
+        identity: ``Settings.identity``; a checkpoint of another one is refused.
+    """
+    training = settings.training
+    torch.manual_seed(settings.seed)
+    train_split, val_split = shards
+    model = gpt2.build(
+        settings.model, train_split.meta["vocab_size"], train_split.meta["max_length"], settings.seed
+    ).to(world.device)
+    if training.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    outcome = Outcome(config=model.config, numel=sum(p.numel() for p in model.parameters() if p.requires_grad))
+    matrices = {name for name, p in model.named_parameters() if p.ndim >= 2}
+
+    reducer = build_reducer(settings)
+    model = parallel.wrap(model, settings.strategy, reducer, device=world.device)
+    optimizer = adamw(model, matrices, training)
+
+    start = 0
+    newest = checkpoint.newest(settings.output_dir) if settings.resume else None
+    if newest is not None:
+        own = checkpoint.load(newest, identity, model, optimizer, world)
+        start, outcome.rows = own["step"], own["rows"]
+        if reducer is not None:
+            reducer.load_state_dict(own["reducer"])
+    scheduler = LambdaLR(optimizer, cosine(training), last_epoch=start - 1)
+
+    def validate() -> Quality:
+        return evaluate(model, eval_batches(val_split, training.batch_size, world.rank, world.world_size), world.device)
+
+    batches = train_batches(
+        train_split,
+        training.batch_size,
+        world.rank,
+        world.world_size,
+        settings.seed,
+        start=start * training.grad_accum_steps,
+    )
+    profiled = profiled_range(training, start)
+    clock = Clock(world.device)
+    model.train()
+    with (
+        progress(training.steps, start, world) as bar,
+        profiling(training, start, settings.output_dir / "profiler", world) as profiler,
+    ):
+        try:
+            for step in range(start, training.steps):
+                row = optimizer_step(model, optimizer, reducer, batches, training, world, clock)
+                row |= {
+                    "step": step,
+                    "rank": world.rank,
+                    "lr": scheduler.get_last_lr()[0],
+                    "warmup": step < training.warmup_steps,
+                    "profiled": step in profiled,
+                }
+                outcome.rows.append(row)
+                scheduler.step()
+                profiler.step()
+                last = step + 1 == training.steps
+                if last or (training.eval_every and (step + 1) % training.eval_every == 0):
+                    outcome.quality = validate()
+                    row["val_loss"] = outcome.quality.loss
+                bar.set_postfix(loss=f"{row['loss']:.3f}", ms=f"{row['step_ms']:.0f}", refresh=False)
+                bar.update()
+                if training.checkpoint_every and (step + 1) % training.checkpoint_every == 0:
+                    own = {
+                        "identity": identity,
+                        "step": step + 1,
+                        "rows": outcome.rows,
+                        "reducer": reducer.state_dict() if reducer is not None else None,
+                    }
+                    checkpoint.save(settings.output_dir, step + 1, model, optimizer, own, world)
+        except (Diverged, NonFiniteGradient) as error:
+            outcome.diverged, outcome.quality = str(error), None
+        except Exception as error:
+            error.step = start + len(outcome.rows)  # type: ignore[attr-defined]  # the failure file says how far it got
+            raise
+    if reducer is not None:
+        outcome.traffic = reducer.traffic
+    return model, outcome
+
+
+def optimizer_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    reducer: Reducer | None,
+    batches: Iterator[Batch],
+    training: Training,
+    world: World,
+    clock: Clock,
+) -> Row:
+    """One optimizer step over ``grad_accum_steps`` micro-batches; returns what was measured in it.
+
+    The loss is the mean over the targets of all ranks and micro-batches: each rank's sum is divided by the global
+    number of targets and multiplied by W, because the strategies average gradients over ranks.
+
+    Raises:
+        Diverged: If the loss or the gradient's norm is not finite.
+        NonFiniteGradient: If the reducer saw a gradient that is not finite, under ``nonfinite: raise``.
+    """
+    before = dict(reducer.traffic) if reducer is not None else {}
+    clock.start()
+    micro_batches = [batch.to(world.device) for batch in itertools.islice(batches, training.grad_accum_steps)]
+    n_targets = torch.tensor(float(sum(batch.n_targets for batch in micro_batches)), device=world.device)
+    ops.all_reduce(n_targets, purpose="control")
+    clock.lap("data_ms")
+
+    total = torch.zeros((), device=world.device)
+    for i, batch in enumerate(micro_batches):
+        with parallel.accumulation(model, last=i + 1 == len(micro_batches)):
+            loss = loss_sum(model, batch) / n_targets
+            clock.lap("forward_ms")
+            (loss * world.world_size).backward()
+            clock.lap("backward_ms")
+        total += loss.detach()
+
+    reduced = reducer.finish() if reducer is not None else True
+    grad_norm = parallel.clip_grad_norm(model, training.clip_grad_norm)
+    if reduced:
+        check_finite(grad_norm, "the gradient's norm")
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    clock.lap("optimizer_ms")
+    ops.all_reduce(total, purpose="control")
+    check_finite(float(total), "the loss")
+    clock.stop()
+
+    return (
+        clock.times
+        | traffic_since(before, reducer)
+        | {
+            "t_start_s": clock.started_s,
+            "tokens": sum(batch.n_targets for batch in micro_batches),
+            "loss": float(total),
+            "grad_norm": grad_norm,
+            "clipped": grad_norm > training.clip_grad_norm,
+            "nonfinite": not reduced,
+            "val_loss": None,
+        }
+    )
+
+
+def check_finite(value: float, what: str) -> None:
+    """Raise ``Diverged`` if ``value``, equal on all ranks, is not finite."""
+    if not math.isfinite(value):
+        raise Diverged(f"{what} is {value}")
+
+
+def traffic_since(before: dict[str, Any], reducer: Reducer | None) -> Row:
+    """This rank's bytes and codec times of one step; None where no reducer counts them."""
+    if reducer is None:
+        return dict.fromkeys(("bytes_raw", "bytes_sent", "comm_ms", "encode_ms", "decode_ms"))
+    now = reducer.traffic
+    return {
+        "bytes_raw": now["raw"] - before["raw"],
+        "bytes_sent": now["sent"] - before["sent"],
+        "comm_ms": 1000 * (seconds_on_wire(now) - seconds_on_wire(before)),
+        "encode_ms": 1000 * (now["encode_seconds"] - before["encode_seconds"]),
+        "decode_ms": 1000 * (now["decode_seconds"] - before["decode_seconds"]),
+    }
+
+
+def seconds_on_wire(traffic: dict[str, Any]) -> float:
+    """Seconds in the collectives that carry gradients."""
+    return sum(cost["seconds"] for cost in traffic["by_op"].values())
+
+
+def build_reducer(settings: Settings) -> Reducer | None:
+    """The cell's reducer, or None where the framework is left untouched."""
+    cell = settings.cell
+    if not cell.hooked:
+        return None
+    compressor = build_compressor(cell.method, **cell.options)
+    options = {name: getattr(cell.reduction, name) for name in cell.reduction.model_fields_set}
+    return Reducer(compressor, seed=settings.seed, **options)
+
+
+def adamw(model: nn.Module, matrices: set[str], training: Training) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices only, as GPT-2 is trained; ``matrices`` are names before wrapping."""
+    named = list(parallel.named_parameters(model))
+    groups = [
+        {"params": [p for name, p in named if name in matrices], "weight_decay": training.weight_decay},
+        {"params": [p for name, p in named if name not in matrices], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=training.lr, betas=(0.9, 0.95))
+
+
+def cosine(training: Training) -> Any:
+    """The learning rate's factor by step: linear warm-up, then a cosine down to a tenth."""
+
+    def factor(step: int) -> float:
+        if step < training.lr_warmup_steps:
+            return (step + 1) / training.lr_warmup_steps
+        done = (step - training.lr_warmup_steps) / max(1, training.steps - training.lr_warmup_steps)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(done, 1.0)))
+
+    return factor
+
+
+class Clock:
+    """Times of one step in milliseconds. Phases are timed on CPU only: on CUDA they would need a synchronisation.
+
+    The step itself ends with a number read back from the device, so its wall time is right everywhere.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._phases = device.type == "cpu"
+        self._origin = time.perf_counter()
+        self.times: Row = {}
+        self.started_s = 0.0
+
+    def start(self) -> None:
+        """Begin a step."""
+        self._started = self._last = time.perf_counter()
+        self.started_s = self._started - self._origin
+        self.times = dict.fromkeys(("data_ms", "forward_ms", "backward_ms", "optimizer_ms"))
+
+    def lap(self, phase: str) -> None:
+        """Add the time since the last lap to ``phase``."""
+        now = time.perf_counter()
+        if self._phases:
+            self.times[phase] = (self.times[phase] or 0.0) + 1000 * (now - self._last)
+        self._last = now
+
+    def stop(self) -> None:
+        """End the step."""
+        self.times["step_ms"] = 1000 * (time.perf_counter() - self._started)
+
+
+@contextmanager
+def progress(steps: int, start: int, world: World) -> Iterator[tqdm]:
+    """A progress bar on rank 0 when standard error is a terminal."""
+    with tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, disable=True if world.rank else None) as bar:
+        yield bar

@@ -1,0 +1,52 @@
+"""torch.profiler over a few optimizer steps, one trace per rank, loadable in TensorBoard and Perfetto."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from gradwire.collectives.world import World
+from gradwire.config import Training
+from gradwire.files import whole
+
+
+def profiled_range(training: Training, start: int) -> range:
+    """The steps whose times the profiler disturbs, after the run's warm-up; ``start`` is the first step made here."""
+    first = max(training.warmup_steps, start)
+    return range(first, min(first + training.profiled_steps, training.steps))
+
+
+class Profiler:
+    """Records the steps of ``profiled_range``; ``step()`` is called at the end of every optimizer step."""
+
+    def __init__(self, recorder: profile | None) -> None:
+        self._recorder = recorder
+
+    def step(self) -> None:
+        """Tell the profiler that an optimizer step ended."""
+        if self._recorder is not None:
+            self._recorder.step()
+
+
+@contextmanager
+def profiling(training: Training, start: int, folder: Path, world: World) -> Iterator[Profiler]:
+    """Profile the steps of ``profiled_range`` into ``folder/rank<R>.pt.trace.json.gz``."""
+    steps = profiled_range(training, start)
+    if len(steps) < 2:  # the profiler's warm-up step alone records nothing
+        yield Profiler(None)
+        return
+
+    def save(recorder: profile) -> None:
+        path = folder / f"rank{world.rank}.pt.trace.json.gz"
+        with whole(path) as part:
+            compressed = part.with_suffix(".gz")  # the suffix makes the profiler compress
+            recorder.export_chrome_trace(str(compressed))
+            compressed.replace(part)
+
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (world.device.type == "cuda")
+    timetable = schedule(skip_first=steps.start - start, wait=0, warmup=1, active=len(steps) - 1, repeat=1)
+    with profile(activities=activities, schedule=timetable, on_trace_ready=save) as recorder:
+        yield Profiler(recorder)

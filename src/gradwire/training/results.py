@@ -1,0 +1,178 @@
+"""What a finished run leaves on disk: ``steps.parquet``, TensorBoard, environment, ``final_model/``, ``record.json``.
+
+The record is written last: where it stands, everything else does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch import nn
+
+from gradwire import parallel
+from gradwire.collectives import ops
+from gradwire.collectives.world import World
+from gradwire.config import Run
+from gradwire.data.shards import Shards
+from gradwire.files import write_json, write_with
+from gradwire.models import folder as model_folder
+from gradwire.training.environment import environment, peak_memory_gb
+from gradwire.training.loop import Outcome, Row
+from gradwire.training.settings import Settings
+
+SCHEMA_VERSION = 1
+UNSHAPED = "none"  # the ranks talk over whatever link the machine has
+
+STEPS = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("rank", pa.int32()),
+        *((name, pa.float64()) for name in ("t_start_s", "step_ms", "data_ms", "forward_ms", "backward_ms")),
+        *((name, pa.float64()) for name in ("comm_ms", "exposed_ms", "encode_ms", "decode_ms", "optimizer_ms")),
+        ("tokens", pa.int64()),
+        *((name, pa.float64()) for name in ("loss", "lr", "grad_norm")),
+        *((name, pa.bool_()) for name in ("clipped", "nonfinite")),
+        *((name, pa.int64()) for name in ("bytes_raw", "bytes_sent")),
+        *((name, pa.float64()) for name in ("residual_norm", "grad_rel_error", "grad_cos_sim")),
+        *((name, pa.bool_()) for name in ("warmup", "profiled")),
+        ("val_loss", pa.float64()),
+    ]
+)
+
+
+def write(
+    settings: Settings, identity: str, splits: tuple[Shards, Shards], world: World, model: nn.Module, outcome: Outcome
+) -> None:
+    """Gather what the ranks measured and write it; called by all ranks, the files shared by them come from rank 0."""
+    folder = settings.output_dir
+    here = environment(world)
+    write_json(folder / "environment" / f"rank{world.rank}.json", here)
+    (folder / "profiler").mkdir(parents=True, exist_ok=True)
+    allocated, reserved = peak_memory_gb(world.device)
+    ranks = ops.gather_objects(
+        {"rows": outcome.rows, "traffic": outcome.traffic, "allocated": allocated, "reserved": reserved}
+    )
+    state = parallel.full_state_dict(model)
+    if world.rank != 0:
+        return
+    rows = [row for rank in ranks for row in rank["rows"]]
+    run = Run(settings.strategy, settings.cell.label, world.world_size, UNSHAPED, settings.seed)
+    write_steps(folder, rows)
+    write_tensorboard(folder, outcome.rows)
+    model_folder.save(
+        state,
+        outcome.config,
+        splits[0].folder.parent.parent / "tokenizer",
+        folder / "final_model",
+        {"run": run.path, "identity": identity},
+    )
+    record = {
+        "schema_version": SCHEMA_VERSION,
+        "run_name": run.path,
+        "identity": identity,
+        "compressor": settings.cell.label,
+        "strategy": settings.strategy,
+        "backend": world.backend,
+        "link": UNSHAPED,
+        "device": world.device.type,
+        "status": "diverged" if outcome.diverged else "ok",
+        "reason": outcome.diverged,
+        "environment": here,
+        "world_size": world.world_size,
+        "model": settings.model,
+        "parameters": outcome.numel,
+        "dataset": splits[0].meta["dataset"],
+        "max_length": splits[0].meta["max_length"],
+        "batch_size": settings.training.batch_size,
+        "compress_method": settings.cell.method,
+        "compress_config": settings.cell.flat(),
+        "optimizer": "adamw",
+        "steps": settings.training.steps,
+        "seed": settings.seed,
+        "unigram_ppl": splits[1].meta["unigram_ppl"],
+        **times(rows),
+        **traffic(settings, world, outcome, [rank["traffic"] for rank in ranks]),
+        **quality(outcome),
+        "mem_peak_alloc_gb": max(rank["allocated"] for rank in ranks),
+        "mem_peak_reserved_gb": None if reserved is None else max(rank["reserved"] for rank in ranks),
+        "nonfinite_steps": sum(row["nonfinite"] for row in outcome.rows),
+        "clipped_steps": sum(row["clipped"] for row in outcome.rows),
+    }
+    write_json(folder / "record.json", record)
+
+
+def times(rows: list[Row]) -> Row:
+    """Step times over the steps that are neither warm-up nor profiled; a step takes as long as its slowest rank."""
+    slowest: dict[int, float] = {}
+    tokens: dict[int, int] = {}
+    for row in rows:
+        if not row["warmup"] and not row["profiled"]:
+            slowest[row["step"]] = max(slowest.get(row["step"], 0.0), row["step_ms"])
+            tokens[row["step"]] = tokens.get(row["step"], 0) + row["tokens"]
+    measured = np.array(list(slowest.values()))
+    if not measured.size:
+        fields = ("step_time_ms_mean", "step_time_ms_p50", "step_time_ms_p90", "step_time_ms_p95", "tokens_per_s")
+        return dict.fromkeys(fields) | {"measured_steps": 0}
+    p50, p90, p95 = np.percentile(measured, (50, 90, 95))
+    return {
+        "measured_steps": len(measured),
+        "step_time_ms_mean": float(measured.mean()),
+        "step_time_ms_p50": float(p50),
+        "step_time_ms_p90": float(p90),
+        "step_time_ms_p95": float(p95),
+        "tokens_per_s": float(sum(tokens.values()) / (measured.sum() / 1000)),
+    }
+
+
+def traffic(settings: Settings, world: World, outcome: Outcome, ranks: list[dict[str, Any] | None]) -> Row:
+    """Bytes of gradient reduction over all ranks and optimizer steps (DESIGN.md section 6)."""
+    steps = len(outcome.rows)
+    counted = [rank for rank in ranks if rank is not None]
+    if counted:
+        raw, sent, agreement = (sum(rank[name] for rank in counted) for name in ("raw", "sent", "agreement"))
+        closed, source = counted[0]["closed_form"], "metered"
+    else:
+        raw = sent = closed = steps * parallel.traffic_unhooked(outcome.numel, settings.strategy, world.world_size)
+        agreement, source = 0, "closed_form"
+    ratio = raw / sent if sent else None
+    return {
+        "bytes_raw_total": raw,
+        "bytes_compressed_total": sent,
+        "bytes_closed_form_total": closed,
+        "bytes_agreement_total": agreement,
+        "bytes_source": source,
+        "compression_ratio": ratio,
+        "compression_ratio_bf16": None if ratio is None else ratio / 2,
+    }
+
+
+def quality(outcome: Outcome) -> Row:
+    """Losses of the last step and the last evaluation; null for a run that diverged."""
+    last = outcome.rows[-1]["loss"] if outcome.rows else None
+    return {
+        "train_loss": None if outcome.diverged else last,
+        "val_loss": outcome.quality.loss if outcome.quality else None,
+        "val_ppl": outcome.quality.ppl if outcome.quality else None,
+        "quality_from": "train" if outcome.quality else None,
+    }
+
+
+def write_steps(folder: Any, rows: list[Row]) -> None:
+    """Write ``steps.parquet``: one row per step and rank, columns that were not measured null."""
+    complete = [{name: row.get(name) for name in STEPS.names} for row in rows]
+    table = pa.Table.from_pylist(complete, schema=STEPS)
+    write_with(folder / "steps.parquet", lambda part: pq.write_table(table, part))
+
+
+def write_tensorboard(folder: Any, rows: list[Row]) -> None:
+    """Write rank 0's numbers as TensorBoard scalars, under the names of ``steps.parquet``."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(log_dir=str(folder / "logs" / "tensorboard")) as writer:
+        for row in rows:
+            for name, value in row.items():
+                if isinstance(value, (int, float)) and name not in ("step", "rank"):
+                    writer.add_scalar(name, value, row["step"])

@@ -1,0 +1,109 @@
+"""What one training run is: the parsed arguments of ``gradwire train``, checked together with the data they name."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradwire.config import Cell, Strategy, Training, from_flags
+from gradwire.errors import BadInput
+from gradwire.files import digest, read_json
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run, as asked for.
+
+    Args:
+        training: Steps, learning rate and the like.
+        cell: The compressor setting.
+        strategy: The data-parallel strategy.
+        model: A preset's name or a saved model's folder.
+        seed: Seeds the model, the order of the data and the compressor.
+        data_path: A shards folder or a corpus file.
+        output_dir: The run's folder.
+        resume: Go on from the newest checkpoint in ``output_dir``.
+    """
+
+    training: Training
+    cell: Cell
+    strategy: Strategy
+    model: str
+    seed: int
+    data_path: Path
+    output_dir: Path
+    resume: bool
+
+    def identity(self, world_size: int, data: str) -> str:
+        """A digest of all that decides the result: two runs with one identity are repetitions of each other.
+
+        Args:
+            world_size: Number of ranks.
+            data: The digest of the shards.
+        """
+        return digest(
+            {
+                "training": self.training.model_dump(mode="json"),
+                "cell": self.cell.flat(),
+                "strategy": self.strategy,
+                "model": self.model,
+                "seed": self.seed,
+                "world_size": world_size,
+                "data": data,
+            }
+        )
+
+
+def from_arguments(args: argparse.Namespace) -> Settings:
+    """The run that the command line describes.
+
+    Raises:
+        BadInput: For an unknown compressor or option, JSON that is no object, or a value out of range.
+    """
+    try:
+        options: Any = json.loads(args.comm_config_json)
+    except ValueError as error:
+        raise BadInput(f"--comm_config_json is not valid JSON ({error}): {args.comm_config_json}") from None
+    if not isinstance(options, dict):
+        raise BadInput(f"--comm_config_json must be a JSON object such as {{}}, got {args.comm_config_json}.")
+    cell = Cell.parse(args.label or args.comm_compress, {"method": args.comm_compress, **options})
+    return Settings(
+        training=from_flags(Training, args),
+        cell=cell,
+        strategy=args.strategy,
+        model=args.model,
+        seed=args.seed,
+        data_path=Path(args.data_path),
+        output_dir=Path(args.output_dir),
+        resume=args.resume,
+    )
+
+
+def check_enough_data(n_samples: int, batch_size: int, world_size: int) -> None:
+    """Refuse a world that the data cannot feed.
+
+    Raises:
+        BadInput: If there is less than one batch for each rank.
+    """
+    if n_samples < batch_size * world_size:
+        raise BadInput(
+            f"the training split has {n_samples} samples, but {world_size} ranks of --batch_size {batch_size} need "
+            f"{batch_size * world_size} for one step; use more data, fewer ranks or a smaller batch."
+        )
+
+
+def check_run_folder(folder: Path, identity: str) -> None:
+    """Refuse to write over the finished run of another configuration.
+
+    Raises:
+        BadInput: If ``folder`` holds the record of a run with another identity.
+    """
+    record = folder / "record.json"
+    if record.exists() and read_json(record).get("identity") != identity:
+        raise BadInput(
+            f"{folder} is a run folder of another configuration (its record.json differs in settings or data); "
+            "choose another --output_dir or delete it."
+        )

@@ -1,0 +1,103 @@
+# Names, folders and small helpers that the rules share. What is asked for is decided in gradwire.config, not here.
+import json
+import os
+import sys
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+from snakemake.utils import validate
+
+from gradwire.config import experiment, to_flags
+from gradwire.errors import BadInput
+from gradwire.source import source_digest
+
+os.environ["PATH"] = (
+    f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where `gradwire` is
+)
+
+validate(config, "../schemas/config.schema.json")
+try:
+    EXPERIMENT = experiment(config)
+    CELLS = EXPERIMENT.cells()
+    RUNS = EXPERIMENT.runs()
+    CORPUS = f"results/data/{EXPERIMENT.dataset.corpus_folder}"
+except BadInput as error:
+    raise WorkflowError(str(error)) from None
+
+TOKENS = f"{CORPUS}/{EXPERIMENT.dataset.tokens_folder}"
+RESULTS = f"results/{EXPERIMENT.name}"
+CELL = "{strategy}/{compressor}/ws{world_size}/{link}/seed{seed}"
+RUN = f"{RESULTS}/runs/{CELL}"
+GRADIENTS = f"{RESULTS}/gradients/{CELL}"
+LOGS = f"{RESULTS}/logs"
+SUMMARIZE = f"gradwire summarize --results_dir {RESULTS}"
+
+
+wildcard_constraints:
+    strategy="[a-z0-9]+",
+    compressor="[A-Za-z0-9][A-Za-z0-9._+-]*",
+    world_size="[0-9]+",
+    link="[^/]+",
+    seed="[0-9]+",
+    dim="[0-9]+",
+
+
+def of_runs(pattern, runs):
+    """`pattern` filled in for each of `runs`."""
+    return [pattern.format(**run._asdict()) for run in runs]
+
+
+def method_of(wildcards):
+    """The compressor method of a cell."""
+    return CELLS[wildcards.compressor].method
+
+
+def cell_json(wildcards):
+    """A cell's options as `--comm_config_json` takes them."""
+    return json.dumps(CELLS[wildcards.compressor].flat())
+
+
+def train_source(wildcards):
+    """A digest of the source that a cell's training stands on; methods are imported by name, so they are named here."""
+    methods = [
+        f"gradwire.compressors.methods.{name}"
+        for name in method_of(wildcards).split("+")
+    ]
+    return source_digest("gradwire.launch.launch", "gradwire.training.train", *methods)
+
+
+def priority_of(wildcards):
+    """Cells start in the order that the experiment draws: the earlier, the higher."""
+    order = [run.path for run in RUNS]
+    return len(order) - order.index(CELL.format(**wildcards))
+
+
+def world_size_of(wildcards):
+    """The number of ranks: a core for each."""
+    return int(wildcards.world_size)
+
+
+def gpus_needed(wildcards):
+    """A GPU for each rank, where the experiment asks for GPUs."""
+    return int(wildcards.world_size) if EXPERIMENT.training.device == "cuda" else 0
+
+
+def granted_gpus(wildcards, resources):
+    """Snakemake shrinks a request to what there is, so `launch` is told what was granted and refuses too few."""
+    return f"--gpus {resources.gpu}" if gpus_needed(wildcards) else ""
+
+
+def store_files(name):
+    """`name` in each `dim<D>/` of a gradient store."""
+    return [f"{GRADIENTS}/dim{dim}/{name}" for dim in EXPERIMENT.gradients.dim]
+
+
+def write_expected():
+    """Tell `summarize` which runs were asked for, so that a run that never started is a row too."""
+    asked = [
+        {**run._asdict(), "path": run.path, "excluded": EXPERIMENT.excluded(run)}
+        for run in EXPERIMENT.asked()
+    ]
+    path = Path(RESULTS) / "expected.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asked, indent=1))

@@ -1,0 +1,68 @@
+# Per-sample gradients of trained runs, tied to their sample ids: collect -> aggregate -> validate.
+if EXPERIMENT.gradients is not None:
+
+    rule grads_collect:
+        input:
+            rules.shards.output,
+            model=f"{RUN}/final_model",
+        output:
+            [
+                f"{GRADIENTS}/rank_0/dim{dim}/all_ids.pkl"
+                for dim in EXPERIMENT.gradients.dim
+            ],
+        log:
+            f"{LOGS}/grads_collect/{CELL}.log",
+        threads: world_size_of
+        resources:
+            gpu=gpus_needed,
+            nodes=1,
+        params:
+            source=source_digest("gradwire.launch.launch", "gradwire.gradients.collect"),
+            folder=GRADIENTS,
+            data=f"{TOKENS}/shards",
+            gpus=granted_gpus,
+            flags=to_flags(
+                EXPERIMENT.gradients,
+                "dim",
+                "projection",
+                "split",
+                "max_samples",
+                "save_interval",
+            ),
+            device=EXPERIMENT.training.device,
+        shell:
+            "export OMP_NUM_THREADS=$(( {threads} > {wildcards.world_size} ? {threads} / {wildcards.world_size} : 1 ));"
+            " gradwire launch --world_size {wildcards.world_size} {params.gpus} --"
+            " grads collect --model_dir {input.model:q} --data_path {params.data:q} --output_path {params.folder:q}"
+            " --device {params.device} {params.flags:q} --restart > {log:q} 2>&1"
+
+    rule grads_aggregate:
+        input:
+            f"{GRADIENTS}/rank_0/dim{{dim}}/all_ids.pkl",
+        output:
+            f"{GRADIENTS}/dim{{dim}}/all_orig.pt",
+            f"{GRADIENTS}/dim{{dim}}/all_ids.pkl",
+            f"{GRADIENTS}/dim{{dim}}/manifest.json",
+        log:
+            f"{LOGS}/grads_aggregate/{CELL}.dim{{dim}}.log",
+        params:
+            source=source_digest("gradwire.gradients.aggregate"),
+            folder=GRADIENTS,
+        shell:
+            "gradwire grads aggregate --base_path {params.folder:q} --output_dir {params.folder:q}"
+            " --num_gpus {wildcards.world_size} --dim {wildcards.dim} > {log:q} 2>&1"
+
+    rule grads_validate:
+        input:
+            [f"{GRADIENTS}/dim{dim}/manifest.json" for dim in EXPERIMENT.gradients.dim],
+        output:
+            f"{GRADIENTS}/validation.json",
+        log:
+            f"{LOGS}/grads_validate/{CELL}.log",
+        params:
+            source=source_digest("gradwire.gradients.validate"),
+            folder=GRADIENTS,
+            flags=to_flags(EXPERIMENT.gradients, "dim", "recompute"),
+        shell:
+            "gradwire grads validate --output_dir {params.folder:q} --check_ranks --check_aggregated"
+            " --num_gpus {wildcards.world_size} {params.flags:q} > {log:q} 2>&1"

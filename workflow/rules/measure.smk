@@ -1,0 +1,30 @@
+# What a trained run is asked afterwards: its profiler traces and its perplexity.
+
+
+rule trace:
+    input:
+        f"{RUN}/profiler",
+    output:
+        f"{RUN}/profile.json",
+    log:
+        f"{LOGS}/trace/{CELL}.log",
+    params:
+        source=source_digest("gradwire.measurement.trace"),
+        folder=RUN,
+    shell:
+        "gradwire trace --run_dir {params.folder:q} > {log:q} 2>&1"
+
+
+rule perplexity:
+    input:
+        rules.shards.output,
+        model=f"{RUN}/final_model",
+    output:
+        f"{RUN}/perplexity.json",
+    log:
+        f"{LOGS}/perplexity/{CELL}.log",
+    params:
+        source=source_digest("gradwire.training.perplexity"),
+        data=f"{TOKENS}/shards",
+    shell:
+        "gradwire perplexity --model_dir {input.model:q} --data_path {params.data:q} --output {output:q} > {log:q} 2>&1"

@@ -1,0 +1,35 @@
+# One job per cell: strategy x compressor x world size x link x seed.
+
+
+rule train:
+    input:
+        rules.shards.output,
+    output:
+        record=f"{RUN}/record.json",
+        steps=f"{RUN}/steps.parquet",
+        model=directory(f"{RUN}/final_model"),
+        tensorboard=directory(f"{RUN}/logs/tensorboard"),
+        environment=directory(f"{RUN}/environment"),
+        profiler=directory(f"{RUN}/profiler"),
+    log:
+        f"{LOGS}/train/{CELL}.log",
+    priority: priority_of
+    threads: world_size_of
+    resources:
+        gpu=gpus_needed,
+        nodes=1,
+    params:
+        source=train_source,
+        folder=RUN,
+        data=f"{TOKENS}/shards",
+        model=EXPERIMENT.model,
+        method=method_of,
+        cell=cell_json,
+        gpus=granted_gpus,
+        flags=to_flags(EXPERIMENT.training),
+    shell:
+        "export OMP_NUM_THREADS=$(( {threads} > {wildcards.world_size} ? {threads} / {wildcards.world_size} : 1 ));"
+        " gradwire launch --world_size {wildcards.world_size} {params.gpus} --"
+        " train --data_path {params.data:q} --output_dir {params.folder:q} --model {params.model:q}"
+        " --strategy {wildcards.strategy} --comm_compress {params.method:q} --label {wildcards.compressor:q}"
+        " --comm_config_json {params.cell:q} --seed {wildcards.seed} {params.flags:q} > {log:q} 2>&1"
