@@ -127,8 +127,9 @@ def test_a_row_merges_record_profile_and_perplexity(results, capsys):
     run = Run("fsdp2", "int8", 2, "none", 1)
     results(run, perplexity=290.5)
     results(run._replace(seed=2), profile=None)
+    results(run._replace(seed=3), profile={**PROFILE, "encode_ms_per_step": 0.0})
     assert main(["summarize", "--results_dir", str(results.folder)]) == 0
-    merged, alone = rows_of(results.folder)
+    merged, alone, unhooked = rows_of(results.folder)
     assert list(merged) == list(RESULT_FIELDS)
     assert merged["comm_time_ms_total"] == 42.0 * 50
     assert merged["comm_time_ms_by_op"] == {"all_gather": 600.0, "all_to_all": 1525.0}
@@ -136,9 +137,10 @@ def test_a_row_merges_record_profile_and_perplexity(results, capsys):
     assert (merged["val_ppl"], merged["quality_from"]) == (290.5, "perplexity")
     assert merged["val_loss"] == pytest.approx(math.log(290.5))
     assert (alone["val_ppl"], alone["quality_from"], alone["comm_time_ms_total"]) == (300.0, "train", None)
+    assert unhooked["compress_time_ms"] is None
     with (results.folder / "results.csv").open() as file:
         read = list(csv.DictReader(file))
-    assert [row["seed"] for row in read] == ["1", "2"]
+    assert [row["seed"] for row in read] == ["1", "2", "3"]
     assert json.loads(read[0]["comm_time_ms_by_op"]) == merged["comm_time_ms_by_op"]
     assert (results.folder / "summary.md").read_text().strip() == capsys.readouterr().out.strip()
 

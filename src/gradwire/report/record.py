@@ -153,8 +153,8 @@ class Profile(Row):
             "comm_time_ms_by_op": {op: measured_steps * ms for op, ms in self.comm_time_ms_by_op_per_step.items()},
             "comm_ratio": self.comm_ratio,
             "compute_time_ms": self.compute_ms_per_step,
-            "compress_time_ms": self.encode_ms_per_step,
-            "decompress_time_ms": self.decode_ms_per_step,
+            "compress_time_ms": self.encode_ms_per_step or None,  # without any encoding the field does not apply
+            "decompress_time_ms": self.decode_ms_per_step or None,
             "exposed_comm_ms": self.exposed_comm_ms,
             "overlap_ratio": self.overlap_ratio,
         }
