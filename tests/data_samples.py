@@ -6,24 +6,19 @@ import json
 import random
 from pathlib import Path
 
-WORDS = [
+WORDS = (
     "the",
     "gradient",
     "of",
-    "a",
-    "shard",
+    "shards",
     "travels",
-    "over",
-    "a",
-    "wire,",
+    "over a wire,",
     "naïve",
     "日本",
-    "code;",
-    "x",
-    "=",
-    "3.14",
-    "and\n\ttabs",
-]
+    "code; x = 3.14",
+    "and",
+    "\n\ttabs",
+)
 
 
 def values(count: int, longest: int = 120) -> list[dict]:

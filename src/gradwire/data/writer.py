@@ -11,10 +11,10 @@ import hashlib
 import json
 import math
 import shutil
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import chain, pairwise
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,10 @@ from gradwire.errors import BadInput
 from gradwire.files import sha256_file, whole
 
 BATCH_CHARACTERS = 500_000  # tokenized at once: enough to keep all cores busy, little enough to hold
+BATCHES_AHEAD = 2
+
+Waiting = list[tuple[str, Document]]  # documents with their splits
+Encoding = tuple[Waiting, Future[list[list[int]]]]
 
 
 def split_of(document_id: str, val_fraction: float) -> str:
@@ -157,23 +161,38 @@ def write_shards(folder: Path, corpus_path: Path, tokenizer: Tokenizer, settings
     if finalized(folder):
         return
     done = {split: writer.meta["processed_documents"] for split, writer in writers.items()}
-    waiting = remaining(corpus.documents(corpus_path), done, settings["val_fraction"])
+    documents = NamedLikeParts(corpus.documents(corpus_path))
+    waiting = remaining(documents, done, settings["val_fraction"])
     for split, document, tokens in encoded(waiting, tokenizer):
         writers[split].add(document.id, [*tokens, tokenizer.eos_id])
     for writer in writers.values():
         writer.flush()
-    try:
-        refuse_shared_ids(writers.values(), corpus_path)
-    except BadInput:
-        shutil.rmtree(folder)
-        raise
+    if documents.found:
+        try:
+            refuse_shared_ids(writers.values(), corpus_path)
+        except BadInput:
+            shutil.rmtree(folder)
+            raise
     counts = {
-        split: unigram.target_counts(tables(writer.folder, writer.meta), tokenizer.vocab_size)
+        split: unigram.target_counts(tables(writer.folder, writer.meta), tokenizer.vocab_size, tokenizer.pad_id)
         for split, writer in writers.items()
     }
     loss = unigram.loss(counts["train"], counts["val"])
     writers["val"].finalize(unigram_loss=loss, unigram_ppl=math.exp(loss))
     writers["train"].finalize()
+
+
+class NamedLikeParts:
+    """Passes documents on and notes whether one is named as a part of another may be, with a ``#``."""
+
+    def __init__(self, documents: Iterable[Document]) -> None:
+        self._documents = documents
+        self.found = False
+
+    def __iter__(self) -> Iterator[Document]:
+        for document in self._documents:
+            self.found |= "#" in document.id
+            yield document
 
 
 def remaining(
@@ -189,14 +208,15 @@ def remaining(
 
 
 def encoded(waiting: Iterable[tuple[str, Document]], tokenizer: Tokenizer) -> Iterator[tuple[str, Document, list[int]]]:
-    """Tokenize in batches; the next batch is tokenized while the caller writes the last one."""
-    with ThreadPoolExecutor(1) as worker:
-        running = None
-        for batch in chain(_batches(waiting), [None]):
-            last, running = running, None if batch is None else (batch, worker.submit(_encode, tokenizer, batch))
-            if last is not None:
-                for (split, document), tokens in zip(last[0], last[1].result(), strict=True):
-                    yield split, document, tokens
+    """Tokenize in batches, ``BATCHES_AHEAD`` of them while the caller writes."""
+    with ThreadPoolExecutor(BATCHES_AHEAD) as workers:
+        running: deque[Encoding] = deque()
+        for batch in _batches(waiting):
+            running.append((batch, workers.submit(_encode, tokenizer, batch)))
+            if len(running) > BATCHES_AHEAD:
+                yield from _finished(*running.popleft())
+        for batch, result in running:
+            yield from _finished(batch, result)
 
 
 def refuse_shared_ids(writers: Iterable[SplitWriter], corpus_path: Path) -> None:
@@ -229,11 +249,16 @@ def _shared(sample_id: str, corpus_path: Path) -> BadInput:
     )
 
 
-def _encode(tokenizer: Tokenizer, batch: list[tuple[str, Document]]) -> list[list[int]]:
+def _encode(tokenizer: Tokenizer, batch: Waiting) -> list[list[int]]:
     return tokenizer.encode_batch([document.text for _, document in batch])
 
 
-def _batches(waiting: Iterable[tuple[str, Document]]) -> Iterator[list[tuple[str, Document]]]:
+def _finished(batch: Waiting, result: Future[list[list[int]]]) -> Iterator[tuple[str, Document, list[int]]]:
+    for (split, document), tokens in zip(batch, result.result(), strict=True):
+        yield split, document, tokens
+
+
+def _batches(waiting: Iterable[tuple[str, Document]]) -> Iterator[Waiting]:
     batch, characters = [], 0
     for split, document in waiting:
         batch.append((split, document))
