@@ -113,11 +113,11 @@ def test_a_buffer_of_another_size_is_named():
 
 
 def test_exempt_covers_what_it_says():
-    weight, bias = Piece("block.weight", (4, 3), 0, 0, 6, 0), Piece("block.bias", (5,), 0, 0, 2, 0)
-    assert not Exempt().covers(weight) and not Exempt().covers(bias)
-    assert Exempt(max_ndim=1).covers(bias) and not Exempt(max_ndim=1).covers(weight)
-    assert Exempt(max_numel=5).covers(bias) and not Exempt(max_numel=11).covers(weight)
-    assert Exempt(names=["*.weight"]).covers(weight) and not Exempt(names=["weight"]).covers(weight)
+    weight, bias, scalar = ("block.weight", (4, 3)), ("block.bias", (5,)), ("scale", ())
+    assert not any(Exempt().covers(*parameter) for parameter in (weight, bias, scalar))
+    assert Exempt(max_ndim=1).covers(*bias) and not Exempt(max_ndim=1).covers(*weight)
+    assert Exempt(max_numel=5).covers(*bias) and not Exempt(max_numel=11).covers(*weight)
+    assert Exempt(names=["*.weight"]).covers(*weight) and not Exempt(names=["weight"]).covers(*weight)
 
 
 @given(numel=st.integers(0, 50), world=worlds)

@@ -1,8 +1,8 @@
 """Who sends which bytes to whom: layouts, the meter, the exchange and the reducer."""
 
-from gradwire.collectives.exempt import Exempt
 from gradwire.collectives.layout import Layout, Piece
 from gradwire.collectives.meter import METER, Meter
 from gradwire.collectives.reducer import Reducer
+from gradwire.compressors.exempt import Exempt
 
 __all__ = ["METER", "Exempt", "Layout", "Meter", "Piece", "Reducer"]

@@ -29,11 +29,6 @@ class Piece(NamedTuple):
     at: int
 
     @property
-    def parameter_numel(self) -> int:
-        """Elements of the whole parameter."""
-        return math.prod(self.shape)
-
-    @property
     def run(self) -> slice:
         """Where the piece lies in the buffer."""
         return slice(self.start, self.start + self.numel)

@@ -20,11 +20,11 @@ from torch.nn.functional import pad
 from gradwire.collectives import ops
 from gradwire.collectives.bytes import FLOAT32
 from gradwire.collectives.exchange import exchange
-from gradwire.collectives.exempt import Exempt
 from gradwire.collectives.layout import Layout, Piece
 from gradwire.collectives.meter import METER, Meter
 from gradwire.compressors import build
 from gradwire.compressors.base import Compressor
+from gradwire.compressors.exempt import Exempt
 from gradwire.errors import BadInput, NonFiniteGradient, unknown
 
 Kind = Literal["reduce_scatter", "all_reduce"]
@@ -247,7 +247,7 @@ class Reducer:
     def _codec(self, piece: Piece, phase: Phase) -> Compressor:
         """What encodes a piece at the present step."""
         dense = self.step < self.dense_steps or (phase == "gather" and self.second == "float32")
-        return self._float32 if dense or self.exempt.covers(piece) else self.compressor
+        return self._float32 if dense or self.exempt.covers(piece.name, piece.shape) else self.compressor
 
     def _sizes(self, layout: Layout, phase: Phase) -> list[list[int | None]]:
         """Bytes of every piece's encoding, row by row; None where they depend on the data."""
@@ -284,4 +284,4 @@ class Reducer:
         sent = numel - own + ((self.world - 1) * own if kind == "all_reduce" else 0)
         self._counts["raw"] += FLOAT32 * sent
         self._counts["elements"] += numel
-        self._counts["exempt_elements"] += sum(p.numel for p in layout.pieces if self.exempt.covers(p))
+        self._counts["exempt_elements"] += sum(p.numel for p in layout.pieces if self.exempt.covers(p.name, p.shape))

@@ -18,9 +18,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim import Optimizer
 
-from gradwire.parallel.strategy import strategy_of
-
 from gradwire.parallel.fsdp1 import WRAPPED
+from gradwire.parallel.strategy import strategy_of
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
