@@ -22,7 +22,7 @@ C_BACKEND = "yajl2_c"
 
 
 class Document(NamedTuple):
-    """One document; ``id`` is unique in its corpus and never empty."""
+    """One document; ``id`` is never empty."""
 
     id: str
     title: str
@@ -46,7 +46,7 @@ class FirstSeen:
     """Where each key was first met, for any number of keys: a temporary SQLite table, on disk where it is large."""
 
     def __init__(self) -> None:
-        self._table = sqlite3.connect("", check_same_thread=False)  # a trainer reads on from a thread of its own
+        self._table = sqlite3.connect("")
         self._table.execute("PRAGMA cache_size = -32768")  # KiB kept in memory
         self._table.execute("CREATE TABLE seen (key TEXT PRIMARY KEY, position INTEGER) WITHOUT ROWID")
         self._table.execute("BEGIN")
@@ -78,12 +78,23 @@ def parse(values: Iterable[Any], where: str) -> Iterator[Document]:
         where: What the values come from, for messages.
 
     Raises:
-        BadInput: If there is no document, one has no text or an unusable id or title, or two share an id.
+        BadInput: If there is no document, or one has no text or an unusable id or title.
     """
-    seen = FirstSeen()
     position = -1
     for position, value in enumerate(values):
-        document = _document(value, position, where)
+        yield _document(value, position, where)
+    if position < 0:
+        raise BadInput(f"{where} holds no document.")
+
+
+def distinct(documents: Iterable[Document], where: str) -> Iterator[Document]:
+    """Pass documents on as long as no id comes twice.
+
+    Raises:
+        BadInput: Naming both documents' positions.
+    """
+    seen = FirstSeen()
+    for position, document in enumerate(documents):
         first = seen.add(document.id, position)
         if first is not None:
             raise BadInput(
@@ -91,8 +102,6 @@ def parse(values: Iterable[Any], where: str) -> Iterator[Document]:
                 "ids must be unique, since gradients are told apart by them."
             )
         yield document
-    if position < 0:
-        raise BadInput(f"{where} holds no document.")
 
 
 def write(path: Path, documents: Iterable[Document], max_bytes: int | None = None) -> Written:

@@ -54,7 +54,8 @@ def main(args: argparse.Namespace) -> None:
         raise BadInput("--source wikipedia is about 20 GB as a whole; say how much of it you want: --max_mb N.")
     module = importlib.import_module(f"gradwire.data.sources.{SOURCES[args.source]}")
     source = module.source(args.data_path, args.revision)
-    written = corpus.write(args.output, source.documents, args.max_mb and int(args.max_mb * 1e6))
+    documents = corpus.distinct(source.documents, source.name)
+    written = corpus.write(args.output, documents, args.max_mb and int(args.max_mb * 1e6))
     write_json(
         args.output.with_suffix(".source.json"),
         {

@@ -67,7 +67,8 @@ def check_corpus(data_path: Path, val_fraction: float) -> None:
     Raises:
         BadInput: If a document is unusable, or the corpus too small to give each split one.
     """
-    counts = Counter(split_of(document.id, val_fraction) for document in corpus.documents(data_path))
+    documents = corpus.distinct(corpus.documents(data_path), str(data_path))
+    counts = Counter(split_of(document.id, val_fraction) for document in documents)
     for split in SPLITS:
         if not counts[split]:
             raise BadInput(

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
+import torch
 
 
-def target_counts(shards: Iterable[dict[str, Any]], vocab_size: int, pad_id: int) -> np.ndarray:
-    """How often each token is a target (every token of a sample but its first): int64 ``[vocab_size]``."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for shard in shards:
-        tokens, lengths = shard["input_ids"].numpy()[:, 1:], shard["lengths"].numpy()
-        counts += np.bincount(tokens.ravel(), minlength=vocab_size)
-        counts[pad_id] -= tokens.size - (lengths - 1).sum()  # all that stands behind a sample's end
+def target_counts(shard: dict[str, torch.Tensor], vocab_size: int, pad_id: int) -> np.ndarray:
+    """How often each token is a target in a shard (every token of a sample but its first): int64 ``[vocab_size]``."""
+    tokens, lengths = shard["input_ids"].numpy()[:, 1:], shard["lengths"].numpy()
+    counts = np.bincount(tokens.ravel(), minlength=vocab_size)
+    counts[pad_id] -= tokens.size - (lengths - 1).sum()  # all that stands behind a sample's end
     return counts
 
 

@@ -83,6 +83,7 @@ class SplitWriter:
         }
         self._documents = self.meta["processed_documents"]
         self._partial = self.meta["next_document_samples"]
+        self.targets = np.zeros(settings["vocab_size"], dtype=np.int64)  # how often each token is one
         narrow = settings["vocab_size"] <= np.iinfo(np.int16).max + 1
         self._tokens = np.empty((settings["shard_size"], settings["max_length"]), np.int16 if narrow else np.int32)
         self._clear()
@@ -91,6 +92,11 @@ class SplitWriter:
         self._tokens.fill(self.meta["pad_id"])
         self._lengths: list[int] = []
         self._ids: list[str] = []
+
+    def count(self, shards: Iterable[dict[str, Any]]) -> None:
+        """Add the targets of some shards to ``targets``."""
+        for shard in shards:
+            self.targets += unigram.target_counts(shard, self.meta["vocab_size"], self.meta["pad_id"])
 
     def add(self, document_id: str, tokens: list[int]) -> None:
         """Add the document's samples that are not written yet; a full shard goes to disk."""
@@ -120,6 +126,7 @@ class SplitWriter:
             "sample_ids": self._ids,
         }
         _save(path, shard)
+        self.count([shard])
         self.meta["shards"].append({"file": path.name, "samples": count, "sha256": sha256_file(path)})
         self.meta["tokens"] += sum(self._lengths)
         self.meta["processed_samples"] += count
@@ -160,11 +167,14 @@ def write_shards(folder: Path, corpus_path: Path, tokenizer: Tokenizer, settings
     writers = {split: SplitWriter(folder / split, {**settings, "split": split}) for split in SPLITS}
     if finalized(folder):
         return
+    for writer in writers.values():
+        writer.count(tables(writer.folder, writer.meta))
     done = {split: writer.meta["processed_documents"] for split, writer in writers.items()}
     documents = NamedLikeParts(corpus.documents(corpus_path))
     waiting = remaining(documents, done, settings["val_fraction"])
     for split, document, tokens in encoded(waiting, tokenizer):
-        writers[split].add(document.id, [*tokens, tokenizer.eos_id])
+        tokens.append(tokenizer.eos_id)
+        writers[split].add(document.id, tokens)
     for writer in writers.values():
         writer.flush()
     if documents.found:
@@ -173,11 +183,7 @@ def write_shards(folder: Path, corpus_path: Path, tokenizer: Tokenizer, settings
         except BadInput:
             shutil.rmtree(folder)
             raise
-    counts = {
-        split: unigram.target_counts(tables(writer.folder, writer.meta), tokenizer.vocab_size, tokenizer.pad_id)
-        for split, writer in writers.items()
-    }
-    loss = unigram.loss(counts["train"], counts["val"])
+    loss = unigram.loss(writers["train"].targets, writers["val"].targets)
     writers["val"].finalize(unigram_loss=loss, unigram_ppl=math.exp(loss))
     writers["train"].finalize()
 

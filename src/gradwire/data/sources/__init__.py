@@ -10,8 +10,9 @@ from gradwire.errors import BadInput
 
 
 class Source(NamedTuple):
-    """A stream of documents and the revision that names exactly what it holds (None: a local stand-in)."""
+    """A stream of documents, its name in messages, and the revision that says exactly what it holds (None: unknown)."""
 
+    name: str
     revision: str | None
     documents: Iterable[Document]
 

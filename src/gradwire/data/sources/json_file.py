@@ -18,4 +18,5 @@ def source(data_path: Path | None, revision: str | None) -> Source:
     """
     if data_path is None or not data_path.is_file():
         raise BadInput(f"--source json needs --data_path FILE, a corpus file ({data_path or 'nothing'} given).")
-    return Source(require_revision(str(data_path), revision, sha256_file(data_path)), corpus.documents(data_path))
+    name = str(data_path)
+    return Source(name, require_revision(name, revision, sha256_file(data_path)), corpus.documents(data_path))

@@ -30,8 +30,8 @@ def source(data_path: Path | None, revision: str | None) -> Source:
     """
     if data_path is not None:
         raise BadInput("--source pydocs reads the running Python's own documentation; it takes no --data_path.")
-    version = require_revision("pydocs (the version of the running Python)", revision, platform.python_version())
-    return Source(version, corpus.parse(_values(), f"the documentation of Python {version}"))
+    name = "the running Python's documentation"
+    return Source(name, require_revision(name, revision, platform.python_version()), corpus.parse(_values(), name))
 
 
 def _values() -> Iterator[dict[str, str]]:

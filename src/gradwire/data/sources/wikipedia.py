@@ -37,10 +37,12 @@ def source(data_path: Path | None, revision: str | None) -> Source:
     """
     if data_path is None:
         commit = _resolve(revision or REVISION)
-        return Source(commit, _articles(path=DATASET, name=CONFIG, revision=commit))
+        name = f"{DATASET} {CONFIG}"
+        return Source(name, commit, corpus.parse(_rows(name, path=DATASET, name=CONFIG, revision=commit), name))
     if not data_path.is_file():
         raise BadInput(f"--data_path {data_path} is no file.")
-    return Source(None, _articles(path="parquet", data_files=str(data_path)))
+    name = str(data_path)
+    return Source(name, None, corpus.parse(_rows(name, path="parquet", data_files=name), name))
 
 
 def _resolve(revision: str) -> str | None:
@@ -57,11 +59,7 @@ def _resolve(revision: str) -> str | None:
         raise _offline(error) from None
 
 
-def _articles(**where: Any) -> Iterator[corpus.Document]:
-    return corpus.parse(_rows(**where), f"{DATASET} ({where.get('data_files', CONFIG)})")
-
-
-def _rows(**where: Any) -> Iterator[dict[str, Any]]:
+def _rows(table_name: str, **where: Any) -> Iterator[dict[str, Any]]:
     try:
         from datasets import load_dataset
     except ImportError:
@@ -70,7 +68,7 @@ def _rows(**where: Any) -> Iterator[dict[str, Any]]:
         table = load_dataset(**where, split="train", streaming=True)
         missing = set(COLUMNS).difference(table.column_names or COLUMNS)
         if missing:
-            raise BadInput(f"{where.get('data_files', DATASET)} has no column {', '.join(sorted(missing))}.")
+            raise BadInput(f"{table_name} has no column {', '.join(sorted(missing))}.")
         yield from table.select_columns(COLUMNS)
     except OSError as error:
         raise _offline(error) from None
