@@ -1,4 +1,4 @@
-"""One pool of gloo ranks per test session: real processes, torch imported once.
+"""One pool of gloo ranks per test session: real processes, and torch is imported once for all of them.
 
 ``world(n).run(fn, *args)`` calls ``fn(rank, world_size, group, *args)`` on the first n ranks and returns their results.
 ``fn`` is a module-level function; ``group`` is a fresh default process group of n ranks, so that a test which broke its
@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 GROUP_TIMEOUT = timedelta(seconds=30)  # of one collective
 RUN_TIMEOUT_S = 60.0  # of one `run`
+PRELOAD = ("gradwire.parallel", "transformers.models.gpt2.modeling_gpt2")  # imported once, before the ranks fork off
 
 
 class Failure(NamedTuple):
@@ -37,7 +38,7 @@ class Failure(NamedTuple):
 
 def serve(rank: int, connection: Connection) -> None:
     """A rank's main loop: take a task, run it in its own process group, send back a result or a `Failure`."""
-    import torch
+    import torch  # not above: conftest imports this module, also for tests that need no torch
     import torch.distributed as dist
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the session's to handle
@@ -85,7 +86,8 @@ class Pool:
 
     def start(self, world_size: int) -> None:
         """Start those of the first ``world_size`` ranks that do not run yet."""
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOAD))
         for rank in range(len(self.ranks), world_size):
             here, there = context.Pipe()
             process = context.Process(target=serve, args=(rank, there), name=f"rank{rank}", daemon=True)
