@@ -57,7 +57,6 @@ def main(args: argparse.Namespace) -> None:
         {
             **asdict(origin),
             "dim": args.dim,
-            "fingerprint": origin.fingerprints[str(args.dim)],
             "order": "as in the data",
             "rows": len(merged.block.ids),
             "duplicates": merged.duplicates,

@@ -164,7 +164,7 @@ def _unbound(blocks: dict[Names, Block]) -> Iterator[str]:
         found = zip(block.ids, store.row_digests(block.ids, block.rows), strict=True)
         for row, (want, have) in enumerate(zip(bound, found, strict=True)):
             if want != have:
-                yield f"{names.rows} with {names.ids.name}: row {row} does not belong to {block.ids[row]!r}"
+                yield f"{names.rows} with {names.ids}: row {row} does not belong to {block.ids[row]!r}"
 
 
 def _not_joined(blocks: dict[Names, Block], whole: Names) -> Iterator[str]:

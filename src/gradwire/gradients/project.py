@@ -72,7 +72,7 @@ class Rademacher:
         for name, numel in self.parameters.items():
             for first, last in _tiles(numel, max(1, TILE // widest)):
                 signs = self.signs(name, torch.arange(first, last, device=rows.device), widest)
-                projected.addmm_(rows[:, start + first : start + last].float(), signs)
+                projected += rows[:, start + first : start + last].float() @ signs
             start += numel
         return {dim: projected[:, :dim] / math.sqrt(dim) for dim in dims}
 

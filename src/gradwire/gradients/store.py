@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import BadInput
-from gradwire.files import whole, write_with
+from gradwire.files import whole
 
 META = pa.schema(
     [
@@ -84,8 +84,10 @@ def row_digests(ids: Sequence[str], rows: Tensor) -> list[str]:
 
 def write(names: Names, block: Block) -> None:
     """Write a block's files, each whole or not at all; the ids come last."""
-    write_with(names.rows, lambda part: torch.save(block.rows.contiguous(), part))
-    write_with(names.meta, lambda part: pq.write_table(block.meta, part))
+    with whole(names.rows) as part, part.open("wb") as stream:  # a stream, for a path would name itself in the bytes
+        torch.save(block.rows.contiguous(), stream)
+    with whole(names.meta) as part:
+        pq.write_table(block.meta, part)
     with whole(names.ids) as part:
         part.write_bytes(pickle.dumps(block.ids))
 

@@ -1,0 +1,43 @@
+"""A small corpus with its shards, and a small saved model that reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from gradwire.data.tokenization import tokenize
+from gradwire.data.tokenizer import load as load_tokenizer
+from gradwire.files import write_json
+from gradwire.models import folder, gpt2
+
+MAX_LENGTH = 24
+
+
+class Small(NamedTuple):
+    """Where things are."""
+
+    corpus: Path
+    shards: Path
+    model: Path
+
+
+def make(root: Path) -> Small:
+    """17 documents of one to five samples each, and an untrained model with its tokenizer."""
+    words = ["gradient", "sample", "wire", "rank", "shard", "token", "id", "row", "byte", "sum"]
+    texts = [" ".join(words[(i * j + j) % 10] for j in range(4 + 5 * (i % 5))) for i in range(17)]
+    documents = [{"id": f"doc/{i}é", "title": f"Title {i}", "text": text} for i, text in enumerate(texts)]
+    write_json(root / "corpus.json", documents)
+    tokenize(
+        root / "corpus.json",
+        root / "data",
+        tokenizer="bpe",
+        vocab_size=290,
+        max_length=MAX_LENGTH,
+        shard_size=5,
+        val_fraction=0.2,
+        dataset="small",
+    )
+    vocab_size = load_tokenizer(root / "data" / "tokenizer").vocab_size
+    model = gpt2.build("tiny", vocab_size, MAX_LENGTH, seed=3)
+    folder.save(model.state_dict(), model.config, root / "data" / "tokenizer", root / "final_model", {"steps": 0})
+    return Small(root / "corpus.json", root / "data" / "shards", root / "final_model")

@@ -1,0 +1,617 @@
+"""Per-sample gradients against autograd by hand; the store over ranks, kills and faults; row i belongs to id i."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+import torch
+from small_model import make
+
+from gradwire import cli
+from gradwire.data.batches import Batch, collate
+from gradwire.data.shards import Sample, Shards
+from gradwire.errors import BadInput, CheckFailed, NonFiniteGradient
+from gradwire.files import sha256_file
+from gradwire.gradients import merge, provenance, store
+from gradwire.gradients.rows import RowMaker
+from gradwire.models import folder, gpt2
+from gradwire.persample import loop
+
+SAMPLES, DIMS, INTERVAL = 11, (64, 100), 4
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("gradients"))
+
+
+def options(small, run, **changes):
+    chosen = {
+        "model_dir": small.model,
+        "data_path": small.shards,
+        "output_path": run,
+        "max_samples": SAMPLES,
+        "dim": DIMS,
+        "save_interval": INTERVAL,
+        **changes,
+    }
+    words = ["grads", "collect"]
+    for name, value in chosen.items():
+        words += [f"--{name}", *map(str, value if isinstance(value, tuple) else [value])]
+    return words
+
+
+@pytest.fixture(scope="module")
+def alone(small, tmp_path_factory):
+    """A run of one rank, collected, aggregated and validated."""
+    run = tmp_path_factory.mktemp("ws1") / "run"
+    assert cli.main(options(small, run)) == 0
+    for dim in DIMS:
+        assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", str(dim)]) == 0
+    assert cli.main(["grads", "validate", "--output_dir", str(run)]) == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def pair(small, tmp_path_factory):
+    """The same run on two ranks, by one command."""
+    base = tmp_path_factory.mktemp("ws2")
+    config = {"model_dir": str(small.model), "data_path": str(small.shards), "max_samples": SAMPLES, "dim": list(DIMS)}
+    (base / "run.json").write_text(json.dumps({**config, "save_interval": INTERVAL, "recompute": 3}))
+    run = base / "run"
+    words = ["--config_path", str(base / "run.json"), "--output_dir", str(run), "--num_gpus", "2", "--skip_training"]
+    assert cli.main(["grads", "run", *words]) == 0
+    return run
+
+
+def merged(run, dim=DIMS[0]):
+    return store.read(store.all_names(run / f"dim{dim}"))
+
+
+# --- gradients of one batch
+
+
+def small_batch():
+    tokens = torch.tensor([[5, 6, 7, 8, 9, 5], [9, 8, 7, 0, 0, 0], [4, 3, 2, 1, 0, 0]])
+    labels = tokens.clone()
+    labels[1, 3:] = labels[2, 4:] = -100
+    labels[2, :2] = -100  # a prompt: its tokens are read, not predicted
+    return Batch(tokens, labels, ["a", "b", "c"])
+
+
+def test_a_samples_gradient_is_that_of_its_own_mean_loss():
+    model = gpt2.build("tiny", 64, 8, seed=0).double()
+    batch = small_batch()
+    targets = [[1, 2, 3, 4, 5], [1, 2], [2, 3]]
+    for sample, row, places in zip(loop.gradients(model, batch), range(3), targets, strict=True):
+        tokens = batch.input_ids[row]
+        log_p = model(tokens[None]).logits[0].log_softmax(-1)
+        loss = -sum(log_p[place - 1, tokens[place]] for place in places) / len(places)
+        model.zero_grad()
+        loss.backward()
+        assert sample.sample_id == "abc"[row]
+        assert sample.n_targets == len(places)
+        assert sample.loss == pytest.approx(loss.item(), rel=1e-12)
+        assert list(sample.gradient) == [name for name, _ in model.named_parameters()]
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(sample.gradient[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_the_tied_embedding_has_one_gradient_with_both_of_its_uses():
+    model = gpt2.build("tiny", 64, 8, seed=0)
+    (sample, *_) = loop.gradients(model, small_batch())
+    assert [name for name in sample.gradient if "wte" in name or "lm_head" in name] == ["transformer.wte.weight"]
+    gradient = sample.gradient["transformer.wte.weight"]
+    assert gradient[40].abs().sum() > 0  # never read: the output layer's part
+    untied = gpt2.build("tiny", 64, 8, seed=0)
+    untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.detach().clone())
+    (apart, *_) = loop.gradients(untied, small_batch())
+    both = apart.gradient["transformer.wte.weight"] + apart.gradient["lm_head.weight"]
+    torch.testing.assert_close(gradient, both)
+
+
+def test_padding_and_batch_mates_change_no_bit_and_the_mode_is_kept():
+    model = gpt2.build("tiny", 64, 8, seed=0).train()
+    batch = small_batch()
+    together = list(loop.gradients(model, batch))
+    narrow = Batch(batch.input_ids[1:2, :3], batch.labels[1:2, :3], ["b"])
+    (single,) = loop.gradients(model, narrow)
+    assert all(torch.equal(single.gradient[name], together[1].gradient[name]) for name in single.gradient)
+    assert model.training
+
+
+def test_frozen_parameters_have_no_gradient():
+    model = gpt2.build("tiny", 64, 8, seed=0)
+    model.transformer.wte.requires_grad_(False)
+    (sample, *_) = loop.gradients(model, small_batch())
+    assert "transformer.wte.weight" not in sample.gradient
+    assert len(sample.gradient) == 27
+
+
+class FakeShards(list):
+    meta = {"pad_id": 0}  # noqa: RUF012
+
+
+def maker_of(model):
+    from gradwire.gradients import project
+
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    return RowMaker(model, project.build("rademacher", sizes, 0), [64], torch.device("cpu"))
+
+
+def test_a_sample_without_a_target_has_a_zero_row_and_a_flag():
+    shards = FakeShards([Sample("one", torch.tensor([7])), Sample("three", torch.tensor([7, 8, 9]))])
+    block = maker_of(gpt2.build("tiny", 64, 8, seed=0)).blocks(shards, [0, 1])[64]
+    assert block.ids == ["one", "three"]
+    assert torch.equal(block.rows[0], torch.zeros(64)) and block.rows[1].norm() > 0
+    assert block.meta["flag"].to_pylist() == ["no_target", None]
+    assert block.meta["n_targets"].to_pylist() == [0, 2]
+    assert block.meta["loss"][0].as_py() is None and block.meta["norm"][0].as_py() == 0
+    assert math.isfinite(block.meta["loss"][1].as_py())
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_with_its_sample():
+    model = gpt2.build("tiny", 64, 8, seed=0)
+    torch.nn.init.constant_(model.transformer.ln_f.weight, math.nan)
+    with pytest.raises(NonFiniteGradient, match="sample 'three'"):
+        maker_of(model).blocks(FakeShards([Sample("three", torch.tensor([7, 8, 9]))]), [0])
+
+
+# --- the store over ranks
+
+
+def test_the_files_are_those_of_the_contract(alone, pair):
+    for run, ends in ((alone, [4, 8, 11]), (pair, [4, 6])):
+        for rank in range(json.loads((run / "collect.json").read_text())["world_size"]):
+            for dim in DIMS:
+                names = {f"{kind}.{end}" for kind in ("grads-N.pt", "ids-N.pkl", "meta-N.parquet") for end in ends}
+                names = {name.rpartition(".")[0].replace("N", name.rpartition(".")[2]) for name in names}
+                written = {path.name for path in (run / f"rank_{rank}" / f"dim{dim}").iterdir()}
+                assert written == names | {"all_orig.pt", "all_ids.pkl", "all_meta.parquet"}
+    assert {path.name for path in (pair / "dim64").iterdir()} >= {"all_orig.pt", "all_ids.pkl", "manifest.json"}
+    part = store.read(store.part_names(pair / "rank_1" / "dim100", 6))
+    assert part.rows.shape == (2, 100) and len(part.ids) == 2
+
+
+def test_two_ranks_on_an_odd_number_of_samples_give_the_store_of_one(small, alone, pair):
+    shards = Shards(small.shards, "train")
+    ids = [shards[position].sample_id for position in range(SAMPLES)]
+    assert len(set(ids)) == SAMPLES and any("#" in id_ for id_ in ids)
+    for dim in DIMS:
+        one, two = merged(alone, dim), merged(pair, dim)
+        assert one.ids == two.ids == ids
+        assert one.rows.shape == (SAMPLES, dim)
+        torch.testing.assert_close(one.rows, two.rows, rtol=1e-4, atol=1e-6)
+    manifest = json.loads((pair / "dim64" / "manifest.json").read_text())
+    assert (manifest["rows"], manifest["duplicates"], manifest["order"]) == (SAMPLES, 1, "as in the data")
+    assert 0 <= manifest["duplicates_deviation"] < 1e-5
+    assert manifest["sha256"]["all_ids.pkl"] == sha256_file(pair / "dim64" / "all_ids.pkl")
+
+
+def test_the_rows_are_the_projected_gradients_of_the_samples(small, pair):
+    shards, model = Shards(small.shards, "train"), folder.load(small.model)
+    origin = provenance.read(pair)
+    projector = RowMaker.load(origin, torch.device("cpu")).projector
+    for dim in DIMS:
+        assert projector.fingerprint(dim) == origin.fingerprints[str(dim)]
+        for position, (id_, row, norm) in enumerate(
+            zip(merged(pair, dim).ids, merged(pair, dim).rows, merged(pair, dim).meta["norm"].to_pylist(), strict=True)
+        ):
+            (sample,) = loop.gradients(model, collate([shards[position]], 0, 1))
+            flat = torch.cat([gradient.flatten() for gradient in sample.gradient.values()])
+            assert sample.sample_id == id_
+            assert norm == pytest.approx(flat.double().norm().item(), rel=1e-6)
+            torch.testing.assert_close(row, projector.project(flat[None], [dim])[dim][0], rtol=1e-4, atol=1e-5)
+
+
+def test_none_stores_the_whole_gradient(small, tmp_path, capsys):
+    numel = folder.load(small.model).num_parameters()
+    words = options(small, tmp_path / "run", projection="none", max_samples=2, dim=numel)
+    assert cli.main(words) == 0
+    rows = store.read_rows(tmp_path / "run" / "rank_0" / f"dim{numel}" / "all_orig.pt")
+    meta = store.read_meta(tmp_path / "run" / "rank_0" / f"dim{numel}" / "all_meta.parquet")
+    assert rows.double().norm(dim=1).tolist() == pytest.approx(meta["norm"].to_pylist(), rel=1e-9)
+    assert cli.main(options(small, tmp_path / "other", projection="none", dim=64)) == 2
+    assert f"gradients have {numel} entries" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["grads_collect.failed.json"]
+
+
+def test_a_corpus_file_is_read_with_the_models_tokenizer(small, tmp_path):
+    words = options(small, tmp_path / "run", data_path=small.corpus, cache_dir=tmp_path / "cache", max_samples=3)
+    assert cli.main(words) == 0
+    assert store.read_ids(tmp_path / "run" / "rank_0" / "dim64" / "all_ids.pkl")
+
+
+# --- going on, and refusing to mix
+
+
+def test_a_killed_collection_goes_on_to_the_store_of_an_unbroken_one(small, alone, tmp_path):
+    run = tmp_path / "run"
+    killed = [sys.executable, str(Path(__file__).with_name("killed_collect.py")), "7", *options(small, run)]
+    assert subprocess.run(killed, check=False).returncode == -9
+    parts = run / "rank_0" / "dim64"
+    done = (parts / "grads-4.pt").stat().st_mtime_ns
+    assert (parts / "grads-8.pt").exists() and not (run / "rank_0" / "dim100" / "ids-8.pkl").exists()
+    assert cli.main(options(small, run)) == 0
+    assert (parts / "grads-4.pt").stat().st_mtime_ns == done
+    for path in sorted((alone / "rank_0").rglob("*.p*")):
+        assert sha256_file(path) == sha256_file(run / path.relative_to(alone)), path
+    assert not list(run.rglob("*.part"))
+
+
+def test_a_run_folder_of_another_configuration_is_refused_and_restarted_on_request(small, alone, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(alone, run)
+    before = sha256_file(run / "rank_0" / "dim64" / "all_orig.pt")
+    changed = options(small, run, seed=1)
+    assert cli.main(changed) == 2
+    assert "a run folder of another configuration: seed is 0 there and 1 here" in capsys.readouterr().err
+    assert sha256_file(run / "rank_0" / "dim64" / "all_orig.pt") == before
+    assert cli.main([*changed, "--restart"]) == 0
+    assert sha256_file(run / "rank_0" / "dim64" / "all_orig.pt") != before
+    assert not (run / "dim64").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dim": 0}, "--dim is 0"),
+        ({"save_interval": 0}, "--save_interval is 0"),
+        ({"max_samples": 0}, "--max_samples is 0"),
+        ({"model_dir": "nowhere"}, "nowhere holds no model"),
+        ({"data_path": "nowhere"}, "nowhere is neither a shards folder nor a corpus file"),
+    ],
+)
+def test_bad_input_is_told_before_anything_is_written(small, tmp_path, capsys, changes, message):
+    assert cli.main(options(small, tmp_path / "run", **changes)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run" / "collect.json").exists()
+
+
+def test_more_ranks_than_samples_are_refused_before_they_start(small, tmp_path, capsys):
+    launch = ["launch", "--world_size", "4", "--"]
+    assert cli.main([*launch, *options(small, tmp_path / "run", max_samples=3)]) == 2
+    assert "4 ranks for 3 samples" in capsys.readouterr().err
+
+
+def test_grads_run_refuses_a_configuration_it_does_not_know(small, tmp_path, capsys):
+    def answer(text):
+        (tmp_path / "c.yaml").write_text(text)
+        assert cli.main(["grads", "run", "--config_path", str(tmp_path / "c.yaml"), "--output_dir", str(tmp_path)]) == 2
+        return capsys.readouterr().err
+
+    assert "Did you mean 'projection'" in answer("{model_dir: x, data_path: y, dim: 4, projecton: none}")
+    assert "lacks dim" in answer("{model_dir: x, data_path: y}")
+    assert "holds no mapping" in answer("[1, 2]")
+    assert "cannot be read" in answer("{")
+
+
+# --- merging
+
+
+def block_of(ids, rows):
+    facts = [{"sample_id": id_, "loss": 1.0, "n_targets": 1, "norm": 1.0, "flag": None} for id_ in ids]
+    return store.bind(rows, facts)
+
+
+def test_merging_orders_by_the_data_and_checks_duplicates():
+    rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    first, second = block_of(["a", "c", "e"], rows[[0, 2, 4]]), block_of(["b", "d", "a"], rows[[1, 3, 0]])
+    result = merge.merge([first, second], list("abcde"))
+    assert result.block.ids == list("abcde") and torch.equal(result.block.rows, rows)
+    assert (result.duplicates, result.deviation) == (1, 0.0)
+    differing = block_of(["b", "d", "a"], rows[[1, 3, 0]] * torch.tensor([[1.0], [1.0], [1.01]]))
+    with pytest.raises(CheckFailed, match=r"two rows of sample 'a' differ"):
+        merge.merge([first, differing], list("abcde"))
+    with pytest.raises(BadInput, match=r"no row for 2 samples \('f', 'g'\)"):
+        merge.merge([first, second], list("abcdefg"))
+    with pytest.raises(BadInput, match=r"rows for 1 samples \('e'\), which the data have not"):
+        merge.merge([first, second], list("abcd"))
+
+
+def test_aggregating_refuses_what_the_run_has_not(pair, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(pair, run)
+
+    def answer(*more, base=run):
+        assert cli.main(["grads", "aggregate", "--base_path", str(base), *more]) == 2
+        return capsys.readouterr().err
+
+    assert "--dim 65: " in answer("--dim", "65")
+    assert "was collected by 2 ranks" in answer("--dim", "64", "--num_gpus", "3")
+    assert "collect.json is missing" in answer("--dim", "64", base=tmp_path)
+    shutil.rmtree(run / "rank_1")
+    assert f"{run / 'rank_1' / 'dim64'} is missing or not complete" in answer("--dim", "64")
+
+
+def test_the_output_folder_may_be_the_width_itself(pair, tmp_path):
+    for given, meant in ((tmp_path / "a", tmp_path / "a" / "dim64"), (tmp_path / "dim64", tmp_path / "dim64")):
+        words = ["--base_path", str(pair), "--output_dir", str(given), "--dim", "64"]
+        assert cli.main(["grads", "aggregate", *words]) == 0
+        assert sha256_file(meant / "all_ids.pkl") == sha256_file(pair / "dim64" / "all_ids.pkl")
+
+
+# --- validation finds what is planted
+
+
+def rewrite(path, ids):
+    path.write_bytes(pickle.dumps(ids))
+
+
+def sign_again(run):
+    """Make the manifest agree with the files, as a careful forger would."""
+    file = run / "dim64" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["sha256"] = {name: sha256_file(run / "dim64" / name) for name in manifest["sha256"]}
+    file.write_text(json.dumps(manifest))
+
+
+def put(names, rows, ids, meta):
+    store.write(names, store.Block(rows.clone(), ids, meta))
+
+
+def swapped(ids, i=1, j=3):
+    ids = list(ids)
+    ids[i], ids[j] = ids[j], ids[i]
+    return ids
+
+
+def swap_rank_ids(run):
+    path = run / "rank_1" / "dim64" / "all_ids.pkl"
+    rewrite(path, swapped(store.read_ids(path)))
+    return path
+
+
+def swap_part_ids(run):
+    path = run / "rank_0" / "dim64" / "ids-4.pkl"
+    rewrite(path, swapped(store.read_ids(path)))
+    return path
+
+
+def swap_rank_ids_everywhere(run):
+    for name in ("ids-4.pkl", "all_ids.pkl"):
+        path = run / "rank_0" / "dim64" / name
+        rewrite(path, swapped(store.read_ids(path)))
+    return path
+
+
+def swap_merged_ids(run):
+    path = run / "dim64" / "all_ids.pkl"
+    rewrite(path, swapped(store.read_ids(path)))
+    return path
+
+
+def swap_merged_ids_and_sign(run):
+    path = swap_merged_ids(run)
+    sign_again(run)
+    return path
+
+
+def swap_merged_rows_and_bind_again(run):
+    names, block = store.all_names(run / "dim64"), merged(run)
+    rows = block.rows[swapped(range(SAMPLES))]
+    meta = block.meta.set_column(5, "digest", pa.array(store.row_digests(block.ids, rows)))
+    put(names, rows, block.ids, meta)
+    sign_again(run)
+    return names.rows
+
+
+def alter_row(run):
+    names, block = store.all_names(run / "dim64"), merged(run)
+    rows = block.rows.clone()
+    rows[5] *= 1.1
+    put(names, rows, block.ids, block.meta)
+    sign_again(run)
+    return names.rows
+
+
+def alter_rank_row(run):
+    names = store.part_names(run / "rank_1" / "dim64", 6)
+    block = store.read(names)
+    rows = block.rows.clone()
+    rows[0, 0] += 1e-3
+    put(names, rows, block.ids, block.meta)
+    return names.rows
+
+
+def keep(run, positions):
+    names = store.all_names(run / "dim64")
+    put(names, *store.taken(merged(run), positions))
+    sign_again(run)
+    return names.ids
+
+
+def drop_row(run):
+    return keep(run, [0, 1, 2, 3, 5, 6, 7, 8, 9, 10])
+
+
+def duplicate_row(run):
+    return keep(run, [0, 1, 2, 3, 3, 5, 6, 7, 8, 9, 10])
+
+
+def reorder_rows(run):
+    return keep(run, swapped(range(SAMPLES)))
+
+
+def add_id(run):
+    path = run / "rank_0" / "dim64" / "ids-6.pkl"
+    rewrite(path, [*store.read_ids(path), "more"])
+    return path
+
+
+def truncate(run):
+    path = run / "rank_0" / "dim64" / "grads-4.pt"
+    path.write_bytes(path.read_bytes()[:-300])
+    return path
+
+
+def break_pair(run):
+    path = run / "rank_1" / "dim64" / "ids-4.pkl"
+    path.unlink()
+    return path
+
+
+def add_block(run):
+    path = run / "rank_1" / "dim64" / "grads-5.pt"
+    shutil.copy(run / "rank_1" / "dim64" / "grads-4.pt", path)
+    return path.parent
+
+
+def plant_nan(run):
+    names = store.all_names(run / "rank_0" / "dim64")
+    block = store.read(names)
+    rows = block.rows.clone()
+    rows[2, 3] = math.nan
+    put(names, rows, block.ids, block.meta)
+    return names.rows
+
+
+def other_width(run):
+    path = run / "dim64" / "all_orig.pt"
+    torch.save(torch.ones(SAMPLES, 65), path)
+    return path
+
+
+def other_type(run):
+    path = run / "dim64" / "all_orig.pt"
+    torch.save(merged(run).rows.half(), path)
+    return path
+
+
+def forge_manifest(run):
+    path = run / "dim64" / "manifest.json"
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
+    return path
+
+
+def remove_merged(run):
+    shutil.rmtree(run / "dim64")
+    return run / "dim64" / "all_ids.pkl"
+
+
+FAULTS = [
+    swap_rank_ids,
+    swap_part_ids,
+    swap_rank_ids_everywhere,
+    swap_merged_ids,
+    swap_merged_ids_and_sign,
+    swap_merged_rows_and_bind_again,
+    alter_row,
+    alter_rank_row,
+    drop_row,
+    duplicate_row,
+    reorder_rows,
+    add_id,
+    truncate,
+    break_pair,
+    add_block,
+    plant_nan,
+    other_width,
+    other_type,
+    forge_manifest,
+    remove_merged,
+]
+
+
+@pytest.mark.parametrize("plant", FAULTS)
+def test_validation_finds_the_fault_and_names_the_file(pair, tmp_path, capsys, plant):
+    run = tmp_path / "run"
+    shutil.copytree(pair, run)
+    path = plant(run)
+    assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "64"]) == 1
+    told = json.loads((run / "validation.json").read_text())
+    failed = [check for check in told["checks"] if not check["passed"]]
+    assert told["passed"] is False and failed
+    assert str(path) in " ".join(check["detail"] for check in failed)
+    assert str(path) in capsys.readouterr().err
+    assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "100"]) == 0
+
+
+def test_recomputing_finds_rows_that_are_consistently_false(pair, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(pair, run)
+    for folder_ in (run / "rank_0" / "dim64", run / "rank_1" / "dim64", run / "dim64"):
+        for names in [store.all_names(folder_), *(store.part_names(folder_, end) for end in store.parts(folder_))]:
+            block = store.read(names)
+            rows = block.rows * 1.1
+            digests = pa.array(store.row_digests(block.ids, rows))
+            put(names, rows, block.ids, block.meta.set_column(5, "digest", digests))
+    sign_again(run)
+    words = ["grads", "validate", "--output_dir", str(run), "--dim", "64"]
+    assert cli.main(words) == 0
+    assert cli.main([*words, "--recompute", "2"]) == 1
+    assert f"{run / 'dim64' / 'all_orig.pt'}: row" in capsys.readouterr().err
+
+
+def test_the_checks_of_the_ranks_and_of_the_merged_rows_can_be_asked_for_apart(pair, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(pair, run)
+    swap_rank_ids(run)
+    words = ["grads", "validate", "--output_dir", str(run), "--num_gpus", "2", "--recompute", "1"]
+    assert cli.main([*words, "--check_aggregated"]) == 0
+    assert cli.main([*words, "--check_ranks"]) == 1
+
+
+def test_validation_refuses_another_model_or_other_data(small, pair, tmp_path, capsys):
+    other = tmp_path / "model"
+    shutil.copytree(small.model, other)
+    model = gpt2.build("tiny", 290, 24, seed=4)
+    folder.save(model.state_dict(), model.config, small.model, other, {})
+    words = ["grads", "validate", "--output_dir", str(pair), "--recompute", "1"]
+    assert cli.main([*words, "--model_dir", str(other)]) == 2
+    assert "is not the one that was collected from" in capsys.readouterr().err
+    moved = tmp_path / "shards"
+    shutil.copytree(small.shards, moved)
+    assert cli.main([*words, "--data_path", str(moved)]) == 0
+
+
+# --- pickles
+
+
+class Malicious:
+    def __reduce__(self):
+        return Path.touch, (Path("touched"),)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pickle.dumps(Malicious()),
+        pickle.dumps([Malicious()]),
+        pickle.dumps({"a": 1}),
+        pickle.dumps(["a", b"b"]),
+        pickle.dumps(("a",)),
+        pickle.dumps(["a", "b"])[:-4],
+        b"",
+        b"\x80\x04garbage",
+    ],
+)
+def test_only_a_list_of_strings_is_unpickled(tmp_path, monkeypatch, content):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ids.pkl").write_bytes(content)
+    with pytest.raises(BadInput, match=str(tmp_path / "ids.pkl")):
+        store.read_ids(tmp_path / "ids.pkl")
+    assert not Path("touched").exists()
+
+
+def test_a_malicious_tensor_file_is_not_executed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(Malicious(), tmp_path / "rows.pt")
+    with pytest.raises(BadInput, match=str(tmp_path / "rows.pt")):
+        store.read_rows(tmp_path / "rows.pt")
+    assert not Path("touched").exists()
+
+
+def test_ids_are_data(tmp_path):
+    ids = ["../../etc/passwd", "line\nbreak", "ünï ✓", "x" * 1_000_000, ""]
+    names = store.all_names(tmp_path)
+    store.write(names, block_of(ids, torch.ones(5, 2)))
+    assert store.read(names).ids == ids
