@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from gradwire.parallel import (
     clip_grad_norm,
     full_state_dict,
     load_checkpoint_state,
+    named_parameters,
     traffic_unhooked,
     wrap,
 )
@@ -70,8 +72,9 @@ class Even(nn.Module):
 
 
 def tiny_gpt2():
-    sizes = {"vocab_size": 37, "n_positions": 8, "n_embd": 6, "n_layer": 2, "n_head": 2}
-    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+    config = GPT2Config(vocab_size=37, n_positions=8, n_embd=6, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    return GPT2LMHeadModel(config)
 
 
 MODELS = {"odd": Odd, "even": Even, "gpt2": tiny_gpt2}
@@ -94,6 +97,7 @@ def loss_of(name, model, batch):
     return model(input_ids=batch, labels=batch).loss if name == "gpt2" else model(batch).mean()
 
 
+@cache
 def exact_gradients(name, ranks, micros=(0,)):
     """Gradients of the mean loss over ranks and micro-batches: float64, one process."""
     model = model_of(name).double()
@@ -183,7 +187,7 @@ def test_accumulated_gradients_are_averaged_once(world, size, strategy, method):
 @pytest.mark.parametrize("name", ["odd", "gpt2"])
 def test_int8_stays_within_its_bound(world, size, name):
     """Half a scale per encoding: the mean of the ranks' first ones, and under ddp the mean's own second one."""
-    local = [exact_gradients(name, [rank]) for rank in range(size)]
+    local = [exact_gradients(name, (rank,)) for rank in range(size)]
     exact = exact_gradients(name, range(size))
     for strategy, ranks in run(world, size, name, method="int8").items():
         for found, _ in ranks:
@@ -217,7 +221,7 @@ def test_padding_and_empty_shards_are_not_sent(world, size):
 @every_strategy
 def test_one_rank_needs_no_reduction(world, strategy):
     [(found, traffic)] = run(world, 1, "odd", [strategy], "int8")[strategy]
-    assert_near(found, exact_gradients("odd", [0]))
+    assert_near(found, exact_gradients("odd", (0,)))
     assert not any(traffic.values())
 
 
@@ -274,6 +278,17 @@ def test_clipping_uses_the_norm_over_the_whole_model(world, size, strategy):
         assert all(torch.equal(before[name], unchanged[name]) for name in before)
         for name, gradient in before.items():
             torch.testing.assert_close(after[name], gradient * (0.25 / norm))
+
+
+def names_of_parameters(rank, world, group, strategy):
+    model = wrap(model_of("gpt2"), strategy, device="cpu")
+    return [name for name, _ in named_parameters(model)]
+
+
+@every_strategy
+def test_parameters_keep_their_names(world, strategy):
+    names = [name for name, _ in model_of("gpt2").named_parameters()]
+    assert world(2).run(names_of_parameters, strategy) == [names] * 2
 
 
 def trained(rank, world, group, name, strategy, count):
