@@ -4,9 +4,8 @@ from snakemake.utils import min_version
 min_version("9.20")
 
 
-if (
-    "name" not in config
-):  # another experiment: --configfile configs/smoke.yaml, instead of this one, not on top
+# Another experiment (--configfile configs/smoke.yaml) takes the place of this one instead of lying on top of it.
+if "name" not in config:
 
     configfile: "config.yaml"
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from gradwire.compressors import registry
@@ -232,6 +232,13 @@ class Grid(Strict):
     compressors: tuple[str, ...] | Literal["all"] = "all"
 
 
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, Mapping) else value
+
+
+Grids = Annotated[tuple[Grid, ...], BeforeValidator(_as_list, json_schema_input_type=Grid | tuple[Grid, ...])]
+
+
 class Experiment(Strict):
     """A whole experiment: everything that ``results/<name>/`` is made from."""
 
@@ -240,19 +247,9 @@ class Experiment(Strict):
     model: str = Field("tiny", description="a preset (tiny, 62m) or a saved model's folder")
     training: Training = Field(default_factory=Training)
     compressors: dict[Name, dict[str, Any]] = Field(min_length=1, description="label: cell")
-    grid: tuple[Grid, ...] = Field(description="a product or a list of them; their union is run")
+    grid: Grids = Field(description="a product or a list of them; their union is run")
     exclude: tuple[Exclusion, ...] = ()
     gradients: Gradients | None = None
-
-    @field_validator("grid", mode="before")
-    @classmethod
-    def _one_grid_is_a_list_of_one(cls, value: Any) -> Any:
-        return [value] if isinstance(value, Mapping) else value
-
-    @field_validator("compressors", mode="before")
-    @classmethod
-    def _a_label_alone_has_no_options(cls, value: Any) -> Any:
-        return {label: cell or {} for label, cell in value.items()} if isinstance(value, Mapping) else value
 
     def cells(self) -> dict[str, Cell]:
         """The compressor cells by label, each checked."""
@@ -330,7 +327,7 @@ def experiment(mapping: Mapping[str, Any]) -> Experiment:
 
 def json_schema() -> dict[str, Any]:
     """The JSON schema of a configuration file, for Snakemake and for editors."""
-    return Experiment.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Experiment.model_json_schema()}
 
 
 def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:

@@ -1,6 +1,5 @@
 # Names, folders and small helpers that the rules share. What is asked for is decided in gradwire.config, not here.
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -9,13 +8,16 @@ from snakemake.utils import validate
 
 from gradwire.config import experiment, to_flags
 from gradwire.errors import BadInput
+from gradwire.files import write_json
 from gradwire.source import source_digest
 
-os.environ["PATH"] = (
-    f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # where `gradwire` is
-)
+shell.prefix(
+    f"PATH=$PATH:{Path(sys.executable).parent}; "
+)  # `gradwire` stands beside Snakemake's own Python
 
-validate(config, "../schemas/config.schema.json")
+validate(
+    config, "../schemas/config.schema.json", set_default=False
+)  # gradwire.config fills them in
 try:
     EXPERIMENT = experiment(config)
     CELLS = EXPERIMENT.cells()
@@ -87,17 +89,10 @@ def granted_gpus(wildcards, resources):
     return f"--gpus {resources.gpu}" if gpus_needed(wildcards) else ""
 
 
-def store_files(name):
-    """`name` in each `dim<D>/` of a gradient store."""
-    return [f"{GRADIENTS}/dim{dim}/{name}" for dim in EXPERIMENT.gradients.dim]
-
-
 def write_expected():
     """Tell `summarize` which runs were asked for, so that a run that never started is a row too."""
     asked = [
-        {**run._asdict(), "path": run.path, "excluded": EXPERIMENT.excluded(run)}
+        {**run._asdict(), "excluded": EXPERIMENT.excluded(run)}
         for run in EXPERIMENT.asked()
     ]
-    path = Path(RESULTS) / "expected.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(asked, indent=1))
+    write_json(Path(RESULTS) / "expected.json", asked)

@@ -24,7 +24,7 @@ rule tokenizer:
         f"{LOGS}/tokenizer.log",
     params:
         source=source_digest("gradwire.data.tokenize"),
-        folder=TOKENS,
+        folder=subpath(output[0], parent=True),
         flags=to_flags(DATASET, "tokenizer", "vocab_size"),
     shell:
         "gradwire tokenize --tokenizer_only --data_path {input.corpus:q} --output_dir {params.folder:q}"
@@ -42,7 +42,7 @@ rule shards:
         f"{LOGS}/shards.log",
     params:
         source=source_digest("gradwire.data.tokenize"),
-        folder=TOKENS,
+        folder=subpath(output.train, ancestor=3),
         dataset=DATASET.source,
         flags=to_flags(DATASET, "max_length", "shard_size", "val_fraction"),
     shell:

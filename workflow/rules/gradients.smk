@@ -3,7 +3,8 @@ if EXPERIMENT.gradients is not None:
 
     rule grads_collect:
         input:
-            rules.shards.output,
+            shards=rules.shards.output.train,
+            validation=rules.shards.output.val,
             model=f"{RUN}/final_model",
         output:
             [
@@ -18,8 +19,8 @@ if EXPERIMENT.gradients is not None:
             nodes=1,
         params:
             source=source_digest("gradwire.launch.launch", "gradwire.gradients.collect"),
-            folder=GRADIENTS,
-            data=f"{TOKENS}/shards",
+            folder=subpath(output[0], ancestor=3),
+            data=subpath(input.shards, ancestor=2),
             gpus=granted_gpus,
             flags=to_flags(
                 EXPERIMENT.gradients,
@@ -47,7 +48,7 @@ if EXPERIMENT.gradients is not None:
             f"{LOGS}/grads_aggregate/{CELL}.dim{{dim}}.log",
         params:
             source=source_digest("gradwire.gradients.aggregate"),
-            folder=GRADIENTS,
+            folder=subpath(output[0], ancestor=2),
         shell:
             "gradwire grads aggregate --base_path {params.folder:q} --output_dir {params.folder:q}"
             " --num_gpus {wildcards.world_size} --dim {wildcards.dim} > {log:q} 2>&1"
@@ -61,7 +62,7 @@ if EXPERIMENT.gradients is not None:
             f"{LOGS}/grads_validate/{CELL}.log",
         params:
             source=source_digest("gradwire.gradients.validate"),
-            folder=GRADIENTS,
+            folder=subpath(output[0], parent=True),
             flags=to_flags(EXPERIMENT.gradients, "dim", "recompute"),
         shell:
             "gradwire grads validate --output_dir {params.folder:q} --check_ranks --check_aggregated"

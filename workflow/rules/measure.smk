@@ -10,14 +10,14 @@ rule trace:
         f"{LOGS}/trace/{CELL}.log",
     params:
         source=source_digest("gradwire.measurement.trace"),
-        folder=RUN,
+        folder=subpath(input[0], parent=True),
     shell:
         "gradwire trace --run_dir {params.folder:q} > {log:q} 2>&1"
 
 
 rule perplexity:
     input:
-        rules.shards.output,
+        shards=rules.shards.output.val,
         model=f"{RUN}/final_model",
     output:
         f"{RUN}/perplexity.json",
@@ -25,6 +25,6 @@ rule perplexity:
         f"{LOGS}/perplexity/{CELL}.log",
     params:
         source=source_digest("gradwire.training.perplexity"),
-        data=f"{TOKENS}/shards",
+        data=subpath(input.shards, ancestor=2),
     shell:
         "gradwire perplexity --model_dir {input.model:q} --data_path {params.data:q} --output {output:q} > {log:q} 2>&1"

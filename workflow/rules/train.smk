@@ -3,7 +3,8 @@
 
 rule train:
     input:
-        rules.shards.output,
+        shards=rules.shards.output.train,
+        validation=rules.shards.output.val,
     output:
         record=f"{RUN}/record.json",
         steps=f"{RUN}/steps.parquet",
@@ -20,8 +21,8 @@ rule train:
         nodes=1,
     params:
         source=train_source,
-        folder=RUN,
-        data=f"{TOKENS}/shards",
+        folder=subpath(output.record, parent=True),
+        data=subpath(input.shards, ancestor=2),
         model=EXPERIMENT.model,
         method=method_of,
         cell=cell_json,

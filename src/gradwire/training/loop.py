@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
 from gradwire import parallel
@@ -91,7 +90,6 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
         start, outcome.rows = own["step"], own["rows"]
         if reducer is not None:
             reducer.load_state_dict(own["reducer"])
-    scheduler = LambdaLR(optimizer, cosine(training), last_epoch=start - 1)
 
     def validate() -> Quality:
         return evaluate(model, eval_batches(val_split, training.batch_size, world.rank, world.world_size), world.device)
@@ -113,16 +111,18 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
     ):
         try:
             for step in range(start, training.steps):
+                lr = learning_rate(training, step)
+                for group in optimizer.param_groups:
+                    group["lr"] = lr
                 row = optimizer_step(model, optimizer, reducer, batches, training, world, clock)
                 row |= {
                     "step": step,
                     "rank": world.rank,
-                    "lr": scheduler.get_last_lr()[0],
+                    "lr": lr,
                     "warmup": step < training.warmup_steps,
                     "profiled": step in profiled,
                 }
                 outcome.rows.append(row)
-                scheduler.step()
                 profiler.step()
                 last = step + 1 == training.steps
                 if last or (training.eval_every and (step + 1) % training.eval_every == 0):
@@ -253,16 +253,12 @@ def adamw(model: nn.Module, matrices: set[str], training: Training) -> torch.opt
     return torch.optim.AdamW(groups, lr=training.lr, betas=(0.9, 0.95))
 
 
-def cosine(training: Training) -> Any:
-    """The learning rate's factor by step: linear warm-up, then a cosine down to a tenth."""
-
-    def factor(step: int) -> float:
-        if step < training.lr_warmup_steps:
-            return (step + 1) / training.lr_warmup_steps
-        done = (step - training.lr_warmup_steps) / max(1, training.steps - training.lr_warmup_steps)
-        return 0.1 + 0.45 * (1 + math.cos(math.pi * min(done, 1.0)))
-
-    return factor
+def learning_rate(training: Training, step: int) -> float:
+    """Linear warm-up to ``lr``, then a cosine down to a tenth of it."""
+    if step < training.lr_warmup_steps:
+        return training.lr * (step + 1) / training.lr_warmup_steps
+    done = (step - training.lr_warmup_steps) / max(1, training.steps - training.lr_warmup_steps)
+    return training.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
 class Clock:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 
 from gradwire.seat import DEVICES
@@ -60,7 +61,13 @@ def main(args: argparse.Namespace) -> None:
         model = folder.load(model_dir).to(world.device)
         quality = evaluate(model, eval_batches(shards, args.batch_size, 0, 1), world.device)
     print(f"avg_loss {quality.loss:.6f}  ppl {quality.ppl:.4f}  over {quality.n_targets} targets of {args.split}")
+    finite = math.isfinite(quality.ppl)  # a diverged model's perplexity is null, which JSON can carry
     write_json(
         output(args),
-        {"avg_loss": quality.loss, "ppl": quality.ppl, "n_targets": quality.n_targets, "split": args.split},
+        {
+            "avg_loss": quality.loss if finite else None,
+            "ppl": quality.ppl if finite else None,
+            "n_targets": quality.n_targets,
+            "split": args.split,
+        },
     )

@@ -1,0 +1,259 @@
+"""The training loop on real ranks: what must not depend on the world size, bytes, resuming, divergence, bad input."""
+
+import argparse
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from data_samples import values, write_corpus
+
+from gradwire import cli
+from gradwire.collectives.world import World
+from gradwire.config import Training
+from gradwire.data.shards import Shards
+from gradwire.data.tokenization import tokenize
+from gradwire.training import loop as training_loop
+from gradwire.training import results, train
+from gradwire.training import settings as run_settings
+
+SMALL = {"batch_size": 2, "steps": 6, "warmup_steps": 1, "eval_every": 3, "profile": False, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory) -> Path:
+    """Token shards of a small corpus."""
+    root = tmp_path_factory.mktemp("training")
+    tokenize(
+        write_corpus(root / "corpus.json", values(60)),
+        root,
+        tokenizer="bpe",
+        vocab_size=300,
+        max_length=24,
+        shard_size=50,
+        val_fraction=0.2,
+        dataset="small",
+    )
+    return root / "shards"
+
+
+def words(shards: Path, folder: Path, *more: str, **changes) -> list[str]:
+    """The arguments of ``gradwire train`` for a small run."""
+    flags = {"data_path": shards, "output_dir": folder, **SMALL, **changes}
+    switch = [] if flags.pop("profile") else ["--no-profile"]
+    return [word for name, value in flags.items() for word in (f"--{name}", str(value))] + switch + list(more)
+
+
+def parsed(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    train.arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def run(rank: int, world_size: int, group: object, arguments: list[str]) -> tuple[list[dict], dict | None]:
+    """One rank of ``gradwire train``, inside the test's process group; rank 0 returns the record too."""
+    args = parsed(arguments)
+    settings = run_settings.from_arguments(args)
+    world = World(rank, rank, world_size, "gloo", torch.device("cpu"))
+    splits = Shards(Path(args.data_path), "train"), Shards(Path(args.data_path), "val")
+    identity = settings.identity(world_size, splits[0].digest)
+    model, outcome = training_loop.train(settings, splits, world, identity)
+    results.write(settings, identity, splits, world, model, outcome)
+    path = settings.output_dir / "record.json"
+    return outcome.rows, json.loads(path.read_text()) if rank == 0 else None
+
+
+def losses(rows: list[dict]) -> list[float]:
+    return [row["loss"] for row in rows]
+
+
+def test_the_loss_curve_depends_on_the_global_batch_not_on_how_ranks_and_micro_batches_share_it(
+    world, shards, tmp_path
+):
+    one = world(1).run(run, words(shards, tmp_path / "one", batch_size=4))[0][0]
+    accumulated = world(1).run(run, words(shards, tmp_path / "acc", batch_size=2, grad_accum_steps=2))[0][0]
+    for strategy in ("ddp", "fsdp1", "fsdp2"):
+        two = world(2).run(run, words(shards, tmp_path / strategy, strategy=strategy))
+        assert losses(two[0][0]) == losses(two[1][0]), "both ranks must know the same loss"
+        assert losses(two[0][0]) == pytest.approx(losses(one), rel=2e-5)
+        assert two[0][0][-1]["val_loss"] == pytest.approx(one[-1]["val_loss"], rel=2e-5)
+        assert {row["tokens"] for row in two[0][0]} != {row["tokens"] for row in two[1][0]}, "ranks have own samples"
+    assert losses(accumulated) == pytest.approx(losses(one), rel=2e-5)
+
+
+def test_seeds_give_different_curves_and_one_seed_gives_the_same_curve_twice(world, shards, tmp_path):
+    curves = [
+        losses(world(1).run(run, words(shards, tmp_path / str(i), seed=s))[0][0]) for i, s in enumerate((0, 0, 1))
+    ]
+    assert curves[0] == curves[1]
+    assert curves[0] != curves[2]
+    assert abs(curves[0][0] - curves[2][0]) > 1e-4, "the first loss already shows another model and other samples"
+
+
+@pytest.mark.parametrize(
+    ("strategy", "method", "options", "ratio", "source"),
+    [
+        ("fsdp2", "none", {}, 1.0, "closed_form"),
+        ("fsdp2", "none", {"algorithm": "exchange"}, 1.0, "metered"),
+        ("fsdp2", "fp16", {}, 2.0, "metered"),
+        ("ddp", "fp16", {}, 2.0, "metered"),
+        ("fsdp1", "bf16", {}, 2.0, "metered"),
+        ("ddp", "int8", {"block": 128, "rounding": "stochastic"}, 4 / (1 + 4 / 128), "metered"),
+    ],
+)
+def test_counted_bytes_are_the_closed_form(world, shards, tmp_path, strategy, method, options, ratio, source):
+    arguments = words(
+        shards,
+        tmp_path,
+        strategy=strategy,
+        comm_compress=method,
+        comm_config_json=json.dumps(options),
+        steps=3,
+        eval_every=0,
+    )
+    (rows, record), (other, _) = world(2).run(run, arguments)
+    numel, phases = record["parameters"], 2 if strategy == "ddp" else 1
+    assert record["bytes_raw_total"] == 3 * phases * 4 * numel  # W = 2: (W - 1) / W * 4n on each of two ranks
+    assert record["compression_ratio"] == pytest.approx(ratio, rel=1e-12 if method != "int8" else 2e-3)
+    assert record["bytes_compressed_total"] == record["bytes_closed_form_total"]
+    assert record["bytes_source"] == source
+    if source == "metered":
+        steps = [row["bytes_sent"] for row in rows + other]
+        assert sum(steps) == record["bytes_compressed_total"]
+    assert record["steps"] == 3
+    assert record["measured_steps"] == 2
+
+
+def test_a_single_rank_sends_nothing(world, shards, tmp_path):
+    _, record = world(1).run(run, words(shards, tmp_path, comm_compress="int8"))[0]
+    assert record["bytes_raw_total"] == record["bytes_compressed_total"] == 0
+    assert record["compression_ratio"] is None
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2"])
+def test_a_resumed_run_equals_an_unbroken_one(world, shards, tmp_path, strategy):
+    options = {
+        "strategy": strategy,
+        "comm_compress": "int8",
+        "comm_config_json": json.dumps({"rounding": "stochastic"}),
+        "checkpoint_every": 4,
+    }
+    whole, _ = world(2).run(run, words(shards, tmp_path / "whole", **options))
+    shutil.copytree(tmp_path / "whole" / "checkpoints", tmp_path / "resumed" / "checkpoints")
+    resumed, _ = world(2).run(run, words(shards, tmp_path / "resumed", "--resume", **options))
+    assert [path.name for path in (tmp_path / "whole/checkpoints").iterdir()] == ["step00000004"]
+    assert losses(resumed[0]) == losses(whole[0])
+    assert len(losses(resumed[0])) == 6
+    weights = [(tmp_path / name / "final_model/model.safetensors").read_bytes() for name in ("whole", "resumed")]
+    assert weights[0] == weights[1]
+    steps = pq.read_table(tmp_path / "resumed/steps.parquet").to_pydict()
+    assert sorted(zip(steps["step"], steps["rank"], strict=True)) == [(s, r) for s in range(6) for r in range(2)]
+
+
+def test_a_checkpoint_of_another_configuration_is_refused(world, shards, tmp_path):
+    world(1).run(run, words(shards, tmp_path, checkpoint_every=4))
+    with pytest.raises(Exception, match="another configuration"):
+        world(1).run(run, words(shards, tmp_path, "--resume", checkpoint_every=4, lr=0.5))
+
+
+@pytest.mark.parametrize(("method", "strategy"), [("none", "fsdp2"), ("int8", "fsdp2"), ("none", "ddp")])
+def test_a_diverged_run_is_a_result(world, shards, tmp_path, method, strategy):
+    arguments = words(
+        shards, tmp_path, comm_compress=method, strategy=strategy, lr=1e30, clip_grad_norm=1e30, lr_warmup_steps=1
+    )
+    _, record = world(2).run(run, arguments)[0]
+    assert record["status"] == "diverged"
+    assert record["reason"]
+    assert record["val_ppl"] is None
+    assert record["val_loss"] is None
+    assert 0 < record["bytes_raw_total"] < 6 * 4 * record["parameters"], "only steps that were made are counted"
+
+
+def test_perplexity_of_the_final_model_is_the_last_evaluation_of_the_run(world, shards, tmp_path, capsys):
+    _, record = world(2).run(run, words(shards, tmp_path, strategy="fsdp2"))[0]
+    assert cli.run(["perplexity", "--model_dir", str(tmp_path / "final_model"), "--data_path", str(shards)]) == 0
+    written = json.loads((tmp_path / "perplexity.json").read_text())
+    assert written["avg_loss"] == pytest.approx(record["val_loss"], rel=1e-6)
+    assert written["ppl"] == pytest.approx(math.exp(written["avg_loss"]))
+    assert f"ppl {written['ppl']:.4f}" in capsys.readouterr().out
+
+
+def test_step_times_leave_out_warm_up_and_profiled_steps_and_take_the_slowest_rank():
+    rows = [
+        {"step": step, "rank": rank, "warmup": step < 1, "profiled": step == 1, "step_ms": ms, "tokens": 10}
+        for step, times in enumerate([(900, 901), (700, 702), (10, 30), (50, 20)])
+        for rank, ms in enumerate(times)
+    ]
+    found = results.times(rows)
+    assert found["measured_steps"] == 2
+    assert found["step_time_ms_mean"] == 40
+    assert found["step_time_ms_p50"] == 40
+    assert found["tokens_per_s"] == 40 / 0.080
+
+
+BAD = {
+    "unknown compressor": (["--comm_compress", "int7"], ["unknown compressor 'int7'", "'int8'"]),
+    "unknown option": (
+        ["--comm_compress", "int8", "--comm_config_json", '{"blok": 3}'],
+        ["option of int8 'blok'", "Did you mean 'block'"],
+    ),
+    "mistyped option": (["--comm_compress", "int8", "--comm_config_json", '{"block": "x"}'], ["block", "'x'"]),
+    "no object": (["--comm_config_json", "[1]"], ["JSON object", "[1]"]),
+    "no JSON": (["--comm_config_json", "{block}"], ["not valid JSON", "{block}"]),
+    "out of range": (["--batch_size", "0"], ["batch_size", "greater than or equal to 1"]),
+    "too few samples": (["--batch_size", "100000"], ["training split has", "100000"]),
+    "no data": (["--data_path", "nowhere"], ["nowhere"]),
+    "no GPU": (["--device", "cuda"], ["no CUDA device"]),
+    "unknown preset": (["--model", "tinny"], ["tinny", "'tiny'"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD, ids=str)
+def test_bad_input_is_one_message_and_leaves_nothing(case, shards, tmp_path, capsys):
+    if case == "no GPU" and torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    change, expected = BAD[case]
+    folder = tmp_path / "run"
+    assert cli.run(["train", *words(shards, folder), *change]) == 2
+    told = capsys.readouterr().err.strip()
+    assert "\n" not in told
+    for word in expected:
+        assert word in told
+    assert [path.name for path in folder.iterdir()] == ["train.failed.json"]
+    assert json.loads((folder / "train.failed.json").read_text())["exit_code"] == 2
+
+
+def test_a_folder_of_another_configuration_is_refused_and_kept(world, shards, tmp_path, capsys):
+    world(1).run(run, words(shards, tmp_path))
+    before = (tmp_path / "record.json").read_bytes()
+    assert cli.run(["train", *words(shards, tmp_path, lr=0.5)]) == 2
+    assert "another configuration" in capsys.readouterr().err
+    assert (tmp_path / "record.json").read_bytes() == before
+
+
+def test_a_shard_with_a_wrong_checksum_is_refused(shards, tmp_path, capsys):
+    copy = tmp_path / "data" / "shards"
+    shutil.copytree(shards.parent, copy.parent)
+    victim = copy / "train" / "shard-00000.pt"
+    victim.write_bytes(victim.read_bytes()[:-1] + b"x")
+    assert cli.run(["train", *words(copy, tmp_path / "run")]) == 2
+    assert "SHA-256" in capsys.readouterr().err
+    victim.unlink()
+    assert cli.run(["train", *words(copy, tmp_path / "run")]) == 2
+    assert "missing" in capsys.readouterr().err
+
+
+def test_a_corpus_file_is_tokenized_into_the_cache(shards, tmp_path):
+    arguments = words(shards.parent / "corpus.json", tmp_path / "run", cache_dir=tmp_path / "cache", vocab_size=300)
+    args = parsed([*arguments, "--max_length", "24"])
+    folder = train.shards_folder(args, rank=0)
+    assert Shards(folder, "train").meta["finalized"]
+    assert train.shards_folder(args, rank=1) == folder
+
+
+def test_every_field_of_training_is_a_flag_with_a_description():
+    for name, field in Training.model_fields.items():
+        assert field.description, name
