@@ -129,7 +129,7 @@ class Reducer:
         Call it once per optimizer step, after backward, on every rank.
 
         Returns:
-            Whether the caller shall take the optimizer step.
+            Whether the caller shall take the optimizer step. With one rank nothing was looked at, and it always is.
 
         Raises:
             NonFiniteGradient: On all ranks alike, under ``raise``.

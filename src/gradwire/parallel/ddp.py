@@ -38,7 +38,7 @@ class DDP(Strategy):
         def layout_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
             return Layout.dim0(shapes, reducer.world)
 
-        # DDP knows the hook by the name of its second argument and reads the annotations, so they are no strings.
+        # DDP insists on the name of the second argument, and refuses annotations that are strings, as these become.
         def reduce_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             parameters = zip(bucket.parameters(), bucket.gradients(), strict=True)
             gradients = {names[id(parameter)]: gradient for parameter, gradient in parameters}
