@@ -52,6 +52,7 @@ def preflight(args: argparse.Namespace) -> None:
 
 def main(args: argparse.Namespace) -> None:
     """Make the tokenizer and, without ``--tokenizer_only``, the shards."""
+    from gradwire.data.shards import SPLITS, meta
     from gradwire.data.tokenization import tokenize
 
     preflight(args)
@@ -66,3 +67,9 @@ def main(args: argparse.Namespace) -> None:
         dataset=args.dataset or args.data_path.stem,
         tokenizer_only=args.tokenizer_only,
     )
+    if args.tokenizer_only:
+        return
+    train, val = (meta(args.output_dir / "shards", split) for split in SPLITS)
+    for each in (train, val):
+        print("{split}: {processed_documents} documents, {processed_samples} samples, {tokens} tokens".format(**each))
+    print(f"unigram model on val: perplexity {val['unigram_ppl']:.2f}")

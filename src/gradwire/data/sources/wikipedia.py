@@ -56,7 +56,9 @@ def _resolve(revision: str) -> str | None:
     except RevisionNotFoundError:
         raise BadInput(f"{DATASET} has no revision {revision!r}; the default is {REVISION}.") from None
     except Exception as error:  # whatever the HTTP client of the day raises: the Hub did not answer
-        raise _offline(error) from None
+        raise BadInput(
+            f"the Hugging Face Hub, which has {DATASET}, can't be reached ({error}). {WITHOUT_NETWORK}"
+        ) from None
 
 
 def _rows(table_name: str, **where: Any) -> Iterator[dict[str, Any]]:
@@ -64,18 +66,11 @@ def _rows(table_name: str, **where: Any) -> Iterator[dict[str, Any]]:
         from datasets import load_dataset
     except ImportError:
         raise _not_installed() from None
-    try:
-        table = load_dataset(**where, split="train", streaming=True)
-        missing = set(COLUMNS).difference(table.column_names or COLUMNS)
-        if missing:
-            raise BadInput(f"{table_name} has no column {', '.join(sorted(missing))}.")
-        yield from table.select_columns(COLUMNS)
-    except OSError as error:
-        raise _offline(error) from None
-
-
-def _offline(error: Exception) -> BadInput:
-    return BadInput(f"the Hugging Face Hub, which has {DATASET}, can't be reached ({error}). {WITHOUT_NETWORK}")
+    table = load_dataset(**where, split="train", streaming=True)
+    missing = set(COLUMNS).difference(table.column_names or COLUMNS)
+    if missing:
+        raise BadInput(f"{table_name} has no column {', '.join(sorted(missing))}.")
+    yield from table.select_columns(COLUMNS)
 
 
 def _not_installed() -> BadInput:
