@@ -20,8 +20,7 @@ from gradwire.data.batches import Batch, collate
 from gradwire.data.shards import Sample, Shards
 from gradwire.errors import BadInput, CheckFailed, NonFiniteGradient
 from gradwire.files import sha256_file
-from gradwire.gradients import merge, provenance, store
-from gradwire.gradients.rows import RowMaker
+from gradwire.gradients import merge, project, provenance, rows, store
 from gradwire.models import folder, gpt2
 from gradwire.persample import loop
 
@@ -141,10 +140,8 @@ class FakeShards(list):
 
 
 def maker_of(model):
-    from gradwire.gradients import project
-
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    return RowMaker(model, project.build("rademacher", sizes, 0), [64], torch.device("cpu"))
+    return rows.RowMaker(model, project.build("rademacher", sizes, 0), [64], torch.device("cpu"))
 
 
 def test_a_sample_without_a_target_has_a_zero_row_and_a_flag():
@@ -156,6 +153,18 @@ def test_a_sample_without_a_target_has_a_zero_row_and_a_flag():
     assert block.meta["n_targets"].to_pylist() == [0, 2]
     assert block.meta["loss"][0].as_py() is None and block.meta["norm"][0].as_py() == 0
     assert math.isfinite(block.meta["loss"][1].as_py())
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_how_many_samples_are_projected_at_once_changes_no_row(monkeypatch, together):
+    shards = FakeShards([Sample(f"s{k}", torch.arange(k, k + 4)) for k in range(5)])
+    maker = maker_of(gpt2.build("tiny", 64, 8, seed=0))
+    whole = maker.blocks(shards, range(5))[64]
+    numel = sum(parameter.numel() for parameter in maker.model.parameters())
+    monkeypatch.setattr(rows, "STACK_BYTES", 4 * numel * together)
+    cut = maker.blocks(shards, range(5))[64]
+    assert cut.ids == whole.ids == [f"s{k}" for k in range(5)]
+    torch.testing.assert_close(cut.rows, whole.rows, rtol=1e-4, atol=1e-5)
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_with_its_sample():
@@ -199,7 +208,7 @@ def test_two_ranks_on_an_odd_number_of_samples_give_the_store_of_one(small, alon
 def test_the_rows_are_the_projected_gradients_of_the_samples(small, pair):
     shards, model = Shards(small.shards, "train"), folder.load(small.model)
     origin = provenance.read(pair)
-    projector = RowMaker.load(origin, torch.device("cpu")).projector
+    projector = rows.RowMaker.load(origin, torch.device("cpu")).projector
     for dim in DIMS:
         assert projector.fingerprint(dim) == origin.fingerprints[str(dim)]
         for position, (id_, row, norm) in enumerate(
@@ -311,9 +320,9 @@ def test_merging_orders_by_the_data_and_checks_duplicates():
     differing = block_of(["b", "d", "a"], rows[[1, 3, 0]] * torch.tensor([[1.0], [1.0], [1.01]]))
     with pytest.raises(CheckFailed, match=r"two rows of sample 'a' differ"):
         merge.merge([first, differing], list("abcde"))
-    with pytest.raises(BadInput, match=r"no row for 2 samples \('f', 'g'\)"):
+    with pytest.raises(BadInput, match=r"no row for sample 'f', 'g' \(2 in all\)"):
         merge.merge([first, second], list("abcdefg"))
-    with pytest.raises(BadInput, match=r"rows for 1 samples \('e'\), which the data have not"):
+    with pytest.raises(BadInput, match=r"rows for sample 'e' \(1 in all\), which the data have not"):
         merge.merge([first, second], list("abcd"))
 
 

@@ -78,12 +78,12 @@ def relative_deviation(row: Tensor, other: Tensor) -> float:
 def _check_complete(found: Set[str], ids: Sequence[str]) -> None:
     missing, strange = set(ids) - found, found - set(ids)
     if missing:
-        raise BadInput(f"the ranks have no row for {named(missing)}; collect anew.")
+        raise BadInput(f"the ranks have no row for sample {named(missing)}; collect anew.")
     if strange:
-        raise BadInput(f"the ranks have rows for {named(strange)}, which the data have not; collect anew.")
+        raise BadInput(f"the ranks have rows for sample {named(strange)}, which the data have not; collect anew.")
 
 
 def named(ids: Set[str]) -> str:
-    """How many ids there are, and some of them."""
+    """Some of the ids, and how many there are."""
     some = ", ".join(map(repr, sorted(ids)[:NAMED]))
-    return f"{len(ids)} samples ({some}{', …' if len(ids) > NAMED else ''})"
+    return f"{some} ({len(ids)} in all)"
