@@ -23,6 +23,7 @@ def child(words: list[str], die_at: int | None, after: bool) -> int:
     """Run a command in a forked child that dies at its ``die_at``-th rename; return its wait status."""
     pid = os.fork()
     if pid == 0:
+        sys.stdout = sys.stderr  # stdout is for the digests
         if die_at is not None:
             _die_at(die_at, after)
         os._exit(run(words))
