@@ -111,6 +111,7 @@ def check_bytes(results, layout, size):
         traffic = [result[f"{kind} traffic"] for result in results]
         assert sum(t["raw"] for t in traffic) == closed_form(NUMEL, size)
         assert sum(t["sent"] for t in traffic) == results[0][f"{kind} closed form"]
+        assert all(t["closed_form"] == results[0][f"{kind} closed form"] for t in traffic)
         assert all(t["sent"] == sum(cost["bytes"] for cost in t["by_op"].values()) for t in traffic)
         assert all(t["elements"] == NUMEL and t["exempt_elements"] == 0 and t["fallbacks"] == 0 for t in traffic)
 
@@ -172,7 +173,7 @@ def test_sizes_travel_only_where_they_depend_on_the_data(world):
             expected[piece.run] = exact_mean(layout, 3)[piece.run].float()
     torch.testing.assert_close(rows, expected)
     for rank, result in enumerate(results):
-        assert result["reduce_scatter closed form"] is None
+        assert result["reduce_scatter closed form"] is result["reduce_scatter traffic"]["closed_form"] is None
         ragged = [piece for piece in layout.pieces if piece.numel > 1 and piece.row != rank]
         kept = sum(int((buffer(layout, rank)[piece.run] > 0).sum()) for piece in ragged)
         single = sum(4 for piece in layout.pieces if piece.numel == 1 and piece.row != rank)
