@@ -19,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from pydantic.fields import FieldInfo
 
 from gradwire.compressors import registry
+from gradwire.compressors.exempt import Exempt
 from gradwire.errors import BadInput, unknown
 from gradwire.files import digest, sha256_file
 
@@ -106,20 +107,12 @@ class Training(Strict):
         return 1 + self.profile_steps if self.profile else 0
 
 
-class Exemption(Strict, strict=True):
-    """Which tensors travel as float32 instead of encoded; the default is none."""
-
-    max_numel: int = Field(0, ge=0, description="tensors of at most so many elements")
-    max_ndim: int = Field(0, ge=0, description="tensors of at most so many dimensions")
-    names: list[str] = Field([], description="parameters whose name contains one of these")
-
-
 class Reduction(Strict, strict=True):
     """The reducer's options in a cell (DESIGN.md section 3)."""
 
     algorithm: Literal["auto", "exchange"] = Field("auto", description="which collectives carry the encodings")
     second: Literal["encoded", "float32"] = Field("encoded", description="second half of an all-reduce")
-    exempt: Exemption = Field(default_factory=Exemption, description="tensors sent as float32")
+    exempt: Exempt = Field(default_factory=Exempt, description="tensors sent as float32")
     dense_steps: int = Field(0, ge=0, description="first steps without compression")
     nonfinite: Literal["raise", "skip", "propagate"] = Field("raise", description="what a NaN or infinity does")
 

@@ -1,0 +1,155 @@
+"""The DAG on a copy of the checkout: real jobs, a cell that fails, and what each change re-runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from jobs import job_counts
+
+ROOT = Path(__file__).parent.parent
+TOO_LARGE = 4000  # ranks: more than the corpus has samples, so that this cell fails before any rank starts
+
+SMALL = {
+    "name": "small",
+    "dataset": {"source": "pydocs", "max_mb": 0.15, "vocab_size": 300, "max_length": 32, "val_fraction": 0.1},
+    "training": {"device": "cpu", "steps": 7, "warmup_steps": 1, "profile_steps": 2, "batch_size": 2, "eval_every": 0},
+    "compressors": {"none": {}, "int8": {}},
+    "grid": [{"strategies": ["fsdp2"], "world_sizes": [2], "seeds": [0]}],
+    "gradients": {"compressors": ["none"], "dim": [16], "max_samples": 9},
+}
+BROKEN = {**SMALL, "grid": [*SMALL["grid"], {"compressors": ["none"], "world_sizes": [TOO_LARGE]}]}
+BROKEN["gradients"] = {**SMALL["gradients"], "world_sizes": [2]}
+SMALL["gradients"] = BROKEN["gradients"]
+
+
+class Checkout:
+    """A copy of the project that a test may edit and run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("src", "workflow", "profiles", "Snakefile", "config.yaml"):
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, folder / name)
+        # The copy's own package comes first, in Snakemake and in every job.
+        self.environment = {**os.environ, "PYTHONPATH": str(folder / "src")}
+
+    def configure(self, experiment: dict) -> None:
+        (self.folder / "experiment.yaml").write_text(yaml.safe_dump(experiment))
+
+    def snakemake(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "snakemake", "--cores", "2", "--configfile", "experiment.yaml", *arguments]
+        return subprocess.run(
+            command, cwd=self.folder, env=self.environment, capture_output=True, text=True, check=False
+        )
+
+    def jobs(self) -> dict[str, int]:
+        return job_counts("--configfile", "experiment.yaml", cwd=self.folder, env=self.environment)
+
+    def results(self) -> list[dict]:
+        lines = (self.folder / "results/small/results.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def edit(self, path: str) -> None:
+        with (self.folder / path).open("a") as source:
+            source.write("\n# an edit\n")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Checkout:
+    return Checkout(tmp_path_factory.mktemp("checkout"))
+
+
+def test_the_default_experiment_lists_its_jobs(tmp_path):
+    counts = job_counts("--directory", str(tmp_path), "--configfile", str(ROOT / "config.yaml"), cwd=ROOT)
+    of_cells = dict.fromkeys(("train", "trace", "perplexity"), 18)
+    of_gradients = dict.fromkeys(("grads_collect", "grads_aggregate", "grads_validate"), 2)
+    once = dict.fromkeys(("all", "download", "tokenizer", "shards", "summarize"), 1)
+    assert counts == of_cells | of_gradients | once
+
+
+def test_an_experiment_runs_fails_in_one_cell_and_reruns_only_what_a_change_touches(checkout):
+    # A cell that must fail leaves the table standing, with its reason.
+    checkout.configure(BROKEN)
+    done = checkout.snakemake()
+    assert done.returncode != 0
+    rows = {(row["compressor"], row["world_size"]): row for row in checkout.results()}
+    assert {key: row["status"] for key, row in rows.items()} == {
+        ("none", 2): "ok",
+        ("int8", 2): "ok",
+        ("none", TOO_LARGE): "failed",
+    }, done.stderr
+    reason = rows["none", TOO_LARGE]["reason"]
+    assert f"{TOO_LARGE} ranks" in reason
+    assert rows["none", TOO_LARGE]["val_ppl"] is None
+    summary = (checkout.folder / "results/small/summary.md").read_text()
+    assert reason in " ".join(summary.split())
+    assert rows["none", 2]["compression_ratio"] == 1.0
+    assert rows["int8", 2]["bytes_compressed_total"] == rows["int8", 2]["bytes_closed_form_total"]
+    assert rows["int8", 2]["comm_time_ms_total"] > 0
+    validation = json.loads(
+        (checkout.folder / "results/small/gradients/fsdp2/none/ws2/none/seed0/validation.json").read_text()
+    )
+    assert validation["passed"]
+
+    # The next call reruns that cell and what waits for it, alone.
+    assert checkout.jobs() == {"train": 1, "trace": 1, "perplexity": 1, "summarize": 1, "all": 1}
+
+    # Without it nothing is left but the table; then nothing at all.
+    checkout.configure(SMALL)
+    assert checkout.jobs() == {"summarize": 1, "all": 1}
+    assert checkout.snakemake().returncode == 0
+    assert checkout.jobs() == {}
+
+    # A lost record brings back its own chain and nothing of another's.
+    record = checkout.folder / "results/small/runs/fsdp2/int8/ws2/none/seed0/record.json"
+    kept = record.read_bytes()
+    times = record.stat().st_atime_ns, record.stat().st_mtime_ns
+    record.unlink()
+    assert checkout.jobs() == {"train": 1, "trace": 1, "perplexity": 1, "summarize": 1, "all": 1}
+    record.write_bytes(kept)
+    os.utime(record, ns=times)
+    assert checkout.jobs() == {}
+
+    # A new seed adds its own jobs only.
+    checkout.configure({**SMALL, "grid": [{**SMALL["grid"][0], "seeds": [0, 1]}]})
+    assert checkout.jobs() == {
+        **dict.fromkeys(("train", "trace", "perplexity"), 2),
+        **dict.fromkeys(("grads_collect", "grads_aggregate", "grads_validate"), 1),
+        "summarize": 1,
+        "all": 1,
+    }
+    checkout.configure(SMALL)
+
+    # An edit re-runs what stands on it: the report trains nothing, a method retrains its own cells.
+    checkout.edit("src/gradwire/report/table.py")
+    assert checkout.jobs() == {"summarize": 1, "all": 1}
+    checkout.edit("src/gradwire/compressors/methods/int8.py")
+    assert checkout.jobs() == {"train": 1, "trace": 1, "perplexity": 1, "summarize": 1, "all": 1}
+    checkout.edit("src/gradwire/training/loop.py")
+    assert checkout.jobs()["train"] == 2
+    assert "shards" not in checkout.jobs()
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"compressors": {"int7": {}}}, ["unknown compressor 'int7'", "Did you mean 'int8'"]),
+        ({"compressors": {"int8": {"blok": 3}}}, ["option of int8 'blok'", "Did you mean 'block'"]),
+        ({"dataset": {"source": "json", "path": "nowhere.json"}}, ["nowhere.json"]),
+        ({"training": {"stepz": 3}}, ["stepz"]),
+    ],
+)
+def test_a_bad_configuration_is_refused_when_it_is_read(checkout, change, expected):
+    checkout.configure({**SMALL, **change})
+    done = checkout.snakemake("-n")
+    assert done.returncode != 0
+    for word in expected:
+        assert word in done.stderr + done.stdout
+    checkout.configure(SMALL)
