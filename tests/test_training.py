@@ -127,6 +127,18 @@ def test_counted_bytes_are_the_closed_form(world, shards, tmp_path, strategy, me
     assert record["measured_steps"] == 2
 
 
+def test_exempt_tensors_and_dense_steps_show_in_the_record(world, shards, tmp_path):
+    cell = json.dumps({"exempt": {"max_ndim": 1}, "dense_steps": 2})
+    _, record = world(2).run(run, words(shards, tmp_path, comm_compress="fp16", comm_config_json=cell))[0]
+    vectors = 2 * (128 * 4 + 128 * 3 + 128 + 512 + 128) + 2 * 128  # norms and biases of two blocks, and the last norm
+    share = vectors / record["parameters"]
+    assert record["exempt_fraction"] == pytest.approx(share)
+    assert record["compression_ratio_steady"] == pytest.approx(1 / (share + (1 - share) / 2))
+    assert record["compression_ratio"] == pytest.approx(6 / (2 + 4 / record["compression_ratio_steady"]))
+    assert record["bytes_compressed_total"] == record["bytes_closed_form_total"]
+    assert record["fallbacks"] == 0
+
+
 def test_a_single_rank_sends_nothing(world, shards, tmp_path):
     _, record = world(1).run(run, words(shards, tmp_path, comm_compress="int8"))[0]
     assert record["bytes_raw_total"] == record["bytes_compressed_total"] == 0
@@ -146,6 +158,9 @@ def test_a_resumed_run_equals_an_unbroken_one(world, shards, tmp_path, strategy)
     resumed, _ = world(2).run(run, words(shards, tmp_path / "resumed", "--resume", **options))
     assert [path.name for path in (tmp_path / "whole/checkpoints").iterdir()] == ["step00000004"]
     assert losses(resumed[0]) == losses(whole[0])
+    records = [json.loads((tmp_path / name / "record.json").read_text()) for name in ("whole", "resumed")]
+    for field in ("bytes_raw_total", "bytes_compressed_total", "bytes_closed_form_total", "val_loss"):
+        assert records[0][field] == records[1][field]
     assert len(losses(resumed[0])) == 6
     weights = [(tmp_path / name / "final_model/model.safetensors").read_bytes() for name in ("whole", "resumed")]
     assert weights[0] == weights[1]

@@ -44,17 +44,19 @@ class Outcome:
 
     Args:
         rows: This rank's rows of ``steps.parquet``.
-        traffic: This rank's byte counts: the reducer's, or None where the framework was left untouched.
         config: The model's configuration.
         numel: Trainable parameters, tied ones once.
+        exempt_fraction: Share of the elements that were exempt from compression; None where nothing was reduced.
+        fallbacks: How often something travelled uncompressed that was not asked to; None likewise.
         quality: The last evaluation, None for a run that diverged.
         diverged: Why the run diverged, or None.
     """
 
     rows: list[Row] = field(default_factory=list)
-    traffic: dict[str, Any] | None = None
     config: Any = None
     numel: int = 0
+    exempt_fraction: float | None = None
+    fallbacks: int | None = None
     quality: Quality | None = None
     diverged: str | None = None
 
@@ -143,8 +145,9 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
         except Exception as error:
             error.step = start + len(outcome.rows)  # type: ignore[attr-defined]  # the failure file says how far it got
             raise
-    if reducer is not None:
-        outcome.traffic = reducer.traffic
+    if reducer is not None and reducer.traffic["elements"]:
+        outcome.exempt_fraction = reducer.traffic["exempt_elements"] / reducer.traffic["elements"]
+        outcome.fallbacks = reducer.traffic["fallbacks"]
     return model, outcome
 
 
@@ -215,11 +218,17 @@ def check_finite(value: float, what: str) -> None:
 
 
 def traffic_since(before: dict[str, Any], reducer: Reducer | None) -> Row:
-    """This rank's bytes and codec times of one step; None where no reducer counts them."""
+    """This rank's bytes and codec times of one step; None where no reducer counts them.
+
+    ``bytes_closed_form`` is over all ranks, and None where a size depended on the data.
+    """
     if reducer is None:
         return dict.fromkeys(("bytes_raw", "bytes_sent", "comm_ms", "encode_ms", "decode_ms"))
     now = reducer.traffic
+    closed = now["closed_form"]
     return {
+        "bytes_closed_form": None if closed is None else closed - before["closed_form"],
+        "bytes_agreement": now["agreement"] - before["agreement"],
         "bytes_raw": now["raw"] - before["raw"],
         "bytes_sent": now["sent"] - before["sent"],
         "comm_ms": 1000 * (seconds_on_wire(now) - seconds_on_wire(before)),

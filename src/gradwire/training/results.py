@@ -52,9 +52,7 @@ def write(
     write_json(folder / "environment" / f"rank{world.rank}.json", here)
     (folder / "profiler").mkdir(parents=True, exist_ok=True)
     allocated, reserved = peak_memory_gb(world.device)
-    ranks = ops.gather_objects(
-        {"rows": outcome.rows, "traffic": outcome.traffic, "allocated": allocated, "reserved": reserved}
-    )
+    ranks = ops.gather_objects({"rows": outcome.rows, "allocated": allocated, "reserved": reserved})
     state = parallel.full_state_dict(model)
     if world.rank != 0:
         return
@@ -94,7 +92,7 @@ def write(
         "seed": settings.seed,
         "unigram_ppl": splits[1].meta["unigram_ppl"],
         **times(rows),
-        **traffic(settings, world, outcome, [rank["traffic"] for rank in ranks]),
+        **traffic(settings, world, outcome, rows),
         **quality(outcome),
         "mem_peak_alloc_gb": max(rank["allocated"] for rank in ranks),
         "mem_peak_reserved_gb": None if reserved is None else max(rank["reserved"] for rank in ranks),
@@ -127,26 +125,44 @@ def times(rows: list[Row]) -> Row:
     }
 
 
-def traffic(settings: Settings, world: World, outcome: Outcome, ranks: list[dict[str, Any] | None]) -> Row:
-    """Bytes of gradient reduction over all ranks and optimizer steps (DESIGN.md section 6)."""
-    steps = len(outcome.rows)
-    counted = [rank for rank in ranks if rank is not None]
-    if counted:
-        raw, sent, agreement = (sum(rank[name] for rank in counted) for name in ("raw", "sent", "agreement"))
-        closed, source = counted[0]["closed_form"], "metered"
+def traffic(settings: Settings, world: World, outcome: Outcome, rows: list[Row]) -> Row:
+    """Bytes of gradient reduction over all ranks and optimizer steps (DESIGN.md section 6).
+
+    Args:
+        settings: The run.
+        world: This rank's place.
+        outcome: What this rank, 0, measured.
+        rows: All ranks' rows.
+    """
+    if settings.cell.hooked:
+        raw, sent, agreement = (sum(row[f"bytes_{what}"] for row in rows) for what in ("raw", "sent", "agreement"))
+        steps = [row["bytes_closed_form"] for row in outcome.rows]
+        closed, source = None if None in steps else sum(steps), "metered"
+        steady = ratio([row for row in rows if row["step"] >= settings.cell.reduction.dense_steps])
     else:
-        raw = sent = closed = steps * parallel.traffic_unhooked(outcome.numel, settings.strategy, world.world_size)
+        each = parallel.traffic_unhooked(outcome.numel, settings.strategy, world.world_size)
+        raw = sent = closed = len(outcome.rows) * each
         agreement, source = 0, "closed_form"
-    ratio = raw / sent if sent else None
+        steady = 1.0 if sent else None
+    overall = raw / sent if sent else None
     return {
         "bytes_raw_total": raw,
         "bytes_compressed_total": sent,
         "bytes_closed_form_total": closed,
         "bytes_agreement_total": agreement,
         "bytes_source": source,
-        "compression_ratio": ratio,
-        "compression_ratio_bf16": None if ratio is None else ratio / 2,
+        "compression_ratio": overall,
+        "compression_ratio_steady": steady,
+        "compression_ratio_bf16": None if overall is None else overall / 2,
+        "exempt_fraction": outcome.exempt_fraction,
+        "fallbacks": outcome.fallbacks,
     }
+
+
+def ratio(rows: list[Row]) -> float | None:
+    """Float32 bytes over the bytes sent in ``rows``; None where nothing was sent."""
+    sent = sum(row["bytes_sent"] for row in rows)
+    return sum(row["bytes_raw"] for row in rows) / sent if sent else None
 
 
 def quality(outcome: Outcome) -> Row:
