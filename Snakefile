@@ -33,4 +33,4 @@ onstart:
 
 
 onerror:  # the table exists after a failure too; dated before its inputs, so that the next call makes it anew
-    shell(f"{SUMMARIZE} && touch --date=@0 {rules.summarize.output}")
+    shell(f"{SUMMARIZE} && touch --date=2000-01-01 {rules.summarize.output}")

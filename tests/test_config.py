@@ -123,7 +123,7 @@ def test_a_bad_cell_is_told_in_one_message(mapping, words):
         ({"grid": {"compressors": ["int4"]}}, ["'int4'", "Did you mean 'int8'"]),
         ({"grid": []}, ["grid is empty"]),
         ({"grid": {"strategies": ["fsdp3"]}}, ["fsdp3", "fsdp2"]),
-        ({"dataset": {"source": "json"}}, ["path"]),
+        ({"dataset": {"source": "json"}}, ["data_path"]),
         ({"name": "a/b"}, ["name", "a/b"]),
     ],
 )

@@ -142,7 +142,7 @@ def test_an_experiment_runs_fails_in_one_cell_and_reruns_only_what_a_change_touc
     [
         ({"compressors": {"int7": {}}}, ["unknown compressor 'int7'", "Did you mean 'int8'"]),
         ({"compressors": {"int8": {"blok": 3}}}, ["option of int8 'blok'", "Did you mean 'block'"]),
-        ({"dataset": {"source": "json", "path": "nowhere.json"}}, ["nowhere.json"]),
+        ({"dataset": {"source": "json", "data_path": "nowhere.json"}}, ["nowhere.json"]),
         ({"training": {"stepz": 3}}, ["stepz"]),
     ],
 )

@@ -39,7 +39,7 @@ class Dataset(Strict):
     """Where the text comes from and how it is cut into samples."""
 
     source: Literal["pydocs", "json", "wikipedia"] = Field("pydocs", description="where the corpus comes from")
-    path: str | None = Field(None, description="the corpus file of source `json`")
+    data_path: str | None = Field(None, description="the corpus file of source `json`")
     revision: str | None = Field(None, description="pinned revision of source `wikipedia`")
     max_mb: float | None = Field(None, gt=0, description="stop the download after so many MB of text")
     tokenizer: str = Field("bpe", description="`bpe` trains one on the corpus; else a tokenizer folder such as GPT-2's")
@@ -50,8 +50,8 @@ class Dataset(Strict):
 
     @model_validator(mode="after")
     def _path_belongs_to_json(self) -> Self:
-        if (self.source == "json") != (self.path is not None):
-            raise ValueError("`path` goes with `source: json`, and that source needs it")
+        if (self.source == "json") != (self.data_path is not None):
+            raise ValueError("`data_path` goes with `source: json`, and that source needs it")
         return self
 
     @property
@@ -61,11 +61,12 @@ class Dataset(Strict):
         Raises:
             BadInput: If the file of source ``json`` is missing.
         """
-        if self.path is None:
+        if self.data_path is None:
             return f"{self.source}/{digest([self.source, self.revision, self.max_mb])}"
-        if not Path(self.path).is_file():
-            raise BadInput(f"dataset.path: there is no file {self.path}.")
-        return f"{Path(self.path).stem}/{digest([sha256_file(Path(self.path)), self.max_mb])}"
+        path = Path(self.data_path)
+        if not path.is_file():
+            raise BadInput(f"dataset.data_path: there is no file {path}.")
+        return f"{path.stem}/{digest([sha256_file(path), self.max_mb])}"
 
     @property
     def tokens_folder(self) -> str:

@@ -7,6 +7,7 @@ from snakemake.exceptions import WorkflowError
 from snakemake.utils import validate
 
 from gradwire.config import experiment, to_flags
+from gradwire.data.download import SOURCES
 from gradwire.errors import BadInput
 from gradwire.files import write_json
 from gradwire.source import source_digest

@@ -9,8 +9,11 @@ rule download:
         f"{LOGS}/download.log",
     retries: 2
     params:
-        source=source_digest("gradwire.data.download"),
-        flags=to_flags(DATASET, "source", "path", "revision", "max_mb"),
+        source=source_digest(
+            "gradwire.data.download",
+            f"gradwire.data.sources.{SOURCES[DATASET.source]}",
+        ),
+        flags=to_flags(DATASET, "source", "data_path", "revision", "max_mb"),
     shell:
         "gradwire download {params.flags:q} --output {output:q} > {log:q} 2>&1"
 
@@ -36,15 +39,15 @@ rule shards:
         corpus=rules.download.output,
         tokenizer=rules.tokenizer.output,
     output:
-        train=f"{TOKENS}/shards/train/shards.meta.pt",
-        val=f"{TOKENS}/shards/val/shards.meta.pt",
+        # Not the shards themselves: Snakemake would delete them before a second try, which goes on where one stopped.
+        complete=touch(f"{TOKENS}/shards/complete"),
     log:
         f"{LOGS}/shards.log",
     params:
         source=source_digest("gradwire.data.tokenize"),
-        folder=subpath(output.train, ancestor=3),
+        folder=subpath(output[0], ancestor=2),
         dataset=DATASET.source,
         flags=to_flags(DATASET, "max_length", "shard_size", "val_fraction"),
     shell:
         "gradwire tokenize --data_path {input.corpus:q} --output_dir {params.folder:q} --tokenizer {input.tokenizer:q}"
-        " --dataset {params.dataset:q} {params.flags:q} > {log:q} 2>&1"
+        " --restart --dataset {params.dataset:q} {params.flags:q} > {log:q} 2>&1"

@@ -3,8 +3,7 @@ if EXPERIMENT.gradients is not None:
 
     rule grads_collect:
         input:
-            shards=rules.shards.output.train,
-            validation=rules.shards.output.val,
+            shards=rules.shards.output.complete,
             model=f"{RUN}/final_model",
         output:
             [
@@ -20,7 +19,7 @@ if EXPERIMENT.gradients is not None:
         params:
             source=source_digest("gradwire.launch.launch", "gradwire.gradients.collect"),
             folder=subpath(output[0], ancestor=3),
-            data=subpath(input.shards, ancestor=2),
+            data=subpath(input.shards, parent=True),
             gpus=granted_gpus,
             flags=to_flags(
                 EXPERIMENT.gradients,

@@ -17,7 +17,7 @@ rule trace:
 
 rule perplexity:
     input:
-        shards=rules.shards.output.val,
+        shards=rules.shards.output.complete,
         model=f"{RUN}/final_model",
     output:
         f"{RUN}/perplexity.json",
@@ -25,6 +25,6 @@ rule perplexity:
         f"{LOGS}/perplexity/{CELL}.log",
     params:
         source=source_digest("gradwire.training.perplexity"),
-        data=subpath(input.shards, ancestor=2),
+        data=subpath(input.shards, parent=True),
     shell:
         "gradwire perplexity --model_dir {input.model:q} --data_path {params.data:q} --output {output:q} > {log:q} 2>&1"

@@ -3,8 +3,7 @@
 
 rule train:
     input:
-        shards=rules.shards.output.train,
-        validation=rules.shards.output.val,
+        shards=rules.shards.output.complete,
     output:
         record=f"{RUN}/record.json",
         steps=f"{RUN}/steps.parquet",
@@ -22,7 +21,7 @@ rule train:
     params:
         source=train_source,
         folder=subpath(output.record, parent=True),
-        data=subpath(input.shards, ancestor=2),
+        data=subpath(input.shards, parent=True),
         model=EXPERIMENT.model,
         method=method_of,
         cell=cell_json,

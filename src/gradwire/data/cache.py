@@ -23,7 +23,7 @@ def shards_of(
     *,
     tokenizer: str,
     max_length: int,
-    vocab_size: int,
+    vocab_size: int = 2048,
     cache_dir: Path | None = None,
     rank: int = 0,
     timeout: float = TIMEOUT,

@@ -11,6 +11,7 @@ from gradwire.data.shards import SPLITS, finalized
 from gradwire.data.writer import split_of, write_shards
 from gradwire.errors import BadInput
 from gradwire.files import sha256_file
+from gradwire.source import source_digest
 
 
 def tokenize(
@@ -24,6 +25,7 @@ def tokenize(
     val_fraction: float,
     dataset: str,
     tokenizer_only: bool = False,
+    restart: bool = False,
 ) -> None:
     """Write ``output_dir/tokenizer`` and ``output_dir/shards``; what is there already, and fits, is kept.
 
@@ -40,6 +42,7 @@ def tokenize(
         val_fraction: Share of the documents that validate.
         dataset: The name that records give the corpus.
         tokenizer_only: Stop when the tokenizer is there.
+        restart: Replace shards that other settings, another corpus or other source code made.
 
     Raises:
         BadInput: If the corpus, a setting, or what lies in ``output_dir`` is unusable.
@@ -57,8 +60,9 @@ def tokenize(
         "max_length": max_length,
         "shard_size": shard_size,
         "val_fraction": val_fraction,
+        "source": source_digest("gradwire.data.tokenization"),
     }
-    write_shards(shards, data_path, ready, settings)
+    write_shards(shards, data_path, ready, settings, restart)
 
 
 def check_corpus(data_path: Path, val_fraction: float) -> None:

@@ -28,6 +28,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--val_fraction", type=float, default=VAL_FRACTION, metavar="F", help="share of the documents for validation"
     )
     parser.add_argument("--tokenizer_only", action="store_true", help="stop when DIR/tokenizer is there")
+    parser.add_argument(
+        "--restart", action="store_true", help="replace shards made by other settings, corpus or source code"
+    )
     parser.add_argument("--dataset", metavar="NAME", help="name for the records; None: the corpus file's")
 
 
@@ -66,6 +69,7 @@ def main(args: argparse.Namespace) -> None:
         val_fraction=args.val_fraction,
         dataset=args.dataset or args.data_path.stem,
         tokenizer_only=args.tokenizer_only,
+        restart=args.restart,
     )
     if args.tokenizer_only:
         return

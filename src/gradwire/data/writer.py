@@ -61,18 +61,19 @@ def sample_ids(document_id: str, count: int) -> list[str]:
 class SplitWriter:
     """Writes the shards and the meta of one split, from where an earlier writer with the same settings stopped."""
 
-    def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: dict[str, Any], restart: bool) -> None:
         """Open a split.
 
         Args:
             folder: The split's folder.
             settings: The part of the meta that does not change while it is written.
+            restart: Delete shards of other settings instead of refusing them.
 
         Raises:
             BadInput: If the folder holds shards of other settings.
         """
         self.folder = folder
-        self.meta = _resumed(folder, settings) or {
+        self.meta = _resumed(folder, settings, restart) or {
             **settings,
             "tokens": 0,
             "processed_documents": 0,
@@ -145,14 +146,17 @@ class SplitWriter:
         _save(self.folder / META, json.loads(json.dumps(self.meta)))
 
 
-def write_shards(folder: Path, corpus_path: Path, tokenizer: Tokenizer, settings: dict[str, Any]) -> None:
+def write_shards(
+    folder: Path, corpus_path: Path, tokenizer: Tokenizer, settings: dict[str, Any], restart: bool = False
+) -> None:
     """Tokenize a corpus into ``folder``, or finish that.
 
     Args:
         folder: The shards folder.
         corpus_path: The corpus, already checked to give both splits a document.
         tokenizer: The tokenizer to use.
-        settings: max_length, shard_size, val_fraction, dataset, dataset_digest and tokenizer_digest.
+        settings: max_length, shard_size, val_fraction, dataset, dataset_digest, tokenizer_digest and source.
+        restart: Delete shards of other settings instead of refusing them.
 
     Raises:
         BadInput: If the folder holds shards of other settings, or two samples get one id; then nothing is left.
@@ -164,7 +168,7 @@ def write_shards(folder: Path, corpus_path: Path, tokenizer: Tokenizer, settings
         "eos_id": tokenizer.eos_id,
         "pad_id": tokenizer.pad_id,
     }
-    writers = {split: SplitWriter(folder / split, {**settings, "split": split}) for split in SPLITS}
+    writers = {split: SplitWriter(folder / split, {**settings, "split": split}, restart) for split in SPLITS}
     if finalized(folder):
         return
     for writer in writers.values():
@@ -276,18 +280,18 @@ def _batches(waiting: Iterable[tuple[str, Document]]) -> Iterator[Waiting]:
         yield batch
 
 
-def _resumed(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+def _resumed(folder: Path, settings: dict[str, Any], restart: bool) -> dict[str, Any] | None:
     """The meta that an earlier writer left; without one, what else lies in the folder is of no use."""
-    if not (folder / META).exists():
+    found = meta(folder.parent, folder.name) if (folder / META).exists() else None
+    other = [key for key, value in settings.items() if found is not None and found.get(key) != value]
+    if found is None or (other and restart):
         shutil.rmtree(folder, ignore_errors=True)
         return None
-    found = meta(folder.parent, folder.name)
-    for key, value in settings.items():
-        if found.get(key) != value:
-            raise BadInput(
-                f"{folder} holds shards made with {key} {found.get(key)}, not {value}; give another --output_dir or "
-                "remove that folder."
-            )
+    for key in other:
+        raise BadInput(
+            f"{folder} holds shards made with {key} {found.get(key)}, not {settings[key]}; give another --output_dir, "
+            "or --restart to replace them."
+        )
     for part in folder.glob("*.part"):
         part.unlink()
     return found

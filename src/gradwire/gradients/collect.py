@@ -88,7 +88,6 @@ def _shards_folder(args: argparse.Namespace, rank: int) -> Path:
         args.data_path,
         tokenizer=str(args.model_dir),
         max_length=args.max_length or saved.max_length(args.model_dir),
-        vocab_size=0,  # of a tokenizer to train; the model brings its own
         cache_dir=args.cache_dir,
         rank=rank,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from gradwire.errors import BadInput, unknown
 from gradwire.models import folder
 
+INITIAL_STD, INITIAL_WIDTH = 0.02, 768  # GPT-2's own; a narrower model needs larger weights for the same activations
 VOCABULARY_MULTIPLE = 64  # rows of the tied embedding: whole tensor-core tiles, and an even cut over the ranks
 
 
@@ -49,6 +51,7 @@ def configuration(preset: str, vocab_size: int, max_length: int) -> GPT2Config:
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
+        initializer_range=INITIAL_STD * math.sqrt(INITIAL_WIDTH / PRESETS[preset].n_embd),
         bos_token_id=None,
         eos_token_id=None,
         architectures=["GPT2LMHeadModel"],

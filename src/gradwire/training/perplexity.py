@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from itertools import chain
 from pathlib import Path
 
 from gradwire.seat import DEVICES
@@ -13,7 +14,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Define the verb's flags."""
     parser.add_argument("--model_dir", required=True, help="a saved model, such as a run's final_model/")
     parser.add_argument("--data_path", required=True, help="a shards folder, or a corpus file (JSON array or .jsonl)")
-    parser.add_argument("--split", choices=("val", "train"), default="val", help="which split of the shards")
+    parser.add_argument("--split", choices=("val", "train", "all"), default="val", help="all: both splits")
     parser.add_argument("--batch_size", type=int, default=32, help="samples per forward pass")
     parser.add_argument("--output", help="where to write (default: perplexity.json beside --model_dir)")
     parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda where there is a GPU, else cpu")
@@ -40,26 +41,24 @@ def main(args: argparse.Namespace) -> None:
     from gradwire.collectives.world import process_group
     from gradwire.data.batches import eval_batches
     from gradwire.data.cache import shards_of
-    from gradwire.data.shards import Shards
+    from gradwire.data.shards import SPLITS, Shards
     from gradwire.files import write_json
     from gradwire.models import folder, saved
     from gradwire.training.evaluate import evaluate
 
     model_dir = Path(args.model_dir)
     saved.check(model_dir)
-    shards = Shards(
-        shards_of(
-            Path(args.data_path),
-            tokenizer=str(model_dir),
-            max_length=args.max_length or saved.max_length(model_dir),
-            vocab_size=0,
-            cache_dir=args.cache_dir,
-        ),
-        args.split,
+    shards = shards_of(
+        Path(args.data_path),
+        tokenizer=str(model_dir),
+        max_length=args.max_length or saved.max_length(model_dir),
+        cache_dir=args.cache_dir,
     )
+    splits = SPLITS if args.split == "all" else (args.split,)
+    batches = [eval_batches(Shards(shards, split), args.batch_size, 0, 1) for split in splits]
     with process_group(device=args.device) as world:
         model = folder.load(model_dir).to(world.device)
-        quality = evaluate(model, eval_batches(shards, args.batch_size, 0, 1), world.device)
+        quality = evaluate(model, chain(*batches), world.device)
     print(f"avg_loss {quality.loss:.6f}  ppl {quality.ppl:.4f}  over {quality.n_targets} targets of {args.split}")
     finite = math.isfinite(quality.ppl)  # a diverged model's perplexity is null, which JSON can carry
     write_json(
