@@ -18,6 +18,7 @@ from gradwire import cli
 from gradwire.errors import BadInput, Stopped
 from gradwire.files import write_json
 from gradwire.launch import launch
+from gradwire.launch.ranks import THREADS
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,7 @@ def preflight(args: argparse.Namespace) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *THREADS)
     environment = {name: os.environ[name] for name in names} | {"pid": os.getpid()}
     write_json(args.output_dir / f"started{os.environ['RANK']}.json", environment)
     deed = args.ranks.get(os.environ["RANK"], "wait" if args.ranks else "end")

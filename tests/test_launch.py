@@ -15,10 +15,10 @@ import pytest
 
 from gradwire.errors import BadInput, RunFault
 from gradwire.failures import lost_peer
-from gradwire.launch.ranks import Ended, RankFailure, first_cause
+from gradwire.launch.ranks import THREADS, Ended, RankFailure, first_cause
 
 PROBE = Path(__file__).with_name("rank_verb.py")
-CLEAN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")}
+CLEAN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", *THREADS)}
 
 
 def command(output: Path, ranks: dict[int, str], *flags: str, launcher: str = "spawn", probe: tuple[str, ...] = ()):
@@ -51,13 +51,14 @@ def test_ranks_know_their_place_and_share_the_cores(tmp_path, launcher):
     ranks = started(tmp_path)
     assert {(r["RANK"], r["LOCAL_RANK"], r["WORLD_SIZE"]) for r in ranks.values()} == {("0", "0", "2"), ("1", "1", "2")}
     assert {(r["MASTER_ADDR"], r["MASTER_PORT"]) for r in ranks.values()} == {("127.0.0.1", port)}
-    assert {r["OMP_NUM_THREADS"] for r in ranks.values()} == {str(max(1, len(os.sched_getaffinity(0)) // 2))}
+    share = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert {r[name] for r in ranks.values() for name in THREADS} == {share}
 
 
 def test_a_given_number_of_threads_is_kept(tmp_path):
-    environment = CLEAN | {"OMP_NUM_THREADS": "5"}
+    environment = CLEAN | {"OMP_NUM_THREADS": "5", "MKL_NUM_THREADS": "9"}  # as Snakemake sets them for a whole job
     subprocess.run(command(tmp_path, {}), env=environment, check=True, timeout=60)
-    assert {r["OMP_NUM_THREADS"] for r in started(tmp_path).values()} == {"5"}
+    assert {r[name] for r in started(tmp_path).values() for name in THREADS} == {"5"}
 
 
 @pytest.mark.parametrize("launcher", ["spawn", "torchrun"])

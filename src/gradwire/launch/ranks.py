@@ -19,6 +19,9 @@ from gradwire.errors import FAULT, BadInput, GradwireError, RunFault, Stopped
 from gradwire.failures import RANK_FAILURES, rank_failures
 
 GRACE = 30.0  # seconds that ranks get to end by themselves (to write a checkpoint) before they are killed
+# A rank's threads. Snakemake sets all of these to the whole job's; MKL heeds its own before OpenMP's, and two ranks with
+# twice their share of threads each take several times as long.
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 POLL = 0.02  # seconds between two looks at the ranks
 HINTS = {signal.SIGKILL: " (out of memory?)", signal.SIGABRT: " (ranks out of step? its own output says more)"}
 
@@ -83,7 +86,7 @@ def start(
     # Whatever stops the launcher, the ranks are stopped by SIGTERM.
     to_sigterm = _on((signal.SIGINT, signal.SIGHUP), lambda: signal.raise_signal(signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="gradwire-launch-") as folder, to_sigterm:
-        with _environment({RANK_FAILURES: folder, "OMP_NUM_THREADS": _threads(world_size)}):
+        with _environment({RANK_FAILURES: folder, **dict.fromkeys(THREADS, _threads(world_size))}):
             ended = LAUNCHERS[launcher](list(command), world_size, master_addr, master_port)
         if ended.codes or ended.stopped:
             raise first_cause(ended, rank_failures(Path(folder)))
@@ -148,7 +151,7 @@ LAUNCHERS: dict[str, Callable[[list[str], int, str, int], Ended]] = {"torchrun":
 
 
 def _threads(world_size: int) -> str:
-    """The share of this process's cores that each rank gets, unless the variable says otherwise."""
+    """The share of this process's cores that each rank gets, unless OMP_NUM_THREADS says otherwise."""
     return os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // world_size)))
 
 
