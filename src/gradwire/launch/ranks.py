@@ -19,8 +19,8 @@ from gradwire.errors import FAULT, BadInput, GradwireError, RunFault, Stopped
 from gradwire.failures import RANK_FAILURES, rank_failures
 
 GRACE = 30.0  # seconds that ranks get to end by themselves (to write a checkpoint) before they are killed
-# A rank's threads. Snakemake sets all of these to the whole job's; MKL heeds its own before OpenMP's, and two ranks with
-# twice their share of threads each take several times as long.
+# A rank's threads. Snakemake sets all of these to the whole job's, and MKL heeds its own before OpenMP's; ranks that
+# take more than their share of the cores take several times as long.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 POLL = 0.02  # seconds between two looks at the ranks
 HINTS = {signal.SIGKILL: " (out of memory?)", signal.SIGABRT: " (ranks out of step? its own output says more)"}
