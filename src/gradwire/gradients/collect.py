@@ -109,7 +109,7 @@ def _intended(args: argparse.Namespace, folder: Path, world_size: int) -> Proven
         model_dir=str(args.model_dir),
         model_digest=saved.digest(args.model_dir),
         data_path=str(folder),
-        data_digest=provenance.digest_of(shards),
+        data_digest=shards.digest,
         split=args.split,
         samples=samples,
         world_size=world_size,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradwire.errors import BadInput
-from gradwire.files import digest, read_json, write_json
+from gradwire.files import read_json, write_json
 
 if TYPE_CHECKING:
     from gradwire.data.shards import Shards
@@ -134,14 +134,9 @@ def samples(provenance: Provenance) -> Shards:
     folder = Path(provenance.data_path)
     shards.check(folder)
     found = shards.Shards(folder, provenance.split)
-    if digest_of(found) != provenance.data_digest:
+    if found.digest != provenance.data_digest:
         raise BadInput(f"the samples in {folder} are not those that were collected: their digest is another.")
     return found
-
-
-def digest_of(shards: Shards) -> str:
-    """A digest of a split's samples: of its shards' checksums, in hex."""
-    return digest([shard["sha256"] for shard in shards.meta["shards"]], length=64)
 
 
 def sample_ids(provenance: Provenance, shards: Shards) -> list[str]:
