@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import ijson
 
 from gradwire.errors import BadInput
-from gradwire.files import whole
+from gradwire.files import sha256_file, whole
 
 C_BACKEND = "yajl2_c"
 
@@ -68,6 +68,23 @@ def documents(path: Path) -> Iterator[Document]:
             or holds one that ``parse`` refuses.
     """
     return parse(_values(Path(path)), str(path))
+
+
+def checked(path: Path) -> Iterator[Document]:
+    """Every document of a corpus file, as long as no id comes twice; errors as in ``documents`` and ``distinct``."""
+    return distinct(documents(path), str(path))
+
+
+def sha256(path: Path) -> str:
+    """SHA-256 of a corpus file.
+
+    Raises:
+        BadInput: If it cannot be read.
+    """
+    try:
+        return sha256_file(path)
+    except OSError as error:
+        raise BadInput(f"cannot read the corpus {path}: {error.strerror}.") from None
 
 
 def parse(values: Iterable[Any], where: str) -> Iterator[Document]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import shutil
 from pathlib import Path
 
 from gradwire.data import corpus
 from gradwire.data import tokenizer as tokenizers
-from gradwire.data.shards import SPLITS, finalized
-from gradwire.data.writer import split_of, write_shards
+from gradwire.data.writer import write_shards
 from gradwire.errors import BadInput
 from gradwire.files import sha256_file
 from gradwire.source import source_digest
@@ -29,8 +28,8 @@ def tokenize(
 ) -> None:
     """Write ``output_dir/tokenizer`` and ``output_dir/shards``; what is there already, and fits, is kept.
 
-    The corpus is read once to check all of it before anything is written, once to train a tokenizer, and once to
-    tokenize.
+    The corpus is read once to train a tokenizer and once to tokenize, and checked both times; an unusable one leaves
+    nothing behind.
 
     Args:
         data_path: The corpus file.
@@ -47,35 +46,23 @@ def tokenize(
     Raises:
         BadInput: If the corpus, a setting, or what lies in ``output_dir`` is unusable.
     """
-    shards = output_dir / "shards"
-    if not finalized(shards):
-        check_corpus(data_path, val_fraction)
-    ready = tokenizers.prepare(tokenizer, output_dir / "tokenizer", data_path, vocab_size)
-    if tokenizer_only:
-        return
-    settings = {
-        "dataset": dataset,
-        "dataset_digest": sha256_file(data_path),
-        "tokenizer_digest": sha256_file(output_dir / "tokenizer" / tokenizers.TOKENIZER),
-        "max_length": max_length,
-        "shard_size": shard_size,
-        "val_fraction": val_fraction,
-        "source": source_digest("gradwire.data.tokenization"),
-    }
-    write_shards(shards, data_path, ready, settings, restart)
-
-
-def check_corpus(data_path: Path, val_fraction: float) -> None:
-    """Read the whole corpus.
-
-    Raises:
-        BadInput: If a document is unusable, or the corpus too small to give each split one.
-    """
-    documents = corpus.distinct(corpus.documents(data_path), str(data_path))
-    counts = Counter(split_of(document.id, val_fraction) for document in documents)
-    for split in SPLITS:
-        if not counts[split]:
-            raise BadInput(
-                f"{data_path} is too small: of its {counts.total()} documents none falls to {split} with "
-                f"--val_fraction {val_fraction:g}; give more documents or another fraction."
-            )
+    tokenizer_folder, shards = output_dir / "tokenizer", output_dir / "shards"
+    kept = tokenizer_folder.exists()
+    try:
+        ready = tokenizers.prepare(tokenizer, tokenizer_folder, data_path, vocab_size)
+        if tokenizer_only:
+            return
+        settings = {
+            "dataset": dataset,
+            "dataset_digest": corpus.sha256(data_path),
+            "tokenizer_digest": sha256_file(tokenizer_folder / tokenizers.TOKENIZER),
+            "max_length": max_length,
+            "shard_size": shard_size,
+            "val_fraction": val_fraction,
+            "source": source_digest("gradwire.data.tokenization"),
+        }
+        write_shards(shards, data_path, ready, settings, restart)
+    except BadInput:
+        if not kept:
+            shutil.rmtree(tokenizer_folder, ignore_errors=True)
+        raise

@@ -20,7 +20,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from gradwire.data import corpus
 from gradwire.errors import BadInput
-from gradwire.files import read_json, sha256_file, write_json
+from gradwire.files import read_json, write_json
 
 TOKENIZER, CONFIG, ORIGIN = "tokenizer.json", "tokenizer_config.json", "origin.json"
 END, PAD = "<|endoftext|>", "<|pad|>"
@@ -102,7 +102,7 @@ def prepare(choice: str, folder: Path, corpus_path: Path, vocab_size: int) -> To
 def origin(choice: str, corpus_path: Path, vocab_size: int) -> dict[str, Any]:
     """What determines a tokenizer, so that a rerun can tell whether the one in place is the one asked for."""
     if choice == "bpe":
-        return {"tokenizer": "bpe", "vocab_size": vocab_size, "corpus": sha256_file(corpus_path)}
+        return {"tokenizer": "bpe", "vocab_size": vocab_size, "corpus": corpus.sha256(corpus_path)}
     return {"tokenizer": "folder", "sha256": hashlib.sha256(_backend(Path(choice)).to_str().encode()).hexdigest()}
 
 
@@ -124,7 +124,7 @@ def _train(corpus_path: Path, vocab_size: int) -> tokenizers.Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts: Iterator[str] = (document.text for document in corpus.documents(corpus_path))
+    texts: Iterator[str] = (document.text for document in corpus.checked(corpus_path))
     backend.train_from_iterator(texts, trainer)
     if backend.get_vocab_size() < vocab_size:
         print(

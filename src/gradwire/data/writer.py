@@ -153,13 +153,14 @@ def write_shards(
 
     Args:
         folder: The shards folder.
-        corpus_path: The corpus, already checked to give both splits a document.
+        corpus_path: The corpus.
         tokenizer: The tokenizer to use.
         settings: max_length, shard_size, val_fraction, dataset, dataset_digest, tokenizer_digest and source.
         restart: Delete shards of other settings instead of refusing them.
 
     Raises:
-        BadInput: If the folder holds shards of other settings, or two samples get one id; then nothing is left.
+        BadInput: If the folder holds shards of other settings; or, and then nothing is left of them, if the corpus is
+            unusable, gives a split no document, or gives two samples one id.
     """
     settings = {
         "format_version": FORMAT_VERSION,
@@ -171,22 +172,33 @@ def write_shards(
     writers = {split: SplitWriter(folder / split, {**settings, "split": split}, restart) for split in SPLITS}
     if finalized(folder):
         return
+    try:
+        _write(writers, corpus_path, tokenizer)
+    except BadInput:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokenizer) -> None:
+    """Read the corpus to its end, write what is missing, and finalize both splits."""
+    val_fraction = writers["val"].meta["val_fraction"]
     for writer in writers.values():
         writer.count(tables(writer.folder, writer.meta))
     done = {split: writer.meta["processed_documents"] for split, writer in writers.items()}
-    documents = NamedLikeParts(corpus.documents(corpus_path))
-    waiting = remaining(documents, done, settings["val_fraction"])
+    documents = NamedLikeParts(corpus.checked(corpus_path))
+    waiting = remaining(documents, done, val_fraction)
     for split, document, tokens in encoded(waiting, tokenizer):
         tokens.append(tokenizer.eos_id)
         writers[split].add(document.id, tokens)
-    for writer in writers.values():
+    for split, writer in writers.items():
         writer.flush()
+        if not writer.meta["shards"]:
+            raise BadInput(
+                f"{corpus_path} is too small: none of its documents falls to {split} with --val_fraction "
+                f"{val_fraction:g}; give more documents or another fraction."
+            )
     if documents.found:
-        try:
-            refuse_shared_ids(writers.values(), corpus_path)
-        except BadInput:
-            shutil.rmtree(folder)
-            raise
+        refuse_shared_ids(writers.values(), corpus_path)
     loss = unigram.loss(writers["train"].targets, writers["val"].targets)
     writers["val"].finalize(unigram_loss=loss, unigram_ppl=math.exp(loss))
     writers["train"].finalize()
