@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import ijson
 import pyarrow as pa
@@ -14,7 +15,7 @@ import pytest
 from data_samples import tokenize_words, values, write_corpus
 
 from gradwire.cli import run
-from gradwire.data.corpus import documents
+from gradwire.data.corpus import checked, documents
 from gradwire.errors import BadInput
 
 GOOD = json.dumps(values(3)).encode()
@@ -177,3 +178,11 @@ def test_wikipedia_offline_says_so_quickly(offline, tmp_path):
 def test_wikipedia_wants_a_size(tmp_path, capsys):
     assert run(["download", "--source", "wikipedia", "--output", str(tmp_path / "c.json")]) == 2
     assert "--max_mb" in capsys.readouterr().err
+
+
+def test_a_checked_corpus_may_be_drawn_from_changing_threads(tmp_path):
+    expected = values(20)
+    drawn = checked(write_corpus(tmp_path / "corpus.json", expected))
+    with ThreadPoolExecutor(1) as other:
+        ids = [next(drawn).id, *(other.submit(next, drawn).result().id for _ in range(5)), *(doc.id for doc in drawn)]
+    assert ids == [value["id"] for value in expected]

@@ -46,7 +46,8 @@ class FirstSeen:
     """Where each key was first met, for any number of keys: a temporary SQLite table, on disk where it is large."""
 
     def __init__(self) -> None:
-        self._table = sqlite3.connect("")
+        # The tokenizer's trainer draws documents now from one thread, now from another, never from two at once.
+        self._table = sqlite3.connect("", check_same_thread=False)
         self._table.execute("PRAGMA cache_size = -32768")  # KiB kept in memory
         self._table.execute("CREATE TABLE seen (key TEXT PRIMARY KEY, position INTEGER) WITHOUT ROWID")
         self._table.execute("BEGIN")
