@@ -168,6 +168,24 @@ def test_a_resumed_run_equals_an_unbroken_one(world, shards, tmp_path, strategy)
     assert sorted(zip(steps["step"], steps["rank"], strict=True)) == [(s, r) for s in range(6) for r in range(2)]
 
 
+def test_a_run_that_was_killed_after_its_last_checkpoint_only_validates(world, shards, tmp_path):
+    whole, record = world(1).run(run, words(shards, tmp_path, checkpoint_every=6))[0]
+    (tmp_path / "record.json").unlink()
+    resumed, again = world(1).run(run, words(shards, tmp_path, "--resume", checkpoint_every=6))[0]
+    assert losses(resumed) == losses(whole)
+    assert again["val_loss"] == record["val_loss"]
+
+
+def test_tensorboard_holds_the_loss_of_every_step(world, shards, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    rows, record = world(2).run(run, words(shards, tmp_path))[0]
+    events = EventAccumulator(str(tmp_path / "logs" / "tensorboard")).Reload()
+    assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses(rows))
+    assert [event.step for event in events.Scalars("val_loss")] == [2, 5]
+    assert events.Scalars("val_loss")[-1].value == pytest.approx(record["val_loss"])
+
+
 def test_a_checkpoint_of_another_configuration_is_refused(world, shards, tmp_path):
     world(1).run(run, words(shards, tmp_path, checkpoint_every=4))
     with pytest.raises(Exception, match="another configuration"):

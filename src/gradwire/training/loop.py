@@ -29,6 +29,7 @@ from gradwire.models import gpt2
 from gradwire.training import checkpoint
 from gradwire.training.evaluate import Quality, evaluate, loss_sum
 from gradwire.training.profiling import profiled_range, profiling
+from gradwire.training.scalars import tensorboard
 from gradwire.training.settings import Settings
 
 Row = dict[str, Any]  # one rank's row of steps.parquet
@@ -93,62 +94,55 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
         if reducer is not None:
             reducer.load_state_dict(own["reducer"])
 
-    def validate() -> Quality:
-        return evaluate(model, eval_batches(val_split, training.batch_size, world.rank, world.world_size), world.device)
-
-    batches = train_batches(
-        train_split,
-        training.batch_size,
-        world.rank,
-        world.world_size,
-        settings.seed,
-        start=start * training.grad_accum_steps,
-    )
+    rank, size, batch_size = world.rank, world.world_size, training.batch_size
+    consumed = start * training.grad_accum_steps
+    batches = train_batches(train_split, batch_size, rank, size, settings.seed, start=consumed)
     profiled = profiled_range(training, start)
     clock = Clock(world.device)
+
+    def validate() -> Quality:
+        return evaluate(model, eval_batches(val_split, batch_size, rank, size), world.device)
+
     model.train()
     with (
         progress(training.steps, start, world) as bar,
         profiling(training, start, settings.output_dir / "profiler", world) as profiler,
+        tensorboard(settings.output_dir / "logs" / "tensorboard", start, world) as log,
     ):
         try:
             for step in range(start, training.steps):
-                lr = learning_rate(training, step)
-                for group in optimizer.param_groups:
-                    group["lr"] = lr
+                lr = set_learning_rate(optimizer, training, step)
                 row = optimizer_step(model, optimizer, reducer, batches, training, world, clock)
-                row |= {
-                    "step": step,
-                    "rank": world.rank,
-                    "lr": lr,
-                    "warmup": step < training.warmup_steps,
-                    "profiled": step in profiled,
-                }
+                row |= {"step": step, "rank": rank, "lr": lr}
+                row |= {"warmup": step < training.warmup_steps, "profiled": step in profiled}
                 outcome.rows.append(row)
                 profiler.step()
-                last = step + 1 == training.steps
-                if last or (training.eval_every and (step + 1) % training.eval_every == 0):
-                    outcome.quality = validate()
-                    row["val_loss"] = outcome.quality.loss
+                if due(training.eval_every, step) and step + 1 < training.steps:
+                    row["val_loss"] = validate().loss
+                log(row)
                 bar.set_postfix(loss=f"{row['loss']:.3f}", ms=f"{row['step_ms']:.0f}", refresh=False)
                 bar.update()
-                if training.checkpoint_every and (step + 1) % training.checkpoint_every == 0:
-                    own = {
-                        "identity": identity,
-                        "step": step + 1,
-                        "rows": outcome.rows,
-                        "reducer": reducer.state_dict() if reducer is not None else None,
-                    }
+                if due(training.checkpoint_every, step):
+                    own = {"identity": identity, "step": step + 1, "rows": outcome.rows}
+                    own["reducer"] = reducer.state_dict() if reducer is not None else None
                     checkpoint.save(settings.output_dir, step + 1, model, optimizer, own, world)
+            outcome.quality = validate()
+            outcome.rows[-1]["val_loss"] = outcome.quality.loss
+            log({"step": training.steps - 1, "val_loss": outcome.quality.loss})
         except (Diverged, NonFiniteGradient) as error:
-            outcome.diverged, outcome.quality = str(error), None
+            outcome.diverged = str(error)
         except Exception as error:
-            error.step = start + len(outcome.rows)  # type: ignore[attr-defined]  # the failure file says how far it got
+            error.step = len(outcome.rows)  # type: ignore[attr-defined]  # the failure file says how far it got
             raise
     if reducer is not None and reducer.traffic["elements"]:
         outcome.exempt_fraction = reducer.traffic["exempt_elements"] / reducer.traffic["elements"]
         outcome.fallbacks = reducer.traffic["fallbacks"]
     return model, outcome
+
+
+def due(every: int, step: int) -> bool:
+    """Whether what happens every so many steps (0: never) happens after ``step``, counted from 0."""
+    return every > 0 and (step + 1) % every == 0
 
 
 def optimizer_step(
@@ -260,6 +254,14 @@ def adamw(model: nn.Module, matrices: set[str], training: Training) -> torch.opt
         {"params": [p for name, p in named if name not in matrices], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=training.lr, betas=(0.9, 0.95))
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, training: Training, step: int) -> float:
+    """Set and return the learning rate of ``step``; it depends on nothing else, so a resumed run needs no state."""
+    lr = learning_rate(training, step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return lr
 
 
 def learning_rate(training: Training, step: int) -> float:

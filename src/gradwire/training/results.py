@@ -1,4 +1,4 @@
-"""What a finished run leaves on disk: ``steps.parquet``, TensorBoard, environment, ``final_model/``, ``record.json``.
+"""What a finished run leaves on disk: ``steps.parquet``, environment, ``final_model/``, ``record.json``.
 
 The record is written last: where it stands, everything else does.
 """
@@ -59,7 +59,6 @@ def write(
     rows = [row for rank in ranks for row in rank["rows"]]
     run = Run(settings.strategy, settings.cell.label, world.world_size, UNSHAPED, settings.seed)
     write_steps(folder, rows)
-    write_tensorboard(folder, outcome.rows)
     model_folder.save(
         state,
         outcome.config,
@@ -181,14 +180,3 @@ def write_steps(folder: Any, rows: list[Row]) -> None:
     complete = [{name: row.get(name) for name in STEPS.names} for row in rows]
     table = pa.Table.from_pylist(complete, schema=STEPS)
     write_with(folder / "steps.parquet", lambda part: pq.write_table(table, part))
-
-
-def write_tensorboard(folder: Any, rows: list[Row]) -> None:
-    """Write rank 0's numbers as TensorBoard scalars, under the names of ``steps.parquet``."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(log_dir=str(folder / "logs" / "tensorboard")) as writer:
-        for row in rows:
-            for name, value in row.items():
-                if isinstance(value, (int, float)) and name not in ("step", "rank"):
-                    writer.add_scalar(name, value, row["step"])

@@ -1,0 +1,34 @@
+"""TensorBoard scalars while a run goes on, under the names of ``steps.parquet``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gradwire.collectives.world import World
+
+
+@contextmanager
+def tensorboard(folder: Path, start: int, world: World) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Give a function that logs the numbers of a row at the row's ``step``; on ranks other than 0 it does nothing.
+
+    Args:
+        folder: Where the event files go.
+        start: The first step made here; what an earlier process logged from there on is passed over.
+        world: This rank's place.
+    """
+    if world.rank != 0:
+        yield lambda row: None
+        return
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(log_dir=str(folder), purge_step=start or None) as writer:
+
+        def log(row: dict[str, Any]) -> None:
+            for name, value in row.items():
+                if isinstance(value, (int, float)) and name not in ("step", "rank"):
+                    writer.add_scalar(name, value, row["step"])
+
+        yield log
