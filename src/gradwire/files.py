@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +30,30 @@ def whole(path: Path) -> Iterator[Path]:
         part.replace(path)
     except BaseException:
         part.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Give a ``.part`` folder to fill; on success its files are flushed to disk and it takes the place of ``path``.
+
+    On an exception the part is removed and ``path`` is left as it was. What a killed process left is removed first.
+    """
+    path = Path(path)
+    for left in path.parent.glob(f"{path.name}.*.part"):
+        shutil.rmtree(left)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    part.mkdir(parents=True)
+    try:
+        yield part
+        for file in filter(Path.is_file, part.rglob("*")):
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        if path.exists():
+            shutil.rmtree(path)
+        part.replace(path)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
         raise
 
 

@@ -7,8 +7,6 @@ Saved as a Hugging Face folder (``tokenizer.json``, ``tokenizer_config.json``), 
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from gradwire.data import corpus
 from gradwire.errors import BadInput
-from gradwire.files import read_json, write_json
+from gradwire.files import read_json, whole_folder, write_json
 
 TOKENIZER, CONFIG, ORIGIN = "tokenizer.json", "tokenizer_config.json", "origin.json"
 END, PAD = "<|endoftext|>", "<|pad|>"
@@ -189,15 +187,7 @@ def _complete(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> dict[str
 
 
 def _save(folder: Path, backend: tokenizers.Tokenizer, config: dict[str, Any], origin: dict[str, Any]) -> None:
-    for left in folder.parent.glob(f"{folder.name}.*.part"):  # by a killed process
-        shutil.rmtree(left)
-    part = folder.with_name(f"{folder.name}.{os.getpid()}.part")
-    part.mkdir(parents=True)
-    try:
+    with whole_folder(folder) as part:
         backend.save(str(part / TOKENIZER))
         write_json(part / CONFIG, config)
         write_json(part / ORIGIN, origin)
-        part.replace(folder)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,38 +15,15 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from transformers.utils import logging
 
 from gradwire.errors import BadInput
-from gradwire.files import write_json
+from gradwire.files import whole_folder, write_json
 from gradwire.models import saved
 from gradwire.models.saved import max_length
 
-__all__ = ["load", "max_length", "save", "whole_folder"]
+__all__ = ["load", "max_length", "save"]
 
 TIED = "lm_head.weight"  # the embedding's second name
 
 logging.disable_progress_bar()  # 28 tensors need no bar
-
-
-@contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """Give a ``.part`` folder to fill; on success its files are flushed to disk and it takes the place of ``path``.
-
-    On an exception the part is removed and ``path`` is left as it was.
-    """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        part.mkdir()
-        yield part
-        for file in filter(Path.is_file, part.rglob("*")):
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-        if path.exists():
-            shutil.rmtree(path)
-        part.replace(path)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
 
 
 def save(

@@ -45,8 +45,12 @@ STEPS = pa.schema(
 
 def write(
     settings: Settings, identity: str, splits: tuple[Shards, Shards], world: World, model: nn.Module, outcome: Outcome
-) -> None:
-    """Gather what the ranks measured and write it; called by all ranks, the files shared by them come from rank 0."""
+) -> Row | None:
+    """Gather what the ranks measured and write it; called by all ranks.
+
+    Returns:
+        The record, on rank 0, which writes all files but the ranks' own.
+    """
     folder = settings.output_dir
     here = environment(world)
     write_json(folder / "environment" / f"rank{world.rank}.json", here)
@@ -55,7 +59,7 @@ def write(
     ranks = ops.gather_objects({"rows": outcome.rows, "allocated": allocated, "reserved": reserved})
     state = parallel.full_state_dict(model)
     if world.rank != 0:
-        return
+        return None
     rows = [row for rank in ranks for row in rank["rows"]]
     run = Run(settings.strategy, settings.cell.label, world.world_size, UNSHAPED, settings.seed)
     write_steps(folder, rows)
@@ -99,6 +103,16 @@ def write(
         "clipped_steps": sum(row["clipped"] for row in outcome.rows),
     }
     write_json(folder / "record.json", record)
+    return record
+
+
+def told(record: Row) -> str:
+    """A record in one line."""
+    if record["status"] == "diverged":
+        return f"{record['run_name']}: diverged ({record['reason']})"
+    ratio = "nothing sent" if record["compression_ratio"] is None else f"ratio {record['compression_ratio']:.3f}"
+    step = "no step timed" if record["step_time_ms_mean"] is None else f"{record['step_time_ms_mean']:.1f} ms/step"
+    return f"{record['run_name']}: val ppl {record['val_ppl']:.2f}, {ratio}, {step}"
 
 
 def times(rows: list[Row]) -> Row:

@@ -97,4 +97,6 @@ def main(args: argparse.Namespace) -> None:
         run_settings.check_enough_data(len(splits[0]), settings.training.batch_size, world.world_size)
         identity = settings.identity(world.world_size, splits[0].digest)
         model, outcome = train(settings, splits, world, identity)
-        results.write(settings, identity, splits, world, model, outcome)
+        record = results.write(settings, identity, splits, world, model, outcome)
+    if record is not None:
+        print(results.told(record))
