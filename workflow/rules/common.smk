@@ -90,6 +90,11 @@ def granted_gpus(wildcards, resources):
     return f"--gpus {resources.gpu}" if gpus_needed(wildcards) else ""
 
 
+def attempt_of(wildcards, attempt):
+    """The number of the try, so that a verb does not repeat what ended by bad input."""
+    return attempt
+
+
 def write_expected():
     """Tell `summarize` which runs were asked for, so that a run that never started is a row too."""
     asked = [

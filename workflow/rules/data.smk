@@ -8,6 +8,8 @@ rule download:
     log:
         f"{LOGS}/download.log",
     retries: 2
+    resources:
+        attempt=attempt_of,
     params:
         source=source_digest(
             "gradwire.data.download",
@@ -15,7 +17,7 @@ rule download:
         ),
         flags=to_flags(DATASET, "source", "data_path", "revision", "max_mb"),
     shell:
-        "gradwire download {params.flags:q} --output {output:q} > {log:q} 2>&1"
+        "gradwire download --attempt {resources.attempt} {params.flags:q} --output {output:q} > {log:q} 2>&1"
 
 
 rule tokenizer:
