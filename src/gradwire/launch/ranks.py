@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from gradwire.errors import FAULT, BadInput, GradwireError, RunFault, Stopped
 from gradwire.failures import RANK_FAILURES, rank_failures
 
-GRACE = 30.0  # seconds that ranks get to end by themselves (to write a checkpoint) before they are killed
+GRACE = 30.0  # seconds that ranks get to end by themselves before they are killed; torchrun gives as many
 # A rank's threads. Snakemake sets all of these to the whole job's, and MKL heeds its own before OpenMP's; ranks that
 # take more than their share of the cores take several times as long.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -132,7 +132,6 @@ def torchrun(command: list[str], world_size: int, master_addr: str, master_port:
         max_restarts=0,
         monitor_interval=POLL,
         signals_to_handle="SIGTERM",
-        shutdown_timeout=int(GRACE),
         logs_specs=DefaultLogsSpecs(log_dir=os.environ[RANK_FAILURES]),
     )
     logging.disable(logging.CRITICAL)
