@@ -137,6 +137,18 @@ def test_an_experiment_runs_fails_in_one_cell_and_reruns_only_what_a_change_touc
     assert "shards" not in checkout.jobs()
 
 
+def test_a_cell_that_needs_more_gpus_than_there_are_is_refused_not_shrunk(checkout):
+    training = {**SMALL["training"], "device": "cuda"}
+    checkout.configure({**SMALL, "name": "gpus", "training": training, "compressors": {"none": {}}, "gradients": None})
+    done = checkout.snakemake("--resources", "gpu=1")
+    assert done.returncode != 0
+    row = json.loads((checkout.folder / "results/gpus/results.jsonl").read_text())
+    assert row["status"] == "failed"
+    assert "2 ranks" in row["reason"]
+    assert "GPU" in row["reason"]
+    checkout.configure(SMALL)
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [

@@ -166,9 +166,10 @@ def optimizer_step(
     before = dict(reducer.traffic) if reducer is not None else {}
     clock.start()
     micro_batches = [batch.to(world.device) for batch in itertools.islice(batches, training.grad_accum_steps)]
+    clock.lap("data_ms")
     n_targets = torch.tensor(float(sum(batch.n_targets for batch in micro_batches)), device=world.device)
     ops.all_reduce(n_targets, purpose="control")
-    clock.lap("data_ms")
+    clock.lap("control_ms")
 
     total = torch.zeros((), device=world.device)
     for i, batch in enumerate(micro_batches):
@@ -188,6 +189,7 @@ def optimizer_step(
     clock.lap("optimizer_ms")
     ops.all_reduce(total, purpose="control")
     check_finite(float(total), "the loss")
+    clock.lap("control_ms")
     clock.stop()
 
     return (
@@ -288,7 +290,7 @@ class Clock:
         """Begin a step."""
         self._started = self._last = time.perf_counter()
         self.started_s = self._started - self._origin
-        self.times = dict.fromkeys(("data_ms", "forward_ms", "backward_ms", "optimizer_ms"))
+        self.times = dict.fromkeys(("data_ms", "forward_ms", "backward_ms", "optimizer_ms", "control_ms"))
 
     def lap(self, phase: str) -> None:
         """Add the time since the last lap to ``phase``."""

@@ -32,6 +32,7 @@ STEPS = pa.schema(
         ("rank", pa.int32()),
         *((name, pa.float64()) for name in ("t_start_s", "step_ms", "data_ms", "forward_ms", "backward_ms")),
         *((name, pa.float64()) for name in ("comm_ms", "exposed_ms", "encode_ms", "decode_ms", "optimizer_ms")),
+        ("control_ms", pa.float64()),
         ("tokens", pa.int64()),
         *((name, pa.float64()) for name in ("loss", "lr", "grad_norm")),
         *((name, pa.bool_()) for name in ("clipped", "nonfinite")),
