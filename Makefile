@@ -8,7 +8,7 @@ CORES ?= all
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test test-sweep lint format schema lock
+.PHONY: run test lint format schema lock
 
 run: $(READY)
 	$(BIN)/snakemake --cores $(CORES) --configfile $(CONFIG)
@@ -16,9 +16,6 @@ run: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
-
-test-sweep: $(READY)
-	$(BIN)/python -m pytest -m sweep
 
 lint: $(READY)
 	$(BIN)/ruff check .

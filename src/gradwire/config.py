@@ -23,6 +23,8 @@ from gradwire.compressors.exempt import Exempt
 from gradwire.errors import BadInput, unknown
 from gradwire.files import digest, sha256_file
 
+SCHEMA_VERSION = 1  # of record.json and results.jsonl
+
 Strategy = Literal["ddp", "fsdp1", "fsdp2"]
 Link = Literal["none"]
 Model = TypeVar("Model", bound=BaseModel)

@@ -7,12 +7,10 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from gradwire.config import Run
+from gradwire.config import SCHEMA_VERSION, Run
 from gradwire.errors import BadInput
 from gradwire.failures import failure_file
 from gradwire.files import read_json
-
-SCHEMA_VERSION = 1
 
 Model = TypeVar("Model", bound=BaseModel)
 Text = str | None

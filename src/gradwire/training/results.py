@@ -15,7 +15,7 @@ from torch import nn
 from gradwire import parallel
 from gradwire.collectives import ops
 from gradwire.collectives.world import World
-from gradwire.config import Run
+from gradwire.config import SCHEMA_VERSION, Run
 from gradwire.data.shards import Shards
 from gradwire.files import write_json, write_with
 from gradwire.models import folder as model_folder
@@ -23,7 +23,6 @@ from gradwire.training.environment import environment, peak_memory_gb
 from gradwire.training.loop import Outcome, Row
 from gradwire.training.settings import Settings
 
-SCHEMA_VERSION = 1
 UNSHAPED = "none"  # the ranks talk over whatever link the machine has
 
 STEPS = pa.schema(
