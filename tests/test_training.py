@@ -214,6 +214,25 @@ def test_perplexity_of_the_final_model_is_the_last_evaluation_of_the_run(world, 
     assert f"ppl {written['ppl']:.4f}" in capsys.readouterr().out
 
 
+def test_perplexity_refuses_shards_that_the_model_cannot_read(shards, tmp_path, capsys):
+    from gradwire.models import folder, gpt2
+
+    meta = Shards(shards, "val").meta
+    model = gpt2.build("tiny", meta["vocab_size"], 24, seed=0)
+    folder.save(model.state_dict(), model.config, shards.parent / "tokenizer", tmp_path / "model", {})
+    arguments = ["perplexity", "--model_dir", str(tmp_path / "model"), "--data_path", str(shards)]
+    assert cli.run(arguments) == 0
+    capsys.readouterr()
+    assert cli.run([*arguments, "--max_length", "16"]) == 2
+    assert "samples of up to 24 tokens, not 16" in capsys.readouterr().err
+    other = tmp_path / "other"
+    corpus = write_corpus(tmp_path / "other.json", [{**value, "text": value["text"].upper()} for value in values(60)])
+    assert cli.run(["tokenize", "--data_path", str(corpus), "--output_dir", str(other), "--vocab_size", "300"]) == 0
+    capsys.readouterr()
+    assert cli.run([*arguments[:-1], str(other / "shards"), "--max_length", "128"]) == 2
+    assert "another tokenizer" in capsys.readouterr().err
+
+
 def test_step_times_leave_out_warm_up_and_profiled_steps_and_take_the_slowest_rank():
     rows = [
         {"step": step, "rank": rank, "warmup": step < 1, "profiled": step == 1, "step_ms": ms, "tokens": 10}
@@ -239,6 +258,7 @@ BAD = {
     "out of range": (["--batch_size", "0"], ["batch_size", "greater than or equal to 1"]),
     "too few samples": (["--batch_size", "100000"], ["training split has", "100000"]),
     "no data": (["--data_path", "nowhere"], ["nowhere"]),
+    "shorter samples": (["--max_length", "16"], ["samples of up to 24 tokens, not 16"]),
     "no GPU": (["--device", "cuda"], ["no CUDA device"]),
     "unknown preset": (["--model", "tinny"], ["tinny", "'tiny'"]),
 }

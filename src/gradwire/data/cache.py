@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gradwire.data import tokenizer as tokenizers
-from gradwire.data.shards import META, SPLITS, wait_finalized
+from gradwire.data.shards import META, SPLITS, meta, wait_finalized
 from gradwire.data.tokenization import tokenize
-from gradwire.data.tokenize import SHARD_SIZE, VAL_FRACTION
+from gradwire.data.tokenize import MAX_LENGTH, SHARD_SIZE, VAL_FRACTION, VOCAB_SIZE
 from gradwire.errors import BadInput
 from gradwire.files import digest, sha256_file
 
@@ -22,8 +22,8 @@ def shards_of(
     data_path: Path,
     *,
     tokenizer: str,
-    max_length: int,
-    vocab_size: int = 2048,
+    max_length: int | None = None,
+    vocab_size: int = VOCAB_SIZE,
     cache_dir: Path | None = None,
     rank: int = 0,
     timeout: float = TIMEOUT,
@@ -32,21 +32,24 @@ def shards_of(
 
     Args:
         data_path: A shards folder or the folder that holds ``shards/``, returned as it is; or a corpus file.
-        tokenizer: ``bpe`` or a tokenizer's folder, for a corpus file.
-        max_length: Tokens per sample at most, for a corpus file.
-        vocab_size: Size of the vocabulary of ``bpe``.
+        tokenizer: A tokenizer's folder, such as a saved model's: shards of another one are refused. Or ``bpe``: shards
+            have theirs, for a corpus file one is trained.
+        max_length: Tokens per sample: shards of longer ones are refused. None: theirs, or 128 for a corpus file.
+        vocab_size: Size of the vocabulary of ``bpe``, for a corpus file.
         cache_dir: Where a corpus file's shards go; None: ``$XDG_CACHE_HOME/gradwire/<digest>``.
         rank: Rank 0 tokenizes, the others poll until it has finished.
         timeout: Seconds without progress after which they give up.
 
     Raises:
-        BadInput: If there is nothing usable at ``data_path``.
+        BadInput: If there is nothing usable at ``data_path``, or shards that do not fit.
         RunFault: If rank 0 makes no progress.
     """
     data_path = Path(data_path)
     for folder in (data_path, data_path / "shards"):
         if all((folder / split / META).exists() for split in SPLITS):
+            check_fit(folder, tokenizer, max_length)
             return folder
+    max_length = max_length or MAX_LENGTH
     if not data_path.is_file():
         raise BadInput(f"{data_path} is neither a shards folder nor a corpus file; `gradwire tokenize` makes shards.")
     cache_dir = cache_dir or default_cache(data_path, tokenizer, max_length, vocab_size)
@@ -64,6 +67,25 @@ def shards_of(
             )
     wait_finalized(cache_dir / "shards", timeout)
     return cache_dir / "shards"
+
+
+def check_fit(folder: Path, tokenizer: str, max_length: int | None) -> None:
+    """Refuse shards whose samples are longer than asked for, or whose tokens are another vocabulary's.
+
+    Raises:
+        BadInput: Saying which, and what to do.
+    """
+    longest = meta(folder, SPLITS[0])["max_length"]
+    if max_length is not None and longest > max_length:
+        raise BadInput(
+            f"{folder} holds samples of up to {longest} tokens, not {max_length}; run `gradwire tokenize` with "
+            f"--max_length {max_length} into another folder."
+        )
+    if tokenizer != "bpe" and not tokenizers.alike(Path(tokenizer), folder.parent / "tokenizer"):
+        raise BadInput(
+            f"{folder} was made with another tokenizer than the one in {tokenizer}; run `gradwire tokenize` with "
+            f"--tokenizer {tokenizer}, or give the corpus file itself."
+        )
 
 
 def default_cache(data_path: Path, tokenizer: str, max_length: int, vocab_size: int) -> Path:

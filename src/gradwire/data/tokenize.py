@@ -7,6 +7,8 @@ from pathlib import Path
 
 from gradwire.errors import BadInput
 
+VOCAB_SIZE = 2048
+MAX_LENGTH = 128
 SHARD_SIZE = 4096
 VAL_FRACTION = 0.1
 SHORTEST_MAX_LENGTH = 3  # so that a document can be cut into samples which all have a target
@@ -21,8 +23,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer", default="bpe", metavar="{bpe,DIR}", help="train byte-level BPE, or take a folder such as GPT-2's"
     )
-    parser.add_argument("--vocab_size", type=int, default=2048, metavar="N", help="tokens that bpe is to have")
-    parser.add_argument("--max_length", type=int, default=128, metavar="N", help="tokens per sample, at most")
+    parser.add_argument("--vocab_size", type=int, default=VOCAB_SIZE, metavar="N", help="tokens that bpe is to have")
+    parser.add_argument("--max_length", type=int, default=MAX_LENGTH, metavar="N", help="tokens per sample, at most")
     parser.add_argument("--shard_size", type=int, default=SHARD_SIZE, metavar="N", help="samples per shard")
     parser.add_argument(
         "--val_fraction", type=float, default=VAL_FRACTION, metavar="F", help="share of the documents for validation"

@@ -68,6 +68,12 @@ def load(folder: Path) -> Tokenizer:
     return Tokenizer(backend, eos_id=id_of("eos_token"), pad_id=id_of("pad_token"))
 
 
+def alike(first: Path, second: Path) -> bool:
+    """Whether two folders' tokenizers give every token the same id, added special tokens aside."""
+    one, other = (_backend(folder).get_vocab(with_added_tokens=False) for folder in (first, second))
+    return one == other
+
+
 def prepare(choice: str, folder: Path, corpus_path: Path, vocab_size: int) -> Tokenizer:
     """Put the chosen tokenizer into ``folder``, whole or not at all, or find it there.
 

@@ -7,6 +7,7 @@ import math
 from itertools import chain
 from pathlib import Path
 
+from gradwire.errors import BadInput
 from gradwire.seat import DEVICES
 
 
@@ -46,6 +47,8 @@ def main(args: argparse.Namespace) -> None:
     from gradwire.models import folder, saved
     from gradwire.training.evaluate import evaluate
 
+    if args.batch_size < 1:
+        raise BadInput(f"--batch_size is {args.batch_size}; it must be at least 1.")
     model_dir = Path(args.model_dir)
     saved.check(model_dir)
     shards = shards_of(
