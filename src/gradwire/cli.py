@@ -44,6 +44,15 @@ VERBS = {
 }
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        """The help of an option, with its default unless that is None or False."""
+        silent = action.default is None or action.default is False
+        return action.help if silent else super()._get_help_string(action)
+
+
 def verb_of(words: Sequence[str]) -> tuple[str, list[str]]:
     """Split a command into its verb (one word or two) and the verb's arguments.
 
@@ -64,7 +73,7 @@ def parse(words: Sequence[str]) -> tuple[str, ModuleType, argparse.Namespace]:
     parser = argparse.ArgumentParser(
         prog=f"gradwire {name}",
         description=VERBS[name].help + ".",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     module.arguments(parser)
