@@ -68,7 +68,7 @@ def checkout(tmp_path_factory) -> Checkout:
 
 def test_the_default_experiment_lists_its_jobs(tmp_path):
     counts = job_counts("--directory", str(tmp_path), "--configfile", str(ROOT / "config.yaml"), cwd=ROOT)
-    of_cells = dict.fromkeys(("train", "trace", "perplexity"), 18)
+    of_cells = dict.fromkeys(("train", "trace", "perplexity"), 22)
     of_gradients = dict.fromkeys(("grads_collect", "grads_aggregate", "grads_validate"), 2)
     once = dict.fromkeys(("all", "download", "tokenizer", "shards", "summarize"), 1)
     assert counts == of_cells | of_gradients | once
