@@ -111,7 +111,7 @@ class Training(Strict):
 
 
 class Reduction(Strict, strict=True):
-    """The reducer's options in a cell (DESIGN.md section 3)."""
+    """The reducer's options in a cell; ``collectives.Reducer`` explains them."""
 
     algorithm: Literal["auto", "exchange"] = Field("auto", description="which collectives carry the encodings")
     second: Literal["encoded", "float32"] = Field("encoded", description="second half of an all-reduce")
@@ -268,7 +268,7 @@ class Experiment(Strict):
         return next((exclusion.reason for exclusion in self.exclude if exclusion.holds(run)), None)
 
     def runs(self) -> list[Run]:
-        """The runs that are really made, in the order they should start (DESIGN.md section 7).
+        """The runs that are really made, in the order they should start: interleaved, against drift of the machine.
 
         Seed by seed; within a seed a permutation drawn from the seed, with a baseline (label ``none``) first and last.
         """

@@ -107,7 +107,7 @@ class Result(Row):
     delta: Number = None
     noise_multiplier: Number = None
     clipped_fraction: Number = None
-    # Beyond DESIGN.md section 6: what the table needs besides.
+    # What the table needs besides.
     parameters: Count = None
     measured_steps: Count = None
     unigram_ppl: Number = None

@@ -139,7 +139,10 @@ def times(rows: list[Row]) -> Row:
 
 
 def traffic(settings: Settings, world: World, outcome: Outcome, rows: list[Row]) -> Row:
-    """Bytes of gradient reduction over all ranks and optimizer steps (DESIGN.md section 6).
+    """Bytes of gradient reduction over all ranks and optimizer steps, warm-up included.
+
+    Raw is what a bandwidth-optimal float32 collective of the same kind would send, sent is what was handed over; where
+    the framework was left untouched both are the closed form.
 
     Args:
         settings: The run.
