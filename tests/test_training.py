@@ -70,6 +70,10 @@ def losses(rows: list[dict]) -> list[float]:
     return [row["loss"] for row in rows]
 
 
+def norms(rows: list[dict]) -> list[float]:
+    return [row["grad_norm"] for row in rows]
+
+
 def test_the_loss_curve_depends_on_the_global_batch_not_on_how_ranks_and_micro_batches_share_it(
     world, shards, tmp_path
 ):
@@ -79,9 +83,11 @@ def test_the_loss_curve_depends_on_the_global_batch_not_on_how_ranks_and_micro_b
         two = world(2).run(run, words(shards, tmp_path / strategy, strategy=strategy))
         assert losses(two[0][0]) == losses(two[1][0]), "both ranks must know the same loss"
         assert losses(two[0][0]) == pytest.approx(losses(one), rel=2e-5)
+        assert norms(two[0][0]) == pytest.approx(norms(one), rel=1e-3)  # Adam's steps would hide a wrong scale
         assert two[0][0][-1]["val_loss"] == pytest.approx(one[-1]["val_loss"], rel=2e-5)
         assert {row["tokens"] for row in two[0][0]} != {row["tokens"] for row in two[1][0]}, "ranks have own samples"
     assert losses(accumulated) == pytest.approx(losses(one), rel=2e-5)
+    assert norms(accumulated) == pytest.approx(norms(one), rel=1e-3)
 
 
 def test_seeds_give_different_curves_and_one_seed_gives_the_same_curve_twice(world, shards, tmp_path):
