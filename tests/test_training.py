@@ -211,6 +211,15 @@ def test_a_diverged_run_is_a_result(world, shards, tmp_path, method, strategy):
     assert 0 < record["bytes_raw_total"] < 6 * 4 * record["parameters"], "only steps that were made are counted"
 
 
+def test_a_run_whose_last_step_ruins_the_model_diverged(world, shards, tmp_path):
+    arguments = words(shards, tmp_path, steps=1, warmup_steps=0, lr=1e30, lr_warmup_steps=0)
+    _, record = world(2).run(run, arguments)[0]
+    assert math.isfinite(pq.read_table(tmp_path / "steps.parquet").to_pydict()["loss"][0])
+    assert record["status"] == "diverged"
+    assert "validation perplexity" in record["reason"]
+    assert record["val_ppl"] is None
+
+
 def test_perplexity_of_the_final_model_is_the_last_evaluation_of_the_run(world, shards, tmp_path, capsys):
     _, record = world(2).run(run, words(shards, tmp_path, strategy="fsdp2"))[0]
     assert cli.run(["perplexity", "--model_dir", str(tmp_path / "final_model"), "--data_path", str(shards)]) == 0

@@ -6,19 +6,18 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 from snakemake.utils import validate
 
+from gradwire.compressors.registry import built_in
 from gradwire.config import experiment, to_flags
 from gradwire.data.download import SOURCES
 from gradwire.errors import BadInput
 from gradwire.files import write_json
 from gradwire.source import source_digest
 
-shell.prefix(
-    f"PATH=$PATH:{Path(sys.executable).parent}; "
-)  # `gradwire` stands beside Snakemake's own Python
+# `gradwire` stands beside Snakemake's own Python.
+shell.prefix(f"PATH=$PATH:{Path(sys.executable).parent}; ")
 
-validate(
-    config, "../schemas/config.schema.json", set_default=False
-)  # gradwire.config fills them in
+# Defaults are not filled in here: gradwire.config does that.
+validate(config, "../schemas/config.schema.json", set_default=False)
 try:
     EXPERIMENT = experiment(config)
     CELLS = EXPERIMENT.cells()
@@ -61,11 +60,12 @@ def cell_json(wildcards):
 
 
 def train_source(wildcards):
-    """A digest of the source that a cell's training stands on; methods are imported by name, so they are named here."""
-    methods = [
-        f"gradwire.compressors.methods.{name}"
-        for name in method_of(wildcards).split("+")
-    ]
+    """A digest of the source that a cell's training stands on.
+
+    Methods are imported by name, so no import leads to them; those of other packages are not ours to watch.
+    """
+    names = set(method_of(wildcards).split("+")) & set(built_in())
+    methods = [f"gradwire.compressors.methods.{name}" for name in sorted(names)]
     return source_digest("gradwire.launch.launch", "gradwire.training.train", *methods)
 
 

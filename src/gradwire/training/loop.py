@@ -101,7 +101,9 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
     clock = Clock(world.device)
 
     def validate() -> Quality:
-        return evaluate(model, eval_batches(val_split, batch_size, rank, size), world.device)
+        quality = evaluate(model, eval_batches(val_split, batch_size, rank, size), world.device)
+        check_finite(quality.ppl, "the validation perplexity")
+        return quality
 
     model.train()
     with (
