@@ -193,8 +193,9 @@ def test_training_does_not_stand_on_the_report_or_on_methods_it_does_not_name(tm
     roots = [name for name in ("gradwire.training.train", "gradwire.parallel") if module_file(name)]
     before = [source_digest(root, package=package) for root in roots]
     named = source_digest(*roots, "gradwire.compressors.methods.int8", package=package)
+    machinery = {package / "compressors/methods" / name for name in ("__init__.py", "none.py")}  # float32 stands in it
     for room in ("report", "measurement", "compressors/methods"):
-        for file in (package / room).glob("*.py"):
+        for file in set((package / room).glob("*.py")) - machinery:
             edited(package, str(file.relative_to(package)))
     assert [source_digest(root, package=package) for root in roots] == before
     assert source_digest(*roots, "gradwire.compressors.methods.int8", package=package) != named

@@ -149,12 +149,10 @@ class Cell(Strict):
         method = given.pop("method", label)
         if not isinstance(method, str):
             raise BadInput(f"{where}: `method` must be a name, got {json.dumps(method)}.")
-        method = registry.ALIASES.get(method, method)
-        if method not in registry.available():
-            raise unknown("compressor", method, registry.available())
+        method = "+".join(registry.members(method))
         reduction = {key: given.pop(key) for key in Reduction.model_fields if key in given}
         if given:  # imports torch, so only where there is something to check
-            known = [*registry.method_class(method).model_fields, *Reduction.model_fields, "method"]
+            known = [*registry.options(method), *Reduction.model_fields, "method"]
             for key in given:
                 if key not in known:
                     raise BadInput(f"{where}: {unknown(f'option of {method}', key, known)}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 from snakemake.utils import validate
 
-from gradwire.compressors.registry import built_in
+from gradwire.compressors.registry import sources
 from gradwire.config import experiment, to_flags
 from gradwire.data.download import SOURCES
 from gradwire.errors import BadInput
@@ -64,8 +64,7 @@ def train_source(wildcards):
 
     Methods are imported by name, so no import leads to them; those of other packages are not ours to watch.
     """
-    names = set(method_of(wildcards).split("+")) & set(built_in())
-    methods = [f"gradwire.compressors.methods.{name}" for name in sorted(names)]
+    methods = sources(method_of(wildcards))
     return source_digest("gradwire.launch.launch", "gradwire.training.train", *methods)
 
 

@@ -3,6 +3,6 @@
 Importing this room does not import torch; building a compressor does.
 """
 
-from gradwire.compressors.registry import available, build, method_class, option_schema
+from gradwire.compressors.registry import available, build, method_class, option_schema, options
 
-__all__ = ["available", "build", "method_class", "option_schema"]
+__all__ = ["available", "build", "method_class", "option_schema", "options"]

@@ -1,6 +1,7 @@
 """What every compressor is: options as typed data, and a pair of functions between a tensor and its bytes.
 
-A method implements `to_wire`, `from_wire` and `wire_bytes`; the checks that all methods share are here, once.
+A method implements `to_wire`, `from_wire` and `wire_bytes` in plain torch; that is its definition. The checks that all
+methods share are here, once, and so is the choice between that plain form and a fused one (`kernels/`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
+from gradwire.compressors import kernels
+from gradwire.compressors.rounds import Context, Rounds, State
 from gradwire.errors import NonFiniteGradient
 
 Shape = int | tuple[int, ...]
@@ -46,6 +49,11 @@ class Compressor(BaseModel, ABC):
         """Whether the expectation of ``decode(encode(x))`` is ``x``; declared here, checked by the tests."""
         return False
 
+    @property
+    def has_rounds(self) -> bool:
+        """Whether a native collective can reduce it, through `rounds`."""
+        return type(self).rounds is not Compressor.rounds
+
     def encode(self, x: Tensor, *, generator: torch.Generator | None = None, flag: Tensor | None = None) -> Tensor:
         """All bytes that travel for ``x``.
 
@@ -54,7 +62,7 @@ class Compressor(BaseModel, ABC):
             generator: Source of randomness on x's device; methods without randomness ignore it. The global random
                 state is never touched.
             flag: uint8 [1] on x's device, set to 1 if ``x`` holds a value that is not finite or becomes so on the wire
-                (fp16 beyond 65,519). Nothing synchronises then, and the bytes decode to something not finite.
+                (fp16 beyond 65,519). Nothing synchronises for that, and the bytes decode to something not finite.
 
         Returns:
             uint8 [wire_bytes], contiguous, on x's device. It may share memory with ``x``.
@@ -65,18 +73,15 @@ class Compressor(BaseModel, ABC):
         """
         if x.ndim not in (1, 2) or not x.is_floating_point():
             raise ValueError(f"{self.name} encodes float vectors and matrices, not {x.dtype} of shape {tuple(x.shape)}")
-        values = x.detach().to(torch.float32).contiguous()
-        if values.numel():
-            low, high = torch.aminmax(values)  # both are NaN where any value is, and NaN fails every comparison
-            bad = torch.logical_and(low > -self.overflow, high < self.overflow).logical_not_()
-            if flag is not None:
-                flag.logical_or_(bad)
-            elif bad.item():
-                raise NonFiniteGradient(
-                    f"{self.name}: the gradient holds NaN or a magnitude of {self.overflow:g} or more, "
-                    f"which its wire cannot carry"
-                )
-        return self.to_wire(values, generator)
+        wire, bad = self.coded(x.detach().to(torch.float32).contiguous(), generator)
+        if flag is not None:
+            flag.logical_or_(bad)
+        elif bad.item():
+            raise NonFiniteGradient(
+                f"{self.name}: the gradient holds NaN or a magnitude of {self.overflow:g} or more, "
+                f"which its wire cannot carry"
+            )
+        return wire
 
     def decode(self, wire: Tensor, shape: Shape) -> Tensor:
         """The tensor that ``wire`` stands for.
@@ -89,19 +94,40 @@ class Compressor(BaseModel, ABC):
             float32 of ``shape`` on the wire's device. It may share memory with ``wire``.
 
         Raises:
-            ValueError: If so many bytes cannot be an encoding of that shape.
+            ValueError: If these bytes cannot be an encoding of that shape.
         """
         expected = self.wire_bytes(shape)
-        if wire.dtype != torch.uint8 or expected not in (None, wire.numel()):
+        if wire.dtype != torch.uint8 or wire.ndim != 1 or expected not in (None, wire.numel()):
             raise ValueError(
                 f"{self.name}: {wire.numel()} elements of {wire.dtype} are no encoding of shape {shape}, "
-                f"which takes {expected} bytes"
+                f"which takes {'another number of' if expected is None else expected} bytes"
             )
-        return self.from_wire(wire, (shape,) if isinstance(shape, int) else tuple(shape)).view(shape)
+        return self.decoded(wire, (shape,) if isinstance(shape, int) else tuple(shape)).view(shape)
+
+    def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """`to_wire` in its fastest form for x's device, and whether x is unfit for the wire (bool [1] or [])."""
+        fused = kernels.find(self, x.device)
+        return fused.to_wire(self, x, generator) if fused else (self.to_wire(x, generator), self.unfit(x))
+
+    def decoded(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """`from_wire` in its fastest form for the wire's device."""
+        fused = kernels.find(self, wire.device)
+        return (fused or type(self)).from_wire(self, wire, shape)
+
+    def unfit(self, x: Tensor) -> Tensor:
+        """Whether ``x`` holds NaN or a magnitude of at least `overflow`: bool []."""
+        if not x.numel():
+            return torch.zeros((), dtype=torch.bool, device=x.device)
+        low, high = torch.aminmax(x)  # both are NaN where any value is, and NaN fails every comparison
+        return torch.logical_and(low > -self.overflow, high < self.overflow).logical_not_()
 
     @abstractmethod
     def wire_bytes(self, shape: Shape) -> int | None:
         """Exact size of an encoding in bytes; None only where it depends on the data."""
+
+    def index_bytes(self, wire: Tensor, shape: Shape) -> int:
+        """How many of the bytes of ``wire`` say where the sent values lie; 0 for a method that sends every place."""
+        return 0
 
     @abstractmethod
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -110,3 +136,34 @@ class Compressor(BaseModel, ABC):
     @abstractmethod
     def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Decode to float32 with as many elements as ``shape`` has."""
+
+    def new_state(self, shape: Shape, seed: int) -> State:
+        """What `rounds` keeps of one parameter between steps; the caller owns it, and checkpoints it."""
+        return {}
+
+    def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
+        """Reduce ``x`` over the ranks by native collectives (see `gradwire.compressors.rounds`).
+
+        Args:
+            x: float32 of ``context.shape``, contiguous.
+            state: As `new_state` made it; changed in place.
+            context: The same on all ranks.
+
+        Returns:
+            The approximation of the mean over the ranks, and this rank's own contribution to it (what error feedback
+            subtracts), both float32 of ``context.shape``.
+        """
+        raise NotImplementedError(f"{self.name} has no form that a native collective can reduce")
+
+    def round_bytes(self, shape: Shape, step: int | None = None) -> int:
+        """Bytes of the tensors that one rank hands over in `rounds`.
+
+        Args:
+            shape: Shape of the parameter.
+            step: For methods whose first steps differ; None is any later one.
+        """
+        raise NotImplementedError(f"{self.name} has no form that a native collective can reduce")
+
+
+class Quantizer(Compressor):
+    """A compressor that keeps every element and makes each one shorter: what a chain may put after a sparsifier."""

@@ -1,4 +1,4 @@
-"""Compressors by name: the files of ``methods/`` and the entry points ``gradwire.compressors``.
+"""Compressors by name: the files of ``methods/``, the entry points ``gradwire.compressors``, and chains of two.
 
 Names are known without importing torch; a method's module is imported when the method is asked for.
 """
@@ -6,6 +6,7 @@ Names are known without importing torch; a method's module is imported when the 
 from __future__ import annotations
 
 import pkgutil
+from collections import Counter
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -16,15 +17,18 @@ from pydantic import ValidationError
 from gradwire.errors import BadInput, unknown
 
 if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
     from gradwire.compressors.base import Compressor
 
 ENTRY_POINTS = "gradwire.compressors"
 ALIASES = {"nc": "natural", "thresholdv": "threshold", "1bit": "onebit"}
+HERE = Path(__file__).parent
 
 
 def built_in() -> list[str]:
     """Names of the methods that come with gradwire: the files of ``methods/``."""
-    return [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent / "methods")])]
+    return [module.name for module in pkgutil.iter_modules([str(HERE / "methods")])]
 
 
 def third_party() -> dict[str, EntryPoint]:
@@ -40,12 +44,27 @@ def third_party() -> dict[str, EntryPoint]:
 
 
 def available() -> list[str]:
-    """Every compressor's name, sorted."""
+    """Every compressor's name, sorted; a sparsifier and a quantizer also make a chain, ``topk+int8``."""
     return sorted([*built_in(), *third_party()])
 
 
+def members(name: str) -> list[str]:
+    """The methods that a name stands for, aliases resolved: one, or the two of a chain.
+
+    Raises:
+        BadInput: If one of them does not exist, or there are more than two.
+    """
+    found = [ALIASES.get(part, part) for part in name.split("+")]
+    for member in found:
+        if member not in available():
+            raise unknown("compressor", member, available())
+    if len(found) > 2:
+        raise BadInput(f"compressor {name!r}: a chain has two members, a sparsifier and a quantizer.")
+    return found
+
+
 def method_class(name: str) -> type[Compressor]:
-    """The class behind a name or an alias.
+    """The class behind one method's name or alias.
 
     Raises:
         BadInput: If there is no such compressor, or an entry point does not lead to one.
@@ -56,8 +75,9 @@ def method_class(name: str) -> type[Compressor]:
     offered = third_party()
     if method in built_in():
         origin = f"gradwire.compressors.methods.{method}"
-        members = vars(import_module(origin)).values()
-        found = next((member for member in members if getattr(member, "name", None) == method), None)
+        found = next(
+            (value for value in vars(import_module(origin)).values() if getattr(value, "name", None) == method), None
+        )
     elif method in offered:
         origin, found = offered[method].value, offered[method].load()
     else:
@@ -67,28 +87,100 @@ def method_class(name: str) -> type[Compressor]:
     return found
 
 
-def build(name: str, **options: Any) -> Compressor:
-    """Build a compressor from its name and options; every method builds without options.
+def classes(name: str) -> list[type[Compressor]]:
+    """The classes of a method, or of a chain's sparsifier and quantizer.
+
+    Raises:
+        BadInput: If a chain's members do not fit together.
+    """
+    from gradwire.compressors.base import Quantizer
+    from gradwire.compressors.sparse import Sparsifier
+
+    found = [method_class(member) for member in members(name)]
+    if len(found) == 2 and not (issubclass(found[0], Sparsifier) and issubclass(found[1], Quantizer)):
+        kinds = [
+            "a sparsifier"
+            if issubclass(kind, Sparsifier)
+            else "a quantizer"
+            if issubclass(kind, Quantizer)
+            else "neither"
+            for kind in found
+        ]
+        raise BadInput(
+            f"compressor {name!r}: a chain is sparsifier+quantizer; {found[0].name} is {kinds[0]}, "
+            f"{found[1].name} is {kinds[1]}."
+        )
+    return found
+
+
+def options(name: str) -> dict[str, FieldInfo]:
+    """The options that `build` takes for a method or a chain, by key.
+
+    Every key may carry its method's name (``topk.density``); the bare one is there where one member alone has it.
+    """
+    fields = [(kind.name, key, field) for kind in classes(name) for key, field in kind.model_fields.items()]
+    times = Counter(key for _, key, _ in fields)
+    bare = {key: field for _, key, field in fields if times[key] == 1}
+    return {**bare, **{f"{member}.{key}": field for member, key, field in fields}}
+
+
+def build(name: str, **given: Any) -> Compressor:
+    """Build a compressor from its name and options; every method and chain builds without options.
+
+    Args:
+        name: A method's name or alias, or ``sparsifier+quantizer``.
+        given: Its options (see `options`).
 
     Raises:
         BadInput: For an unknown name, an unknown option, or a value that the option does not take.
     """
-    method = method_class(name)
-    try:
-        return method(**options)
-    except ValidationError as error:
-        raise bad_option(name, method, error) from None
+    kinds = classes(name)
+    known = options(name)
+    for key in given:
+        if key not in known:
+            raise unknown(f"{name} option", key, known)
+    made = []
+    for kind in kinds:
+        own: dict[str, Any] = {}
+        for key in kind.model_fields:
+            for spelling in {key, f"{kind.name}.{key}"} & set(given) & set(known):
+                if key in own:
+                    raise BadInput(f"{name} option {key!r} is given twice, as {key!r} and as '{kind.name}.{key}'.")
+                own[key] = given[spelling]
+        try:
+            made.append(kind(**own))
+        except ValidationError as error:
+            raise bad_option(kind.name, error) from None
+    if len(made) == 1:
+        return made[0]
+    from gradwire.compressors.chain import Chain
+
+    return Chain(sparsifier=made[0], quantizer=made[1])  # type: ignore[arg-type]
 
 
-def bad_option(name: str, method: type[Compressor], error: ValidationError) -> BadInput:
+def bad_option(name: str, error: ValidationError) -> BadInput:
     """The first complaint of pydantic as one message: the option, what was given, what is allowed."""
     complaint = error.errors()[0]
     option = ".".join(map(str, complaint["loc"]))
-    if complaint["type"] == "extra_forbidden":
-        return unknown(f"{name} option", option, method.model_fields)
-    return BadInput(f"{name} option {option!r} is {complaint['input']!r}: {complaint['msg']}.")
+    message = complaint["msg"].removeprefix("Value error, ")
+    return BadInput(
+        f"{name} option {option!r} is {complaint['input']!r}: {message}." if option else f"{name}: {message}."
+    )
 
 
 def option_schema(name: str) -> dict[str, Any]:
-    """JSON schema of a compressor's options, with defaults, units and descriptions."""
+    """JSON schema of one method's options, with defaults, units and descriptions."""
     return method_class(name).model_json_schema()
+
+
+def sources(name: str) -> list[str]:
+    """The modules that a method or chain brings along, its fused forms included; no import statement leads to them.
+
+    A method of another package brings none of ours.
+    """
+    return [
+        ".".join(("gradwire.compressors", *file.relative_to(HERE).with_suffix("").parts))
+        for member in members(name)
+        for folder in ("methods", "kernels/cpu", "kernels/cuda")
+        if (file := HERE / folder / f"{member}.py").is_file()
+    ]

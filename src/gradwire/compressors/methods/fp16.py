@@ -9,10 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Compressor, Shape, as_numbers, numel
+from gradwire.compressors.base import Quantizer, Shape, as_numbers, numel
 
 
-class Half(Compressor):
+class Half(Quantizer):
     """Sends float16."""
 
     name = "fp16"

@@ -1,10 +1,14 @@
-"""8-bit integers with one scale per block of consecutive elements (linear, symmetric; range -127 to 127).
+"""Small integers with one scale per block of consecutive elements (linear, symmetric): 8, 4 or 2 bits.
 
 Block-wise absolute-maximum scaling as in Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (ICLR 2022),
 with linear codes; stochastic rounding as in Alistarh et al., "QSGD" (NeurIPS 2017).
 
-Wire, for n elements in row-major order and b = ceil(n / block) blocks: b scales as float32, then n codes as int8.
-Element i decodes to ``code[i] * scale[i // block]``, and ``scale = max|x| / 127`` over its block.
+Wire, for n elements in row-major order and b = ceil(n / block) blocks: b scales as float32, then n codes as two's
+complement, packed (`gradwire.compressors.packing`). Element i decodes to ``code[i] * scale[i // block]``;
+``scale = max|x| / top`` over its block, where top is 127, 7 or 1.
+
+Rounds: the maximum of |x| over all ranks gives one scale for the whole tensor, and the ranks' codes are summed as int8.
+Each rank's codes stay within ``127 // W``, so the sum cannot overflow.
 """
 
 from __future__ import annotations
@@ -16,14 +20,17 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gradwire.compressors.base import Compressor, Shape, as_numbers, numel
+from gradwire.compressors.base import Quantizer, Shape, as_numbers, numel
+from gradwire.compressors.packing import pack, packed_bytes, unpack
+from gradwire.compressors.philox import draw_seed, uniforms
+from gradwire.compressors.rounds import Ask, Context, Rounds, State
+from gradwire.errors import BadInput
 
-LEVELS = 127  # codes on either side of zero
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal blocks, and zeros at zero
 
 
-class Int8(Compressor):
-    """Sends an 8-bit code per element and a float32 scale per block.
+class Int8(Quantizer):
+    """Sends a code of 8, 4 or 2 bits per element and a float32 scale per block.
 
     With ``nearest`` an element's error is at most half its block's scale (and float32's own rounding). With
     ``stochastic`` it is less than the scale, its expectation is zero and its variance is ``scale^2 f (1 - f)``, where f
@@ -32,6 +39,7 @@ class Int8(Compressor):
 
     name = "int8"
 
+    num_bits: Literal[8, 4, 2] = Field(8, description="bits of a code")
     block: int = Field(256, ge=1, description="consecutive elements that share one scale")
     rounding: Literal["nearest", "stochastic"] = Field("nearest", description="how a value becomes an integer")
 
@@ -40,43 +48,61 @@ class Int8(Compressor):
         """Only stochastic rounding is unbiased."""
         return self.rounding == "stochastic"
 
+    @property
+    def has_rounds(self) -> bool:
+        """Codes of 8 bits, rounded to nearest, can be summed where they travel."""
+        return self.num_bits == 8 and self.rounding == "nearest"
+
+    @property
+    def top(self) -> int:
+        """Codes on either side of zero."""
+        return 2 ** (self.num_bits - 1) - 1
+
     def blocks(self, shape: Shape) -> int:
         """Number of blocks, the last one perhaps shorter."""
         return -(-numel(shape) // self.block)
 
     def wire_bytes(self, shape: Shape) -> int:
-        """One byte per element and four per block."""
-        return 4 * self.blocks(shape) + numel(shape)
+        """``num_bits`` per element and four bytes per block."""
+        return 4 * self.blocks(shape) + packed_bytes(numel(shape), self.num_bits)
 
     def in_blocks(self, values: Tensor) -> Tensor:
         """A vector as the rows of a matrix, one row per block, zeros at the end."""
         return pad(values, (0, -values.numel() % self.block)).view(-1, self.block)
 
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Scale each block to 127 and round."""
+        """Scale each block to ``top`` and round."""
         blocks = self.in_blocks(x.view(-1))
-        scales = (blocks.abs().amax(dim=1) / LEVELS).clamp_min_(SMALLEST_SCALE)
-        levels = blocks / scales.unsqueeze(1)
+        scales = (blocks.abs().amax(dim=1) / self.top).clamp_min_(SMALLEST_SCALE)
+        levels = (blocks / scales.unsqueeze(1)).view(-1)[: x.numel()]
         if self.rounding == "nearest":
-            levels.round_()
+            codes = levels.round()
         else:
-            levels.add_(draw_like(levels, generator)).floor_().clamp_(-LEVELS, LEVELS)
-        codes = levels.to(torch.int8).view(-1)[: x.numel()]
-        return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)])
+            low = levels.floor()
+            up = uniforms(draw_seed(generator, x.device, self.name), x.numel()) < levels - low
+            codes = (low + up).clamp_(-self.top, self.top)
+        fields = codes.to(torch.int8).view(torch.uint8) & (2**self.num_bits - 1)
+        return torch.cat([scales.view(torch.uint8), pack(fields, self.num_bits)])
 
     def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Multiply each code by its block's scale."""
-        scales, codes = wire.split([4 * self.blocks(shape), numel(shape)])
-        levels = self.in_blocks(codes.view(torch.int8)).to(torch.float32)
+        scales, packed = wire.split([4 * self.blocks(shape), packed_bytes(numel(shape), self.num_bits)])
+        sign = 2 ** (self.num_bits - 1)
+        codes = (unpack(packed, self.num_bits, numel(shape)) ^ sign).to(torch.float32) - sign
+        levels = self.in_blocks(codes)
         return levels.mul_(as_numbers(scales, torch.float32).unsqueeze(1)).view(-1)[: codes.numel()]
 
+    def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
+        """One scale for all ranks, then a sum of codes that stay within ``127 // W``."""
+        top = 127 // context.world
+        if not top:
+            raise BadInput(f"int8 sums the codes of at most 127 ranks, not of {context.world}; use the exchange.")
+        largest = yield Ask("max", torch.cat([x.view(-1).abs(), x.new_zeros(1)]).amax().view(1))
+        scale = (largest / top).clamp_min(SMALLEST_SCALE)
+        codes = (x / scale).round_().clamp_(-top, top).to(torch.int8)
+        total = yield Ask("sum", codes, rows=True)
+        return total.to(torch.float32) * scale / context.world, codes.to(torch.float32) * scale
 
-def draw_like(x: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Uniform numbers in [0, 1), as many as ``x`` has.
-
-    Raises:
-        ValueError: Without a generator: the global random state is not ours to use.
-    """
-    if generator is None:
-        raise ValueError("int8 with stochastic rounding needs a generator")
-    return torch.rand(x.shape, generator=generator, device=x.device)
+    def round_bytes(self, shape: Shape, step: int | None = None) -> int:
+        """The maximum, and a byte per element."""
+        return 4 + numel(shape)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Compressor, Shape, as_numbers, numel
+from gradwire.compressors.base import Quantizer, Shape, as_numbers, numel
 
 
-class Uncompressed(Compressor):
+class Uncompressed(Quantizer):
     """Sends float32 as it is."""
 
     name = "none"

@@ -1,0 +1,29 @@
+"""Nothing is sent, and everything decodes to 0: the control which shows that a measure of quality can fail.
+
+Wire: empty.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradwire.compressors.base import Compressor, Shape, numel
+
+
+class Zero(Compressor):
+    """Sends nothing."""
+
+    name = "zero"
+
+    def wire_bytes(self, shape: Shape) -> int:
+        """None at all."""
+        return 0
+
+    def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        """No bytes."""
+        return torch.empty(0, dtype=torch.uint8, device=x.device)
+
+    def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Zeros."""
+        return torch.zeros(numel(shape), dtype=torch.float32, device=wire.device)

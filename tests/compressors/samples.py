@@ -1,0 +1,80 @@
+"""What every compressor is tested with: builds, shapes, inputs; and exact tests of what random codes draw."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+import torch
+from scipy import stats
+
+from gradwire.compressors import available, method_class
+from gradwire.compressors.base import Compressor, Quantizer, Shape
+from gradwire.compressors.sparse import Sparsifier
+
+SHAPES: list[Shape] = [0, 1, 2, 255, 256, 257, 10_007, (1, 1), (7, 11), (3, 257), (0, 5), (5, 0)]
+FLOAT32 = torch.finfo(torch.float32)
+
+VARIANTS: dict[str, list[dict]] = {
+    "int8": [
+        {"block": 7},
+        {"num_bits": 4},
+        {"num_bits": 2, "block": 64},
+        {"rounding": "stochastic"},
+        {"rounding": "stochastic", "num_bits": 4, "block": 64},
+    ],
+}
+"""Options besides the defaults with which the conformance suite builds a method; new methods add theirs."""
+
+
+def of_kind(kind: type[Compressor]) -> list[str]:
+    """Every registered method of that kind."""
+    return [name for name in available() if issubclass(method_class(name), kind)]
+
+
+METHODS = [(name, options) for name in available() for options in ({}, *VARIANTS.get(name, []))]
+CHAINS = [(f"{first}+{second}", {}) for first, second in product(of_kind(Sparsifier), of_kind(Quantizer))]
+BUILDS = [*METHODS, *CHAINS]
+
+
+def generator(seed: int = 0, device: str = "cpu") -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def normal(shape: Shape, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=generator(seed))
+
+
+def draws(compressor: Compressor, x: torch.Tensor, count: int, seed: int = 9) -> torch.Tensor:
+    """What ``count`` encodings of ``x`` from one generator decode to: float64 [count, *x.shape]."""
+    g = generator(seed)
+    return torch.stack([compressor.decode(compressor.encode(x, generator=g), x.shape) for _ in range(count)]).double()
+
+
+def assert_frequencies(ups: torch.Tensor, trials: int, probability: torch.Tensor) -> None:
+    """Independent coordinates went up ``ups`` times in ``trials``, each with its exact ``probability``.
+
+    Each coordinate alone within 5 sigma (the exact binomial where fewer than 25 of an outcome are expected), and
+    the sum of the squared deviations within the chi-square band that holds all but 1e-6 of its mass on either side.
+    """
+    ups, p = ups.double().numpy().ravel(), probability.double().numpy().ravel()
+    certain = (p == 0) | (p == 1)
+    assert (ups[certain] == trials * p[certain]).all()
+    ups, p = ups[~certain], p[~certain]
+    rare = trials * np.minimum(p, 1 - p) < 25
+    for count, chance in zip(ups[rare], p[rare], strict=True):
+        assert stats.binomtest(int(count), trials, chance).pvalue > 5.7e-7 / max(1, rare.sum())
+    often, chance = ups[~rare], p[~rare]
+    z = (often - trials * chance) / np.sqrt(trials * chance * (1 - chance))
+    assert (np.abs(z) <= 5).all()
+    if z.size:
+        low, high = stats.chi2(z.size).ppf([1e-6, 1 - 1e-6])
+        assert low <= (z**2).sum() <= high
+
+
+def assert_unbiased(drawn: torch.Tensor, x: torch.Tensor, variance: torch.Tensor) -> None:
+    """The mean of ``drawn`` [N, ...] lies within 5 sigma of ``x`` everywhere, by the exact ``variance`` (float64)."""
+    sigma = (variance.double() / len(drawn)).sqrt()
+    error = (drawn.mean(dim=0) - x.double()).abs()
+    assert (error <= 5 * sigma + 4 * FLOAT32.eps * x.double().abs() + math.ldexp(1, -149)).all()

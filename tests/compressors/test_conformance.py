@@ -1,0 +1,195 @@
+"""Every registered compressor and chain keeps the contract, whoever wrote it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import BUILDS, FLOAT32, SHAPES, draws, generator, normal
+
+from gradwire.compressors import build
+from gradwire.compressors.base import Quantizer
+from gradwire.compressors.rounds import Context, lockstep
+from gradwire.errors import NonFiniteGradient
+
+every_build = pytest.mark.parametrize(("name", "options"), BUILDS, ids=str)
+
+# What these send need not hold the bad value; the flag still tells.
+NEED_NOT_SHOW = {"zero", "randomk"}
+# A sign without a scale has no zero.
+NO_ZERO = {("signsgd", "none")}
+
+
+def sends_no_zero(name: str, options: dict) -> bool:
+    return (name, options.get("scale")) in NO_ZERO
+
+
+@every_build
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_round_trip_keeps_shape_and_states_its_bytes(name, options, shape):
+    compressor = build(name, **options)
+    wire = compressor.encode(normal(shape), generator=generator())
+    assert (wire.dtype, wire.ndim, wire.is_contiguous()) == (torch.uint8, 1, True)
+    assert compressor.wire_bytes(shape) in (None, wire.numel())
+    assert 0 <= compressor.index_bytes(wire, shape) <= wire.numel()
+    decoded = compressor.decode(wire, shape)
+    assert decoded.dtype == torch.float32
+    assert tuple(decoded.shape) == (shape if isinstance(shape, tuple) else (shape,))
+    assert decoded.isfinite().all()
+
+
+@every_build
+@pytest.mark.parametrize("shape", [257, (7, 11), (64, 65)], ids=str)
+def test_the_fast_form_has_the_plain_forms_bytes(name, options, shape):
+    compressor = build(name, **options)
+    x = normal(shape)
+    wire = compressor.encode(x, generator=generator(3))
+    assert torch.equal(wire, compressor.to_wire(x, generator(3)))
+    form = (shape,) if isinstance(shape, int) else shape
+    assert torch.equal(compressor.decode(wire, shape), compressor.from_wire(wire, form).view(form))
+
+
+@every_build
+def test_same_generator_same_bytes_and_the_global_state_is_untouched(name, options):
+    compressor = build(name, **options)
+    x = normal((7, 11))
+    before = torch.get_rng_state()
+    first, second = (compressor.encode(x, generator=generator(5)) for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@every_build
+def test_any_float_type_and_memory_order(name, options):
+    compressor = build(name, **options)
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        x = normal((11, 7)).to(dtype).T  # not contiguous
+        plain = compressor.encode(x.to(torch.float32).contiguous(), generator=generator())
+        assert torch.equal(compressor.encode(x, generator=generator()), plain)
+
+
+@every_build
+def test_an_encoding_is_self_contained_and_may_lie_anywhere_in_a_message(name, options):
+    wire = build(name, **options).encode(normal(257), generator=generator())
+    fresh = build(name, **options)  # another object, another place in memory
+    message = torch.cat([wire.new_zeros(3), wire])
+    assert torch.equal(fresh.decode(message[3:], 257), fresh.decode(wire, 257))
+
+
+@every_build
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_flagged_or_raised_and_stays_visible(name, options, value):
+    compressor = build(name, **options)
+    x = normal(257)
+    x[100] = value
+    with pytest.raises(NonFiniteGradient):
+        compressor.encode(x, generator=generator())
+    flag = torch.zeros(1, dtype=torch.uint8)
+    wire = compressor.encode(x, generator=generator(), flag=flag)
+    assert flag.item() == 1
+    if name.split("+")[0] not in NEED_NOT_SHOW:
+        assert not compressor.decode(wire, 257).isfinite().all()
+    compressor.encode(normal(257), generator=generator(), flag=flag)
+    assert flag.item() == 1, "a later finite tensor must not clear the flag"
+
+
+@every_build
+@pytest.mark.parametrize("n", [1, 300], ids=str)
+def test_extreme_finite_values(name, options, n):
+    compressor = build(name, **options)
+    huge = torch.linspace(-1, 1, n) * min(6e4, compressor.overflow / 2)
+    for x in (
+        torch.full((n,), -1e-3),
+        torch.full((n,), FLOAT32.tiny / 3),
+        torch.full((n,), math.ldexp(1, -149)),
+        torch.eye(1, n)[0],
+        -torch.eye(1, n)[0] * 1e30 if compressor.overflow > 1e31 else -torch.eye(1, n)[0],
+        huge,
+    ):
+        assert compressor.decode(compressor.encode(x, generator=generator()), n).isfinite().all()
+    if not sends_no_zero(name, options):
+        zeros = compressor.encode(torch.zeros(n), generator=generator())
+        assert torch.equal(compressor.decode(zeros, n), torch.zeros(n))
+
+
+@every_build
+def test_a_wire_of_another_size_is_refused(name, options):
+    compressor = build(name, **options)
+    wire = compressor.encode(normal(257), generator=generator())
+    for other in (wire[:-1], torch.cat([wire, wire.new_zeros(1)]), wire[: wire.numel() // 3]):
+        if other.numel() != wire.numel():
+            with pytest.raises(ValueError):
+                compressor.decode(other, 257)
+    with pytest.raises(ValueError):
+        compressor.decode(wire.to(torch.int16), 257)
+
+
+@every_build
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_a_corrupted_wire_is_refused_or_decodes_within_its_bounds(name, options, data):
+    compressor = build(name, **options)
+    shape = data.draw(st.sampled_from([1, 37, 257, (7, 11)]))
+    wire = compressor.encode(normal(shape), generator=generator()).clone()
+    for _ in range(data.draw(st.integers(1, 4)) if wire.numel() else 0):
+        wire[data.draw(st.integers(0, wire.numel() - 1))] = data.draw(st.integers(0, 255))
+    try:
+        decoded = compressor.decode(wire, shape)
+    except ValueError:
+        return
+    assert tuple(decoded.shape) == (shape if isinstance(shape, tuple) else (shape,))
+
+
+@every_build
+def test_what_is_no_float_vector_or_matrix_is_refused(name, options):
+    for x in (torch.zeros(2, 2, 2), torch.zeros(4, dtype=torch.int32)):
+        with pytest.raises(ValueError, match=name.replace("+", r"\+")):
+            build(name, **options).encode(x)
+
+
+@pytest.mark.parametrize(
+    "compressor", [c for name, options in BUILDS if (c := build(name, **options)).unbiased], ids=str
+)
+def test_declared_unbiased_is_unbiased(compressor):
+    """A sieve for every build: the mean's squared error is what the draws' own variance allows, within 6 sigma.
+
+    The exact variances, coordinate by coordinate, are in each method's own tests.
+    """
+    x, count = normal((7, 11)), 1500
+    decoded = draws(compressor, x, count)
+    allowed = decoded.var(dim=0).sum() / count
+    rounding = (FLOAT32.eps * x.double()).square().sum()
+    assert (decoded.mean(dim=0) - x.double()).square().sum() <= allowed * (1 + 6 * math.sqrt(2 / x.numel())) + rounding
+
+
+ROUNDS = [(name, options) for name, options in BUILDS if build(name, **options).has_rounds]
+
+
+@pytest.mark.parametrize(("name", "options"), ROUNDS, ids=str)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("shape", [0, 1, 257, (7, 11), (33, 40)], ids=str)
+def test_rounds_end_alike_on_all_ranks_and_state_their_bytes(name, options, world, shape):
+    compressor = build(name, **options)
+    form = (shape,) if isinstance(shape, int) else shape
+    states = [compressor.new_state(shape, seed=4) for _ in range(world)]
+    before = torch.get_rng_state()
+    for step in range(3):
+        xs = [normal(shape, seed=10 * step + rank + 1) for rank in range(world)]
+        kept = [x.clone() for x in xs]
+        means, sents, handed = lockstep(compressor, xs, states, Context("weight", form, step, world, 4))
+        assert all(torch.equal(x, copy) for x, copy in zip(xs, kept, strict=True)), "x was changed"
+        assert handed == compressor.round_bytes(shape, step)
+        for mean, sent in zip(means, sents, strict=True):
+            assert mean.dtype == sent.dtype == torch.float32
+            assert mean.shape == sent.shape == torch.Size(form)
+            assert mean.isfinite().all() and sent.isfinite().all()
+            assert torch.equal(mean, means[0]), "the replicas would drift"
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_chain_takes_its_quantizer_from_the_quantizers():
+    chains = [build(name) for name, _ in BUILDS if "+" in name]
+    assert all(isinstance(chain.quantizer, Quantizer) for chain in chains)
