@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from gradwire.compressors.schedule import Schedule
 from gradwire.config import (
     Cell,
     Experiment,
@@ -86,6 +87,14 @@ def test_a_cell_is_hooked_unless_it_is_plain_none():
     assert Cell.parse("int8", {}).hooked
 
 
+def test_a_schedule_is_read_from_yaml_and_json_alike():
+    mapping = {"method": "int8", "num_bits": 2, "schedule": {"num_bits": {5: 8, 20: 4}}}
+    cell = Cell.parse("falling", mapping)
+    assert Cell.parse("falling", json.loads(json.dumps(cell.flat()))) == cell
+    schedule = Schedule(cell.method, cell.options, cell.reduction.schedule)
+    assert [schedule.at(step).num_bits for step in (0, 4, 5, 19, 20, 900)] == [2, 2, 8, 8, 4, 4]
+
+
 def test_a_cell_gives_back_the_mapping_it_was_read_from():
     mapping = {"method": "int8", "block": 64, "dense_steps": 3, "exempt": {"max_ndim": 1}}
     cell = Cell.parse("mine", mapping)
@@ -102,6 +111,14 @@ def test_a_cell_gives_back_the_mapping_it_was_read_from():
         ({"method": "int8", "block": "64"}, ["block", "'64'", "integer"]),
         ({"method": "int8", "dense_steps": "3"}, ["dense_steps", '"3"', "integer"]),
         ({"method": "int8", "second": "encode"}, ["second", "'encoded' or 'float32'"]),
+        ({"method": "int8", "exempt": {"max_nume": 3}}, ["key in reduction.exempt 'max_nume'", "'max_numel'"]),
+        ({"method": "int8", "schedule": {"num_bit": {0: 4}}}, ["in the schedule, 'num_bit'", "'num_bits'"]),
+        ({"method": "int8", "schedule": {"num_bits": {0: 8, 9: 5}}}, ["num_bits", "is 5", "2"]),
+        ({"method": "int8", "schedule": {"num_bits": {-1: 4}}}, ["num_bits", "from step 0"]),
+        ({"method": "int8", "schedule": {"num_bits": {"soon": 4}}}, ["schedule.num_bits.soon", "integer"]),
+        ({"method": "int8", "schedule": {"num_bits": {}}}, ["at least one value"]),
+        ({"method": "int8+bf16"}, ["a chain is sparsifier+quantizer", "int8 is a quantizer"]),
+        ({"method": "int8+bf16+fp16"}, ["a chain has two members"]),
         (["int8"], ["expected a mapping", '["int8"]']),
         (None, ["expected a mapping"]),
     ],
@@ -118,7 +135,7 @@ def test_a_bad_cell_is_told_in_one_message(mapping, words):
     ("change", "words"),
     [
         ({"traning": {}}, ["unknown key 'traning'", "Did you mean 'training'"]),
-        ({"training": {"step": 3}}, ["training.step", "unknown key"]),
+        ({"training": {"step": 3}}, ["key in training 'step'", "Did you mean 'steps'"]),
         ({"training": {"steps": 3}}, ["none is left to time"]),
         ({"grid": {"compressors": ["int4"]}}, ["'int4'", "Did you mean 'int8'"]),
         ({"grid": []}, ["grid is empty"]),

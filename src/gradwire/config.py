@@ -11,7 +11,7 @@ import argparse
 import itertools
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, get_args
 
@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 
 from gradwire.compressors import registry
 from gradwire.compressors.exempt import Exempt
+from gradwire.compressors.schedule import Schedule
 from gradwire.errors import BadInput, unknown
 from gradwire.files import digest, sha256_file
 
@@ -29,6 +30,9 @@ Strategy = Literal["ddp", "fsdp1", "fsdp2"]
 Link = Literal["none"]
 Model = TypeVar("Model", bound=BaseModel)
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # becomes a folder
+
+
+Step = Annotated[int, BeforeValidator(lambda key: int(key) if isinstance(key, str) and key.isdecimal() else key)]
 
 
 class Strict(BaseModel):
@@ -118,6 +122,9 @@ class Reduction(Strict, strict=True):
     exempt: Exempt = Field(default_factory=Exempt, description="tensors sent as float32")
     dense_steps: int = Field(0, ge=0, description="first steps without compression")
     nonfinite: Literal["raise", "skip", "propagate"] = Field("raise", description="what a NaN or infinity does")
+    schedule: dict[str, dict[Step, Any]] = Field(
+        default_factory=dict, description="an option's value from a step on, as {density: {0: 0.25, 20: 0.05}}"
+    )
 
 
 class Cell(Strict):
@@ -149,15 +156,21 @@ class Cell(Strict):
         method = given.pop("method", label)
         if not isinstance(method, str):
             raise BadInput(f"{where}: `method` must be a name, got {json.dumps(method)}.")
-        method = "+".join(registry.members(method))
         reduction = {key: given.pop(key) for key in Reduction.model_fields if key in given}
-        if given:  # imports torch, so only where there is something to check
-            known = [*registry.options(method), *Reduction.model_fields, "method"]
-            for key in given:
-                if key not in known:
-                    raise BadInput(f"{where}: {unknown(f'option of {method}', key, known)}")
-            registry.build(method, **given)
-        return checked(cls, {"label": label, "method": method, "options": given, "reduction": reduction}, where)
+        try:
+            method = "+".join(registry.members(method))
+            if given or "+" in method or "schedule" in reduction:  # imports torch, so only where there is a need
+                known = [*registry.options(method), *Reduction.model_fields, "method"]
+                for key in given:
+                    if key not in known:
+                        raise unknown(f"option of {method}", key, known)
+                registry.build(method, **given)
+            cell = checked(cls, {"label": label, "method": method, "options": given, "reduction": reduction}, "")
+            if cell.reduction.schedule:
+                Schedule(method, given, cell.reduction.schedule)
+            return cell
+        except BadInput as error:
+            raise BadInput(f"{where}: {error}") from None
 
     @property
     def hooked(self) -> bool:
@@ -291,19 +304,37 @@ def checked(model: type[Model], value: Any, where: str) -> Model:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        raise BadInput(f"{where}: {'; '.join(_explain(model, problem) for problem in error.errors())}.") from None
+        told = "; ".join(_explain(model, problem) for problem in error.errors())
+        raise BadInput(f"{where}: {told}." if where else f"{told}.") from None
 
 
 def _explain(model: type[BaseModel], problem: Any) -> str:
     place = ".".join(str(part) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
-        return str(unknown("key", place, model.model_fields)).rstrip(".")
-    message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
-        return f"{place}: unknown key"
+        *parents, key = problem["loc"]
+        inside = f" in {'.'.join(map(str, parents))}" if parents else ""
+        return str(unknown(f"key{inside}", str(key), _fields(model, parents))).rstrip(".")
+    message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing" or not place:
         return f"{place}: {message}" if place else message
     return f"{place}: {message}, got {json.dumps(problem['input'], default=str)}"
+
+
+def _fields(model: type[BaseModel], path: Sequence[str | int]) -> Iterable[str]:
+    """Names of the fields of the model that a path of keys and positions leads to inside ``model``."""
+    for part in path:
+        if isinstance(part, str):
+            annotation = model.model_fields[part].annotation
+            model = next(kind for kind in _models(annotation))
+    return model.model_fields
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Every model that stands in a type annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)
 
 
 def experiment(mapping: Mapping[str, Any]) -> Experiment:

@@ -25,6 +25,7 @@ from gradwire.collectives.meter import METER, Meter
 from gradwire.compressors import build
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.exempt import Exempt
+from gradwire.compressors.schedule import Schedule
 from gradwire.errors import BadInput, NonFiniteGradient, unknown
 
 Kind = Literal["reduce_scatter", "all_reduce"]
@@ -50,6 +51,7 @@ class Reducer:
             resolved here, once; `algorithm` then tells what runs.
         second: How an all-reduce's means travel: ``encoded`` again, or as ``float32``.
         exempt: Parameters that travel as float32.
+        schedule: Which compressor each optimizer step uses, where it is not always ``compressor``.
         dense_steps: In the first so many optimizer steps everything travels as float32.
         nonfinite: What `finish` does if any rank met a value that is not finite: ``raise`` on all ranks, ``skip``
             (return False), or ``propagate`` (return True).
@@ -67,6 +69,7 @@ class Reducer:
         algorithm: str = "auto",
         second: str = "encoded",
         exempt: Exempt = NOTHING,
+        schedule: Schedule | None = None,
         dense_steps: int = 0,
         nonfinite: str = "raise",
         seed: int = 0,
@@ -83,6 +86,7 @@ class Reducer:
         self.algorithm = "exchange" if algorithm == "auto" else algorithm
         self.second = second
         self.exempt = exempt
+        self.schedule = schedule
         self.dense_steps = dense_steps
         self.nonfinite = nonfinite
         self.seed = seed
@@ -247,7 +251,9 @@ class Reducer:
     def _codec(self, piece: Piece, phase: Phase) -> Compressor:
         """What encodes a piece at the present step."""
         dense = self.step < self.dense_steps or (phase == "gather" and self.second == "float32")
-        return self._float32 if dense or self.exempt.covers(piece.name, piece.shape) else self.compressor
+        if dense or self.exempt.covers(piece.name, piece.shape):
+            return self._float32
+        return self.compressor if self.schedule is None else self.schedule.at(self.step)
 
     def _sizes(self, layout: Layout, phase: Phase) -> list[list[int | None]]:
         """Bytes of every piece's encoding, row by row; None where they depend on the data."""

@@ -21,6 +21,7 @@ from gradwire import parallel
 from gradwire.collectives import Reducer, ops
 from gradwire.collectives.world import World
 from gradwire.compressors import build as build_compressor
+from gradwire.compressors.schedule import Schedule
 from gradwire.config import Training
 from gradwire.data.batches import Batch, eval_batches, train_batches
 from gradwire.data.shards import Shards
@@ -247,6 +248,8 @@ def build_reducer(settings: Settings) -> Reducer | None:
         return None
     compressor = build_compressor(cell.method, **cell.options)
     options = {name: getattr(cell.reduction, name) for name in cell.reduction.model_fields_set}
+    if "schedule" in options:
+        options["schedule"] = Schedule(cell.method, cell.options, options["schedule"])
     return Reducer(compressor, seed=settings.seed, **options)
 
 
