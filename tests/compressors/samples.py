@@ -24,6 +24,8 @@ VARIANTS: dict[str, list[dict]] = {
         {"rounding": "stochastic"},
         {"rounding": "stochastic", "num_bits": 4, "block": 64},
     ],
+    "onebit": [{"block": 7}, {"block": 2048}, {"means": "column"}],
+    "signsgd": [{"block": 7}, {"block": 2048}, {"scale": "none"}],
 }
 """Options besides the defaults with which the conformance suite builds a method; new methods add theirs."""
 
