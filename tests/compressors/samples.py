@@ -17,6 +17,7 @@ SHAPES: list[Shape] = [0, 1, 2, 255, 256, 257, 10_007, (1, 1), (7, 11), (3, 257)
 FLOAT32 = torch.finfo(torch.float32)
 
 VARIANTS: dict[str, list[dict]] = {
+    "fp8": [{"format": "e5m2"}, {"block": 7}, {"format": "e5m2", "block": 64}],
     "int8": [
         {"block": 7},
         {"num_bits": 4},
@@ -26,6 +27,32 @@ VARIANTS: dict[str, list[dict]] = {
     ],
     "onebit": [{"block": 7}, {"block": 2048}, {"means": "column"}],
     "signsgd": [{"block": 7}, {"block": 2048}, {"scale": "none"}],
+    "topk": [
+        {"density": 0.3},
+        {"density": 1.0},
+        {"indices": "int32"},
+        {"indices": "bitmap", "density": 0.05},
+        {"indices": "varint", "density": 0.05},
+        {"indices": "rice", "density": 0.05},
+    ],
+    "threshold": [
+        {"threshold": 0.01, "indices": "varint"},
+        {"scale": "max", "threshold": 0.3},
+        {"scale": "absolute", "threshold": 1.0},
+    ],
+    "randomk": [{"density": 0.3}, {"density": 1.0}, {"scaled": False, "density": 0.05}],
+    "gradiveq": [{"slice": 8, "components": 2, "window": 1, "refresh": 2}],
+    "powersgd": [{"rank": 1}, {"rank": 2, "warm_start": False}],
+    "sketch": [{"rows": 1, "width": 0.3}, {"rows": 3, "density": 0.2, "candidates": 9}],
+    "natural": [{"bits": 9}, {"block": 7}],
+    "qsgd": [
+        {"levels": 1, "coding": "elias"},
+        {"levels": 7, "norm": "max", "block": 64},
+        {"levels": 1, "block": 7},
+        {"levels": 20},
+        {"coding": "elias", "norm": "max"},
+    ],
+    "terngrad": [{"packing": "base3"}, {"clip": 2.5}, {"block": 7, "packing": "base3", "clip": 1.0}],
 }
 """Options besides the defaults with which the conformance suite builds a method; new methods add theirs."""
 

@@ -7,6 +7,7 @@ reducer with collectives, fused over parameters; `lockstep` with plain sums over
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Generator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -50,6 +51,11 @@ class Context(NamedTuple):
     step: int
     world: int
     seed: int
+
+    def derived_seed(self) -> int:
+        """A seed for this parameter and step, the same on all ranks: below 2^63."""
+        words = f"{self.seed} {self.step} {self.name}".encode()
+        return int.from_bytes(hashlib.sha256(words).digest()[:8], "little") >> 1
 
 
 Rounds = Generator[Ask, Tensor, tuple[Tensor, Tensor]]

@@ -1,0 +1,118 @@
+"""A matrix as the product of two thin ones, by one step of a power iteration.
+
+Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization"
+(NeurIPS 2019), algorithm 1: ``P = orthonormal(M Q)``, ``Q = M^T P``, and the matrix decodes to ``P Q^T``, the
+projection of M onto the columns of P.
+
+Wire, for an n x m matrix: P as float32 [n, rank], then Q as float32 [m, rank], both row-major. What is no matrix, or
+is so small that this saves nothing (``rank (n + m) >= n m``), travels as float32.
+
+Rounds: the sum of the ranks' ``M Q``, made orthonormal by every rank for itself, then the sum of their ``M^T P``. Both
+products are linear in M, so the result is that of one worker with the mean. Every rank's contribution is the result
+itself: error feedback keeps what the aggregate leaves out, as in the paper.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradwire.compressors.base import Compressor, Shape, as_numbers, numel
+from gradwire.compressors.philox import draw_seed, uniforms
+from gradwire.compressors.rounds import Ask, Context, Rounds, State
+
+DEPENDENT = 1e-6  # a column of which less than this remains outside the others is taken for float32's rounding
+
+
+class PowerSGD(Compressor):
+    """Sends the two factors of an approximation of low rank.
+
+    ``||M - C||^2 = ||M||^2 - ||P^T M||^2``, up to rounding, and nothing is lost of a matrix of at most that rank.
+    """
+
+    name = "powersgd"
+
+    rank: int = Field(4, ge=1, description="columns of the two factors")
+    warm_start: bool = Field(True, description="whether rounds begin with the last step's Q; else with random numbers")
+
+    def factors(self, shape: Shape) -> bool:
+        """Whether a tensor of that shape travels as two factors, and not as float32."""
+        return not isinstance(shape, int) and len(shape) == 2 and self.rank * sum(shape) < math.prod(shape)
+
+    def wire_bytes(self, shape: Shape) -> int:
+        """Four bytes per element of the factors, or of the tensor."""
+        return self.round_bytes(shape)
+
+    def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """The wire, and whether it is not finite: a value of x that is not makes its row of P so."""
+        wire = self.to_wire(x, generator)
+        return wire, self.unfit(as_numbers(wire, torch.float32))
+
+    def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        """One iteration from a random Q."""
+        if not self.factors(x.shape):
+            return x.view(-1).view(torch.uint8)
+        p = orthonormal(x @ self.drawn(x.shape, draw_seed(generator, x.device, self.name)))
+        return torch.cat([p, x.T @ p]).view(-1).view(torch.uint8)
+
+    def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Multiply the factors."""
+        numbers = as_numbers(wire, torch.float32)
+        if not self.factors(shape):
+            return numbers
+        p, q = numbers.view(-1, self.rank).split(shape)
+        return p @ q.T
+
+    def drawn(self, shape: Shape, seed: Tensor) -> Tensor:
+        """A random Q for a matrix of ``shape``: uniform in (-1, 1) and nowhere 0, float32 [m, rank]."""
+        assert isinstance(shape, tuple)
+        return (uniforms(seed, shape[1] * self.rank) * 2 - (1 - 2.0**-24)).view(shape[1], self.rank)
+
+    def new_state(self, shape: Shape, seed: int) -> State:
+        """A random Q."""
+        return {"q": self.drawn(shape, torch.tensor([seed]))} if self.warm_start and self.factors(shape) else {}
+
+    def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
+        """Sum ``M Q``, then ``M^T P``.
+
+        A column of Q that becomes 0 or not finite (the gradient was so, or its rank is too small) would stay so: it
+        keeps its direction from before.
+        """
+        if not self.factors(x.shape):
+            return (yield Ask("sum", x, rows=True)) / context.world, x
+        if self.warm_start:
+            start = state["q"].to(x.device)
+        else:
+            start = self.drawn(x.shape, torch.tensor([context.derived_seed()], device=x.device))
+        p = orthonormal((yield Ask("sum", x @ start)))
+        q = (yield Ask("sum", x.T @ p)) / context.world
+        if self.warm_start:
+            length = q.abs().amax(dim=0)  # P depends on the directions alone; so it neither overflows nor vanishes
+            state["q"] = torch.where((length > 0) & (length < math.inf), q / length, start)
+        mean = p @ q.T
+        return mean, mean
+
+    def round_bytes(self, shape: Shape, step: int | None = None) -> int:
+        """Four bytes per element of the factors, or of the tensor."""
+        if not self.factors(shape):
+            return 4 * numel(shape)
+        assert isinstance(shape, tuple)
+        return 4 * self.rank * sum(shape)
+
+
+def orthonormal(p: Tensor) -> Tensor:
+    """The columns of ``p`` made orthonormal in order (Gram-Schmidt, in float64, so that unlike machines agree).
+
+    A column that depends on those before it becomes 0; one that is not finite stays so.
+    """
+    basis = p.to(torch.float64)
+    for j in range(basis.shape[1]):
+        column = basis[:, j]
+        before = column.norm()
+        column -= basis[:, :j] @ (basis[:, :j].T @ column)
+        length = column.norm()
+        column *= torch.where(length > DEPENDENT * before, 1 / length, 0)
+    return basis.to(torch.float32)
