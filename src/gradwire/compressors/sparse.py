@@ -18,6 +18,16 @@ from gradwire.compressors.methods.none import Uncompressed
 FLOAT32 = Uncompressed()
 
 
+def magnitudes(x: Tensor) -> Tensor:
+    """The bits of |x| for a contiguous float32 ``x``, as int32 [n]: in the order of |x|, NaN above infinity."""
+    return x.view(-1).view(torch.int32) & 0x7FFFFFFF
+
+
+def share(density: float, n: int) -> int:
+    """How many of n elements that is: at least one where there is any."""
+    return max(1, round(density * n)) if n else 0
+
+
 class Picked(NamedTuple):
     """The chosen elements.
 
@@ -73,6 +83,11 @@ class Sparsifier(Compressor):
         fused = kernels.find(self, x.device)
         return Picked(*fused.pick(self, x, generator)) if fused else Picked(*self.pick(x, generator), self.unfit(x))
 
+    def found(self, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
+        """`places` in its fastest form for the wire's device."""
+        fused = kernels.find(self, wire.device)
+        return (fused or type(self)).places(self, wire, shape)
+
     def placed(self, values: Tensor, places: Tensor, shape: Shape) -> Tensor:
         """`place` in its fastest form for the values' device."""
         fused = kernels.find(self, values.device)
@@ -127,19 +142,21 @@ def coded(
 
 def from_wire(sparsifier: Sparsifier, quantizer: Quantizer, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The plain form of decoding."""
-    places, values = _parts(sparsifier, quantizer, wire, shape)
+    places, values = _parts(sparsifier, quantizer, wire, sparsifier.places(wire, shape))
     return sparsifier.place(quantizer.from_wire(values, (places.numel(),)), places, shape)
 
 
 def decoded(sparsifier: Sparsifier, quantizer: Quantizer, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
     """The fastest form of decoding."""
-    places, values = _parts(sparsifier, quantizer, wire, shape)
+    places, values = _parts(sparsifier, quantizer, wire, sparsifier.found(wire, shape))
     return sparsifier.placed(quantizer.decoded(values, (places.numel(),)), places, shape)
 
 
-def _parts(sparsifier: Sparsifier, quantizer: Quantizer, wire: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def _parts(
+    sparsifier: Sparsifier, quantizer: Quantizer, wire: Tensor, found: tuple[Tensor, int]
+) -> tuple[Tensor, Tensor]:
     """The places and the values' wire, whose size is checked where it is known."""
-    places, head = sparsifier.places(wire, shape)
+    places, head = found
     values = wire[head:]
     expected = quantizer.wire_bytes(places.numel())
     if expected not in (None, values.numel()):

@@ -7,7 +7,8 @@
   unfit for the wire (bool [1]); where it is, the bytes may differ but still decode to something not finite;
 - ``from_wire(method, wire, shape)``: the same numbers as ``method.from_wire(wire, shape)``.
 
-A sparsifier's file has ``pick`` and ``place`` in their stead (`gradwire.compressors.sparse`).
+A sparsifier's file has ``pick(method, x, generator) -> (head, values, bad)``, ``places(method, wire, shape)`` and
+``place(method, values, places, shape)`` in their stead (`gradwire.compressors.sparse`).
 """
 
 from __future__ import annotations
