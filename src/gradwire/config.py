@@ -26,7 +26,7 @@ from gradwire.files import digest, sha256_file
 
 SCHEMA_VERSION = 1  # of record.json and results.jsonl
 
-Strategy = Literal["ddp", "fsdp1", "fsdp2"]
+Strategy = Literal["naive", "bucket", "ddp", "fsdp1", "fsdp2"]
 Link = Literal["none"]
 Model = TypeVar("Model", bound=BaseModel)
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # becomes a folder

@@ -7,15 +7,17 @@ They work on gloo with CPU and CUDA tensors and on NCCL, and return when the res
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from gradwire.collectives.bytes import sent_all_reduce
-from gradwire.collectives.meter import METER, Meter
+from gradwire.collectives.meter import METER, Cost, Meter
 
 Group: TypeAlias = dist.ProcessGroup | None
 
@@ -35,6 +37,33 @@ def all_reduce(
     with meter.span("all_reduce", purpose, sent):
         dist.all_reduce(x, REDUCTIONS[op], group=group)
     return x
+
+
+class Pending(NamedTuple):
+    """An all-reduce that travels while the host does something else."""
+
+    x: Tensor
+    work: dist.Work
+    purpose: str
+    meter: Meter
+
+    def wait(self) -> Tensor:
+        """The reduced tensor, ready for the current stream; only the time that the host still waits is counted."""
+        start = time.perf_counter()
+        with record_function("gradwire/all_reduce"):
+            self.work.wait()
+        self.meter.add("all_reduce", self.purpose, Cost(seconds=time.perf_counter() - start))
+        return self.x
+
+
+def all_reduce_async(
+    x: Tensor, op: str = "sum", group: Group = None, purpose: str = "control", meter: Meter = METER
+) -> Pending:
+    """Start what `all_reduce` does; until its `Pending` was waited for, nobody may touch ``x``."""
+    sent = sent_all_reduce(nbytes(x), dist.get_world_size(group), dist.get_rank(group))
+    with meter.span("all_reduce", purpose, sent):
+        work = dist.all_reduce(x, REDUCTIONS[op], group=group, async_op=True)
+    return Pending(x, work, purpose, meter)
 
 
 def all_gather(x: Tensor, group: Group = None, purpose: str = "control", meter: Meter = METER) -> Tensor:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from gradwire.collectives import Reducer
 from gradwire.collectives.bytes import raw_all_reduce, raw_reduce_scatter
 from gradwire.errors import unknown
+from gradwire.parallel.bucket import BucketManager
 from gradwire.parallel.ddp import DDP
 from gradwire.parallel.fsdp1 import FSDP1
 from gradwire.parallel.fsdp2 import FSDP2
+from gradwire.parallel.naive import Naive
 from gradwire.parallel.strategy import Strategy, attach
 
-STRATEGIES: dict[str, type[Strategy]] = {"ddp": DDP, "fsdp1": FSDP1, "fsdp2": FSDP2}
+STRATEGIES: dict[str, type[Strategy]] = {
+    "naive": Naive,
+    "bucket": BucketManager,
+    "ddp": DDP,
+    "fsdp1": FSDP1,
+    "fsdp2": FSDP2,
+}
 
 
 def available() -> list[str]:
@@ -32,15 +42,19 @@ def strategy_class(name: str) -> type[Strategy]:
     return STRATEGIES[name]
 
 
-def wrap(model: nn.Module, strategy: str, reducer: Reducer | None = None, *, device: torch.device | str) -> nn.Module:
+def wrap(
+    model: nn.Module, strategy: str, reducer: Reducer | None = None, *, device: torch.device | str, **options: Any
+) -> nn.Module:
     """Prepare a model for training on the reducer's group of ranks (without a reducer: on all of them).
 
     Args:
-        model: On the CPU or on ``device``, with the same weights on every rank. It may be changed in place.
-        strategy: ``ddp``, ``fsdp1`` or ``fsdp2``.
+        model: On the CPU or on ``device``. It may be changed in place. ``fsdp1`` and ``fsdp2`` need the same weights on
+            every rank; the others give all ranks rank 0's.
+        strategy: ``naive``, ``bucket``, ``ddp``, ``fsdp1`` or ``fsdp2``.
         reducer: Averages the gradients; None leaves the framework's own reduction untouched. With one rank there is
             nothing to average and it is never called.
         device: Where the model computes: ``cpu``, or this rank's GPU.
+        options: The strategy's own, such as ``cap_mb`` of ``bucket``; its class tells them.
 
     Returns:
         The model to train; the other functions of this room take it.
@@ -49,7 +63,7 @@ def wrap(model: nn.Module, strategy: str, reducer: Reducer | None = None, *, dev
         BadInput: For an unknown strategy, or if this version of torch lacks what the reducer needs.
     """
     device = torch.device(device)
-    way = strategy_class(strategy)(reducer.group if reducer else None, device)
+    way = strategy_class(strategy)(reducer.group if reducer else None, device, **options)
     wrapped = way.wrap(model.to(device))
     attach(wrapped, way)
     if reducer is not None and reducer.world > 1:
