@@ -1,8 +1,9 @@
 """Fused forms for one CPU core, compiled by numba; `compiled` keeps the machine code on disk.
 
 They give the plain forms' bits: float32 arithmetic stays float32 (a bare literal would make it float64; numba makes
-integer arithmetic 64 bits wide) and is neither reassociated nor contracted. Magnitudes are compared as integers: their
-order is that of their bits, with NaN above infinity. Inner loops run from 0 over slices, or they do not vectorize.
+integer arithmetic 64 bits wide) and is neither reassociated nor contracted; sums are float64 (`summing`). Magnitudes
+are compared as integers: their order is that of their bits, with NaN above infinity. Inner loops run from 0 over
+slices, or they do not vectorize.
 """
 
 from __future__ import annotations
@@ -43,13 +44,19 @@ def cache_folder() -> str:
 CACHE = cache_folder()
 
 
-def compiled(function: Function) -> Function:
+def compiled(function: Function, reassociate: bool = False) -> Function:
     """Compile ``function`` at its first call, or take it from the disk; it releases the GIL."""
     before, config.CACHE_DIR = config.CACHE_DIR, CACHE
     try:
-        return numba.njit(function, cache=True, nogil=True, error_model="numpy")
+        fastmath = {"reassoc"} if reassociate else False
+        return numba.njit(function, cache=True, nogil=True, error_model="numpy", fastmath=fastmath)
     finally:
         config.CACHE_DIR = before
+
+
+def summing(function: Function) -> Function:
+    """`compiled`, with sums in whatever order vectorizes: for float64 sums that are rounded to float32 later."""
+    return compiled(function, reassociate=True)
 
 
 @compiled

@@ -7,6 +7,8 @@ import numpy as np
 from gradwire.compressors.kernels.cpu import compiled
 
 TILE = 1024  # codes in a tile; only the last one of a tensor may hold fewer
+LOWEST = np.uint64(0x0101010101010101)  # the lowest bit of each of eight bytes
+GATHER = np.uint64(0x0102040810204080)  # a product with it has these bits side by side in its highest byte
 
 
 @compiled
@@ -30,11 +32,9 @@ def pack_tile(codes: np.ndarray, count: int, bits: int, out: np.ndarray) -> None
             low = (codes[4 * i] & mask) | (codes[4 * i + 1] & mask) << 2
             out[i] = low | (codes[4 * i + 2] & mask) << 4 | codes[4 * i + 3] << 6
     else:
+        eights = codes.view(np.uint64)
         for i in range(filled):
-            byte = np.uint8(0)
-            for lane in range(8):
-                byte |= np.uint8(codes[8 * i + lane] & mask) << np.uint8(lane)
-            out[i] = byte
+            out[i] = np.uint8(((eights[i] & LOWEST) * GATHER) >> np.uint64(56))
 
 
 @compiled
