@@ -40,6 +40,8 @@ VERBS = {
     "grads aggregate": Verb("gradwire.gradients.aggregate", "merge the ranks' gradients into one matrix"),
     "grads validate": Verb("gradwire.gradients.validate", "prove that row i belongs to id i"),
     "grads run": Verb("gradwire.gradients.run", "collect, aggregate and validate in one call"),
+    "compressors": Verb("gradwire.compressors.listing", "every compressor with its options"),
+    "bench compressors": Verb("gradwire.compressors.bench", "time every compressor against the memory's speed"),
     "summarize": Verb("gradwire.report.summarize", "one table over all runs of an experiment"),
 }
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import pkgutil
 from collections import Counter
-from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from functools import cache
+from importlib import import_module, metadata
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,12 @@ HERE = Path(__file__).parent
 def built_in() -> list[str]:
     """Names of the methods that come with gradwire: the files of ``methods/``."""
     return [module.name for module in pkgutil.iter_modules([str(HERE / "methods")])]
+
+
+@cache
+def entry_points(group: str) -> tuple[EntryPoint, ...]:
+    """What installed packages offer to a group; read once, as every package's metadata is looked at for it."""
+    return tuple(metadata.entry_points(group=group))
 
 
 def third_party() -> dict[str, EntryPoint]:

@@ -1,0 +1,75 @@
+"""The verb ``compressors``: every compressor with its options, those of other packages included."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from gradwire.compressors import registry
+
+if TYPE_CHECKING:
+    from gradwire.compressors.base import Compressor
+
+
+def arguments(parser: ArgumentParser) -> None:
+    """Declare the verb's arguments."""
+    parser.add_argument("names", nargs="*", metavar="NAME", help="methods and chains; all methods by default")
+
+
+def main(args: Namespace) -> None:
+    """Print the list."""
+    print(listing(args.names))
+
+
+def listing(names: Sequence[str] = ()) -> str:
+    """A paragraph per method: what it is, and its options with defaults and descriptions.
+
+    Raises:
+        BadInput: If there is no such method.
+    """
+    found = dict.fromkeys(member for name in names for member in registry.members(name))
+    text = "\n".join(described(registry.method_class(name)) for name in found or registry.available())
+    if not names:
+        aliases = ", ".join(f"{alias} = {name}" for alias, name in registry.ALIASES.items())
+        text += f"\nAliases: {aliases}. A chain is SPARSIFIER+QUANTIZER, such as topk+int8."
+    return text
+
+
+def described(method: type[Compressor]) -> str:
+    """One method's paragraph."""
+    head = f"{method.name} ({kind(method)}): {(method.__doc__ or '').strip().splitlines()[0]}"
+    rows = [
+        (f"  {name}", f"{taken(option)} [{shown(option.get('default'))}]", option.get("description", ""))
+        for name, option in registry.option_schema(method.name).get("properties", {}).items()
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)] if rows else []
+    lines = [f"{name:<{widths[0]}}  {values:<{widths[1]}}  {told}".rstrip() for name, values, told in rows]
+    return "\n".join([head, *lines, ""])
+
+
+def shown(value: Any) -> str:
+    """A default as a configuration would write it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def kind(method: type[Compressor]) -> str:
+    """What a chain can use it for, and whether a native collective can reduce it."""
+    from gradwire.compressors.base import Compressor, Quantizer
+    from gradwire.compressors.sparse import Sparsifier
+
+    kinds = {"sparsifier": Sparsifier, "quantizer": Quantizer}
+    found = [name for name, base in kinds.items() if issubclass(method, base)] or ["alone"]
+    return ", ".join([*found, *(["rounds"] if method.rounds is not Compressor.rounds else [])])
+
+
+def taken(option: dict[str, Any]) -> str:
+    """The values that an option takes, from its JSON schema."""
+    if "enum" in option or "const" in option:
+        return " | ".join(map(str, option.get("enum") or [option["const"]]))
+    if "anyOf" in option:
+        return " | ".join(map(taken, option["anyOf"]))
+    bounds = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    limits = ", ".join(f"{sign} {option[key]:g}" for key, sign in bounds.items() if key in option)
+    return f"{option.get('type', 'any')} {limits}".rstrip()
