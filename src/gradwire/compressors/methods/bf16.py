@@ -2,6 +2,9 @@
 
 Wire: bfloat16 [n], each rounded to nearest, ties to even. The few float32 values that round to infinity (from
 2^128 - 2^119 on) count as a non-finite gradient, as NaN and infinity themselves do.
+
+Rounds: a sum of the rounded values in bfloat16, so each addition on the way rounds to 8 significant bits too; the
+division by the number of ranks is float32's.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Quantizer, Shape, as_numbers, numel
+from gradwire.compressors.rounds import Ask, Context, Rounds, State
 
 
 class BFloat16(Quantizer):
@@ -29,3 +33,13 @@ class BFloat16(Quantizer):
     def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Cast back to float32, exactly."""
         return as_numbers(wire, torch.bfloat16).to(torch.float32)
+
+    def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
+        """One sum in bfloat16."""
+        own = x.to(torch.bfloat16)
+        total = yield Ask("sum", own, rows=True)
+        return total.to(torch.float32) / context.world, own.to(torch.float32)
+
+    def round_bytes(self, shape: Shape, step: int | None = None) -> int:
+        """Two bytes per element."""
+        return 2 * numel(shape)

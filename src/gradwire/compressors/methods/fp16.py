@@ -2,14 +2,22 @@
 
 Wire: float16 [n], each rounded to nearest, ties to even. From 65,520 on a value rounds to infinity: that counts as a
 non-finite gradient, as NaN and infinity themselves do.
+
+Rounds: a sum in float16 of the values divided by 2^k before the cast, the smallest power of two that is at least
+sqrt(W). Dividing by W would keep the sum of any W values in range, but cost log2(W) bits of every value below 2^-14,
+where gradients lie, and without a word; not dividing lets W large values overflow. In between the sum overflows where
+the mean's magnitude passes 65,504 * 2^k / W, and that shows: it is infinite.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Quantizer, Shape, as_numbers, numel
+from gradwire.compressors.rounds import Ask, Context, Rounds, State
 
 
 class Half(Quantizer):
@@ -29,3 +37,14 @@ class Half(Quantizer):
     def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Cast back to float32, exactly."""
         return as_numbers(wire, torch.float16).to(torch.float32)
+
+    def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
+        """One sum in float16 of values made smaller by a power of two."""
+        smaller = 2.0 ** math.ceil(math.log2(context.world) / 2)
+        own = (x / smaller).to(torch.float16)
+        total = yield Ask("sum", own, rows=True)
+        return total.to(torch.float32) * smaller / context.world, own.to(torch.float32) * smaller
+
+    def round_bytes(self, shape: Shape, step: int | None = None) -> int:
+        """Two bytes per element."""
+        return 2 * numel(shape)

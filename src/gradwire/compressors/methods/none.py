@@ -1,6 +1,6 @@
 """No compression: the control that separates the exchange from the compressor.
 
-Wire: float32 [n].
+Wire: float32 [n]. Rounds: a float32 sum.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Quantizer, Shape, as_numbers, numel
+from gradwire.compressors.rounds import Ask, Context, Rounds, State
 
 
 class Uncompressed(Quantizer):
@@ -32,3 +33,12 @@ class Uncompressed(Quantizer):
     def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
         """The bytes as float32."""
         return as_numbers(wire, torch.float32)
+
+    def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
+        """One sum; this rank's contribution is ``x`` itself."""
+        total = yield Ask("sum", x, rows=True)
+        return total / context.world, x
+
+    def round_bytes(self, shape: Shape, step: int | None = None) -> int:
+        """Four bytes per element."""
+        return 4 * numel(shape)
