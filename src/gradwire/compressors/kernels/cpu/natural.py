@@ -1,0 +1,146 @@
+"""natural on a CPU core: integer arithmetic on the bits, a tile at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwire.compressors.base import numel
+from gradwire.compressors.kernels.cpu import SIGNLESS, compiled, largest
+from gradwire.compressors.kernels.cpu.packing import TILE, pack_tile, unpack_tile
+from gradwire.compressors.kernels.cpu.philox import fill_words
+from gradwire.compressors.methods import natural
+from gradwire.compressors.methods.natural import Natural
+from gradwire.compressors.philox import draw_seed
+
+MANTISSA, NOISE = np.uint32(natural.MANTISSA), np.uint32(32 - natural.MANTISSA)
+POWERS, NOT_FINITE = np.uint32(natural.POWERS), np.uint32(natural.NOT_FINITE)
+SIGN, BYTE_SIGN = np.uint32(31), np.uint32(7)  # where floats, and codes of 8 bits, have it
+HIGHEST = np.uint32(254) << MANTISSA  # 2^127, the largest magnitude that stays finite
+SCALES = np.array(natural.SCALES, np.float32)
+
+
+def covers(method: Natural) -> bool:
+    """All options."""
+    return True
+
+
+def to_wire(method: Natural, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """The wire, and whether a magnitude is above 2^127."""
+    seed = draw_seed(generator, x.device, method.name).item()
+    wire = torch.empty(method.wire_bytes(x.shape), dtype=torch.uint8)
+    values = x.view(-1).numpy()
+    if method.bits == 9:
+        bad = encode9(values.view(np.uint32), seed, wire[: x.numel()].numpy(), wire[x.numel() :].numpy())
+    else:
+        blocks = method.blocks(x.shape)
+        bad = encode8(values, method.block, seed, wire[:blocks].numpy(), wire[blocks:].numpy())
+    return wire, torch.tensor([bad])
+
+
+def from_wire(method: Natural, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Put exponents and signs where float32 has them."""
+    n = numel(shape)
+    out = torch.empty(n)
+    bits = out.numpy().view(np.uint32)
+    if method.bits == 9:
+        decode9(wire[:n].numpy(), wire[n:].numpy(), bits)
+    else:
+        blocks = method.blocks(shape)
+        decode8(wire[:blocks].numpy(), wire[blocks:].numpy(), method.block, bits)
+    return out
+
+
+@compiled
+def encode8(x: np.ndarray, block: int, seed: int, lowest: np.ndarray, codes: np.ndarray) -> bool:
+    """Fill ``lowest`` (uint8 [b]) and ``codes`` (uint8 [n]); whether ``x`` (float32 [n]) is unfit."""
+    words, scaled = np.empty(TILE, np.uint32), np.empty(TILE, np.float32)
+    worst = np.uint32(0)
+    for start in range(0, x.size, TILE):
+        end = min(start + TILE, x.size)
+        fill_words(seed, start, words)
+        at = start
+        while at < end:
+            owner = at // block
+            stop = min((owner + 1) * block, end)
+            if at == owner * block:
+                most = largest(x[at : at + block].view(np.uint32))
+                worst = max(worst, most)
+                lowest[owner] = max(np.int64(most >> MANTISSA) + 2 - np.int64(POWERS), 1)
+            multiply(x[at:stop], SCALES[lowest[owner]], scaled[at - start :])
+            at = stop
+        add_noise(scaled.view(np.uint32), words, codes[start:end])
+    return bool(worst > HIGHEST)
+
+
+@compiled
+def multiply(x: np.ndarray, scale: np.float32, scaled: np.ndarray) -> None:
+    """``x`` times a power of two."""
+    for i in range(x.size):
+        scaled[i] = x[i] * scale
+
+
+@compiled
+def add_noise(bits: np.ndarray, words: np.ndarray, codes: np.ndarray) -> None:
+    """Sign and exponent, in a byte, of the randomly rounded floats that are given as uint32 bits."""
+    for i in range(codes.size):
+        power = np.uint32(np.uint32(bits[i] & SIGNLESS) + np.uint32(words[i] >> NOISE)) >> MANTISSA
+        codes[i] = min(np.uint32(power), POWERS) | np.uint32(np.uint32(bits[i] >> SIGN) << BYTE_SIGN)
+
+
+@compiled
+def encode9(bits: np.ndarray, seed: int, exponents: np.ndarray, signs: np.ndarray) -> bool:
+    """Fill ``exponents`` (uint8 [n]) and ``signs`` (packed); whether ``bits`` (uint32 [n]) are unfit."""
+    words, minus = np.empty(TILE, np.uint32), np.empty(TILE, np.uint8)
+    worst = np.uint32(0)
+    for start in range(0, bits.size, TILE):
+        part = bits[start : start + TILE]
+        fill_words(seed, start, words)
+        worst = max(worst, largest(part))
+        split(part, words, exponents[start : start + TILE], minus)
+        pack_tile(minus, part.size, 1, signs[start // 8 :])
+    return bool(worst > HIGHEST)
+
+
+@compiled
+def split(bits: np.ndarray, words: np.ndarray, exponents: np.ndarray, minus: np.ndarray) -> None:
+    """The exponents of the randomly rounded floats, and their signs."""
+    for i in range(bits.size):
+        power = np.uint32(np.uint32(bits[i] & SIGNLESS) + np.uint32(words[i] >> NOISE)) >> MANTISSA
+        exponents[i] = min(np.uint32(power), NOT_FINITE)
+        minus[i] = np.uint32(bits[i] >> SIGN)
+
+
+@compiled
+def decode8(lowest: np.ndarray, codes: np.ndarray, block: int, out: np.ndarray) -> None:
+    """Fill ``out`` (uint32 [n], bits of floats)."""
+    for owner in range(lowest.size):
+        start = owner * block
+        put8(codes[start : start + block], np.int32(lowest[owner]), out[start : start + block])
+
+
+@compiled
+def put8(codes: np.ndarray, lowest: np.int32, out: np.ndarray) -> None:
+    """A block's floats, as bits."""
+    for i in range(out.size):
+        code = np.int32(codes[i] & np.uint8(127))
+        power = min(max(np.int32(code + lowest - np.int32(1)), np.int32(0)), np.int32(255)) if code else np.int32(0)
+        out[i] = np.uint32(np.uint32(power) << MANTISSA) | np.uint32(np.uint32(codes[i] >> BYTE_SIGN) << SIGN)
+
+
+@compiled
+def decode9(exponents: np.ndarray, signs: np.ndarray, out: np.ndarray) -> None:
+    """Fill ``out`` (uint32 [n], bits of floats)."""
+    minus = np.empty(TILE, np.uint8)
+    for start in range(0, out.size, TILE):
+        part = out[start : start + TILE]
+        unpack_tile(signs[start // 8 :], part.size, 1, minus)
+        put9(exponents[start : start + TILE], minus, part)
+
+
+@compiled
+def put9(exponents: np.ndarray, minus: np.ndarray, out: np.ndarray) -> None:
+    """A tile's floats, as bits."""
+    for i in range(out.size):
+        out[i] = np.uint32(np.uint32(exponents[i]) << MANTISSA) | np.uint32(np.uint32(minus[i]) << SIGN)

@@ -1,0 +1,127 @@
+"""terngrad on a CPU core: a block is read twice, the second time from the cache."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwire.compressors.base import as_numbers, numel
+from gradwire.compressors.kernels.cpu import INFINITY, compiled, largest
+from gradwire.compressors.kernels.cpu.int8 import multiply
+from gradwire.compressors.kernels.cpu.packing import pack_tile, unpack_tile
+from gradwire.compressors.kernels.cpu.philox import fill_words, uniform
+from gradwire.compressors.kernels.cpu.qsgd import square_sum
+from gradwire.compressors.methods.terngrad import SMALLEST_SCALE, Terngrad
+from gradwire.compressors.packing import TRITS
+from gradwire.compressors.philox import draw_seed
+
+TINY = np.float32(SMALLEST_SCALE)
+TILE = 1280  # elements in a tile; bytes of either packing, and calls of Philox, end with it
+VALUES = np.array([[byte // 3**lane % 3 - 1 for lane in range(TRITS)] for byte in range(256)], np.int8).view(np.uint8)
+
+
+def covers(method: Terngrad) -> bool:
+    """All options."""
+    return True
+
+
+def to_wire(method: Terngrad, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """The wire, and whether a block's maximum is not finite."""
+    seed = draw_seed(generator, x.device, method.name).item()
+    wire = torch.empty(method.wire_bytes(x.shape), dtype=torch.uint8)
+    head = 4 * method.blocks(x.shape)
+    scales, packed = wire[:head].view(torch.float32).numpy(), wire[head:].numpy()
+    bad = encode(x.view(-1).numpy(), method.block, method.clip or 0.0, method.packing == "base3", seed, scales, packed)
+    return wire, torch.tensor([bad])
+
+
+def from_wire(method: Terngrad, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Multiply each digit by its block's scale."""
+    head = 4 * method.blocks(shape)
+    out = torch.empty(numel(shape))
+    scales, packed = as_numbers(wire[:head], torch.float32).numpy(), wire[head:].numpy()
+    decode(scales, packed, method.block, method.packing == "base3", out.numpy())
+    return out
+
+
+@compiled
+def encode(
+    x: np.ndarray, block: int, clip: float, base3: bool, seed: int, scales: np.ndarray, packed: np.ndarray
+) -> bool:
+    """Fill ``scales`` (float32 [b]) and ``packed`` (uint8); whether a block of ``x`` (float32 [n]) is not finite.
+
+    A ``clip`` of 0 is none.
+    """
+    digits, words = np.empty(TILE, np.uint8), np.empty(TILE, np.uint32)
+    worst = np.uint32(0)
+    for start in range(0, x.size, TILE):
+        end = min(start + TILE, x.size)
+        fill_words(seed, start, words)
+        at = start
+        while at < end:
+            owner = at // block
+            stop = min((owner + 1) * block, end)
+            if at == owner * block:
+                own = x[at : at + block]
+                most = largest(own.view(np.uint32))
+                worst = max(worst, most)
+                scales.view(np.uint32)[owner] = most
+                if clip:
+                    sigma = np.sqrt(square_sum(own) / own.size)
+                    scales[owner] = min(scales[owner], np.float32(clip * sigma))
+                scales[owner] = max(scales[owner], TINY)
+            draw(x[at:stop], scales[owner], words[at - start :], digits[at - start :])
+            at = stop
+        if base3:
+            pack_trits(digits, end - start, packed[start // TRITS :])
+        else:
+            pack_tile(digits, end - start, 2, packed[start // 4 :])
+    return bool(worst >= INFINITY)
+
+
+@compiled
+def draw(x: np.ndarray, scale: np.float32, words: np.ndarray, digits: np.ndarray) -> None:
+    """Signs of ``x`` as signed bytes, or 0."""
+    for i in range(x.size):
+        level = x[i] / scale
+        sign = np.int32(1) if level > np.float32(0) else np.int32(-1)
+        digits[i] = sign if uniform(words[i]) < abs(level) else np.int32(0)
+
+
+@compiled
+def pack_trits(digits: np.ndarray, count: int, out: np.ndarray) -> None:
+    """Pack ``count`` digits (-1, 0, 1 as signed bytes; the array is a whole tile), what follows them as -1."""
+    filled = -(-count // TRITS)
+    digits[count : filled * TRITS] = 255
+    for i in range(filled):
+        byte = np.uint8(0)
+        for lane in range(TRITS - 1, -1, -1):
+            byte = np.uint8(3 * byte + np.uint8(digits[TRITS * i + lane] + 1))
+        out[i] = byte
+
+
+@compiled
+def decode(scales: np.ndarray, packed: np.ndarray, block: int, base3: bool, out: np.ndarray) -> None:
+    """Fill ``out`` (float32 [n])."""
+    digits = np.empty(TILE, np.uint8)
+    for start in range(0, out.size, TILE):
+        end = min(start + TILE, out.size)
+        if base3:
+            unpack_trits(packed[start // TRITS :], -(-(end - start) // TRITS), digits)
+        else:
+            unpack_tile(packed[start // 4 :], end - start, 2, digits)
+        at = start
+        while at < end:
+            stop = min((at // block + 1) * block, end)
+            multiply(digits[at - start :], np.int32(0 if base3 else 6), scales[at // block], out[at:stop])
+            at = stop
+
+
+@compiled
+def unpack_trits(packed: np.ndarray, count: int, digits: np.ndarray) -> None:
+    """The digits of the first ``count`` bytes, as `pack_trits` takes them."""
+    for i in range(count):
+        byte = packed[i]
+        for lane in range(TRITS):
+            digits[TRITS * i + lane] = VALUES[byte, lane]
