@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from gradwire.compressors.bench_cases import Case, Work
+    from gradwire.compressors.bench_cases import Case, Target, Work
 
 T = TypeVar("T")
 
@@ -130,7 +130,8 @@ def bench(
         speed = measure(running, x, repeats, seed)
         environment = describe(where)
     for case, record in running:
-        judge(case, record, shape, speed, where.type)
+        large = numel >= NUMEL[where.type]  # the targets are for large tensors
+        judge(case, record, shape, speed, case.target(where.type) if large else None)
     return {
         "schema_version": SCHEMA_VERSION,
         "environment": environment,
@@ -400,8 +401,8 @@ def stopwatch(device: torch.device) -> Callable[[Callable[[], T]], tuple[T, floa
     return cuda
 
 
-def judge(case: Case, record: Record, shape: tuple[int, int], speed: Speed, kind: str) -> None:
-    """Add to a measured record its multiples of the floor, and whether they meet its target."""
+def judge(case: Case, record: Record, shape: tuple[int, int], speed: Speed, target: Target | None) -> None:
+    """Add to a measured record its multiples of the floor, and whether they meet the target."""
 
     def multiple(times: list[float], work: Work) -> float:
         floor = max(work.moved / speed.copy_bytes_per_s, work.flops / speed.product_flops_per_s)
@@ -411,7 +412,7 @@ def judge(case: Case, record: Record, shape: tuple[int, int], speed: Speed, kind
     record.encode_floor, record.decode_floor = encode.counted, decode.counted
     record.encode_x_floor = multiple(record.encode_ms, encode)
     record.decode_x_floor = multiple(record.decode_ms, decode)
-    kept, target = case.kept(shape), case.target(kind)
+    kept = case.kept(shape)
     if kept is not None:
         record.encode_x_kept = multiple(record.encode_ms, encode._replace(moved=4 * kept + record.wire_bytes))
     if target is not None:
