@@ -139,9 +139,7 @@ class Sketch(Compressor):
 
     def largest(self, table: Tensor, seed: Tensor, count: int, keep: int) -> tuple[Tensor, Tensor]:
         """Where the estimates of ``count`` elements are largest, rising (int64 [keep]), and what they are there."""
-        estimates = self.estimates(table, seed, count)
-        places = torch.nonzero_static(largest(estimates, keep), size=keep).view(-1)
-        return places, estimates[places]
+        return where_largest(self.estimates(table, seed, count), keep)
 
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
         """Sum the tables, then exact values where the summed table's estimates are largest."""
@@ -175,3 +173,9 @@ def largest(x: Tensor, keep: int) -> Tensor:
     least = magnitude.topk(keep).values[-1]
     above, tied = magnitude > least, magnitude == least
     return above | (tied & (tied.cumsum(0) <= keep - above.sum()))
+
+
+def where_largest(x: Tensor, keep: int) -> tuple[Tensor, Tensor]:
+    """Where those are, rising (int64 [keep]), and what they are; nothing synchronises."""
+    places = torch.nonzero_static(largest(x, keep), size=keep).view(-1)
+    return places, x[places]
