@@ -132,6 +132,7 @@ def test_denormal_blocks_keep_their_scale_normal_and_zero_blocks_are_zero(name):
     compressor = build("fp8", format=name, block=10)
     wire = compressor.encode(x)
     assert wire[:16].view(torch.float32).min() == FLOAT32.tiny
+    assert torch.equal(wire, compressor.to_wire(x, None))
     decoded = compressor.decode(wire, 40)
     half = torch.maximum(x.double().abs() * form.relative_error, torch.tensor(FLOAT32.tiny * form.step / 2))
     assert ((decoded - x).double().abs() <= half + math.ldexp(1, -150)).all()
