@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from itertools import islice
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from data_samples import tokenize_words, values, write_corpus
 
 from gradwire.cli import run
-from gradwire.data.batches import eval_batches, train_batches
+from gradwire.data.batches import eval_batches, prefetch, train_batches
 from gradwire.data.cache import shards_of
 from gradwire.data.shards import Shards, wait_finalized
 from gradwire.errors import BadInput, RunFault
@@ -111,3 +112,26 @@ def test_rank_0_tokenizes_a_corpus_into_the_cache_while_another_polls(corpus, tm
 def test_an_absent_producer_is_a_clear_fault(tmp_path):
     with pytest.raises(RunFault, match="nothing was written"):
         wait_finalized(tmp_path / "shards", timeout=0.1)
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_prefetched_batches_are_the_same_and_read_in_advance(ahead, folder):
+    shards = Shards(folder, "train")
+    read = []
+
+    def batches():
+        for batch in islice(train_batches(shards, 2, 0, 1, seed=1), 5):
+            read.append(batch.sample_id)
+            yield batch
+        raise OSError("the disk is gone")
+
+    expected = [batch.sample_id for batch in islice(train_batches(shards, 2, 0, 1, seed=1), 5)]
+    coming, found = prefetch(batches(), ahead), []
+    with pytest.raises(OSError, match="the disk is gone"):
+        for batch in coming:
+            found.append(batch.sample_id)
+            deadline = time.monotonic() + 10
+            while len(read) < min(5, len(found) + ahead) and time.monotonic() < deadline:
+                time.sleep(0.001)
+            assert read == expected[: len(found) + ahead], "not read before it was asked for, or too early"
+    assert found == expected

@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from typing import get_args
 
 import pyarrow.parquet as pq
 import pytest
@@ -13,7 +14,7 @@ from data_samples import values, write_corpus
 
 from gradwire import cli
 from gradwire.collectives.world import World
-from gradwire.config import Training
+from gradwire.config import Strategy, Training
 from gradwire.data.shards import Shards
 from gradwire.data.tokenization import tokenize
 from gradwire.training import loop as training_loop
@@ -79,8 +80,8 @@ def test_the_loss_curve_depends_on_the_global_batch_not_on_how_ranks_and_micro_b
 ):
     one = world(1).run(run, words(shards, tmp_path / "one", batch_size=4))[0][0]
     accumulated = world(1).run(run, words(shards, tmp_path / "acc", batch_size=2, grad_accum_steps=2))[0][0]
-    for strategy in ("ddp", "fsdp1", "fsdp2"):
-        two = world(2).run(run, words(shards, tmp_path / strategy, strategy=strategy))
+    for strategy in get_args(Strategy):
+        two = world(2).run(run, words(shards, tmp_path / strategy, strategy=strategy, verify_sync=2))
         assert losses(two[0][0]) == losses(two[1][0]), "both ranks must know the same loss"
         assert losses(two[0][0]) == pytest.approx(losses(one), rel=2e-5)
         assert norms(two[0][0]) == pytest.approx(norms(one), rel=1e-3)  # Adam's steps would hide a wrong scale
@@ -88,6 +89,20 @@ def test_the_loss_curve_depends_on_the_global_batch_not_on_how_ranks_and_micro_b
         assert {row["tokens"] for row in two[0][0]} != {row["tokens"] for row in two[1][0]}, "ranks have own samples"
     assert losses(accumulated) == pytest.approx(losses(one), rel=2e-5)
     assert norms(accumulated) == pytest.approx(norms(one), rel=1e-3)
+
+
+def test_a_global_batch_is_shared_out_evenly_or_not_at_all(shards, tmp_path, capsys):
+    given = {"global_batch_size": 12, "grad_accum_steps": 2}
+    settings = run_settings.from_arguments(parsed(words(shards, tmp_path, **given)))
+    assert [settings.shared_out(world).training.batch_size for world in (1, 2, 3)] == [6, 3, 2]
+    arguments = words(shards, tmp_path, **given, world_size=4, rank=0, master_port=1)
+    assert cli.run(["train", *arguments]) == 2
+    message = (
+        "--global_batch_size 12 cannot be shared out evenly to 4 rank(s) x 2 micro-batch(es): give a multiple of 8."
+    )
+    assert message in capsys.readouterr().err
+    assert cli.run(["train", *words(shards, tmp_path, verify_sync=-1)]) == 2
+    assert "--verify_sync -1" in capsys.readouterr().err
 
 
 def test_seeds_give_different_curves_and_one_seed_gives_the_same_curve_twice(world, shards, tmp_path):

@@ -13,6 +13,7 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -84,6 +85,9 @@ class Training(Strict):
     """How every cell of the experiment is trained. Each field is also a flag of ``gradwire train``."""
 
     batch_size: int = Field(8, ge=1, description="samples per rank and micro-batch")
+    global_batch_size: int | None = Field(
+        None, ge=1, description="samples of all ranks per optimizer step; if given it sets batch_size"
+    )
     grad_accum_steps: int = Field(1, ge=1, description="micro-batches per optimizer step")
     steps: int = Field(60, ge=1, description="optimizer steps")
     warmup_steps: int = Field(3, ge=0, description="first steps left out of step times")
@@ -365,7 +369,8 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
             )
             continue
         choices = get_args(field.annotation) if _is_literal(field) else None
-        kind = str if choices else field.annotation
+        kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType]  # of `int | None`: int
+        kind = str if choices else kinds[0] if kinds else field.annotation
         parser.add_argument(f"--{name}", type=kind, choices=choices, default=default, help=field.description)  # type: ignore[arg-type]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count, islice
 
@@ -85,6 +87,20 @@ def _train_batches(shards: Shards, batch_size: int, rank: int, world: int, seed:
         for indices in islice(rows, passed, None):
             yield collate([shards[index] for index in indices], shards.meta["pad_id"], batch_size)
         passed = 0
+
+
+def prefetch(batches: Iterator[Batch], ahead: int) -> Iterator[Batch]:
+    """The same batches; a thread reads the next ones while this one is trained on and its gradients travel.
+
+    Args:
+        batches: What to read.
+        ahead: Batches to read in advance: those of an optimizer step.
+    """
+    with ThreadPoolExecutor(1, thread_name_prefix="gradwire-batches") as reader:
+        coming = deque(reader.submit(next, batches, None) for _ in range(ahead))
+        while (batch := coming.popleft().result()) is not None:
+            coming.append(reader.submit(next, batches, None))
+            yield batch
 
 
 def eval_batches(shards: Shards, batch_size: int, rank: int, world: int) -> Iterator[Batch]:

@@ -25,7 +25,12 @@ from gradwire.parallel.strategy import strategy_of
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters that an optimizer takes, by the names of the unwrapped model."""
     for name, parameter in model.named_parameters():
-        yield name.replace(WRAPPED, "").removeprefix("module."), parameter
+        yield unwrapped(name), parameter
+
+
+def unwrapped(name: str) -> str:
+    """A parameter's or buffer's name without what the frameworks put into it."""
+    return name.replace(WRAPPED, "").removeprefix("module.")
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:

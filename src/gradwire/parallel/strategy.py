@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,6 +14,7 @@ from gradwire.collectives import Reducer
 from gradwire.collectives.ops import Group
 from gradwire.collectives.reducer import Kind
 from gradwire.errors import BadInput
+from gradwire.parallel import mesh
 
 
 class Strategy(ABC):
@@ -33,8 +33,8 @@ class Strategy(ABC):
         self.device = device
 
     def mesh(self) -> DeviceMesh:
-        """The ranks as a mesh of one dimension."""
-        return DeviceMesh.from_group(dist.group.WORLD if self.group is None else self.group, self.device.type)
+        """The ranks as a mesh of one dimension, ``dp``."""
+        return mesh.build(self.device.type, self.group)
 
     @abstractmethod
     def wrap(self, model: nn.Module) -> nn.Module:

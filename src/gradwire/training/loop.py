@@ -23,10 +23,11 @@ from gradwire.collectives.world import World
 from gradwire.compressors import build as build_compressor
 from gradwire.compressors.schedule import Schedule
 from gradwire.config import Training
-from gradwire.data.batches import Batch, eval_batches, train_batches
+from gradwire.data.batches import Batch, eval_batches, prefetch, train_batches
 from gradwire.data.shards import Shards
 from gradwire.errors import NonFiniteGradient
 from gradwire.models import gpt2
+from gradwire.parallel.verify import SyncCheck
 from gradwire.training import checkpoint
 from gradwire.training.evaluate import Quality, evaluate, loss_sum
 from gradwire.training.profiling import profiled_range, profiling
@@ -97,7 +98,10 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
 
     rank, size, batch_size = world.rank, world.world_size, training.batch_size
     consumed = start * training.grad_accum_steps
-    batches = train_batches(train_split, batch_size, rank, size, settings.seed, start=consumed)
+    batches = prefetch(
+        train_batches(train_split, batch_size, rank, size, settings.seed, start=consumed), training.grad_accum_steps
+    )
+    sync = SyncCheck(model, optimizer, settings.verify_sync)
     profiled = profiled_range(training, start)
     clock = Clock(world.device)
 
@@ -115,7 +119,9 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
         try:
             for step in range(start, training.steps):
                 lr = set_learning_rate(optimizer, training, step)
+                sync.before(step)
                 row = optimizer_step(model, optimizer, reducer, batches, training, world, clock)
+                sync.after(step)
                 row |= {"step": step, "rank": rank, "lr": lr}
                 row |= {"warmup": step < training.warmup_steps, "profiled": step in profiled}
                 outcome.rows.append(row)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ class Settings:
         data_path: A shards folder or a corpus file.
         output_dir: The run's folder.
         resume: Go on from the newest checkpoint in ``output_dir``.
+        verify_sync: Steps between two checks that the ranks agree; 0 means none.
     """
 
     training: Training
@@ -36,6 +37,24 @@ class Settings:
     data_path: Path
     output_dir: Path
     resume: bool
+    verify_sync: int = 0
+
+    def shared_out(self, world_size: int) -> Settings:
+        """The same run with its global batch, if it was given one, shared out to the ranks: `batch_size` is set.
+
+        Raises:
+            BadInput: If the ranks and their micro-batches do not divide it.
+        """
+        total, parts = self.training.global_batch_size, world_size * self.training.grad_accum_steps
+        if total is None:
+            return self
+        if total % parts:
+            raise BadInput(
+                f"--global_batch_size {total} cannot be shared out evenly to {world_size} rank(s) x "
+                f"{self.training.grad_accum_steps} micro-batch(es): give a multiple of {parts}."
+            )
+        training = self.training.model_copy(update={"batch_size": total // parts})
+        return replace(self, training=training)
 
     def identity(self, world_size: int, data: str) -> str:
         """A digest of all that decides the result: two runs with one identity are repetitions of each other.
@@ -69,6 +88,8 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         raise BadInput(f"--comm_config_json is not valid JSON ({error}): {args.comm_config_json}") from None
     if not isinstance(options, dict):
         raise BadInput(f"--comm_config_json must be a JSON object such as {{}}, got {args.comm_config_json}.")
+    if args.verify_sync < 0:
+        raise BadInput(f"--verify_sync {args.verify_sync}: it counts steps between two checks; 0 switches them off.")
     cell = Cell.parse(args.label or args.comm_compress, {"method": args.comm_compress, **options})
     return Settings(
         training=from_flags(Training, args),
@@ -79,6 +100,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         data_path=Path(args.data_path),
         output_dir=Path(args.output_dir),
         resume=args.resume,
+        verify_sync=args.verify_sync,
     )
 
 

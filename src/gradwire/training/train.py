@@ -30,6 +30,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", action="store_true", help="go on from the newest checkpoint of --output_dir, if there is one"
     )
+    parser.add_argument(
+        "--verify_sync",
+        type=int,
+        default=0,
+        metavar="K",
+        help="every K steps, name a rank that is missing or whose parameters differ; 0: never",
+    )
     corpus = parser.add_argument_group("corpus", "how a corpus file is tokenized; shards have been already")
     corpus.add_argument("--tokenizer", default="bpe", metavar="{bpe,DIR}", help="train one, or take a folder's")
     corpus.add_argument("--vocab_size", type=int, default=VOCAB_SIZE, help="tokens that bpe is to have")
@@ -56,8 +63,9 @@ def preflight(args: argparse.Namespace) -> None:
     from gradwire.data import shards
     from gradwire.training import settings as run_settings
 
-    settings = run_settings.from_arguments(args)
-    training, world_size = settings.training, args.world_size or 1
+    world_size = args.world_size or 1
+    settings = run_settings.from_arguments(args).shared_out(world_size)
+    training = settings.training
     world.choose(training.backend, training.device, world_size, world.detect_gpus())
     folder = shards_folder(args, rank=0)
     shards.check(folder)
@@ -93,6 +101,7 @@ def main(args: argparse.Namespace) -> None:
 
     settings = run_settings.from_arguments(args)
     with process_group(**rank_options(args)) as world:
+        settings = settings.shared_out(world.world_size)
         folder = shards_folder(args, world.rank)
         splits = Shards(folder, "train"), Shards(folder, "val")
         run_settings.check_enough_data(len(splits[0]), settings.training.batch_size, world.world_size)
