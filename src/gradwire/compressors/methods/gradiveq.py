@@ -126,14 +126,21 @@ class GradiVeQ(Compressor):
     def project(self, x: Tensor, basis: Tensor) -> Tensor:
         """The coefficients of a vector, and the elements after its last whole slice: float32 [sent]."""
         slices, rest = self.cut(x)
-        coefficients = torch.addmm(-(basis[1:] @ basis[0]), slices, basis[1:].T)
-        return torch.cat([coefficients.view(-1), rest])
+        sent = x.new_empty(self.sent(x.numel()))
+        coefficients, end = sent.split([len(slices) * self.components, len(rest)])
+        offset = -(basis[1:] @ basis[0])
+        torch.addmm(offset, slices, basis[1:].T, out=coefficients.view(-1, self.components))
+        end.copy_(rest)
+        return sent
 
     def expand(self, sent: Tensor, basis: Tensor, shape: Shape) -> Tensor:
         """The vector that `project` gives as ``sent``, up to what lies outside the basis."""
-        coefficients, rest = sent.split([self.slices(shape) * self.components, numel(shape) % self.slice])
-        slices = torch.addmm(basis[0], coefficients.view(-1, self.components), basis[1:])
-        return torch.cat([slices.view(-1), rest])
+        x = sent.new_empty(numel(shape))
+        slices, rest = self.cut(x)
+        coefficients, end = sent.split([len(slices) * self.components, len(rest)])
+        torch.addmm(basis[0], coefficients.view(-1, self.components), basis[1:], out=slices)
+        rest.copy_(end)
+        return x
 
     def new_state(self, shape: Shape, seed: int) -> State:
         """No steps taken, no slices seen."""

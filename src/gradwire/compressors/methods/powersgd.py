@@ -56,7 +56,7 @@ class PowerSGD(Compressor):
         if not self.factors(x.shape):
             return x.view(-1).view(torch.uint8)
         p = orthonormal(x @ self.drawn(x.shape, draw_seed(generator, x.device, self.name)))
-        return torch.cat([p, x.T @ p]).view(-1).view(torch.uint8)
+        return torch.cat([p, (p.T @ x).T]).view(-1).view(torch.uint8)
 
     def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Multiply the factors."""
@@ -88,7 +88,7 @@ class PowerSGD(Compressor):
         else:
             start = self.drawn(x.shape, torch.tensor([context.derived_seed()], device=x.device))
         p = orthonormal((yield Ask("sum", x @ start)))
-        q = (yield Ask("sum", x.T @ p)) / context.world
+        q = (yield Ask("sum", (p.T @ x).T.contiguous())) / context.world
         if self.warm_start:
             length = q.abs().amax(dim=0)  # P depends on the directions alone; so it neither overflows nor vanishes
             state["q"] = torch.where((length > 0) & (length < math.inf), q / length, start)
