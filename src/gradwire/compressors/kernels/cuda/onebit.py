@@ -1,4 +1,4 @@
-"""onebit on CUDA, by blocks: one pass, each program a tile of whole blocks."""
+"""onebit on CUDA, by blocks: one pass, each program a tile of whole blocks that its warps hold in registers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from gradwire.compressors.base import as_numbers, numel
 from gradwire.compressors.kernels.cuda.shared import INFINITY, SIGNLESS, no_flag, store_packed
 from gradwire.compressors.methods.onebit import OneBit
 
-TILE = 4096  # elements in a program's tile, or one block if that is larger
+TILE = 4096  # elements that a program decodes
+WARP = 2048  # elements that a warp encodes, or part of one block: blocks within a warp take the fewest shuffles to sum
 
 
 def covers(method: OneBit) -> bool:
@@ -24,10 +25,10 @@ def to_wire(method: OneBit, x: Tensor, generator: torch.Generator | None) -> tup
     bad = no_flag(x)
     wire = torch.empty(method.wire_bytes(x.shape), dtype=torch.uint8, device=x.device)
     head, packed = wire.tensor_split([8 * method.groups(x.shape)])
-    tile = max(TILE, method.block)
+    tile = max(WARP, method.block)
     if x.numel():
         encode[(triton.cdiv(x.numel(), tile),)](
-            x, head.view(torch.float32), packed, bad, x.numel(), BLOCK=method.block, TILE=tile
+            x, head.view(torch.float32), packed, bad, x.numel(), BLOCK=method.block, TILE=tile, num_warps=tile // WARP
         )
     return wire, bad
 
@@ -52,12 +53,11 @@ def encode(x, means, packed, bad, n, BLOCK: tl.constexpr, TILE: tl.constexpr):
     values = tl.load(x + at, mask=at < n, other=0.0)
     below = (values < 0).to(tl.int32)
     blocks = tl.reshape(values, [ROWS, BLOCK])
-    negative = tl.reshape(below, [ROWS, BLOCK])
     rows = tile * ROWS + tl.arange(0, ROWS)
-    negatives = tl.sum(negative, axis=1)
+    negatives = tl.sum(tl.reshape(below, [ROWS, BLOCK]), axis=1)
     others = tl.minimum(n - rows * BLOCK, BLOCK) - negatives
-    low = mean_of(tl.where(negative == 1, blocks, 0.0), negatives)
-    high = mean_of(tl.where(negative == 1, 0.0, blocks), others)
+    low = mean_of(tl.minimum(blocks, 0.0, propagate_nan=tl.PropagateNan.ALL), negatives)
+    high = mean_of(tl.maximum(blocks, 0.0, propagate_nan=tl.PropagateNan.ALL), others)
     tl.store(means + 2 * rows, high, mask=rows * BLOCK < n)
     tl.store(means + 2 * rows + 1, low, mask=rows * BLOCK < n)
     marks = tl.maximum(low.to(tl.int32, bitcast=True) & SIGNLESS, high.to(tl.int32, bitcast=True) & SIGNLESS)

@@ -1,4 +1,4 @@
-"""signsgd on CUDA: one pass, each program a tile of whole blocks."""
+"""signsgd on CUDA: one pass, each program a tile of whole blocks that its warps hold in registers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from gradwire.compressors.base import numel
 from gradwire.compressors.kernels.cuda.shared import INFINITY, SIGNLESS, no_flag, store_packed
 from gradwire.compressors.methods.signsgd import SignSGD
 
-TILE = 4096  # elements in a program's tile, or one block if that is larger
+TILE = 4096  # elements that a program decodes
+WARP = 2048  # elements that a warp encodes, or part of one block: blocks within a warp take the fewest shuffles to sum
 
 
 def covers(method: SignSGD) -> bool:
@@ -25,12 +26,12 @@ def to_wire(method: SignSGD, x: Tensor, generator: torch.Generator | None) -> tu
     wire = torch.empty(method.wire_bytes(x.shape), dtype=torch.uint8, device=x.device)
     head, packed = wire.tensor_split([method.head_bytes(x.shape)])
     scaled = method.scale == "mean"
-    block = method.block if scaled else TILE
-    tile = max(TILE, block)
+    block = method.block if scaled else WARP
+    tile = max(WARP, block)
     if x.numel():
         encode[(triton.cdiv(x.numel(), tile),)](
             x, head.view(torch.float32) if scaled else head, packed, bad, x.numel(),
-            BLOCK=block, TILE=tile, SCALED=scaled,
+            BLOCK=block, TILE=tile, SCALED=scaled, num_warps=tile // WARP,
         )  # fmt: skip
     if not scaled:
         head.copy_(bad)
