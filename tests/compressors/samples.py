@@ -48,6 +48,7 @@ VARIANTS: dict[str, list[dict]] = {
     "qsgd": [
         {"levels": 1, "coding": "elias"},
         {"levels": 7, "norm": "max", "block": 64},
+        {"levels": 1, "norm": "max"},
         {"levels": 1, "block": 7},
         {"levels": 20},
         {"coding": "elias", "norm": "max"},

@@ -113,7 +113,9 @@ def test_any_element_errs_by_less_than_a_level(size, block, levels, exponent, no
     x = (torch.rand(size, generator=generator(seed), dtype=torch.float64) * 2 - 1) * 10.0**exponent
     x = x.to(torch.float32)
     compressor = build("qsgd", block=block, levels=levels, norm=norm, coding=coding)
-    decoded = compressor.decode(compressor.encode(x, generator=generator(seed)), size).double()
+    wire = compressor.encode(x, generator=generator(seed))
+    assert torch.equal(wire, compressor.to_wire(x, generator(seed)))
+    decoded = compressor.decode(wire, size).double()
     step = (qsgd_norms(x, block, norm) / levels).clamp_min(2.0**-126)
     assert ((decoded - x.double()).abs() <= step * (1 + 1e-6) + 4e-7 * x.double().abs()).all()
     assert ((decoded / step).abs() <= levels * (1 + 1e-6)).all()

@@ -99,7 +99,9 @@ def test_any_element_becomes_zero_or_its_sign_times_the_scale(size, block, expon
     x = (torch.rand(size, generator=generator(seed), dtype=torch.float64) * 2 - 1) * 10.0**exponent
     x = x.to(torch.float32)
     compressor = build("terngrad", block=block, packing=packing)
-    decoded = compressor.decode(compressor.encode(x, generator=generator(seed)), size).double()
+    wire = compressor.encode(x, generator=generator(seed))
+    assert torch.equal(wire, compressor.to_wire(x, generator(seed)))
+    decoded = compressor.decode(wire, size).double()
     scale = spread(x, block, largest).clamp_min(2.0**-126)
     assert ((decoded == 0) | (decoded == scale * x.double().sign())).all()
     full = x.double().abs() == scale
