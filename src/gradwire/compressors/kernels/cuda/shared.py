@@ -56,12 +56,27 @@ def store_packed(out, start, codes, count, BITS: tl.constexpr, TILE: tl.constexp
         low, high = tl.split(tl.reshape(packed, [TILE // 8, 2]))
         packed = low | high << 4
     at = tl.arange(0, BYTES)
-    tl.store(out + start + at, packed.to(tl.uint8), mask=at < (count * BITS + 7) // 8)
+    if count >= TILE:  # without a mask, wide stores
+        tl.store(out + start + at, packed.to(tl.uint8))
+    else:
+        tl.store(out + start + at, packed.to(tl.uint8), mask=at < (count * BITS + 7) // 8)
 
 
 @triton.jit
 def load_packed(wire, first, count, BITS: tl.constexpr, TILE: tl.constexpr):
-    """Codes ``first`` to ``first + TILE`` of the packed run at ``wire``: int32 [TILE], 0 from ``count`` on."""
-    at = tl.arange(0, TILE)
-    byte = tl.load(wire + (first + at) * BITS // 8, mask=at < count, other=0).to(tl.int32)
-    return (byte >> ((first + at) * BITS % 8)) & ((1 << BITS) - 1)
+    """Codes ``first`` (a multiple of TILE) to ``first + TILE`` of the packed run at ``wire``: int32 [TILE].
+
+    Only the first ``count`` are codes; after them come the last byte's other bits, and 0.
+    """
+    BYTES: tl.constexpr = TILE * BITS // 8
+    LANES: tl.constexpr = 8 // BITS
+    at = tl.arange(0, BYTES)
+    start = wire + first // TILE * BYTES
+    if count >= TILE:  # without a mask, wide loads
+        codes = tl.load(start + at).to(tl.int32)
+    else:
+        codes = tl.load(start + at, mask=at < (count * BITS + 7) // 8, other=0).to(tl.int32)
+    if BITS < 8:
+        shifts = tl.arange(0, LANES) * BITS
+        codes = tl.reshape((codes[:, None] >> shifts[None, :]) & ((1 << BITS) - 1), [TILE])
+    return codes
