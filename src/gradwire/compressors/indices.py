@@ -61,9 +61,8 @@ def choose(n: int, k: int, code: CodeName) -> str:
 @lru_cache(1024)
 def smallest(n: int, k: int) -> str:
     """The code with the fewest bytes among those whose size n and k give; of equals, the one simplest to read."""
-    return min(
-        ("int32", "bitmap", "rice") if n <= 2**31 else ("bitmap", "rice"), key=lambda code: CODES[code].size(n, k)
-    )
+    known = ("int32", "bitmap", "rice") if n <= 2**31 else ("bitmap", "rice")
+    return min(known, key=lambda code: CODES[code].size(n, k) or 0)
 
 
 def coded_bytes(n: int, k: int, code: CodeName = "auto") -> int | None:

@@ -8,7 +8,6 @@ Wire: their number k as uint64, their places in ascending order (`gradwire.compr
 
 from __future__ import annotations
 
-import math
 from typing import Literal
 
 import torch

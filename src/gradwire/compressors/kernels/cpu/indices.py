@@ -1,0 +1,85 @@
+"""`gradwire.compressors.indices` on a CPU core: ``rice`` in one loop; the others are fast enough as they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwire.compressors import indices
+from gradwire.compressors.indices import HEADER, CodeName, choose, rice_planes, with_header, without_header
+from gradwire.compressors.kernels.cpu import compiled
+
+WIDEST = 32  # low bits that the loops' 64-bit buffers have room for
+
+
+def encode(places: Tensor, n: int, code: CodeName) -> Tensor:
+    """The same bytes as `indices.encode`."""
+    low, lower, upper = rice_planes(n, places.numel())
+    if choose(n, places.numel(), code) != "rice" or low > WIDEST:
+        return indices.encode(places, n, code)
+    body = torch.zeros(lower + upper, dtype=torch.uint8)
+    write_rice(places.numpy(), low, body[:lower].numpy(), body[lower:].numpy())
+    return with_header("rice", body)
+
+
+def decode(wire: Tensor, n: int, k: int, code: CodeName) -> tuple[Tensor, int]:
+    """The same indices as `indices.decode`, or its errors."""
+    low, lower, upper = rice_planes(n, k)
+    chosen, body = without_header(wire, n, k, code)
+    if chosen != "rice" or low > WIDEST:
+        return indices.decode(wire, n, k, code)
+    places = torch.empty(k, dtype=torch.int64)
+    found = read_rice(body[:lower].numpy(), body[lower : lower + upper].numpy(), low, n, places.numpy())
+    if found != k:
+        raise ValueError(f"the bytes say {max(found, 0)} ascending, distinct indices below {n}, not {k}")
+    return places, HEADER + lower + upper
+
+
+@compiled
+def write_rice(places: np.ndarray, low: int, lower: np.ndarray, upper: np.ndarray) -> None:
+    """Fill both planes (uint8, zeros)."""
+    mask = (1 << low) - 1
+    pending, bits, at = 0, 0, 0
+    for i in range(places.size):
+        unary = i + (places[i] >> low)
+        upper[unary >> 3] |= np.uint8(1 << (unary & 7))
+        pending |= (places[i] & mask) << bits
+        bits += low
+        while bits >= 8:
+            lower[at] = pending & 255
+            at += 1
+            pending >>= 8
+            bits -= 8
+    if bits:
+        lower[at] = pending
+
+
+@compiled
+def read_rice(lower: np.ndarray, upper: np.ndarray, low: int, n: int, places: np.ndarray) -> int:
+    """Fill ``places``; how many there are, up to the first that is out of order, or more than there is room for."""
+    mask = (1 << low) - 1
+    pending, bits, at = 0, 0, 0
+    found, last = 0, -1
+    for byte in range(upper.size):
+        marks = upper[byte]
+        bit = 8 * byte
+        while marks:
+            if marks & 1:
+                if found == places.size:
+                    return found + 1
+                while bits < low:
+                    pending |= np.int64(lower[at]) << bits
+                    at += 1
+                    bits += 8
+                place = (bit - found) << low | (pending & mask)
+                if place <= last or place >= n:
+                    return found
+                places[found] = place
+                last = int(place)
+                found += 1
+                pending >>= low
+                bits -= low
+            marks >>= 1
+            bit += 1
+    return found
