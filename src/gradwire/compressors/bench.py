@@ -8,8 +8,9 @@ FLOPs / FLOPs per second of a square product (`bench_cases.Case.work` says what 
 
 Times are medians over rounds. In each round every case runs once, in an order drawn anew, so that drift is shared;
 compilation happens before. On a CPU one core runs everything, and its time is the process's own, so that what other
-processes do in between does not count. On CUDA it is the time between two events, and before each call a buffer larger
-than the caches is overwritten.
+processes do in between does not count; freed memory stays with the process, so that chance does not decide which call
+pays for page faults (the copy pays for none). On CUDA it is the time between two events, and before each call a buffer
+larger than the caches is overwritten.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ NUMEL = {"cpu": 2**22, "cuda": 2**26}
 PACKAGES = ("torch", "numpy", "numba", "triton")
 COPIES = 5  # in a round
 PRODUCT = 1024  # rows of the square product that tells the FLOPs per second
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 FLUSH = 2**28  # bytes, more than the caches of any GPU of today
 
 
@@ -122,7 +124,7 @@ def bench(
     rows = math.isqrt(numel)
     shape = (rows, numel // rows)
     generator = torch.Generator(where).manual_seed(seed)
-    with one_thread():
+    with one_thread(), kept_memory():
         matrices = [matrix.to(where) for matrix in gradient_matrices(gradient, seed)]
         x = torch.randn(shape, generator=generator, device=where)
         records = [prepare(case, x, matrices, seed) for case in found]
@@ -169,6 +171,25 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def kept_memory() -> Iterator[None]:
+    """Have glibc keep what is freed, up to blocks of 32 MB; elsewhere nothing is changed."""
+    import ctypes
+
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallopt"):
+        yield
+        return
+    library.mallopt(M_MMAP_THRESHOLD, 2**25)
+    library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    try:
+        yield
+    finally:
+        for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+            library.mallopt(option, 2**17)  # what it begins with
+        library.malloc_trim(0)
 
 
 def gradient_matrices(path: Path | None, seed: int) -> list[Tensor]:
