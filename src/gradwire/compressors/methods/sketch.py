@@ -37,6 +37,7 @@ from gradwire.compressors import kernels
 from gradwire.compressors.base import Compressor, Shape, as_numbers, numel
 from gradwire.compressors.philox import WORD, draw_seed, words
 from gradwire.compressors.rounds import Ask, Context, Rounds, State
+from gradwire.compressors.sparse import magnitudes, share
 
 FEWEST_COLUMNS = 16
 
@@ -61,7 +62,7 @@ class Sketch(Compressor):
 
     def kept(self, shape: Shape) -> int:
         """Elements that are recovered."""
-        return math.ceil(self.density * numel(shape))
+        return share(self.density, numel(shape))
 
     def examined(self, shape: Shape) -> int:
         """Elements whose exact values are summed in rounds."""
@@ -167,9 +168,9 @@ class Sketch(Compressor):
 def largest(x: Tensor, keep: int) -> Tensor:
     """Which ``keep`` elements of a float32 vector are the largest in magnitude: bool, ties to the lowest index.
 
-    Magnitudes are compared as integers, so NaN is the largest.
+    NaN counts as the largest.
     """
-    magnitude = x.view(torch.int32) & 0x7FFFFFFF
+    magnitude = magnitudes(x)
     least = magnitude.topk(keep).values[-1]
     above, tied = magnitude > least, magnitude == least
     return above | (tied & (tied.cumsum(0) <= keep - above.sum()))

@@ -6,15 +6,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwire.compressors.kernels.cpu import SIGNLESS, compiled
+from gradwire.compressors.kernels.cpu import compiled
 from gradwire.compressors.kernels.cpu.philox import fill_words
+from gradwire.compressors.kernels.cpu.selection import largest_places
 from gradwire.compressors.methods.sketch import Sketch
 
 TILE = 1024
 HALF = np.uint64(32)
 FIRST_BIT = np.uint32(0x80000000)
-BINS = 1 << 15  # of magnitudes, by their upper half; the first bit is 0
-UPPER = np.uint32(16)
 
 
 def covers(method: Sketch) -> bool:
@@ -41,10 +40,9 @@ def table(method: Sketch, x: Tensor, seed: Tensor) -> Tensor:
 
 def largest(method: Sketch, table: Tensor, seed: Tensor, count: int, keep: int) -> tuple[Tensor, Tensor]:
     """Where the estimates of ``count`` elements are largest, rising (int64 [keep]), and what they are there."""
-    estimates, bins = torch.empty(count), torch.zeros(BINS, dtype=torch.int64)
-    estimate(table.numpy(), multipliers(method, seed), estimates.numpy(), bins.numpy())
-    places = torch.empty(keep, dtype=torch.int64)
-    pick(estimates.numpy(), bins.numpy(), places.numpy())
+    estimates = torch.empty(count)
+    estimate(table.numpy(), multipliers(method, seed), estimates.numpy())
+    places, _ = largest_places(estimates.numpy().view(np.int32), keep)
     return places, estimates[places]
 
 
@@ -92,8 +90,8 @@ def add_tile(signed: np.ndarray, column: np.ndarray, sums: np.ndarray) -> None:
 
 
 @compiled
-def estimate(table: np.ndarray, numbers: np.ndarray, estimates: np.ndarray, bins: np.ndarray) -> None:
-    """Fill ``estimates`` (float32 [n]) with medians over rows, and count them in ``bins`` by the bits of magnitude."""
+def estimate(table: np.ndarray, numbers: np.ndarray, estimates: np.ndarray) -> None:
+    """Fill ``estimates`` (float32 [n]) with medians over rows."""
     rows = table.shape[0]
     column, flip = np.empty(TILE, np.uint32), np.empty(TILE, np.uint32)
     says = np.empty((rows, TILE), np.float32)
@@ -105,9 +103,7 @@ def estimate(table: np.ndarray, numbers: np.ndarray, estimates: np.ndarray, bins
         for last in range(rows - 1, rows // 2 - 1, -1):  # the largest of rows 0 to last moves to row last
             for row in range(last):
                 exchange(says[row], says[row + 1])
-        out = estimates[start : start + size]
-        out[:] = says[rows // 2, :size]
-        count_tile(out.view(np.uint32), bins)
+        estimates[start : start + size] = says[rows // 2, :size]
 
 
 @compiled
@@ -125,45 +121,3 @@ def exchange(low: np.ndarray, high: np.ndarray) -> None:
         swapped = a > b
         low[i] = b if swapped else a
         high[i] = a if swapped else b
-
-
-@compiled
-def count_tile(bits: np.ndarray, bins: np.ndarray) -> None:
-    """Count a tile's magnitudes by their upper halves."""
-    for i in range(bits.size):
-        bins[(bits[i] & SIGNLESS) >> UPPER] += 1
-
-
-@compiled
-def pick(estimates: np.ndarray, bins: np.ndarray, places: np.ndarray) -> None:
-    """Fill ``places`` (int64 [k], rising) with where the k largest magnitudes are; ties go to the lowest index."""
-    bits = estimates.view(np.uint32)
-    above, edge = 0, BINS - 1
-    while above + bins[edge] < places.size:
-        above += bins[edge]
-        edge -= 1
-    # Of the bin in which the last place lies, count the lower halves.
-    near = np.empty(above + bins[edge], np.int64)
-    lower = np.zeros(1 << 16, np.int64)
-    least = np.uint32(edge) << UPPER
-    count = 0
-    for i in range(bits.size):
-        magnitude = np.uint32(bits[i] & SIGNLESS)
-        if magnitude >= least:
-            near[count] = i
-            count += 1
-            if magnitude >> UPPER == edge:
-                lower[magnitude & np.uint32(0xFFFF)] += 1
-    exact = (1 << 16) - 1
-    while above + lower[exact] < places.size:
-        above += lower[exact]
-        exact -= 1
-    threshold = np.uint32(least | np.uint32(exact))
-    tied, count = places.size - above, 0
-    for i in near:
-        magnitude = np.uint32(bits[i] & SIGNLESS)
-        if magnitude > threshold or (magnitude == threshold and tied > 0):
-            if magnitude == threshold:
-                tied -= 1
-            places[count] = i
-            count += 1
