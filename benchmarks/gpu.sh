@@ -3,8 +3,8 @@
 #
 #   benchmarks/gpu.sh [FILE.json]      PYTHON=python3 by default; further packages may be on PYTHONPATH
 #
-# Needs torch, triton, numpy and pydantic. pytest, scipy, hypothesis and numba make the check complete, tabulate the table
-# pretty. Under 10 minutes. DEVICE=cpu tries the script itself where there is no GPU.
+# Needs torch, triton, numba, numpy and pydantic. With pytest, scipy and hypothesis the check is that of the tests, with
+# tabulate there is a table. Under 10 minutes. DEVICE=cpu tries the script itself where there is no GPU.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -14,14 +14,14 @@ export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH}
 
 has() { "$python" -c 'import importlib.util as u, sys; sys.exit(any(u.find_spec(n) is None for n in sys.argv[1:]))' "$@"; }
 
-for package in torch triton numpy pydantic; do
+for package in torch triton numba numpy pydantic; do
     has "$package" || { echo "gpu.sh: $python has no $package; put it on PYTHONPATH" >&2; exit 2; }
 done
 command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
 "$python" -c 'import torch, triton; print("torch", torch.__version__, "triton", triton.__version__)'
 
 echo "== the fused forms have the plain forms' bytes"
-if has pytest scipy hypothesis numba; then
+if has pytest scipy hypothesis; then
     timeout 270 "$python" -m pytest tests/compressors/test_kernels.py -q -p no:cacheprovider
 else
     timeout 270 "$python" - "$device" <<'CHECK'

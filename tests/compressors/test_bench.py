@@ -13,6 +13,7 @@ from gradwire import cli
 from gradwire.compressors import available, bench, bench_cases, build, sample_gradient
 from gradwire.compressors.bench import Record, Speed, judge, peak_bytes, resident_peak
 from gradwire.compressors.bench_cases import CHAINS, TARGETS, VARIANTS, Case, cases, size, torch_cases
+from gradwire.compressors.methods.none import Uncompressed
 
 CPU = torch.device("cpu")
 
@@ -121,11 +122,18 @@ def test_cuda_without_cuda_is_refused(capsys):
     assert "sees no CUDA device here" in capsys.readouterr().err
 
 
-class Broken:
-    """A codec that fails."""
+class Broken(Uncompressed):
+    """A method that fails."""
+
+    def to_wire(self, x, generator):
+        raise RuntimeError("no such luck")
+
+
+class Missing:
+    """An operation that this PyTorch does not have."""
 
     def encode(self, x, *, generator, flag):
-        raise RuntimeError("no such luck")
+        raise AttributeError("gone")
 
 
 def test_a_method_that_fails_is_told_and_the_others_are_measured(monkeypatch, capsys, tmp_path, few_steps):
@@ -135,6 +143,9 @@ def test_a_method_that_fails_is_told_and_the_others_are_measured(monkeypatch, ca
     told = capsys.readouterr()
     assert "broken: RuntimeError: no such luck" in told.out and "failed: broken" in told.err
     assert "| zero " in told.out and "| broken " not in told.out
+    found[0] = Case("torch: gone", Missing())
+    assert run("--numel", "100", "--repeats", "1") == 0
+    assert "torch: gone: AttributeError: gone" in capsys.readouterr().out
 
 
 def judged(name: str, kind: str = "cpu", encode: float = 1.0, decode: float = 1.0, flops: float = 1e12, **options):
