@@ -195,7 +195,7 @@ def _decode_varint(body: Tensor, n: int, k: int) -> tuple[Tensor, int]:
 @lru_cache(1024)
 def low_bits(n: int, k: int) -> int:
     """How many low bits of each index ``rice`` packs: the number with the fewest bits in all."""
-    return min(range(max(n, 1).bit_length()), key=lambda low: k * low + unary_bits(n, k, low))
+    return min(range(n.bit_length() + 1), key=lambda low: k * low + unary_bits(n, k, low))
 
 
 def unary_bits(n: int, k: int, low: int) -> int:

@@ -40,9 +40,7 @@ class Threshold(Sparsifier):
     @model_validator(mode="after")
     def _reachable(self) -> Threshold:
         if self.scale == "max" and self.threshold > 1:
-            raise ValueError(
-                f"threshold is {self.threshold:g}; with scale max it is at most 1, or nothing is ever sent"
-            )
+            raise ValueError(f"threshold {self.threshold:g} would never send anything: with scale max it is at most 1")
         return self
 
     def kept(self, shape: Shape) -> None:

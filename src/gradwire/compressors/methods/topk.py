@@ -26,7 +26,7 @@ class TopK(Sparsifier):
 
     name = "topk"
 
-    density: float = Field(0.01, gt=0, le=1, description="part of the elements that is sent")
+    density: float = Field(0.01, gt=0, le=1, allow_inf_nan=False, description="part of the elements that is sent")
     indices: CodeName = Field("auto", description="how the places are written; auto: the shortest code of known size")
 
     def kept(self, shape: Shape) -> int:
