@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from samples import generator, normal
 
 from gradwire.compressors import build
+from gradwire.compressors.philox import draw_seed
 from gradwire.compressors.rounds import Context, lockstep
 from gradwire.errors import BadInput
 
@@ -54,14 +55,17 @@ def test_it_is_an_orthogonal_projection(n, m, rank, true_rank, exponent, seed):
     gram = p.T @ p
     kept = gram.diagonal() > 0.5
     assert torch.allclose(gram, torch.diag(kept.double()), atol=1e-6)
-    assert kept.sum() == min(rank, true_rank)
+    assert kept.sum() >= min(rank, true_rank)  # more, where float32's rounding in M Q looks like a direction
+    assert true_rank > 0 or not kept.any()
     assert torch.allclose(q, exact.T @ p, rtol=0, atol=1e-5 * size)
     decoded = build("powersgd", rank=rank).decode(wire, (n, m)).double()
     assert torch.allclose(decoded, p @ p.T @ exact, rtol=0, atol=1e-5 * size)
     left = exact.square().sum() - (p.T @ exact).square().sum()
     assert (exact - decoded).square().sum().item() == pytest.approx(left.item(), abs=1e-5 * size**2)
-    if true_rank <= rank:
-        assert (exact - decoded).norm() <= 2e-5 * size
+    if 0 < true_rank <= rank:  # exact, but for float32's rounding of M Q, which counts more where Q misses a direction
+        q = build("powersgd", rank=rank).drawn((n, m), draw_seed(generator(seed), matrix.device, "q")).double()
+        least = torch.linalg.svdvals(exact @ q)[true_rank - 1].item()
+        assert (exact - decoded).norm() <= 1e-6 * size * (1 + size * q.norm().item() / least)
 
 
 def test_wire_is_p_then_q():

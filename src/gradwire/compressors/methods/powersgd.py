@@ -24,7 +24,7 @@ from gradwire.compressors.base import Compressor, Shape, as_numbers, numel
 from gradwire.compressors.philox import draw_seed, uniforms
 from gradwire.compressors.rounds import Ask, Context, Rounds, State
 
-DEPENDENT = 1e-6  # a column of which less than this remains outside the others is taken for float32's rounding
+DEPENDENT = 1e-6  # a column with less than this part outside those before it is float32's rounding of M Q
 
 
 class PowerSGD(Compressor):
@@ -104,7 +104,7 @@ class PowerSGD(Compressor):
 
 
 def orthonormal(p: Tensor) -> Tensor:
-    """The columns of ``p`` made orthonormal in order (Gram-Schmidt, in float64, so that unlike machines agree).
+    """The columns of ``p`` made orthonormal in order (Gram-Schmidt; in float64, so that unlike machines agree).
 
     A column that depends on those before it becomes 0; one that is not finite stays so.
     """
