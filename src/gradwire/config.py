@@ -121,7 +121,12 @@ class Training(Strict):
 class Reduction(Strict, strict=True):
     """The reducer's options in a cell; ``collectives.Reducer`` explains them."""
 
-    algorithm: Literal["auto", "exchange"] = Field("auto", description="which collectives carry the encodings")
+    error_feedback: bool = Field(False, description="add what an encoding lost to the next gradient")
+    residual_dtype: Literal["float32", "bf16", "int8"] = Field("float32", description="how that is stored")
+    algorithm: Literal["auto", "exchange", "gather", "native"] = Field(
+        "auto", description="which collectives carry the encodings"
+    )
+    granularity: Literal["piece", "row"] = Field("piece", description="what is encoded at once")
     second: Literal["encoded", "float32"] = Field("encoded", description="second half of an all-reduce")
     exempt: Exempt = Field(default_factory=Exempt, description="tensors sent as float32")
     dense_steps: int = Field(0, ge=0, description="first steps without compression")
@@ -175,6 +180,12 @@ class Cell(Strict):
             return cell
         except BadInput as error:
             raise BadInput(f"{where}: {error}") from None
+
+    @property
+    def methods(self) -> list[str]:
+        """The compressors that it runs: its method, and what stores its residuals in fewer bits."""
+        stored = self.reduction.error_feedback and self.reduction.residual_dtype != "float32"
+        return [self.method, *([self.reduction.residual_dtype] if stored else [])]
 
     @property
     def hooked(self) -> bool:

@@ -10,7 +10,8 @@ import torch
 
 from gradwire.collectives import METER, Exempt, Layout, Reducer, ops
 from gradwire.collectives.bytes import raw_all_reduce, raw_reduce_scatter
-from gradwire.collectives.exchange import exchange
+from gradwire.collectives.messages import exchange
+from gradwire.collectives.ranks import Ranks
 from gradwire.compressors import available, build
 from gradwire.compressors.base import Compressor, numel
 from gradwire.errors import BadInput, NonFiniteGradient, RunFault
@@ -72,6 +73,7 @@ def compressor_of(name, options):
 def both_kinds(rank, world, group, cut, name, options, reducer_options):
     """What a reduce-scatter and an all-reduce of equal gradients give, with equal generators, and what they cost."""
     layout = CUTS[cut](SHAPES, world)
+    reducer_options = {"algorithm": "exchange", **reducer_options}
     results = {}
     for kind in ("reduce_scatter", "all_reduce"):
         reducer = Reducer(compressor_of(name, options), group, **reducer_options)
@@ -193,7 +195,7 @@ def test_exempt_parameters_travel_as_float32(world):
 def steps(rank, world, group, count, reducer_options):
     """Errors and bytes of a few optimizer steps."""
     layout = Layout.dim0(SHAPES, world)
-    reducer = Reducer(build("int8"), group, **reducer_options)
+    reducer = Reducer(build("int8"), group, algorithm="exchange", **reducer_options)
     rows = []
     for step in range(count):
         before, closed_form = reducer.traffic["sent"], reducer.closed_form(layout, "all_reduce")
@@ -286,8 +288,8 @@ def test_one_rank_is_the_identity(world):
     assert not any(traffic.values()) and not state["generators"]
 
 
-def resumed(rank, world, group):
-    """Four stochastic steps at a stretch, and two, a new reducer, two."""
+def resumed(rank, world, group, name, options, reducer_options):
+    """Four steps at a stretch; and two, a new reducer, two."""
     layout = Layout.dim0(SHAPES, world)
 
     def run(reducer, some):
@@ -298,7 +300,7 @@ def resumed(rank, world, group):
         return results
 
     def new():
-        return Reducer(build("int8", **STOCHASTIC), group, seed=3, dense_steps=1)
+        return Reducer(build(name, **options), group, seed=3, dense_steps=1, **reducer_options)
 
     unbroken = run(new(), range(4))
     first = new()
@@ -312,15 +314,26 @@ def resumed(rank, world, group):
 
 
 @worlds
-def test_a_resumed_reducer_equals_an_unbroken_one(world, size):
-    for unbroken, broken in world(size).run(resumed):
+@pytest.mark.parametrize(
+    ("name", "options", "reducer_options"),
+    [
+        ("int8", STOCHASTIC, {"algorithm": "exchange"}),
+        ("int8", STOCHASTIC, {"error_feedback": True}),
+        ("powersgd", {"rank": 1}, {"error_feedback": True}),
+        ("signsgd", {"block": 4}, {"error_feedback": True, "granularity": "row", "algorithm": "exchange"}),
+    ],
+    ids=str,
+)
+def test_a_resumed_reducer_equals_an_unbroken_one(world, size, name, options, reducer_options):
+    for unbroken, broken in world(size).run(resumed, name, options, reducer_options):
         for one, other in zip(unbroken, broken, strict=True):
             assert torch.equal(one, other)
         assert not torch.equal(unbroken[2], unbroken[3])
 
 
 def other_world(rank, world, group):
-    state = {"world": world + 1, "step": 5, "generators": {("matrix", "scatter"): torch.Generator().get_state()}}
+    kept = {"generators": {("matrix", "scatter"): torch.Generator().get_state()}, "residuals": {}, "states": {}}
+    state = {"world": world + 1, "step": 5, "algorithm": "gather", **kept}
     reducer = Reducer(build("int8"), group)
     with pytest.warns(UserWarning, match=f"{world + 1} ranks and this run has {world}"):
         reducer.load_state_dict(state)
@@ -328,7 +341,8 @@ def other_world(rank, world, group):
 
 
 def test_another_world_size_drops_the_generators(world):
-    assert world(2).run(other_world) == [{"world": 2, "step": 5, "generators": {}}] * 2
+    nothing = {"generators": {}, "residuals": {}, "states": {}}
+    assert world(2).run(other_world) == [{"world": 2, "step": 5, "algorithm": "auto", **nothing}] * 2
 
 
 def wrong_buffer(rank, world, group):
@@ -341,7 +355,7 @@ def test_a_buffer_of_another_size_is_an_error(world):
 
 
 def bad_option(rank, world, group, options):
-    Reducer(build("none"), group, **options)
+    Reducer(build("int8"), group, **options)
 
 
 @pytest.mark.parametrize(
@@ -351,6 +365,9 @@ def bad_option(rank, world, group, options):
         ({"second": "float16"}, "'second'.*Did you mean 'float32'"),
         ({"nonfinite": "stop"}, "'nonfinite'.*propagate, raise, skip"),
         ({"dense_steps": -1}, "dense_steps is -1"),
+        ({"granularity": "bucket"}, "'granularity'.*piece, row"),
+        ({"residual_dtype": "fp16"}, "'residual_dtype'.*Did you mean 'bf16'"),
+        ({"granularity": "row", "algorithm": "native"}, "granularity row"),
     ],
 )
 def test_bad_options_are_told(world, options, message):
@@ -387,9 +404,23 @@ def test_every_operation_is_right_and_counted(world, size):
         assert sum(result[-1][key][0] for result in results) == raw_all_reduce(numbers, size)
 
 
+def in_bulk(rank, world, group):
+    """Every rank sends ``3 * CHUNK + 7 * to + rank`` bytes of its own to rank ``to``, at once and in messages."""
+    sizes = [[3 * ops.CHUNK + 7 * to + of for to in range(world)] for of in range(world)]
+    x = torch.randint(0, 256, (sum(sizes[rank]),), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
+    mine = [row[rank] for row in sizes]
+    return [ops.all_to_all(x, sizes[rank], mine, bulk=bulk) for bulk in (False, True)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_large_parts_arrive_alike_in_one_message_and_in_many(world, size):
+    for whole, chunked in world(size).run(in_bulk):
+        assert torch.equal(whole, chunked)
+
+
 def nothing_to_exchange(rank, world, group):
     empty = [[]] * world
-    return exchange(empty, empty, empty, torch.device("cpu"), group)
+    return exchange(empty, empty, empty, torch.device("cpu"), Ranks(group, world, rank, METER))
 
 
 def test_an_exchange_of_nothing(world):

@@ -226,7 +226,7 @@ def test_one_rank_needs_no_reduction(world, strategy):
 
 
 def rebuilt(rank, world, group):
-    """Three steps of DDP with small first buckets: calls of the hook and gradients of each step."""
+    """Three steps of DDP with small first buckets: collectives and gradients of each step, and what DDP rebuilt."""
     small, dist._DEFAULT_FIRST_BUCKET_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES, 512
     try:
         reducer = reducer_of(group, "int8", STOCHASTIC)
@@ -237,19 +237,23 @@ def rebuilt(rank, world, group):
     plain._set_static_graph()  # rebuilds its buckets a step later
     steps = []
     for micro in range(3):
-        calls, found = reducer.traffic["by_op"].get("all_to_all", {}).get("calls", 0), []
+        calls, found = collectives(reducer), []
         for wrapped in (model, plain):
             wrapped.zero_grad()
             loss_of("gpt2", wrapped, batch_of("gpt2", rank, micro)).backward()
             found.append(whole_gradients(wrapped))
-        steps.append((reducer.traffic["by_op"]["all_to_all"]["calls"] - calls, *found))
-    return steps
+        steps.append((collectives(reducer) - calls, *found))
+    return steps, model._get_ddp_logging_data()
+
+
+def collectives(reducer):
+    return sum(cost["calls"] for cost in reducer.traffic["by_op"].values())
 
 
 def test_rebuilt_buckets_change_nothing(world):
-    for steps in world(2).run(rebuilt):
-        calls = [count for count, _, _ in steps]
-        assert calls[0] != calls[1] == calls[2], f"DDP did not rebuild its buckets: {calls}"
+    for steps, ddp in world(2).run(rebuilt):
+        assert ddp["has_rebuilt_buckets"]
+        assert [count for count, _, _ in steps] == [1, 1, 1], "all buckets at once"
         for _, found, other in steps:
             assert all(torch.equal(found[name], other[name]) for name in found)
 

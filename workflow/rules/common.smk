@@ -64,8 +64,8 @@ def train_source(wildcards):
 
     Methods are imported by name, so no import leads to them; those of other packages are not ours to watch.
     """
-    methods = sources(method_of(wildcards))
-    return source_digest("gradwire.launch.launch", "gradwire.training.train", *methods)
+    modules = [module for name in CELLS[wildcards.compressor].methods for module in sources(name)]
+    return source_digest("gradwire.launch.launch", "gradwire.training.train", *modules)
 
 
 def priority_of(wildcards):

@@ -1,78 +1,78 @@
-"""The exchange: encodings go straight to the rank that needs them, one message per pair of ranks.
+"""Exchange: every rank sends each row's encodings to the row's owner, which decodes, sums in float32 and divides once.
 
-An encoding's size is known to both sides in advance, unless it depends on the data: only such sizes travel, first.
+An all-reduce then sends each owner's means to all, encoded again or as float32. It takes any codec.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from gradwire.collectives import ops
-from gradwire.collectives.meter import METER, Meter
-
-Sizes = Sequence[Sequence[int | None]]  # for each rank, the bytes of each encoding; None depends on the data
-
-
-def exchange(
-    outgoing: Sequence[Sequence[Tensor]],
-    sizes_out: Sizes,
-    sizes_in: Sizes,
-    device: torch.device,
-    group: ops.Group = None,
-    meter: Meter = METER,
-) -> list[list[Tensor]]:
-    """Send to each rank its encodings and receive each rank's.
-
-    Whether sizes travel must be the same everywhere, so the two tables together name every encoding of the exchange.
-
-    Args:
-        outgoing: For each rank, the encodings that it gets (uint8 vectors on ``device``).
-        sizes_out: What the receivers know about the sizes of ``outgoing``.
-        sizes_in: What this rank knows about the sizes of what it gets.
-        device: Device of all of them.
-        group: The ranks.
-        meter: Who counts the bytes, as ``payload``.
-
-    Returns:
-        For each rank, the encodings that it sent: views of one buffer.
-    """
-    lengths_out = [[wire.numel() for wire in wires] for wires in outgoing]
-    if any(size is None for sizes in (*sizes_out, *sizes_in) for size in sizes):
-        lengths_in = swap_sizes(lengths_out, sizes_out, sizes_in, device, group, meter)
-    else:
-        lengths_in = [[size for size in sizes if size is not None] for sizes in sizes_in]
-    message = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *(w for wires in outgoing for w in wires)])
-    received = ops.all_to_all(
-        message, [sum(row) for row in lengths_out], [sum(row) for row in lengths_in], group, "payload", meter
-    )
-    parts = iter(received.split([length for row in lengths_in for length in row]))
-    return [[next(parts) for _ in row] for row in lengths_in]
+from gradwire.collectives.algorithm import Algorithm, Kind
+from gradwire.collectives.codec import Phase, Sizes
+from gradwire.collectives.layout import Layout
+from gradwire.collectives.messages import exchange
+from gradwire.collectives.ops import CHUNK
 
 
-def swap_sizes(
-    lengths_out: Sequence[Sequence[int]],
-    sizes_out: Sizes,
-    sizes_in: Sizes,
-    device: torch.device,
-    group: ops.Group,
-    meter: Meter,
-) -> list[list[int]]:
-    """Send the lengths that ``sizes_out`` leaves open (int64 each) and fill in those that ``sizes_in`` leaves open."""
-    unknown_out = [
-        [length for length, size in zip(lengths, sizes, strict=True) if size is None]
-        for lengths, sizes in zip(lengths_out, sizes_out, strict=True)
-    ]
-    table = torch.tensor([length for row in unknown_out for length in row], dtype=torch.int64, device=device)
-    received = ops.all_to_all(
-        table.view(torch.uint8),
-        [8 * len(row) for row in unknown_out],
-        [8 * sum(size is None for size in row) for row in sizes_in],
-        group,
-        "payload",
-        meter,
-    )
-    lengths = iter(received.view(torch.int64).tolist())
-    return [[next(lengths) if size is None else size for size in row] for row in sizes_in]
+class Exchange(Algorithm):
+    """Works with every compressor."""
+
+    name = "exchange"
+
+    def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
+        """Encode all rows, decode and average the own one."""
+        codec, ranks = self.codec, self.ranks
+        units = codec.units(layout, "scatter")
+        sizes = codec.sizes(units, "scatter")
+        with ranks.meter.span("encode", "codec"):
+            outgoing = [
+                [codec.encode(unit.take(flat), unit, "scatter", int(row != ranks.rank)) for unit in of_row]
+                for row, of_row in enumerate(units)
+            ]
+        incoming = exchange(outgoing, sizes, [sizes[ranks.rank]] * ranks.world, flat.device, ranks, bulk=bulk(sizes))
+        with ranks.meter.span("decode", "codec"):
+            mean = torch.zeros(layout.row_numel, dtype=torch.float32, device=flat.device)
+            for wires in incoming:  # summed in rank order
+                for unit, wire in zip(units[ranks.rank], wires, strict=True):
+                    values = codec.decode(wire, unit, "scatter")
+                    for part, value in zip(unit.take(mean, ranks.rank * layout.row_numel), values, strict=True):
+                        part += value
+            return mean.div_(ranks.world)
+
+    def all_reduce(self, flat: Tensor, layout: Layout) -> Tensor:
+        """Send the own row of means to all; all rows as decoded, the own one too."""
+        codec, ranks = self.codec, self.ranks
+        mean = self.reduce_scatter(flat, layout)
+        units = codec.units(layout, "gather")
+        sizes = codec.sizes(units, "gather")
+        with ranks.meter.span("encode", "codec"):
+            shift = ranks.rank * layout.row_numel
+            own = [codec.encode(unit.take(mean, shift), unit, "gather", ranks.world - 1) for unit in units[ranks.rank]]
+        known = [sizes[ranks.rank]] * ranks.world
+        incoming = exchange([own] * ranks.world, known, sizes, mean.device, ranks, bulk=bulk(sizes))
+        with ranks.meter.span("decode", "codec"):
+            full = torch.zeros(layout.numel, dtype=torch.float32, device=mean.device)
+            for of_row, wires in zip(units, incoming, strict=True):
+                for unit, wire in zip(of_row, wires, strict=True):
+                    for part, value in zip(unit.take(full), codec.decode(wire, unit, "gather"), strict=True):
+                        part.copy_(value)
+            return full
+
+    def closed_form(self, layout: Layout, kind: Kind) -> int | None:
+        """Every encoding travels to all ranks but its sender.
+
+        In a reduce-scatter one rank sends each row to its owner, and there are ``world - 1`` others; in an all-reduce
+        an owner sends its row to ``world - 1``.
+        """
+        phases: tuple[Phase, ...] = ("scatter", "gather") if kind == "all_reduce" else ("scatter",)
+        sizes = [
+            size for phase in phases for row in self.codec.sizes(self.codec.units(layout, phase), phase) for size in row
+        ]
+        known = [size for size in sizes if size is not None]
+        return (self.ranks.world - 1) * sum(known) if len(known) == len(sizes) else None
+
+
+def bulk(sizes: Sizes) -> bool:
+    """Whether a rank's message to another is large on average; all ranks know all sizes, so they agree."""
+    return sum(size or 0 for row in sizes for size in row) > len(sizes) * CHUNK

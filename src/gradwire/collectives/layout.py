@@ -117,6 +117,15 @@ class Layout:
             rows[piece.row].append(piece)
         return tuple(map(tuple, rows))
 
+    @cached_property
+    def parameters(self) -> dict[str, tuple[Piece, ...]]:
+        """Each parameter's pieces, in the order of its own elements."""
+        found: dict[str, list[Piece]] = {}
+        for piece in sorted(self.pieces, key=lambda piece: piece.at):
+            found.setdefault(piece.name, []).append(piece)
+        names = dict.fromkeys(piece.name for piece in self.pieces)
+        return {name: tuple(found[name]) for name in names}
+
     def run_in_row(self, piece: Piece) -> slice:
         """Where a piece lies in its own row."""
         start = piece.start - piece.row * self.row_numel

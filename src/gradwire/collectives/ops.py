@@ -21,6 +21,7 @@ from gradwire.collectives.meter import METER, Cost, Meter
 
 Group: TypeAlias = dist.ProcessGroup | None
 
+CHUNK = 2**18  # bytes of a message between two CPU ranks
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
@@ -75,6 +76,14 @@ def all_gather(x: Tensor, group: Group = None, purpose: str = "control", meter: 
     return gathered
 
 
+def reduce_scatter(x: Tensor, group: Group = None, purpose: str = "control", meter: Meter = METER) -> Tensor:
+    """The sum over the ranks of this rank's row of ``x``: ``[world, n]`` to ``[n]``, in the precision of ``x``."""
+    own = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
+    with meter.span("reduce_scatter", purpose, (x.shape[0] - 1) * nbytes(own)):
+        dist.reduce_scatter_tensor(own, x.view(-1), group=group)
+    return own
+
+
 def all_to_all(
     x: Tensor,
     sizes_out: Sequence[int],
@@ -82,6 +91,8 @@ def all_to_all(
     group: Group = None,
     purpose: str = "control",
     meter: Meter = METER,
+    *,
+    bulk: bool = False,
 ) -> Tensor:
     """Send a part of ``x`` to each rank and receive one from each.
 
@@ -92,14 +103,39 @@ def all_to_all(
         group: The ranks.
         purpose: What the bytes are for.
         meter: Who counts them.
+        bulk: Whether the parts are large, the same on all ranks: they then travel in messages of `CHUNK` bytes.
 
     Returns:
         uint8 ``[sum(sizes_in)]``, the parts in rank order.
     """
     received = torch.empty(sum(sizes_in), dtype=x.dtype, device=x.device)
     with meter.span("all_to_all", purpose, x.numel() - sizes_out[dist.get_rank(group)]):
-        dist.all_to_all_single(received, x, list(sizes_in), list(sizes_out), group=group)
+        if bulk and x.device.type == "cpu":
+            _chunked(x.split(list(sizes_out)), received.split(list(sizes_in)), group)
+        else:
+            dist.all_to_all_single(received, x, list(sizes_in), list(sizes_out), group=group)
     return received
+
+
+def _chunked(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Group) -> None:
+    """An all-to-all in small messages, so that both directions of a link are busy at once.
+
+    gloo's own sends one large message each way, and often one after the other (benchmarks/strategies.md).
+    """
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    incoming[rank].copy_(outgoing[rank])
+    works = []
+    for shift in range(1, world):  # rank r talks to r + 1 and r - 1 first: no rank is everybody's first
+        to, of = (rank + shift) % world, (rank - shift) % world
+        sends, receives = outgoing[to].split(CHUNK), incoming[of].split(CHUNK)
+        for tag in range(max(len(sends), len(receives))):
+            if tag < len(sends) and sends[tag].numel():
+                works.append(dist.isend(sends[tag], group=group, group_dst=to, tag=tag))
+            if tag < len(receives) and receives[tag].numel():
+                works.append(dist.irecv(receives[tag], group=group, group_src=of, tag=tag))
+    for work in works:
+        assert work is not None
+        work.wait()
 
 
 def broadcast(

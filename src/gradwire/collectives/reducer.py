@@ -1,16 +1,15 @@
 """The mean of a gradient over the ranks, through a compressor.
 
-A reduce-scatter sends each rank the encodings of its row and leaves it their mean; an all-reduce then sends every
-owner's mean to all ranks. A codec sees one piece of one parameter at a time, so the result depends on the model and on
-the number of ranks, not on how a framework groups its parameters.
+A reduce-scatter leaves each rank its row of the mean, an all-reduce leaves all of it everywhere. A codec sees one piece
+of one parameter at a time, so the result depends on the model and on the number of ranks, not on how a framework groups
+its parameters.
 """
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections import Counter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,25 +17,31 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gradwire.collectives import ops
+from gradwire.collectives.algorithm import Algorithm, Kind
 from gradwire.collectives.bytes import FLOAT32
-from gradwire.collectives.exchange import exchange
-from gradwire.collectives.layout import Layout, Piece
+from gradwire.collectives.codec import Codec
+from gradwire.collectives.exchange import Exchange
+from gradwire.collectives.gather import Gather
+from gradwire.collectives.layout import Layout
 from gradwire.collectives.meter import METER, Meter
-from gradwire.compressors import build
+from gradwire.collectives.native import Native
+from gradwire.collectives.ranks import Ranks
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.exempt import Exempt
+from gradwire.compressors.feedback import FeedbackOptions
 from gradwire.compressors.schedule import Schedule
 from gradwire.errors import BadInput, NonFiniteGradient, unknown
 
-Kind = Literal["reduce_scatter", "all_reduce"]
-Phase = Literal["scatter", "gather"]  # every rank's gradients to the owners; the owners' means to every rank
-
+ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in (Exchange, Gather, Native)}
 CHOICES = {
-    "algorithm": ("auto", "exchange"),
+    "algorithm": ("auto", *ALGORITHMS),
     "second": ("encoded", "float32"),
+    "granularity": ("piece", "row"),
     "nonfinite": ("raise", "skip", "propagate"),
+    "residual_dtype": ("float32", "bf16", "int8"),
 }
 NOTHING = Exempt()
+SMALL = 2**16  # bytes: up to here a collective's latency weighs more than what it carries
 
 
 class Reducer:
@@ -47,18 +52,21 @@ class Reducer:
     Args:
         compressor: What encodes a piece.
         group: The ranks; None is the default group.
-        algorithm: ``exchange`` (the encodings travel and are decoded before they are summed) or ``auto``, which is
-            resolved here, once; `algorithm` then tells what runs.
-        second: How an all-reduce's means travel: ``encoded`` again, or as ``float32``.
+        error_feedback: Whether each rank keeps what its encodings lost and adds it to its next gradient.
+        residual_dtype: How those residuals are stored: ``float32``, ``bf16`` or ``int8``.
+        algorithm: ``exchange`` (encodings go to the owner of their row), ``gather`` (to all ranks),
+            ``native`` (the compressor's `rounds`, summed by collectives), or ``auto``, which `prepare` resolves once.
+        second: How the exchange's second half sends an all-reduce's means: ``encoded`` again, or as ``float32``.
         exempt: Parameters that travel as float32.
         schedule: Which compressor each optimizer step uses, where it is not always ``compressor``.
         dense_steps: In the first so many optimizer steps everything travels as float32.
+        granularity: Whether a ``piece`` of one parameter is encoded at once, or all of a ``row``.
         nonfinite: What `finish` does if any rank met a value that is not finite: ``raise`` on all ranks, ``skip``
             (return False), or ``propagate`` (return True).
         seed: Of the codecs' generators. Each parameter, phase and rank draws from a generator of its own.
 
     Raises:
-        BadInput: If an option has a value that it does not take.
+        BadInput: If an option has a value that it does not take, or does not go with the compressor.
     """
 
     def __init__(
@@ -66,38 +74,77 @@ class Reducer:
         compressor: Compressor,
         group: ops.Group = None,
         *,
+        error_feedback: bool = False,
+        residual_dtype: str = "float32",
         algorithm: str = "auto",
         second: str = "encoded",
         exempt: Exempt = NOTHING,
         schedule: Schedule | None = None,
         dense_steps: int = 0,
+        granularity: str = "piece",
         nonfinite: str = "raise",
         seed: int = 0,
     ) -> None:
-        for option, value in (("algorithm", algorithm), ("second", second), ("nonfinite", nonfinite)):
+        given = {
+            "algorithm": algorithm,
+            "second": second,
+            "granularity": granularity,
+            "nonfinite": nonfinite,
+            "residual_dtype": residual_dtype,
+        }
+        for option, value in given.items():
             if value not in CHOICES[option]:
                 raise unknown(f"value of the reducer's option {option!r},", str(value), CHOICES[option])
         if dense_steps < 0:
             raise BadInput(f"dense_steps is {dense_steps}: it counts optimizer steps and cannot be negative.")
+        used = [compressor] if schedule is None else schedule.plateaus
+        if algorithm == "native" and not all(compressor.has_rounds for compressor in used):
+            raise BadInput(
+                f"algorithm native needs a compressor that collectives can sum, and {compressor.name} with these "
+                f"options is not; take exchange or gather."
+            )
+        if granularity == "row" and algorithm == "native":
+            raise BadInput("granularity row encodes rows, and algorithm native sums parameters; take exchange.")
         self.compressor = compressor
         self.group = group
         self.world = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self.algorithm = "exchange" if algorithm == "auto" else algorithm
-        self.second = second
-        self.exempt = exempt
-        self.schedule = schedule
-        self.dense_steps = dense_steps
+        self.algorithm = algorithm
         self.nonfinite = nonfinite
-        self.seed = seed
-        self.step = 0  # optimizer steps finished
         self.meter = Meter(METER)
-        self._float32 = build("none")
+        self.codec = Codec(
+            compressor,
+            schedule=schedule,
+            exempt=exempt,
+            dense_steps=dense_steps,
+            second=second,
+            feedback=FeedbackOptions.model_validate({"residual_dtype": residual_dtype}) if error_feedback else None,
+            granularity=granularity,
+            seed=seed,
+            rank=self.rank,
+        )
+        self._reduction: Algorithm | None = None
         self._counts: Counter[str] = Counter()
         self._expected: int | None = 0  # bytes over all ranks; None once a size depended on the data
-        self._flag: Tensor | None = None  # uint8 [1]: this rank met a value that is not finite
-        self._generators: dict[tuple[str, Phase], torch.Generator] = {}
-        self._restored: dict[tuple[str, Phase], Tensor] = {}  # states of generators that were not used since
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps finished."""
+        return self.codec.step
+
+    def prepare(self, kind: Kind, numel: int) -> None:
+        """Resolve ``auto``, once; the first reduction does it with its buffer where nobody called this before.
+
+        Args:
+            kind: The collective that the strategy needs.
+            numel: Elements of the whole model.
+        """
+        if self._reduction is not None:
+            return
+        if self.algorithm == "auto":
+            self.algorithm = self._chosen(kind, numel)
+        ranks = Ranks(self.group, self.world, self.rank, self.meter)
+        self._reduction = ALGORITHMS[self.algorithm](self.codec, ranks)
 
     def reduce_scatter(self, flat: Tensor, layout: Layout | str) -> Tensor:
         """This rank's row of the mean over the ranks.
@@ -115,8 +162,7 @@ class Reducer:
         flat, layout = self._buffer(flat, layout)
         if self.world == 1:
             return flat.to(torch.float32)
-        self._count(layout, "reduce_scatter")
-        return self._scatter(flat, layout)
+        return self._counted(layout, "reduce_scatter").reduce_scatter(flat, layout)
 
     def all_reduce(self, flat: Tensor, layout: Layout | str) -> Tensor:
         """The mean over the ranks, bit-equal on all of them: float32 of ``flat``'s shape; else as `reduce_scatter`."""
@@ -124,8 +170,7 @@ class Reducer:
         flat, layout = self._buffer(flat, layout)
         if self.world == 1:
             return flat.to(torch.float32)
-        self._count(layout, "all_reduce")
-        return self._gather(self._scatter(flat, layout), layout)[:numel]
+        return self._counted(layout, "all_reduce").all_reduce(flat, layout)[:numel]
 
     def finish(self) -> bool:
         """End the optimizer step: advance `step` and agree over the ranks whether every value was finite.
@@ -138,7 +183,7 @@ class Reducer:
         Raises:
             NonFiniteGradient: On all ranks alike, under ``raise``.
         """
-        finished, self.step = self.step, self.step + 1
+        finished, self.codec.step = self.codec.step, self.codec.step + 1
         if self.world == 1 or self._agreed_finite():
             return True
         self._counts["nonfinite_steps"] += 1
@@ -154,53 +199,64 @@ class Reducer:
     def traffic(self) -> dict[str, Any]:
         """This rank's totals since the start.
 
-        ``raw`` and ``sent``: payload in bytes, as float32 and as it was; ``closed_form``: the sum of `closed_form` over
-        all calls, so over all ranks, None if one of them was; ``agreement``: bytes of the flag; ``elements``
-        of all reduced buffers, ``exempt_elements`` of them; ``encode_seconds`` and ``decode_seconds`` of the host;
-        ``by_op``: the payload's bytes, seconds and calls per collective.
+        ``raw`` and ``sent``: payload in bytes, as float32 and as it was; ``index``: what of it says places;
+        ``closed_form``: the sum of `closed_form` over all calls, so over all ranks, None if one of them was;
+        ``agreement``: bytes of the flag; ``elements`` of all reduced buffers, ``exempt_elements`` of them;
+        ``residuals_dropped``: pieces whose residual was lost to a value that was not finite; ``encode_seconds`` and
+        ``decode_seconds`` of the host; ``by_op``: the payload's bytes, seconds and calls per collective.
         """
+        dropped = self.codec.dropped
         return {
             "raw": self._counts["raw"],
             "sent": self.meter.sent("payload"),
+            "index": self.codec.index_bytes,
             "closed_form": self._expected,
             "agreement": self.meter.sent("agreement"),
             "elements": self._counts["elements"],
             "exempt_elements": self._counts["exempt_elements"],
             "fallbacks": 0,  # whatever travels as float32 here was asked for: `exempt`, `dense_steps`, `second`
             "nonfinite_steps": self._counts["nonfinite_steps"],
+            "residuals_dropped": 0 if dropped is None else int(dropped),
             "encode_seconds": self.meter.totals["encode", "codec"].seconds,
             "decode_seconds": self.meter.totals["decode", "codec"].seconds,
             "by_op": {op: vars(cost).copy() for op, cost in self.meter.by_op("payload").items()},
         }
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
-        """Payload in bytes, summed over the ranks, of one call at the present step; None if it depends on the data.
-
-        Every encoding travels to all ranks but its sender: in a reduce-scatter one rank sends each row to its owner,
-        and there are ``world - 1`` others; in an all-reduce an owner sends its row to ``world - 1``.
-        """
-        phases: tuple[Phase, ...] = ("scatter", "gather") if kind == "all_reduce" else ("scatter",)
-        sizes = [size for phase in phases for row in self._sizes(layout, phase) for size in row]
-        known = [size for size in sizes if size is not None]
-        return (self.world - 1) * sum(known) if len(known) == len(sizes) else None
+        """Payload in bytes, summed over the ranks, of one call at the present step; None if it depends on the data."""
+        self.prepare(kind, sum(piece.numel for piece in layout.pieces))
+        assert self._reduction is not None
+        return self._reduction.closed_form(layout, kind)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: with it a resumed run equals an unbroken one."""
-        current = {key: generator.get_state() for key, generator in self._generators.items()}
-        return {"world": self.world, "step": self.step, "generators": {**self._restored, **current}}
+        return {"world": self.world, "step": self.step, "algorithm": self.algorithm, **self.codec.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the state that the same rank of an earlier run left; of another world size only the step counts."""
-        self.step = state["step"]
-        self._generators = {}
-        self._restored = dict(state["generators"])
-        if state["world"] != self.world:
-            warnings.warn(
-                f"the reducer's state is of {state['world']} ranks and this run has {self.world}: "
-                f"the codecs' generators start anew",
-                stacklevel=2,
-            )
-            self._restored = {}
+        self.codec.step = state["step"]
+        if state["world"] == self.world:
+            self.algorithm = state["algorithm"]
+            self.codec.load_state_dict(state)
+            return
+        warnings.warn(
+            f"the reducer's state is of {state['world']} ranks and this run has {self.world}: "
+            f"residuals, compressor states and generators start anew",
+            stacklevel=2,
+        )
+
+    def _chosen(self, kind: Kind, numel: int) -> str:
+        """What ``auto`` stands for."""
+        used = [self.compressor] if self.codec.schedule is None else self.codec.schedule.plateaus
+        if self.codec.granularity == "piece" and all(c.linear and c.has_rounds for c in used):
+            return "native"
+        if kind == "reduce_scatter":
+            return "exchange"
+        size = self.compressor.wire_bytes(numel)
+        if size is None or self.world == 2:
+            return "gather" if self.world == 2 else "exchange"
+        small = (self.world - 1) * size <= SMALL and self.world * size <= 2 * FLOAT32 * numel
+        return "gather" if small else "exchange"
 
     def _buffer(self, flat: Tensor, layout: Layout | str) -> tuple[Tensor, Layout]:
         """The buffer and its layout; one that goes by a name alone is padded to whole rows."""
@@ -210,79 +266,18 @@ class Reducer:
         layout.check(flat)
         return flat, layout
 
-    def _scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        """Send every row to its owner; the mean of what this rank, as an owner, received: float32 [row_numel]."""
-        self._flag = flat.new_zeros(1, dtype=torch.uint8) if self._flag is None else self._flag
-        sizes = self._sizes(layout, "scatter")
-        with self.meter.span("encode", "codec"):
-            outgoing = [[self._encode(flat[piece.run], piece, "scatter") for piece in row] for row in layout.rows]
-        incoming = exchange(outgoing, sizes, [sizes[self.rank]] * self.world, flat.device, self.group, self.meter)
-        with self.meter.span("decode", "codec"):
-            mean = torch.zeros(layout.row_numel, dtype=torch.float32, device=flat.device)
-            for wires in incoming:  # summed in rank order
-                for piece, wire in zip(layout.rows[self.rank], wires, strict=True):
-                    mean[layout.run_in_row(piece)] += self._decode(wire, piece, "scatter")
-            return mean.div_(self.world)
-
-    def _gather(self, mean: Tensor, layout: Layout) -> Tensor:
-        """Send this rank's row of means to all; all rows as decoded, the own one too: float32 [numel]."""
-        sizes = self._sizes(layout, "gather")
-        with self.meter.span("encode", "codec"):
-            own = [self._encode(mean[layout.run_in_row(p)], p, "gather") for p in layout.rows[self.rank]]
-        incoming = exchange(
-            [own] * self.world, [sizes[self.rank]] * self.world, sizes, mean.device, self.group, self.meter
-        )
-        with self.meter.span("decode", "codec"):
-            full = torch.zeros(layout.numel, dtype=torch.float32, device=mean.device)
-            for row, wires in zip(layout.rows, incoming, strict=True):
-                for piece, wire in zip(row, wires, strict=True):
-                    full[piece.run] = self._decode(wire, piece, "gather")
-            return full
-
-    def _encode(self, values: Tensor, piece: Piece, phase: Phase) -> Tensor:
-        """A piece's bytes; a value that is not finite sets the flag."""
-        generator = self._generator(piece.name, phase, values.device)
-        return self._codec(piece, phase).encode(values.view(piece.form), generator=generator, flag=self._flag)
-
-    def _decode(self, wire: Tensor, piece: Piece, phase: Phase) -> Tensor:
-        """A piece's values as a vector."""
-        return self._codec(piece, phase).decode(wire, piece.form).view(-1)
-
-    def _codec(self, piece: Piece, phase: Phase) -> Compressor:
-        """What encodes a piece at the present step."""
-        dense = self.step < self.dense_steps or (phase == "gather" and self.second == "float32")
-        if dense or self.exempt.covers(piece.name, piece.shape):
-            return self._float32
-        return self.compressor if self.schedule is None else self.schedule.at(self.step)
-
-    def _sizes(self, layout: Layout, phase: Phase) -> list[list[int | None]]:
-        """Bytes of every piece's encoding, row by row; None where they depend on the data."""
-        return [[self._codec(piece, phase).wire_bytes(piece.form) for piece in row] for row in layout.rows]
-
-    def _generator(self, name: str, phase: Phase, device: torch.device) -> torch.Generator:
-        """The generator of one parameter and phase on this rank."""
-        key = (name, phase)
-        if key not in self._generators:
-            generator = torch.Generator(device)
-            if key in self._restored:
-                generator.set_state(self._restored.pop(key))
-            else:
-                words = f"{self.seed}/{self.rank}/{phase}/{name}".encode()
-                generator.manual_seed(int.from_bytes(hashlib.sha256(words).digest()[:8], "little"))
-            self._generators[key] = generator
-        return self._generators[key]
-
     def _agreed_finite(self) -> bool:
         """Whether no rank met a value that is not finite since the last call; the same answer on all ranks."""
-        if self._flag is None:  # no gradient was reduced yet
+        flag = self.codec.flag
+        if flag is None:  # no gradient was reduced yet
             device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
-            self._flag = torch.zeros(1, dtype=torch.uint8, device=device)
-        met = bool(ops.all_reduce(self._flag, "max", self.group, "agreement", self.meter).item())
-        self._flag.zero_()
+            flag = torch.zeros(1, dtype=torch.uint8, device=device)
+        met = bool(ops.all_reduce(flag, "max", self.group, "agreement", self.meter).item())
+        flag.zero_()
         return not met
 
-    def _count(self, layout: Layout, kind: Kind) -> None:
-        """Count a call's elements, and the bytes that this rank would send of them as float32."""
+    def _counted(self, layout: Layout, kind: Kind) -> Algorithm:
+        """The algorithm, after a call's elements are counted, and the bytes that this rank would send as float32."""
         expected = self.closed_form(layout, kind)
         self._expected = None if expected is None or self._expected is None else self._expected + expected
         numel = sum(piece.numel for piece in layout.pieces)
@@ -290,4 +285,7 @@ class Reducer:
         sent = numel - own + ((self.world - 1) * own if kind == "all_reduce" else 0)
         self._counts["raw"] += FLOAT32 * sent
         self._counts["elements"] += numel
-        self._counts["exempt_elements"] += sum(p.numel for p in layout.pieces if self.exempt.covers(p.name, p.shape))
+        exempt = self.codec.exempt
+        self._counts["exempt_elements"] += sum(p.numel for p in layout.pieces if exempt.covers(p.name, p.shape))
+        assert self._reduction is not None
+        return self._reduction

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from gradwire.compressors import kernels
-from gradwire.compressors.rounds import Context, Rounds, State
+from gradwire.compressors.rounds import Context, RoundCost, Rounds, State
 from gradwire.errors import NonFiniteGradient
 
 Shape = int | tuple[int, ...]
@@ -43,6 +43,8 @@ class Compressor(BaseModel, ABC):
     name: ClassVar[str]
     overflow: ClassVar[float] = math.inf
     """The smallest magnitude that the wire can no longer carry as a finite number."""
+    linear: ClassVar[bool] = False
+    """Whether `rounds` gives what one worker with the mean would get: then ``algorithm: auto`` prefers them."""
 
     @property
     def unbiased(self) -> bool:
@@ -155,14 +157,18 @@ class Compressor(BaseModel, ABC):
         """
         raise NotImplementedError(f"{self.name} has no form that a native collective can reduce")
 
-    def round_bytes(self, shape: Shape, step: int | None = None) -> int:
-        """Bytes of the tensors that one rank hands over in `rounds`.
+    def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:
+        """Bytes of the tensors that one rank hands over in `rounds`, by how they travel.
 
         Args:
             shape: Shape of the parameter.
-            step: For methods whose first steps differ; None is any later one.
+            step: Steps that this compressor has made, for methods whose first ones differ; None is any later one.
         """
         raise NotImplementedError(f"{self.name} has no form that a native collective can reduce")
+
+    def round_bytes(self, shape: Shape, step: int | None = None) -> int:
+        """All of `round_cost`."""
+        return sum(self.round_cost(shape, step))
 
 
 class Quantizer(Compressor):

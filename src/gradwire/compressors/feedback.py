@@ -20,10 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from gradwire.compressors.base import Shape
-from gradwire.compressors.methods.bf16 import BFloat16
-from gradwire.compressors.methods.int8 import Int8
-
-STORES = {"float32": None, "bf16": BFloat16(), "int8": Int8()}
+from gradwire.compressors.registry import build
 
 
 class FeedbackOptions(BaseModel):
@@ -63,7 +60,7 @@ class Feedback:
     ) -> None:
         self.options = options
         self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
-        self._store = STORES[options.residual_dtype]
+        self._store = None if options.residual_dtype == "float32" else build(options.residual_dtype)
         if self._store is None:
             self._stored = torch.zeros(self.shape, device=device)
         else:
@@ -137,11 +134,18 @@ class Feedback:
         if lost is not None:
             lost += error.sub_(self._unstored(self._stored))
 
-    def drop(self) -> None:
-        """Forget residual, velocity and the compensated gradient: all may hold what is not finite."""
+    def drop(self, where: Tensor | None = None) -> None:
+        """Forget residual, velocity and the compensated gradient: all may hold what is not finite.
+
+        Args:
+            where: Only if this is not 0: bool or uint8 [1] on the same device; nothing synchronises.
+        """
         self._corrected = None
         for kept in self.state_dict().values():
-            kept.zero_()
+            if where is None:
+                kept.zero_()
+            else:
+                kept.masked_fill_(where.to(torch.bool), 0)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The tensors kept between steps, not copies; to be taken between steps."""

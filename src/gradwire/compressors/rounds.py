@@ -58,6 +58,20 @@ class Context(NamedTuple):
         return int.from_bytes(hashlib.sha256(words).digest()[:8], "little") >> 1
 
 
+class RoundCost(NamedTuple):
+    """Bytes of the tensors that one rank hands over in `rounds`, by how they travel.
+
+    Args:
+        summed: In sums and maxima of whole tensors.
+        rows: In those that may be answered row by row.
+        gathered: In gathers.
+    """
+
+    summed: int = 0
+    rows: int = 0
+    gathered: int = 0
+
+
 Rounds = Generator[Ask, Tensor, tuple[Tensor, Tensor]]
 
 

@@ -33,11 +33,15 @@ class Schedule:
             if not values or any(step < 0 for step in values):
                 raise BadInput(f"schedule of {option!r}: give at least one value, from step 0 or a later one on.")
         self._starts = sorted({0, *(step for values in changes.values() for step in values)})
-        self._plateaus = [registry.build(name, **{**options, **_values(changes, start)}) for start in self._starts]
+        self.plateaus = [registry.build(name, **{**options, **_values(changes, start)}) for start in self._starts]
 
     def at(self, step: int) -> Compressor:
         """The compressor of optimizer step ``step``, from 0."""
-        return self._plateaus[bisect_right(self._starts, step) - 1]
+        return self.plateaus[bisect_right(self._starts, step) - 1]
+
+    def began(self, step: int) -> int:
+        """The step from which on the compressor of ``step`` is used."""
+        return self._starts[bisect_right(self._starts, step) - 1]
 
 
 def _values(changes: Mapping[str, Mapping[int, Any]], step: int) -> dict[str, Any]:

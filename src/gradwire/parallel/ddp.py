@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -18,8 +16,9 @@ from gradwire.parallel.strategy import Strategy
 class DDP(Strategy):
     """Replicated parameters; the reducer is DDP's communication hook.
 
-    DDP rebuilds its buckets after the first step. The layout of a bucket therefore follows from the parameters that it
-    holds, not from its index.
+    Buckets are collected and reduced at once, with the last one: our collectives wait in the hook, so nothing overlaps
+    with the backward pass anyway; there are fewer of them so; and the result does not depend on DDP's bucket plan,
+    which changes after the first step, and again after a resumption.
     """
 
     kind = "all_reduce"
@@ -30,22 +29,26 @@ class DDP(Strategy):
         return DistributedDataParallel(model, device_ids=devices, process_group=self.group)
 
     def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
-        """Register a hook that takes each bucket apart, reduces it and puts the mean back."""
+        """Register a hook that takes the buckets apart, reduces them and puts the mean back."""
         assert isinstance(wrapped, DistributedDataParallel)
-        names = {id(parameter): name for name, parameter in wrapped.module.named_parameters()}
-
-        @cache
-        def layout_of(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> Layout:
-            return Layout.dim0(shapes, reducer.world)
+        names = {id(p): name for name, p in wrapped.module.named_parameters() if p.requires_grad}
+        shapes = [(name, tuple(p.shape)) for name, p in wrapped.module.named_parameters() if p.requires_grad]
+        layout = Layout.dim0(shapes, reducer.world)
+        gradients: dict[str, Tensor] = {}
+        waiting: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
 
         # DDP insists on the name of the second argument, and refuses annotations that are strings, as these become.
         def reduce_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            parameters = zip(bucket.parameters(), bucket.gradients(), strict=True)
-            gradients = {names[id(parameter)]: gradient for parameter, gradient in parameters}
-            layout = layout_of(tuple((name, tuple(gradient.shape)) for name, gradient in gradients.items()))
-            layout.unpack(reducer.all_reduce(layout.pack(gradients), layout), gradients)
-            reduced: torch.futures.Future[Tensor] = torch.futures.Future()
-            reduced.set_result(bucket.buffer())
+            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+                gradients[names[id(parameter)]] = gradient
+            reduced: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices_of(self.device))
+            waiting.append((reduced, bucket.buffer()))
+            if bucket.is_last():
+                layout.unpack(reducer.all_reduce(layout.pack(gradients), layout), gradients)
+                for future, buffer in waiting:
+                    future.set_result(buffer)
+                waiting.clear()
+                gradients.clear()
             return reduced
 
         reduce_bucket.__annotations__.clear()
@@ -55,3 +58,8 @@ class DDP(Strategy):
         """`no_sync` but for the last micro-batch."""
         assert isinstance(wrapped, DistributedDataParallel)
         return nullcontext() if last else wrapped.no_sync()
+
+
+def devices_of(device: torch.device) -> list[torch.device] | None:
+    """What a future must know of the device of the tensor that it will hold."""
+    return None if device.type == "cpu" else [device]

@@ -67,6 +67,7 @@ def wrap(
     wrapped = way.wrap(model.to(device))
     attach(wrapped, way)
     if reducer is not None and reducer.world > 1:
+        reducer.prepare(way.kind, sum(p.numel() for p in model.parameters() if p.requires_grad))
         way.hook(wrapped, reducer)
     return wrapped
 

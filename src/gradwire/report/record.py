@@ -113,6 +113,7 @@ class Result(Row):
     unigram_ppl: Number = None
     bytes_closed_form_total: Count = None
     compute_time_ms: Number = None
+    algorithm: Text = None
 
 
 RESULT_FIELDS = tuple(Result.model_fields)

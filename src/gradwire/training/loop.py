@@ -51,6 +51,8 @@ class Outcome:
         numel: Trainable parameters, tied ones once.
         exempt_fraction: Share of the elements that were exempt from compression; None where nothing was reduced.
         fallbacks: How often something travelled uncompressed that was not asked to; None likewise.
+        algorithm: The reducer's, ``auto`` resolved; None likewise.
+        residual_bytes: Memory of this rank's residuals; None without error feedback.
         quality: The last evaluation, None for a run that diverged.
         diverged: Why the run diverged, or None.
     """
@@ -60,6 +62,8 @@ class Outcome:
     numel: int = 0
     exempt_fraction: float | None = None
     fallbacks: int | None = None
+    algorithm: str | None = None
+    residual_bytes: int | None = None
     quality: Quality | None = None
     diverged: str | None = None
 
@@ -128,6 +132,7 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
                 profiler.step()
                 if due(training.eval_every, step) and step + 1 < training.steps:
                     row["val_loss"] = validate().loss
+                    row["residual_norm"] = residual_norm(reducer)
                 log(row)
                 bar.set_postfix(loss=f"{row['loss']:.3f}", ms=f"{row['step_ms']:.0f}", refresh=False)
                 bar.update()
@@ -136,7 +141,7 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
                     own["reducer"] = reducer.state_dict() if reducer is not None else None
                     checkpoint.save(settings.output_dir, step + 1, model, optimizer, own, world)
             outcome.quality = validate()
-            outcome.rows[-1]["val_loss"] = outcome.quality.loss
+            outcome.rows[-1] |= {"val_loss": outcome.quality.loss, "residual_norm": residual_norm(reducer)}
             log({"step": training.steps - 1, "val_loss": outcome.quality.loss})
         except (Diverged, NonFiniteGradient) as error:
             outcome.diverged = str(error)
@@ -146,6 +151,8 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
     if reducer is not None and reducer.traffic["elements"]:
         outcome.exempt_fraction = reducer.traffic["exempt_elements"] / reducer.traffic["elements"]
         outcome.fallbacks = reducer.traffic["fallbacks"]
+        outcome.algorithm = reducer.algorithm
+        outcome.residual_bytes = reducer.codec.residual_bytes if reducer.codec.feedback else None
     return model, outcome
 
 
@@ -212,8 +219,14 @@ def optimizer_step(
             "clipped": grad_norm > training.clip_grad_norm,
             "nonfinite": not reduced,
             "val_loss": None,
+            "residual_norm": None,
         }
     )
+
+
+def residual_norm(reducer: Reducer | None) -> float | None:
+    """Euclidean norm of what this rank's error feedback still holds back; looked at with the evaluations only."""
+    return None if reducer is None else reducer.codec.residual_norm
 
 
 def check_finite(value: float, what: str) -> None:
@@ -228,7 +241,7 @@ def traffic_since(before: dict[str, Any], reducer: Reducer | None) -> Row:
     ``bytes_closed_form`` is over all ranks, and None where a size depended on the data.
     """
     if reducer is None:
-        return dict.fromkeys(("bytes_raw", "bytes_sent", "comm_ms", "encode_ms", "decode_ms"))
+        return dict.fromkeys(("bytes_raw", "bytes_sent", "bytes_index", "comm_ms", "encode_ms", "decode_ms"))
     now = reducer.traffic
     closed = now["closed_form"]
     return {
@@ -236,6 +249,7 @@ def traffic_since(before: dict[str, Any], reducer: Reducer | None) -> Row:
         "bytes_agreement": now["agreement"] - before["agreement"],
         "bytes_raw": now["raw"] - before["raw"],
         "bytes_sent": now["sent"] - before["sent"],
+        "bytes_index": now["index"] - before["index"],
         "comm_ms": 1000 * (seconds_on_wire(now) - seconds_on_wire(before)),
         "encode_ms": 1000 * (now["encode_seconds"] - before["encode_seconds"]),
         "decode_ms": 1000 * (now["decode_seconds"] - before["decode_seconds"]),

@@ -35,7 +35,7 @@ STEPS = pa.schema(
         ("tokens", pa.int64()),
         *((name, pa.float64()) for name in ("loss", "lr", "grad_norm")),
         *((name, pa.bool_()) for name in ("clipped", "nonfinite")),
-        *((name, pa.int64()) for name in ("bytes_raw", "bytes_sent")),
+        *((name, pa.int64()) for name in ("bytes_raw", "bytes_sent", "bytes_index")),
         *((name, pa.float64()) for name in ("residual_norm", "grad_rel_error", "grad_cos_sim")),
         *((name, pa.bool_()) for name in ("warmup", "profiled")),
         ("val_loss", pa.float64()),
@@ -56,7 +56,8 @@ def write(
     write_json(folder / "environment" / f"rank{world.rank}.json", here)
     (folder / "profiler").mkdir(parents=True, exist_ok=True)
     allocated, reserved = peak_memory_gb(world.device)
-    ranks = ops.gather_objects({"rows": outcome.rows, "allocated": allocated, "reserved": reserved})
+    own = {"rows": outcome.rows, "allocated": allocated, "reserved": reserved, "residual": outcome.residual_bytes}
+    ranks = ops.gather_objects(own)
     state = parallel.full_state_dict(model)
     if world.rank != 0:
         return None
@@ -99,6 +100,9 @@ def write(
         **quality(outcome),
         "mem_peak_alloc_gb": max(rank["allocated"] for rank in ranks),
         "mem_peak_reserved_gb": None if reserved is None else max(rank["reserved"] for rank in ranks),
+        "mem_residual_gb": None if outcome.residual_bytes is None else max(rank["residual"] for rank in ranks) / 1e9,
+        "residual_norm": outcome.rows[-1]["residual_norm"] if outcome.rows else None,
+        "algorithm": outcome.algorithm,
         "nonfinite_steps": sum(row["nonfinite"] for row in outcome.rows),
         "clipped_steps": sum(row["clipped"] for row in outcome.rows),
     }
@@ -160,12 +164,15 @@ def traffic(settings: Settings, world: World, outcome: Outcome, rows: list[Row])
         raw = sent = closed = len(outcome.rows) * each
         agreement, source = 0, "closed_form"
         steady = 1.0 if sent else None
+    index = sum(row["bytes_index"] for row in rows) if settings.cell.hooked else 0
     overall = raw / sent if sent else None
     return {
         "bytes_raw_total": raw,
         "bytes_compressed_total": sent,
         "bytes_closed_form_total": closed,
         "bytes_agreement_total": agreement,
+        "index_bytes": index,
+        "index_share": index / sent if sent else None,
         "bytes_source": source,
         "compression_ratio": overall,
         "compression_ratio_steady": steady,

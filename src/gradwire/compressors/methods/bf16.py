@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Quantizer, Shape, as_numbers, numel
-from gradwire.compressors.rounds import Ask, Context, Rounds, State
+from gradwire.compressors.rounds import Ask, Context, RoundCost, Rounds, State
 
 
 class BFloat16(Quantizer):
@@ -40,6 +40,6 @@ class BFloat16(Quantizer):
         total = yield Ask("sum", own, rows=True)
         return total.to(torch.float32) / context.world, own.to(torch.float32)
 
-    def round_bytes(self, shape: Shape, step: int | None = None) -> int:
+    def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:
         """Two bytes per element."""
-        return 2 * numel(shape)
+        return RoundCost(rows=2 * numel(shape))

@@ -23,7 +23,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Shape, as_numbers, numel
-from gradwire.compressors.rounds import Ask, Context, Rounds, State
+from gradwire.compressors.rounds import Ask, Context, RoundCost, Rounds, State
 
 TILE = 4096  # slices whose moment is computed at a time
 
@@ -50,6 +50,7 @@ class GradiVeQ(Compressor):
     """
 
     name = "gradiveq"
+    linear = True
 
     slice: int = Field(64, ge=2, description="consecutive elements in a slice (K)")
     components: int = Field(8, ge=1, description="coefficients per slice (k), fewer than its elements")
@@ -176,13 +177,14 @@ class GradiVeQ(Compressor):
             state["basis"] = (yield Ask("gather", basis))[0]
         return mean, x
 
-    def round_bytes(self, shape: Shape, step: int | None = None) -> int:
+    def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:
         """The tensor in the window, with the basis at its end; else what is sent. Steps count from `new_state`."""
         if not self.compresses(shape):
-            return 4 * numel(shape)
+            return RoundCost(rows=4 * numel(shape))
         if step is None or step % self.refresh >= self.window:
-            return 4 * self.sent(shape)
-        return 4 * (numel(shape) + (self.basis_numel if step % self.refresh == self.window - 1 else 0))
+            return RoundCost(summed=4 * self.sent(shape))
+        last = step % self.refresh == self.window - 1
+        return RoundCost(summed=4 * numel(shape), gathered=4 * self.basis_numel if last else 0)
 
 
 def sums(slices: Tensor) -> Sums:

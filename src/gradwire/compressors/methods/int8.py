@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from gradwire.compressors.base import Quantizer, Shape, as_numbers, numel
 from gradwire.compressors.packing import pack, packed_bytes, unpack
 from gradwire.compressors.philox import draw_seed, uniforms
-from gradwire.compressors.rounds import Ask, Context, Rounds, State
+from gradwire.compressors.rounds import Ask, Context, RoundCost, Rounds, State
 from gradwire.errors import BadInput
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal blocks, and zeros at zero
@@ -103,6 +103,6 @@ class Int8(Quantizer):
         total = yield Ask("sum", codes, rows=True)
         return total.to(torch.float32) * scale / context.world, codes.to(torch.float32) * scale
 
-    def round_bytes(self, shape: Shape, step: int | None = None) -> int:
+    def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:
         """The maximum, and a byte per element."""
-        return 4 + numel(shape)
+        return RoundCost(summed=4, rows=numel(shape))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Quantizer, Shape, as_numbers, numel
-from gradwire.compressors.rounds import Ask, Context, Rounds, State
+from gradwire.compressors.rounds import Ask, Context, RoundCost, Rounds, State
 
 
 class Uncompressed(Quantizer):
@@ -39,6 +39,6 @@ class Uncompressed(Quantizer):
         total = yield Ask("sum", x, rows=True)
         return total / context.world, x
 
-    def round_bytes(self, shape: Shape, step: int | None = None) -> int:
+    def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:
         """Four bytes per element."""
-        return 4 * numel(shape)
+        return RoundCost(rows=4 * numel(shape))

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gradwire.compressors.base import Compressor, Shape, as_numbers, numel
 from gradwire.compressors.philox import draw_seed, uniforms
-from gradwire.compressors.rounds import Ask, Context, Rounds, State
+from gradwire.compressors.rounds import Ask, Context, RoundCost, Rounds, State
 
 DEPENDENT = 1e-6  # a column with less than this part outside those before it is float32's rounding of M Q
 
@@ -34,6 +34,7 @@ class PowerSGD(Compressor):
     """
 
     name = "powersgd"
+    linear = True
 
     rank: int = Field(4, ge=1, description="columns of the two factors")
     warm_start: bool = Field(True, description="whether rounds begin with the last step's Q; else with random numbers")
@@ -44,7 +45,10 @@ class PowerSGD(Compressor):
 
     def wire_bytes(self, shape: Shape) -> int:
         """Four bytes per element of the factors, or of the tensor."""
-        return self.round_bytes(shape)
+        if not self.factors(shape):
+            return 4 * numel(shape)
+        assert isinstance(shape, tuple)
+        return 4 * self.rank * sum(shape)
 
     def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """The wire, and whether it is not finite: a value of x that is not makes its row of P so."""
@@ -95,12 +99,11 @@ class PowerSGD(Compressor):
         mean = p @ q.T
         return mean, mean
 
-    def round_bytes(self, shape: Shape, step: int | None = None) -> int:
+    def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:
         """Four bytes per element of the factors, or of the tensor."""
-        if not self.factors(shape):
-            return 4 * numel(shape)
-        assert isinstance(shape, tuple)
-        return 4 * self.rank * sum(shape)
+        return (
+            RoundCost(summed=self.wire_bytes(shape)) if self.factors(shape) else RoundCost(rows=self.wire_bytes(shape))
+        )
 
 
 def orthonormal(p: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from gradwire.compressors.base import Shape, as_numbers, numel
 from gradwire.compressors.permutation import permuted
 from gradwire.compressors.philox import draw_seed
-from gradwire.compressors.rounds import Ask, Context, Rounds, State
+from gradwire.compressors.rounds import Ask, Context, RoundCost, Rounds, State
 from gradwire.compressors.sparse import Sparsifier, share
 
 SEED = 8  # bytes
@@ -34,6 +34,7 @@ class RandomK(Sparsifier):
     """
 
     name = "randomk"
+    linear = True
 
     density: float = Field(0.01, gt=0, le=1, allow_inf_nan=False, description="part of the elements that is sent")
     scaled: bool = Field(True, description="multiply by n / k, which makes it unbiased; off for error feedback")
@@ -84,6 +85,6 @@ class RandomK(Sparsifier):
         mean, sent = (self.placed(part, places, context.shape) for part in (total / context.world, values))
         return mean.view(context.shape), sent.view(context.shape)
 
-    def round_bytes(self, shape: Shape, step: int | None = None) -> int:
+    def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:
         """Four bytes per sent element."""
-        return 4 * self.kept(shape)
+        return RoundCost(summed=4 * self.kept(shape))

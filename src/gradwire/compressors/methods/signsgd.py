@@ -25,7 +25,7 @@ from torch.nn.functional import pad
 
 from gradwire.compressors.base import Quantizer, Shape, as_numbers, numel
 from gradwire.compressors.packing import pack, packed_bytes, unpack
-from gradwire.compressors.rounds import Ask, Context, Rounds, State
+from gradwire.compressors.rounds import Ask, Context, RoundCost, Rounds, State
 
 
 class SignSGD(Quantizer):
@@ -88,6 +88,6 @@ class SignSGD(Quantizer):
         mean = (context.world - 2 * against).sign() * unspoiled
         return mean.view(context.shape), self.decoded(wire, context.shape).view(context.shape)
 
-    def round_bytes(self, shape: Shape, step: int | None = None) -> int:
+    def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:
         """The wire."""
-        return self.wire_bytes(shape)
+        return RoundCost(gathered=self.wire_bytes(shape))

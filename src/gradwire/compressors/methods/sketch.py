@@ -36,7 +36,7 @@ from torch import Tensor
 from gradwire.compressors import kernels
 from gradwire.compressors.base import Compressor, Shape, as_numbers, numel
 from gradwire.compressors.philox import WORD, draw_seed, words
-from gradwire.compressors.rounds import Ask, Context, Rounds, State
+from gradwire.compressors.rounds import Ask, Context, RoundCost, Rounds, State
 from gradwire.compressors.sparse import magnitudes, share
 
 FEWEST_COLUMNS = 16
@@ -50,6 +50,7 @@ class Sketch(Compressor):
     """
 
     name = "sketch"
+    linear = True
 
     rows: Literal[1, 3, 5, 7, 9] = Field(5, description="rows of the table; odd, so that the median is one of them")
     width: float = Field(0.02, gt=0, le=1, description="columns of the table, as a fraction of the elements")
@@ -158,11 +159,11 @@ class Sketch(Compressor):
         sent = zeros.index_copy_(0, places, torch.where(chosen, own, 0))
         return mean.view(x.shape), sent.view(x.shape)
 
-    def round_bytes(self, shape: Shape, step: int | None = None) -> int:
+    def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:
         """Four bytes per element of the table and per candidate, or per element of the tensor."""
         if not self.compresses(shape):
-            return 4 * numel(shape)
-        return 4 * (self.rows * self.columns(shape) + self.examined(shape))
+            return RoundCost(rows=4 * numel(shape))
+        return RoundCost(summed=4 * (self.rows * self.columns(shape) + self.examined(shape)))
 
 
 def largest(x: Tensor, keep: int) -> Tensor:

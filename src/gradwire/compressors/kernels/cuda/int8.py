@@ -49,10 +49,11 @@ def from_wire(method: Int8, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Multiply each code by its block's scale."""
     head = 4 * method.blocks(shape)
     out = torch.empty(numel(shape), device=wire.device)
+    tile = max(TILE, method.block)
     if out.numel():
-        decode[(triton.cdiv(out.numel(), TILE),)](
+        decode[(triton.cdiv(out.numel(), tile),)](
             as_numbers(wire[:head], torch.float32), wire[head:], out, out.numel(),
-            BLOCK=method.block, TILE=TILE, BITS=method.num_bits,
+            BLOCK=method.block, TILE=tile, BITS=method.num_bits,
         )  # fmt: skip
     return out
 
@@ -96,9 +97,12 @@ def encode(
 @triton.jit
 def decode(scales, packed, out, n, BLOCK: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):
     """A tile of numbers."""
+    ROWS: tl.constexpr = TILE // BLOCK
     SIGN: tl.constexpr = 1 << (BITS - 1)
-    start = tl.program_id(0) * TILE
-    at = start + tl.arange(0, TILE)
-    code = (load_packed(packed, start, n - start, BITS, TILE) ^ SIGN) - SIGN
-    scale = tl.load(scales + at // BLOCK, mask=at < n, other=0.0)
-    tl.store(out + at, code.to(tl.float32) * scale, mask=at < n)
+    tile = tl.program_id(0)
+    at = tile * TILE + tl.arange(0, TILE)
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    scale = tl.load(scales + rows, mask=rows * BLOCK < n, other=0.0)
+    code = (load_packed(packed, tile * TILE, n - tile * TILE, BITS, TILE) ^ SIGN) - SIGN
+    values = tl.reshape(code.to(tl.float32), [ROWS, BLOCK]) * scale[:, None]
+    tl.store(out + at, tl.reshape(values, [TILE]), mask=at < n)

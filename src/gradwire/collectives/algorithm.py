@@ -1,0 +1,41 @@
+"""What an algorithm is: how a flat buffer of gradients becomes the ranks' mean."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from gradwire.collectives.codec import Codec
+from gradwire.collectives.layout import Layout
+from gradwire.collectives.ranks import Ranks
+
+Kind = Literal["reduce_scatter", "all_reduce"]
+
+
+class Algorithm(ABC):
+    """One way to reduce; at least two ranks.
+
+    Args:
+        codec: This rank's side of the compression.
+        ranks: Who takes part.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, codec: Codec, ranks: Ranks) -> None:
+        self.codec = codec
+        self.ranks = ranks
+
+    @abstractmethod
+    def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
+        """This rank's row of the mean: float32 [row_numel]; padding is 0."""
+
+    @abstractmethod
+    def all_reduce(self, flat: Tensor, layout: Layout) -> Tensor:
+        """The mean, bit-equal on all ranks: float32 [numel]; padding is 0."""
+
+    @abstractmethod
+    def closed_form(self, layout: Layout, kind: Kind) -> int | None:
+        """Payload in bytes, summed over the ranks, of one call at the present step; None if it depends on the data."""

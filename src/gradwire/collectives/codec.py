@@ -1,0 +1,230 @@
+"""What one rank does to the pieces of a gradient: choose their compressor, encode with error feedback, decode.
+
+Everything that a rank keeps between steps lives here, by parameter and phase: generators, residuals, and the states of
+`rounds`. None of it depends on how a framework groups the parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives.layout import Layout, Piece
+from gradwire.compressors import build
+from gradwire.compressors.base import Compressor
+from gradwire.compressors.exempt import Exempt
+from gradwire.compressors.feedback import Feedback, FeedbackOptions
+from gradwire.compressors.rounds import State
+from gradwire.compressors.schedule import Schedule
+
+Phase = Literal["scatter", "gather"]  # every rank's gradients to the owners; the owners' means to every rank
+Key = tuple[str, Phase, int]  # a parameter, a phase, and where the piece begins in the parameter
+Sizes = list[list[int | None]]  # bytes of each encoding, row by row; None where they depend on the data
+FLOAT32 = build("none")
+
+
+class Unit(NamedTuple):
+    """Pieces of one row that are encoded together: one, or with ``granularity="row"`` all that are compressed."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def name(self) -> str:
+        """The first parameter's."""
+        return self.pieces[0].name
+
+    @property
+    def form(self) -> tuple[int, ...]:
+        """The shape that the compressor sees."""
+        return self.pieces[0].form if len(self.pieces) == 1 else (sum(piece.numel for piece in self.pieces),)
+
+    def take(self, flat: Tensor, shift: int = 0) -> list[Tensor]:
+        """The pieces' parts of a buffer that begins ``shift`` elements into the layout's: views."""
+        return [flat[piece.start - shift : piece.start - shift + piece.numel] for piece in self.pieces]
+
+
+class Codec:
+    """One rank's side of the compression.
+
+    Args:
+        compressor: What encodes a piece.
+        schedule: Which compressor each step uses, where it is not always ``compressor``.
+        exempt: Parameters that travel as float32.
+        dense_steps: In the first so many steps everything does.
+        second: Whether the owners' means travel ``encoded`` again or as ``float32``.
+        feedback: How a compressor's error is kept and added to the next gradient; None: it is lost.
+        granularity: Whether a ``piece`` or a whole ``row`` is encoded at once.
+        seed: Of the generators.
+        rank: This rank.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor,
+        *,
+        schedule: Schedule | None,
+        exempt: Exempt,
+        dense_steps: int,
+        second: str,
+        feedback: FeedbackOptions | None,
+        granularity: str,
+        seed: int,
+        rank: int,
+    ) -> None:
+        self.compressor = compressor
+        self.schedule = schedule
+        self.exempt = exempt
+        self.dense_steps = dense_steps
+        self.second = second
+        self.feedback = feedback
+        self.granularity = granularity
+        self.seed = seed
+        self.rank = rank
+        self.step = 0  # optimizer steps finished
+        self.index_bytes = 0  # of all encodings made so far, each counted once for every rank that it goes to
+        self.flag: Tensor | None = None  # uint8 [1]: this rank met a value that is not finite
+        self.dropped: Tensor | None = None  # int64 [1]: residuals dropped because of that
+        self._generators: dict[tuple[str, Phase], torch.Generator] = {}
+        self._restored: dict[tuple[str, Phase], Tensor] = {}  # states of generators that were not used since
+        self._feedbacks: dict[Key, Feedback] = {}
+        self._residuals: dict[Key, dict[str, Tensor]] = {}  # restored ones that were not used since
+        self._states: dict[str, State] = {}
+
+    @property
+    def current(self) -> Compressor:
+        """The compressor of the present step, where nothing exempts from it."""
+        return self.compressor if self.schedule is None else self.schedule.at(self.step)
+
+    def of(self, piece: Piece, phase: Phase) -> Compressor:
+        """What encodes a piece at the present step."""
+        dense = self.step < self.dense_steps or (phase == "gather" and self.second == "float32")
+        return FLOAT32 if dense or self.exempt.covers(piece.name, piece.shape) else self.current
+
+    def units(self, layout: Layout, phase: Phase) -> list[list[Unit]]:
+        """What is encoded at once, row by row."""
+        if self.granularity == "piece":
+            return [[Unit((piece,)) for piece in row] for row in layout.rows]
+        rows = []
+        for row in layout.rows:
+            together = tuple(piece for piece in row if self.of(piece, phase) is not FLOAT32)
+            alone = [Unit((piece,)) for piece in row if self.of(piece, phase) is FLOAT32]
+            rows.append([*([Unit(together)] if together else []), *alone])
+        return rows
+
+    def sizes(self, units: list[list[Unit]], phase: Phase) -> Sizes:
+        """Bytes of every unit's encoding."""
+        return [[self.of(unit.pieces[0], phase).wire_bytes(unit.form) for unit in row] for row in units]
+
+    def encode(self, parts: list[Tensor], unit: Unit, phase: Phase, copies: int) -> Tensor:
+        """A unit's bytes, for ``copies`` other ranks; a value that is not finite sets the flag."""
+        device = parts[0].device
+        compressor = self.of(unit.pieces[0], phase)
+        keeps = self.feedback is not None and compressor is not FLOAT32
+        feedbacks = [self._feedback(piece, phase, device) for piece in unit.pieces] if keeps else []
+        if keeps:
+            parts = [feedback.compensate(part) for feedback, part in zip(feedbacks, parts, strict=True)]
+        values = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(unit.form)
+        bad = torch.zeros(1, dtype=torch.uint8, device=device)
+        wire = compressor.encode(values, generator=self._generator(unit.name, phase, device), flag=bad)
+        self.index_bytes += copies * compressor.index_bytes(wire, unit.form)
+        self.note(bad)
+        if keeps:
+            sent = compressor.decode(wire, unit.form).view(-1).split([piece.numel for piece in unit.pieces])
+            for feedback, part in zip(feedbacks, sent, strict=True):
+                self._update(feedback, part, bad)
+        return wire
+
+    def decode(self, wire: Tensor, unit: Unit, phase: Phase) -> tuple[Tensor, ...]:
+        """The pieces' values, each a vector."""
+        values = self.of(unit.pieces[0], phase).decode(wire, unit.form).view(-1)
+        return values.split([piece.numel for piece in unit.pieces])
+
+    def compensate(self, piece: Piece, values: Tensor) -> Tensor:
+        """A whole parameter with its residual, for `rounds`."""
+        if self.feedback is None or self.of(piece, "scatter") is FLOAT32:
+            return values
+        return self._feedback(piece, "scatter", values.device).compensate(values)
+
+    def update(self, piece: Piece, sent: Tensor, bad: Tensor) -> None:
+        """What of a compensated parameter was sent in `rounds`."""
+        if self.feedback is not None and self.of(piece, "scatter") is not FLOAT32:
+            self._update(self._feedback(piece, "scatter", sent.device), sent, bad)
+
+    def state(self, name: str, shape: tuple[int, ...]) -> State:
+        """What `rounds` keeps of a parameter; it begins anew where the schedule changes the compressor."""
+        if name not in self._states or self.method_step == 0:
+            self._states[name] = self.current.new_state(shape, self.seed)
+        return self._states[name]
+
+    @property
+    def method_step(self) -> int:
+        """Steps that the present compressor has made."""
+        began = 0 if self.schedule is None else self.schedule.began(self.step)
+        return self.step - max(began, self.dense_steps)
+
+    def note(self, bad: Tensor) -> None:
+        """Remember that a value was not finite."""
+        if self.flag is None:
+            self.flag = torch.zeros_like(bad)
+        self.flag.logical_or_(bad)
+
+    @property
+    def residual_norm(self) -> float | None:
+        """Euclidean norm of this rank's residuals; None without error feedback."""
+        if self.feedback is None:
+            return None
+        squares = [feedback.residual.double().square().sum() for feedback in self._feedbacks.values()]
+        return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+    @property
+    def residual_bytes(self) -> int:
+        """Memory of this rank's residuals."""
+        return sum(feedback.nbytes for feedback in self._feedbacks.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank keeps, as plain data and tensors."""
+        current = {key: generator.get_state() for key, generator in self._generators.items()}
+        residuals = {key: feedback.state_dict() for key, feedback in self._feedbacks.items()}
+        return {
+            "generators": {**self._restored, **current},
+            "residuals": {**self._residuals, **residuals},
+            "states": {name: dict(state) for name, state in self._states.items()},
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what the same rank of an earlier run kept."""
+        self._generators, self._restored = {}, dict(state["generators"])
+        self._feedbacks, self._residuals = {}, dict(state["residuals"])
+        self._states = {name: dict(kept) for name, kept in state["states"].items()}
+
+    def _feedback(self, piece: Piece, phase: Phase, device: torch.device) -> Feedback:
+        key = (piece.name, phase, piece.at)
+        if key not in self._feedbacks:
+            assert self.feedback is not None
+            self._feedbacks[key] = Feedback(self.feedback, piece.numel, device=device)
+            if key in self._residuals:
+                self._feedbacks[key].load_state_dict(self._residuals.pop(key))
+        return self._feedbacks[key]
+
+    def _update(self, feedback: Feedback, sent: Tensor, bad: Tensor) -> None:
+        feedback.update(sent)
+        feedback.drop(where=bad)
+        if self.dropped is None:
+            self.dropped = torch.zeros(1, dtype=torch.int64, device=bad.device)
+        self.dropped += bad
+
+    def _generator(self, name: str, phase: Phase, device: torch.device) -> torch.Generator:
+        """The generator of one parameter and phase on this rank."""
+        key = (name, phase)
+        if key not in self._generators:
+            generator = torch.Generator(device)
+            if key in self._restored:
+                generator.set_state(self._restored.pop(key))
+            else:
+                words = f"{self.seed}/{self.rank}/{phase}/{name}".encode()
+                generator.manual_seed(int.from_bytes(hashlib.sha256(words).digest()[:8], "little"))
+            self._generators[key] = generator
+        return self._generators[key]

@@ -1,0 +1,55 @@
+"""Gather: every rank sends its encodings of the whole buffer to all; each decodes all of them and averages.
+
+One encoding and one collective instead of two, for ``world / 2`` times the bytes: it pays at two ranks, and where a
+model is so small that latency is what costs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import ops
+from gradwire.collectives.algorithm import Algorithm, Kind
+from gradwire.collectives.layout import Layout
+from gradwire.collectives.messages import exchange
+
+
+class Gather(Algorithm):
+    """Meant for all-reduces; of a reduce-scatter every rank throws away all but its row."""
+
+    name = "gather"
+
+    def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
+        """The own row of what all ranks know."""
+        row = self.ranks.rank * layout.row_numel
+        return self.all_reduce(flat, layout)[row : row + layout.row_numel].clone()
+
+    def all_reduce(self, flat: Tensor, layout: Layout) -> Tensor:
+        """Encode everything, gather, decode and average, summed in rank order."""
+        codec, ranks = self.codec, self.ranks
+        rows = codec.units(layout, "scatter")
+        units = [unit for row in rows for unit in row]
+        sizes = [size for row in codec.sizes(rows, "scatter") for size in row]
+        with ranks.meter.span("encode", "codec"):
+            own = [codec.encode(unit.take(flat), unit, "scatter", ranks.world - 1) for unit in units]
+        if None in sizes:
+            incoming = exchange([own] * ranks.world, [sizes] * ranks.world, [sizes] * ranks.world, flat.device, ranks)
+        else:
+            message = torch.cat([torch.empty(0, dtype=torch.uint8, device=flat.device), *own])
+            gathered = ops.all_gather(message, ranks.group, "payload", ranks.meter)
+            incoming = [list(row.split([wire.numel() for wire in own])) for row in gathered]
+        with ranks.meter.span("decode", "codec"):
+            mean = torch.zeros(layout.numel, dtype=torch.float32, device=flat.device)
+            for wires in incoming:
+                for unit, wire in zip(units, wires, strict=True):
+                    for part, value in zip(unit.take(mean), codec.decode(wire, unit, "scatter"), strict=True):
+                        part += value
+            return mean.div_(ranks.world)
+
+    def closed_form(self, layout: Layout, kind: Kind) -> int | None:
+        """Every rank's encodings travel to all others."""
+        sizes = [size for row in self.codec.sizes(self.codec.units(layout, "scatter"), "scatter") for size in row]
+        known = [size for size in sizes if size is not None]
+        world = self.ranks.world
+        return world * (world - 1) * sum(known) if len(known) == len(sizes) else None

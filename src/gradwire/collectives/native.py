@@ -1,0 +1,168 @@
+"""Native: a compressor's `rounds`, driven by collectives that add numbers up, fused over the parameters of a buffer.
+
+All parameters speak in turn; what they ask for in one turn, of one kind and type, travels in one collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives import ops
+from gradwire.collectives.algorithm import Algorithm, Kind
+from gradwire.collectives.layout import Layout, Piece
+from gradwire.compressors.rounds import Ask, Context, Rounds
+
+
+class Talk(NamedTuple):
+    """One parameter's dialogue.
+
+    Args:
+        pieces: Of the parameter, in its own order.
+        rounds: The compressor's generator.
+        bad: Whether this rank's gradient is not finite: uint8 [1].
+    """
+
+    pieces: tuple[Piece, ...]
+    rounds: Rounds
+    bad: Tensor
+
+    def part(self, row: int) -> Piece | None:
+        """The piece that a row owns."""
+        return next((piece for piece in self.pieces if piece.row == row), None)
+
+
+class Native(Algorithm):
+    """For compressors that have `rounds`."""
+
+    name = "native"
+
+    def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
+        """This rank's row; where a compressor asks row by row, only that part is summed here."""
+        row = self.ranks.rank
+        out = torch.zeros(layout.row_numel, dtype=torch.float32, device=flat.device)
+        for talk, mean in self._means(flat, layout, "reduce_scatter"):
+            piece = talk.part(row)
+            if piece is not None:
+                out[layout.run_in_row(piece)] = mean if mean.numel() == piece.numel else mean[piece.source]
+        return out
+
+    def all_reduce(self, flat: Tensor, layout: Layout) -> Tensor:
+        """The whole buffer."""
+        out = torch.zeros(layout.numel, dtype=torch.float32, device=flat.device)
+        for talk, mean in self._means(flat, layout, "all_reduce"):
+            for piece in talk.pieces:
+                out[piece.run] = mean[piece.source]
+        return out
+
+    def closed_form(self, layout: Layout, kind: Kind) -> int | None:
+        """Over all ranks an all-reduce sends its bytes ``2 (world - 1)`` times, a gather ``world (world - 1)`` times.
+
+        A reduce-scatter sends every rank's row, as long as the longest, ``world - 1`` times.
+        """
+        world = self.ranks.world
+        total = 0
+        rows: defaultdict[int, list[int]] = defaultdict(lambda: [0] * world)  # by size of an element
+        for pieces in layout.parameters.values():
+            form, numel = whole_form(pieces[0]), sum(piece.numel for piece in pieces)
+            cost = self.codec.of(pieces[0], "scatter").round_cost(form, self.codec.method_step)
+            total += 2 * (world - 1) * cost.summed + world * (world - 1) * cost.gathered
+            for piece in pieces if numel else ():
+                rows[cost.rows // numel][piece.row] += piece.numel
+        for size, numels in rows.items():
+            total += (2 * sum(numels) if kind == "all_reduce" else world * max(numels)) * (world - 1) * size
+        return total
+
+    def _means(self, flat: Tensor, layout: Layout, kind: Kind) -> list[tuple[Talk, Tensor]]:
+        """Every parameter's mean as a vector: whole, or this rank's part where its compressor asked row by row."""
+        with self.ranks.meter.span("encode", "codec"):
+            talks = [self._talk(flat, pieces) for pieces in layout.parameters.values()]
+            waiting = {i: next(talk.rounds) for i, talk in enumerate(talks)}
+        means: dict[int, Tensor] = {}
+        while waiting:
+            answers = self._answers(talks, waiting, kind)
+            waiting = {}
+            with self.ranks.meter.span("encode", "codec"):
+                for i, answer in answers.items():
+                    try:
+                        waiting[i] = talks[i].rounds.send(answer)
+                    except StopIteration as stop:
+                        mean, sent = stop.value
+                        means[i] = mean.reshape(-1)
+                        self.codec.update(whole(talks[i].pieces), sent.reshape(-1), talks[i].bad)
+        return [(talk, means[i]) for i, talk in enumerate(talks)]
+
+    def _talk(self, flat: Tensor, pieces: tuple[Piece, ...]) -> Talk:
+        """Begin a parameter's dialogue, with its residual added."""
+        codec, piece = self.codec, whole(pieces)
+        compressor = codec.of(piece, "scatter")
+        values = torch.cat([flat[part.run] for part in pieces]).to(torch.float32)
+        values = codec.compensate(piece, values)
+        bad = compressor.unfit(values).to(torch.uint8).view(1)
+        codec.note(bad)
+        form = whole_form(piece)
+        state = codec.state(piece.name, form) if compressor is codec.current else {}
+        context = Context(piece.name, form, codec.step, self.ranks.world, codec.seed)
+        return Talk(pieces, compressor.rounds(values.view(form), state, context), bad)
+
+    def _answers(self, talks: Sequence[Talk], asks: dict[int, Ask], kind: Kind) -> dict[int, Tensor]:
+        """What each asking parameter receives: one collective for all asks of one kind and type."""
+        groups: defaultdict[tuple[str, torch.dtype, bool], list[int]] = defaultdict(list)
+        for i, ask in asks.items():
+            groups[ask.op, ask.tensor.dtype, ask.rows and kind == "reduce_scatter"].append(i)
+        answers: dict[int, Tensor] = {}
+        for (op, _, by_row), members in groups.items():
+            tensors = [asks[i].tensor for i in members]
+            if by_row:
+                received = self._sum_rows([talks[i] for i in members], tensors)
+            elif op == "gather":
+                received = self._gather(tensors)
+            else:
+                received = self._reduce(tensors, op)
+            answers.update(zip(members, received, strict=True))
+        return answers
+
+    def _reduce(self, tensors: Sequence[Tensor], op: str) -> list[Tensor]:
+        """All-reduce some tensors at once."""
+        group, _, _, meter = self.ranks
+        fused = ops.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), op, group, "payload", meter)
+        parts = fused.split([tensor.numel() for tensor in tensors])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def _gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Gather some tensors at once: each [world, ...]."""
+        group, world, _, meter = self.ranks
+        fused = ops.all_gather(torch.cat([tensor.reshape(-1) for tensor in tensors]), group, "payload", meter)
+        parts = fused.split([tensor.numel() for tensor in tensors], dim=1)
+        return [part.reshape(world, *tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+    def _sum_rows(self, talks: Sequence[Talk], tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Reduce-scatter some tensors at once: this rank's part of each, a vector; rows are padded to the longest."""
+        group, world, rank, meter = self.ranks
+        numels = [[piece.numel if (piece := talk.part(row)) else 0 for talk in talks] for row in range(world)]
+        longest = max(map(sum, numels))
+        buffer = torch.zeros((world, longest), dtype=tensors[0].dtype, device=tensors[0].device)
+        for row in range(world):
+            at = 0
+            for talk, tensor in zip(talks, tensors, strict=True):
+                if piece := talk.part(row):
+                    buffer[row, at : at + piece.numel] = tensor.reshape(-1)[piece.source]
+                    at += piece.numel
+        received = ops.reduce_scatter(buffer, group, "payload", meter)
+        return list(received[: sum(numels[rank])].split(numels[rank]))
+
+
+def whole(pieces: tuple[Piece, ...]) -> Piece:
+    """A parameter's pieces as one."""
+    return pieces[0]._replace(numel=sum(piece.numel for piece in pieces), at=0)
+
+
+def whole_form(piece: Piece) -> tuple[int, ...]:
+    """The shape in which `rounds` sees a parameter: a matrix of its first dimension, or a vector."""
+    rows = piece.shape[0] if len(piece.shape) > 1 else None
+    return (math.prod(piece.shape),) if rows is None else (rows, math.prod(piece.shape[1:]))

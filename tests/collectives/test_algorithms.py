@@ -1,0 +1,234 @@
+"""gather, native, error feedback and rows, each against its own protocol in one process; and what `auto` chooses."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from test_reducer import CUTS, SHAPES, buffer, generators_at_start, gradients
+
+from gradwire.collectives import Exempt, Layout, Reducer
+from gradwire.collectives.bytes import raw_all_reduce
+from gradwire.compressors import available, build
+from gradwire.compressors.rounds import Context, lockstep
+from gradwire.compressors.schedule import Schedule
+from gradwire.errors import BadInput
+
+worlds = pytest.mark.parametrize("size", [2, 3, 4])
+every_cut = pytest.mark.parametrize("cut", CUTS)
+
+BIG = [("matrix", (24, 20)), ("bias", (7,)), ("wide", (3, 130)), ("cube", (4, 5, 6)), ("long", (700,))]
+SMALL_OPTIONS = {
+    "gradiveq": {"slice": 8, "components": 2, "window": 2, "refresh": 5},
+    "powersgd": {"rank": 2},
+    "randomk": {"density": 0.1},
+    "sketch": {"width": 0.1, "density": 0.05},
+    "signsgd": {"scale": "none"},
+}
+ROUNDS = [name for name in available() if build(name, **SMALL_OPTIONS.get(name, {})).has_rounds]
+
+
+def big_gradients(rank, step=0):
+    generator = torch.Generator().manual_seed(100 * step + rank + 1)
+    return {name: torch.randn(shape, generator=generator) + 0.01 for name, shape in BIG}
+
+
+def reduced(rank, world, group, shapes, cut, kind, name, options, reducer_options, steps):
+    """The results of a few steps, the bytes of each, and what is left over."""
+    layout = CUTS[cut](shapes, world)
+    reducer = Reducer(build(name, **options), group, **reducer_options)
+    rows = []
+    for step in range(steps):
+        before, expected = reducer.traffic, reducer.closed_form(layout, kind)
+        flat = layout.pack(big_gradients(rank, step) if shapes == BIG else gradients(rank, step))
+        result = getattr(reducer, kind)(flat, layout)
+        assert reducer.finish()
+        rows.append((result, reducer.traffic["sent"] - before["sent"], expected))
+    residuals = {key: feedback.residual for key, feedback in reducer.codec._feedbacks.items()}
+    return rows, residuals, reducer.traffic, reducer.algorithm
+
+
+@worlds
+@every_cut
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("name", ROUNDS)
+def test_native_gives_what_the_rounds_say(world, size, cut, kind, name):
+    """Three steps, the states carried on, against lockstep over a list; the bytes are the closed form's."""
+    options, layout = SMALL_OPTIONS.get(name, {}), CUTS[cut](BIG, size)
+    compressor = build(name, **options)
+    results = world(size).run(reduced, BIG, cut, kind, name, options, {"algorithm": "native", "seed": 5}, 3)
+    states: dict = {}
+    for step in range(3):
+        expected = torch.zeros(layout.numel)
+        for parameter, pieces in layout.parameters.items():
+            shape = pieces[0].shape
+            form = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else shape
+            xs = [big_gradients(rank, step)[parameter].view(form) for rank in range(size)]
+            kept = states.setdefault(parameter, [compressor.new_state(form, 5) for _ in range(size)])
+            means, _, _ = lockstep(compressor, xs, kept, Context(parameter, form, step, size, 5))
+            for piece in pieces:
+                expected[piece.run] = means[0].reshape(-1)[piece.source]
+        rows = [result[0][step][0] for result in results]
+        if kind == "reduce_scatter":
+            found = torch.cat(rows)
+        else:
+            found = rows[0]
+            assert all(torch.equal(row, found) for row in rows), "bit-equal on all ranks"
+        # the collective's order of summation is its own, and a cast's sum is rounded after each summand
+        rounding = {"fp16": 2.0**-11, "bf16": 2.0**-8}.get(name, 2e-5) * (size if size > 2 else 1)
+        torch.testing.assert_close(found, expected, rtol=0, atol=rounding * 2 * float(expected.abs().max()))
+        assert sum(result[0][step][1] for result in results) == results[0][0][step][2], "counted = closed form"
+    assert all(algorithm == "native" for *_, algorithm in results)
+
+
+@worlds
+@pytest.mark.parametrize("name", ["none", "int8", "threshold", "topk+int8"])
+def test_gather_gives_the_mean_of_all_encodings(world, size, name):
+    layout = Layout.dim0(SHAPES, size)
+    compressor = build(name)
+    results = world(size).run(reduced, SHAPES, "dim0", "all_reduce", name, {}, {"algorithm": "gather", "seed": 7}, 1)
+    mean = torch.zeros(layout.numel)
+    for rank in range(size):
+        generators = generators_at_start(size, rank, "scatter", seed=7)
+        flat = buffer(layout, rank)
+        for piece in layout.pieces:
+            wire = compressor.encode(flat[piece.run].view(piece.form), generator=generators[piece.name])
+            mean[piece.run] += compressor.decode(wire, piece.form).view(-1)
+    mean /= size
+    for rows, _, traffic, _ in results:
+        assert torch.equal(rows[0][0], mean)
+        assert traffic["closed_form"] in (None, sum(result[2]["sent"] for result in results))
+        assert 0 <= traffic["index"] <= traffic["sent"]
+        assert (traffic["index"] > 0) == (name in ("threshold", "topk+int8"))
+
+
+@worlds
+@every_cut
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize(
+    ("name", "reducer_options"),
+    [
+        ("int8", {"algorithm": "exchange"}),
+        ("signsgd", {"algorithm": "exchange", "granularity": "row"}),
+        ("topk+int8", {"algorithm": "exchange", "second": "float32"}),
+        ("topk+int8", {"algorithm": "exchange", "exempt": Exempt(max_ndim=1), "dense_steps": 2}),
+        ("int8", {"algorithm": "gather"}),
+        ("powersgd", {}),
+        ("int8", {"algorithm": "native"}),
+    ],
+    ids=str,
+)
+def test_error_feedback_telescopes(world, size, cut, kind, name, reducer_options):
+    """What was delivered is what was exact, less the mean of the workers' residuals and less the owners' own."""
+    layout, steps = CUTS[cut](BIG, size), 5
+    options = {"error_feedback": True, **reducer_options}
+    results = world(size).run(reduced, BIG, cut, kind, name, SMALL_OPTIONS.get(name, {}), options, steps)
+    pieces = {(piece.name, piece.at): piece for piece in layout.pieces}
+    exact = sum(layout.pack(big_gradients(rank, step)).double() for rank in range(size) for step in range(steps)) / size
+    left = torch.zeros(layout.numel, dtype=torch.float64)
+    lost = 0.0
+    for _, residuals, _, _ in results:
+        for (parameter, phase, at), residual in residuals.items():
+            share = size if phase == "scatter" else 1
+            native = results[0][3] == "native"
+            for piece in layout.parameters[parameter] if native else [pieces[parameter, at]]:
+                left[piece.run] += (residual[piece.source] if native else residual).double() / share
+            lost += float(residual.abs().sum())
+    parts = [[row[0] for row in result[0]] for result in results]
+    if kind == "reduce_scatter":
+        delivered = torch.cat([sum(part.double() for part in own) for own in parts])
+    else:
+        delivered = sum(part.double() for part in parts[0])
+    assert (delivered + left - exact).abs().max() < 2e-5 * exact.abs().max() * steps
+    assert lost > 0, "a lossy method leaves something"
+
+
+def poisoned_once(rank, world, group, residual_dtype):
+    layout = Layout.dim0(SHAPES, world)
+    reducer = Reducer(
+        build("int8"), group, algorithm="exchange", error_feedback=True, nonfinite="skip", residual_dtype=residual_dtype
+    )
+    flat = buffer(layout, rank)
+    if rank == 0:
+        flat[0] = math.nan
+    reducer.reduce_scatter(flat, layout)
+    first = reducer.finish()
+    result = reducer.reduce_scatter(buffer(layout, rank, 1), layout)
+    return first, reducer.finish(), result, reducer.traffic["residuals_dropped"]
+
+
+@pytest.mark.parametrize("residual_dtype", ["float32", "bf16", "int8"])
+def test_a_residual_is_dropped_where_the_gradient_was_not_finite(world, residual_dtype):
+    results = world(2).run(poisoned_once, residual_dtype)
+    assert [result[:2] for result in results] == [(False, True)] * 2
+    assert [result[3] for result in results] == [1, 0]
+    assert all(result[2].isfinite().all() for result in results)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "kind", "numel", "expected"),
+    [
+        ("int8", 2, "all_reduce", 10**6, "gather"),
+        ("int8", 3, "all_reduce", 10**6, "exchange"),
+        ("int8", 3, "all_reduce", 10**4, "gather"),
+        ("none", 3, "all_reduce", 10**3, "exchange"),  # a gather would send more than float32's all-reduce
+        ("int8", 2, "reduce_scatter", 10**6, "exchange"),
+        ("powersgd", 3, "all_reduce", 10**6, "native"),
+        ("powersgd", 2, "reduce_scatter", 10**6, "native"),
+        ("bf16", 2, "reduce_scatter", 10**6, "exchange"),
+        ("threshold", 3, "all_reduce", 10, "exchange"),
+    ],
+)
+def test_auto_chooses(world, name, size, kind, numel, expected):
+    assert world(size).run(chosen, name, kind, numel) == [expected] * size
+
+
+def chosen(rank, world, group, name, kind, numel):
+    reducer = Reducer(build(name), group)
+    reducer.prepare(kind, numel)
+    return reducer.algorithm
+
+
+def refused(rank, world, group, name, options, kind):
+    Reducer(build(name), group, **options).prepare(kind, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("topk", {"algorithm": "native"}, "native needs a compressor that collectives can sum, and topk"),
+    ],
+)
+def test_what_does_not_go_together_is_told(world, name, options, message):
+    with pytest.raises(BadInput, match=message):
+        world(2).run(refused, name, options, "reduce_scatter")
+
+
+def scheduled(rank, world, group):
+    schedule = Schedule("powersgd", {"rank": 1}, {"rank": {2: 3}})
+    reducer = Reducer(schedule.at(0), group, schedule=schedule)
+    layout, rows = Layout.dim0(BIG, world), []
+    for step in range(4):
+        before, expected = reducer.traffic["sent"], reducer.closed_form(layout, "all_reduce")
+        reducer.all_reduce(layout.pack(big_gradients(rank, step)), layout)
+        rows.append((reducer.traffic["sent"] - before, expected))
+        reducer.finish()
+    return rows
+
+
+def test_a_schedule_changes_the_compressor_and_its_state(world):
+    results = world(2).run(scheduled)
+    for step, rows in enumerate(zip(*results, strict=True)):
+        assert sum(sent for sent, _ in rows) == rows[0][1]
+        expected = 2 * sum(build("powersgd", rank=1 if step < 2 else 3).round_bytes(form) for form in FORMS)
+        assert rows[0][1] == expected
+
+
+FORMS = [(shape[0], math.prod(shape[1:])) if len(shape) > 1 else shape for _, shape in BIG]
+
+
+def test_float32_natively_costs_what_an_all_reduce_costs(world):
+    results = world(3).run(reduced, BIG, "dim0", "all_reduce", "none", {}, {"algorithm": "native"}, 1)
+    numel = sum(math.prod(shape) for _, shape in BIG)
+    assert results[0][0][0][2] == raw_all_reduce(numel, 3)
