@@ -27,6 +27,7 @@ ALIASES = {"nc": "natural", "thresholdv": "threshold", "1bit": "onebit"}
 HERE = Path(__file__).parent
 
 
+@cache
 def built_in() -> list[str]:
     """Names of the methods that come with gradwire: the files of ``methods/``."""
     return [module.name for module in pkgutil.iter_modules([str(HERE / "methods")])]
