@@ -36,7 +36,10 @@ def test_the_cuda_form_has_the_plain_forms_bytes(name, options, shape):
         plain_head, plain_values = compressor.pick(x, generator(3, DEVICE))
         head, values, bad = module.pick(compressor, x, generator(3, DEVICE))
         assert torch.equal(head, plain_head) and torch.equal(values, plain_values)
-        places, _ = compressor.places(torch.cat([head, values.view(torch.uint8)]), shape)
+        message = torch.cat([head, values.view(torch.uint8)])
+        places, used = module.places(compressor, message, shape)
+        plain_places, plain_used = compressor.places(message, shape)
+        assert torch.equal(places, plain_places) and used == plain_used
         placed = module.place(compressor, values, places, shape)
         assert torch.equal(placed, compressor.place(values, places, shape))
     else:

@@ -1,13 +1,13 @@
 """A keyed pseudo-random permutation of 0..n-1: any part of it costs what that part holds, and a seed says it all.
 
-A Feistel network over the next power of two, of at least 2^8, whose two halves may differ by a bit; what falls outside
-0..n-1 goes through it again until it lies inside ("cycle walking"), less than twice on average beyond n = 128. Compare
+A Feistel network over the next power of two, of at least 2^6, whose two halves may differ by a bit; what falls outside
+0..n-1 goes through it again until it lies inside ("cycle walking"), less than twice on average beyond n = 32. Compare
 Mitchell, Stokes, Frank and Holmes, "Bandwidth-Optimal Random Shuffling for GPUs" (ACM TOPC 2022). Round r changes one
 half by a hash of the other half and word r of the seed's stream (`gradwire.compressors.philox`); the hash is the mixer
 of 32 bits "16-21f0aaad-15-735a2d97-15" found by Wellons' hash prospector.
 
 In a network of random round functions one element's image is uniform, and a pair's differs from a uniform pair's by
-2^-4 to the power of the rounds at most, which is 2^-32 here.
+2^-3 to the power of the rounds at most, which is 2^-24 here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from gradwire.compressors.philox import words
 
 ROUNDS = 8
-LEAST_BITS = 8  # halves of 4 bits: with fewer, 8 rounds would not mix enough
+LEAST_BITS = 6  # halves of 3 bits: with fewer, 8 rounds would not mix enough
 MIX = ((16, 0x21F0AAAD), (15, 0x735A2D97))  # below 2^31, so that a product fits int64
 LAST_SHIFT = 15
 WORD = 0xFFFFFFFF

@@ -60,7 +60,8 @@ def read_rice(lower: np.ndarray, upper: np.ndarray, low: int, n: int, places: np
     """Fill ``places``; how many there are, up to the first that is out of order, or more than there is room for."""
     mask = (1 << low) - 1
     pending, bits, at = 0, 0, 0
-    found, last = 0, -1
+    found = 0
+    last = np.int64(-1)
     for byte in range(upper.size):
         marks = upper[byte]
         bit = 8 * byte
@@ -76,7 +77,7 @@ def read_rice(lower: np.ndarray, upper: np.ndarray, low: int, n: int, places: np
                 if place <= last or place >= n:
                     return found
                 places[found] = place
-                last = int(place)
+                last = place
                 found += 1
                 pending >>= low
                 bits -= low
