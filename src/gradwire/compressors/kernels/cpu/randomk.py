@@ -26,7 +26,7 @@ def pick(method: RandomK, x: Tensor, generator: torch.Generator | None) -> tuple
     seed = draw_seed(generator, x.device, method.name)
     chosen = permuted(int(seed), x.numel(), method.kept(x.numel()))
     bad = largest(x.view(-1).numpy().view(np.uint32)) >= INFINITY
-    return seed.view(torch.uint8), x.view(-1)[chosen], torch.tensor([bool(bad)])
+    return seed.view(torch.uint8), x.view(-1).index_select(0, chosen), torch.tensor([bool(bad)])
 
 
 def places(method: RandomK, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
