@@ -90,7 +90,9 @@ def test_auto_is_the_smallest_of_known_size(form, subset):
 
 
 @pytest.mark.parametrize(
-    ("n", "k"), [(1, 1), (2, 1), (300, 299), (5003, 700), (40_000, 9000), (2**31 - 1, 50), (2**36, 3)], ids=str
+    ("n", "k"),
+    [(1, 1), (2, 1), (300, 299), (5003, 60), (5003, 700), (40_000, 9000), (2**31 - 1, 50), (2**36, 3)],
+    ids=str,
 )
 def test_the_cuda_form_has_the_same_bytes(n, k):
     pytest.importorskip("triton")
@@ -167,6 +169,15 @@ def test_places_out_of_order_or_range_are_refused(form, bad):
     wire = torch.cat([torch.zeros(1, dtype=torch.uint8), torch.tensor(bad, dtype=torch.int32).view(torch.uint8)])
     with pytest.raises(ValueError, match="ascending, distinct and below 100"):
         form.decode(wire, 100, 3, "int32")
+
+
+@every_form
+def test_a_remainder_beyond_the_range_is_refused(form):
+    wire = indices.encode(torch.tensor([299]), 300, "rice")
+    assert wire.tolist() == [3, 43, 0b100]  # 299 is 2 << 7 | 43
+    wire[1] = 44
+    with pytest.raises(ValueError, match="below 300"):
+        form.decode(wire, 300, 1, "rice")
 
 
 @every_form

@@ -16,8 +16,11 @@ from gradwire.errors import BadInput
 
 
 def sent(x: torch.Tensor, **options) -> torch.Tensor:
-    compressor = build("threshold", **options)
-    return compressor.decode(compressor.encode(x), tuple(x.shape))
+    """What arrives, in both forms."""
+    compressor, shape = build("threshold", **options), tuple(x.shape)
+    arrived = compressor.decode(compressor.encode(x), shape)
+    assert torch.equal(compressor.from_wire(compressor.to_wire(x, None), shape), arrived)
+    return arrived
 
 
 def least(x: torch.Tensor, threshold: float, scale: str) -> np.float32:

@@ -26,8 +26,11 @@ def oracle(x: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def sent(x: torch.Tensor, **options) -> torch.Tensor:
-    compressor = build("topk", **options)
-    return compressor.decode(compressor.encode(x), tuple(x.shape))
+    """What arrives, in both forms."""
+    compressor, shape = build("topk", **options), tuple(x.shape)
+    arrived = compressor.decode(compressor.encode(x), shape)
+    assert torch.equal(compressor.from_wire(compressor.to_wire(x, None), shape).view(shape), arrived)
+    return arrived
 
 
 def tie_heavy(n: int, seed: int) -> torch.Tensor:

@@ -59,9 +59,8 @@ def write_rice(places: np.ndarray, low: int, lower: np.ndarray, upper: np.ndarra
 def read_rice(lower: np.ndarray, upper: np.ndarray, low: int, n: int, places: np.ndarray) -> int:
     """Fill ``places``; how many there are, up to the first that is out of order, or more than there is room for."""
     mask = (1 << low) - 1
-    pending, bits, at = 0, 0, 0
+    pending, bits, at = np.int64(0), 0, 0
     found = 0
-    last = np.int64(-1)
     for byte in range(upper.size):
         marks = upper[byte]
         bit = 8 * byte
@@ -74,10 +73,9 @@ def read_rice(lower: np.ndarray, upper: np.ndarray, low: int, n: int, places: np
                     at += 1
                     bits += 8
                 place = (bit - found) << low | (pending & mask)
-                if place <= last or place >= n:
+                if place >= n or (found and place <= places[found - 1]):
                     return found
                 places[found] = place
-                last = place
                 found += 1
                 pending >>= low
                 bits -= low
