@@ -64,8 +64,10 @@ def train_source(wildcards):
 
     Methods are imported by name, so no import leads to them; those of other packages are not ours to watch.
     """
-    modules = [module for name in CELLS[wildcards.compressor].methods for module in sources(name)]
-    return source_digest("gradwire.launch.launch", "gradwire.training.train", *modules)
+    methods = [sources(name) for name in CELLS[wildcards.compressor].methods]
+    return source_digest(
+        "gradwire.launch.launch", "gradwire.training.train", *sum(methods, [])
+    )
 
 
 def priority_of(wildcards):
