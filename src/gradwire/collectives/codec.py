@@ -7,13 +7,14 @@ Everything that a rank keeps between steps lives here, by parameter and phase: g
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives.layout import Layout, Piece
-from gradwire.compressors import build
+from gradwire.collectives.plan import FLOAT32, Plan, Unit
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.exempt import Exempt
 from gradwire.compressors.feedback import Feedback, FeedbackOptions
@@ -22,28 +23,6 @@ from gradwire.compressors.schedule import Schedule
 
 Phase = Literal["scatter", "gather"]  # every rank's gradients to the owners; the owners' means to every rank
 Key = tuple[str, Phase, int]  # a parameter, a phase, and where the piece begins in the parameter
-Sizes = list[list[int | None]]  # bytes of each encoding, row by row; None where they depend on the data
-FLOAT32 = build("none")
-
-
-class Unit(NamedTuple):
-    """Pieces of one row that are encoded together: one, or with ``granularity="row"`` all that are compressed."""
-
-    pieces: tuple[Piece, ...]
-
-    @property
-    def name(self) -> str:
-        """The first parameter's."""
-        return self.pieces[0].name
-
-    @property
-    def form(self) -> tuple[int, ...]:
-        """The shape that the compressor sees."""
-        return self.pieces[0].form if len(self.pieces) == 1 else (sum(piece.numel for piece in self.pieces),)
-
-    def take(self, flat: Tensor, shift: int = 0) -> list[Tensor]:
-        """The pieces' parts of a buffer that begins ``shift`` elements into the layout's: views."""
-        return [flat[piece.start - shift : piece.start - shift + piece.numel] for piece in self.pieces]
 
 
 class Codec:
@@ -87,6 +66,7 @@ class Codec:
         self.index_bytes = 0  # of all encodings made so far, each counted once for every rank that it goes to
         self.flag: Tensor | None = None  # uint8 [1]: this rank met a value that is not finite
         self.dropped: Tensor | None = None  # int64 [1]: residuals dropped because of that
+        self._plans: WeakKeyDictionary[Layout, dict[Phase, Plan]] = WeakKeyDictionary()
         self._generators: dict[tuple[str, Phase], torch.Generator] = {}
         self._restored: dict[tuple[str, Phase], Tensor] = {}  # states of generators that were not used since
         self._feedbacks: dict[Key, Feedback] = {}
@@ -100,28 +80,18 @@ class Codec:
 
     def of(self, piece: Piece, phase: Phase) -> Compressor:
         """What encodes a piece at the present step."""
-        dense = self.step < self.dense_steps or (phase == "gather" and self.second == "float32")
-        return FLOAT32 if dense or self.exempt.covers(piece.name, piece.shape) else self.current
+        return FLOAT32 if self.exempt.covers(piece.name, piece.shape) else self._of_phase(phase)
 
-    def units(self, layout: Layout, phase: Phase) -> list[list[Unit]]:
-        """What is encoded at once, row by row."""
-        if self.granularity == "piece":
-            return [[Unit((piece,)) for piece in row] for row in layout.rows]
-        rows = []
-        for row in layout.rows:
-            together = tuple(piece for piece in row if self.of(piece, phase) is not FLOAT32)
-            alone = [Unit((piece,)) for piece in row if self.of(piece, phase) is FLOAT32]
-            rows.append([*([Unit(together)] if together else []), *alone])
-        return rows
-
-    def sizes(self, units: list[list[Unit]], phase: Phase) -> Sizes:
-        """Bytes of every unit's encoding."""
-        return [[self.of(unit.pieces[0], phase).wire_bytes(unit.form) for unit in row] for row in units]
+    def plan(self, layout: Layout, phase: Phase) -> Plan:
+        """What is encoded at once at the present step."""
+        plans, compressor = self._plans.setdefault(layout, {}), self._of_phase(phase)
+        if phase not in plans or plans[phase].compressor is not compressor:
+            plans[phase] = Plan.of(layout, compressor, self.exempt, self.granularity)
+        return plans[phase]
 
     def encode(self, parts: list[Tensor], unit: Unit, phase: Phase, copies: int) -> Tensor:
         """A unit's bytes, for ``copies`` other ranks; a value that is not finite sets the flag."""
-        device = parts[0].device
-        compressor = self.of(unit.pieces[0], phase)
+        device, compressor = parts[0].device, unit.compressor
         keeps = self.feedback is not None and compressor is not FLOAT32
         feedbacks = [self._feedback(piece, phase, device) for piece in unit.pieces] if keeps else []
         if keeps:
@@ -132,15 +102,14 @@ class Codec:
         self.index_bytes += copies * compressor.index_bytes(wire, unit.form)
         self.note(bad)
         if keeps:
-            sent = compressor.decode(wire, unit.form).view(-1).split([piece.numel for piece in unit.pieces])
-            for feedback, part in zip(feedbacks, sent, strict=True):
+            for feedback, part in zip(feedbacks, self.decode(wire, unit), strict=True):
                 self._update(feedback, part, bad)
         return wire
 
-    def decode(self, wire: Tensor, unit: Unit, phase: Phase) -> tuple[Tensor, ...]:
-        """The pieces' values, each a vector."""
-        values = self.of(unit.pieces[0], phase).decode(wire, unit.form).view(-1)
-        return values.split([piece.numel for piece in unit.pieces])
+    def decode(self, wire: Tensor, unit: Unit) -> tuple[Tensor, ...]:
+        """The values of a unit's runs, each a vector."""
+        values = unit.compressor.decode(wire, unit.form).view(-1)
+        return values.split([run.stop - run.start for run in unit.runs])
 
     def compensate(self, piece: Piece, values: Tensor) -> Tensor:
         """A whole parameter with its residual, for `rounds`."""
@@ -199,6 +168,11 @@ class Codec:
         self._generators, self._restored = {}, dict(state["generators"])
         self._feedbacks, self._residuals = {}, dict(state["residuals"])
         self._states = {name: dict(kept) for name, kept in state["states"].items()}
+
+    def _of_phase(self, phase: Phase) -> Compressor:
+        """What encodes all that is not exempt at the present step; none is always `FLOAT32`, which has no options."""
+        dense = self.step < self.dense_steps or (phase == "gather" and self.second == "float32")
+        return FLOAT32 if dense or self.current.name == FLOAT32.name else self.current
 
     def _feedback(self, piece: Piece, phase: Phase, device: torch.device) -> Feedback:
         key = (piece.name, phase, piece.at)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.algorithm import Algorithm, Kind
-from gradwire.collectives.codec import Phase, Sizes
 from gradwire.collectives.layout import Layout
 from gradwire.collectives.messages import exchange
 from gradwire.collectives.ops import CHUNK
+from gradwire.collectives.plan import Sizes
 
 
 class Exchange(Algorithm):
@@ -23,8 +23,8 @@ class Exchange(Algorithm):
     def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
         """Encode all rows, decode and average the own one."""
         codec, ranks = self.codec, self.ranks
-        units = codec.units(layout, "scatter")
-        sizes = codec.sizes(units, "scatter")
+        plan = codec.plan(layout, "scatter")
+        units, sizes = plan.rows, plan.sizes
         with ranks.meter.span("encode", "codec"):
             outgoing = [
                 [codec.encode(unit.take(flat), unit, "scatter", int(row != ranks.rank)) for unit in of_row]
@@ -35,7 +35,7 @@ class Exchange(Algorithm):
             mean = torch.zeros(layout.row_numel, dtype=torch.float32, device=flat.device)
             for wires in incoming:  # summed in rank order
                 for unit, wire in zip(units[ranks.rank], wires, strict=True):
-                    values = codec.decode(wire, unit, "scatter")
+                    values = codec.decode(wire, unit)
                     for part, value in zip(unit.take(mean, ranks.rank * layout.row_numel), values, strict=True):
                         part += value
             return mean.div_(ranks.world)
@@ -44,8 +44,8 @@ class Exchange(Algorithm):
         """Send the own row of means to all; all rows as decoded, the own one too."""
         codec, ranks = self.codec, self.ranks
         mean = self.reduce_scatter(flat, layout)
-        units = codec.units(layout, "gather")
-        sizes = codec.sizes(units, "gather")
+        plan = codec.plan(layout, "gather")
+        units, sizes = plan.rows, plan.sizes
         with ranks.meter.span("encode", "codec"):
             shift = ranks.rank * layout.row_numel
             own = [codec.encode(unit.take(mean, shift), unit, "gather", ranks.world - 1) for unit in units[ranks.rank]]
@@ -55,7 +55,7 @@ class Exchange(Algorithm):
             full = torch.zeros(layout.numel, dtype=torch.float32, device=mean.device)
             for of_row, wires in zip(units, incoming, strict=True):
                 for unit, wire in zip(of_row, wires, strict=True):
-                    for part, value in zip(unit.take(full), codec.decode(wire, unit, "gather"), strict=True):
+                    for part, value in zip(unit.take(full), codec.decode(wire, unit), strict=True):
                         part.copy_(value)
             return full
 
@@ -65,12 +65,11 @@ class Exchange(Algorithm):
         In a reduce-scatter one rank sends each row to its owner, and there are ``world - 1`` others; in an all-reduce
         an owner sends its row to ``world - 1``.
         """
-        phases: tuple[Phase, ...] = ("scatter", "gather") if kind == "all_reduce" else ("scatter",)
-        sizes = [
-            size for phase in phases for row in self.codec.sizes(self.codec.units(layout, phase), phase) for size in row
-        ]
-        known = [size for size in sizes if size is not None]
-        return (self.ranks.world - 1) * sum(known) if len(known) == len(sizes) else None
+        totals = [self.codec.plan(layout, "scatter").total]
+        if kind == "all_reduce":
+            totals.append(self.codec.plan(layout, "gather").total)
+        known = [total for total in totals if total is not None]
+        return (self.ranks.world - 1) * sum(known) if len(known) == len(totals) else None
 
 
 def bulk(sizes: Sizes) -> bool:

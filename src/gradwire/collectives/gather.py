@@ -28,9 +28,8 @@ class Gather(Algorithm):
     def all_reduce(self, flat: Tensor, layout: Layout) -> Tensor:
         """Encode everything, gather, decode and average, summed in rank order."""
         codec, ranks = self.codec, self.ranks
-        rows = codec.units(layout, "scatter")
-        units = [unit for row in rows for unit in row]
-        sizes = [size for row in codec.sizes(rows, "scatter") for size in row]
+        units = [unit for row in codec.plan(layout, "scatter").rows for unit in row]
+        sizes = [unit.size for unit in units]
         with ranks.meter.span("encode", "codec"):
             own = [codec.encode(unit.take(flat), unit, "scatter", ranks.world - 1) for unit in units]
         if None in sizes:
@@ -43,13 +42,11 @@ class Gather(Algorithm):
             mean = torch.zeros(layout.numel, dtype=torch.float32, device=flat.device)
             for wires in incoming:
                 for unit, wire in zip(units, wires, strict=True):
-                    for part, value in zip(unit.take(mean), codec.decode(wire, unit, "scatter"), strict=True):
+                    for part, value in zip(unit.take(mean), codec.decode(wire, unit), strict=True):
                         part += value
             return mean.div_(ranks.world)
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
         """Every rank's encodings travel to all others."""
-        sizes = [size for row in self.codec.sizes(self.codec.units(layout, "scatter"), "scatter") for size in row]
-        known = [size for size in sizes if size is not None]
-        world = self.ranks.world
-        return world * (world - 1) * sum(known) if len(known) == len(sizes) else None
+        total, world = self.codec.plan(layout, "scatter").total, self.ranks.world
+        return None if total is None else world * (world - 1) * total

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import ops
+from gradwire.collectives.plan import Sizes
 from gradwire.collectives.ranks import Ranks
-
-Sizes = Sequence[Sequence[int | None]]  # for each rank, the bytes of each encoding; None depends on the data
 
 
 def exchange(

@@ -1,0 +1,340 @@
+"""Strategies and the reducer against the frameworks without them; every figure of ``strategies.md``.
+
+``python benchmarks/bench_strategies.py speed``     step times of two ranks, interleaved, as ratios
+``python benchmarks/bench_strategies.py bytes``     counted bytes beside their closed form, compressor by strategy
+``python benchmarks/bench_strategies.py link``      an exchange on a shaped link (needs root: network namespaces and tc)
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from scipy import stats
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from gradwire import parallel
+from gradwire.collectives import Layout, Reducer, ops
+from gradwire.collectives.messages import exchange
+from gradwire.collectives.meter import METER, Meter
+from gradwire.collectives.ranks import Ranks
+from gradwire.compressors import available, build
+from gradwire.models import gpt2
+
+VOCABULARY, LENGTH = 1024, 128  # of the default experiment
+STRATEGIES = ("naive", "bucket", "ddp", "fsdp1", "fsdp2")
+CONTROL = {"algorithm": "exchange"}
+
+
+def spawn(world: int, task: Callable[..., Any], *args: Any) -> Any:
+    """Run ``task(rank, world, *args)`` on so many gloo ranks of one thread each; what rank 0 returns."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.pt"
+        mp.spawn(enter, (world, Path(folder) / "store", answer, task, args), nprocs=world)
+        return torch.load(answer, weights_only=False)
+
+
+def enter(rank: int, world: int, store: Path, answer: Path, task: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    """One rank's life."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    result = task(rank, world, *args)
+    if rank == 0:
+        torch.save(result, answer)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class Trainee:
+    """A small GPT-2 under one strategy, ready to take steps."""
+
+    def __init__(self, strategy: str, reducer: Reducer | None, batch: Tensor) -> None:
+        self.reducer = reducer
+        self.batch = batch
+        self.model = parallel.wrap(gpt2.build("tiny", VOCABULARY, LENGTH, 0).train(), strategy, reducer, device="cpu")
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+
+    def step(self) -> None:
+        """Forward, backward with its reduction, the optimizer."""
+        self.model(input_ids=self.batch, labels=self.batch, use_cache=False).loss.backward()
+        if self.reducer is not None:
+            self.reducer.finish()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Bare:
+    """What a reduction costs by itself: the collectives and sums of its algorithm, on plain buffers."""
+
+    def __init__(self, kind: str, numels: Iterable[int], world: int) -> None:
+        self.kind = kind
+        self.buffers = [torch.randn(world, -(-numel // world)) for numel in numels]
+
+    def native(self) -> None:
+        """What the framework calls."""
+        for buffer in self.buffers:
+            if self.kind == "all_reduce":
+                dist.all_reduce(buffer.div_(dist.get_world_size()))
+            else:
+                dist.reduce_scatter_tensor(buffer[0].clone(), buffer.view(-1))
+
+    def exchanged(self) -> None:
+        """All-to-all, sum and division; for an all-reduce the means to all as well."""
+        for buffer in self.buffers:
+            received = torch.empty_like(buffer)
+            dist.all_to_all_single(received, buffer)
+            mean = received.sum(0).div_(len(buffer))
+            if self.kind == "all_reduce":
+                dist.all_to_all_single(received, mean.expand_as(buffer).contiguous())
+                buffer.copy_(received)
+
+
+def unit_numels(model: nn.Module) -> list[int]:
+    """Elements of what FSDP reduces as one: the blocks, and the rest."""
+    blocks = [sum(p.numel() for p in block.parameters()) for block in model.transformer.h]  # type: ignore[union-attr]
+    return [*blocks, sum(p.numel() for p in model.parameters()) - sum(blocks)]
+
+
+def timed_steps(rank: int, world: int, rounds: int, warmup: int, batch_size: int) -> dict[str, Any]:
+    """Milliseconds of every job in every round: all jobs once a round, in a new order."""
+    generator = torch.Generator().manual_seed(rank)
+    batch = torch.randint(0, VOCABULARY, (batch_size, LENGTH), generator=generator)
+    numels = unit_numels(gpt2.build("tiny", VOCABULARY, LENGTH, 0))
+    jobs: dict[str, Callable[[], None]] = {}
+    trainees: dict[str, Trainee] = {}
+    for strategy in ("bucket", "ddp", "fsdp1", "fsdp2"):
+        trainees[strategy] = Trainee(strategy, None, batch)
+        trainees[f"{strategy} again"] = Trainee(strategy, None, batch)
+        trainees[f"{strategy}, exchange"] = Trainee(strategy, Reducer(build("none"), **CONTROL), batch)
+    for strategy in ("bucket", "ddp"):
+        trainees[f"{strategy}, none"] = Trainee(strategy, Reducer(build("none")), batch)
+    jobs |= {name: trainee.step for name, trainee in trainees.items()}
+    for kind, sizes in (("all_reduce", [sum(numels)]), ("reduce_scatter", numels)):
+        bare = Bare(kind, sizes, world)
+        jobs |= {f"bare {kind}": bare.native, f"bare {kind}, exchanged": bare.exchanged}
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    order = random.Random(0)  # the same on all ranks
+    for turn in range(warmup + rounds):
+        for name in order.sample(list(jobs), len(jobs)):
+            dist.barrier()
+            began = time.perf_counter()
+            jobs[name]()
+            if turn >= warmup:
+                times[name].append(1e3 * (time.perf_counter() - began))
+    slowest = {name: np.array(ops.gather_objects(own)).max(0) for name, own in times.items()}
+    spans = {name: spans_of(trainee) for name, trainee in trainees.items() if trainee.reducer is not None}
+    return {"times": slowest, "spans": spans, "span_us": span_microseconds(), "numel": sum(numels)}
+
+
+def spans_of(trainee: Trainee) -> int:
+    """How often the meter is called in a step."""
+    before = sum(cost.calls for cost in METER.totals.values())
+    trainee.step()
+    return sum(cost.calls for cost in METER.totals.values()) - before
+
+
+def span_microseconds(calls: int = 20_000) -> float:
+    """What one call of the meter takes, its profiler range included."""
+    meter = Meter(Meter())
+    began = time.perf_counter()
+    for _ in range(calls):
+        with meter.span("all_reduce", "payload", 1):
+            pass
+    return 1e6 * (time.perf_counter() - began) / calls
+
+
+class Ratio(NamedTuple):
+    """The median over rounds of one time ÷ another, and its 95 % bootstrap interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def ratio(times: np.ndarray, others: np.ndarray) -> Ratio:
+    """`Ratio` of two jobs, paired by round."""
+    values = times / others
+    interval = stats.bootstrap((values,), np.median, rng=np.random.default_rng(0)).confidence_interval
+    return Ratio(float(np.median(values)), *interval)
+
+
+def speed(args: argparse.Namespace) -> None:
+    """Print the table of step times."""
+    found = spawn(2, timed_steps, args.rounds, args.warmup, args.batch_size)
+    times = found["times"]
+    print(f"tiny, {found['numel']:,} parameters, batch {args.batch_size} x {LENGTH}, W = 2, {args.rounds} rounds\n")
+
+    def row(name: str, base: str, extra: np.ndarray | float = 0.0) -> list[Any]:
+        plain, beyond = ratio(times[name], times[base]), ratio(times[name], times[base] + extra)
+        again = ratio(times[f"{base} again"], times[base])
+        return [name, float(np.median(times[name])), base, plain, beyond, again]
+
+    rows = [row("bucket", "ddp")]
+    for strategy in ("bucket", "ddp", "fsdp1", "fsdp2"):
+        kind = "reduce_scatter" if "fsdp" in strategy else "all_reduce"
+        extra = times[f"bare {kind}, exchanged"] - times[f"bare {kind}"]
+        for name in (f"{strategy}, exchange", f"{strategy}, none"):
+            if name in times:
+                rows.append(row(name, strategy, extra))
+    headers = ["step", "ms", "against", "ratio", "beyond the algorithm", "A/A"]
+    print(tabulate(rows, headers, tablefmt="pipe", floatfmt=".1f"))
+    print()
+    bare = [[name, float(np.median(values))] for name, values in times.items() if name.startswith("bare")]
+    print(tabulate(bare, ["collectives alone", "ms"], tablefmt="pipe", floatfmt=".2f"))
+    print()
+    cost = found["span_us"]
+    meter = [
+        [name, calls, cost, f"{calls * cost / 10 / float(np.median(times[name])):.2f} %"]
+        for name, calls in found["spans"].items()
+    ]
+    print(tabulate(meter, ["step", "calls of the meter", "us each", "of the step"], tablefmt="pipe", floatfmt=".1f"))
+
+
+def counted(rank: int, world: int, methods: list[str], strategies: list[str]) -> list[list[Any]]:
+    """Bytes over all ranks of one step for each method and strategy, and the closed form."""
+    batch = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(rank))
+    rows = []
+    for method in methods:
+        for strategy in strategies:
+            reducer = Reducer(build(method), nonfinite="propagate")
+            Trainee(strategy, reducer, batch).step()
+            traffic = reducer.traffic
+            raw, sent = (sum(ops.gather_objects(traffic[key])) for key in ("raw", "sent"))
+            rows.append([method, strategy, reducer.algorithm, raw, sent, traffic["closed_form"]])
+    return rows
+
+
+def count(args: argparse.Namespace) -> None:
+    """Print the table of bytes."""
+    rows = []
+    for method, strategy, algorithm, raw, sent, closed in spawn(args.world_size, counted, args.methods, STRATEGIES):
+        told = "depends on the data" if closed is None else f"{closed:,}"
+        verdict = "–" if closed is None else "equal" if closed == sent else "NOT EQUAL"
+        share = raw / sent if sent else None
+        rows.append([method, strategy, algorithm, f"{raw:,}", f"{sent:,}", told, verdict, share])
+    headers = ["method", "strategy", "algorithm", "float32", "counted", "closed form", "", "ratio"]
+    right = ("left", "left", "left", "right", "right", "right", "left", "right")
+    print(f"bytes of one step over all ranks, W = {args.world_size}, tiny\n")
+    print(tabulate(rows, headers, tablefmt="pipe", floatfmt=".3f", missingval="–", colalign=right))
+
+
+def exchanged_on_a_link(rank: int, world: int, numel: int, method: str, rounds: int) -> dict[str, Any]:
+    """Seconds of each exchange of an encoded gradient, of gloo's own all-to-all, and of a barrier."""
+    codec = build(method)
+    layout = Layout.cut([("gradient", (numel,))], world)
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+    outgoing = [[codec.encode(gradient[piece.run])] for piece in layout.pieces]
+    sizes = [[codec.wire_bytes((piece.numel,))] for piece in layout.pieces]
+    ranks = Ranks(None, world, rank, Meter())
+    device = torch.device("cpu")
+    message = torch.cat([wires[0] for wires in outgoing])
+    splits = [wires[0].numel() for wires in outgoing]
+    received = torch.empty(world * splits[rank], dtype=torch.uint8)
+    jobs = {
+        "exchange": lambda: exchange(outgoing, sizes, [sizes[rank]] * world, device, ranks, bulk=True),
+        "gloo's all_to_all_single": lambda: dist.all_to_all_single(received, message, [splits[rank]] * world, splits),
+    }
+    times: dict[str, list[float]] = {name: [] for name in jobs}
+    for _ in range(rounds):
+        for name, job in jobs.items():
+            dist.barrier()
+            began = time.perf_counter()
+            job()
+            times[name].append(time.perf_counter() - began)
+    sent = message.numel() - splits[rank]
+    return {"times": {n: np.array(ops.gather_objects(own)).max(0) for n, own in times.items()}, "sent": sent}
+
+
+def link(args: argparse.Namespace) -> None:
+    """Two namespaces joined by a shaped veth pair, a rank in each; print times as multiples of bytes ÷ rate."""
+    names, addresses = ("gradwire-bench-0", "gradwire-bench-1"), ("10.231.0.1", "10.231.0.2")
+    try:
+        for name in names:
+            shell(f"ip netns add {name}")
+        shell(f"ip link add gwb0 netns {names[0]} type veth peer name gwb1 netns {names[1]}")
+        for index, (name, address) in enumerate(zip(names, addresses, strict=True)):
+            shell(f"ip -n {name} addr add {address}/24 dev gwb{index}")
+            shell(f"ip -n {name} link set gwb{index} up")
+            shell(f"ip -n {name} link set lo up")
+            shaping = f"rate {args.rate:g}mbit burst 256kb latency 50ms"
+            shell(f"ip netns exec {name} tc qdisc add dev gwb{index} root tbf {shaping}")
+        command = [sys.executable, __file__, "link-rank", *sys.argv[2:], "--address", addresses[0], "--rank"]
+        ranks = [
+            subprocess.Popen(["ip", "netns", "exec", name, *command, str(index)]) for index, name in enumerate(names)
+        ]
+        if any(rank.wait() for rank in ranks):
+            sys.exit("a rank failed")
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def link_rank(args: argparse.Namespace) -> None:
+    """One rank on the shaped link."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = f"gwb{args.rank}"
+    dist.init_process_group("gloo", init_method=f"tcp://{args.address}:29511", rank=args.rank, world_size=2)
+    rows = []
+    for numel in args.numels:
+        found = exchanged_on_a_link(args.rank, 2, numel, args.method, args.rounds)
+        ideal = 8 * found["sent"] / (args.rate * 1e6)
+        for name, times in found["times"].items():
+            low, middle, high = (float(np.percentile(times, q)) / ideal for q in (0, 50, 100))
+            rows.append([f"{numel:,}", f"{found['sent']:,}", 1e3 * ideal, name, middle, f"{low:.2f} - {high:.2f}"])
+    if args.rank == 0:
+        print(f"{args.method}, {args.rate:g} Mbit/s, W = 2, {args.rounds} rounds\n")
+        headers = ["elements", "bytes each way", "bytes ÷ rate, ms", "what", "median x", "range x"]
+        print(tabulate(rows, headers, tablefmt="pipe", floatfmt=".2f"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def shell(command: str) -> None:
+    """Run a command that has to work."""
+    subprocess.run(command.split(), check=True)
+
+
+def main() -> None:
+    """Parse the arguments and measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    timing = verbs.add_parser("speed")
+    timing.add_argument("--rounds", type=int, default=300)
+    timing.add_argument("--warmup", type=int, default=10)
+    timing.add_argument("--batch_size", type=int, default=8)
+    timing.set_defaults(run=speed)
+    counting = verbs.add_parser("bytes")
+    counting.add_argument("--world_size", type=int, default=2)
+    counting.add_argument("--methods", nargs="+", default=[*available(), "topk+int8", "randomk+qsgd"])
+    counting.set_defaults(run=count)
+    for name, action in (("link", link), ("link-rank", link_rank)):
+        shaped = verbs.add_parser(name)
+        shaped.add_argument("--rate", type=float, default=100, help="Mbit/s")
+        shaped.add_argument("--method", default="int8")
+        shaped.add_argument("--numels", type=int, nargs="+", default=[2**19, 2**22, 2**24])
+        shaped.add_argument("--rounds", type=int, default=11)
+        shaped.add_argument("--rank", type=int)
+        shaped.add_argument("--address")
+        shaped.set_defaults(run=action)
+    args = parser.parse_args()
+    args.run(args)
+
+
+if __name__ == "__main__":
+    main()
