@@ -29,6 +29,7 @@ SCHEMA_VERSION = 1  # of record.json and results.jsonl
 
 Strategy = Literal["naive", "bucket", "ddp", "fsdp1", "fsdp2"]
 Link = Literal["none"]
+ParamCompress = Literal["none", "bf16", "int8"]
 Model = TypeVar("Model", bound=BaseModel)
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # becomes a folder
 
@@ -144,12 +145,14 @@ class Cell(Strict):
         method: The registered method.
         options: The method's own options.
         reduction: The reducer's options, as given (defaults left out).
+        param_compress: How parameters travel to the ranks that compute with them (fsdp2).
     """
 
     label: Name
     method: str
     options: dict[str, Any]
     reduction: Reduction
+    param_compress: ParamCompress = "none"
 
     @classmethod
     def parse(cls, label: str, mapping: Any) -> Cell:
@@ -166,15 +169,17 @@ class Cell(Strict):
         if not isinstance(method, str):
             raise BadInput(f"{where}: `method` must be a name, got {json.dumps(method)}.")
         reduction = {key: given.pop(key) for key in Reduction.model_fields if key in given}
+        others = {key: given.pop(key) for key in OTHERS if key in given}
         try:
             method = "+".join(registry.members(method))
             if given or "+" in method or "schedule" in reduction:  # imports torch, so only where there is a need
-                known = [*registry.options(method), *Reduction.model_fields, "method"]
+                known = [*registry.options(method), *Reduction.model_fields, *OTHERS, "method"]
                 for key in given:
                     if key not in known:
                         raise unknown(f"option of {method}", key, known)
                 registry.build(method, **given)
-            cell = checked(cls, {"label": label, "method": method, "options": given, "reduction": reduction}, "")
+            parts = {"label": label, "method": method, "options": given, "reduction": reduction, **others}
+            cell = checked(cls, parts, "")
             if cell.reduction.schedule:
                 Schedule(method, given, cell.reduction.schedule)
             return cell
@@ -183,9 +188,10 @@ class Cell(Strict):
 
     @property
     def methods(self) -> list[str]:
-        """The compressors that it runs: its method, and what stores its residuals in fewer bits."""
+        """The compressors that it runs: its method, what stores its residuals, what encodes parameters."""
         stored = self.reduction.error_feedback and self.reduction.residual_dtype != "float32"
-        return [self.method, *([self.reduction.residual_dtype] if stored else [])]
+        parameters = [] if self.param_compress == "none" else [self.param_compress]
+        return [self.method, *([self.reduction.residual_dtype] if stored else []), *parameters]
 
     @property
     def hooked(self) -> bool:
@@ -194,7 +200,24 @@ class Cell(Strict):
 
     def flat(self) -> dict[str, Any]:
         """The mapping it was read from, method included: what ``--comm_config_json`` takes."""
-        return {"method": self.method, **self.options, **self.reduction.model_dump(mode="json", exclude_unset=True)}
+        others = self.model_dump(include=set(OTHERS), exclude_defaults=True)
+        reduction = self.reduction.model_dump(mode="json", exclude_unset=True)
+        return {"method": self.method, **self.options, **reduction, **others}
+
+    def check_strategy(self, strategy: str) -> None:
+        """Refuse a strategy that cannot do what the cell asks for.
+
+        Raises:
+            BadInput: If parameters shall be compressed where no rank gathers them, or not through us.
+        """
+        if self.param_compress != "none" and strategy != "fsdp2":
+            raise BadInput(
+                f"compressor cell {self.label!r}: param_compress is {self.param_compress!r}, and only strategy fsdp2 "
+                f"can do that, not {strategy}; leave it out, or leave these runs out of the grid."
+            )
+
+
+OTHERS = ("param_compress",)  # a cell's keys that are neither its method's nor the reducer's; flags of `train` too
 
 
 class Run(NamedTuple):
@@ -359,9 +382,11 @@ def experiment(mapping: Mapping[str, Any]) -> Experiment:
         BadInput: With the first problems found, each with its place in the file.
     """
     made = checked(Experiment, dict(mapping), "configuration")
-    made.cells()
+    cells = made.cells()
     if not made.runs():
         raise BadInput("configuration: the grid is empty, or `exclude` leaves nothing of it.")
+    for run in made.runs():
+        cells[run.compressor].check_strategy(run.strategy)
     return made
 
 

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from gradwire import parallel
 from gradwire.collectives import Reducer, ops
+from gradwire.collectives.meter import METER
 from gradwire.collectives.world import World
 from gradwire.compressors import build as build_compressor
 from gradwire.compressors.schedule import Schedule
@@ -88,8 +89,12 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
     outcome = Outcome(config=model.config, numel=sum(p.numel() for p in model.parameters() if p.requires_grad))
     matrices = {name for name, p in model.named_parameters() if p.ndim >= 2}
 
+    sizes = parallel.unit_sizes(model)
+
     reducer = build_reducer(settings)
-    model = parallel.wrap(model, settings.strategy, reducer, device=world.device)
+    compressed = settings.cell.param_compress != "none"
+    options = {"param_compress": settings.cell.param_compress} if compressed else {}
+    model = parallel.wrap(model, settings.strategy, reducer, device=world.device, **options)
     optimizer = adamw(model, matrices, training)
 
     start = 0
@@ -124,7 +129,16 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
             for step in range(start, training.steps):
                 lr = set_learning_rate(optimizer, training, step)
                 sync.before(step)
+                sent = METER.sent("parameters")
                 row = optimizer_step(model, optimizer, reducer, batches, training, world, clock)
+                row["bytes_parameters"] = METER.sent("parameters") - sent
+                row["bytes_parameters_raw"] = parallel.parameters_unhooked(
+                    settings.strategy,
+                    sizes,
+                    size,
+                    training.grad_accum_steps,
+                    evaluated=step > start and due(training.eval_every, step - 1) and not compressed,
+                )
                 sync.after(step)
                 row |= {"step": step, "rank": rank, "lr": lr}
                 row |= {"warmup": step < training.warmup_steps, "profiled": step in profiled}
