@@ -28,8 +28,8 @@ from gradwire.files import digest, sha256_file
 SCHEMA_VERSION = 1  # of record.json and results.jsonl
 
 Strategy = Literal["naive", "bucket", "ddp", "fsdp1", "fsdp2"]
+CommOptimizer = Literal["gradient", "onebit_adam"]
 Link = Literal["none"]
-ParamCompress = Literal["none", "bf16", "int8"]
 Model = TypeVar("Model", bound=BaseModel)
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # becomes a folder
 
@@ -137,22 +137,71 @@ class Reduction(Strict, strict=True):
     )
 
 
+class Communication(Strict, strict=True):
+    """What of a gradient travels, as a cell says; ``parallel.optimizers`` explains the options."""
+
+    comm_optimizer: CommOptimizer = Field("gradient", description="what travels: gradients, or an optimizer's momenta")
+    variance_floor: float = Field(
+        0.0, ge=0, le=1, description="smallest frozen variance, as a share of its parameter's mean"
+    )
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the strategy averages gradients, so that any optimizer will do."""
+        return self.comm_optimizer == "gradient"
+
+    @property
+    def optimizer(self) -> str:
+        """The record's ``optimizer``."""
+        return "adamw" if self.averages_gradients else self.comm_optimizer
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The optimizer's own options, as given."""
+        return self.model_dump(exclude_unset=True, exclude={"comm_optimizer"})
+
+
+def check_communication(options: Mapping[str, Any], method: str, reduction: Mapping[str, Any]) -> None:
+    """Refuse an optimizer that communicates where the rest of its cell gives it nothing to work with.
+
+    Args:
+        options: Of `Communication`, as given.
+        method: The cell's compressor.
+        reduction: Of `Reduction`, as given.
+
+    Raises:
+        BadInput: If the optimizer is unknown or not named, has no compressor, or has no warm-up.
+    """
+    name = options.get("comm_optimizer", "gradient")
+    if name not in get_args(CommOptimizer):
+        raise unknown("comm_optimizer", str(name), get_args(CommOptimizer))
+    if name == "gradient":
+        raise BadInput(f"{', '.join(options)}: an option of comm_optimizer, which is not given.")
+    if method == "none" and not reduction:
+        raise BadInput(
+            f"comm_optimizer {name} sends its momentum through a compressor: give a method, or algorithm: exchange for "
+            "the control without compression."
+        )
+    if reduction.get("dense_steps", 0) == 0:
+        raise BadInput(f"comm_optimizer {name} freezes its variance after a warm-up: dense_steps must be at least 1.")
+
+
 class Cell(Strict):
-    """One compressor setting: a method, its options, and the reducer's options.
+    """One compressor setting: a method, its options, the reducer's options, and what travels.
 
     Args:
         label: The cell's name: its folder and the record's ``compressor``.
         method: The registered method.
         options: The method's own options.
         reduction: The reducer's options, as given (defaults left out).
-        param_compress: How parameters travel to the ranks that compute with them (fsdp2).
+        communication: What travels, and the options of an optimizer that communicates, likewise.
     """
 
     label: Name
     method: str
     options: dict[str, Any]
     reduction: Reduction
-    param_compress: ParamCompress = "none"
+    communication: Communication
 
     @classmethod
     def parse(cls, label: str, mapping: Any) -> Cell:
@@ -169,17 +218,22 @@ class Cell(Strict):
         if not isinstance(method, str):
             raise BadInput(f"{where}: `method` must be a name, got {json.dumps(method)}.")
         reduction = {key: given.pop(key) for key in Reduction.model_fields if key in given}
-        others = {key: given.pop(key) for key in OTHERS if key in given}
+        communication = {key: given.pop(key) for key in Communication.model_fields if key in given}
         try:
             method = "+".join(registry.members(method))
             if given or "+" in method or "schedule" in reduction:  # imports torch, so only where there is a need
-                known = [*registry.options(method), *Reduction.model_fields, *OTHERS, "method"]
+                known = [*registry.options(method), *Reduction.model_fields, *Communication.model_fields, "method"]
                 for key in given:
                     if key not in known:
                         raise unknown(f"option of {method}", key, known)
                 registry.build(method, **given)
-            parts = {"label": label, "method": method, "options": given, "reduction": reduction, **others}
-            cell = checked(cls, parts, "")
+            if communication.get("comm_optimizer") == "gradient":
+                del communication["comm_optimizer"]
+            if communication:
+                check_communication(communication, method, reduction)
+                reduction = {"error_feedback": True, "algorithm": "exchange", **reduction}
+            parts = {"options": given, "reduction": reduction, "communication": communication}
+            cell = checked(cls, {"label": label, "method": method, **parts}, "")
             if cell.reduction.schedule:
                 Schedule(method, given, cell.reduction.schedule)
             return cell
@@ -188,10 +242,9 @@ class Cell(Strict):
 
     @property
     def methods(self) -> list[str]:
-        """The compressors that it runs: its method, what stores its residuals, what encodes parameters."""
+        """The compressors that it runs: its method, and what stores its residuals in fewer bits."""
         stored = self.reduction.error_feedback and self.reduction.residual_dtype != "float32"
-        parameters = [] if self.param_compress == "none" else [self.param_compress]
-        return [self.method, *([self.reduction.residual_dtype] if stored else []), *parameters]
+        return [self.method, *([self.reduction.residual_dtype] if stored else [])]
 
     @property
     def hooked(self) -> bool:
@@ -200,24 +253,21 @@ class Cell(Strict):
 
     def flat(self) -> dict[str, Any]:
         """The mapping it was read from, method included: what ``--comm_config_json`` takes."""
-        others = self.model_dump(include=set(OTHERS), exclude_defaults=True)
         reduction = self.reduction.model_dump(mode="json", exclude_unset=True)
-        return {"method": self.method, **self.options, **reduction, **others}
+        communication = self.communication.model_dump(mode="json", exclude_unset=True)
+        return {"method": self.method, **self.options, **reduction, **communication}
 
-    def check_strategy(self, strategy: str) -> None:
-        """Refuse a strategy that cannot do what the cell asks for.
+    def check(self, strategy: str) -> None:
+        """Refuse a strategy under which this cell cannot run.
 
         Raises:
-            BadInput: If parameters shall be compressed where no rank gathers them, or not through us.
+            BadInput: If it has an optimizer that communicates, and the strategy shards gradients.
         """
-        if self.param_compress != "none" and strategy != "fsdp2":
+        if not self.communication.averages_gradients and strategy.startswith("fsdp"):
             raise BadInput(
-                f"compressor cell {self.label!r}: param_compress is {self.param_compress!r}, and only strategy fsdp2 "
-                f"can do that, not {strategy}; leave it out, or leave these runs out of the grid."
+                f"compressor cell {self.label!r}: {self.communication.comm_optimizer} needs every rank's whole "
+                f"gradient, and strategy {strategy} shards it; take naive, bucket or ddp."
             )
-
-
-OTHERS = ("param_compress",)  # a cell's keys that are neither its method's nor the reducer's; flags of `train` too
 
 
 class Run(NamedTuple):
@@ -386,7 +436,7 @@ def experiment(mapping: Mapping[str, Any]) -> Experiment:
     if not made.runs():
         raise BadInput("configuration: the grid is empty, or `exclude` leaves nothing of it.")
     for run in made.runs():
-        cells[run.compressor].check_strategy(run.strategy)
+        cells[run.compressor].check(run.strategy)
     return made
 
 

@@ -62,12 +62,16 @@ def cell_json(wildcards):
 def train_source(wildcards):
     """A digest of the source that a cell's training stands on.
 
-    Methods are imported by name, so no import leads to them; those of other packages are not ours to watch.
+    Methods and optimizers are imported by name, so no import leads to them; methods of other packages are not ours to
+    watch.
     """
-    methods = [sources(name) for name in CELLS[wildcards.compressor].methods]
-    return source_digest(
-        "gradwire.launch.launch", "gradwire.training.train", *sum(methods, [])
-    )
+    cell = CELLS[wildcards.compressor]
+    named = [source for name in cell.methods for source in sources(name)]
+    if not cell.communication.averages_gradients:
+        named.append(
+            f"gradwire.parallel.optimizers.{cell.communication.comm_optimizer}"
+        )
+    return source_digest("gradwire.launch.launch", "gradwire.training.train", *named)
 
 
 def priority_of(wildcards):

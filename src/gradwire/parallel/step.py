@@ -16,10 +16,11 @@ def accumulation(model: nn.Module, last: bool) -> AbstractContextManager[object]
     """Context for the forward **and** backward pass of one micro-batch: gradients are reduced in the last one only.
 
     Args:
-        model: What `wrap` returned.
+        model: What `wrap` returned; with ``average=False`` gradients are never reduced.
         last: Whether this is the last micro-batch of the optimizer step.
     """
-    return strategy_of(model).accumulation(model, last)
+    strategy = strategy_of(model)
+    return strategy.accumulation(model, last and strategy.averages)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:

@@ -28,6 +28,9 @@ class Strategy(ABC):
     kind: ClassVar[Kind]
     """The collective that reduces gradients; after a reduce-scatter each rank holds only its part of them."""
 
+    averages: bool = True
+    """Whether gradients are averaged at all; if not, an optimizer communicates (`parallel.optimizers`)."""
+
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group = group
         self.device = device
@@ -74,9 +77,3 @@ def units(model: nn.Module) -> list[nn.Module]:
     """What is sharded as one: the children of the model's first `nn.ModuleList`, its transformer blocks."""
     blocks = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     return list(next(blocks, []))
-
-
-def unit_sizes(model: nn.Module) -> list[int]:
-    """Elements of what is sharded as one: first what is in no block, then each block."""
-    blocks = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units(model)]
-    return [sum(parameter.numel() for parameter in model.parameters()) - sum(blocks), *blocks]

@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from gradwire import parallel
 from gradwire.collectives import Reducer, ops
-from gradwire.collectives.meter import METER
 from gradwire.collectives.world import World
 from gradwire.compressors import build as build_compressor
 from gradwire.compressors.schedule import Schedule
@@ -28,6 +27,7 @@ from gradwire.data.batches import Batch, eval_batches, prefetch, train_batches
 from gradwire.data.shards import Shards
 from gradwire.errors import NonFiniteGradient
 from gradwire.models import gpt2
+from gradwire.parallel import optimizers
 from gradwire.parallel.verify import SyncCheck
 from gradwire.training import checkpoint
 from gradwire.training.evaluate import Quality, evaluate, loss_sum
@@ -89,13 +89,10 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
     outcome = Outcome(config=model.config, numel=sum(p.numel() for p in model.parameters() if p.requires_grad))
     matrices = {name for name, p in model.named_parameters() if p.ndim >= 2}
 
-    sizes = parallel.unit_sizes(model)
-
     reducer = build_reducer(settings)
-    compressed = settings.cell.param_compress != "none"
-    options = {"param_compress": settings.cell.param_compress} if compressed else {}
-    model = parallel.wrap(model, settings.strategy, reducer, device=world.device, **options)
-    optimizer = adamw(model, matrices, training)
+    averages = settings.cell.communication.averages_gradients
+    model = parallel.wrap(model, settings.strategy, reducer, device=world.device, average=averages)
+    optimizer = build_optimizer(settings, model, matrices, reducer)
 
     start = 0
     newest = checkpoint.newest(settings.output_dir) if settings.resume else None
@@ -129,16 +126,7 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
             for step in range(start, training.steps):
                 lr = set_learning_rate(optimizer, training, step)
                 sync.before(step)
-                sent = METER.sent("parameters")
                 row = optimizer_step(model, optimizer, reducer, batches, training, world, clock)
-                row["bytes_parameters"] = METER.sent("parameters") - sent
-                row["bytes_parameters_raw"] = parallel.parameters_unhooked(
-                    settings.strategy,
-                    sizes,
-                    size,
-                    training.grad_accum_steps,
-                    evaluated=step > start and due(training.eval_every, step - 1) and not compressed,
-                )
                 sync.after(step)
                 row |= {"step": step, "rank": rank, "lr": lr}
                 row |= {"warmup": step < training.warmup_steps, "profiled": step in profiled}
@@ -210,8 +198,11 @@ def optimizer_step(
             clock.lap("backward_ms")
         total += loss.detach()
 
-    reduced = reducer.finish() if reducer is not None else True
-    grad_norm = parallel.clip_grad_norm(model, training.clip_grad_norm)
+    if isinstance(optimizer, optimizers.Communicating):
+        grad_norm, reduced = optimizer.exchange(training.clip_grad_norm)
+    else:
+        reduced = reducer.finish() if reducer is not None else True
+        grad_norm = parallel.clip_grad_norm(model, training.clip_grad_norm)
     if reduced:
         check_finite(grad_norm, "the gradient's norm")
         optimizer.step()
@@ -287,14 +278,24 @@ def build_reducer(settings: Settings) -> Reducer | None:
     return Reducer(compressor, seed=settings.seed, **options)
 
 
-def adamw(model: nn.Module, matrices: set[str], training: Training) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only, as GPT-2 is trained; ``matrices`` are names before wrapping."""
+def build_optimizer(
+    settings: Settings, model: nn.Module, matrices: set[str], reducer: Reducer | None
+) -> torch.optim.Optimizer:
+    """AdamW, or the cell's optimizer that communicates.
+
+    Weight decay is on matrices only, as GPT-2 is trained; ``matrices`` are names before wrapping.
+    """
+    training, communication = settings.training, settings.cell.communication
     named = list(parallel.named_parameters(model))
     groups = [
         {"params": [p for name, p in named if name in matrices], "weight_decay": training.weight_decay},
         {"params": [p for name, p in named if name not in matrices], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=training.lr, betas=(0.9, 0.95))
+    adam: dict[str, Any] = {"lr": training.lr, "betas": (0.9, 0.95)}
+    if communication.averages_gradients:
+        return torch.optim.AdamW(groups, **adam)
+    assert reducer is not None  # a cell with such an optimizer is hooked
+    return optimizers.build(communication.comm_optimizer, model, groups, reducer, **adam, **communication.options)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, training: Training, step: int) -> float:

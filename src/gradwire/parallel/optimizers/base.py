@@ -1,0 +1,158 @@
+"""What optimizers that communicate share: an AdamW whose gradients stay on their ranks until it averages something.
+
+While it warms up it averages gradients as float32 and takes exactly AdamW's step. Afterwards the variance is frozen, so
+that the step is linear in the momentum, and the ranks average momenta, through the reducer's compressor.
+
+Choices that the papers leave open:
+
+- Weight decay is decoupled from the momentum, as in AdamW, in every phase; each group has its own learning rate.
+- The momentum's bias correction goes on; the variance is corrected for as many steps as have entered it.
+- A frozen variance of almost nothing would turn any later gradient into a huge step, and 1-bit codes cannot say zero:
+  rows of an embedding that the warm-up never met are such a case (DeepSpeed has its users mask them by hand). So a
+  frozen element counts as at least ``variance_floor`` times the mean of its parameter's variance.
+- Nobody knows the mean gradient's norm before it was sent. While the ranks average gradients it is clipped to
+  ``max_norm``; afterwards all ranks scale their own gradients by one factor, from the root mean square of their norms.
+  The mean's norm is never larger than that.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from gradwire.collectives import Layout, Reducer, ops
+from gradwire.errors import BadInput, RunFault
+from gradwire.parallel.optimizers import Communicating
+from gradwire.parallel.state import named_parameters
+from gradwire.parallel.step import clip_grad_norm
+
+
+class CommunicatingAdam(AdamW, Communicating):
+    """Adam that averages itself: `exchange` communicates, `step` then changes the parameters.
+
+    Every rank's gradients must be its own (``wrap(..., average=False)``), and every trained parameter must have one.
+    The first ``dense_steps`` of the reducer are the warm-up.
+
+    Args:
+        model: What `parallel.wrap` returned; parameters that need no gradient are left alone.
+        groups: Parameter groups, as AdamW takes them.
+        reducer: Averages over the ranks; it is this optimizer's alone.
+        variance_floor: Smallest frozen variance, as a share of the mean over its parameter.
+        adamw: AdamW's other options: ``lr``, ``betas``, ``eps``, ``weight_decay``.
+
+    Raises:
+        BadInput: If there is no warm-up, or the floor is negative.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Iterable[dict[str, Any]],
+        reducer: Reducer,
+        *,
+        variance_floor: float = 0.0,
+        **adamw: Any,
+    ) -> None:
+        if reducer.codec.dense_steps < 1:
+            raise BadInput(
+                f"{type(self).__name__} freezes the variance that its first steps have gathered: dense_steps, the "
+                "number of these steps, must be at least 1."
+            )
+        if not 0 <= variance_floor <= 1:
+            raise BadInput(f"variance_floor is {variance_floor}: it is a share of the mean, from 0 to 1.")
+        super().__init__(groups, **adamw)
+        self.model = model
+        self.reducer = reducer
+        self.variance_floor = variance_floor
+        self.trained = {name: p for name, p in named_parameters(model) if p.requires_grad}
+        self.group_of = {p: group for group in self.param_groups for p in group["params"]}
+        self.layout = Layout.dim0([(name, tuple(p.shape)) for name, p in self.trained.items()], reducer.world)
+        self.delivered: dict[str, Tensor] | None = None  # averaged momenta, from `exchange` to `step`
+        for p in self.trained.values():  # all of it now: a checkpoint is loaded into what is there
+            self.state[p] = {key: torch.zeros((), dtype=torch.float32) for key in ("step", "variance_steps")}
+            self.state[p] |= {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
+        if reducer.world > 1:
+            reducer.prepare("all_reduce", sum(p.numel() for p in self.trained.values()))
+
+    def exchange(self, max_norm: float) -> tuple[float, bool]:
+        """See `Communicating`; once the variance is frozen the norm is the root mean square of the ranks' norms."""
+        gradients = self._gradients()
+        if self.averages_gradients:
+            self.delivered = None
+            for name, mean in self.average(gradients).items():
+                gradients[name].copy_(mean)
+            finite = self.reducer.finish()
+            return clip_grad_norm(self.model, max_norm), finite
+        norm = self._norm_of_ranks(gradients)
+        scale = max_norm / norm if max_norm < norm < float("inf") else 1.0
+        self.exchange_momenta({name: gradient * scale for name, gradient in gradients.items()})
+        return norm, self.reducer.finish()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Change the parameters by what `exchange` has averaged; it sends nothing."""
+        if self.delivered is None:
+            super().step()
+            for p in self.trained.values():
+                self.state[p]["variance_steps"] += 1
+        else:
+            self.apply(self.delivered)
+            self.delivered = None
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the present step is AdamW's own."""
+        return self.reducer.step < self.reducer.codec.dense_steps
+
+    @abstractmethod
+    def exchange_momenta(self, gradients: dict[str, Tensor]) -> None:
+        """Set `delivered`; nothing else may change, because the step may yet be skipped."""
+
+    @abstractmethod
+    def apply(self, delivered: Mapping[str, Tensor]) -> None:
+        """Take the step."""
+
+    def average(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The mean over the ranks of a tensor for every trained parameter, by name, in float32."""
+        means = {name: torch.empty(p.shape, device=p.device) for name, p in self.trained.items()}
+        self.layout.unpack(self.reducer.all_reduce(self.layout.pack(tensors), self.layout), means)
+        return means
+
+    def momentum(self, p: nn.Parameter, gradient: Tensor) -> Tensor:
+        """A parameter's momentum after a gradient, as AdamW computes it; a new tensor."""
+        return torch.lerp(self.state[p]["exp_avg"], gradient, 1 - self.group_of[p]["betas"][0])
+
+    def rate(self, p: nn.Parameter) -> float:
+        """The learning rate of the step after those made, corrected for the momentum's start from zero."""
+        group = self.group_of[p]
+        made = int(self.state[p]["step"])
+        return float(group["lr"] / (1 - group["betas"][0] ** (made + 1)))
+
+    def denominator(self, p: nn.Parameter) -> Tensor:
+        """What the momentum is divided by once the variance is frozen."""
+        group, state = self.group_of[p], self.state[p]
+        variance = state["exp_avg_sq"] / (1 - group["betas"][1] ** int(state["variance_steps"]))
+        variance.clamp_min_(self.variance_floor * variance.mean())
+        return variance.sqrt_().add_(group["eps"])
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Every trained parameter's gradient on this rank."""
+        missing = [name for name, p in self.trained.items() if p.grad is None]
+        if missing:
+            raise RunFault(
+                f"{len(missing)} of {len(self.trained)} parameters got no gradient: {', '.join(missing[:5])}"
+                f"{', ...' if len(missing) > 5 else ''}. Use them in the loss, or freeze them before `wrap`."
+            )
+        return {name: p.grad for name, p in self.trained.items() if p.grad is not None}
+
+    def _norm_of_ranks(self, gradients: Mapping[str, Tensor]) -> float:
+        """Root mean square over the ranks of the norm of all of a rank's gradients."""
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients.values()]
+        square = torch.stack(norms).double().square().sum()
+        ops.all_reduce(square, "sum", self.reducer.group)
+        return (square / self.reducer.world).sqrt().item()
