@@ -154,3 +154,24 @@ def test_a_bad_experiment_is_told_in_one_message(change, words):
 
 def test_yaml_and_schema_agree_on_the_defaults():
     assert experiment(yaml.safe_load(yaml.safe_dump(SMALL))) == Experiment.model_validate(SMALL)
+
+
+def test_a_cell_says_how_parameters_travel():
+    cell = Cell.parse("small", {"method": "topk", "density": 0.1, "param_compress": "int8"})
+    assert cell.param_compress == "int8" and cell.methods == ["topk", "int8"] and cell.hooked
+    assert Cell.parse("small", cell.flat()) == cell
+    assert not Cell.parse("none", {"param_compress": "bf16"}).hooked
+    assert "param_compress" not in Cell.parse("none", {}).flat()
+    with pytest.raises(BadInput, match=r"unknown option of int8 'param_compres'\. Did you mean 'param_compress'"):
+        Cell.parse("int8", {"param_compres": "int8"})
+    with pytest.raises(BadInput, match=r"param_compress: Input should be 'none', 'bf16' or 'int8', got \"int4\""):
+        Cell.parse("int8", {"param_compress": "int4"})
+
+
+def test_parameters_travel_compressed_under_fsdp2_only():
+    wide = {**SMALL, "compressors": {"small": {"method": "none", "param_compress": "int8"}}}
+    assert experiment({**wide, "grid": {"strategies": ["fsdp2"]}}).runs()
+    with pytest.raises(BadInput, match=r"cell 'small': param_compress is 'int8', and only strategy fsdp2 .* not ddp"):
+        experiment({**wide, "grid": {"strategies": ["fsdp2", "ddp"]}})
+    without = {"strategies": ["ddp"], "reason": "replicas gather nothing"}
+    assert experiment({**wide, "grid": {"strategies": ["fsdp2", "ddp"]}, "exclude": [without]}).runs()

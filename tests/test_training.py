@@ -17,6 +17,7 @@ from gradwire.collectives.world import World
 from gradwire.config import Strategy, Training
 from gradwire.data.shards import Shards
 from gradwire.data.tokenization import tokenize
+from gradwire.models import gpt2
 from gradwire.training import loop as training_loop
 from gradwire.training import results, train
 from gradwire.training import settings as run_settings
@@ -89,6 +90,45 @@ def test_the_loss_curve_depends_on_the_global_batch_not_on_how_ranks_and_micro_b
         assert {row["tokens"] for row in two[0][0]} != {row["tokens"] for row in two[1][0]}, "ranks have own samples"
     assert losses(accumulated) == pytest.approx(losses(one), rel=2e-5)
     assert norms(accumulated) == pytest.approx(norms(one), rel=1e-3)
+
+
+def test_parameters_travel_compressed_and_are_counted(world, shards, tmp_path):
+    def trained(name: str, *more: str, strategy: str = "fsdp2", grad_accum_steps: int = 2) -> dict:
+        given = {"strategy": strategy, "grad_accum_steps": grad_accum_steps}
+        return world(2).run(run, words(shards, tmp_path / name, *more, **given))[0][1]
+
+    model = gpt2.build("tiny", 300, 24, seed=0)
+    blocks = sum(p.numel() for p in model.transformer.h.parameters())
+    root = sum(p.numel() for p in model.parameters()) - blocks
+    raw = 4 * 6 * 2 * (root + 2 * blocks)  # six steps of two micro-batches; W = 2: each rank sends a half to the other
+
+    plain = trained("plain")
+    assert plain["bytes_parameters_raw_total"] == raw - 4 * root, "the step after the evaluation finds it gathered"
+    assert plain["bytes_parameters_total"] == plain["bytes_parameters_raw_total"]
+    fsdp1 = trained("fsdp1", strategy="fsdp1")
+    assert fsdp1["bytes_parameters_raw_total"] == fsdp1["bytes_parameters_total"] == raw - 4 * root
+    replicas = trained("ddp", strategy="ddp")
+    assert replicas["bytes_parameters_raw_total"] is replicas["bytes_parameters_total"] is None
+
+    bf16 = trained("bf16", "--param_compress", "bf16")
+    assert (bf16["bytes_parameters_raw_total"], bf16["bytes_parameters_total"]) == (raw, raw // 2)
+    assert bf16["bytes_source"] == "closed_form", "of the gradients, which the framework reduced itself"
+    cell = json.dumps({"param_compress": "int8", "error_feedback": True})
+    int8 = trained("int8", "--comm_compress", "int8", "--comm_config_json", cell)
+    assert int8["bytes_parameters_raw_total"] == raw
+    assert raw / 4 < int8["bytes_parameters_total"] < raw / 3.8
+    assert int8["compress_config"]["param_compress"] == "int8"
+    for record in (bf16, int8):
+        assert record["val_loss"] != plain["val_loss"] == pytest.approx(record["val_loss"], rel=0.01)
+
+
+def test_a_strategy_that_cannot_compress_parameters_is_refused(shards, tmp_path, capsys):
+    alone = {"world_size": 1, "rank": 0, "master_port": 1}
+    assert cli.run(["train", *words(shards, tmp_path, "--param_compress", "int8", strategy="ddp", **alone)]) == 2
+    assert "only strategy fsdp2 can do that, not ddp" in capsys.readouterr().err
+    both = ("--param_compress", "int8", "--comm_config_json", '{"param_compress": "bf16"}')
+    assert cli.run(["train", *words(shards, tmp_path, *both, strategy="fsdp2", **alone)]) == 2
+    assert "--param_compress is int8, and --comm_config_json has 'bf16'" in capsys.readouterr().err
 
 
 def test_a_global_batch_is_shared_out_evenly_or_not_at_all(shards, tmp_path, capsys):

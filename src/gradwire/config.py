@@ -30,6 +30,7 @@ SCHEMA_VERSION = 1  # of record.json and results.jsonl
 Strategy = Literal["naive", "bucket", "ddp", "fsdp1", "fsdp2"]
 CommOptimizer = Literal["gradient", "onebit_adam"]
 Link = Literal["none"]
+ParamCompress = Literal["none", "bf16", "int8"]
 Model = TypeVar("Model", bound=BaseModel)
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # becomes a folder
 
@@ -194,6 +195,7 @@ class Cell(Strict):
         method: The registered method.
         options: The method's own options.
         reduction: The reducer's options, as given (defaults left out).
+        param_compress: How parameters travel to the ranks that compute with them (fsdp2).
         communication: What travels, and the options of an optimizer that communicates, likewise.
     """
 
@@ -202,6 +204,7 @@ class Cell(Strict):
     options: dict[str, Any]
     reduction: Reduction
     communication: Communication
+    param_compress: ParamCompress = "none"
 
     @classmethod
     def parse(cls, label: str, mapping: Any) -> Cell:
@@ -219,10 +222,12 @@ class Cell(Strict):
             raise BadInput(f"{where}: `method` must be a name, got {json.dumps(method)}.")
         reduction = {key: given.pop(key) for key in Reduction.model_fields if key in given}
         communication = {key: given.pop(key) for key in Communication.model_fields if key in given}
+        others = {key: given.pop(key) for key in OTHERS if key in given}
         try:
             method = "+".join(registry.members(method))
             if given or "+" in method or "schedule" in reduction:  # imports torch, so only where there is a need
-                known = [*registry.options(method), *Reduction.model_fields, *Communication.model_fields, "method"]
+                cells = [*Reduction.model_fields, *Communication.model_fields, *OTHERS, "method"]
+                known = [*registry.options(method), *cells]
                 for key in given:
                     if key not in known:
                         raise unknown(f"option of {method}", key, known)
@@ -232,7 +237,7 @@ class Cell(Strict):
             if communication:
                 check_communication(communication, method, reduction)
                 reduction = {"error_feedback": True, "algorithm": "exchange", **reduction}
-            parts = {"options": given, "reduction": reduction, "communication": communication}
+            parts = {"options": given, "reduction": reduction, "communication": communication, **others}
             cell = checked(cls, {"label": label, "method": method, **parts}, "")
             if cell.reduction.schedule:
                 Schedule(method, given, cell.reduction.schedule)
@@ -242,9 +247,10 @@ class Cell(Strict):
 
     @property
     def methods(self) -> list[str]:
-        """The compressors that it runs: its method, and what stores its residuals in fewer bits."""
+        """The compressors that it runs: its method, what stores its residuals, what encodes parameters."""
         stored = self.reduction.error_feedback and self.reduction.residual_dtype != "float32"
-        return [self.method, *([self.reduction.residual_dtype] if stored else [])]
+        parameters = [] if self.param_compress == "none" else [self.param_compress]
+        return [self.method, *([self.reduction.residual_dtype] if stored else []), *parameters]
 
     @property
     def hooked(self) -> bool:
@@ -255,19 +261,30 @@ class Cell(Strict):
         """The mapping it was read from, method included: what ``--comm_config_json`` takes."""
         reduction = self.reduction.model_dump(mode="json", exclude_unset=True)
         communication = self.communication.model_dump(mode="json", exclude_unset=True)
-        return {"method": self.method, **self.options, **reduction, **communication}
+        others = self.model_dump(include=set(OTHERS), exclude_defaults=True)
+        return {"method": self.method, **self.options, **reduction, **communication, **others}
 
-    def check(self, strategy: str) -> None:
-        """Refuse a strategy under which this cell cannot run.
+    def check_strategy(self, strategy: str) -> None:
+        """Refuse a strategy that cannot do what the cell asks for.
 
         Raises:
-            BadInput: If it has an optimizer that communicates, and the strategy shards gradients.
+            BadInput: If parameters shall be compressed where no rank gathers them, or not through us; if an optimizer
+                communicates, and the strategy shards gradients.
         """
-        if not self.communication.averages_gradients and strategy.startswith("fsdp"):
+        if self.param_compress != "none" and strategy != "fsdp2":
             raise BadInput(
-                f"compressor cell {self.label!r}: {self.communication.comm_optimizer} needs every rank's whole "
-                f"gradient, and strategy {strategy} shards it; take naive, bucket or ddp."
+                f"compressor cell {self.label!r}: param_compress is {self.param_compress!r}, and only strategy fsdp2 "
+                f"can do that, not {strategy}; leave it out, or leave these runs out of the grid."
             )
+        if not self.communication.averages_gradients and strategy in ("fsdp1", "fsdp2"):
+            raise BadInput(
+                f"compressor cell {self.label!r}: comm_optimizer {self.communication.comm_optimizer} needs each rank's "
+                f"whole gradient, and strategy {strategy} shards it; take naive, bucket or ddp."
+            )
+
+
+OTHERS = ("param_compress",)  # a cell's keys that are neither its method's, nor the reducer's, nor an optimizer's
+FLAGS = ("comm_optimizer", *OTHERS)  # a cell's keys that are flags of `train` too
 
 
 class Run(NamedTuple):
@@ -436,7 +453,7 @@ def experiment(mapping: Mapping[str, Any]) -> Experiment:
     if not made.runs():
         raise BadInput("configuration: the grid is empty, or `exclude` leaves nothing of it.")
     for run in made.runs():
-        cells[run.compressor].check(run.strategy)
+        cells[run.compressor].check_strategy(run.strategy)
     return made
 
 

@@ -117,6 +117,7 @@ def whole_gradients(model):
         return {name.replace("_fsdp_wrapped_module.", ""): gradient for name, gradient in found.items()}
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     grads = {name: parameter.grad for name, parameter in inner.named_parameters()}
+    grads = {name: gradient for name, gradient in grads.items() if gradient is not None}
     return {name: g.full_tensor() if isinstance(g, DTensor) else g.clone() for name, g in grads.items()}
 
 

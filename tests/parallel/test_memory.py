@@ -8,8 +8,7 @@ from test_frameworks import STRATEGIES
 
 from gradwire.errors import BadInput
 from gradwire.models import gpt2
-from gradwire.parallel import memory, wrap
-from gradwire.parallel.strategy import units
+from gradwire.parallel import memory, unit_sizes, wrap
 
 VOCABULARY, LENGTH = 320, 24
 
@@ -20,11 +19,6 @@ def tiny():
 
 def ids(batch):
     return torch.randint(0, VOCABULARY, (batch, LENGTH), generator=torch.Generator().manual_seed(0))
-
-
-def unit_sizes(model):
-    blocks = [sum(p.numel() for p in unit.parameters()) for unit in units(model)]
-    return [sum(p.numel() for p in model.parameters()) - sum(blocks), *blocks]
 
 
 def held(rank, world, group):

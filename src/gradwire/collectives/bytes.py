@@ -19,6 +19,11 @@ def raw_reduce_scatter(numel: int, world: int) -> int:
     return (world - 1) * FLOAT32 * numel
 
 
+def raw_all_gather(numel: int, world: int) -> int:
+    """Bytes over all ranks of a float32 all-gather to ``numel`` elements: every part goes to all other ranks."""
+    return raw_reduce_scatter(numel, world)
+
+
 def raw_all_reduce(numel: int, world: int) -> int:
     """Bytes over all ranks of a float32 all-reduce of ``numel`` elements."""
     return 2 * raw_reduce_scatter(numel, world)

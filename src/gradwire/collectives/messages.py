@@ -21,6 +21,7 @@ def exchange(
     sizes_in: Sizes,
     device: torch.device,
     ranks: Ranks,
+    purpose: str = "payload",
     *,
     bulk: bool = False,
 ) -> list[list[Tensor]]:
@@ -33,7 +34,8 @@ def exchange(
         sizes_out: What the receivers know about the sizes of ``outgoing``.
         sizes_in: What this rank knows about the sizes of what it gets.
         device: Device of all of them.
-        ranks: Who takes part; the bytes count as ``payload``.
+        ranks: Who takes part.
+        purpose: What the bytes count as.
         bulk: See `ops.all_to_all`.
 
     Returns:
@@ -41,12 +43,12 @@ def exchange(
     """
     lengths_out = [[wire.numel() for wire in wires] for wires in outgoing]
     if any(size is None for sizes in (*sizes_out, *sizes_in) for size in sizes):
-        lengths_in = swap_sizes(lengths_out, sizes_out, sizes_in, device, ranks)
+        lengths_in = swap_sizes(lengths_out, sizes_out, sizes_in, device, ranks, purpose)
     else:
         lengths_in = [[size for size in sizes if size is not None] for sizes in sizes_in]
     message = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *(w for wires in outgoing for w in wires)])
     totals_out, totals_in = ([sum(row) for row in lengths] for lengths in (lengths_out, lengths_in))
-    received = ops.all_to_all(message, totals_out, totals_in, ranks.group, "payload", ranks.meter, bulk=bulk)
+    received = ops.all_to_all(message, totals_out, totals_in, ranks.group, purpose, ranks.meter, bulk=bulk)
     parts = iter(received.split([length for row in lengths_in for length in row]))
     return [[next(parts) for _ in row] for row in lengths_in]
 
@@ -57,6 +59,7 @@ def swap_sizes(
     sizes_in: Sizes,
     device: torch.device,
     ranks: Ranks,
+    purpose: str,
 ) -> list[list[int]]:
     """Send the lengths that ``sizes_out`` leaves open (int64 each) and fill in those that ``sizes_in`` leaves open."""
     unknown_out = [
@@ -69,7 +72,7 @@ def swap_sizes(
         [8 * len(row) for row in unknown_out],
         [8 * sum(size is None for size in row) for row in sizes_in],
         ranks.group,
-        "payload",
+        purpose,
         ranks.meter,
     )
     lengths = iter(received.view(torch.int64).tolist())

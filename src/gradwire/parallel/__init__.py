@@ -2,7 +2,8 @@
 
 from gradwire.parallel.state import checkpoint_state, full_state_dict, load_checkpoint_state, named_parameters
 from gradwire.parallel.step import accumulation, clip_grad_norm
-from gradwire.parallel.wrap import available, traffic_unhooked, wrap
+from gradwire.parallel.strategy import unit_sizes
+from gradwire.parallel.wrap import available, parameters_unhooked, traffic_unhooked, wrap
 
 __all__ = [
     "accumulation",
@@ -12,6 +13,8 @@ __all__ = [
     "full_state_dict",
     "load_checkpoint_state",
     "named_parameters",
+    "parameters_unhooked",
     "traffic_unhooked",
+    "unit_sizes",
     "wrap",
 ]

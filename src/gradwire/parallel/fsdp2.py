@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from gradwire.collectives import Layout, Reducer
+from gradwire.collectives.ops import Group
+from gradwire.collectives.parameters import ParameterGather
 from gradwire.errors import BadInput
 from gradwire.parallel.strategy import Strategy, units
 
@@ -18,25 +20,36 @@ NEEDED = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set
 
 
 class FSDP2(Strategy):
-    """Sharded parameters; the reducer is each unit's reduce-scatter, and all of the averaging is its own."""
+    """Sharded parameters; the reducer is each unit's reduce-scatter, and all of the averaging is its own.
+
+    Args:
+        group: The ranks; None is the default group.
+        device: Where the model computes.
+        param_compress: How parameters travel to the ranks that compute with them: ``none`` (as they are), ``bf16`` or
+            ``int8``. The shards stay exact, and so do the weights in evaluation mode. With one rank nothing travels.
+    """
 
     kind = "reduce_scatter"
+
+    def __init__(self, group: Group, device: torch.device, *, param_compress: str = "none") -> None:
+        super().__init__(group, device)
+        self.gather = None if param_compress == "none" else ParameterGather(param_compress, group)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Shard each unit, then what is left of the model; in place."""
         mesh = self.mesh()
         for unit in units(model):
             fully_shard(unit, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
+        wrapped = fully_shard(model, mesh=mesh)
+        if self.gather is not None:
+            compress_parameters(wrapped, self.gather)
+        return wrapped
 
     def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
         """Replace the reduce-scatter of every group of parameters."""
-        missing = [setter for setter in NEEDED if not hasattr(FSDPModule, setter)]
-        if missing:
-            raise BadInput(f"strategy fsdp2 with a compressor needs FSDPModule.{missing[0]}: take torch 2.11 or later.")
-        names = {id(parameter): name for name, parameter in wrapped.named_parameters()}
-        for module in wrapped.modules():
-            if isinstance(module, FSDPModule) and (shapes := group_shapes(module, names)):
+        check_offered("a compressor", *NEEDED)
+        for module, parameters in groups(wrapped):
+            if shapes := [(name, tuple(p.shape)) for name, p in parameters.items() if p.requires_grad]:
                 # The framework shall neither divide nor average: it hands over and takes back what is summed once.
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
@@ -72,17 +85,86 @@ class ReduceScatter:
         output_tensor.copy_(self.reducer.reduce_scatter(input_tensor, self.layout))
 
 
-def group_shapes(module: nn.Module, names: dict[int, str]) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and whole shapes of the parameters that a module's reduce-scatter carries, in buffer order.
+class AllGather:
+    """The form in which FSDP2 takes an all-gather; it calls by the names of the arguments.
+
+    The layout has frozen parameters too: unlike gradients, they travel.
+    """
+
+    def __init__(self, gather: ParameterGather, layout: Layout, module: nn.Module) -> None:
+        self.gather = gather
+        self.layout = layout
+        self.module = module
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer for all rows."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> None:
+        """Fill all rows; this rank's is there already, because the input is a view of it."""
+        self.gather(output_tensor, self.layout, exact=not self.module.training)
+
+
+def compress_parameters(wrapped: nn.Module, gather: ParameterGather) -> None:
+    """Replace the all-gather of every group of parameters.
+
+    Raises:
+        BadInput: If a parameter is not float32, or this version of torch does not offer it.
+    """
+    check_offered("param_compress", "set_custom_all_gather")
+    for name, parameter in wrapped.named_parameters():
+        if parameter.dtype != torch.float32:
+            raise BadInput(f"param_compress encodes float32 parameters, and {name} is {parameter.dtype}; leave it out.")
+    for module, parameters in groups(wrapped):
+        layout = Layout.dim0([(name, tuple(p.shape)) for name, p in parameters.items()], gather.ranks.world)
+        module.set_custom_all_gather(AllGather(gather, layout, module))
+    wrapped.register_forward_pre_hook(reshard_evaluated, prepend=True)  # before the framework's own
+    wrapped.register_forward_hook(reshard_evaluated)
+
+
+def reshard_evaluated(module: nn.Module, *_: object) -> None:
+    """Let the root gather its weights anew around an evaluation.
+
+    It keeps them from a forward pass to the next backward pass, so an evaluation would compute with those of training,
+    or training with the exact ones.
+    """
+    assert isinstance(module, FSDPModule)
+    if not module.training:
+        module.reshard()
+
+
+def check_offered(what: str, *setters: str) -> None:
+    """Make sure that FSDP2 has these setters.
+
+    Raises:
+        BadInput: If this version of torch does not.
+    """
+    missing = [setter for setter in setters if not hasattr(FSDPModule, setter)]
+    if missing:
+        raise BadInput(f"strategy fsdp2 with {what} needs FSDPModule.{missing[0]}: take torch 2.11 or later.")
+
+
+def groups(wrapped: nn.Module) -> Iterator[tuple[FSDPModule, dict[str, nn.Parameter]]]:
+    """Every module that has a group of parameters, and these by name, in buffer order.
 
     The order is the framework's own (children before own parameters), so it is read from there.
 
     Raises:
         BadInput: If this version of torch keeps its parameters elsewhere.
     """
-    try:
-        group = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
-        parameters = [] if group is None else [member.sharded_param for member in group.fsdp_params]
-    except AttributeError as error:
-        raise BadInput(f"strategy fsdp2 with a compressor does not know this version of torch ({error}).") from error
-    return [(names[id(p)], tuple(p.shape)) for p in parameters if p.requires_grad]
+    names = {id(parameter): name for name, parameter in wrapped.named_parameters()}
+    for module in wrapped.modules():
+        if isinstance(module, FSDPModule):
+            try:
+                group = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
+                members = [] if group is None else [member.sharded_param for member in group.fsdp_params]
+            except AttributeError as error:
+                raise BadInput(f"our strategy fsdp2 does not know this version of torch ({error}).") from error
+            if members:
+                yield module, {names[id(parameter)]: parameter for parameter in members}

@@ -77,3 +77,9 @@ def units(model: nn.Module) -> list[nn.Module]:
     """What is sharded as one: the children of the model's first `nn.ModuleList`, its transformer blocks."""
     blocks = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     return list(next(blocks, []))
+
+
+def unit_sizes(model: nn.Module) -> list[int]:
+    """Elements of what is sharded as one: first what is in no block, then each block."""
+    blocks = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units(model)]
+    return [sum(parameter.numel() for parameter in model.parameters()) - sum(blocks), *blocks]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from gradwire.collectives import Reducer
-from gradwire.collectives.bytes import raw_all_reduce, raw_reduce_scatter
+from gradwire.collectives.bytes import raw_all_gather, raw_all_reduce, raw_reduce_scatter
 from gradwire.errors import BadInput, unknown
 from gradwire.parallel.bucket import BucketManager
 from gradwire.parallel.ddp import DDP
@@ -62,19 +64,24 @@ def wrap(
         device: Where the model computes: ``cpu``, or this rank's GPU.
         average: False leaves every rank its own gradients inside of `accumulation`, for an optimizer that communicates
             (`parallel.optimizers`); the reducer is then the optimizer's, and only its group matters here.
-        options: The strategy's own, such as ``cap_mb`` of ``bucket``; its class tells them.
+        options: The strategy's own, such as ``cap_mb`` of ``bucket`` or ``param_compress`` of ``fsdp2``; its class
+            tells them.
 
     Returns:
         The model to train; the other functions of this room take it.
 
     Raises:
-        BadInput: For an unknown strategy, one that cannot leave gradients alone, or if this version of torch lacks what
-            the reducer needs.
+        BadInput: For an unknown strategy or option, a strategy that cannot leave gradients alone, or if this version of
+            torch lacks what the reducer needs.
     """
     device = torch.device(device)
-    way = strategy_class(strategy)(reducer.group if reducer else None, device, **options)
-    if not average and way.kind != "all_reduce":
+    kind = strategy_class(strategy)
+    known = set(inspect.signature(kind).parameters) - {"group", "device"}
+    for option in options.keys() - known:
+        raise unknown(f"option of strategy {strategy}", option, known)
+    if not average and kind.kind != "all_reduce":
         raise BadInput(f"strategy {strategy} shards gradients, so no rank could keep its own; take one with replicas.")
+    way = kind(reducer.group if reducer else None, device, **options)
     way.averages = average
     wrapped = way.wrap(model.to(device))
     attach(wrapped, way)
@@ -94,3 +101,27 @@ def traffic_unhooked(numel: int, strategy: str, world: int) -> int:
     """
     raw = raw_all_reduce if strategy_class(strategy).kind == "all_reduce" else raw_reduce_scatter
     return raw(numel, world)
+
+
+def parameters_unhooked(
+    strategy: str, units: Sequence[int], world: int, micro_batches: int = 1, *, evaluated: bool = False
+) -> int | None:
+    """Bytes over all ranks that float32 all-gathers of the parameters send in one optimizer step (closed form).
+
+    For each micro-batch FSDP gathers a block in the forward pass and again in the backward pass. What is in no block
+    stays gathered in between, and after an evaluation, for the next step.
+
+    Args:
+        strategy: Name of the strategy.
+        units: Elements, frozen ones too: first what is in no block, then each block, as `unit_sizes` tells.
+        world: Number of ranks.
+        micro_batches: Forward and backward passes of the step.
+        evaluated: Whether a forward pass without a backward pass came between the step before and this one.
+
+    Returns:
+        None for replicas, which gather nothing.
+    """
+    if strategy_class(strategy).kind == "all_reduce":
+        return None
+    first, *blocks = units
+    return raw_all_gather(micro_batches * (first + 2 * sum(blocks)) - evaluated * first, world)

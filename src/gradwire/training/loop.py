@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from gradwire import parallel
 from gradwire.collectives import Reducer, ops
+from gradwire.collectives.meter import METER
 from gradwire.collectives.world import World
 from gradwire.compressors import build as build_compressor
 from gradwire.compressors.schedule import Schedule
@@ -89,9 +90,13 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
     outcome = Outcome(config=model.config, numel=sum(p.numel() for p in model.parameters() if p.requires_grad))
     matrices = {name for name, p in model.named_parameters() if p.ndim >= 2}
 
+    sizes = parallel.unit_sizes(model)
+
     reducer = build_reducer(settings)
+    compressed = settings.cell.param_compress != "none"
+    options = {"param_compress": settings.cell.param_compress} if compressed else {}
     averages = settings.cell.communication.averages_gradients
-    model = parallel.wrap(model, settings.strategy, reducer, device=world.device, average=averages)
+    model = parallel.wrap(model, settings.strategy, reducer, device=world.device, average=averages, **options)
     optimizer = build_optimizer(settings, model, matrices, reducer)
 
     start = 0
@@ -126,7 +131,16 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
             for step in range(start, training.steps):
                 lr = set_learning_rate(optimizer, training, step)
                 sync.before(step)
+                sent = METER.sent("parameters")
                 row = optimizer_step(model, optimizer, reducer, batches, training, world, clock)
+                row["bytes_parameters"] = METER.sent("parameters") - sent
+                row["bytes_parameters_raw"] = parallel.parameters_unhooked(
+                    settings.strategy,
+                    sizes,
+                    size,
+                    training.grad_accum_steps,
+                    evaluated=step > start and due(training.eval_every, step - 1) and not compressed,
+                )
                 sync.after(step)
                 row |= {"step": step, "rank": rank, "lr": lr}
                 row |= {"warmup": step < training.warmup_steps, "profiled": step in profiled}

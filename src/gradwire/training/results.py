@@ -97,6 +97,7 @@ def write(
         "unigram_ppl": splits[1].meta["unigram_ppl"],
         **times(rows),
         **traffic(settings, world, outcome, rows),
+        **parameter_traffic(settings, outcome, rows),
         **quality(outcome),
         "mem_peak_alloc_gb": max(rank["allocated"] for rank in ranks),
         "mem_peak_reserved_gb": None if reserved is None else max(rank["reserved"] for rank in ranks),
@@ -179,6 +180,20 @@ def traffic(settings: Settings, world: World, outcome: Outcome, rows: list[Row])
         "compression_ratio_bf16": None if overall is None else overall / 2,
         "exempt_fraction": outcome.exempt_fraction,
         "fallbacks": outcome.fallbacks,
+    }
+
+
+def parameter_traffic(settings: Settings, outcome: Outcome, rows: list[Row]) -> Row:
+    """Bytes of FSDP's parameter all-gathers over all ranks and optimizer steps, as float32 and as they were sent.
+
+    The framework's own gathers are float32, in closed form; replicas gather nothing, and both are null.
+    """
+    each = [row["bytes_parameters_raw"] for row in outcome.rows]  # over all ranks
+    raw = None if None in each else sum(each)
+    counted = settings.cell.param_compress != "none"
+    return {
+        "bytes_parameters_raw_total": raw,
+        "bytes_parameters_total": sum(row["bytes_parameters"] for row in rows) if counted else raw,
     }
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gradwire.config import Cell, Strategy, Training, from_flags
+from gradwire.config import FLAGS, Cell, Strategy, Training, from_flags
 from gradwire.errors import BadInput
 from gradwire.files import digest, read_json
 
@@ -91,11 +91,12 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         raise BadInput(f"--comm_config_json must be a JSON object such as {{}}, got {args.comm_config_json}.")
     if args.verify_sync < 0:
         raise BadInput(f"--verify_sync {args.verify_sync}: it counts steps between two checks; 0 switches them off.")
-    chosen = options.setdefault("comm_optimizer", args.comm_optimizer or "gradient")
-    if args.comm_optimizer not in (None, chosen):
-        raise BadInput(f"--comm_optimizer is {args.comm_optimizer}, but --comm_config_json says {chosen}; give one.")
+    for name in FLAGS:
+        flag = getattr(args, name)
+        if flag is not None and options.setdefault(name, flag) != flag:
+            raise BadInput(f"--{name} is {flag}, and --comm_config_json has {options[name]!r}; leave one of them out.")
     cell = Cell.parse(args.label or args.comm_compress, {"method": args.comm_compress, **options})
-    cell.check(args.strategy)
+    cell.check_strategy(args.strategy)
     return Settings(
         training=from_flags(Training, args),
         cell=cell,

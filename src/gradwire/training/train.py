@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import get_args
 
-from gradwire.config import CommOptimizer, Strategy, Training, add_flags
+from gradwire.config import CommOptimizer, ParamCompress, Strategy, Training, add_flags
 from gradwire.data.tokenize import VOCAB_SIZE
 from gradwire.seat import add_seat_arguments, rank_options
 
@@ -28,7 +28,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--comm_optimizer",
         choices=get_args(CommOptimizer),
-        help="what travels: gradients, or what an optimizer that communicates makes of them (default: the cell's)",
+        help="what travels: gradients, or an optimizer's momenta (default: the cell's, else gradient)",
+    )
+    parser.add_argument(
+        "--param_compress",
+        choices=get_args(ParamCompress),
+        help="how fsdp2 sends parameters to the ranks that compute with them (default: the cell's, else none)",
     )
     parser.add_argument("--label", help="the cell's name in tables (default: the compressor's)")
     parser.add_argument("--seed", type=int, default=0, help="of the model, the data order and the compressor")

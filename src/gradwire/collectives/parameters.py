@@ -1,0 +1,86 @@
+"""Sharded parameters on their way to the ranks that compute with them: an all-gather of encodings.
+
+FSDP gathers most parameters for the forward pass and again for the backward pass, and reduces their gradients once: two
+thirds of its traffic are parameters. To quantize them for the way only, with exact masters in the shards, is "qwZ" in
+Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (arXiv:2306.10209, 2023).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.collectives.codec import FLOAT32
+from gradwire.collectives.exchange import bulk
+from gradwire.collectives.layout import Layout, Piece
+from gradwire.collectives.messages import exchange
+from gradwire.collectives.meter import METER, Meter
+from gradwire.collectives.ops import Group
+from gradwire.collectives.ranks import Ranks
+from gradwire.compressors import build
+from gradwire.compressors.base import Compressor
+from gradwire.compressors.exempt import Exempt
+from gradwire.errors import unknown
+
+# What stays float32 under each method: norms and biases weigh nothing, and an int8 block of them is too coarse.
+EXEMPT = {"bf16": Exempt(), "int8": Exempt(max_ndim=1)}
+
+
+class ParameterGather:
+    """Gathers the rows of a layout; every rank gets all of them as decoded, its own too, so all see the same weights.
+
+    Args:
+        method: ``bf16``, or ``int8`` (per block of a piece; parameters of one dimension travel as float32).
+        group: The ranks; None is the default group.
+        meter: Counts the bytes, as ``parameters``.
+
+    Raises:
+        BadInput: For another method.
+    """
+
+    def __init__(self, method: str, group: Group = None, meter: Meter = METER) -> None:
+        if method not in EXEMPT:
+            raise unknown("parameter compression", method, ["none", *EXEMPT])
+        self.compressor = build(method)
+        self.exempt = EXEMPT[method]
+        self.ranks = Ranks(group, dist.get_world_size(group), dist.get_rank(group), meter)
+
+    def of(self, piece: Piece, exact: bool) -> Compressor:
+        """What encodes a piece."""
+        return FLOAT32 if exact or self.exempt.covers(piece.name, piece.shape) else self.compressor
+
+    def sizes(self, layout: Layout, exact: bool) -> list[list[int | None]]:
+        """Bytes of every piece's encoding, row by row."""
+        return [[self.of(piece, exact).wire_bytes(piece.form) for piece in row] for row in layout.rows]
+
+    def __call__(self, full: Tensor, layout: Layout, *, exact: bool = False) -> None:
+        """Fill all rows of ``full``, a buffer of ``layout`` that holds this rank's row; padding stays as it is.
+
+        What is not finite on one rank is not finite on all: nothing is raised here.
+
+        Args:
+            full: float32 [world * row_numel].
+            layout: What lies where in it.
+            exact: Everything travels as float32.
+        """
+        layout.check(full)
+        world, rank, meter = self.ranks.world, self.ranks.rank, self.ranks.meter
+        sizes = self.sizes(layout, exact)
+        bad = torch.zeros(1, dtype=torch.uint8, device=full.device)
+        with meter.span("encode", "codec"):
+            own = [
+                self.of(piece, exact).encode(full[piece.run].view(piece.form), flag=bad) for piece in layout.rows[rank]
+            ]
+        incoming = exchange(
+            [own] * world, [sizes[rank]] * world, sizes, full.device, self.ranks, "parameters", bulk=bulk(sizes)
+        )
+        with meter.span("decode", "codec"):
+            for row, wires in zip(layout.rows, incoming, strict=True):
+                for piece, wire in zip(row, wires, strict=True):
+                    full[piece.run] = self.of(piece, exact).decode(wire, piece.form).view(-1)
+
+    def closed_form(self, layout: Layout, *, exact: bool = False) -> int:
+        """Bytes of one gather, summed over the ranks: every row goes to all ranks but its owner."""
+        sizes = [size for row in self.sizes(layout, exact) for size in row if size is not None]
+        return (self.ranks.world - 1) * sum(sizes)
