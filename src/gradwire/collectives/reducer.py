@@ -65,6 +65,11 @@ class Reducer:
             (return False), or ``propagate`` (return True).
         seed: Of the codecs' generators. Each parameter, phase and rank draws from a generator of its own.
 
+    Attributes:
+        loss_scale: What the loss of the present step is multiplied by, as by `torch.amp.GradScaler`; 1 at first. Set it
+            before the backward pass. What is encoded and kept are gradients of the unscaled loss, so it may change
+            from step to step; the means that the framework gets back are scaled again.
+
     Raises:
         BadInput: If an option has a value that it does not take, or does not go with the compressor.
     """
@@ -111,6 +116,7 @@ class Reducer:
         self.rank = dist.get_rank(group)
         self.algorithm = algorithm
         self.nonfinite = nonfinite
+        self.loss_scale = 1.0
         self.meter = Meter(METER)
         self.codec = Codec(
             compressor,
@@ -162,7 +168,8 @@ class Reducer:
         flat, layout = self._buffer(flat, layout)
         if self.world == 1:
             return flat.to(torch.float32)
-        return self._counted(layout, "reduce_scatter").reduce_scatter(flat, layout)
+        mean = self._counted(layout, "reduce_scatter").reduce_scatter(self._unscaled(flat), layout)
+        return self._scaled(mean)
 
     def all_reduce(self, flat: Tensor, layout: Layout | str) -> Tensor:
         """The mean over the ranks, bit-equal on all of them: float32 of ``flat``'s shape; else as `reduce_scatter`."""
@@ -170,7 +177,8 @@ class Reducer:
         flat, layout = self._buffer(flat, layout)
         if self.world == 1:
             return flat.to(torch.float32)
-        return self._counted(layout, "all_reduce").all_reduce(flat, layout)[:numel]
+        mean = self._counted(layout, "all_reduce").all_reduce(self._unscaled(flat), layout)
+        return self._scaled(mean[:numel])
 
     def finish(self) -> bool:
         """End the optimizer step: advance `step` and agree over the ranks whether every value was finite.
@@ -265,6 +273,14 @@ class Reducer:
             flat = pad(flat, (0, layout.numel - flat.numel()))
         layout.check(flat)
         return flat, layout
+
+    def _unscaled(self, flat: Tensor) -> Tensor:
+        """The gradient of the loss itself; float32, because narrow types may not hold it."""
+        return flat if self.loss_scale == 1 else flat.to(torch.float32) / self.loss_scale
+
+    def _scaled(self, mean: Tensor) -> Tensor:
+        """The gradient of the scaled loss."""
+        return mean if self.loss_scale == 1 else mean.mul_(self.loss_scale)
 
     def _agreed_finite(self) -> bool:
         """Whether no rank met a value that is not finite since the last call; the same answer on all ranks."""
