@@ -28,7 +28,7 @@ from gradwire.files import digest, sha256_file
 SCHEMA_VERSION = 1  # of record.json and results.jsonl
 
 Strategy = Literal["naive", "bucket", "ddp", "fsdp1", "fsdp2"]
-CommOptimizer = Literal["gradient", "onebit_adam"]
+CommOptimizer = Literal["gradient", "onebit_adam", "zero_one_adam"]
 Link = Literal["none"]
 ParamCompress = Literal["none", "bf16", "int8"]
 Model = TypeVar("Model", bound=BaseModel)
@@ -145,6 +145,10 @@ class Communication(Strict, strict=True):
     variance_floor: float = Field(
         0.0, ge=0, le=1, description="smallest frozen variance, as a share of its parameter's mean"
     )
+    freeze_step: int | None = Field(None, ge=1, description="0/1 Adam updates the variance until here")
+    variance_kappa: int = Field(16, ge=1, description="updates before their interval doubles")
+    local_doubling: int | None = Field(None, ge=1, description="steps before the local steps' interval doubles")
+    max_local_steps: int = Field(16, ge=1, description="largest interval between synchronisations")
 
     @property
     def averages_gradients(self) -> bool:
@@ -162,6 +166,9 @@ class Communication(Strict, strict=True):
         return self.model_dump(exclude_unset=True, exclude={"comm_optimizer"})
 
 
+ZERO_ONE_ADAM = ("freeze_step", "variance_kappa", "local_doubling", "max_local_steps")  # have meaning for it alone
+
+
 def check_communication(options: Mapping[str, Any], method: str, reduction: Mapping[str, Any]) -> None:
     """Refuse an optimizer that communicates where the rest of its cell gives it nothing to work with.
 
@@ -171,7 +178,7 @@ def check_communication(options: Mapping[str, Any], method: str, reduction: Mapp
         reduction: Of `Reduction`, as given.
 
     Raises:
-        BadInput: If the optimizer is unknown or not named, has no compressor, or has no warm-up.
+        BadInput: If the optimizer is unknown or not named, does not have an option, has no compressor, or no warm-up.
     """
     name = options.get("comm_optimizer", "gradient")
     if name not in get_args(CommOptimizer):
@@ -183,8 +190,12 @@ def check_communication(options: Mapping[str, Any], method: str, reduction: Mapp
             f"comm_optimizer {name} sends its momentum through a compressor: give a method, or algorithm: exchange for "
             "the control without compression."
         )
-    if reduction.get("dense_steps", 0) == 0:
+    dense_steps = reduction.get("dense_steps", 0)
+    if dense_steps == 0:
         raise BadInput(f"comm_optimizer {name} freezes its variance after a warm-up: dense_steps must be at least 1.")
+    for option in () if name == "zero_one_adam" else ZERO_ONE_ADAM:
+        if option in options:
+            raise BadInput(f"{option}: an option of comm_optimizer zero_one_adam, not of {name}.")
 
 
 class Cell(Strict):

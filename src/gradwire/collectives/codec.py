@@ -63,6 +63,7 @@ class Codec:
         self.seed = seed
         self.rank = rank
         self.step = 0  # optimizer steps finished
+        self.plain = False  # for now everything travels as float32, after the first steps too
         self.index_bytes = 0  # of all encodings made so far, each counted once for every rank that it goes to
         self.flag: Tensor | None = None  # uint8 [1]: this rank met a value that is not finite
         self.dropped: Tensor | None = None  # int64 [1]: residuals dropped because of that
@@ -172,7 +173,7 @@ class Codec:
 
     def _of_phase(self, phase: Phase) -> Compressor:
         """What encodes all that is not exempt at the present step; none is always `FLOAT32`, which has no options."""
-        dense = self.step < self.dense_steps or (phase == "gather" and self.second == "float32")
+        dense = self.plain or self.step < self.dense_steps or (phase == "gather" and self.second == "float32")
         return FLOAT32 if dense or self.current.name == FLOAT32.name else self.current
 
     def _feedback(self, piece: Piece, phase: Phase, device: torch.device) -> Feedback:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -180,6 +182,20 @@ class Reducer:
         mean = self._counted(layout, "all_reduce").all_reduce(self._unscaled(flat), layout)
         return self._scaled(mean[:numel])
 
+    def skip(self, layout: Layout) -> None:
+        """Count a buffer that is not reduced in this step, in the place of `all_reduce`: raw bytes, and none sent."""
+        if self.world > 1:
+            self._count(layout, "all_reduce")
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """What is reduced in here travels as float32, as in the first ``dense_steps``."""
+        self.codec.plain = True
+        try:
+            yield
+        finally:
+            self.codec.plain = False
+
     def finish(self) -> bool:
         """End the optimizer step: advance `step` and agree over the ranks whether every value was finite.
 
@@ -293,9 +309,15 @@ class Reducer:
         return not met
 
     def _counted(self, layout: Layout, kind: Kind) -> Algorithm:
-        """The algorithm, after a call's elements are counted, and the bytes that this rank would send as float32."""
+        """The algorithm, after what a call will send was counted."""
         expected = self.closed_form(layout, kind)
         self._expected = None if expected is None or self._expected is None else self._expected + expected
+        self._count(layout, kind)
+        assert self._reduction is not None
+        return self._reduction
+
+    def _count(self, layout: Layout, kind: Kind) -> None:
+        """Count a call's elements, and the bytes that this rank would send as float32."""
         numel = sum(piece.numel for piece in layout.pieces)
         own = sum(piece.numel for piece in layout.rows[self.rank])
         sent = numel - own + ((self.world - 1) * own if kind == "all_reduce" else 0)
@@ -303,5 +325,3 @@ class Reducer:
         self._counts["elements"] += numel
         exempt = self.codec.exempt
         self._counts["exempt_elements"] += sum(p.numel for p in layout.pieces if exempt.covers(p.name, p.shape))
-        assert self._reduction is not None
-        return self._reduction

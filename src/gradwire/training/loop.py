@@ -106,6 +106,8 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
         start, outcome.rows = own["step"], own["rows"]
         if reducer is not None:
             reducer.load_state_dict(own["reducer"])
+        if isinstance(optimizer, optimizers.Communicating):
+            optimizer.load_rank_state(own["optimizer"])
 
     rank, size, batch_size = world.rank, world.world_size, training.batch_size
     consumed = start * training.grad_accum_steps
@@ -155,6 +157,8 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
                 if due(training.checkpoint_every, step):
                     own = {"identity": identity, "step": step + 1, "rows": outcome.rows}
                     own["reducer"] = reducer.state_dict() if reducer is not None else None
+                    if isinstance(optimizer, optimizers.Communicating):
+                        own["optimizer"] = optimizer.rank_state()
                     checkpoint.save(settings.output_dir, step + 1, model, optimizer, own, world)
             outcome.quality = validate()
             outcome.rows[-1] |= {"val_loss": outcome.quality.loss, "residual_norm": residual_norm(reducer)}
@@ -309,7 +313,10 @@ def build_optimizer(
     if communication.averages_gradients:
         return torch.optim.AdamW(groups, **adam)
     assert reducer is not None  # a cell with such an optimizer is hooked
-    return optimizers.build(communication.comm_optimizer, model, groups, reducer, **adam, **communication.options)
+    options = communication.options
+    if communication.comm_optimizer == "zero_one_adam":
+        options["steps"] = training.steps
+    return optimizers.build(communication.comm_optimizer, model, groups, reducer, **adam, **options)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, training: Training, step: int) -> float:

@@ -22,11 +22,23 @@ from torch.optim import Optimizer
 from gradwire.collectives import Reducer
 from gradwire.errors import unknown
 
-CLASSES = {"onebit_adam": "OneBitAdam"}
+CLASSES = {"onebit_adam": "OneBitAdam", "zero_one_adam": "ZeroOneAdam"}
 
 
 class Communicating(Optimizer):
     """An optimizer that communicates, as a training loop sees it: `exchange`, then torch's own ``step``."""
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the ranks have equal parameters now."""
+        return True
+
+    def rank_state(self) -> dict[str, Any]:
+        """What is this rank's alone, beside the reducer's state: tensors and plain data, for a checkpoint."""
+        return {}
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Take over what `rank_state` gave on the same rank, after parameters and optimizer were loaded."""
 
     @abstractmethod
     def exchange(self, max_norm: float) -> tuple[float, bool]:

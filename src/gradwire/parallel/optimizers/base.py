@@ -17,6 +17,7 @@ Choices that the papers leave open:
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -30,6 +31,7 @@ from gradwire.errors import BadInput, RunFault
 from gradwire.parallel.optimizers import Communicating
 from gradwire.parallel.state import named_parameters
 from gradwire.parallel.step import clip_grad_norm
+from gradwire.parallel.strategy import strategy_of
 
 
 class CommunicatingAdam(AdamW, Communicating):
@@ -71,6 +73,7 @@ class CommunicatingAdam(AdamW, Communicating):
         self.variance_floor = variance_floor
         self.trained = {name: p for name, p in named_parameters(model) if p.requires_grad}
         self.group_of = {p: group for group in self.param_groups for p in group["params"]}
+        self._device = strategy_of(model).device
         self.layout = Layout.dim0([(name, tuple(p.shape)) for name, p in self.trained.items()], reducer.world)
         self.delivered: dict[str, Tensor] | None = None  # averaged momenta, from `exchange` to `step`
         for p in self.trained.values():  # all of it now: a checkpoint is loaded into what is there
@@ -84,13 +87,21 @@ class CommunicatingAdam(AdamW, Communicating):
         gradients = self._gradients()
         if self.averages_gradients:
             self.delivered = None
-            for name, mean in self.average(gradients).items():
+            with self.reducer.plain():
+                means = self.average(gradients)
+            for name, mean in means.items():
                 gradients[name].copy_(mean)
             finite = self.reducer.finish()
             return clip_grad_norm(self.model, max_norm), finite
         norm = self._norm_of_ranks(gradients)
-        scale = max_norm / norm if max_norm < norm < float("inf") else 1.0
-        self.exchange_momenta({name: gradient * scale for name, gradient in gradients.items()})
+        if not math.isfinite(norm):  # no encoding might see it
+            self.reducer.codec.note(torch.ones(1, dtype=torch.uint8, device=self._device))
+        scale = max_norm / norm if max_norm < norm < math.inf else 1.0
+        momenta = {
+            name: torch.lerp(self.state[p]["exp_avg"], gradients[name] * scale, 1 - self.group_of[p]["betas"][0])
+            for name, p in self.trained.items()
+        }
+        self.exchange_momenta(momenta)
         return norm, self.reducer.finish()
 
     @torch.no_grad()
@@ -110,22 +121,30 @@ class CommunicatingAdam(AdamW, Communicating):
         return self.reducer.step < self.reducer.codec.dense_steps
 
     @abstractmethod
-    def exchange_momenta(self, gradients: dict[str, Tensor]) -> None:
-        """Set `delivered`; nothing else may change, because the step may yet be skipped."""
+    def exchange_momenta(self, momenta: Mapping[str, Tensor]) -> None:
+        """Set `delivered`; nothing else may change, because the step may yet be skipped.
+
+        Args:
+            momenta: By name, each with this rank's own gradient added.
+        """
 
     @abstractmethod
     def apply(self, delivered: Mapping[str, Tensor]) -> None:
-        """Take the step."""
+        """Take a step after the freeze."""
+
+    def advance(self, p: nn.Parameter, momentum: Tensor, rate: float) -> None:
+        """Adam's step with the frozen variance, by a momentum that the parameter keeps."""
+        group, state = self.group_of[p], self.state[p]
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.addcdiv_(momentum.to(p.dtype), self.denominator(p), value=-rate)
+        state["exp_avg"].copy_(momentum)
+        state["step"] += 1
 
     def average(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The mean over the ranks of a tensor for every trained parameter, by name, in float32."""
         means = {name: torch.empty(p.shape, device=p.device) for name, p in self.trained.items()}
         self.layout.unpack(self.reducer.all_reduce(self.layout.pack(tensors), self.layout), means)
         return means
-
-    def momentum(self, p: nn.Parameter, gradient: Tensor) -> Tensor:
-        """A parameter's momentum after a gradient, as AdamW computes it; a new tensor."""
-        return torch.lerp(self.state[p]["exp_avg"], gradient, 1 - self.group_of[p]["betas"][0])
 
     def rate(self, p: nn.Parameter) -> float:
         """The learning rate of the step after those made, corrected for the momentum's start from zero."""
