@@ -229,6 +229,67 @@ def test_a_resumed_run_equals_an_unbroken_one(world, shards, tmp_path, strategy)
     assert sorted(zip(steps["step"], steps["rank"], strict=True)) == [(s, r) for s in range(6) for r in range(2)]
 
 
+DRIFTING = {"freeze_step": 2, "local_doubling": 1, "max_local_steps": 3}  # the ranks are apart after step 4
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("optimizer", "cell"),
+    [("onebit_adam", {}), ("zero_one_adam", DRIFTING), ("zero_one_adam", {"freeze_step": 6, "variance_kappa": 1})],
+)
+def test_a_resumed_run_of_an_optimizer_that_communicates_equals_an_unbroken_one(
+    world, shards, tmp_path, size, optimizer, cell
+):
+    options = {
+        "strategy": "ddp",
+        "comm_compress": "onebit",
+        "comm_optimizer": optimizer,
+        "comm_config_json": json.dumps({"dense_steps": 2, **cell}),
+        "checkpoint_every": 4,
+        "verify_sync": 1,
+    }
+    whole = world(size).run(run, words(shards, tmp_path / "whole", **options))
+    shutil.copytree(tmp_path / "whole" / "checkpoints", tmp_path / "resumed" / "checkpoints")
+    resumed = world(size).run(run, words(shards, tmp_path / "resumed", "--resume", **options))
+    for (before, _), (after, _) in zip(whole, resumed, strict=True):
+        assert losses(after) == losses(before)
+        assert norms(after) == norms(before)
+        assert [row["bytes_sent"] for row in after] == [row["bytes_sent"] for row in before]
+        assert (0 in [row["bytes_sent"] for row in before]) == (cell is DRIFTING)
+    weights = [(tmp_path / name / "final_model/model.safetensors").read_bytes() for name in ("whole", "resumed")]
+    assert weights[0] == weights[1]
+    for field in ("bytes_raw_total", "bytes_compressed_total", "bytes_closed_form_total", "val_loss"):
+        assert resumed[0][1][field] == whole[0][1][field]
+
+
+@pytest.mark.parametrize("strategy", ["naive", "bucket", "ddp"])
+def test_the_record_of_an_optimizer_that_communicates(world, shards, tmp_path, strategy):
+    """Momenta in one bit and two means per 256 elements; raw counts the steps that send nothing."""
+    numel = 0
+    for name, silent in (("onebit_adam", 0), ("zero_one_adam", 1)):
+        cell = {"dense_steps": 2, **(DRIFTING if silent else {})}
+        arguments = words(
+            shards,
+            tmp_path / name,
+            strategy=strategy,
+            comm_compress="onebit",
+            comm_config_json=json.dumps({"comm_optimizer": name, **cell}),
+            eval_every=0,
+            steps=5,
+            verify_sync=1,
+        )
+        _, record = world(2).run(run, arguments)[0]
+        numel = record["parameters"]
+        assert record["optimizer"] == name
+        assert record["compress_config"] == {"method": "onebit", "error_feedback": True, "comm_optimizer": name, **cell}
+        assert record["bytes_raw_total"] == 5 * 2 * 4 * numel
+        assert record["bytes_compressed_total"] == record["bytes_closed_form_total"]
+        assert record["compression_ratio_steady"] == pytest.approx(25.6 * 3 / (3 - silent), rel=0.02)
+        assert record["compression_ratio"] == pytest.approx(5 / (2 + 3 / record["compression_ratio_steady"]))
+        assert (record["exempt_fraction"], record["fallbacks"]) == (0, 0)
+        assert record["mem_residual_gb"] > 0
+
+
 def test_a_run_that_was_killed_after_its_last_checkpoint_only_validates(world, shards, tmp_path):
     whole, record = world(1).run(run, words(shards, tmp_path, checkpoint_every=6))[0]
     (tmp_path / "record.json").unlink()
@@ -330,6 +391,41 @@ BAD = {
     "no data": (["--data_path", "nowhere"], ["nowhere"]),
     "shorter samples": (["--max_length", "16"], ["samples of up to 24 tokens, not 16"]),
     "no GPU": (["--device", "cuda"], ["no CUDA device"]),
+    "sharded gradients": (
+        ["--comm_compress", "onebit", "--comm_optimizer", "onebit_adam", "--comm_config_json", '{"dense_steps": 2}'],
+        ["comm_optimizer onebit_adam", "strategy fsdp2 shards it"],
+    ),
+    "no warm-up": (
+        ["--comm_compress", "onebit", "--comm_optimizer", "onebit_adam", "--strategy", "ddp"],
+        ["onebit_adam", "dense_steps must be at least 1"],
+    ),
+    "no compressor": (
+        ["--comm_optimizer", "onebit_adam", "--strategy", "ddp"],
+        ["onebit_adam sends its momentum through a compressor"],
+    ),
+    "two optimizers": (
+        ["--comm_optimizer", "onebit_adam", "--comm_config_json", '{"comm_optimizer": "zero_one_adam"}'],
+        ["--comm_optimizer is onebit_adam", "'zero_one_adam'"],
+    ),
+    "misspelt optimizer": (
+        ["--comm_config_json", '{"comm_optimizer": "onebitadam"}'],
+        ["unknown comm_optimizer 'onebitadam'", "Did you mean 'onebit_adam'"],
+    ),
+    "another optimizer's option": (
+        ["--comm_compress", "onebit", "--comm_config_json", '{"comm_optimizer": "onebit_adam", "freeze_step": 4}'],
+        ["freeze_step: an option of comm_optimizer zero_one_adam"],
+    ),
+    "option without its optimizer": (
+        ["--comm_compress", "onebit", "--comm_config_json", '{"variance_floor": 0.1}'],
+        ["variance_floor: an option of comm_optimizer, which is not given"],
+    ),
+    "freeze within the warm-up": (
+        [
+            "--comm_compress=int8",
+            '--comm_config_json={"comm_optimizer": "zero_one_adam", "dense_steps": 5, "freeze_step": 4}',
+        ],
+        ["freeze_step is 4", "5 dense steps"],
+    ),
     "unknown preset": (["--model", "tinny"], ["tinny", "'tiny'"]),
 }
 

@@ -169,33 +169,29 @@ class Communication(Strict, strict=True):
 ZERO_ONE_ADAM = ("freeze_step", "variance_kappa", "local_doubling", "max_local_steps")  # have meaning for it alone
 
 
-def check_communication(options: Mapping[str, Any], method: str, reduction: Mapping[str, Any]) -> None:
-    """Refuse an optimizer that communicates where the rest of its cell gives it nothing to work with.
-
-    Args:
-        options: Of `Communication`, as given.
-        method: The cell's compressor.
-        reduction: Of `Reduction`, as given.
+def check_communication(communication: Communication, method: str, reduction: Reduction) -> None:
+    """Refuse options of an optimizer that communicates where it is another one's, or where its cell does not suit it.
 
     Raises:
-        BadInput: If the optimizer is unknown or not named, does not have an option, has no compressor, or no warm-up.
+        BadInput: If the optimizer is not named or does not have an option, has no compressor, or no warm-up.
     """
-    name = options.get("comm_optimizer", "gradient")
-    if name not in get_args(CommOptimizer):
-        raise unknown("comm_optimizer", str(name), get_args(CommOptimizer))
-    if name == "gradient":
-        raise BadInput(f"{', '.join(options)}: an option of comm_optimizer, which is not given.")
-    if method == "none" and not reduction:
+    name, dense_steps = communication.comm_optimizer, reduction.dense_steps
+    for option in communication.options:
+        if communication.averages_gradients:
+            raise BadInput(f"{option}: an option of comm_optimizer, which is not given.")
+        if name != "zero_one_adam" and option in ZERO_ONE_ADAM:
+            raise BadInput(f"{option}: an option of comm_optimizer zero_one_adam, not of {name}.")
+    if communication.averages_gradients:
+        return
+    if method == "none" and "algorithm" not in reduction.model_fields_set:
         raise BadInput(
             f"comm_optimizer {name} sends its momentum through a compressor: give a method, or algorithm: exchange for "
             "the control without compression."
         )
-    dense_steps = reduction.get("dense_steps", 0)
     if dense_steps == 0:
         raise BadInput(f"comm_optimizer {name} freezes its variance after a warm-up: dense_steps must be at least 1.")
-    for option in () if name == "zero_one_adam" else ZERO_ONE_ADAM:
-        if option in options:
-            raise BadInput(f"{option}: an option of comm_optimizer zero_one_adam, not of {name}.")
+    if communication.freeze_step is not None and communication.freeze_step < dense_steps:
+        raise BadInput(f"freeze_step is {communication.freeze_step}: the {dense_steps} dense steps come first.")
 
 
 class Cell(Strict):
@@ -243,13 +239,16 @@ class Cell(Strict):
                     if key not in known:
                         raise unknown(f"option of {method}", key, known)
                 registry.build(method, **given)
-            if communication.get("comm_optimizer") == "gradient":
+            optimizer = communication.setdefault("comm_optimizer", "gradient")
+            if optimizer not in get_args(CommOptimizer):
+                raise unknown("comm_optimizer", str(optimizer), get_args(CommOptimizer))
+            if optimizer == "gradient":
                 del communication["comm_optimizer"]
-            if communication:
-                check_communication(communication, method, reduction)
-                reduction = {"error_feedback": True, "algorithm": "exchange", **reduction}
+            else:
+                reduction = {"error_feedback": True, **reduction}
             parts = {"options": given, "reduction": reduction, "communication": communication, **others}
             cell = checked(cls, {"label": label, "method": method, **parts}, "")
+            check_communication(cell.communication, method, cell.reduction)
             if cell.reduction.schedule:
                 Schedule(method, given, cell.reduction.schedule)
             return cell

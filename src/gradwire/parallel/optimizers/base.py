@@ -72,7 +72,7 @@ class CommunicatingAdam(AdamW, Communicating):
         self.reducer = reducer
         self.variance_floor = variance_floor
         self.trained = {name: p for name, p in named_parameters(model) if p.requires_grad}
-        self.group_of = {p: group for group in self.param_groups for p in group["params"]}
+        self._group = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
         self._device = strategy_of(model).device
         self.layout = Layout.dim0([(name, tuple(p.shape)) for name, p in self.trained.items()], reducer.world)
         self.delivered: dict[str, Tensor] | None = None  # averaged momenta, from `exchange` to `step`
@@ -98,7 +98,7 @@ class CommunicatingAdam(AdamW, Communicating):
             self.reducer.codec.note(torch.ones(1, dtype=torch.uint8, device=self._device))
         scale = max_norm / norm if max_norm < norm < math.inf else 1.0
         momenta = {
-            name: torch.lerp(self.state[p]["exp_avg"], gradients[name] * scale, 1 - self.group_of[p]["betas"][0])
+            name: torch.lerp(self.state[p]["exp_avg"], gradients[name] * scale, 1 - self.group_of(p)["betas"][0])
             for name, p in self.trained.items()
         }
         self.exchange_momenta(momenta)
@@ -134,7 +134,7 @@ class CommunicatingAdam(AdamW, Communicating):
 
     def advance(self, p: nn.Parameter, momentum: Tensor, rate: float) -> None:
         """Adam's step with the frozen variance, by a momentum that the parameter keeps."""
-        group, state = self.group_of[p], self.state[p]
+        group, state = self.group_of(p), self.state[p]
         p.mul_(1 - group["lr"] * group["weight_decay"])
         p.addcdiv_(momentum.to(p.dtype), self.denominator(p), value=-rate)
         state["exp_avg"].copy_(momentum)
@@ -146,15 +146,19 @@ class CommunicatingAdam(AdamW, Communicating):
         self.layout.unpack(self.reducer.all_reduce(self.layout.pack(tensors), self.layout), means)
         return means
 
+    def group_of(self, p: nn.Parameter) -> dict[str, Any]:
+        """A parameter's group; loading a checkpoint makes new ones."""
+        return self.param_groups[self._group[p]]
+
     def rate(self, p: nn.Parameter) -> float:
         """The learning rate of the step after those made, corrected for the momentum's start from zero."""
-        group = self.group_of[p]
+        group = self.group_of(p)
         made = int(self.state[p]["step"])
         return float(group["lr"] / (1 - group["betas"][0] ** (made + 1)))
 
     def denominator(self, p: nn.Parameter) -> Tensor:
         """What the momentum is divided by once the variance is frozen."""
-        group, state = self.group_of[p], self.state[p]
+        group, state = self.group_of(p), self.state[p]
         variance = state["exp_avg_sq"] / (1 - group["betas"][1] ** int(state["variance_steps"]))
         variance.clamp_min_(self.variance_floor * variance.mean())
         return variance.sqrt_().add_(group["eps"])

@@ -86,7 +86,7 @@ class ZeroOneAdam(CommunicatingAdam):
             if value < 1:
                 raise BadInput(f"{name} is {value}: it must be at least 1.")
         if self.freeze_step < dense:
-            raise BadInput(f"freeze_step is {freeze_step}: the variance cannot freeze within the {dense} dense steps.")
+            raise BadInput(f"freeze_step is {freeze_step}: the {dense} dense steps come first.")
         self.updates = update_steps(dense, self.freeze_step, variance_kappa)
         self.drifts: dict[str, Drift] = {}  # by parameter; empty while the ranks are in step
         self.local_steps = 0  # since the last synchronisation
@@ -109,7 +109,7 @@ class ZeroOneAdam(CommunicatingAdam):
             super().step()
             return
         for p in self.trained.values():
-            beta1, beta2 = self.group_of[p]["betas"]
+            beta1, beta2 = self.group_of(p)["betas"]
             state, gradient = self.state[p], p.grad
             assert gradient is not None
             state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
@@ -134,7 +134,7 @@ class ZeroOneAdam(CommunicatingAdam):
             if self.alone:
                 mean = self._mean(name, momentum)
                 before = self.drifts.get(name) or Drift(p.detach().clone(), mean)
-                kept = before.kept * (1 - self.group_of[p]["lr"] * self.group_of[p]["weight_decay"])
+                kept = before.kept * (1 - self.group_of(p)["lr"] * self.group_of(p)["weight_decay"])
                 self.drifts[name] = Drift(before.start, mean, before.moved + rate, kept)
             elif drift := self.drifts.pop(name, None):
                 p.copy_(drift.start).mul_(drift.kept)
