@@ -22,7 +22,7 @@ command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=name,driver_version,m
 
 echo "== the fused forms have the plain forms' bytes"
 if has pytest scipy hypothesis; then
-    timeout 270 "$python" -m pytest tests/compressors/test_kernels.py -q -p no:cacheprovider
+    timeout 270 "$python" -m pytest tests/compressors/test_kernels.py tests/collectives/test_meter.py -q -p no:cacheprovider
 else
     timeout 270 "$python" - "$device" <<'CHECK'
 """Without pytest and what the tests stand on: the same comparison for every line of the benchmark."""

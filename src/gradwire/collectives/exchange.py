@@ -25,13 +25,13 @@ class Exchange(Algorithm):
         codec, ranks = self.codec, self.ranks
         plan = codec.plan(layout, "scatter")
         units, sizes = plan.rows, plan.sizes
-        with ranks.meter.span("encode", "codec"):
+        with ranks.meter.span("encode", "codec", device=flat.device):
             outgoing = [
                 [codec.encode(unit.take(flat), unit, "scatter", int(row != ranks.rank)) for unit in of_row]
                 for row, of_row in enumerate(units)
             ]
         incoming = exchange(outgoing, sizes, [sizes[ranks.rank]] * ranks.world, flat.device, ranks, bulk=bulk(sizes))
-        with ranks.meter.span("decode", "codec"):
+        with ranks.meter.span("decode", "codec", device=flat.device):
             mean = torch.zeros(layout.row_numel, dtype=torch.float32, device=flat.device)
             for wires in incoming:  # summed in rank order
                 for unit, wire in zip(units[ranks.rank], wires, strict=True):
@@ -46,12 +46,12 @@ class Exchange(Algorithm):
         mean = self.reduce_scatter(flat, layout)
         plan = codec.plan(layout, "gather")
         units, sizes = plan.rows, plan.sizes
-        with ranks.meter.span("encode", "codec"):
+        with ranks.meter.span("encode", "codec", device=flat.device):
             shift = ranks.rank * layout.row_numel
             own = [codec.encode(unit.take(mean, shift), unit, "gather", ranks.world - 1) for unit in units[ranks.rank]]
         known = [sizes[ranks.rank]] * ranks.world
         incoming = exchange([own] * ranks.world, known, sizes, mean.device, ranks, bulk=bulk(sizes))
-        with ranks.meter.span("decode", "codec"):
+        with ranks.meter.span("decode", "codec", device=flat.device):
             full = torch.zeros(layout.numel, dtype=torch.float32, device=mean.device)
             for of_row, wires in zip(units, incoming, strict=True):
                 for unit, wire in zip(of_row, wires, strict=True):

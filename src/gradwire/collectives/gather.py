@@ -30,7 +30,7 @@ class Gather(Algorithm):
         codec, ranks = self.codec, self.ranks
         units = [unit for row in codec.plan(layout, "scatter").rows for unit in row]
         sizes = [unit.size for unit in units]
-        with ranks.meter.span("encode", "codec"):
+        with ranks.meter.span("encode", "codec", device=flat.device):
             own = [codec.encode(unit.take(flat), unit, "scatter", ranks.world - 1) for unit in units]
         if None in sizes:
             incoming = exchange([own] * ranks.world, [sizes] * ranks.world, [sizes] * ranks.world, flat.device, ranks)
@@ -38,7 +38,7 @@ class Gather(Algorithm):
             message = torch.cat([torch.empty(0, dtype=torch.uint8, device=flat.device), *own])
             gathered = ops.all_gather(message, ranks.group, "payload", ranks.meter)
             incoming = [list(row.split([wire.numel() for wire in own])) for row in gathered]
-        with ranks.meter.span("decode", "codec"):
+        with ranks.meter.span("decode", "codec", device=flat.device):
             mean = torch.zeros(layout.numel, dtype=torch.float32, device=flat.device)
             for wires in incoming:
                 for unit, wire in zip(units, wires, strict=True):

@@ -11,8 +11,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
+import torch
 from torch.profiler import record_function
+
+CPU = torch.device("cpu")
 
 
 @dataclass
@@ -30,16 +35,29 @@ class Cost:
         return self
 
 
+class Running(NamedTuple):
+    """A span on a GPU that may still run: its seconds are those between two events."""
+
+    meter: Meter
+    op: str
+    purpose: str
+    start: torch.cuda.Event
+    end: torch.cuda.Event
+
+
 class Meter:
     """A ledger of costs; what it counts, its parent counts too.
 
-    ``bytes`` are those that this rank hands over for other ranks. ``seconds`` are the host's, from start to wait:
-    nothing is synchronised, so on CUDA they are the time to issue the work.
+    ``bytes`` are those that this rank hands over for other ranks. ``seconds`` of work on a CPU are the host's, from
+    start to wait. Those of work on a GPU are counted inside of `measuring` only.
     """
+
+    event = staticmethod(partial(torch.cuda.Event, enable_timing=True))
 
     def __init__(self, parent: Meter | None = None) -> None:
         self.parent = parent
         self.totals: defaultdict[tuple[str, str], Cost] = defaultdict(Cost)
+        self._running: list[Running] | None = None  # GPU spans of a `measuring` that has not ended
 
     def add(self, op: str, purpose: str, cost: Cost) -> None:
         """Count a cost here and in every ancestor."""
@@ -48,12 +66,47 @@ class Meter:
             self.parent.add(op, purpose, cost)
 
     @contextmanager
-    def span(self, op: str, purpose: str, sent: int = 0) -> Iterator[None]:
-        """Time one call of ``op`` that sends ``sent`` bytes, and show it to the profiler as ``gradwire/<op>``."""
+    def measuring(self) -> Iterator[None]:
+        """Time what this meter and its children count on GPUs in here, by events on the streams that the work uses.
+
+        Nothing waits inside; the end waits for the work and adds up its seconds. For benchmarks: a training loop that
+        waited at every step would be another one.
+        """
+        self._running = []
+        try:
+            yield
+        finally:
+            running, self._running = self._running, None
+            for meter, op, purpose, start, end in running:
+                end.synchronize()
+                meter.add(op, purpose, Cost(seconds=start.elapsed_time(end) / 1000))
+
+    @contextmanager
+    def span(
+        self, op: str, purpose: str, sent: int = 0, *, device: torch.device = CPU, calls: int = 1
+    ) -> Iterator[None]:
+        """Time a call of ``op`` on ``device`` that sends ``sent`` bytes; the profiler shows it as ``gradwire/<op>``.
+
+        What waits for a call that was counted before is no call of its own: ``calls`` is 0.
+        """
+        running = self._measured() if device.type == "cuda" else None
+        if running is not None:
+            first, last = self.event(), self.event()
+            first.record()
         start = time.perf_counter()
         with record_function(f"gradwire/{op}"):
             yield
-        self.add(op, purpose, Cost(sent, time.perf_counter() - start, 1))
+        seconds = time.perf_counter() - start if device.type == "cpu" else 0.0
+        if running is not None:
+            last.record()
+            running.append(Running(self, op, purpose, first, last))
+        self.add(op, purpose, Cost(sent, seconds, calls))
+
+    def _measured(self) -> list[Running] | None:
+        """Where a GPU span is noted: with the nearest ancestor that measures; None if none does."""
+        if self._running is None and self.parent is not None:
+            return self.parent._measured()
+        return self._running
 
     def by_op(self, purpose: str) -> dict[str, Cost]:
         """Costs of one purpose, by operation."""

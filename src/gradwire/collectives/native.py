@@ -80,14 +80,14 @@ class Native(Algorithm):
 
     def _means(self, flat: Tensor, layout: Layout, kind: Kind) -> list[tuple[Talk, Tensor]]:
         """Every parameter's mean as a vector: whole, or this rank's part where its compressor asked row by row."""
-        with self.ranks.meter.span("encode", "codec"):
+        with self.ranks.meter.span("encode", "codec", device=flat.device):
             talks = [self._talk(flat, pieces) for pieces in layout.parameters.values()]
             waiting = {i: next(talk.rounds) for i, talk in enumerate(talks)}
         means: dict[int, Tensor] = {}
         while waiting:
             answers = self._answers(talks, waiting, kind)
             waiting = {}
-            with self.ranks.meter.span("encode", "codec"):
+            with self.ranks.meter.span("encode", "codec", device=flat.device):
                 for i, answer in answers.items():
                     try:
                         waiting[i] = talks[i].rounds.send(answer)

@@ -7,17 +7,15 @@ They work on gloo with CPU and CUDA tensors and on NCCL, and return when the res
 from __future__ import annotations
 
 import pickle
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from gradwire.collectives.bytes import sent_all_reduce
-from gradwire.collectives.meter import METER, Cost, Meter
+from gradwire.collectives.meter import METER, Meter
 
 Group: TypeAlias = dist.ProcessGroup | None
 
@@ -35,7 +33,7 @@ def all_reduce(
 ) -> Tensor:
     """Reduce ``x`` over the ranks, in place; ``op`` is ``sum``, ``max`` or ``min``. Returns ``x``."""
     sent = sent_all_reduce(nbytes(x), dist.get_world_size(group), dist.get_rank(group))
-    with meter.span("all_reduce", purpose, sent):
+    with meter.span("all_reduce", purpose, sent, device=x.device):
         dist.all_reduce(x, REDUCTIONS[op], group=group)
     return x
 
@@ -49,11 +47,9 @@ class Pending(NamedTuple):
     meter: Meter
 
     def wait(self) -> Tensor:
-        """The reduced tensor, ready for the current stream; only the time that the host still waits is counted."""
-        start = time.perf_counter()
-        with record_function("gradwire/all_reduce"):
+        """The reduced tensor, ready for the current stream; only the time that is still waited is counted."""
+        with self.meter.span("all_reduce", self.purpose, device=self.x.device, calls=0):
             self.work.wait()
-        self.meter.add("all_reduce", self.purpose, Cost(seconds=time.perf_counter() - start))
         return self.x
 
 
@@ -62,7 +58,7 @@ def all_reduce_async(
 ) -> Pending:
     """Start what `all_reduce` does; until its `Pending` was waited for, nobody may touch ``x``."""
     sent = sent_all_reduce(nbytes(x), dist.get_world_size(group), dist.get_rank(group))
-    with meter.span("all_reduce", purpose, sent):
+    with meter.span("all_reduce", purpose, sent, device=x.device):
         work = dist.all_reduce(x, REDUCTIONS[op], group=group, async_op=True)
     return Pending(x, work, purpose, meter)
 
@@ -71,7 +67,7 @@ def all_gather(x: Tensor, group: Group = None, purpose: str = "control", meter: 
     """Every rank's ``x``, all of one shape, stacked in rank order: ``[world, *x.shape]``."""
     world = dist.get_world_size(group)
     gathered = torch.empty((world, *x.shape), dtype=x.dtype, device=x.device)
-    with meter.span("all_gather", purpose, (world - 1) * nbytes(x)):
+    with meter.span("all_gather", purpose, (world - 1) * nbytes(x), device=x.device):
         dist.all_gather(list(gathered), x.contiguous(), group=group)
     return gathered
 
@@ -79,7 +75,7 @@ def all_gather(x: Tensor, group: Group = None, purpose: str = "control", meter: 
 def reduce_scatter(x: Tensor, group: Group = None, purpose: str = "control", meter: Meter = METER) -> Tensor:
     """The sum over the ranks of this rank's row of ``x``: ``[world, n]`` to ``[n]``, in the precision of ``x``."""
     own = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
-    with meter.span("reduce_scatter", purpose, (x.shape[0] - 1) * nbytes(own)):
+    with meter.span("reduce_scatter", purpose, (x.shape[0] - 1) * nbytes(own), device=x.device):
         dist.reduce_scatter_tensor(own, x.view(-1), group=group)
     return own
 
@@ -109,7 +105,7 @@ def all_to_all(
         uint8 ``[sum(sizes_in)]``, the parts in rank order.
     """
     received = torch.empty(sum(sizes_in), dtype=x.dtype, device=x.device)
-    with meter.span("all_to_all", purpose, x.numel() - sizes_out[dist.get_rank(group)]):
+    with meter.span("all_to_all", purpose, x.numel() - sizes_out[dist.get_rank(group)], device=x.device):
         if bulk and x.device.type == "cpu":
             _chunked(x.split(list(sizes_out)), received.split(list(sizes_in)), group)
         else:
@@ -143,7 +139,7 @@ def broadcast(
 ) -> Tensor:
     """Copy group rank ``source``'s ``x`` to all ranks, in place; the source counts the bytes. Returns ``x``."""
     sent = (dist.get_world_size(group) - 1) * nbytes(x) if dist.get_rank(group) == source else 0
-    with meter.span("broadcast", purpose, sent):
+    with meter.span("broadcast", purpose, sent, device=x.device):
         dist.broadcast(x, group=group, group_src=source)
     return x
 

@@ -68,14 +68,14 @@ class ParameterGather:
         world, rank, meter = self.ranks.world, self.ranks.rank, self.ranks.meter
         sizes = self.sizes(layout, exact)
         bad = torch.zeros(1, dtype=torch.uint8, device=full.device)
-        with meter.span("encode", "codec"):
+        with meter.span("encode", "codec", device=full.device):
             own = [
                 self.of(piece, exact).encode(full[piece.run].view(piece.form), flag=bad) for piece in layout.rows[rank]
             ]
         incoming = exchange(
             [own] * world, [sizes[rank]] * world, sizes, full.device, self.ranks, "parameters", bulk=bulk(sizes)
         )
-        with meter.span("decode", "codec"):
+        with meter.span("decode", "codec", device=full.device):
             for row, wires in zip(layout.rows, incoming, strict=True):
                 for piece, wire in zip(row, wires, strict=True):
                     full[piece.run] = self.of(piece, exact).decode(wire, piece.form).view(-1)

@@ -227,7 +227,8 @@ class Reducer:
         ``closed_form``: the sum of `closed_form` over all calls, so over all ranks, None if one of them was;
         ``agreement``: bytes of the flag; ``elements`` of all reduced buffers, ``exempt_elements`` of them;
         ``residuals_dropped``: pieces whose residual was lost to a value that was not finite; ``encode_seconds`` and
-        ``decode_seconds`` of the host; ``by_op``: the payload's bytes, seconds and calls per collective.
+        ``decode_seconds``; ``by_op``: the payload's bytes, seconds and calls per collective. On a GPU seconds are
+        counted inside of `Meter.measuring` only.
         """
         dropped = self.codec.dropped
         return {

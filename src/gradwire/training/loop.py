@@ -233,7 +233,7 @@ def optimizer_step(
 
     return (
         clock.times
-        | traffic_since(before, reducer)
+        | traffic_since(before, reducer, world.device)
         | {
             "t_start_s": clock.started_s,
             "tokens": sum(batch.n_targets for batch in micro_batches),
@@ -258,13 +258,17 @@ def check_finite(value: float, what: str) -> None:
         raise Diverged(f"{what} is {value}")
 
 
-def traffic_since(before: dict[str, Any], reducer: Reducer | None) -> Row:
-    """This rank's bytes and codec times of one step; None where no reducer counts them.
+def traffic_since(before: dict[str, Any], reducer: Reducer | None, device: torch.device) -> Row:
+    """This rank's bytes and codec times of one step; None where no reducer counts them, times on a GPU too.
 
     ``bytes_closed_form`` is over all ranks, and None where a size depended on the data.
     """
     if reducer is None:
         return dict.fromkeys(("bytes_raw", "bytes_sent", "bytes_index", "comm_ms", "encode_ms", "decode_ms"))
+
+    def milliseconds(seconds: float) -> float | None:
+        return 1000 * seconds if device.type == "cpu" else None  # the meter does not measure: it would have to wait
+
     now = reducer.traffic
     closed = now["closed_form"]
     return {
@@ -273,9 +277,9 @@ def traffic_since(before: dict[str, Any], reducer: Reducer | None) -> Row:
         "bytes_raw": now["raw"] - before["raw"],
         "bytes_sent": now["sent"] - before["sent"],
         "bytes_index": now["index"] - before["index"],
-        "comm_ms": 1000 * (seconds_on_wire(now) - seconds_on_wire(before)),
-        "encode_ms": 1000 * (now["encode_seconds"] - before["encode_seconds"]),
-        "decode_ms": 1000 * (now["decode_seconds"] - before["decode_seconds"]),
+        "comm_ms": milliseconds(seconds_on_wire(now) - seconds_on_wire(before)),
+        "encode_ms": milliseconds(now["encode_seconds"] - before["encode_seconds"]),
+        "decode_ms": milliseconds(now["decode_seconds"] - before["decode_seconds"]),
     }
 
 
