@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
+
 import pytest
 import torch
 from test_frameworks import STRATEGIES
+from torch.profiler import ProfilerActivity, profile
 
 from gradwire.errors import BadInput
 from gradwire.models import gpt2
@@ -67,6 +71,47 @@ def test_activations_are_what_was_predicted(batch, checkpointing):
         block = memory.gpt2_activations(**one) - memory.gpt2_activations(**{**one, "layers": 1})
         predicted -= block - 4 * batch * LENGTH * preset.n_embd
     assert before == pytest.approx(predicted, rel=0.01)
+
+
+def peak(rank, world, group, strategy, batch, options):
+    """Bytes that a rank holds at most in a steady step: what stays between steps, and what torch allocates in one."""
+    model = wrap(tiny(), strategy, device="cpu", **options).train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = ids(batch)
+
+    def step():
+        logits = model(input_ids=x, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+        del logits
+        loss.backward()
+        optimizer.step()
+        kept = memory.measure(model, optimizer)
+        optimizer.zero_grad()
+        return kept
+
+    for _ in range(2):  # DDP makes its buckets anew in the second
+        step()
+    gc.collect()  # what earlier steps left in cycles
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        kept = step()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    grown = max(itertools.accumulate(change for _, change in changes))
+    buckets = kept.gradients if strategy in ("bucket", "ddp") else 0  # these stay; DDP's are as large as the gradients
+    return kept.parameters + kept.optimizer + buckets + grown
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_the_measured_peak_is_near_the_prediction(world, batch):
+    """Between 20 % less (activations go while gradients come) and 10 % more (AdamW's step has temporary tensors)."""
+    preset = gpt2.PRESETS["tiny"]
+    shape = {"layers": preset.n_layer, "width": preset.n_embd, "heads": preset.n_head, "vocabulary": VOCABULARY}
+    activations = memory.gpt2_activations(**shape, batch=batch, length=LENGTH)
+    cases = [(strategy, {}) for strategy in STRATEGIES] + [("fsdp2", {"param_compress": "int8"})]
+    for strategy, options in cases:
+        predicted = memory.predict(strategy, 2, unit_sizes(tiny()), activations=activations).total
+        for measured in world(2).run(peak, strategy, batch, options):
+            assert 0.8 < measured / predicted < 1.1, (strategy, options)
 
 
 def test_what_a_strategy_holds_beside():

@@ -44,7 +44,10 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it: an upper bound of the peak, because activations go while gradients come."""
+        """All of it: about the peak. Activations go while gradients come; tensors of a moment are left out.
+
+        Of these AdamW's step has the most, about half of its moments, when no activations are left.
+        """
         return sum(getattr(self, field.name) for field in fields(self))
 
 
@@ -54,6 +57,7 @@ def predict(strategy: str, world: int, units: Sequence[int], *, activations: int
     A replica is whole everywhere. ``naive`` holds nothing else, the gradients of ``bucket`` are views of its buckets,
     and ``ddp`` has buckets beside the gradients. A sharded unit costs its W-th part, rounded up; at work FSDP holds,
     whole, the first unit, the parameters of two others (one computes, the next is prefetched) and the gradient of one.
+    What `param_compress` encodes of one unit, for a moment, is less than that gradient and not counted.
 
     Args:
         strategy: Its name.
