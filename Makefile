@@ -1,5 +1,6 @@
 # make run [CONFIG=configs/smoke.yaml]   the experiment, end to end
 # make test                              the tests
+# make test-sweep                        full products of which `make test` takes a selection
 # make lint                              ruff, mypy, snakefmt, snakemake --lint
 PYTHON ?= python3
 CONFIG ?= config.yaml
@@ -8,7 +9,7 @@ CORES ?= all
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test lint format schema lock
+.PHONY: run test test-sweep lint format schema lock
 
 run: $(READY)
 	$(BIN)/snakemake --cores $(CORES) --configfile $(CONFIG)
@@ -16,6 +17,9 @@ run: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+test-sweep: $(READY)
+	$(BIN)/python -m pytest -m sweep
 
 lint: $(READY)
 	$(BIN)/ruff check .
