@@ -113,9 +113,9 @@ class Protocol:
         asked = [self.compensated(key[rank], flat[rank]).view(form) for rank in range(self.world)]
         if name not in self.states:
             self.states[name] = [self.compressor.new_state(form, self.seed) for _ in range(self.world)]
-        self.largest[name] = max(float(x.abs().amax()) for x in asked)
         context = Context(name, form, self.step, self.world, self.seed)
         means, sents, _ = lockstep(self.compressor, asked, self.states[name], context)
+        self.largest[name] = max(float(x.abs().amax()) for x in (*asked, *sents))
         for rank in range(self.world):
             self.keep(key[rank], asked[rank].reshape(-1), sents[rank].reshape(-1))
         assert all(torch.equal(mean, means[0]) for mean in means)

@@ -7,6 +7,7 @@ what the JSON object says for it; a rank that it does not name waits to be ended
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -42,7 +43,7 @@ def main(args: argparse.Namespace) -> None:
     environment = {name: os.environ[name] for name in names} | {"pid": os.getpid()}
     write_json(args.output_dir / f"started{os.environ['RANK']}.json", environment)
     deed = args.ranks.get(os.environ["RANK"], "wait" if args.ranks else "end")
-    DEEDS[deed]()
+    train(*TRAINS[deed], args.output_dir) if deed in TRAINS else DEEDS[deed]()
 
 
 def refuse() -> None:
@@ -99,7 +100,30 @@ def desert() -> None:
         wait()
 
 
+def train(strategy: str, method: str | None, folder: Path) -> None:
+    """Train for ever; the last rank notes the time and dies in a backward pass, and the others wait for it."""
+    import torch
+    from torch import nn
+
+    from gradwire.collectives import Reducer
+    from gradwire.collectives.world import process_group
+    from gradwire.compressors import build
+    from gradwire.parallel import wrap
+
+    with process_group(device="cpu") as world:
+        reducer = None if method is None else Reducer(build(method), error_feedback=True)
+        torch.manual_seed(0)
+        model = wrap(nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)), strategy, reducer, device="cpu")
+        for step in itertools.count():
+            output = model(torch.ones(2, 5))
+            if step == 3 and world.rank == world.world_size - 1:
+                output.register_hook(lambda _: (write_json(folder / "killed.json", time.time()), kill()))
+            output.square().sum().backward()
+            model.zero_grad()
+
+
 DEEDS = {deed.__name__: deed for deed in (refuse, kill, stumble, wait, save, reduce, desert)} | {"end": lambda: None}
+TRAINS = {"naive": ("naive", "topk"), "bucket": ("bucket", None), "fsdp2": ("fsdp2", "topk")}
 
 if __name__ == "__main__":
     cli.VERBS["probe"] = cli.Verb("rank_verb", "do what a test says")

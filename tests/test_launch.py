@@ -26,8 +26,8 @@ def command(output: Path, ranks: dict[int, str], *flags: str, launcher: str = "s
     return [*map(str, start), "--", "probe", "--output_dir", str(output), "--ranks", json.dumps(ranks), *probe]
 
 
-def launch(*args, **kwargs) -> subprocess.CompletedProcess:
-    return subprocess.run(command(*args, **kwargs), env=CLEAN, capture_output=True, text=True, timeout=60)
+def launch(*args, timeout: float = 60, **kwargs) -> subprocess.CompletedProcess:
+    return subprocess.run(command(*args, **kwargs), env=CLEAN, capture_output=True, text=True, timeout=timeout)
 
 
 def failure(output: Path) -> dict:
@@ -91,6 +91,26 @@ def test_a_killed_rank_is_named_and_not_the_peer_that_lost_it(tmp_path, launcher
     assert ended.returncode == 3
     assert ended.stderr == "gradwire launch: rank 1: was killed by SIGKILL (out of memory?) and left no message.\n"
     assert failure(tmp_path)["rank"] == 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "size", "launcher"), [("naive", 2, "torchrun"), ("bucket", 3, "spawn"), ("fsdp2", 2, "torchrun")]
+)
+def test_a_rank_killed_in_a_backward_pass_ends_the_others(tmp_path, strategy, size, launcher):
+    """They wait in an exchange of their own hooks, in asynchronous all-reduces, in a hook of FSDP."""
+    ranks = dict.fromkeys(range(size), strategy)
+    ended = launch(tmp_path, ranks, "--world_size", str(size), launcher=launcher, timeout=200)
+    assert time.time() - json.loads((tmp_path / "killed.json").read_text()) < 60
+    assert ended.returncode == 3
+    message = f"rank {size - 1}: was killed by SIGKILL (out of memory?) and left no message."
+    assert ended.stderr == f"gradwire launch: {message}\n"
+    assert len(started(tmp_path)) == size and not left_behind(tmp_path)
+
+
+def left_behind(output: Path) -> list[str]:
+    """The command lines of processes that name this folder, which no other test does."""
+    lines = [path.read_bytes().decode() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
+    return [line for line in lines if str(output) in line]
 
 
 def test_a_rank_that_fails_does_not_wait_for_its_collective(tmp_path):

@@ -144,6 +144,22 @@ def test_error_feedback_telescopes(world, size, cut, kind, name, reducer_options
     assert lost > 0, "a lossy method leaves something"
 
 
+def all_maximal(rank, world, group, value):
+    layout = Layout.dim0(SHAPES, world)
+    reducer = Reducer(build("int8"), group, algorithm="native")
+    flat = layout.pack({name: torch.full(shape, value) for name, shape in SHAPES})
+    return flat, reducer.all_reduce(flat, layout), reducer.reduce_scatter(flat, layout)
+
+
+@pytest.mark.parametrize("value", [3.0, -1e30])
+def test_the_sum_of_int8_codes_does_not_overflow(world, value):
+    """Every rank sends the largest code of one sign, everywhere; a sum of four of 127 would wrap around."""
+    results = world(4).run(all_maximal, value)
+    for flat, full, _ in results:
+        torch.testing.assert_close(full, flat, rtol=1e-6, atol=0)
+    torch.testing.assert_close(torch.cat([row for *_, row in results]), results[0][0], rtol=1e-6, atol=0)
+
+
 def poisoned_once(rank, world, group, residual_dtype):
     layout = Layout.dim0(SHAPES, world)
     reducer = Reducer(

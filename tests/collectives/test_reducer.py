@@ -331,20 +331,6 @@ def test_a_resumed_reducer_equals_an_unbroken_one(world, size, name, options, re
         assert not torch.equal(unbroken[2], unbroken[3])
 
 
-def other_world(rank, world, group):
-    kept = {"generators": {("matrix", "scatter"): torch.Generator().get_state()}, "residuals": {}, "states": {}}
-    state = {"world": world + 1, "step": 5, "algorithm": "gather", **kept}
-    reducer = Reducer(build("int8"), group)
-    with pytest.warns(UserWarning, match=f"{world + 1} ranks and this run has {world}"):
-        reducer.load_state_dict(state)
-    return reducer.state_dict()
-
-
-def test_another_world_size_drops_the_generators(world):
-    nothing = {"generators": {}, "residuals": {}, "states": {}}
-    assert world(2).run(other_world) == [{"world": 2, "step": 5, "algorithm": "auto", **nothing}] * 2
-
-
 def wrong_buffer(rank, world, group):
     Reducer(build("none"), group).reduce_scatter(torch.zeros(3), Layout.dim0(SHAPES, world))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import contextmanager
 from functools import cache
 
 import pytest
@@ -211,7 +212,7 @@ def test_ratios_and_totals_are_exact_without_padding(world, method, ratio):
         assert all(traffic["fallbacks"] == traffic["exempt_elements"] == 0 for _, traffic in ranks)
 
 
-@worlds
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_padding_and_empty_shards_are_not_sent(world, size):
     numel = sum(parameter.numel() for parameter in Odd().parameters())
     for strategy, ranks in run(world, size, "odd").items():
@@ -226,15 +227,22 @@ def test_one_rank_needs_no_reduction(world, strategy):
     assert not any(traffic.values())
 
 
+@contextmanager
+def small_first_bucket():
+    """DDP makes more than one bucket of a small model, and others after the first step."""
+    before, dist._DEFAULT_FIRST_BUCKET_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES, 512
+    try:
+        yield
+    finally:
+        dist._DEFAULT_FIRST_BUCKET_BYTES = before
+
+
 def rebuilt(rank, world, group):
     """Three steps of DDP with small first buckets: collectives and gradients of each step, and what DDP rebuilt."""
-    small, dist._DEFAULT_FIRST_BUCKET_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES, 512
-    try:
+    with small_first_bucket():
         reducer = reducer_of(group, "int8", STOCHASTIC)
         model = wrap(model_of("gpt2"), "ddp", reducer, device="cpu")
         plain = wrap(model_of("gpt2"), "ddp", reducer_of(group, "int8", STOCHASTIC), device="cpu")
-    finally:
-        dist._DEFAULT_FIRST_BUCKET_BYTES = small
     plain._set_static_graph()  # rebuilds its buckets a step later
     steps = []
     for micro in range(3):
@@ -322,12 +330,13 @@ def test_the_full_state_has_the_unwrapped_models_names(world, size, strategy, na
         torch.testing.assert_close(first[key], value, rtol=1e-4, atol=1e-6)
 
 
-def resumed(rank, world, group, strategy, folder):
+def resumed(rank, world, group, strategy, folder, method, options):
     """Four steps at a stretch; two, a checkpoint, everything new, two: the parameters of both."""
 
     def new():
-        reducer = reducer_of(group, "int8", STOCHASTIC, seed=2, second="encoded")
-        model = wrap(model_of("gpt2"), strategy, reducer, device="cpu")
+        reducer = reducer_of(group, method, options, seed=2, error_feedback=True)
+        with small_first_bucket():
+            model = wrap(model_of("gpt2"), strategy, reducer, device="cpu")
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2), reducer
 
     def train(model, optimizer, reducer, some):
@@ -354,13 +363,45 @@ def resumed(rank, world, group, strategy, folder):
     return full_state_dict(whole[0]), full_state_dict(model)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("size", "method", "options"),
+    [
+        (1, "int8", STOCHASTIC),
+        (2, "int8", STOCHASTIC),
+        (3, "int8", STOCHASTIC),
+        (2, "powersgd", {}),
+        (3, "powersgd", {}),
+    ],
+)
 @every_strategy
-def test_a_resumed_run_equals_an_unbroken_one(world, size, strategy, tmp_path):
-    unbroken, broken = world(size).run(resumed, strategy, str(tmp_path / "checkpoint"))[0]
+def test_a_resumed_run_equals_an_unbroken_one(world, size, strategy, method, options, tmp_path):
+    folder = str(tmp_path / "checkpoint")
+    unbroken, broken = world(size).run(resumed, strategy, folder, method, options)[0]
     assert unbroken.keys() == broken.keys()
     for name in unbroken:
         assert torch.equal(unbroken[name], broken[name]), name
+
+
+def stepped(rank, world, group, strategy, states):
+    """A step's gradients, by a reducer that took over one of ``states`` if there are any, and its own state."""
+    reducer = reducer_of(group, "int8", STOCHASTIC, error_feedback=True, algorithm="exchange")
+    if states:
+        with pytest.warns(UserWarning, match=f"of {len(states)} ranks and this run has {world}: residuals"):
+            reducer.load_state_dict(states[rank % len(states)])
+        assert reducer.step == 1 and not reducer.state_dict()["residuals"]
+    model = wrap(model_of("odd"), strategy, reducer, device="cpu")
+    loss_of("odd", model, batch_of("odd", rank)).backward()
+    assert reducer.finish()
+    return whole_gradients(model), copy.deepcopy(reducer.state_dict())
+
+
+@every_strategy
+def test_another_number_of_ranks_begins_without_residuals(world, strategy):
+    states = [state for _, state in world(2).run(stepped, strategy, [])]
+    assert all(state["residuals"] and state["generators"] for state in states)
+    fresh, taken = (world(3).run(stepped, strategy, given) for given in ([], states))
+    for (found, _), (expected, _) in zip(taken, fresh, strict=True):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def met_by_one(rank, world, group, strategy):

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import cache
 from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from protocols import Protocol, anywhere, by_rows
-from test_frameworks import STOCHASTIC, whole_gradients
+from test_frameworks import STOCHASTIC, small_first_bucket, whole_gradients
 from torch import nn
 
 from gradwire.collectives import Reducer
@@ -45,7 +44,7 @@ class Rough(nn.Module):
     def forward(self, x):
         for layer in self.layers:
             x = torch.tanh(layer(x))
-        return (self.norm(x) * self.scale.square().mean() + self.scale[0, 0, 0]).square()
+        return (torch.tanh(self.norm(x)) * self.scale.square().mean() + self.scale[0, 0, 0]).square()
 
 
 SHAPES = {name: tuple(parameter.shape) for name, parameter in Rough().named_parameters()}
@@ -57,7 +56,7 @@ class Way(NamedTuple):
 
     strategy: str
     units: bool = True
-    first_bucket: int = 2**20  # bytes, in DDP's first step; it rebuilds its buckets after that
+    rebuilds: bool = False  # DDP has some buckets, and others after the first step
     options: tuple[tuple[str, float], ...] = ()
 
     @property
@@ -94,7 +93,7 @@ ALGORITHMS = ("exchange", "gather", "native")
 STRATEGIES = {name: Way(name) for name in ("naive", "bucket", "ddp", "fsdp1", "fsdp2")}
 OTHER_WAYS = {
     "bucket, one for each": Way("bucket", options=(("first_mb", 0), ("cap_mb", 0))),
-    "ddp, rebuilt": Way("ddp", first_bucket=512),
+    "ddp, rebuilt": Way("ddp", rebuilds=True),
     "fsdp1, one unit": Way("fsdp1", units=False),
     "fsdp2, one unit": Way("fsdp2", units=False),
 }
@@ -132,11 +131,13 @@ CASES = {
 
 def cases_of(way, algorithms=ALGORITHMS):
     """The names of all cases that a way can run."""
-    return [name for name, case in CASES.items() if case.algorithm in WAYS[way].algorithms and case.algorithm in algorithms]
+    return [
+        name for name, case in CASES.items() if case.algorithm in WAYS[way].algorithms and case.algorithm in algorithms
+    ]
 
 
 def selection(ways, size, algorithms):
-    """Every case of those algorithms once, under one of the ways that can run it: ``{way: [names]}``; they take turns."""
+    """Every case of those algorithms once, as ``{way: [names]}``: the ways that can run it take turns."""
     chosen = {way: [] for way in ways}
     for algorithm in algorithms:
         able = [way for way in ways if algorithm in WAYS[way].algorithms]
@@ -163,22 +164,13 @@ def local_gradients(rank, step):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@contextmanager
-def first_bucket(size):
-    before, dist._DEFAULT_FIRST_BUCKET_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES, size
-    try:
-        yield
-    finally:
-        dist._DEFAULT_FIRST_BUCKET_BYTES = before
-
-
 def delivered(rank, world, group, way, names):
     """For each case: every step's gradients as the wrapped model holds them, flattened, and the traffic."""
     found = []
     for case in map(CASES.get, names):
         options = {"algorithm": case.algorithm, "error_feedback": case.feedback, "seed": SEED}
         reducer = Reducer(build(case.method, **case.options), group, **options)
-        with first_bucket(way.first_bucket):
+        with small_first_bucket() if way.rebuilds else nullcontext():
             model = wrap(model_of(way.units), way.strategy, reducer, device="cpu", **dict(way.options))
         steps = []
         for step in range(STEPS):
@@ -216,9 +208,17 @@ def simulations(world, way, names, size):
     return [SIMULATIONS[keys[name]] for name in names]
 
 
+def batches(names):
+    """A few at a time: a `run` of the pool has its time limit."""
+    return [names[at : at + 6] for at in range(0, len(names), 6)]
+
+
 def compare(world, way, names, size):
     """Run some cases on real ranks and in one process, and compare gradients and bytes."""
-    results = world(size).run(delivered, WAYS[way], names)
+    results = [[] for _ in range(size)]
+    for some in batches(names):
+        for mine, found in zip(results, world(size).run(delivered, WAYS[way], some), strict=True):
+            mine += found
     models = simulations(world, WAYS[way], names, size)
     for name, *ranks, (steps, sent, expected) in zip(names, *results, models, strict=True):
         for found, _ in ranks:
@@ -226,7 +226,9 @@ def compare(world, way, names, size):
                 assert mine.keys() == means.keys()
                 for parameter, mean in means.items():
                     assert torch.equal(mine[parameter], first[parameter]), f"{name}: {parameter} differs by rank"
-                    assert_alike(CASES[name], size, mine[parameter], mean, largest.get(parameter), f"{name}: {parameter}")
+                    assert_alike(
+                        CASES[name], size, mine[parameter], mean, largest.get(parameter), f"{name}: {parameter}"
+                    )
         check_bytes(CASES[name], WAYS[way].strategy, [traffic for _, traffic in ranks], sent, expected)
 
 
@@ -236,15 +238,15 @@ AMPLIFIED = {"powersgd": 100, "gradiveq": 100}  # a decomposition follows on the
 
 
 def assert_alike(case, size, found, mean, largest, where):
-    """The same bits; of native sums of three and more, what the order of summation leaves open.
+    """The same bits; of native sums of three and more, up to what the order of summation leaves open.
 
     Two orders of adding W numbers of a magnitude up to m differ by at most ``2 (W - 1) u W m``, u the unit roundoff of
-    the type that is added in; the mean by a W-th of that.
+    the type that is added in; the means by a W-th of that and the two divisions' ``2 u m``.
     """
     if case.algorithm != "native" or size == 2 or case.method in EXACT:
         assert torch.equal(found, mean), where
     else:
-        allowed = 2 * (size - 1) * ROUNDOFF.get(case.method, 2.0**-24) * AMPLIFIED.get(case.method, 1) * largest
+        allowed = 2 * size * ROUNDOFF.get(case.method, 2.0**-24) * AMPLIFIED.get(case.method, 1) * largest
         assert (found - mean).abs().max() <= allowed, where
 
 
@@ -256,7 +258,11 @@ def check_bytes(case, strategy, traffics, sent, expected):
     if case.algorithm != "native":  # of native sums `Protocol` does not know how they travel
         assert total == sent and all(traffic["closed_form"] == expected for traffic in traffics), case
     if case.method == "none" and case.algorithm == "exchange":
-        assert total == sum(traffic["raw"] for traffic in traffics) == STEPS * traffic_unhooked(NUMEL, strategy, len(traffics))
+        assert (
+            total
+            == sum(traffic["raw"] for traffic in traffics)
+            == STEPS * traffic_unhooked(NUMEL, strategy, len(traffics))
+        )
 
 
 @pytest.mark.parametrize("way", STRATEGIES)
@@ -266,7 +272,7 @@ def test_two_ranks(world, way):
 
 @pytest.mark.parametrize("way", OTHER_WAYS)
 def test_another_bucket_size_or_wrapping_changes_nothing(world, way):
-    compare(world, way, selection(OTHER_WAYS, 2, ALGORITHMS)[way], 2)
+    compare(world, way, selection(OTHER_WAYS, 2, ["exchange", "native"])[way], 2)
 
 
 @pytest.mark.parametrize("size", [3, 4])
@@ -288,8 +294,8 @@ def fifty_steps(rank, world, group, strategy, names):
     for case in map(CASES.get, names):
         options = {"algorithm": case.algorithm, "error_feedback": case.feedback}
         reducer = Reducer(build(case.method, **case.options), group, **options)
-        torch.manual_seed(rank)  # other weights on every rank
-        model = wrap(nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 5)), strategy, reducer, device="cpu")
+        torch.manual_seed(rank)  # `wrap` gives all ranks the same
+        model = wrap(nn.Sequential(nn.Linear(3, 41), nn.Softplus()), strategy, reducer, device="cpu")
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         for step in range(50):
             optimizer.zero_grad()
@@ -303,8 +309,9 @@ def fifty_steps(rank, world, group, strategy, names):
 
 
 def replicas_stay_equal(world, size, strategy, names):
-    for name, *hashes in zip(names, *world(size).run(fifty_steps, strategy, names), strict=True):
-        assert len(set(hashes)) == 1, name
+    for some in batches(names):
+        for name, *hashes in zip(some, *world(size).run(fifty_steps, strategy, some), strict=True):
+            assert len(set(hashes)) == 1, name
 
 
 REPLICAS = ("naive", "bucket", "ddp")
@@ -312,8 +319,14 @@ REPLICAS = ("naive", "bucket", "ddp")
 
 @pytest.mark.parametrize("strategy", REPLICAS)
 def test_replicas_are_bit_equal_after_fifty_steps(world, strategy):
-    replicas_stay_equal(world, 2, strategy, selection(REPLICAS, 2, ALGORITHMS)[strategy])
-    replicas_stay_equal(world, 3, strategy, selection(REPLICAS, 3, ALGORITHMS)[strategy][::3])
+    """Every compressor by one of its algorithms and under one strategy; on three ranks some of them."""
+    by_method = {}
+    for name, case in CASES.items():
+        by_method.setdefault((case.method, str(case.options)), []).append(name)
+    turns = [names[turn % len(names)] for turn, names in enumerate(by_method.values())]
+    mine = turns[REPLICAS.index(strategy) :: len(REPLICAS)]
+    replicas_stay_equal(world, 2, strategy, mine)
+    replicas_stay_equal(world, 3, strategy, mine[::4])
 
 
 @pytest.mark.sweep
@@ -321,6 +334,4 @@ def test_replicas_are_bit_equal_after_fifty_steps(world, strategy):
 @pytest.mark.parametrize("strategy", REPLICAS)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_replicas_are_bit_equal_after_fifty_steps_everywhere(world, strategy, size, algorithm):
-    names = cases_of(strategy, [algorithm])
-    for third in range(3):
-        replicas_stay_equal(world, size, strategy, names[third::3])
+    replicas_stay_equal(world, size, strategy, cases_of(strategy, [algorithm]))
