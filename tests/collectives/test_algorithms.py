@@ -1,4 +1,7 @@
-"""gather, native, error feedback and rows, each against its own protocol in one process; and what `auto` chooses."""
+"""gather, native, error feedback and rows on a reducer alone; what `auto` chooses.
+
+That each compressor gives what its protocol says is tested with the strategies (`parallel/test_protocols.py`).
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,11 @@ import math
 
 import pytest
 import torch
-from test_reducer import CUTS, SHAPES, buffer, generators_at_start, gradients
+from test_reducer import CUTS, SHAPES, buffer, gradients
 
 from gradwire.collectives import Exempt, Layout, Reducer
 from gradwire.collectives.bytes import raw_all_reduce
-from gradwire.compressors import available, build
-from gradwire.compressors.rounds import Context, lockstep
+from gradwire.compressors import build
 from gradwire.compressors.schedule import Schedule
 from gradwire.errors import BadInput
 
@@ -19,14 +21,6 @@ worlds = pytest.mark.parametrize("size", [2, 3, 4])
 every_cut = pytest.mark.parametrize("cut", CUTS)
 
 BIG = [("matrix", (24, 20)), ("bias", (7,)), ("wide", (3, 130)), ("cube", (4, 5, 6)), ("long", (700,))]
-SMALL_OPTIONS = {
-    "gradiveq": {"slice": 8, "components": 2, "window": 2, "refresh": 5},
-    "powersgd": {"rank": 2},
-    "randomk": {"density": 0.1},
-    "sketch": {"width": 0.1, "density": 0.05},
-    "signsgd": {"scale": "none"},
-}
-ROUNDS = [name for name in available() if build(name, **SMALL_OPTIONS.get(name, {})).has_rounds]
 
 
 def big_gradients(rank, step=0):
@@ -52,60 +46,6 @@ def reduced(rank, world, group, shapes, cut, kind, name, options, reducer_option
 @worlds
 @every_cut
 @pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
-@pytest.mark.parametrize("name", ROUNDS)
-def test_native_gives_what_the_rounds_say(world, size, cut, kind, name):
-    """Three steps, the states carried on, against lockstep over a list; the bytes are the closed form's."""
-    options, layout = SMALL_OPTIONS.get(name, {}), CUTS[cut](BIG, size)
-    compressor = build(name, **options)
-    results = world(size).run(reduced, BIG, cut, kind, name, options, {"algorithm": "native", "seed": 5}, 3)
-    states: dict = {}
-    for step in range(3):
-        expected = torch.zeros(layout.numel)
-        for parameter, pieces in layout.parameters.items():
-            shape = pieces[0].shape
-            form = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else shape
-            xs = [big_gradients(rank, step)[parameter].view(form) for rank in range(size)]
-            kept = states.setdefault(parameter, [compressor.new_state(form, 5) for _ in range(size)])
-            means, _, _ = lockstep(compressor, xs, kept, Context(parameter, form, step, size, 5))
-            for piece in pieces:
-                expected[piece.run] = means[0].reshape(-1)[piece.source]
-        rows = [result[0][step][0] for result in results]
-        if kind == "reduce_scatter":
-            found = torch.cat(rows)
-        else:
-            found = rows[0]
-            assert all(torch.equal(row, found) for row in rows), "bit-equal on all ranks"
-        # the collective's order of summation is its own, and a cast's sum is rounded after each summand
-        rounding = {"fp16": 2.0**-11, "bf16": 2.0**-8}.get(name, 2e-5) * (size if size > 2 else 1)
-        torch.testing.assert_close(found, expected, rtol=0, atol=rounding * 2 * float(expected.abs().max()))
-        assert sum(result[0][step][1] for result in results) == results[0][0][step][2], "counted = closed form"
-    assert all(algorithm == "native" for *_, algorithm in results)
-
-
-@worlds
-@pytest.mark.parametrize("name", ["none", "int8", "threshold", "topk+int8"])
-def test_gather_gives_the_mean_of_all_encodings(world, size, name):
-    layout = Layout.dim0(SHAPES, size)
-    compressor = build(name)
-    results = world(size).run(reduced, SHAPES, "dim0", "all_reduce", name, {}, {"algorithm": "gather", "seed": 7}, 1)
-    mean = torch.zeros(layout.numel)
-    for rank in range(size):
-        generators = generators_at_start(size, rank, "scatter", seed=7)
-        flat = buffer(layout, rank)
-        for piece in layout.pieces:
-            wire = compressor.encode(flat[piece.run].view(piece.form), generator=generators[piece.name])
-            mean[piece.run] += compressor.decode(wire, piece.form).view(-1)
-    mean /= size
-    for rows, _, traffic, _ in results:
-        assert torch.equal(rows[0][0], mean)
-        assert traffic["closed_form"] in (None, sum(result[2]["sent"] for result in results))
-        assert 0 <= traffic["index"] <= traffic["sent"]
-        assert (traffic["index"] > 0) == (name in ("threshold", "topk+int8"))
-
-
-@worlds
-@every_cut
-@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
 @pytest.mark.parametrize(
     ("name", "reducer_options"),
     [
@@ -123,7 +63,7 @@ def test_error_feedback_telescopes(world, size, cut, kind, name, reducer_options
     """What was delivered is what was exact, less the mean of the workers' residuals and less the owners' own."""
     layout, steps = CUTS[cut](BIG, size), 5
     options = {"error_feedback": True, **reducer_options}
-    results = world(size).run(reduced, BIG, cut, kind, name, SMALL_OPTIONS.get(name, {}), options, steps)
+    results = world(size).run(reduced, BIG, cut, kind, name, {}, options, steps)
     pieces = {(piece.name, piece.at): piece for piece in layout.pieces}
     exact = sum(layout.pack(big_gradients(rank, step)).double() for rank in range(size) for step in range(steps)) / size
     left = torch.zeros(layout.numel, dtype=torch.float64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 
 import pytest
@@ -24,7 +23,6 @@ METHODS = [*((name, {}) for name in available()), ("int8", STOCHASTIC)]
 CLOSE = {"none": 1e-6, "fp16": 2e-3, "bf16": 2e-2, "int8": 0.06}  # of the largest mean, after two encodings
 
 worlds = pytest.mark.parametrize("size", [2, 3])
-every_method = pytest.mark.parametrize(("name", "options"), METHODS, ids=str)
 every_cut = pytest.mark.parametrize("cut", CUTS)
 
 
@@ -84,24 +82,28 @@ def both_kinds(rank, world, group, cut, name, options, reducer_options):
     return results
 
 
+def every_method(rank, world, group, cut):
+    return [both_kinds(rank, world, group, cut, name, options, {}) for name, options in METHODS]
+
+
 @worlds
 @every_cut
-@every_method
-def test_mean_bytes_and_identities(world, size, cut, name, options):
+def test_mean_bytes_and_padding(world, size, cut):
     layout = CUTS[cut](SHAPES, size)
     mean = exact_mean(layout, size)
-    results = world(size).run(both_kinds, cut, name, options, {})
-    full = results[0]["all_reduce"]
-    rows = torch.cat([result["reduce_scatter"] for result in results])
-    for approximation in (full, rows):
-        assert approximation.dtype == torch.float32
-        if name in CLOSE:  # what the others make of a mean, the simulation below tells
-            assert (approximation.double() - mean).abs().max() <= CLOSE[name] * mean.abs().max()
-        assert torch.equal(approximation[mean == 0], torch.zeros(int((mean == 0).sum()))), "padding is 0"
-    for result in results:
-        assert torch.equal(result["all_reduce"], full), "bit-equal on all ranks"
-        assert result["finite"] is True
-    check_bytes(results, layout, size)
+    padding = mean == 0
+    for (name, _), *results in zip(METHODS, *world(size).run(every_method, cut), strict=True):
+        full = results[0]["all_reduce"]
+        rows = torch.cat([result["reduce_scatter"] for result in results])
+        for approximation in (full, rows):
+            assert approximation.dtype == torch.float32
+            if name in CLOSE:  # what the others make of a mean, their protocols tell (`parallel/test_protocols.py`)
+                assert (approximation.double() - mean).abs().max() <= CLOSE[name] * mean.abs().max(), name
+            assert not approximation[padding].any(), (name, "padding is 0")
+        for result in results:
+            assert torch.equal(result["all_reduce"], full), (name, "bit-equal on all ranks")
+            assert result["finite"] is True
+        check_bytes(results, layout, size)
 
 
 def check_bytes(results, layout, size):
@@ -119,40 +121,6 @@ def test_closed_forms_by_hand(world, name, bytes_each):
     result = world(3).run(both_kinds, "dim0", name, {}, {})[1]
     assert result["reduce_scatter closed form"] == 2 * bytes_each * NUMEL
     assert result["all_reduce closed form"] == 4 * bytes_each * NUMEL
-
-
-@worlds
-@every_method
-def test_a_single_process_simulation_gives_the_same_bits(world, size, name, options):
-    """The protocol, written again without collectives: encode pieces, decode, sum in rank order, divide once."""
-    layout = Layout.dim0(SHAPES, size)
-    compressor = build(name, **options)
-    results = world(size).run(both_kinds, "dim0", name, options, {"seed": 7})
-    mean = torch.zeros(layout.numel)
-    for rank in range(size):
-        generators = generators_at_start(size, rank, "scatter", seed=7)
-        flat = buffer(layout, rank)
-        for piece in layout.pieces:
-            wire = compressor.encode(flat[piece.run].view(piece.form), generator=generators[piece.name])
-            mean[piece.run] += compressor.decode(wire, piece.form).view(-1)
-    mean /= size
-    assert torch.equal(torch.cat([result["reduce_scatter"] for result in results]), mean)
-    again = torch.zeros(layout.numel)
-    for owner in range(size):
-        generators = generators_at_start(size, owner, "gather", seed=7)
-        for piece in layout.rows[owner]:
-            wire = compressor.encode(mean[piece.run].view(piece.form), generator=generators[piece.name])
-            again[piece.run] = compressor.decode(wire, piece.form).view(-1)
-    assert torch.equal(results[0]["all_reduce"], again)
-
-
-def generators_at_start(world, rank, phase, seed):
-    """The generators that the given rank starts with."""
-    words = {name: f"{seed}/{rank}/{phase}/{name}".encode() for name, _ in SHAPES}
-    return {
-        name: torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(word).digest()[:8], "little"))
-        for name, word in words.items()
-    }
 
 
 def test_a_second_half_in_float32_sends_the_reduce_scatter_rows(world):

@@ -185,23 +185,6 @@ def test_accumulated_gradients_are_averaged_once(world, size, strategy, method):
         assert method is None or traffic["elements"] == sum(gradient.numel() for gradient in exact.values())
 
 
-@worlds
-@pytest.mark.parametrize("name", ["odd", "gpt2"])
-def test_int8_stays_within_its_bound(world, size, name):
-    """Half a scale per encoding: the mean of the ranks' first ones, and in an all-reduce the mean's own second one."""
-    local = [exact_gradients(name, (rank,)) for rank in range(size)]
-    exact = exact_gradients(name, range(size))
-    for strategy, ranks in run(world, size, name, method="int8").items():
-        for found, _ in ranks:
-            errors = []
-            for parameter, gradient in exact.items():
-                first = sum(mine[parameter].abs().max() for mine in local) / size / 254
-                second = 0 if strategy in ("fsdp1", "fsdp2") else (gradient.abs().max() + first) / 254
-                errors.append((found[parameter].double() - gradient).abs().max())
-                assert errors[-1] <= (first + second) * (1 + 1e-4) + 1e-7, (strategy, parameter)
-            assert max(errors) > 1e-6, "int8 did not run"
-
-
 @pytest.mark.parametrize(("method", "ratio"), [("none", 1.0), ("fp16", 2.0), ("bf16", 2.0)])
 def test_ratios_and_totals_are_exact_without_padding(world, method, ratio):
     numel = sum(parameter.numel() for parameter in Even().parameters())
