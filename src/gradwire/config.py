@@ -142,9 +142,6 @@ class Communication(Strict, strict=True):
     """What of a gradient travels, as a cell says; ``parallel.optimizers`` explains the options."""
 
     comm_optimizer: CommOptimizer = Field("gradient", description="what travels: gradients, or an optimizer's momenta")
-    variance_floor: float = Field(
-        0.0, ge=0, le=1, description="smallest frozen variance, as a share of its parameter's mean"
-    )
     freeze_step: int | None = Field(None, ge=1, description="0/1 Adam updates the variance until here")
     variance_kappa: int = Field(16, ge=1, description="updates before their interval doubles")
     local_doubling: int | None = Field(None, ge=1, description="steps before the local steps' interval doubles")
@@ -166,21 +163,15 @@ class Communication(Strict, strict=True):
         return self.model_dump(exclude_unset=True, exclude={"comm_optimizer"})
 
 
-ZERO_ONE_ADAM = ("freeze_step", "variance_kappa", "local_doubling", "max_local_steps")  # have meaning for it alone
-
-
 def check_communication(communication: Communication, method: str, reduction: Reduction) -> None:
-    """Refuse options of an optimizer that communicates where it is another one's, or where its cell does not suit it.
+    """Refuse an optimizer that communicates where its cell does not suit it.
 
     Raises:
-        BadInput: If the optimizer is not named or does not have an option, has no compressor, or no warm-up.
+        BadInput: If it does not have an option, has no compressor, or no warm-up.
     """
     name, dense_steps = communication.comm_optimizer, reduction.dense_steps
-    for option in communication.options:
-        if communication.averages_gradients:
-            raise BadInput(f"{option}: an option of comm_optimizer, which is not given.")
-        if name != "zero_one_adam" and option in ZERO_ONE_ADAM:
-            raise BadInput(f"{option}: an option of comm_optimizer zero_one_adam, not of {name}.")
+    for option in communication.options if name != "zero_one_adam" else ():
+        raise BadInput(f"{option}: an option of comm_optimizer zero_one_adam, not of {name}.")
     if communication.averages_gradients:
         return
     if method == "none" and "algorithm" not in reduction.model_fields_set:

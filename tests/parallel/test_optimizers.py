@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import pytest
@@ -122,7 +123,7 @@ ZERO_ONE = {"freeze_step": 6, "variance_kappa": 1, "local_doubling": 2, "max_loc
 ZERO_ONE_PLAN = Plan(dense=(0, 1, 2, 4), alone=(8, 10, 11))  # intervals 1 1 until 7, 2 until 9, then 3; 13 is the last
 
 
-def simulated(world, steps, method, options, more, plan=ONEBIT_PLAN, floor=0.0, frozen_from=WARM):
+def simulated(world, steps, method, options, more, plan=ONEBIT_PLAN, frozen_from=WARM):
     """The parameters on each rank after each step, by the papers' formulas: float64, but for what is encoded."""
     shapes = {name: p.shape for name, p in held().named_parameters() if p.requires_grad}
     layout = Layout.dim0([(name, tuple(shape)) for name, shape in shapes.items()], world)
@@ -175,21 +176,21 @@ def simulated(world, steps, method, options, more, plan=ONEBIT_PLAN, floor=0.0, 
             v = {name: BETAS[1] * v[name] + (1 - BETAS[1]) * (scale * gs[0][name]) ** 2 for name in shapes}
         ways = {name: rates[name] / (1 - BETAS[0] ** taken) for name in shapes}
         hats = {name: v[name] / (1 - BETAS[1] ** updates) for name in shapes}
-        if step >= frozen_from:
-            hats = {name: hat.clamp_min(floor * hat.mean()) for name, hat in hats.items()}
+        bound = 1.0 if step >= frozen_from else math.inf  # (1 - beta1) / sqrt(1 - beta2) is less than 1
         for name in shapes:
             moved[name] += ways[name]
             kept[name] *= decays[name]
             for rank in range(world):
                 ms[rank][name] = for_all[rank][name]
                 us[rank][name] += ways[name] * ms[rank][name]
-                way = ways[name] * ms[rank][name] / (hats[name].sqrt() + 1e-8)
+                way = ways[name] * (ms[rank][name] / (hats[name].sqrt() + 1e-8)).clamp(-bound, bound)
                 xs[rank][name] = decays[name] * xs[rank][name] - way
         if step not in plan.alone:
             means = [{name: u[name] / moved[name] for name in shapes} for u in us]
             mean = means[0] if step in plan.dense else exchanged(means)
             for name in shapes:
-                x = kept[name] * start[name] - moved[name] * mean[name] / (hats[name].sqrt() + 1e-8)
+                way = moved[name] * (mean[name] / (hats[name].sqrt() + 1e-8)).clamp(-bound, bound)
+                x = kept[name] * start[name] - way
                 for rank in range(world):
                     ms[rank][name], us[rank][name], xs[rank][name] = mean[name], torch.zeros_like(x), x
             start, moved, kept = dict(xs[0]), dict.fromkeys(shapes, 0.0), dict.fromkeys(shapes, 1.0)
@@ -244,9 +245,8 @@ def test_the_warm_up_is_adamw_bit_for_bit(world, size, strategy, name):
     ids=str,
 )
 def test_onebit_adam_is_its_protocol_in_one_process(world, size, strategy, method, options, more):
-    floor = {"variance_floor": 0.05}
-    results = world(size).run(trained, "onebit_adam", strategy, method, cell(method=options, **more), 10, floor)
-    expected = simulated(size, 10, method, options, more, floor=0.05)
+    results = world(size).run(trained, "onebit_adam", strategy, method, cell(method=options, **more), 10)
+    expected = simulated(size, 10, method, options, more)
     for told, traffic in results:
         assert [difference for *_, difference in told] == [None] * 10, "replicas are bit-equal after every step"
         for step in range(10):
@@ -261,9 +261,8 @@ def test_onebit_adam_is_its_protocol_in_one_process(world, size, strategy, metho
 @every_strategy
 @pytest.mark.parametrize(("method", "options"), [("none", {}), ("onebit", {"block": 16})], ids=str)
 def test_zero_one_adam_is_its_protocol_in_one_process(world, size, strategy, method, options):
-    given = {"variance_floor": 0.05, **ZERO_ONE}
-    results = world(size).run(trained, "zero_one_adam", strategy, method, cell(method=options), 14, given)
-    expected = simulated(size, 14, method, options, {}, ZERO_ONE_PLAN, floor=0.05)
+    results = world(size).run(trained, "zero_one_adam", strategy, method, cell(method=options), 14, ZERO_ONE)
+    expected = simulated(size, 14, method, options, {}, ZERO_ONE_PLAN)
     for rank, (told, traffic) in enumerate(results):
         for step in range(14):
             assert_near(told[step][0], expected[step][rank])
@@ -280,8 +279,8 @@ def test_zero_one_adam_is_its_protocol_in_one_process(world, size, strategy, met
 
 
 def test_a_single_rank_takes_adams_step_with_the_variance_frozen(world):
-    [(told, traffic)] = world(1).run(trained, "onebit_adam", "naive", "onebit", cell(), 8, {"variance_floor": 0.05})
-    expected = simulated(1, 8, "none", {}, {}, floor=0.05)
+    [(told, traffic)] = world(1).run(trained, "onebit_adam", "naive", "onebit", cell(), 8)
+    expected = simulated(1, 8, "none", {}, {})
     for step in range(8):
         assert_near(told[step][0], expected[step][0])
     assert traffic["raw"] == traffic["sent"] == 0
@@ -289,9 +288,9 @@ def test_a_single_rank_takes_adams_step_with_the_variance_frozen(world):
 
 @every_strategy
 def test_accumulated_gradients_are_sent_once(world, strategy):
-    given = ("onebit_adam", strategy, "onebit", cell(), 6, {"variance_floor": 0.05})
+    given = ("onebit_adam", strategy, "onebit", cell(), 6)
     once = world(2).run(trained, *given)
-    thrice = world(2).run(trained, *given, None, 4)  # quarters of a gradient add up exactly
+    thrice = world(2).run(trained, *given, None, None, 4)  # quarters of a gradient add up exactly
     for (mine, traffic), (theirs, reference) in zip(once, thrice, strict=True):
         assert_same(mine[-1][0], theirs[-1][0])
         assert traffic["sent"] == reference["sent"] and traffic["elements"] == reference["elements"]
@@ -300,15 +299,14 @@ def test_accumulated_gradients_are_sent_once(world, strategy):
 @worlds
 @pytest.mark.parametrize("step", [1, 4])
 def test_a_skipped_step_leaves_parameters_and_momentum(world, size, step):
-    rest = {"variance_floor": 0.05}
-    results = world(size).run(trained, "onebit_adam", "ddp", "none", cell(nonfinite="skip"), 7, rest, (size - 1, step))
+    results = world(size).run(trained, "onebit_adam", "ddp", "none", cell(nonfinite="skip"), 7, None, (size - 1, step))
     for told, traffic in results:
         assert [finite for _, _, finite, _ in told] == [at != step for at in range(7)]
         assert_same(told[step][0], told[step - 1][0])
         assert all(value.isfinite().all() for value in told[-1][0].values())
         assert told[-1][3] is None and traffic["nonfinite_steps"] == 1
         if step == 4:
-            exact = simulated(size, 7, "none", {}, {}, Plan(skipped=(4,)), floor=0.05)
+            exact = simulated(size, 7, "none", {}, {}, Plan(skipped=(4,)))
             assert_near(told[-1][0], exact[-1][0])
     assert not torch.equal(results[0][0][step + 1][0]["bias"], results[0][0][step][0]["bias"])
 
@@ -326,16 +324,18 @@ def test_other_policies_raise_on_all_ranks_or_propagate(world):
     assert world(2).run(diverging, "propagate") == [([True] * 6, False)] * 2
 
 
-def test_a_row_that_the_warm_up_never_met_takes_no_huge_step(world):
-    """Without a floor its first gradient, at step 5, is divided by nothing but eps."""
-    for floor, huge in ((0.0, True), (0.05, False)):
-        [(told, _)] = world(1).run(trained, "onebit_adam", "naive", "none", cell(), 6, {"variance_floor": floor})
-        moved = (told[5][0]["rows.weight"] - told[4][0]["rows.weight"])[4:].abs().max()
-        assert (moved > 1e3) == huge
+def test_no_element_moves_further_than_adam_would(world):
+    """Rows that the warm-up never met have no variance: without a bound their first gradient is divided by eps."""
+    [(told, _)] = world(1).run(trained, "onebit_adam", "naive", "none", cell(), 7)
+    for step in (5, 6):
+        rate = RATES[step] / (1 - BETAS[0] ** (step + 1))
+        kept = (1 - RATES[step] * DECAY) * told[step - 1][0]["rows.weight"]
+        moved = (told[step][0]["rows.weight"] - kept)[4:].abs()
+        torch.testing.assert_close(moved, torch.full_like(moved, rate), rtol=1e-4, atol=0)
 
 
 def test_tied_and_frozen_parameters(world):
-    told, _ = world(2).run(trained, "onebit_adam", "ddp", "onebit", cell(), 5, {"variance_floor": 0.05})[0]
+    told, _ = world(2).run(trained, "onebit_adam", "ddp", "onebit", cell(), 5)[0]
     assert torch.equal(told[-1][0]["still"], held().still)
     assert "head.weight" not in told[-1][0], "a tied parameter has one name"
 
@@ -355,7 +355,8 @@ def refused(rank, world, group, name, strategy, dense_steps, options):
         ("onebit_adam", "fsdp2", 3, {}, "strategy fsdp2 shards gradients"),
         ("onebit_adam", "fsdp1", 3, {}, "strategy fsdp1 shards gradients"),
         ("onebit_adam", "ddp", 0, {}, "dense_steps, the number of these steps, must be at least 1"),
-        ("onebit_adam", "ddp", 3, {"variance_floor": -0.1}, "variance_floor is -0.1"),
+        ("zero_one_adam", "ddp", 3, {"freeze_step": 2}, "freeze_step is 2: the 3 dense steps come first"),
+        ("zero_one_adam", "ddp", 3, {"max_local_steps": 0}, "max_local_steps is 0"),
         ("one_bit_adam", "ddp", 3, {}, "Did you mean 'onebit_adam'"),
     ],
 )

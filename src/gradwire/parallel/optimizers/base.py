@@ -7,9 +7,10 @@ Choices that the papers leave open:
 
 - Weight decay is decoupled from the momentum, as in AdamW, in every phase; each group has its own learning rate.
 - The momentum's bias correction goes on; the variance is corrected for as many steps as have entered it.
-- A frozen variance of almost nothing would turn any later gradient into a huge step, and 1-bit codes cannot say zero:
-  rows of an embedding that the warm-up never met are such a case (DeepSpeed has its users mask them by hand). So a
-  frozen element counts as at least ``variance_floor`` times the mean of its parameter's variance.
+- Adam's step is bounded: no element moves further than ``lr max(1, (1 - beta1) / sqrt(1 - beta2))`` (Kingma and Ba,
+  "Adam: A Method for Stochastic Optimization", ICLR 2015, section 2.1). A frozen variance loses that: an element whose
+  gradient was small or zero until then, as an embedding's rare row, would take huge steps later. So each element's
+  quotient of momentum and root variance is clipped to that bound. (DeepSpeed has its users mask such rows by hand.)
 - Nobody knows the mean gradient's norm before it was sent. While the ranks average gradients it is clipped to
   ``max_norm``; afterwards all ranks scale their own gradients by one factor, from the root mean square of their norms.
   The mean's norm is never larger than that.
@@ -44,33 +45,21 @@ class CommunicatingAdam(AdamW, Communicating):
         model: What `parallel.wrap` returned; parameters that need no gradient are left alone.
         groups: Parameter groups, as AdamW takes them.
         reducer: Averages over the ranks; it is this optimizer's alone.
-        variance_floor: Smallest frozen variance, as a share of the mean over its parameter.
         adamw: AdamW's other options: ``lr``, ``betas``, ``eps``, ``weight_decay``.
 
     Raises:
-        BadInput: If there is no warm-up, or the floor is negative.
+        BadInput: If there is no warm-up.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        groups: Iterable[dict[str, Any]],
-        reducer: Reducer,
-        *,
-        variance_floor: float = 0.0,
-        **adamw: Any,
-    ) -> None:
+    def __init__(self, model: nn.Module, groups: Iterable[dict[str, Any]], reducer: Reducer, **adamw: Any) -> None:
         if reducer.codec.dense_steps < 1:
             raise BadInput(
                 f"{type(self).__name__} freezes the variance that its first steps have gathered: dense_steps, the "
                 "number of these steps, must be at least 1."
             )
-        if not 0 <= variance_floor <= 1:
-            raise BadInput(f"variance_floor is {variance_floor}: it is a share of the mean, from 0 to 1.")
         super().__init__(groups, **adamw)
         self.model = model
         self.reducer = reducer
-        self.variance_floor = variance_floor
         self.trained = {name: p for name, p in named_parameters(model) if p.requires_grad}
         self._group = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
         self._device = strategy_of(model).device
@@ -135,8 +124,10 @@ class CommunicatingAdam(AdamW, Communicating):
     def advance(self, p: nn.Parameter, momentum: Tensor, rate: float) -> None:
         """Adam's step with the frozen variance, by a momentum that the parameter keeps."""
         group, state = self.group_of(p), self.state[p]
+        beta1, beta2 = group["betas"]
+        bound = max(1.0, (1 - beta1) / math.sqrt(1 - beta2))
         p.mul_(1 - group["lr"] * group["weight_decay"])
-        p.addcdiv_(momentum.to(p.dtype), self.denominator(p), value=-rate)
+        p.add_((momentum / self.denominator(p)).clamp_(-bound, bound), alpha=-rate)
         state["exp_avg"].copy_(momentum)
         state["step"] += 1
 
@@ -160,7 +151,6 @@ class CommunicatingAdam(AdamW, Communicating):
         """What the momentum is divided by once the variance is frozen."""
         group, state = self.group_of(p), self.state[p]
         variance = state["exp_avg_sq"] / (1 - group["betas"][1] ** int(state["variance_steps"]))
-        variance.clamp_min_(self.variance_floor * variance.mean())
         return variance.sqrt_().add_(group["eps"])
 
     def _gradients(self) -> dict[str, Tensor]:
