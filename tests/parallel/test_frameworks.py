@@ -352,7 +352,6 @@ def resumed(rank, world, group, strategy, folder, method, options):
         (1, "int8", STOCHASTIC),
         (2, "int8", STOCHASTIC),
         (3, "int8", STOCHASTIC),
-        (2, "powersgd", {}),
         (3, "powersgd", {}),
     ],
 )
