@@ -311,6 +311,19 @@ def test_a_skipped_step_leaves_parameters_and_momentum(world, size, step):
     assert not torch.equal(results[0][0][step + 1][0]["bias"], results[0][0][step][0]["bias"])
 
 
+@worlds
+def test_a_gradient_that_is_not_finite_is_skipped_where_nothing_is_sent_too(world, size):
+    """On one rank, in step 8, which is alone: all ranks skip it, and the next one begins the interval."""
+    given = ("none", cell(nonfinite="skip"), 14, ZERO_ONE, (size - 1, 8))
+    results = world(size).run(trained, "zero_one_adam", "naive", *given)
+    exact = simulated(size, 14, "none", {}, {}, Plan((0, 1, 2, 4), alone=(9, 10, 12), skipped=(8,)))
+    for rank, (told, traffic) in enumerate(results):
+        assert [finite for _, _, finite, _ in told] == [step != 8 for step in range(14)]
+        assert traffic["nonfinite_steps"] == 1
+        for step in range(14):
+            assert_near(told[step][0], exact[step][rank])
+
+
 def diverging(rank, world, group, policy):
     try:
         told, _ = trained(rank, world, group, "onebit_adam", "naive", "onebit", cell(nonfinite=policy), 6, None, (0, 4))
