@@ -16,7 +16,19 @@ from gradwire.errors import BadInput
 from gradwire.source import PACKAGE, closure, imports, module_file, source_digest
 
 ROOMS = [
-    *("errors", "files", "failures", "seat", "source", "compressors", "config", "collectives", "parallel", "data"),
+    *(
+        "errors",
+        "units",
+        "files",
+        "failures",
+        "seat",
+        "source",
+        "compressors",
+        "config",
+        "collectives",
+        "parallel",
+        "data",
+    ),
     *("models", "persample", "launch", "training", "gradients", "measurement", "report", "cli", "__main__"),
 ]
 HEAVY = ("torch", "transformers", "pandas", "pyarrow", "datasets", "tokenizers", "matplotlib", "tensorboard")

@@ -1,0 +1,41 @@
+"""Rates and times as ``tc`` spells them: ``100mbit`` and ``50us``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from gradwire.errors import BadInput
+
+RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+
+
+def bits_per_second(text: str) -> float:
+    """A rate, such as ``100mbit`` or ``2.5Gbit``, in bits per second; prefixes are powers of 1,000.
+
+    Raises:
+        BadInput: If it is no rate above 0.
+    """
+    rate = _read(text, RATES)
+    if not rate:
+        raise BadInput(f"{text!r} is no rate: give a number above 0 and one of {', '.join(RATES)}, such as 100mbit.")
+    return rate
+
+
+def seconds(text: str) -> float:
+    """A time, such as ``50us`` or ``0.2ms``, in seconds.
+
+    Raises:
+        BadInput: If it is no time.
+    """
+    time = _read(text, TIMES)
+    if time is None:
+        raise BadInput(f"{text!r} is no time: give a number and one of {', '.join(TIMES)}, such as 50us.")
+    return time
+
+
+def _read(text: str, units: Mapping[str, float]) -> float | None:
+    """A number with its unit, or None if it is not that."""
+    found = re.fullmatch(rf"(\d+(?:\.\d+)?|\.\d+)\s*({'|'.join(units)})", text.strip().lower(), re.ASCII)
+    return float(found[1]) * units[found[2]] if found else None
