@@ -97,20 +97,15 @@ class Codec:
         feedbacks = [self._feedback(piece, phase, device) for piece in unit.pieces] if keeps else []
         if keeps:
             parts = [feedback.compensate(part) for feedback, part in zip(feedbacks, parts, strict=True)]
-        values = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(unit.form)
+        values = unit.whole(parts)
         bad = torch.zeros(1, dtype=torch.uint8, device=device)
         wire = compressor.encode(values, generator=self._generator(unit.name, phase, device), flag=bad)
         self.index_bytes += copies * compressor.index_bytes(wire, unit.form)
         self.note(bad)
         if keeps:
-            for feedback, part in zip(feedbacks, self.decode(wire, unit), strict=True):
+            for feedback, part in zip(feedbacks, unit.decode(wire), strict=True):
                 self._update(feedback, part, bad)
         return wire
-
-    def decode(self, wire: Tensor, unit: Unit) -> tuple[Tensor, ...]:
-        """The values of a unit's runs, each a vector."""
-        values = unit.compressor.decode(wire, unit.form).view(-1)
-        return values.split([run.stop - run.start for run in unit.runs])
 
     def compensate(self, piece: Piece, values: Tensor) -> Tensor:
         """A whole parameter with its residual, for `rounds`."""

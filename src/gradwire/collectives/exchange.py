@@ -35,7 +35,7 @@ class Exchange(Algorithm):
             mean = torch.zeros(layout.row_numel, dtype=torch.float32, device=flat.device)
             for wires in incoming:  # summed in rank order
                 for unit, wire in zip(units[ranks.rank], wires, strict=True):
-                    values = codec.decode(wire, unit)
+                    values = unit.decode(wire)
                     for part, value in zip(unit.take(mean, ranks.rank * layout.row_numel), values, strict=True):
                         part += value
             return mean.div_(ranks.world)
@@ -55,7 +55,7 @@ class Exchange(Algorithm):
             full = torch.zeros(layout.numel, dtype=torch.float32, device=mean.device)
             for of_row, wires in zip(units, incoming, strict=True):
                 for unit, wire in zip(of_row, wires, strict=True):
-                    for part, value in zip(unit.take(full), codec.decode(wire, unit), strict=True):
+                    for part, value in zip(unit.take(full), unit.decode(wire), strict=True):
                         part.copy_(value)
             return full
 

@@ -42,7 +42,7 @@ class Gather(Algorithm):
             mean = torch.zeros(layout.numel, dtype=torch.float32, device=flat.device)
             for wires in incoming:
                 for unit, wire in zip(units, wires, strict=True):
-                    for part, value in zip(unit.take(mean), codec.decode(wire, unit), strict=True):
+                    for part, value in zip(unit.take(mean), unit.decode(wire), strict=True):
                         part += value
             return mean.div_(ranks.world)
 

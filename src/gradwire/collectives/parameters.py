@@ -7,19 +7,20 @@ Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Mod
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.collectives.codec import FLOAT32
 from gradwire.collectives.exchange import bulk
-from gradwire.collectives.layout import Layout, Piece
+from gradwire.collectives.layout import Layout
 from gradwire.collectives.messages import exchange
 from gradwire.collectives.meter import METER, Meter
 from gradwire.collectives.ops import Group
+from gradwire.collectives.plan import FLOAT32, Plan
 from gradwire.collectives.ranks import Ranks
 from gradwire.compressors import build
-from gradwire.compressors.base import Compressor
 from gradwire.compressors.exempt import Exempt
 from gradwire.errors import unknown
 
@@ -44,15 +45,15 @@ class ParameterGather:
             raise unknown("parameter compression", method, ["none", *EXEMPT])
         self.compressor = build(method)
         self.exempt = EXEMPT[method]
+        self._plans: WeakKeyDictionary[Layout, dict[bool, Plan]] = WeakKeyDictionary()
         self.ranks = Ranks(group, dist.get_world_size(group), dist.get_rank(group), meter)
 
-    def of(self, piece: Piece, exact: bool) -> Compressor:
-        """What encodes a piece."""
-        return FLOAT32 if exact or self.exempt.covers(piece.name, piece.shape) else self.compressor
-
-    def sizes(self, layout: Layout, exact: bool) -> list[list[int | None]]:
-        """Bytes of every piece's encoding, row by row."""
-        return [[self.of(piece, exact).wire_bytes(piece.form) for piece in row] for row in layout.rows]
+    def plan(self, layout: Layout, exact: bool) -> Plan:
+        """What is encoded how, exactly or not."""
+        plans = self._plans.setdefault(layout, {})
+        if exact not in plans:
+            plans[exact] = Plan.of(layout, FLOAT32 if exact else self.compressor, self.exempt, "piece")
+        return plans[exact]
 
     def __call__(self, full: Tensor, layout: Layout, *, exact: bool = False) -> None:
         """Fill all rows of ``full``, a buffer of ``layout`` that holds this rank's row; padding stays as it is.
@@ -66,21 +67,27 @@ class ParameterGather:
         """
         layout.check(full)
         world, rank, meter = self.ranks.world, self.ranks.rank, self.ranks.meter
-        sizes = self.sizes(layout, exact)
+        plan = self.plan(layout, exact)
         bad = torch.zeros(1, dtype=torch.uint8, device=full.device)
         with meter.span("encode", "codec", device=full.device):
-            own = [
-                self.of(piece, exact).encode(full[piece.run].view(piece.form), flag=bad) for piece in layout.rows[rank]
-            ]
+            own = [unit.compressor.encode(unit.whole(unit.take(full)), flag=bad) for unit in plan.rows[rank]]
         incoming = exchange(
-            [own] * world, [sizes[rank]] * world, sizes, full.device, self.ranks, "parameters", bulk=bulk(sizes)
+            [own] * world,
+            [plan.sizes[rank]] * world,
+            plan.sizes,
+            full.device,
+            self.ranks,
+            "parameters",
+            bulk=bulk(plan.sizes),
         )
         with meter.span("decode", "codec", device=full.device):
-            for row, wires in zip(layout.rows, incoming, strict=True):
-                for piece, wire in zip(row, wires, strict=True):
-                    full[piece.run] = self.of(piece, exact).decode(wire, piece.form).view(-1)
+            for units, wires in zip(plan.rows, incoming, strict=True):
+                for unit, wire in zip(units, wires, strict=True):
+                    for part, values in zip(unit.take(full), unit.decode(wire), strict=True):
+                        part.copy_(values)
 
     def closed_form(self, layout: Layout, *, exact: bool = False) -> int:
         """Bytes of one gather, summed over the ranks: every row goes to all ranks but its owner."""
-        sizes = [size for row in self.sizes(layout, exact) for size in row if size is not None]
-        return (self.ranks.world - 1) * sum(sizes)
+        total = self.plan(layout, exact).total
+        assert total is not None  # neither method's sizes depend on the data
+        return (self.ranks.world - 1) * total

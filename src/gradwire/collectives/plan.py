@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import compress
+from operator import not_
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from gradwire.collectives.layout import Layout, Piece
@@ -57,6 +60,15 @@ class Unit(NamedTuple):
         """The runs of a buffer that begins ``shift`` elements into the layout's: views."""
         return [flat[run.start - shift : run.stop - shift] for run in self.runs]
 
+    def whole(self, parts: list[Tensor]) -> Tensor:
+        """The runs' values as the compressor sees them."""
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self.form)
+
+    def decode(self, wire: Tensor) -> tuple[Tensor, ...]:
+        """The values of the runs, each a vector, from the unit's bytes."""
+        values = self.compressor.decode(wire, self.form).view(-1)
+        return values.split([run.stop - run.start for run in self.runs])
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -82,8 +94,8 @@ class Plan:
         """
         rows = []
         for row in layout.rows:
-            dense = [piece for piece in row if compressor is FLOAT32 or exempt.covers(piece.name, piece.shape)]
-            coded = [piece for piece in row if piece not in dense]
+            exact = [compressor is FLOAT32 or exempt.covers(piece.name, piece.shape) for piece in row]
+            dense, coded = list(compress(row, exact)), list(compress(row, map(not_, exact)))
             groups = [tuple(coded)] if granularity == "row" and coded else [(piece,) for piece in coded]
             units = [Unit.of(group, compressor) for group in groups]
             rows.append((*units, Unit.of(tuple(dense), FLOAT32)) if dense else tuple(units))

@@ -62,16 +62,20 @@ class FSDP2(Strategy):
         return nullcontext()
 
 
-class ReduceScatter:
-    """The form in which FSDP2 takes a reduce-scatter; it calls by the names of the arguments."""
+class Collective:
+    """What FSDP2 wants of any collective that replaces its own; it calls by the names of the arguments."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer for what goes in or comes out."""
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+class ReduceScatter(Collective):
+    """The form in which FSDP2 takes a reduce-scatter."""
 
     def __init__(self, reducer: Reducer, layout: Layout) -> None:
         self.reducer = reducer
         self.layout = layout
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer for the gradients that go in, or for the shard that comes out."""
-        return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -85,8 +89,8 @@ class ReduceScatter:
         output_tensor.copy_(self.reducer.reduce_scatter(input_tensor, self.layout))
 
 
-class AllGather:
-    """The form in which FSDP2 takes an all-gather; it calls by the names of the arguments.
+class AllGather(Collective):
+    """The form in which FSDP2 takes an all-gather.
 
     The layout has frozen parameters too: unlike gradients, they travel.
     """
@@ -95,10 +99,6 @@ class AllGather:
         self.gather = gather
         self.layout = layout
         self.module = module
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer for all rows."""
-        return torch.empty(size, dtype=dtype, device=device)
 
     def __call__(
         self,
