@@ -43,7 +43,12 @@ def main(args: argparse.Namespace) -> None:
     environment = {name: os.environ[name] for name in names} | {"pid": os.getpid()}
     write_json(args.output_dir / f"started{os.environ['RANK']}.json", environment)
     deed = args.ranks.get(os.environ["RANK"], "wait" if args.ranks else "end")
-    train(*TRAINS[deed], args.output_dir) if deed in TRAINS else DEEDS[deed]()
+    if deed in TRAINS:
+        train(*TRAINS[deed], args.output_dir)
+    elif deed == "transfer":
+        transfer(args.output_dir)
+    else:
+        DEEDS[deed]()
 
 
 def refuse() -> None:
@@ -120,6 +125,26 @@ def train(strategy: str, method: str | None, folder: Path) -> None:
                 output.register_hook(lambda _: (write_json(folder / "killed.json", time.time()), kill()))
             output.square().sum().backward()
             model.zero_grad()
+
+
+def transfer(folder: Path) -> None:
+    """Average a megabyte five times; note the fastest, and what this rank's interface sent meanwhile."""
+    import torch
+
+    from gradwire.collectives.world import process_group
+    from gradwire.training import link
+
+    with process_group(device="cpu") as world:
+        times = []
+        for _ in range(5):
+            values = torch.full((2**18 + 1,), 1.0 + world.rank)
+            torch.distributed.barrier()
+            before, began = link.transmitted(), time.perf_counter()
+            torch.distributed.all_reduce(values)
+            times.append(time.perf_counter() - began)
+            assert values.eq(values[0]).all() and values[0] == 3.0
+        found = {"link": link.link(), "seconds": min(times), "bytes": link.transmitted_since(before)}
+        write_json(folder / f"transfer{world.rank}.json", found)
 
 
 DEEDS = {deed.__name__: deed for deed in (refuse, kill, stumble, wait, save, reduce, desert)} | {"end": lambda: None}

@@ -29,7 +29,7 @@ SCHEMA_VERSION = 1  # of record.json and results.jsonl
 
 Strategy = Literal["naive", "bucket", "ddp", "fsdp1", "fsdp2"]
 CommOptimizer = Literal["gradient", "onebit_adam", "zero_one_adam"]
-Link = Literal["none"]
+Link = Annotated[str, Field(pattern=r"^(none|\d+(\.\d+)?[kmgt]?bit)$")]  # a rate as tc spells it
 ParamCompress = Literal["none", "bf16", "int8"]
 Model = TypeVar("Model", bound=BaseModel)
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # becomes a folder
@@ -99,6 +99,7 @@ class Training(Strict):
     clip_grad_norm: float = Field(1.0, gt=0, description="the global gradient norm is clipped to this")
     eval_every: int = Field(20, ge=0, description="steps between evaluations; 0: only at the end")
     checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0: none")
+    evaluate: bool = Field(True, description="evaluate after the last step; off where only times are of interest")
     profile: bool = Field(True, description="profile some steps on every rank")
     profile_steps: int = Field(3, ge=1, description="steps to profile")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
@@ -358,6 +359,11 @@ class Experiment(Strict):
     name: Name = Field(description="the experiment's folder under results/")
     dataset: Dataset = Field(default_factory=Dataset)
     model: str = Field("tiny", description="a preset (tiny, 62m) or a saved model's folder")
+    timing: bool = Field(False, description="one run at a time, so that its times are its own")
+    quality_from: str | None = Field(
+        None,
+        description="results.jsonl of another experiment; its perplexities stand for the same labels'",
+    )
     training: Training = Field(default_factory=Training)
     compressors: dict[Name, dict[str, Any]] = Field(min_length=1, description="label: cell")
     grid: Grids = Field(description="a product or a list of them; their union is run")
@@ -399,6 +405,11 @@ class Experiment(Strict):
             middle = (len(baselines) + 1) // 2
             ordered += [*baselines[:middle], *others, *baselines[middle:]]
         return ordered
+
+    @property
+    def needs_links(self) -> bool:
+        """Whether a run wants a link of a chosen rate."""
+        return any(run.link != "none" for run in self.runs())
 
     def gradient_runs(self) -> list[Run]:
         """The runs whose per-sample gradients are collected."""

@@ -11,7 +11,17 @@ from gradwire.config import experiment, to_flags
 from gradwire.data.download import SOURCES
 from gradwire.errors import BadInput
 from gradwire.files import write_json
+from gradwire.launch.links import probe
 from gradwire.source import source_digest
+
+
+def why_left_out(run):
+    """Why there will be no result of `run`: the experiment says so, or this machine cannot shape links; or None."""
+    no_link = f"no link of {run.link} here: {NO_LINKS}"
+    return EXPERIMENT.excluded(run) or (
+        no_link if NO_LINKS and run.link != "none" else None
+    )
+
 
 # `gradwire` stands beside Snakemake's own Python.
 shell.prefix(f"PATH=$PATH:{Path(sys.executable).parent}; ")
@@ -21,7 +31,8 @@ validate(config, "../schemas/config.schema.json", set_default=False)
 try:
     EXPERIMENT = experiment(config)
     CELLS = EXPERIMENT.cells()
-    RUNS = EXPERIMENT.runs()
+    NO_LINKS = probe().reason if EXPERIMENT.needs_links else ""
+    RUNS = [run for run in EXPERIMENT.runs() if why_left_out(run) is None]
     CORPUS = f"results/data/{EXPERIMENT.dataset.corpus_folder}"
 except BadInput as error:
     raise WorkflowError(str(error)) from None
@@ -85,6 +96,11 @@ def world_size_of(wildcards):
     return int(wildcards.world_size)
 
 
+def train_threads(wildcards):
+    """A core for each rank; the whole machine where times are what the experiment is about."""
+    return workflow.cores if EXPERIMENT.timing else world_size_of(wildcards)
+
+
 def gpus_needed(wildcards):
     """A GPU for each rank, where the experiment asks for GPUs."""
     return int(wildcards.world_size) if EXPERIMENT.training.device == "cuda" else 0
@@ -103,7 +119,11 @@ def attempt_of(wildcards, attempt):
 def write_expected():
     """Tell `summarize` which runs were asked for, so that a run that never started is a row too."""
     asked = [
-        {**run._asdict(), "excluded": EXPERIMENT.excluded(run)}
+        {
+            **run._asdict(),
+            "excluded": why_left_out(run),
+            "quality_from": EXPERIMENT.quality_from,
+        }
         for run in EXPERIMENT.asked()
     ]
     write_json(Path(RESULTS) / "expected.json", asked)

@@ -4,7 +4,7 @@
 rule summarize:
     input:
         of_runs(f"{RUN}/record.json", RUNS),
-        of_runs(f"{RUN}/perplexity.json", RUNS),
+        of_runs(f"{RUN}/perplexity.json", RUNS if EXPERIMENT.training.evaluate else []),
         of_runs(f"{RUN}/profile.json", RUNS if EXPERIMENT.training.profile else []),
         of_runs(f"{GRADIENTS}/validation.json", EXPERIMENT.gradient_runs()),
     output:

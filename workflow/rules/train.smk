@@ -14,7 +14,7 @@ rule train:
     log:
         f"{LOGS}/train/{CELL}.log",
     priority: priority_of
-    threads: world_size_of
+    threads: train_threads
     resources:
         gpu=gpus_needed,
         nodes=1,
@@ -29,7 +29,7 @@ rule train:
         flags=to_flags(EXPERIMENT.training),
     shell:
         "export OMP_NUM_THREADS=$(( {threads} > {wildcards.world_size} ? {threads} / {wildcards.world_size} : 1 ));"
-        " gradwire launch --world_size {wildcards.world_size} {params.gpus} --"
+        " gradwire launch --world_size {wildcards.world_size} --link {wildcards.link} {params.gpus} --"
         " train --data_path {params.data:q} --output_dir {params.folder:q} --model {params.model:q}"
         " --strategy {wildcards.strategy} --comm_compress {params.method:q} --label {wildcards.compressor:q}"
         " --comm_config_json {params.cell:q} --seed {wildcards.seed} {params.flags:q} > {log:q} 2>&1"

@@ -7,7 +7,8 @@ import sys
 
 from gradwire.errors import BadInput
 from gradwire.failures import clear_failure, refuse_again, write_failure
-from gradwire.launch.ranks import LAUNCHERS, RankFailure, check_address, start
+from gradwire.launch import links
+from gradwire.launch.ranks import LAUNCHERS, RankFailure, check_address, environment, start
 
 RANK = (sys.executable, "-m", "gradwire")  # what starts `gradwire` in a rank
 
@@ -19,6 +20,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--launcher", choices=LAUNCHERS, default="torchrun", help="torchrun, or plain processes")
     parser.add_argument("--master_addr", default="127.0.0.1", help="where rank 0 listens")
     parser.add_argument("--master_port", type=int, default=0, help="the port rank 0 listens on; 0 takes a free one")
+    parser.add_argument(
+        "--link",
+        metavar="RATE",
+        default="none",
+        help="give each rank a network of its own and a cable of this rate (such as 100mbit); none: the machine's own",
+    )
     parser.add_argument("--gpus", type=int, help="GPUs that a scheduler granted; fewer than --world_size are refused")
     parser.add_argument(
         "--attempt", type=int, default=1, help="above 1, do not try again what ended by bad input (Snakemake's attempt)"
@@ -40,11 +47,12 @@ def main(args: argparse.Namespace) -> None:
         refuse_again(folder, verb)
     try:
         _check_size(args, child)
-        check_address(args.master_addr, args.master_port)
+        if args.link != "none":
+            links.enter(args.link)
         child.world_size = args.world_size
         if hasattr(module, "preflight"):
             module.preflight(child)
-        start([*RANK, *args.command], args.world_size, args.launcher, args.master_addr, args.master_port)
+        _start(args)
     except Exception as error:
         if isinstance(error, RankFailure):
             sys.stderr.write(error.traceback)
@@ -53,6 +61,18 @@ def main(args: argparse.Namespace) -> None:
         raise
     if folder is not None:
         clear_failure(folder, verb)
+
+
+def _start(args: argparse.Namespace) -> None:
+    """Run the command on all ranks."""
+    command = [*RANK, *args.command]
+    if args.link == "none":
+        check_address(args.master_addr, args.master_port)
+        start(command, args.world_size, args.launcher, args.master_addr, args.master_port)
+        return
+    with links.testbed(args.link, args.world_size) as testbed, environment(testbed.environment):
+        meeting_point = testbed.meeting_point(args.launcher)
+        start(testbed.command(command), args.world_size, args.launcher, *meeting_point)
 
 
 def _check_size(args: argparse.Namespace, child: argparse.Namespace) -> None:

@@ -86,7 +86,7 @@ def start(
     # Whatever stops the launcher, the ranks are stopped by SIGTERM.
     to_sigterm = _on((signal.SIGINT, signal.SIGHUP), lambda: signal.raise_signal(signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="gradwire-launch-") as folder, to_sigterm:
-        with _environment({RANK_FAILURES: folder, **dict.fromkeys(THREADS, _threads(world_size))}):
+        with environment({RANK_FAILURES: folder, **dict.fromkeys(THREADS, _threads(world_size))}):
             ended = LAUNCHERS[launcher](list(command), world_size, master_addr, master_port)
         if ended.codes or ended.stopped:
             raise first_cause(ended, rank_failures(Path(folder)))
@@ -160,7 +160,7 @@ def _free_port(address: str) -> int:
 
 
 @contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Set environment variables, which child processes inherit, and restore the old ones."""
     before = dict(os.environ)
     os.environ.update(variables)

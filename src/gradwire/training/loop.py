@@ -30,7 +30,7 @@ from gradwire.errors import NonFiniteGradient
 from gradwire.models import gpt2
 from gradwire.parallel import optimizers
 from gradwire.parallel.verify import SyncCheck
-from gradwire.training import checkpoint
+from gradwire.training import checkpoint, link
 from gradwire.training.evaluate import Quality, evaluate, loss_sum
 from gradwire.training.profiling import profiled_range, profiling
 from gradwire.training.scalars import tensorboard
@@ -55,7 +55,7 @@ class Outcome:
         fallbacks: How often something travelled uncompressed that was not asked to; None likewise.
         algorithm: The reducer's, ``auto`` resolved; None likewise.
         residual_bytes: Memory of this rank's residuals; None without error feedback.
-        quality: The last evaluation, None for a run that diverged.
+        quality: The last evaluation, None for a run that diverged or was not to be evaluated.
         diverged: Why the run diverged, or None.
     """
 
@@ -133,9 +133,10 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
             for step in range(start, training.steps):
                 lr = set_learning_rate(optimizer, training, step)
                 sync.before(step)
-                sent = METER.sent("parameters")
+                sent, transmitted = METER.sent("parameters"), link.transmitted()
                 row = optimizer_step(model, optimizer, reducer, batches, training, world, clock)
                 row["bytes_parameters"] = METER.sent("parameters") - sent
+                row["bytes_interface"] = link.transmitted_since(transmitted)
                 row["bytes_parameters_raw"] = parallel.parameters_unhooked(
                     settings.strategy,
                     sizes,
@@ -160,9 +161,11 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
                     if isinstance(optimizer, optimizers.Communicating):
                         own["optimizer"] = optimizer.rank_state()
                     checkpoint.save(settings.output_dir, step + 1, model, optimizer, own, world)
-            outcome.quality = validate()
-            outcome.rows[-1] |= {"val_loss": outcome.quality.loss, "residual_norm": residual_norm(reducer)}
-            log({"step": training.steps - 1, "val_loss": outcome.quality.loss})
+            if training.evaluate:
+                outcome.quality = validate()
+                outcome.rows[-1]["val_loss"] = outcome.quality.loss
+                log({"step": training.steps - 1, "val_loss": outcome.quality.loss})
+            outcome.rows[-1]["residual_norm"] = residual_norm(reducer)
         except (Diverged, NonFiniteGradient) as error:
             outcome.diverged = str(error)
         except Exception as error:

@@ -17,13 +17,12 @@ from gradwire.collectives import ops
 from gradwire.collectives.world import World
 from gradwire.config import SCHEMA_VERSION, Run
 from gradwire.data.shards import Shards
-from gradwire.files import write_json, write_with
+from gradwire.files import digest, write_json, write_with
 from gradwire.models import folder as model_folder
+from gradwire.training import link
 from gradwire.training.environment import environment, peak_memory_gb
 from gradwire.training.loop import Outcome, Row
 from gradwire.training.settings import Settings
-
-UNSHAPED = "none"  # the ranks talk over whatever link the machine has
 
 STEPS = pa.schema(
     [
@@ -62,7 +61,7 @@ def write(
     if world.rank != 0:
         return None
     rows = [row for rank in ranks for row in rank["rows"]]
-    run = Run(settings.strategy, settings.cell.label, world.world_size, UNSHAPED, settings.seed)
+    run = Run(settings.strategy, settings.cell.label, world.world_size, link.link(), settings.seed)
     write_steps(folder, rows)
     model_folder.save(
         state,
@@ -78,7 +77,7 @@ def write(
         "compressor": settings.cell.label,
         "strategy": settings.strategy,
         "backend": world.backend,
-        "link": UNSHAPED,
+        "link": run.link,
         "device": world.device.type,
         "status": "diverged" if outcome.diverged else "ok",
         "reason": outcome.diverged,
@@ -98,6 +97,7 @@ def write(
         **times(rows),
         **traffic(settings, world, outcome, rows),
         **parameter_traffic(settings, outcome, rows),
+        "bytes_interface_total": interface_traffic(rows),
         **quality(outcome),
         "mem_peak_alloc_gb": max(rank["allocated"] for rank in ranks),
         "mem_peak_reserved_gb": None if reserved is None else max(rank["reserved"] for rank in ranks),
@@ -116,8 +116,9 @@ def told(record: Row) -> str:
     if record["status"] == "diverged":
         return f"{record['run_name']}: diverged ({record['reason']})"
     ratio = "nothing sent" if record["compression_ratio"] is None else f"ratio {record['compression_ratio']:.3f}"
+    quality = "not evaluated" if record["val_ppl"] is None else f"val ppl {record['val_ppl']:.2f}"
     step = "no step timed" if record["step_time_ms_mean"] is None else f"{record['step_time_ms_mean']:.1f} ms/step"
-    return f"{record['run_name']}: val ppl {record['val_ppl']:.2f}, {ratio}, {step}"
+    return f"{record['run_name']}: {quality}, {ratio}, {step}"
 
 
 def times(rows: list[Row]) -> Row:
@@ -197,6 +198,12 @@ def parameter_traffic(settings: Settings, outcome: Outcome, rows: list[Row]) -> 
     }
 
 
+def interface_traffic(rows: list[Row]) -> int | None:
+    """Bytes that the ranks' own interfaces transmitted in all optimizer steps; None where they have none."""
+    each = [row["bytes_interface"] for row in rows]
+    return None if None in each else sum(each)
+
+
 def ratio(rows: list[Row]) -> float | None:
     """Float32 bytes over the bytes sent in ``rows``; None where nothing was sent."""
     sent = sum(row["bytes_sent"] for row in rows)
@@ -204,13 +211,14 @@ def ratio(rows: list[Row]) -> float | None:
 
 
 def quality(outcome: Outcome) -> Row:
-    """Losses of the last step and the last evaluation; null for a run that diverged."""
+    """Losses of the last step and the last evaluation, null for a run that diverged; and of all steps a digest."""
     last = outcome.rows[-1]["loss"] if outcome.rows else None
     return {
         "train_loss": None if outcome.diverged else last,
         "val_loss": outcome.quality.loss if outcome.quality else None,
         "val_ppl": outcome.quality.ppl if outcome.quality else None,
         "quality_from": "train" if outcome.quality else None,
+        "loss_digest": digest([row["loss"] for row in outcome.rows]),
     }
 
 

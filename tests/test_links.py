@@ -1,0 +1,126 @@
+"""`gradwire launch --link`: real namespaces and real shaping, and nothing left of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from test_launch import CLEAN, command, failure
+
+from gradwire.launch import links
+
+MEGABYTE = 4 * (2**18 + 1)
+OFFER = links.probe()
+shaped = pytest.mark.skipif(OFFER.way is None, reason=f"no links here: {OFFER.reason}")
+POWERLESS = ("setpriv", "--bounding-set=-sys_admin,-net_admin")  # root in name only: no namespace, no interface
+
+
+def transfer(output: Path, *flags: str, launcher: str = "torchrun", before: tuple[str, ...] = ()) -> dict[int, dict]:
+    """What both ranks found when they averaged a megabyte."""
+    output.mkdir(exist_ok=True)
+    words = command(output, {"0": "transfer", "1": "transfer"}, *flags, launcher=launcher)
+    done = subprocess.run([*before, *words], env=CLEAN, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return {rank: json.loads((output / f"transfer{rank}.json").read_text()) for rank in (0, 1)}
+
+
+def what_is_there() -> list[str]:
+    """Interfaces here, and processes in another network namespace than this one."""
+    own = os.readlink("/proc/self/ns/net")
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if os.readlink(process / "ns/net") != own:
+                found.append((process / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue
+    return sorted([*found, *os.listdir("/sys/class/net")])
+
+
+@shaped
+@pytest.mark.parametrize(("launcher", "mbit"), [("torchrun", 80), ("spawn", 20)])
+def test_a_link_keeps_its_rate_and_its_interface_counts(tmp_path, launcher, mbit):
+    before = what_is_there()
+    for found in transfer(tmp_path, "--link", f"{mbit}mbit", launcher=launcher).values():
+        assert found["link"] == f"{mbit}mbit"
+        assert found["seconds"] > 0.97 * (MEGABYTE - links.BURST) * 8 / (1e6 * mbit)  # no faster than the rate
+        # An all-reduce of two ranks sends the buffer once, each way; headers and acknowledgements come on top.
+        assert 1.02 < found["bytes"] / MEGABYTE < 1.12
+    assert what_is_there() == before
+
+
+def test_without_a_link_no_interface_is_a_ranks_own(tmp_path):
+    for found in transfer(tmp_path, launcher="spawn").values():
+        assert (found["link"], found["bytes"]) == ("none", None)
+
+
+@shaped
+def test_an_ordinary_user_can(tmp_path):
+    """Without the power to make a network namespace, but with user namespaces allowed."""
+    assert subprocess.run([*POWERLESS, "unshare", "--net", "true"], capture_output=True).returncode != 0
+    if reason := subprocess.run([*POWERLESS, "unshare", "--user", "true"], capture_output=True, text=True).stderr:
+        pytest.skip(f"no user namespaces here: {reason}")
+    assert transfer(tmp_path, "--link", "100mbit", launcher="spawn", before=POWERLESS)[0]["link"] == "100mbit"
+
+
+@shaped
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_however_it_ends(tmp_path, number):
+    before = what_is_there()
+    words = command(tmp_path, {"0": "wait", "1": "wait"}, "--link", "100mbit", launcher="spawn")
+    launcher = subprocess.Popen(words, env=CLEAN, stderr=subprocess.DEVNULL, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("started*.json"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert len(what_is_there()) > len(before)
+    launcher.send_signal(number)
+    launcher.wait(60)
+    if number == signal.SIGKILL:  # it could not end its ranks; a terminal or a scheduler would
+        os.killpg(launcher.pid, signal.SIGKILL)
+    while what_is_there() != before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert what_is_there() == before
+
+
+@pytest.mark.parametrize("rate", ["fast", "100", "0mbit", "-1mbit"])
+def test_a_rate_that_is_none(tmp_path, rate):
+    done = subprocess.run(command(tmp_path, {}, f"--link={rate}"), env=CLEAN, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert f"{rate!r} is no rate" in done.stderr
+    assert failure(tmp_path)["exit_code"] == 2
+    assert not list(tmp_path.glob("started*"))
+
+
+def test_missing_tools_are_named(tmp_path):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for tool in ("unshare", "nsenter", "sh"):
+        (folder / tool).symlink_to(shutil.which(tool))
+    environment = CLEAN | {"PATH": str(folder)}
+    words = command(tmp_path, {}, "--link", "100mbit")
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "ip (iproute2), tc (iproute2) not installed" in done.stderr
+    assert not list(tmp_path.glob("started*"))
+
+
+def test_no_permission_is_told(tmp_path):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for tool in links.TOOLS:
+        (folder / tool).symlink_to(shutil.which(tool) or sys.executable)
+    (folder / "unshare").unlink()
+    (folder / "unshare").write_text("#!/bin/sh\necho 'unshare: unshare failed: Operation not permitted' >&2\nexit 1\n")
+    (folder / "unshare").chmod(0o755)
+    environment = CLEAN | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(command(tmp_path, {}, "--link", "1gbit"), env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "allows no network namespaces" in done.stderr
+    assert "Operation not permitted" in done.stderr
