@@ -13,6 +13,8 @@ import pytest
 import yaml
 from jobs import job_counts
 
+from gradwire.launch.links import probe
+
 ROOT = Path(__file__).parent.parent
 TOO_LARGE = 4000  # ranks: more than the corpus has samples, so that this cell fails before any rank starts
 
@@ -149,9 +151,22 @@ def test_a_cell_that_needs_more_gpus_than_there_are_is_refused_not_shrunk(checko
     checkout.configure(SMALL)
 
 
+def test_cells_on_links_are_left_out_where_there_can_be_none(checkout, tmp_path):
+    checkout.configure({**SMALL, "grid": [{**SMALL["grid"][0], "links": ["none", "100mbit"]}]})
+    here = {"none", "100mbit"} if probe().way is not None else {"none"}
+    assert checkout.jobs()["train"] == 2 * len(here)
+    (tmp_path / "unshare").write_text("#!/bin/sh\necho 'unshare: Operation not permitted' >&2\nexit 1\n")
+    (tmp_path / "unshare").chmod(0o755)
+    checkout.environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    assert checkout.jobs()["train"] == 2
+    checkout.environment["PATH"] = os.environ["PATH"]
+    checkout.configure(SMALL)
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
+        ({"grid": [{"links": ["fast"]}]}, ["fast", "links"]),
         ({"compressors": {"int7": {}}}, ["unknown compressor 'int7'", "Did you mean 'int8'"]),
         ({"compressors": {"int8": {"blok": 3}}}, ["option of int8 'blok'", "Did you mean 'block'"]),
         ({"dataset": {"source": "json", "data_path": "nowhere.json"}}, ["nowhere.json"]),

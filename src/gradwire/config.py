@@ -411,9 +411,9 @@ class Experiment(Strict):
         """Whether a run wants a link of a chosen rate."""
         return any(run.link != "none" for run in self.runs())
 
-    def gradient_runs(self) -> list[Run]:
-        """The runs whose per-sample gradients are collected."""
-        return [run for run in self.runs() if self.gradients is not None and self.gradients.holds(run)]
+    def gradient_runs(self, runs: Iterable[Run]) -> list[Run]:
+        """Those of ``runs`` whose per-sample gradients are collected."""
+        return [run for run in runs if self.gradients is not None and self.gradients.holds(run)]
 
 
 def checked(model: type[Model], value: Any, where: str) -> Model:

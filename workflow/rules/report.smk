@@ -6,7 +6,7 @@ rule summarize:
         of_runs(f"{RUN}/record.json", RUNS),
         of_runs(f"{RUN}/perplexity.json", RUNS if EXPERIMENT.training.evaluate else []),
         of_runs(f"{RUN}/profile.json", RUNS if EXPERIMENT.training.profile else []),
-        of_runs(f"{GRADIENTS}/validation.json", EXPERIMENT.gradient_runs()),
+        of_runs(f"{GRADIENTS}/validation.json", EXPERIMENT.gradient_runs(RUNS)),
     output:
         f"{RESULTS}/results.jsonl",
         f"{RESULTS}/results.csv",
