@@ -33,15 +33,15 @@ def transfer(output: Path, *flags: str, launcher: str = "torchrun", before: tupl
 
 def what_is_there() -> list[str]:
     """Interfaces here, and processes in another network namespace than this one."""
-    own = os.readlink("/proc/self/ns/net")
+    own = Path("/proc/self/ns/net").readlink()
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            if os.readlink(process / "ns/net") != own:
+            if (process / "ns/net").readlink() != own:
                 found.append((process / "cmdline").read_text().replace("\0", " "))
         except OSError:
             continue
-    return sorted([*found, *os.listdir("/sys/class/net")])
+    return sorted([*found, *(device.name for device in Path("/sys/class/net").iterdir())])
 
 
 @shaped
