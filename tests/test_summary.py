@@ -64,6 +64,8 @@ def record(run, ppl=300.0, sent=1_000_000, closed=None, **other):
         "bytes_closed_form_total": sent if closed is None else closed,
         "bytes_agreement_total": 480,
         "compression_ratio": 2_000_000 / sent if sent else None,
+        "compression_ratio_steady": 2_000_000 / sent if sent else None,
+        "bytes_parameters_total": 3_500_000,
         "bytes_source": "metered",
         "train_loss": 5.5,
         "val_loss": math.log(ppl),
@@ -159,22 +161,65 @@ def test_statistics_over_seeds_match_the_statistics_module(results, capsys):
     text = capsys.readouterr().out
     assert not (results.folder / "results.jsonl").exists()
     means = {name: statistics.mean(values) for name, values in perplexities.items()}
-    quality, time = cells(text, "Quality and bytes"), cells(text, "Time")
+    titles = "Quality", "Bytes", "Step time", "Where a step's time goes"
+    quality, sent, step, time = (cells(text, title) for title in titles)
     for name, values in perplexities.items():
-        ppl = f"{means[name]:.2f} ± {statistics.stdev(values):.2f}"
-        worse = f"{100 * (means[name] / means['none'] - 1):+.2f} %"
-        against, sent = {
-            "none": ("–", "1.000 ="), "int8": (worse, "1.000 ="), "bad": (worse + " !", "1.000 ≠")
-        }[name]  # fmt: skip
-        assert quality["fsdp2", name] == ["3", ppl, against, f"{means[name] / 600:.3f}", "2.000", "1.000", sent]
-        assert time["fsdp2", name] == [
-            "3", "201.0 ± 1.0", "5,000", "42.0", "20 %", "40.0", "150.0", "3.5", "1.2"
-        ]  # fmt: skip
-    assert quality["ddp", "none"] == ["1", "310.00", "–", "0.517", "–", "0.000", "0.000 ="]
-    assert time["ddp", "none"] == ["1", "200.0", "5,000", *["–"] * 6]
+        paired = [100 * (own / base - 1) for own, base in zip(values, perplexities["none"], strict=True)]
+        mark = " !" if name == "bad" else ""
+        worse = [f"{statistics.mean(paired):+.2f} %{mark}", f"[{min(paired):+.2f}, {max(paired):+.2f}]"]
+        against = ["–", "–"] if name == "none" else worse
+        spread = f"{statistics.stdev(values):.2f}", f"[{min(values):.2f}, {max(values):.2f}]"
+        assert quality["fsdp2", name] == ["3", f"{means[name]:.2f}", *spread, *against, f"{means[name] / 600:.3f}"]
+        equal = "≠" if name == "bad" else "="
+        assert sent["fsdp2", name] == ["3", "2.000", "2.000", "1.000", f"1.000 {equal}", "3.500"]
+        speed_up = ["–", "–"] if name == "none" else ["1.000 ×", "[1.000, 1.000]"]
+        assert step["fsdp2", name] == ["3", "201.0", "1.0", "[200.0, 202.0]", *speed_up, "5,000"]
+        assert time["fsdp2", name] == ["3", "42.0", "20 %", "40.0", "150.0", "3.5", "1.2"]
+    assert quality["ddp", "none"] == ["1", "310.00", *["–"] * 4, "0.517"]
+    assert sent["ddp", "none"] == ["1", "–", "–", "0.000", "0.000 =", "3.500"]
+    assert step["ddp", "none"] == ["1", "200.0", *["–"] * 4, "5,000"]
+    assert time["ddp", "none"] == ["1", *["–"] * 6]
     assert list(quality) == [("ddp", "none"), *(("fsdp2", name) for name in sorted(means, key=means.get))]
     assert cells(text, "Communication by op")["fsdp2", "int8"] == ["3", "12.0", "30.5"]
     assert max(map(len, text.splitlines())) <= 140
+
+
+def test_a_gated_cell_does_not_head_the_table_however_fast_it_is(results, capsys):
+    for label, step, ppl in (("none", 200.0, 300.0), ("int8", 150.0, 302.9), ("zero", 10.0, 303.1), ("new", 9.0, None)):
+        loss = None if ppl is None else math.log(ppl)
+        run = Run("ddp", label, 2, "none", 0)
+        results(run, step_time_ms_mean=step, val_ppl=ppl, val_loss=loss)
+    assert main(["summarize", "--results_dir", str(results.folder), "--print_only"]) == 0
+    text = capsys.readouterr().out
+    quality, speed = cells(text, "Quality"), cells(text, "Step time")
+    assert [label for _, label in speed] == ["int8", "none", "new", "zero"]  # without a perplexity: not passed either
+    assert [label for _, label in quality] == ["none", "int8", "new", "zero"]
+    assert quality["ddp", "zero"][4] == "+1.03 % !"
+    assert speed["ddp", "int8"][4] == "1.333 ×"
+
+
+def test_unlike_machines_are_named_and_not_compared(results, capsys):
+    here = {"gradwire": "0.1.0", "packages": {"torch": "2.13.0"}, "cores": 2, "threads": 1, "device": "x86_64"}
+    for seed in range(2):
+        results(Run("ddp", "none", 2, "none", seed), environment=here)
+        results(Run("ddp", "int8", 2, "none", seed), environment=here | {"cores": 64} if seed else here)
+    assert main(["summarize", "--results_dir", str(results.folder), "--print_only"]) == 0
+    text = capsys.readouterr().out
+    notes = " ".join(text.split("## Notes")[1].split("##")[0].split())
+    assert "runs of unlike machines" in notes
+    assert "64 cores, 1 threads, gradwire 0.1.0, torch 2.13.0: ddp/int8/ws2/none (seed 1)" in notes
+    assert "2 cores, 1 threads, gradwire 0.1.0, torch 2.13.0: ddp/int8/ws2/none (seed 0), ddp/none/ws2/none" in notes
+    assert cells(text, "Step time")["ddp", "int8"][4:6] == ["1.000 ×", "–"]  # of the one seed that has a baseline
+
+
+def test_losses_that_depend_on_the_link_are_named(results, capsys):
+    for label, digests in (("none", "aaa"), ("int8", "bbc"), ("alone", "d")):
+        for link, digest in zip(("none", "1gbit", "100mbit"), digests, strict=False):
+            results(Run("ddp", label, 2, link, 0), loss_digest=digest)
+    assert main(["summarize", "--results_dir", str(results.folder), "--print_only"]) == 0
+    notes = " ".join(capsys.readouterr().out.split("## Notes")[1].split("##")[0].split())
+    assert notes.startswith("- losses at every step are equal on all links: 1 of 2 - losses differ between links: ")
+    assert notes.endswith("ddp/int8/ws2/seed0: 100mbit | 1gbit, none")
 
 
 def test_failed_skipped_diverged_and_missing_runs_stand_with_their_reasons(results, capsys):

@@ -114,6 +114,7 @@ class Result(Row):
     bytes_closed_form_total: Count = None
     compute_time_ms: Number = None
     algorithm: Text = None
+    loss_digest: Text = None
 
 
 RESULT_FIELDS = tuple(Result.model_fields)

@@ -10,12 +10,27 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradwire.config import Run
 from gradwire.errors import BadInput
 from gradwire.files import read_json, write_text
+from gradwire.report.quality import Book, book, with_quality
 from gradwire.report.record import RESULT_FIELDS, Result, result, without_measurements
+
+EXPECTED = "expected.json"  # below the experiment's folder: the runs that it asks for
+
+
+class Asked(NamedTuple):
+    """What an experiment asks for with one run.
+
+    Args:
+        excluded: Why it is left out, or None.
+        quality_from: The results file that it takes its perplexity from, or None.
+    """
+
+    excluded: str | None = None
+    quality_from: str | None = None
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -25,6 +40,13 @@ def arguments(parser: ArgumentParser) -> None:
         "--experiment",
         type=Path,
         help="JSON list of the runs that the experiment asks for; by default RESULTS_DIR/expected.json if it exists",
+    )
+    parser.add_argument(
+        "--quality_from",
+        type=Path,
+        metavar="FILE",
+        help="results.jsonl of another experiment, whose perplexities stand for runs that have none; by default the "
+        "one that the list of runs names",
     )
     parser.add_argument("--print_only", action="store_true", help="print the table and write nothing")
 
@@ -37,15 +59,46 @@ def beside(args: Namespace) -> Path | None:
 def main(args: Namespace) -> None:
     """Write the results and print the table."""
     from gradwire.report.table import summary
+    from gradwire.report.tiers import tiers
 
-    results = collect(args.results_dir, args.experiment)
-    text = summary(args.results_dir.resolve().name, results)
+    results, found, notes = joined(args.results_dir, args.experiment, args.quality_from)
+    for note in notes:
+        print(f"gradwire summarize: {note}", file=sys.stderr)
+    text = summary(args.results_dir.resolve().name, results, tiers(results, found), notes)
     if not args.print_only:
         lines, table = jsonl(results), csv_text(results)
         write_text(args.results_dir / "results.jsonl", lines)
         write_text(args.results_dir / "results.csv", table)
         write_text(args.results_dir / "summary.md", text)
     print(text)
+
+
+def joined(
+    results_dir: Path, experiment: Path | None = None, quality_from: Path | None = None
+) -> tuple[list[Result], Book, list[str]]:
+    """A row for every run, those without a perplexity with that of another experiment.
+
+    Args:
+        results_dir: The experiment's folder.
+        experiment: As for `collect`.
+        quality_from: The results file of the other experiment; by default the one that the list of runs names, if any.
+
+    Returns:
+        The rows; the runs whose perplexities count, its own where there is no other experiment; what could not be used.
+
+    Raises:
+        BadInput: As `collect`; if a results file cannot be read; if the list names several.
+    """
+    results = collect(results_dir, experiment)
+    named = {one.quality_from for one in asked_for(results_dir, experiment).values()} - {None}
+    if len(named) > 1 and quality_from is None:
+        raise BadInput(f"the runs of {results_dir} name several files for quality_from: {', '.join(map(str, named))}.")
+    path = quality_from or next((Path(str(name)) for name in named), None)
+    if path is None:
+        return results, Book.of(str(results_dir), results), []
+    found, complaints = book(path)
+    results, unmatched = with_quality(results, found)
+    return results, found, [*complaints, *unmatched]
 
 
 def collect(results_dir: Path, experiment: Path | None = None) -> list[Result]:
@@ -61,18 +114,26 @@ def collect(results_dir: Path, experiment: Path | None = None) -> list[Result]:
         BadInput: If there is nothing to summarize, or the list is unusable.
     """
     folders = run_folders(results_dir)
-    if experiment is None and (results_dir / "expected.json").exists():
-        experiment = results_dir / "expected.json"
-    asked = dict.fromkeys(folders) if experiment is None else expected(experiment)
+    asked = asked_for(results_dir, experiment)
     if not asked:
         raise BadInput(f"{results_dir} holds no run (runs/<strategy>/<compressor>/ws<W>/<link>/seed<S>) to summarize.")
     strangers = sorted(run.path for run in folders if run not in asked)
     if strangers:
-        print(f"gradwire summarize: not asked for by {experiment}, left out: {', '.join(strangers)}", file=sys.stderr)
+        listed = experiment or results_dir / EXPECTED
+        print(f"gradwire summarize: not asked for by {listed}, left out: {', '.join(strangers)}", file=sys.stderr)
     return [
-        without_measurements(run, "skipped", reason) if reason else result(results_dir / "runs" / run.path, run)
-        for run, reason in sorted(asked.items())
+        without_measurements(run, "skipped", one.excluded)
+        if one.excluded
+        else result(results_dir / "runs" / run.path, run)
+        for run, one in sorted(asked.items())
     ]
+
+
+def asked_for(results_dir: Path, experiment: Path | None = None) -> dict[Run, Asked]:
+    """The runs that make the experiment: those of the list, where there is none those on disk."""
+    if experiment is None and (results_dir / EXPECTED).exists():
+        experiment = results_dir / EXPECTED
+    return dict.fromkeys(run_folders(results_dir), Asked()) if experiment is None else expected(experiment)
 
 
 def run_folders(results_dir: Path) -> dict[Run, Path]:
@@ -86,15 +147,18 @@ def run_folders(results_dir: Path) -> dict[Run, Path]:
     return found
 
 
-def expected(path: Path) -> dict[Run, str | None]:
-    """The runs that an experiment asks for, each with the reason why it is left out, or None.
+def expected(path: Path) -> dict[Run, Asked]:
+    """The runs that an experiment asks for.
 
     Raises:
         BadInput: If the file is not such a list.
     """
     try:
-        return {Run(*(cell[field] for field in Run._fields)): cell["excluded"] for cell in read_json(path)}
-    except (KeyError, TypeError) as error:
+        return {
+            Run(*(cell[field] for field in Run._fields)): Asked(cell["excluded"], cell.get("quality_from"))
+            for cell in read_json(path)
+        }
+    except (AttributeError, KeyError, TypeError) as error:
         raise BadInput(f"{path} is no list of runs with {', '.join(Run._fields)}, excluded ({error!r}).") from None
 
 

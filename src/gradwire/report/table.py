@@ -6,24 +6,29 @@ import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, get_args
 
+import numpy as np
 import pandas as pd
 import tabulate
 
+from gradwire.measurement.statistics import estimates, gated
+from gradwire.report.notes import losses_over_links, machine, machines
+from gradwire.report.quality import BASELINE
 from gradwire.report.record import Result, Status
+from gradwire.report.traffic import rate
 
 tabulate.MIN_PADDING = 0  # headers no wider than their words: a dozen columns have to fit a terminal
 
 CELL = ["strategy", "world_size", "compressor", "link"]
 NAMES = {"strategy": "strategy", "world_size": "W", "compressor": "compressor", "link": "link", "n": "n"}
 STATUSES = get_args(Status)
-BASELINE = "none"
-TOLERANCE = 1.0  # percent of perplexity over the baseline's that is marked
 MEASURED = [
     "val_ppl",
     "unigram_ppl",
     "compression_ratio",
+    "compression_ratio_steady",
     "bytes_compressed_total",
     "bytes_closed_form_total",
+    "bytes_parameters_total",
     "step_time_ms_mean",
     "tokens_per_s",
     "comm_time_ms_total",
@@ -34,26 +39,33 @@ MEASURED = [
     "compress_time_ms",
     "decompress_time_ms",
 ]
+ESTIMATED = ["val_ppl", "worse_percent", "step_time_ms_mean", "speed_up"]
 WIDTH = 138
 MISSING = "–"
 
 DEFINITIONS = f"""\
-- Mean ± sample standard deviation over n seeds. `vs {BASELINE}`: perplexity against that of `{BASELINE}` (fp32, the
-  framework untouched) under the same strategy and world size W; `!` marks more than {TOLERANCE:g} % worse.
+- n seeds; sd: sample standard deviation over them; 95 %: bootstrap interval of the mean before it (percentiles; over
+  three seeds that is their range).
+- `vs {BASELINE}`: against `{BASELINE}` (fp32, the framework untouched) under the same strategy and world size W, paired
+  by seed: perplexity in percent, step time as a speed-up, that one on the same link and machine only. `!` marks a mean
+  perplexity more than 1 % above that of `{BASELINE}`: such a cell stands below all others, however fast it is.
   `× unigram`: perplexity over that of a model that knows only how often each token occurs.
 - Bytes of gradient reduction, summed over ranks and all steps; `ratio` is against a bandwidth-optimal float32
-  collective; `MB closed form` is what the encoding's formula says: `=` equal to the byte, `≠` not.
+  collective, `steady` that after the dense steps; `MB closed form` is what the encoding's formula says: `=` equal to
+  the byte, `≠` not. `MB parameters`: what FSDP's gathers of parameters send.
 - Step time and tokens/s leave out warm-up and profiled steps. The other times are of the mean profiled step:
   `comm` is the union of all collectives (parameters, control and waiting for other ranks included), `share` its part
   of the step, `exposed` what no computation of the same rank covers. Two ops may run at once."""
 
 
-def summary(name: str, results: Sequence[Result]) -> str:
+def summary(name: str, results: Sequence[Result], tiers: str = "", notes: Sequence[str] = ()) -> str:
     """The whole page.
 
     Args:
         name: The experiment's name.
         results: Its rows, at least one.
+        tiers: Sections on quality tiers and links, where there are any.
+        notes: What the reader has to know besides.
 
     Returns:
         Markdown of at most about 140 columns, with a line break at the end.
@@ -62,9 +74,14 @@ def summary(name: str, results: Sequence[Result]) -> str:
     parts = [f"# {name}", header(results)]
     if ok:
         cells = over_seeds(ok)
-        parts += ["## Quality and bytes", quality_table(cells), "## Time", time_table(cells)]
-        if by_op := op_table(ok, cells):
+        by_speed = cells.sort_values(["strategy", "world_size", "rate", "standing", "step_time_ms_mean"])
+        parts += ["## Quality", quality_table(cells), "## Bytes", byte_table(cells)]
+        parts += ["## Step time", step_table(by_speed), "## Where a step's time goes", time_table(by_speed)]
+        if by_op := op_table(ok, by_speed):
             parts += ["## Communication by op, ms per step", by_op]
+        parts += [tiers] if tiers else []
+    if notes := [*machines(ok), *losses_over_links(ok), *notes]:
+        parts += ["## Notes", "\n".join(_item(note) for note in notes)]
     if len(ok) < len(results):
         parts += ["## Runs without a result", complaints(row for row in results if row.status != "ok")]
     return "\n\n".join([*parts, "## What the columns mean", DEFINITIONS]) + "\n"
@@ -88,45 +105,90 @@ def header(results: Sequence[Result]) -> str:
 
 
 def over_seeds(ok: Sequence[Result]) -> pd.DataFrame:
-    """One line per strategy, world size, compressor and link: means over seeds, and what is compared with them.
+    """One line per strategy, world size, compressor and link: statistics over seeds, and what is compared with them.
 
-    Sorted by strategy, world size, then perplexity. Numbers that no seed has are NaN.
+    Sorted by strategy and world size; then those that pass the quality gate, those without a perplexity, those that do
+    not pass; then perplexity. Numbers that no seed has are NaN.
     """
-    runs = pd.DataFrame([row.model_dump(include={*CELL, *MEASURED}) for row in ok])
+    runs = pd.DataFrame([row.model_dump(include={*CELL, "seed", *MEASURED}) for row in ok])
     runs[MEASURED] = runs[MEASURED].astype(float)
+    runs["machine"] = [machine(row) for row in ok]
     runs["comm_ms"] = runs["comm_time_ms_total"] / runs["measured_steps"]
     runs["over_unigram"] = runs["val_ppl"] / runs["unigram_ppl"]
     runs["as_computed"] = runs["bytes_compressed_total"] == runs["bytes_closed_form_total"]
+    quality = _baseline(runs, "val_ppl", ["strategy", "world_size", "seed"])
+    runs["worse_percent"] = 100 * (runs["val_ppl"] / quality - 1)
+    speed = _baseline(runs, "step_time_ms_mean", ["strategy", "world_size", "link", "seed", "machine"])
+    runs["speed_up"] = speed / runs["step_time_ms_mean"]
     groups = runs.groupby(CELL)
     cells = groups[[*MEASURED, "comm_ms", "over_unigram"]].mean()
     cells["n"] = groups.size()
     cells["as_computed"] = groups["as_computed"].all()
-    for column in ("val_ppl", "step_time_ms_mean"):
-        cells[f"{column}_std"] = groups[column].std()
+    for column in ESTIMATED:
+        samples = [sample.dropna().tolist() for _, sample in groups[column]]
+        found = pd.DataFrame(estimates(samples), index=cells.index)
+        cells[[f"{column}{part}" for part in ("", "_std", "_low", "_high")]] = found[["mean", "std", "low", "high"]]
     cells = cells.reset_index()
-    baseline = runs[runs["compressor"] == BASELINE].groupby(["strategy", "world_size"])["val_ppl"].mean()
-    cells = cells.join(baseline.rename("baseline_ppl"), on=["strategy", "world_size"])
-    cells["worse_percent"] = 100 * (cells["val_ppl"] / cells["baseline_ppl"] - 1)
-    return cells.sort_values(["strategy", "world_size", "val_ppl", "compressor", "link"], ignore_index=True)
+    baseline = _baseline(cells, "val_ppl", ["strategy", "world_size"])
+    cells["gated"] = [gated(*pair) for pair in zip(cells["val_ppl"], baseline, strict=True)]
+    cells["standing"] = np.where(cells["val_ppl"].isna(), 1, 2 * cells["gated"])
+    cells["rate"] = [-rate(link) for link in cells["link"]]
+    order = ["strategy", "world_size", "standing", "val_ppl", "compressor", "rate"]
+    return cells.sort_values(order, ignore_index=True)
+
+
+def _baseline(lines: pd.DataFrame, column: str, by: list[str]) -> pd.Series[float]:
+    """Each line's baseline: the mean of its ``column`` where the columns ``by`` are the same; NaN without one."""
+    means = lines[lines["compressor"] == BASELINE].groupby(by)[column].mean()
+    return lines[by].join(means.rename("baseline"), on=by)["baseline"]
 
 
 def quality_table(cells: pd.DataFrame) -> str:
-    """Perplexity and bytes."""
+    """Perplexity."""
     return _table(
         cells,
         {
-            "val ppl": lambda cell: _spread(cell["val_ppl"], cell["val_ppl_std"], "{:,.2f}"),
+            "val ppl": _column("val_ppl", "{:,.2f}"),
+            "sd": _column("val_ppl_std", "{:,.2f}"),
+            "95 %": _interval("val_ppl", "{:,.2f}"),
             f"vs {BASELINE}": _against_baseline,
-            "× unigram": lambda cell: _number(cell["over_unigram"], "{:.3f}"),
-            "ratio": lambda cell: _number(cell["compression_ratio"], "{:.3f}"),
+            "95 % of it": _interval("worse_percent", "{:+z.2f}"),
+            "× unigram": _column("over_unigram", "{:.3f}"),
+        },
+    )
+
+
+def byte_table(cells: pd.DataFrame) -> str:
+    """Bytes of gradient reduction and of gathered parameters."""
+    return _table(
+        cells,
+        {
+            "ratio": _column("compression_ratio", "{:.3f}"),
+            "steady": _column("compression_ratio_steady", "{:.3f}"),
             "MB sent": lambda cell: _megabytes(cell["bytes_compressed_total"]),
             "MB closed form": _closed_form,
+            "MB parameters": lambda cell: _megabytes(cell["bytes_parameters_total"]),
+        },
+    )
+
+
+def step_table(cells: pd.DataFrame) -> str:
+    """Step time, against the baseline's, and throughput."""
+    return _table(
+        cells,
+        {
+            "step ms": _column("step_time_ms_mean", "{:,.1f}"),
+            "sd": _column("step_time_ms_mean_std", "{:,.1f}"),
+            "95 %": _interval("step_time_ms_mean", "{:,.1f}"),
+            f"vs {BASELINE}": lambda cell: MISSING if cell["compressor"] == BASELINE else _speed_up(cell),
+            "95 % of it": _interval("speed_up", "{:.3f}"),
+            "tokens/s": _column("tokens_per_s", "{:,.0f}"),
         },
     )
 
 
 def time_table(cells: pd.DataFrame) -> str:
-    """Step time and where it goes, in milliseconds."""
+    """Where the time of a step goes, in milliseconds."""
     columns = {
         "exposed": "exposed_comm_ms",
         "compute": "compute_time_ms",
@@ -136,9 +198,7 @@ def time_table(cells: pd.DataFrame) -> str:
     return _table(
         cells,
         {
-            "step ms": lambda cell: _spread(cell["step_time_ms_mean"], cell["step_time_ms_mean_std"], "{:,.1f}"),
-            "tokens/s": lambda cell: _number(cell["tokens_per_s"], "{:,.0f}"),
-            "comm ms": lambda cell: _number(cell["comm_ms"], "{:,.1f}"),
+            "comm ms": _milliseconds("comm_ms"),
             "share": lambda cell: _number(100 * cell["comm_ratio"], "{:.0f} %"),
             **{title: _milliseconds(column) for title, column in columns.items()},
         },
@@ -163,16 +223,13 @@ def op_table(ok: Sequence[Result], cells: pd.DataFrame) -> str:
 
 def complaints(rows: Iterable[Result]) -> str:
     """Failed, skipped and diverged runs with their reasons, as a list."""
-    return "\n".join(
-        textwrap.fill(
-            f"{row.status}: {row.run_name}: {row.reason or 'no reason was given'}",
-            WIDTH,
-            initial_indent="- ",
-            subsequent_indent="  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        for row in rows
+    return "\n".join(_item(f"{row.status}: {row.run_name}: {row.reason or 'no reason was given'}") for row in rows)
+
+
+def _item(text: str) -> str:
+    """An item of a list, as wide as the page."""
+    return textwrap.fill(
+        text, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
 
 
@@ -190,8 +247,22 @@ def _number(value: Any, form: str) -> str:
     return MISSING if pd.isna(value) else form.format(value)
 
 
-def _spread(mean: float, std: float, form: str) -> str:
-    return _number(mean, form) if pd.isna(std) else f"{form.format(mean)} ± {form.format(std)}"
+def _column(name: str, form: str) -> Callable[[Any], str]:
+    return lambda cell: _number(cell[name], form)
+
+
+def _interval(name: str, form: str) -> Callable[[Any], str]:
+    def text(cell: Any) -> str:
+        if cell["compressor"] == BASELINE and name in ("worse_percent", "speed_up"):
+            return MISSING
+        low, high = cell[f"{name}_low"], cell[f"{name}_high"]
+        return MISSING if pd.isna(low) else f"[{form.format(low)}, {form.format(high)}]"
+
+    return text
+
+
+def _speed_up(cell: Any) -> str:
+    return _number(cell["speed_up"], "{:.3f} ×")
 
 
 def _milliseconds(column: str) -> Callable[[Any], str]:
@@ -210,7 +281,7 @@ def _closed_form(cell: Any) -> str:
 def _against_baseline(cell: Any) -> str:
     if cell["compressor"] == BASELINE:
         return MISSING
-    mark = " !" if cell["worse_percent"] > TOLERANCE else ""
+    mark = " !" if cell["gated"] else ""
     return _number(cell["worse_percent"], "{:+z.2f} %") + mark
 
 

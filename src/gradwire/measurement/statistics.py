@@ -1,0 +1,88 @@
+"""Statistics over seeds: means, bootstrap intervals, pairing with a baseline, and the quality gate.
+
+Intervals are percentile bootstrap intervals of the mean (Efron and Tibshirani, "An Introduction to the Bootstrap",
+Chapman & Hall 1993, chapter 13), resampled with a fixed seed. Over three seeds such an interval is their range.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+CONFIDENCE = 0.95
+RESAMPLES = 9999
+SEED = 0
+TOLERANCE = 1.0  # percent of perplexity over the baseline's that the quality gate lets pass
+
+
+class Estimate(NamedTuple):
+    """A mean over seeds; without any seed it is NaN, with one there is neither deviation nor interval, both NaN.
+
+    Args:
+        n: Seeds.
+        mean: Their mean.
+        std: The sample standard deviation.
+        low: Lower end of the 95 % interval of the mean.
+        high: Its upper end.
+    """
+
+    n: int
+    mean: float = math.nan
+    std: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+
+
+def estimate(sample: Sequence[float]) -> Estimate:
+    """The estimate from one sample."""
+    return estimates([sample])[0]
+
+
+def estimates(samples: Sequence[Sequence[float]]) -> list[Estimate]:
+    """The estimate from each sample; those of one size are resampled at once, which is what makes many of them fast."""
+    found = [Estimate(len(sample), *sample) if len(sample) < 2 else None for sample in samples]
+    by_size: defaultdict[int, list[int]] = defaultdict(list)
+    for i, sample in enumerate(samples):
+        by_size[len(sample)].append(i)
+    for size, members in by_size.items():
+        if size > 1:
+            values = np.array([samples[i] for i in members], dtype=np.float64)
+            columns = values.mean(1), values.std(1, ddof=1), *intervals(values)
+            for i, *numbers in zip(members, *(column.tolist() for column in columns), strict=True):
+                found[i] = Estimate(size, *numbers)
+    return [one for one in found if one is not None]
+
+
+def intervals(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """The lower and upper ends of the intervals of the means of the rows of ``values``, at least two columns."""
+    from scipy.stats import bootstrap
+
+    found = bootstrap(
+        (values,),
+        np.mean,
+        axis=-1,
+        n_resamples=RESAMPLES,
+        batch=1000,
+        confidence_level=CONFIDENCE,
+        method="percentile",
+        rng=np.random.default_rng(SEED),
+    ).confidence_interval
+    return found.low, found.high
+
+
+def percent_worse(values: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
+    """By how many percent each seed's value is above the baseline's, for the seeds that both have, in order."""
+    return [100 * (values[seed] / baseline[seed] - 1) for seed in sorted(values.keys() & baseline.keys())]
+
+
+def gated(mean: float, baseline: float) -> bool:
+    """The quality gate: whether a mean perplexity is more than 1 % above the baseline's, so that it cannot win.
+
+    A perplexity that is not known (NaN) is not gated; it has not passed either.
+    """
+    return 100 * (mean / baseline - 1) > TOLERANCE

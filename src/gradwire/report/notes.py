@@ -1,0 +1,70 @@
+"""What a reader has to know before comparing lines of the table: unlike machines, losses that should be equal."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from gradwire.report.record import Result
+
+
+def machine(row: Result) -> str:
+    """What a run ran on, as far as its times depend on it: device, processor, cores, threads and versions."""
+    environment = row.environment or {}
+    hardware = environment.get("device"), environment.get("cpu")
+    parts = [
+        row.device,
+        *dict.fromkeys(str(name) for name in hardware if name),
+        f"{environment.get('cores', '?')} cores",
+        f"{environment.get('threads', '?')} threads",
+        f"gradwire {environment.get('gradwire', '?')}",
+        f"torch {environment.get('packages', {}).get('torch', '?')}",
+    ]
+    return ", ".join(str(part) for part in parts if part)
+
+
+def machines(ok: Iterable[Result]) -> list[str]:
+    """Which cells ran on which machine; nothing where all ran on alike ones."""
+    groups: defaultdict[str, list[str]] = defaultdict(list)
+    for row in ok:
+        groups[machine(row)].append(row.run_name)
+    if len(groups) < 2:
+        return []
+    told = "runs of unlike machines: no speed-up is computed between them, and a mean over their seeds mixes them"
+    return [told, *(f"{name}: {', '.join(_cells(runs))}" for name, runs in groups.items())]
+
+
+def _cells(runs: Sequence[str]) -> list[str]:
+    """Run names (``…/seed<S>``), the seeds of one cell together."""
+    seeds: defaultdict[str, list[str]] = defaultdict(list)
+    for run in runs:
+        cell, _, seed = run.rpartition("/seed")
+        seeds[cell].append(seed)
+    return [f"{cell} (seed {', '.join(numbers)})" for cell, numbers in seeds.items()]
+
+
+def losses_over_links(ok: Iterable[Result]) -> list[str]:
+    """Whether runs that differ only in their link had equal losses at every step, which they must; by their digests."""
+    digests: defaultdict[tuple[str, str, int, int], dict[str, str]] = defaultdict(dict)
+    for row in ok:
+        if row.loss_digest is not None:
+            digests[row.strategy, row.compressor, row.world_size, row.seed][row.link] = row.loss_digest
+    compared = {run: links for run, links in digests.items() if len(links) > 1}
+    differ = [
+        f"losses differ between links: {strategy}/{compressor}/ws{world}/seed{seed}: {_unlike(links)}"
+        for (strategy, compressor, world, seed), links in compared.items()
+        if len(set(links.values())) > 1
+    ]
+    equal = len(compared) - len(differ)
+    return [
+        *([f"losses at every step are equal on all links: {equal} of {len(compared)}"] if compared else []),
+        *differ,
+    ]
+
+
+def _unlike(links: dict[str, str]) -> str:
+    """Links with equal losses together: ``none, 1gbit | 100mbit``."""
+    by_digest: defaultdict[str, list[str]] = defaultdict(list)
+    for link, digest in links.items():
+        by_digest[digest].append(link)
+    return " | ".join(", ".join(names) for names in by_digest.values())

@@ -1,0 +1,104 @@
+"""Perplexities of another experiment for runs that were too short to have one of their own.
+
+What compression takes away does not depend on the link, so a timing cell takes its perplexity, by label, from a long
+run: of its own strategy if there is one, else of ddp, else of any. The two may differ in their numbers of steps and of
+warm-up steps (``dense_steps``, ``freeze_step``) and in nothing else; where they do, the cell has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from gradwire.errors import BadInput
+from gradwire.report.record import Result
+from gradwire.report.results_file import read_results
+
+BASELINE = "none"
+PREFERRED = "ddp"  # whose perplexity stands for a strategy that has none
+WARM_UP = ("dense_steps", "freeze_step")
+SAME = ("compress_config", "model", "parameters", "dataset", "max_length", "batch_size", "optimizer", "world_size")
+
+
+@dataclass(frozen=True)
+class Book:
+    """Runs with a perplexity.
+
+    Args:
+        name: Where they stand.
+        rows: They themselves.
+    """
+
+    name: str
+    rows: tuple[Result, ...]
+
+    @classmethod
+    def of(cls, name: str, rows: Iterable[Result]) -> Self:
+        """A book of those rows that have a perplexity."""
+        return cls(name, tuple(row for row in rows if row.val_ppl is not None))
+
+    def seeds(self, row: Result, strategy: str | None = None) -> dict[int, Result]:
+        """The runs, by seed, whose perplexity is that of ``row``'s cell.
+
+        Args:
+            row: A run of the cell.
+            strategy: Whose runs are wanted first; by default those of the row's own strategy.
+
+        Raises:
+            BadInput: With the reason why there is none.
+        """
+        labelled = [one for one in self.rows if one.compressor == row.compressor]
+        if not labelled:
+            raise BadInput(f"{self.name} has no perplexity of {row.compressor}")
+        alike = [one for one in labelled if not differences(one, row)]
+        if not alike:
+            differing = ", ".join(differences(labelled[0], row))
+            raise BadInput(f"{self.name} has {row.compressor} with another {differing} ({labelled[0].run_name})")
+        present = sorted({one.strategy for one in alike})
+        wanted = next(one for one in (strategy or row.strategy, PREFERRED, *present) if one in present)
+        return {one.seed: one for one in alike if one.strategy == wanted}
+
+
+def differences(one: Result, other: Result) -> list[str]:
+    """The fields in which two runs differ that must not differ between runs of one quality."""
+    return [field for field in SAME if _compared(one, field) != _compared(other, field)]
+
+
+def _compared(row: Result, field: str) -> Any:
+    value = getattr(row, field)
+    return {key: of for key, of in value.items() if key not in WARM_UP} if isinstance(value, dict) else value
+
+
+def book(path: Path) -> tuple[Book, list[str]]:
+    """The perplexities of a results file, and what is wrong with lines that are left out."""
+    rows, complaints = read_results(path)
+    return Book.of(str(path), rows), complaints
+
+
+def with_quality(results: Sequence[Result], found: Book) -> tuple[list[Result], list[str]]:
+    """The rows, those without a perplexity with that of their label and seed, and why some are left without."""
+    joined, complaints = [], []
+    for row in results:
+        if row.status == "ok" and row.val_ppl is None:
+            try:
+                row = _joined(row, found)
+            except BadInput as error:
+                complaints.append(f"{row.run_name} has no perplexity: {error}")
+        joined.append(row)
+    return joined, complaints
+
+
+def _joined(row: Result, found: Book) -> Result:
+    """The row with the perplexity of its own seed.
+
+    Raises:
+        BadInput: If there is none.
+    """
+    seeds = found.seeds(row)
+    if row.seed not in seeds:
+        raise BadInput(f"{found.name} has no seed {row.seed} of {next(iter(seeds.values())).strategy}/{row.compressor}")
+    source = seeds[row.seed]
+    quality = {"val_loss": source.val_loss, "val_ppl": source.val_ppl}
+    return row.model_copy(update=quality | {"quality_from": f"{found.name}: {source.run_name}"})

@@ -1,0 +1,276 @@
+"""What compression buys on a slow link, within which loss of quality; and the bytes at the ranks' interfaces.
+
+Made where an experiment has links. Speed is that of its own cells, quality that of the runs in a `Book`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from textwrap import fill
+
+import numpy as np
+from tabulate import tabulate
+
+from gradwire.errors import BadInput
+from gradwire.measurement.statistics import Estimate, estimate, percent_worse
+from gradwire.report.notes import machine
+from gradwire.report.quality import BASELINE, Book
+from gradwire.report.record import Result
+from gradwire.report.traffic import UNSHAPED, counted, gradient_op, parameter_op, rate, sent_by_op
+
+TIERS = (1, 5, 20)  # percent of perplexity above that of fp32
+MISSING = "–"
+WIDTH = 120
+Table = list[list[str]]
+
+TIER_DEFINITIONS = f"""\
+Fastest first. `ppl`: perplexity against that of `{BASELINE}` (fp32), paired by seed, with the 95 % bootstrap interval
+of the mean over n seeds; `tier`: the tightest of {", ".join(map(str, TIERS))} % that the mean is within, `fastest`:
+those in which it is the fastest. Against the cell `{BASELINE}`: `comm ×`, communication per step so many times shorter;
+`bytes ×`, so many times fewer (gradients and parameters, after the dense steps); `÷`, the first over the second.
+`speed-up` of the step; `ceiling` is Amdahl's, (1 + m) / (1 + m / r) with m = communication ÷ compute of `{BASELINE}`
+and r = `bytes ×`; `of it`, the share reached."""
+
+WIRE_DEFINITIONS = """\
+`counted`: gradients, the flag of each step and parameters, as bandwidth-optimal collectives would send them where the
+framework was left untouched. `interface`: what the ranks' own interfaces sent, protocol headers included. `quotient`:
+the second over the first; `explained`: the quotient that the backend's factors give; `rest`: what they leave."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One cell on one link, means over its seeds.
+
+    Args:
+        row: One of its runs.
+        step: Milliseconds of a step.
+        comm: Milliseconds of a step in which anything is communicated, NaN if not measured.
+        compute: Milliseconds of a step in which anything is computed, likewise.
+        ratio: Float32 bytes over sent ones, gradients and parameters, after the dense steps.
+    """
+
+    row: Result
+    step: float
+    comm: float
+    compute: float
+    ratio: float
+
+    @classmethod
+    def of(cls, runs: Sequence[Result]) -> Timed:
+        """The cell of some runs that differ in their seed only."""
+        comm = [
+            row.comm_time_ms_total / row.measured_steps
+            for row in runs
+            if row.comm_time_ms_total is not None and row.measured_steps
+        ]
+        return cls(
+            runs[0],
+            step=mean(row.step_time_ms_mean for row in runs),
+            comm=mean(comm),
+            compute=mean(row.compute_time_ms for row in runs),
+            ratio=byte_ratio(runs[0]),
+        )
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What a cell gains over the baseline on the same link, strategy and world size; NaN where it cannot be told."""
+
+    cell: Timed
+    baseline: Timed
+    worse: Estimate
+
+    @property
+    def tier(self) -> int | None:
+        """The tightest tier that it is within."""
+        return next((limit for limit in TIERS if self.worse.mean <= limit), None)
+
+    @property
+    def communication(self) -> float:
+        """How many times shorter communication is."""
+        return quotient(self.baseline.comm, self.cell.comm)
+
+    @property
+    def bytes(self) -> float:
+        """How many times fewer bytes it sends than the baseline."""
+        return quotient(self.cell.ratio, self.baseline.ratio)
+
+    @property
+    def speed_up(self) -> float:
+        """How many times shorter a step is."""
+        return quotient(self.baseline.step, self.cell.step)
+
+    @property
+    def ceiling(self) -> float:
+        """The speed-up if communication shrank as the bytes do, and nothing else changed (Amdahl's law)."""
+        m = quotient(self.baseline.comm, self.baseline.compute)
+        return (1 + m) / (1 + quotient(m, self.bytes))
+
+
+def tiers(results: Sequence[Result], quality: Book) -> str:
+    """The sections on quality tiers and interface bytes as Markdown; empty where no link was shaped."""
+    ok = [row for row in results if row.status == "ok" and row.world_size > 1]
+    parts = []
+    if sections := [section(*group, quality) for group in groups(ok).items()]:
+        parts += ["## Quality tiers on links", TIER_DEFINITIONS, *sections]
+    if rows := [row for row in ok if row.bytes_interface_total is not None and counted(row)]:
+        parts += ["## Bytes at the interfaces", WIRE_DEFINITIONS, *wire(rows)]
+    return "\n\n".join(parts)
+
+
+def groups(ok: Iterable[Result]) -> dict[tuple[str, int, str, str], list[Timed]]:
+    """Timed cells by strategy, world size, shaped link and machine, where there is a baseline; fast links first."""
+    runs: defaultdict[tuple[str, int, str, str], defaultdict[str, list[Result]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
+    for row in ok:
+        if row.link != UNSHAPED and row.step_time_ms_mean is not None:
+            runs[row.strategy, row.world_size, row.link, machine(row)][row.compressor].append(row)
+    ordered = sorted(runs.items(), key=lambda item: (*item[0][:2], -rate(item[0][2])))
+    return {key: [Timed.of(cell) for cell in cells.values()] for key, cells in ordered if BASELINE in cells}
+
+
+def section(key: tuple[str, int, str, str], cells: Sequence[Timed], quality: Book) -> str:
+    """One strategy on one link: the fastest cell of each tier, and every cell."""
+    strategy, world, link, _ = key
+    baseline = next(cell for cell in cells if cell.row.compressor == BASELINE)
+    gains = [Gain(cell, baseline, worse(cell.row, baseline.row, quality)) for cell in cells]
+    gains.sort(key=lambda gain: gain.cell.step)
+    fastest = {
+        limit: next((gain.cell.row.compressor for gain in gains if gain.worse.mean <= limit), None) for limit in TIERS
+    }
+    told = "; ".join(f"within {limit} %: {f'`{label}`' if label else 'none'}" for limit, label in fastest.items())
+    rows = [
+        line(gain, [limit for limit, label in fastest.items() if label == gain.cell.row.compressor]) for gain in gains
+    ]
+    headers = ["compressor", "n", "ppl", "tier", "fastest", "step ms", "speed-up", "ceiling", "of it"]
+    return "\n\n".join(
+        [
+            f"### {strategy}, W = {world}, {link}",
+            f"Fastest {told}.",
+            table(rows, [*headers, "comm ms", "comm ×", "bytes ×", "÷"]),
+        ]
+    )
+
+
+def line(gain: Gain, fastest: Sequence[int]) -> list[str]:
+    """One cell of a tier table."""
+    itself = gain.cell is gain.baseline
+    against = [
+        number(gain.speed_up, "{:.2f}"),
+        number(gain.ceiling, "{:.2f}"),
+        number(100 * quotient(gain.speed_up, gain.ceiling), "{:.0f} %"),
+    ]
+    shorter = [
+        number(gain.communication, "{:.2f}"),
+        number(gain.bytes, "{:.2f}"),
+        number(quotient(gain.communication, gain.bytes), "{:.2f}"),
+    ]
+    return [
+        gain.cell.row.compressor,
+        str(gain.worse.n or MISSING),
+        MISSING if itself else spread(gain.worse),
+        f"{gain.tier} %" if gain.tier else MISSING,
+        ", ".join(map(str, fastest)),
+        number(gain.cell.step, "{:,.1f}"),
+        *([MISSING] * 3 if itself else against),
+        number(gain.cell.comm, "{:,.1f}"),
+        *([MISSING] * 3 if itself else shorter),
+    ]
+
+
+def worse(row: Result, baseline: Result, quality: Book) -> Estimate:
+    """How many percent a cell's perplexity is above the baseline's; empty where one of them is not known."""
+    try:
+        own = quality.seeds(row)
+        against = quality.seeds(baseline, next(iter(own.values())).strategy)
+    except BadInput:
+        return Estimate(0)
+    return estimate(percent_worse(perplexities(own), perplexities(against)))
+
+
+def perplexities(runs: Mapping[int, Result]) -> dict[int, float]:
+    """Their perplexities by seed."""
+    return {seed: run.val_ppl for seed, run in runs.items() if run.val_ppl is not None}
+
+
+def byte_ratio(row: Result) -> float:
+    """Float32 bytes of gradients and parameters over those sent, after the dense steps."""
+    gradients, parameters = row.bytes_raw_total or 0, row.bytes_parameters_raw_total or 0
+    ratio = row.compression_ratio_steady or row.compression_ratio
+    sent = gradients / ratio if ratio else math.nan
+    return quotient(gradients + parameters, sent + (row.bytes_parameters_total or 0))
+
+
+def wire(rows: Sequence[Result]) -> list[str]:
+    """The backend's factors, and the table of counted and interface bytes."""
+    factors = backend_factors(rows)
+    told = ", ".join(f"{op} {factor:.3f}" for op, factor in sorted(factors.items()))
+    lines = []
+    for row in sorted(rows, key=lambda row: (row.strategy, row.world_size, -rate(row.link), row.compressor, row.seed)):
+        sent, seen = counted(row), row.bytes_interface_total or 0
+        explained = sum(factors[op] * of for op, of in sent_by_op(row).items()) / sent
+        ops = gradient_op(row) + (f" + {parameter_op(row)}" if row.bytes_parameters_total else "")
+        cell = [row.strategy, str(row.world_size), row.compressor, row.link, str(row.seed), ops]
+        quotients = [f"{seen / sent:.3f}", f"{explained:.3f}", f"{100 * (seen / sent / explained - 1):+.1f} %"]
+        lines.append([*cell, f"{sent / 1e6:,.3f}", f"{seen / 1e6:,.3f}", *quotients])
+    headers = ["strategy", "W", "compressor", "link", "seed", "sent by", "MB counted", "MB interface"]
+    return [
+        fill(f"Interface over counted bytes by collective, fitted to these cells, headers included: {told}.", WIDTH),
+        table(lines, [*headers, "quotient", "explained", "rest"], left=(0, 2, 3, 5)),
+    ]
+
+
+def backend_factors(rows: Sequence[Result]) -> dict[str, float]:
+    """How many bytes the interfaces sent for each counted byte of a collective: what the backend's algorithm costs.
+
+    gloo's reduce-scatter, for one, is an all-reduce and sends twice what is needed. Fitted over the cells by relative
+    error, robustly, so that one cell that is no such sum does not bend the others.
+    """
+    from scipy.optimize import least_squares
+
+    sent = [sent_by_op(row) for row in rows]
+    seen = np.array([row.bytes_interface_total for row in rows], dtype=np.float64)
+    ops = sorted({op for one in sent for op in one})
+    shares = np.array([[one.get(op, 0) for op in ops] for one in sent]) / seen[:, None]
+    carried = shares.max(0) > 0.01  # a collective that nowhere carries a hundredth of the bytes tells nothing of itself
+    fitted = least_squares(
+        lambda factors: shares[:, carried] @ factors + shares[:, ~carried].sum(1) - 1,
+        np.ones(carried.sum()),
+        bounds=(0, np.inf),
+        loss="soft_l1",
+        f_scale=0.01,
+    )
+    return dict.fromkeys(ops, 1.0) | dict(zip(np.array(ops)[carried].tolist(), fitted.x.tolist(), strict=True))
+
+
+def table(rows: Table, headers: Sequence[str], left: Sequence[int] = (0,)) -> str:
+    """A Markdown table, numbers to the right."""
+    align = ["left" if column in left else "right" for column in range(len(headers))]
+    return tabulate(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)
+
+
+def mean(values: Iterable[float | None]) -> float:
+    """The mean of what is known, NaN if nothing is."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else math.nan
+
+
+def quotient(one: float, other: float) -> float:
+    """``one / other``, NaN where there is nothing to divide by."""
+    return one / other if other else math.nan
+
+
+def number(value: float, form: str) -> str:
+    """A number, or a dash for NaN."""
+    return MISSING if math.isnan(value) else form.format(value)
+
+
+def spread(found: Estimate) -> str:
+    """A mean in percent with its interval, where there is one."""
+    interval = "" if math.isnan(found.low) else f" [{found.low:+.1f}, {found.high:+.1f}]"
+    return number(found.mean, "{:+.1f} %") + interval

@@ -1,0 +1,60 @@
+"""What one run sent by which collective, as far as its row tells it."""
+
+from __future__ import annotations
+
+import math
+
+from gradwire.report.record import Result
+from gradwire.units import bits_per_second
+
+UNSHAPED = "none"  # the link that is as fast as the machine
+SHARDED = ("fsdp1", "fsdp2")
+CARRIERS = {"exchange": "all_to_all", "gather": "all_gather"}  # else the framework's own collective, or torch's
+
+
+def rate(link: str) -> float:
+    """Bits per second of a link, infinite where nothing limits it.
+
+    Raises:
+        BadInput: If it is no link.
+    """
+    return math.inf if link == UNSHAPED else bits_per_second(link)
+
+
+def hooked(row: Result) -> bool:
+    """Whether a reducer carried the gradients; else the framework did."""
+    return row.bytes_source == "metered"
+
+
+def gradient_op(row: Result) -> str:
+    """The collective that carries the gradients.
+
+    PowerSGD's native sums under FSDP are all-reduces in part; they stand with the reduce-scatters.
+    """
+    native = "reduce_scatter" if row.strategy in SHARDED else "all_reduce"
+    return CARRIERS.get(row.algorithm or "", native) if hooked(row) else native
+
+
+def parameter_op(row: Result) -> str:
+    """The collective that gathers FSDP's parameters."""
+    compressed = (row.compress_config or {}).get("param_compress", "none") != "none"
+    return "all_to_all" if compressed else "all_gather"
+
+
+def counted(row: Result) -> int:
+    """Bytes that all ranks were counted to send: gradients, the flag of each step, parameters."""
+    return sum((row.bytes_compressed_total or 0, row.bytes_agreement_total or 0, row.bytes_parameters_total or 0))
+
+
+def sent_by_op(row: Result) -> dict[str, int]:
+    """The counted bytes by collective."""
+    parts = [
+        (gradient_op(row), row.bytes_compressed_total),
+        ("all_reduce", row.bytes_agreement_total),
+        (parameter_op(row), row.bytes_parameters_total),
+    ]
+    found: dict[str, int] = {}
+    for op, sent in parts:
+        if sent:
+            found[op] = found.get(op, 0) + sent
+    return found
