@@ -7,6 +7,7 @@ Everything that a rank keeps between steps lives here, by parameter and phase: g
 from __future__ import annotations
 
 import hashlib
+import math
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -65,6 +66,9 @@ class Codec:
         self.step = 0  # optimizer steps finished
         self.plain = False  # for now everything travels as float32, after the first steps too
         self.index_bytes = 0  # of all encodings made so far, each counted once for every rank that it goes to
+        self.chosen_elements = 0  # that sparsifiers sent, in all encodings made so far
+        self.sparse_elements = 0  # among which they chose
+        self.padding_bytes = 0  # sent by this rank for the sake of equal messages
         self.flag: Tensor | None = None  # uint8 [1]: this rank met a value that is not finite
         self.dropped: Tensor | None = None  # int64 [1]: residuals dropped because of that
         self._plans: WeakKeyDictionary[Layout, dict[Phase, Plan]] = WeakKeyDictionary()
@@ -101,6 +105,7 @@ class Codec:
         bad = torch.zeros(1, dtype=torch.uint8, device=device)
         wire = compressor.encode(values, generator=self._generator(unit.name, phase, device), flag=bad)
         self.index_bytes += copies * compressor.index_bytes(wire, unit.form)
+        self.count(compressor, unit.form, wire)
         self.note(bad)
         if keeps:
             for feedback, part in zip(feedbacks, unit.decode(wire), strict=True):
@@ -136,6 +141,13 @@ class Codec:
         if self.flag is None:
             self.flag = torch.zeros_like(bad)
         self.flag.logical_or_(bad)
+
+    def count(self, compressor: Compressor, form: tuple[int, ...], wire: Tensor | None = None) -> None:
+        """Count the elements of a tensor, where the compressor sends some of them only."""
+        chosen = compressor.sent_elements(form, wire)
+        if chosen is not None:
+            self.chosen_elements += chosen
+            self.sparse_elements += math.prod(form)
 
     @property
     def residual_norm(self) -> float | None:

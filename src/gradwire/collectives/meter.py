@@ -1,7 +1,8 @@
 """What every collective cost this rank: bytes, seconds and calls, by operation and purpose.
 
-Purposes: ``payload`` (gradients), ``agreement`` (the non-finite flag), ``parameters``, ``control`` (losses, norms), and
-``codec`` for encoding and decoding, which send nothing. Each span is a profiler range ``gradwire/<op>``.
+Purposes: ``payload`` (gradients), ``agreement`` (the non-finite flag), ``parameters`` (their codec's time, too),
+``control`` (losses, norms), and ``codec`` for encoding and decoding gradients, which send nothing. Each span is a
+profiler range ``gradwire/<purpose>/<op>``.
 """
 
 from __future__ import annotations
@@ -58,12 +59,24 @@ class Meter:
         self.parent = parent
         self.totals: defaultdict[tuple[str, str], Cost] = defaultdict(Cost)
         self._running: list[Running] | None = None  # GPU spans of a `measuring` that has not ended
+        self._listed: list[Cost] | None = None  # payload calls of a `listing` that has not ended
 
     def add(self, op: str, purpose: str, cost: Cost) -> None:
         """Count a cost here and in every ancestor."""
         self.totals[op, purpose] += cost
+        if self._listed is not None and purpose == "payload" and cost.calls:
+            self._listed.append(cost)
         if self.parent is not None:
             self.parent.add(op, purpose, cost)
+
+    @contextmanager
+    def listing(self) -> Iterator[list[Cost]]:
+        """The cost of every payload call in here, one by one and in order; seconds of GPU work are not in it."""
+        self._listed = listed = list[Cost]()
+        try:
+            yield listed
+        finally:
+            self._listed = None
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -85,7 +98,7 @@ class Meter:
     def span(
         self, op: str, purpose: str, sent: int = 0, *, device: torch.device = CPU, calls: int = 1
     ) -> Iterator[None]:
-        """Time a call of ``op`` on ``device`` that sends ``sent`` bytes; the profiler shows it as ``gradwire/<op>``.
+        """Time a call of ``op`` on ``device`` that sends ``sent`` bytes, also for the profiler.
 
         What waits for a call that was counted before is no call of its own: ``calls`` is 0.
         """
@@ -93,10 +106,10 @@ class Meter:
         if running is not None:
             first, last = self.event(), self.event()
             first.record()
-        start = time.perf_counter()
-        with record_function(f"gradwire/{op}"):
+        with record_function(f"gradwire/{purpose}/{op}"):
+            start = time.perf_counter()
             yield
-        seconds = time.perf_counter() - start if device.type == "cpu" else 0.0
+            seconds = time.perf_counter() - start if device.type == "cpu" else 0.0
         if running is not None:
             last.record()
             running.append(Running(self, op, purpose, first, last))

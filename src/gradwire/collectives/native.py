@@ -107,6 +107,7 @@ class Native(Algorithm):
         codec.note(bad)
         form = whole_form(piece)
         state = codec.state(piece.name, form) if compressor is codec.current else {}
+        codec.count(compressor, form)
         context = Context(piece.name, form, codec.step, self.ranks.world, codec.seed)
         return Talk(pieces, compressor.rounds(values.view(form), state, context), bad)
 
@@ -153,6 +154,8 @@ class Native(Algorithm):
                 if piece := talk.part(row):
                     buffer[row, at : at + piece.numel] = tensor.reshape(-1)[piece.source]
                     at += piece.numel
+        lacking = sum(longest - sum(row) for index, row in enumerate(numels) if index != rank)
+        self.codec.padding_bytes += lacking * buffer.element_size()
         received = ops.reduce_scatter(buffer, group, "payload", meter)
         return list(received[: sum(numels[rank])].split(numels[rank]))
 

@@ -34,7 +34,7 @@ class ParameterGather:
     Args:
         method: ``bf16``, or ``int8`` (per block of a piece; parameters of one dimension travel as float32).
         group: The ranks; None is the default group.
-        meter: Counts the bytes, as ``parameters``.
+        meter: Counts the bytes and the codec's time, as ``parameters``.
 
     Raises:
         BadInput: For another method.
@@ -69,7 +69,7 @@ class ParameterGather:
         world, rank, meter = self.ranks.world, self.ranks.rank, self.ranks.meter
         plan = self.plan(layout, exact)
         bad = torch.zeros(1, dtype=torch.uint8, device=full.device)
-        with meter.span("encode", "codec", device=full.device):
+        with meter.span("encode", "parameters", device=full.device):
             own = [unit.compressor.encode(unit.whole(unit.take(full)), flag=bad) for unit in plan.rows[rank]]
         incoming = exchange(
             [own] * world,
@@ -80,7 +80,7 @@ class ParameterGather:
             "parameters",
             bulk=bulk(plan.sizes),
         )
-        with meter.span("decode", "codec", device=full.device):
+        with meter.span("decode", "parameters", device=full.device):
             for units, wires in zip(plan.rows, incoming, strict=True):
                 for unit, wire in zip(units, wires, strict=True):
                     for part, values in zip(unit.take(full), unit.decode(wire), strict=True):

@@ -23,6 +23,7 @@ from gradwire.collectives.algorithm import Algorithm, Kind
 from gradwire.collectives.bytes import FLOAT32
 from gradwire.collectives.codec import Codec
 from gradwire.collectives.exchange import Exchange
+from gradwire.collectives.fidelity import Reduced
 from gradwire.collectives.gather import Gather
 from gradwire.collectives.layout import Layout
 from gradwire.collectives.meter import METER, Meter
@@ -132,6 +133,8 @@ class Reducer:
             rank=self.rank,
         )
         self._reduction: Algorithm | None = None
+        self._kept: list[Reduced] | None = None  # of a `keeping` that has not ended
+        self._extra_seconds = 0.0
         self._counts: Counter[str] = Counter()
         self._expected: int | None = 0  # bytes over all ranks; None once a size depended on the data
 
@@ -170,8 +173,10 @@ class Reducer:
         flat, layout = self._buffer(flat, layout)
         if self.world == 1:
             return flat.to(torch.float32)
-        mean = self._counted(layout, "reduce_scatter").reduce_scatter(self._unscaled(flat), layout)
-        return self._scaled(mean)
+        with self._counted(layout, "reduce_scatter") as reduction:
+            mean = self._scaled(reduction.reduce_scatter(self._unscaled(flat), layout))
+        self._keep("reduce_scatter", flat, layout, mean)
+        return mean
 
     def all_reduce(self, flat: Tensor, layout: Layout | str) -> Tensor:
         """The mean over the ranks, bit-equal on all of them: float32 of ``flat``'s shape; else as `reduce_scatter`."""
@@ -179,8 +184,10 @@ class Reducer:
         flat, layout = self._buffer(flat, layout)
         if self.world == 1:
             return flat.to(torch.float32)
-        mean = self._counted(layout, "all_reduce").all_reduce(self._unscaled(flat), layout)
-        return self._scaled(mean[:numel])
+        with self._counted(layout, "all_reduce") as reduction:
+            mean = self._scaled(reduction.all_reduce(self._unscaled(flat), layout))
+        self._keep("all_reduce", flat, layout, mean)
+        return mean[:numel]
 
     def skip(self, layout: Layout) -> None:
         """Count a buffer that is not reduced in this step, in the place of `all_reduce`: raw bytes, and none sent."""
@@ -195,6 +202,18 @@ class Reducer:
             yield
         finally:
             self.codec.plain = False
+
+    @contextmanager
+    def keeping(self) -> Iterator[list[Reduced]]:
+        """Keep what every reduction in here is given and what it delivers, for `fidelity`.
+
+        Nothing is copied: the buffers live as long as the list, and nobody may write into them.
+        """
+        self._kept = kept = list[Reduced]()
+        try:
+            yield kept
+        finally:
+            self._kept = None
 
     def finish(self) -> bool:
         """End the optimizer step: advance `step` and agree over the ranks whether every value was finite.
@@ -226,6 +245,9 @@ class Reducer:
         ``raw`` and ``sent``: payload in bytes, as float32 and as it was; ``index``: what of it says places;
         ``closed_form``: the sum of `closed_form` over all calls, so over all ranks, None if one of them was;
         ``agreement``: bytes of the flag; ``elements`` of all reduced buffers, ``exempt_elements`` of them;
+        ``chosen_elements`` of ``sparse_elements`` that sparsifiers encoded were sent; ``padding``: bytes sent for the
+        sake of equal messages; ``extra_collectives`` and ``extra_seconds``: of each reduction's payload collectives all
+        but the one that sends the most (the first of equals), which stands for the framework's own;
         ``residuals_dropped``: pieces whose residual was lost to a value that was not finite; ``encode_seconds`` and
         ``decode_seconds``; ``by_op``: the payload's bytes, seconds and calls per collective. On a GPU seconds are
         counted inside of `Meter.measuring` only.
@@ -242,6 +264,11 @@ class Reducer:
             "fallbacks": 0,  # whatever travels as float32 here was asked for: `exempt`, `dense_steps`, `second`
             "nonfinite_steps": self._counts["nonfinite_steps"],
             "residuals_dropped": 0 if dropped is None else int(dropped),
+            "chosen_elements": self.codec.chosen_elements,
+            "sparse_elements": self.codec.sparse_elements,
+            "padding": self.codec.padding_bytes,
+            "extra_collectives": self._counts["extra_collectives"],
+            "extra_seconds": self._extra_seconds,
             "encode_seconds": self.meter.totals["encode", "codec"].seconds,
             "decode_seconds": self.meter.totals["decode", "codec"].seconds,
             "by_op": {op: vars(cost).copy() for op, cost in self.meter.by_op("payload").items()},
@@ -309,13 +336,24 @@ class Reducer:
         flag.zero_()
         return not met
 
-    def _counted(self, layout: Layout, kind: Kind) -> Algorithm:
-        """The algorithm, after what a call will send was counted."""
+    @contextmanager
+    def _counted(self, layout: Layout, kind: Kind) -> Iterator[Algorithm]:
+        """The algorithm, for one reduction; what it will send, and how it did, is counted."""
         expected = self.closed_form(layout, kind)
         self._expected = None if expected is None or self._expected is None else self._expected + expected
         self._count(layout, kind)
         assert self._reduction is not None
-        return self._reduction
+        with self.meter.listing() as calls:
+            yield self._reduction
+        if calls:
+            calls.remove(max(calls, key=lambda cost: cost.bytes))
+        self._counts["extra_collectives"] += len(calls)
+        self._extra_seconds += sum(cost.seconds for cost in calls)
+
+    def _keep(self, kind: Kind, flat: Tensor, layout: Layout, mean: Tensor) -> None:
+        """Remember a reduction inside of `keeping`; a loss scale is in both buffers alike."""
+        if self._kept is not None:
+            self._kept.append(Reduced(kind, flat, layout, mean))
 
     def _count(self, layout: Layout, kind: Kind) -> None:
         """Count a call's elements, and the bytes that this rank would send as float32."""

@@ -131,6 +131,13 @@ class Compressor(BaseModel, ABC):
         """How many of the bytes of ``wire`` say where the sent values lie; 0 for a method that sends every place."""
         return 0
 
+    def sent_elements(self, shape: Shape, wire: Tensor | None = None) -> int | None:
+        """How many elements of a tensor of ``shape`` are sent; None for a method that does not choose among them.
+
+        ``wire`` is an encoding, which is looked into only where the number depends on the data.
+        """
+        return None
+
     @abstractmethod
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Encode ``x``, a contiguous float32 vector or matrix: uint8 [b], contiguous, on the same device."""

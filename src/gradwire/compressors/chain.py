@@ -43,6 +43,10 @@ class Chain(Compressor):
         """The head's bytes."""
         return self.sparsifier.index_bytes(wire, shape)
 
+    def sent_elements(self, shape: Shape, wire: Tensor | None = None) -> int | None:
+        """The sparsifier's."""
+        return self.sparsifier.sent_elements(shape, wire)
+
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Head and quantized values."""
         return sparse.to_wire(self.sparsifier, self.quantizer, x, generator)

@@ -99,7 +99,13 @@ class Sparsifier(Compressor):
 
     def index_bytes(self, wire: Tensor, shape: Shape) -> int:
         """The head's bytes."""
-        return self.places(wire, shape)[1]
+        size = self.head_bytes(shape)
+        return self.places(wire, shape)[1] if size is None else size
+
+    def sent_elements(self, shape: Shape, wire: Tensor | None = None) -> int | None:
+        """As many as are kept."""
+        kept = self.kept(shape)
+        return self.places(wire, shape)[0].numel() if kept is None and wire is not None else kept
 
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Head and values."""

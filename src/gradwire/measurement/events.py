@@ -2,7 +2,9 @@
 
 What such traces contain (torch 2.13, looked at on real ones):
 
-- Steps are ``ProfilerStep#N`` annotations on the main thread.
+- Steps are ``ProfilerStep#N`` annotations on the main thread; the package's range ``gradwire/step`` lies in each of
+  them and leaves out what follows a step (evaluations, checkpoints).
+- The package's other ranges are ``gradwire/<purpose>/<name>``.
 - gloo runs each collective on a worker thread, as an annotation ``gloo:<op>``; the calling thread shows the call that
   issued it as a CPU op ``c10d::<op>``. gloo runs a reduce-scatter as an all-reduce and calls it ``gloo:all_reduce``:
   only the call tells the two apart. A collective whose end the profiler missed is drawn until the end of the trace
@@ -31,16 +33,19 @@ from ijson.common import JSONError
 from gradwire.errors import BadInput
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
+OWN = "gradwire/"
+STEP = "gradwire/step"
 WRAPPERS = ("autograd", "torch", "c10d", "_c10d_functional")  # libraries whose ops wait or wrap, and do not compute
 
 
 class Span(NamedTuple):
-    """A named event: its name or op, the thread or stream it lies on, start and end in nanoseconds."""
+    """A named event: its name or op, the thread or stream it lies on, start and end in nanoseconds, what it is for."""
 
     name: str
     lane: Any
     start: int
     end: int
+    purpose: str = ""
 
 
 @dataclass
@@ -50,7 +55,8 @@ class Trace:
     Args:
         world_size: Ranks of the run as the trace tells it; None where no process group was made.
         steps: ``ProfilerStep#N`` annotations.
-        ranges: The package's own ranges on the CPU, ``gradwire/<name>``, by their name.
+        windows: ``gradwire/step`` ranges on the CPU.
+        ranges: The package's other ranges on the CPU.
         device_ranges: The same ranges as the device ran them.
         calls: Calls that issue a collective, by op.
         gloo: Collectives that gloo ran, by gloo's name of the op.
@@ -62,6 +68,7 @@ class Trace:
 
     world_size: int | None = None
     steps: list[Span] = field(default_factory=list)
+    windows: list[Span] = field(default_factory=list)
     ranges: list[Span] = field(default_factory=list)
     device_ranges: list[Span] = field(default_factory=list)
     calls: list[Span] = field(default_factory=list)
@@ -93,10 +100,18 @@ class Trace:
                 self.steps.append(Span(name, lane, start, end))
             elif name.startswith("gloo:"):
                 self.gloo.append(Span(op_of(name), lane, start, end))
-            elif name.startswith("gradwire/"):
-                self.ranges.append(Span(name.removeprefix("gradwire/"), lane, start, end))
-        elif category == "gpu_user_annotation" and name.startswith("gradwire/"):
-            self.device_ranges.append(Span(name.removeprefix("gradwire/"), lane, start, end))
+            elif name == STEP:
+                self.windows.append(Span(name, lane, start, end))
+            elif name.startswith(OWN):
+                self.ranges.append(own(name, lane, start, end))
+        elif category == "gpu_user_annotation" and name.startswith(OWN) and name != STEP:
+            self.device_ranges.append(own(name, lane, start, end))
+
+
+def own(name: str, lane: Any, start: int, end: int) -> Span:
+    """One of the package's ranges."""
+    purpose, _, what = name.removeprefix(OWN).rpartition("/")
+    return Span(what, lane, start, end, purpose)
 
 
 def op_of(*names: str) -> str:

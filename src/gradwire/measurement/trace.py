@@ -1,14 +1,17 @@
 """The verb ``trace``: where a profiled step's time went, from every rank's trace into ``profile.json``.
 
-Definitions, per rank and step; a step is its ``ProfilerStep#N`` annotation, a time is the union of its intervals
-within the step, and training ends a step with a number read from the device, so a step holds its device's work:
+Definitions, per rank and step; a step is what of its ``ProfilerStep#N`` annotation the range ``gradwire/step`` covers
+(all of it where there is none), a time is the union of its intervals within the step, and training ends a step with a
+number read from the device, so a step holds its device's work:
 
 - **communication**, by op: on gloo, from the call that issues a collective until gloo has run it; on NCCL, its kernels.
-  The package's own ranges ``gradwire/<op>`` (start to wait) belong to it as well, except where NCCL runs: there they
-  time the launch. A collective inside such a range counts under the range's op. It includes waiting for slower ranks
-  and the loss's small all-reduces. At world size 1 there is none: a group of one has no peer.
+  The package's own ranges ``gradwire/<purpose>/<op>`` (start to wait) belong to it as well, except where NCCL runs:
+  there they time the launch. A collective inside such a range counts under the range's op. It includes waiting for
+  slower ranks and the loss's small all-reduces. At world size 1 there is none: a group of one has no peer.
   Two ops may run at once, so the ops' times may add up to more than the communication time.
-- **encode, decode**: the ranges ``gradwire/encode`` and ``gradwire/decode``, as the device ran them where there is one.
+- **encode, decode**: of gradients, the ranges ``gradwire/codec/…``, as the device ran them where there is one; those of
+  parameters, ``gradwire/parameters/…``, together are the **parameter codec**.
+- **payload**: the ranges ``gradwire/payload/<op>``, likewise, which is what the meter calls communication.
 - **compute**: kernels other than NCCL's where the rank has a device, else CPU ops; without those inside the package's
   ranges, calls and collectives of the same thread or stream. So a codec's work is no compute and hides nothing.
 - **overlap** = compute ∩ communication; **exposed** = communication − compute; **idle**: none of all these (Python,
@@ -36,6 +39,7 @@ from gradwire.measurement.events import OPS, Span, Trace, read
 from gradwire.measurement.intervals import Intervals, difference, intersection, intervals, length, union
 
 SCHEMA_VERSION = 1
+CODEC = ("encode", "decode")
 RUNS_AS = {"reduce_scatter": "all_reduce"}  # what gloo runs in place of an op
 PATTERN = "rank[0-9]*.pt.trace.json.gz"
 
@@ -48,6 +52,8 @@ class Activity:
     compute: Intervals
     encode: Intervals
     decode: Intervals
+    parameter_codec: Intervals
+    payload: Intervals
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,8 @@ class Breakdown:
     compute_ms_per_step: float
     encode_ms_per_step: float
     decode_ms_per_step: float
+    parameter_codec_ms_per_step: float
+    payload_ms_per_step: float
     overlap_ms_per_step: float
     exposed_comm_ms: float
     idle_ms_per_step: float
@@ -152,7 +160,8 @@ def breakdowns(trace: Trace) -> dict[str, Breakdown]:
     """Each profiled step's breakdown, by the step's name, in order."""
     when = activity(trace)
     steps = sorted(trace.steps, key=lambda step: step.start)
-    return {step.name: breakdown(when, intervals([(step.start, step.end)])) for step in steps}
+    inside = covered(trace.windows or steps)
+    return {step.name: breakdown(when, intersection(inside, covered([step]))) for step in steps}
 
 
 def breakdown(when: Activity, step: Intervals) -> Breakdown:
@@ -162,7 +171,7 @@ def breakdown(when: Activity, step: Intervals) -> Breakdown:
         return length(intersection(time, step)) / 1e6
 
     communication = union(*when.communication.values())
-    busy = union(communication, when.compute, when.encode, when.decode)
+    busy = union(communication, when.compute, when.encode, when.decode, when.parameter_codec)
     return Breakdown(
         step_ms=ms(step),
         comm_time_ms_per_step=ms(communication),
@@ -170,6 +179,8 @@ def breakdown(when: Activity, step: Intervals) -> Breakdown:
         compute_ms_per_step=ms(when.compute),
         encode_ms_per_step=ms(when.encode),
         decode_ms_per_step=ms(when.decode),
+        parameter_codec_ms_per_step=ms(when.parameter_codec),
+        payload_ms_per_step=ms(when.payload),
         overlap_ms_per_step=ms(intersection(when.compute, communication)),
         exposed_comm_ms=ms(difference(communication, when.compute)),
         idle_ms_per_step=ms(difference(step, busy)),
@@ -193,6 +204,7 @@ def activity(trace: Trace) -> Activity:
         lanes, ranges, foreign = trace.kernels, trace.device_ranges, trace.device_ranges
     else:
         lanes, ranges, foreign = trace.ops, trace.ranges, [*trace.ranges, *trace.calls, *trace.gloo]
+    gradients = [span for span in ranges if span.purpose != "parameters"]
     compute = [
         difference(
             np.frombuffer(times, np.int64).reshape(-1, 2), covered(span for span in foreign if span.lane == lane)
@@ -202,8 +214,10 @@ def activity(trace: Trace) -> Activity:
     return Activity(
         communication=communication(trace),
         compute=union(*compute),
-        encode=covered(span for span in ranges if span.name == "encode"),
-        decode=covered(span for span in ranges if span.name == "decode"),
+        encode=covered(span for span in gradients if span.name == "encode"),
+        decode=covered(span for span in gradients if span.name == "decode"),
+        parameter_codec=covered(span for span in ranges if span.name in CODEC and span.purpose == "parameters"),
+        payload=covered(span for span in ranges if span.name in OPS and span.purpose == "payload"),
     )
 
 

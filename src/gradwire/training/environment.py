@@ -1,11 +1,16 @@
-"""What each rank ran on: versions, processor, threads, devices."""
+"""What each rank ran on: versions, processor, threads, clocks, devices; and how much memory it took."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import resource
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +18,23 @@ import torch
 from gradwire import __version__
 from gradwire.collectives.world import World
 
-PACKAGES = ("torch", "transformers", "tokenizers", "numpy")
+PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba", "triton", "pyarrow", "pydantic", "safetensors")
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMBA_NUM_THREADS")
+CPUINFO = Path("/proc/cpuinfo")
+CPUFREQ = Path("/sys/devices/system/cpu/cpu0/cpufreq")
+NVIDIA_SMI = {  # what `nvidia-smi --query-gpu` calls it: the manifest's name
+    "driver_version": "driver",
+    "clocks.sm": "sm_clock",
+    "clocks.mem": "memory_clock",
+    "clocks.max.sm": "largest_sm_clock",
+    "power.limit": "power_limit",
+}
+CPU = torch.device("cpu")
+MACHINE = ("processor", "cores", "gpu")  # where these differ, times are of unlike machines
 
 
 def environment(world: World) -> dict[str, Any]:
-    """The software and hardware of this rank, as JSON."""
+    """The software and hardware of this rank, as JSON; null where it cannot be told or does not apply."""
     cuda = world.device.type == "cuda"
     return {
         "rank": world.rank,
@@ -25,18 +42,116 @@ def environment(world: World) -> dict[str, Any]:
         "backend": world.backend,
         "device": torch.cuda.get_device_name(world.device) if cuda else platform.processor() or platform.machine(),
         "gradwire": __version__,
-        "packages": {name: metadata.version(name) for name in PACKAGES},
+        "packages": {name: version for name in PACKAGES if (version := installed(name)) is not None},
+        "libraries": libraries(cuda),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "cuda": torch.version.cuda if cuda else None,
+        "processor": processor(),
         "cores": os.cpu_count(),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "clocks": clocks(),
+        "gpu": gpu(world.device) if cuda else None,
         "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "thread_variables": {name: os.environ[name] for name in THREADS if name in os.environ},
         "image": os.environ.get("GRADWIRE_IMAGE"),
     }
 
 
-def peak_memory_gb(device: torch.device) -> tuple[float, float | None]:
-    """Peak memory of this rank in GB: allocated and reserved on CUDA, the resident set (and None) on CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 1e9, torch.cuda.max_memory_reserved(device) / 1e9
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, None
+def same_machine(environments: list[dict[str, Any]]) -> bool:
+    """Whether ranks' manifests are of machines that cannot be told apart."""
+    return all(one[key] == environments[0][key] for one in environments for key in MACHINE)
+
+
+def installed(package: str) -> str | None:
+    """A package's version, if it is there."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def libraries(cuda: bool) -> dict[str, str]:
+    """Versions of what torch was built with or loads."""
+    found = dict(re.findall(r"(oneAPI Math Kernel Library|MKL-DNN) (?:Version |v)(\S+)", torch.__config__.show()))
+    if cuda:
+        found["cudnn"] = str(torch.backends.cudnn.version())
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def processor() -> str:
+    """The processor's model as the kernel names it."""
+    names = re.findall(r"^(?:model name|Model)\s*:\s*(.+)$", text(CPUINFO) or "", re.MULTILINE)
+    return names[0].strip() if names else platform.processor() or platform.machine()
+
+
+def clocks() -> dict[str, str | None]:
+    """The processor's frequencies at the moment, lowest and highest over its cores, and who sets them."""
+    now = sorted(float(mhz) for mhz in re.findall(r"^cpu MHz\s*:\s*([\d.]+)$", text(CPUINFO) or "", re.MULTILINE))
+    return {
+        "mhz": f"{now[0]:.0f} to {now[-1]:.0f}" if now else None,
+        "largest_khz": text(CPUFREQ / "cpuinfo_max_freq"),
+        "governor": text(CPUFREQ / "scaling_governor"),
+    }
+
+
+def gpu(device: torch.device) -> dict[str, str]:
+    """The device, and its driver and clocks where ``nvidia-smi`` tells them."""
+    properties = torch.cuda.get_device_properties(device)
+    found = {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_gb": f"{properties.total_memory / 1e9:.1f}",
+    }
+    query = [
+        "nvidia-smi",
+        f"--query-gpu={','.join(NVIDIA_SMI)}",
+        "--format=csv,noheader",
+        f"--id=GPU-{properties.uuid}",
+    ]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return found
+    return found | dict(zip(NVIDIA_SMI.values(), (value.strip() for value in told.split(",")), strict=False))
+
+
+def text(path: Path) -> str | None:
+    """What a file of the kernel says, if this one may read it."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+class PeakMemory:
+    """Peak memory of this rank: allocated and reserved on CUDA, the resident set on CPU."""
+
+    def __init__(self, device: torch.device = CPU) -> None:
+        self.device = device
+        self._allocated = self._reserved = 0
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """What is allocated on CUDA in here does not count; a resident set's peak cannot be taken back."""
+        self._look()
+        try:
+            yield
+        finally:
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+
+    def gb(self) -> tuple[float, float | None]:
+        """Allocated and reserved in GB; on CPU the resident set and None."""
+        if self.device.type != "cuda":
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, None
+        self._look()
+        return self._allocated / 1e9, self._reserved / 1e9
+
+    def _look(self) -> None:
+        if self.device.type == "cuda":
+            self._allocated = max(self._allocated, torch.cuda.max_memory_allocated(self.device))
+            self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self.device))

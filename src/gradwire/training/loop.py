@@ -9,12 +9,13 @@ import itertools
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import record_function
 from tqdm import tqdm
 
 from gradwire import parallel
@@ -31,8 +32,10 @@ from gradwire.models import gpt2
 from gradwire.parallel import optimizers
 from gradwire.parallel.verify import SyncCheck
 from gradwire.training import checkpoint, link
+from gradwire.training.environment import PeakMemory
 from gradwire.training.evaluate import Quality, evaluate, loss_sum
 from gradwire.training.profiling import profiled_range, profiling
+from gradwire.training.sampling import sampled
 from gradwire.training.scalars import tensorboard
 from gradwire.training.settings import Settings
 
@@ -55,6 +58,7 @@ class Outcome:
         fallbacks: How often something travelled uncompressed that was not asked to; None likewise.
         algorithm: The reducer's, ``auto`` resolved; None likewise.
         residual_bytes: Memory of this rank's residuals; None without error feedback.
+        memory: Peak memory.
         quality: The last evaluation, None for a run that diverged or was not to be evaluated.
         diverged: Why the run diverged, or None.
     """
@@ -66,6 +70,7 @@ class Outcome:
     fallbacks: int | None = None
     algorithm: str | None = None
     residual_bytes: int | None = None
+    memory: PeakMemory = field(default_factory=PeakMemory)
     quality: Quality | None = None
     diverged: str | None = None
 
@@ -87,7 +92,11 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
     ).to(world.device)
     if training.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    outcome = Outcome(config=model.config, numel=sum(p.numel() for p in model.parameters() if p.requires_grad))
+    outcome = Outcome(
+        config=model.config,
+        numel=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        memory=PeakMemory(world.device),
+    )
     matrices = {name for name, p in model.named_parameters() if p.ndim >= 2}
 
     sizes = parallel.unit_sizes(model)
@@ -131,12 +140,18 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
     ):
         try:
             for step in range(start, training.steps):
+                evaluated = due(training.eval_every, step) or (training.evaluate and step + 1 == training.steps)
                 lr = set_learning_rate(optimizer, training, step)
                 sync.before(step)
                 sent, transmitted = METER.sent("parameters"), link.transmitted()
-                row = optimizer_step(model, optimizer, reducer, batches, training, world, clock)
+                before = reducer.traffic if reducer is not None else {}
+                measured = METER.measuring() if step in profiled else nullcontext()
+                with sampled(reducer if evaluated and averages else None, outcome.memory) as sample:
+                    with measured, record_function("gradwire/step"):
+                        row = optimizer_step(model, optimizer, reducer, batches, training, world, clock)
+                    row["bytes_interface"] = link.transmitted_since(transmitted)
+                row |= sample | traffic_since(before, reducer, timed=world.device.type == "cpu" or step in profiled)
                 row["bytes_parameters"] = METER.sent("parameters") - sent
-                row["bytes_interface"] = link.transmitted_since(transmitted)
                 row["bytes_parameters_raw"] = parallel.parameters_unhooked(
                     settings.strategy,
                     sizes,
@@ -202,7 +217,6 @@ def optimizer_step(
         Diverged: If the loss or the gradient's norm is not finite.
         NonFiniteGradient: If the reducer saw a gradient that is not finite, under ``nonfinite: raise``.
     """
-    before = dict(reducer.traffic) if reducer is not None else {}
     clock.start()
     micro_batches = [batch.to(world.device) for batch in itertools.islice(batches, training.grad_accum_steps)]
     clock.lap("data_ms")
@@ -234,20 +248,16 @@ def optimizer_step(
     clock.lap("control_ms")
     clock.stop()
 
-    return (
-        clock.times
-        | traffic_since(before, reducer, world.device)
-        | {
-            "t_start_s": clock.started_s,
-            "tokens": sum(batch.n_targets for batch in micro_batches),
-            "loss": float(total),
-            "grad_norm": grad_norm,
-            "clipped": grad_norm > training.clip_grad_norm,
-            "nonfinite": not reduced,
-            "val_loss": None,
-            "residual_norm": None,
-        }
-    )
+    return clock.times | {
+        "t_start_s": clock.started_s,
+        "tokens": sum(batch.n_targets for batch in micro_batches),
+        "loss": float(total),
+        "grad_norm": grad_norm,
+        "clipped": grad_norm > training.clip_grad_norm,
+        "nonfinite": not reduced,
+        "val_loss": None,
+        "residual_norm": None,
+    }
 
 
 def residual_norm(reducer: Reducer | None) -> float | None:
@@ -261,16 +271,17 @@ def check_finite(value: float, what: str) -> None:
         raise Diverged(f"{what} is {value}")
 
 
-def traffic_since(before: dict[str, Any], reducer: Reducer | None, device: torch.device) -> Row:
-    """This rank's bytes and codec times of one step; None where no reducer counts them, times on a GPU too.
+def traffic_since(before: dict[str, Any], reducer: Reducer | None, *, timed: bool) -> Row:
+    """What this rank's reducer did in one step: bytes, elements and times; None where there is no reducer.
 
-    ``bytes_closed_form`` is over all ranks, and None where a size depended on the data.
+    ``bytes_closed_form`` is over all ranks, and None where a size depended on the data. Times are None where the meter
+    did not measure them: on a GPU it would have to wait, and does so in profiled steps only.
     """
     if reducer is None:
         return dict.fromkeys(("bytes_raw", "bytes_sent", "bytes_index", "comm_ms", "encode_ms", "decode_ms"))
 
     def milliseconds(seconds: float) -> float | None:
-        return 1000 * seconds if device.type == "cpu" else None  # the meter does not measure: it would have to wait
+        return 1000 * seconds if timed else None
 
     now = reducer.traffic
     closed = now["closed_form"]
@@ -279,7 +290,9 @@ def traffic_since(before: dict[str, Any], reducer: Reducer | None, device: torch
         "bytes_agreement": now["agreement"] - before["agreement"],
         "bytes_raw": now["raw"] - before["raw"],
         "bytes_sent": now["sent"] - before["sent"],
-        "bytes_index": now["index"] - before["index"],
+        **{f"bytes_{name}": now[name] - before[name] for name in ("index", "padding")},
+        **{name: now[name] - before[name] for name in ("chosen_elements", "sparse_elements", "extra_collectives")},
+        "extra_ms": milliseconds(now["extra_seconds"] - before["extra_seconds"]),
         "comm_ms": milliseconds(seconds_on_wire(now) - seconds_on_wire(before)),
         "encode_ms": milliseconds(now["encode_seconds"] - before["encode_seconds"]),
         "decode_ms": milliseconds(now["decode_seconds"] - before["decode_seconds"]),

@@ -5,6 +5,8 @@ The record is written last: where it stands, everything else does.
 
 from __future__ import annotations
 
+import math
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,9 @@ from gradwire.data.shards import Shards
 from gradwire.files import digest, write_json, write_with
 from gradwire.models import folder as model_folder
 from gradwire.training import link
-from gradwire.training.environment import environment, peak_memory_gb
+from gradwire.training.environment import environment, same_machine
 from gradwire.training.loop import Outcome, Row
+from gradwire.training.sampling import COLUMNS
 from gradwire.training.settings import Settings
 
 STEPS = pa.schema(
@@ -35,7 +38,7 @@ STEPS = pa.schema(
         *((name, pa.float64()) for name in ("loss", "lr", "grad_norm")),
         *((name, pa.bool_()) for name in ("clipped", "nonfinite")),
         *((name, pa.int64()) for name in ("bytes_raw", "bytes_sent", "bytes_index")),
-        *((name, pa.float64()) for name in ("residual_norm", "grad_rel_error", "grad_cos_sim")),
+        *((name, pa.float64()) for name in ("residual_norm", "grad_rel_error", "grad_rel_error_linf", "grad_cos_sim")),
         *((name, pa.bool_()) for name in ("warmup", "profiled")),
         ("val_loss", pa.float64()),
     ]
@@ -54,8 +57,9 @@ def write(
     here = environment(world)
     write_json(folder / "environment" / f"rank{world.rank}.json", here)
     (folder / "profiler").mkdir(parents=True, exist_ok=True)
-    allocated, reserved = peak_memory_gb(world.device)
+    allocated, reserved = outcome.memory.gb()
     own = {"rows": outcome.rows, "allocated": allocated, "reserved": reserved, "residual": outcome.residual_bytes}
+    own["environment"] = here
     ranks = ops.gather_objects(own)
     state = parallel.full_state_dict(model)
     if world.rank != 0:
@@ -81,7 +85,7 @@ def write(
         "device": world.device.type,
         "status": "diverged" if outcome.diverged else "ok",
         "reason": outcome.diverged,
-        "environment": here,
+        "environment": here | {"same_machine": same_machine([rank["environment"] for rank in ranks])},
         "world_size": world.world_size,
         "model": settings.model,
         "parameters": outcome.numel,
@@ -98,11 +102,12 @@ def write(
         **traffic(settings, world, outcome, rows),
         **parameter_traffic(settings, outcome, rows),
         "bytes_interface_total": interface_traffic(rows),
+        **codec(settings, rows),
+        **fidelity(settings, outcome.rows),
         **quality(outcome),
         "mem_peak_alloc_gb": max(rank["allocated"] for rank in ranks),
         "mem_peak_reserved_gb": None if reserved is None else max(rank["reserved"] for rank in ranks),
         "mem_residual_gb": None if outcome.residual_bytes is None else max(rank["residual"] for rank in ranks) / 1e9,
-        "residual_norm": outcome.rows[-1]["residual_norm"] if outcome.rows else None,
         "algorithm": outcome.algorithm,
         "nonfinite_steps": sum(row["nonfinite"] for row in outcome.rows),
         "clipped_steps": sum(row["clipped"] for row in outcome.rows),
@@ -166,7 +171,7 @@ def traffic(settings: Settings, world: World, outcome: Outcome, rows: list[Row])
         raw = sent = closed = len(outcome.rows) * each
         agreement, source = 0, "closed_form"
         steady = 1.0 if sent else None
-    index = sum(row["bytes_index"] for row in rows) if settings.cell.hooked else 0
+    index = sum(row["bytes_index"] for row in rows) if settings.cell.hooked else None
     overall = raw / sent if sent else None
     return {
         "bytes_raw_total": raw,
@@ -174,7 +179,7 @@ def traffic(settings: Settings, world: World, outcome: Outcome, rows: list[Row])
         "bytes_closed_form_total": closed,
         "bytes_agreement_total": agreement,
         "index_bytes": index,
-        "index_share": index / sent if sent else None,
+        "index_share": index / sent if index is not None and sent else None,
         "bytes_source": source,
         "compression_ratio": overall,
         "compression_ratio_steady": steady,
@@ -182,6 +187,41 @@ def traffic(settings: Settings, world: World, outcome: Outcome, rows: list[Row])
         "exempt_fraction": outcome.exempt_fraction,
         "fallbacks": outcome.fallbacks,
     }
+
+
+def codec(settings: Settings, rows: list[Row]) -> Row:
+    """What the reducer did besides sending: null where there was none, and at a world size of 1.
+
+    ``extra_collectives`` are one rank's, over the whole run; their time is per measured step, the mean over ranks.
+    ``density`` is of what sparsifiers encoded, on all ranks and in both phases. ``residual_norm`` is the root mean
+    square over the ranks, at the last step.
+
+    Args:
+        settings: The run.
+        rows: All ranks' rows.
+    """
+    fields = ("extra_collectives", "extra_collective_time_ms", "padding_bytes", "density", "sparsity", "residual_norm")
+    if not settings.cell.hooked or not sum(row["bytes_raw"] for row in rows):
+        return dict.fromkeys(fields)
+    times = [row["extra_ms"] for row in rows if not row["warmup"] and not row["profiled"]]
+    chosen, among = (sum(row[f"{which}_elements"] for row in rows) for which in ("chosen", "sparse"))
+    norms = [row["residual_norm"] for row in rows if row["step"] == rows[-1]["step"]]
+    values = (
+        sum(row["extra_collectives"] for row in rows if row["rank"] == 0),
+        fmean(times) if times and None not in times else None,
+        sum(row["bytes_padding"] for row in rows),
+        chosen / among if among else None,
+        1 - chosen / among if among else None,
+        None if None in norms else math.sqrt(fmean(norm * norm for norm in norms)),
+    )
+    return dict(zip(fields, values, strict=True))
+
+
+def fidelity(settings: Settings, rows: list[Row]) -> Row:
+    """The mean over the sampled steps after the dense ones; null where none was sampled."""
+    steady = [row for row in rows if row["step"] >= settings.cell.reduction.dense_steps]
+    found = {name: [row[name] for row in steady if row[name] is not None] for name in COLUMNS}
+    return {name: fmean(values) if values else None for name, values in found.items()}
 
 
 def parameter_traffic(settings: Settings, outcome: Outcome, rows: list[Row]) -> Row:

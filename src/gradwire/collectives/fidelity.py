@@ -1,0 +1,89 @@
+"""How near the delivered gradient comes to the exact mean, over all ranks and parameters.
+
+It costs a float64 reduce-scatter of the whole gradient, counted as ``control``: for a step now and then.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.collectives import ops
+from gradwire.collectives.algorithm import Kind
+from gradwire.collectives.layout import Layout
+
+BLOCK = 2**21  # elements of a row that are looked at together, so that the float64 copies stay small
+
+
+class Reduced(NamedTuple):
+    """A reduction as one rank saw it.
+
+    Args:
+        kind: Whether it was a ``reduce_scatter`` or an ``all_reduce``.
+        flat: This rank's gradients: [world * row_numel].
+        layout: What lies where in it.
+        mean: What was delivered: float32 [row_numel], or of ``flat``'s shape.
+    """
+
+    kind: Kind
+    flat: Tensor
+    layout: Layout
+    mean: Tensor
+
+
+class Fidelity(NamedTuple):
+    """A delivered gradient d against the exact mean g of the ranks' gradients, without residuals.
+
+    Args:
+        rel_error: ||d - g|| / ||g||.
+        rel_error_linf: max |d - g| / max |g|.
+        cos_sim: <d, g> / (||d|| ||g||); None where d is 0.
+    """
+
+    rel_error: float
+    rel_error_linf: float
+    cos_sim: float | None
+
+
+def fidelity(reductions: Iterable[Reduced], group: ops.Group = None) -> Fidelity | None:
+    """Compare what some reductions delivered, all together, with float64 means; equal on all ranks, which all call it.
+
+    Returns:
+        None if nothing was reduced, the mean is 0, or a value is not finite.
+    """
+    sums = maxima = None
+    for exact, delivered in (pair for reduction in reductions for pair in _blocks(reduction, group)):
+        error = delivered - exact
+        dots = torch.stack([error.dot(error), exact.dot(exact), delivered.dot(delivered), delivered.dot(exact)])
+        peaks = torch.stack([error.abs().amax(), exact.abs().amax()]) if error.numel() else dots.new_zeros(2)
+        sums = dots if sums is None else sums + dots
+        maxima = peaks if maxima is None else torch.maximum(maxima, peaks)
+    if sums is None or maxima is None:
+        return None
+    error, exact, delivered, both = ops.all_reduce(sums, "sum", group).tolist()
+    furthest, largest = ops.all_reduce(maxima, "max", group).tolist()
+    if not math.isfinite(error + exact + delivered) or not exact:
+        return None
+    return Fidelity(
+        math.sqrt(error / exact), furthest / largest, both / math.sqrt(exact * delivered) if delivered else None
+    )
+
+
+def _blocks(reduction: Reduced, group: ops.Group) -> Iterator[tuple[Tensor, Tensor]]:
+    """The exact and the delivered mean of this rank's row, block by block: float64 vectors, padding left out."""
+    kind, flat, layout, mean = reduction
+    world, rank = dist.get_world_size(group), dist.get_rank(group)
+    rows = flat.view(world, layout.row_numel)
+    own = mean if kind == "reduce_scatter" else mean.view(rows.shape)[rank]
+    real = torch.zeros(layout.row_numel, dtype=torch.bool, device=flat.device)
+    for piece in layout.rows[rank]:
+        real[layout.run_in_row(piece)] = True
+    for start in range(0, layout.row_numel, BLOCK):
+        block = slice(start, start + BLOCK)
+        exact = ops.reduce_scatter(rows[:, block].to(torch.float64).contiguous(), group).div_(world)
+        yield exact[real[block]], own[block][real[block]].to(torch.float64)

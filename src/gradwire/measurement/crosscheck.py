@@ -1,0 +1,63 @@
+"""The meter against the trace: both saw the profiled steps, each with its own clock.
+
+The meter's times of a step stand in ``steps.parquet``; the trace has the same spans as ranges. They must agree, or one
+of the two counts what the other does not. Framework's own reductions have no meter, and nothing to compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from gradwire.errors import BadInput
+
+TOLERANCE = 0.1  # of the trace's time
+QUANTITIES = {"communication": "comm_ms", "encode": "encode_ms", "decode": "decode_ms"}  # columns of steps.parquet
+Times = Mapping[str, float]  # milliseconds by quantity
+
+
+def against_meter(steps: Path, traced: Mapping[int, list[Times]]) -> dict[str, Any]:
+    """Compare every rank's sums over its profiled steps.
+
+    Args:
+        steps: A run's ``steps.parquet``; it need not exist.
+        traced: Each rank's recorded steps, in order: what the trace says that the reducer took.
+
+    Returns:
+        ``meter_over_trace``: for each quantity, and of all ranks, the quotient that is furthest from 1; without what
+        did not occur. ``meter_agrees``: whether all differ by `TOLERANCE` at most. Both None where nothing was metered.
+
+    Raises:
+        BadInput: If ``steps`` does not have as many profiled steps of a rank as the trace.
+    """
+    metered = profiled_steps(steps) if steps.exists() else {}
+    quotients: dict[str, list[float]] = {}
+    for rank, recorded in traced.items() if metered else ():
+        own = metered.get(rank, [])[-len(recorded) :]  # the profiler's own warm-up step comes first
+        if len(own) < len(recorded):
+            raise BadInput(f"{steps} has {len(own)} profiled steps of rank {rank}, its trace {len(recorded)}.")
+        for quantity, column in QUANTITIES.items():
+            there = sum(times[quantity] for times in recorded)
+            here = [row[column] for row in own]
+            if None not in here and (there or any(here)):
+                quotients.setdefault(quantity, []).append(sum(here) / there if there else float("inf"))
+    if not quotients:
+        return {"meter_agrees": None, "meter_over_trace": None}
+    worst = {quantity: max(found, key=lambda quotient: abs(quotient - 1)) for quantity, found in quotients.items()}
+    return {
+        "meter_agrees": all(abs(quotient - 1) <= TOLERANCE for quotient in worst.values()),
+        "meter_over_trace": {quantity: min(quotient, 1e9) for quantity, quotient in worst.items()},
+    }
+
+
+def profiled_steps(path: Path) -> dict[int, list[dict[str, Any]]]:
+    """Each rank's profiled rows, in the order of their steps."""
+    table = pq.read_table(path, columns=["step", "rank", "profiled", *QUANTITIES.values()], use_threads=False)
+    found: dict[int, list[dict[str, Any]]] = {}
+    for row in sorted(table.to_pylist(), key=lambda row: row["step"]):
+        if row["profiled"]:
+            found.setdefault(row["rank"], []).append(row)
+    return found

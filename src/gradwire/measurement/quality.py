@@ -1,0 +1,94 @@
+"""Quality against time: when a run was as good as the baseline, and how good it was when the fastest had ended.
+
+A run's time is that of its steps, the slowest rank's each; evaluations and checkpoints are left out. A run that never
+reaches the target is censored, not dropped: its time is null and ``target_reached`` false.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from gradwire.config import Run
+
+BASELINE = "none"
+TARGET = 1.05  # of the baseline's final perplexity
+
+
+class Curve(NamedTuple):
+    """A run's evaluations.
+
+    Args:
+        steps: Optimizer steps made before each.
+        seconds: What those steps took.
+        losses: Mean negative log-likelihood in nats.
+        total_s: What all steps took.
+    """
+
+    steps: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    losses: NDArray[np.float64]
+    total_s: float
+
+    @property
+    def target(self) -> float | None:
+        """The loss that other runs are to reach where this is the baseline; None without an evaluation."""
+        return float(self.losses[-1]) + math.log(TARGET) if len(self.losses) else None
+
+    def reaches(self, loss: float) -> int | None:
+        """The first evaluation that is as good."""
+        good = np.flatnonzero(self.losses <= loss)
+        return int(good[0]) if len(good) else None
+
+    def ppl_at(self, seconds: float) -> float | None:
+        """Perplexity of the last evaluation by that time; None if there was none yet."""
+        done = int(np.searchsorted(self.seconds, seconds, side="right"))
+        return math.exp(self.losses[done - 1]) if done else None
+
+
+def read(path: Path) -> Curve:
+    """The curve in a ``steps.parquet``."""
+    table = pq.ParquetFile(path).read(columns=["step", "step_ms", "val_loss"], use_threads=False)
+    step, ms, loss = (table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names)
+    slowest = np.zeros(int(step.max()) + 1 if len(step) else 0)
+    np.maximum.at(slowest, step, ms)
+    seconds = slowest.cumsum() / 1000
+    evaluated, first = np.unique(step[~np.isnan(loss)], return_index=True)
+    return Curve(
+        evaluated + 1, seconds[evaluated], loss[~np.isnan(loss)][first], float(seconds[-1]) if len(seconds) else 0.0
+    )
+
+
+def against_time(curves: Mapping[Run, Curve], finished: set[Run]) -> dict[Run, dict[str, Any]]:
+    """The fields of every run that have to do with both.
+
+    The target is `TARGET` times the final perplexity of the baseline with the same strategy, world size, link and seed.
+    The fixed time is that of the shortest finished run with the same world size, link and seed, of any strategy.
+
+    Args:
+        curves: The experiment's runs.
+        finished: Those that did not diverge; the others have neither baselines nor fixed times among them.
+    """
+    fixed: dict[tuple[int, str, int], float] = {}
+    for run in finished & curves.keys():
+        same = run.world_size, run.link, run.seed
+        fixed[same] = min(fixed.get(same, math.inf), curves[run].total_s)
+    found = {}
+    for run, curve in curves.items():
+        baseline = run._replace(compressor=BASELINE)
+        target = curves[baseline].target if baseline in finished & curves.keys() else None
+        at = None if target is None else curve.reaches(target)
+        seconds = fixed.get((run.world_size, run.link, run.seed))
+        found[run] = {
+            "target_reached": None if target is None else at is not None,
+            "time_to_target_ppl_s": None if at is None else float(curve.seconds[at]),
+            "steps_to_target_ppl": None if at is None else int(curve.steps[at]),
+            "ppl_at_fixed_time": None if seconds is None or run not in finished else curve.ppl_at(seconds),
+        }
+    return found
