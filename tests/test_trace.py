@@ -8,8 +8,10 @@ import json
 import tracemalloc
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwire.cli import main
@@ -24,6 +26,7 @@ def points(those):
     return {cell for start, end in those for cell in range(start, end)}
 
 
+@settings(deadline=None)
 @given(pairs, pairs)
 def test_interval_sets_are_sets_of_points(first, second):
     a, b = (np.array(one, dtype=np.int64).reshape(-1, 2) for one in (first, second))
@@ -138,6 +141,8 @@ def test_a_cuda_trace_gives_the_times_computed_by_hand(tmp_path):
             "compute_ms_per_step": 0.33,
             "encode_ms_per_step": 0.17,
             "decode_ms_per_step": 0.05,
+            "parameter_codec_ms_per_step": 0.0,
+            "payload_ms_per_step": 0.0,
             "overlap_ms_per_step": 0.12,
             "exposed_comm_ms": 0.33,
             "idle_ms_per_step": 0.29,
@@ -196,6 +201,86 @@ def test_a_gloo_trace_gives_the_times_computed_by_hand(tmp_path):
     }
     assert {name: profile[name] for name in expected} == pytest.approx(expected)
     assert profile["unfinished"] == 2
+
+
+def test_ranges_are_told_apart_by_purpose_and_what_follows_a_step_is_left_out(tmp_path):
+    events = [
+        event("user_annotation", "gradwire/step", 10, 90, 1),  # then an evaluation, up to the next step
+        event("user_annotation", "gradwire/parameters/encode", 11, 14, 1),
+        event("cpu_op", "aten::to", 12, 13, 1),  # within: no compute
+        event("user_annotation", "gradwire/parameters/all_to_all", 14, 19, 1),
+        event("user_annotation", "gradwire/parameters/decode", 19, 21, 1),
+        event("cpu_op", "aten::mm", 21, 41, 1),
+        event("user_annotation", "gradwire/codec/encode", 41, 48, 1),
+        event("user_annotation", "gradwire/payload/all_to_all", 48, 59, 1),
+        event("user_annotation", "gradwire/codec/decode", 59, 62, 1),
+        event("user_annotation", "gradwire/control/all_reduce", 62, 79, 1),
+        event("cpu_op", "aten::mm", 92, 99, 1),
+        event("user_annotation", "gradwire/control/all_reduce", 99, 100, 1),
+    ]
+    for rank in (0, 1):
+        write_trace(tmp_path, rank, [*steps(0, 100), *events])
+    profile = profile_of(tmp_path)
+    expected = {
+        "step_ms": 0.080,
+        "comm_time_ms_per_step": 0.033,
+        "compute_ms_per_step": 0.020,
+        "encode_ms_per_step": 0.007,
+        "decode_ms_per_step": 0.003,
+        "parameter_codec_ms_per_step": 0.005,
+        "payload_ms_per_step": 0.011,
+        "idle_ms_per_step": 0.012,
+    }
+    assert {name: profile[name] for name in expected} == pytest.approx(expected)
+
+
+def write_steps(run_dir, metered):
+    """A ``steps.parquet``: for each rank, the meter's times of the steps, of which the first was not recorded."""
+    rows = [
+        {"step": 3 + i, "rank": rank, "profiled": i < 3, "comm_ms": comm, "encode_ms": encode, "decode_ms": decode}
+        for rank, times in metered.items()
+        for i, (comm, encode, decode) in enumerate(times)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows[::-1]), run_dir / "steps.parquet")
+
+
+RECORDED = [  # two steps of 1 ms: payload 0.11 and 0.13 ms, encoding 0.07 and 0.09 ms
+    *steps(0, 1000, 2000),
+    event("user_annotation", "gradwire/codec/encode", 100, 170, 1),
+    event("user_annotation", "gradwire/payload/all_to_all", 200, 310, 1),
+    event("user_annotation", "gradwire/control/all_reduce", 400, 900, 1),
+    event("user_annotation", "gradwire/codec/encode", 1100, 1190, 1),
+    event("user_annotation", "gradwire/payload/all_to_all", 1200, 1330, 1),
+]
+RIGHT = [(9.0, 9.0, 9.0), (0.111, 0.071, 0.0), (0.131, 0.088, 0.0), (8.0, 8.0, 8.0)]
+
+
+@pytest.mark.parametrize(
+    ("second", "agrees", "quotients"),
+    [
+        (RIGHT, True, {"communication": 0.242 / 0.24, "encode": 0.159 / 0.16}),
+        ([RIGHT[0], (0.121, 0.071, 0.0), (0.147, 0.088, 0.0)], False, {"communication": 0.268 / 0.24}),
+        ([RIGHT[0], (0.111, 0.0, 0.0), (0.131, 0.07, 0.0)], False, {"encode": 0.07 / 0.16}),
+        ([RIGHT[0], (0.111, 0.071, 0.001), (0.131, 0.088, 0.0)], False, {"decode": 1e9}),
+    ],
+)
+def test_a_meter_that_disagrees_with_the_trace_of_any_rank_is_told(tmp_path, second, agrees, quotients):
+    for rank in (0, 1):
+        write_trace(tmp_path, rank, RECORDED)
+    write_steps(tmp_path, {0: RIGHT, 1: second})
+    profile = profile_of(tmp_path)
+    assert profile["meter_agrees"] is agrees
+    assert profile["meter_over_trace"] == pytest.approx(profile["meter_over_trace"] | quotients)
+
+
+def test_where_nothing_was_metered_there_is_nothing_to_agree_with(tmp_path, capsys):
+    write_trace(tmp_path, 0, RECORDED, world_size=1)
+    assert profile_of(tmp_path)["meter_agrees"] is None, "there is no steps.parquet"
+    write_steps(tmp_path, {0: [(None, None, None)] * 3})
+    assert profile_of(tmp_path)["meter_agrees"] is None, "the framework reduced"
+    write_steps(tmp_path, {0: RIGHT[:1]})
+    assert main(["trace", "--run_dir", str(tmp_path)]) == 2
+    assert "1 profiled steps of rank 0, its trace 2" in capsys.readouterr().err
 
 
 def test_a_group_of_one_communicates_with_nobody(tmp_path):

@@ -21,6 +21,7 @@ from gradwire.models import gpt2
 from gradwire.training import loop as training_loop
 from gradwire.training import results, train
 from gradwire.training import settings as run_settings
+from gradwire.training.environment import same_machine
 
 SMALL = {"batch_size": 2, "steps": 6, "warmup_steps": 1, "eval_every": 3, "profile": False, "device": "cpu"}
 
@@ -198,6 +199,78 @@ def test_exempt_tensors_and_dense_steps_show_in_the_record(world, shards, tmp_pa
     assert record["compression_ratio"] == pytest.approx(6 / (2 + 4 / record["compression_ratio_steady"]))
     assert record["bytes_compressed_total"] == record["bytes_closed_form_total"]
     assert record["fallbacks"] == 0
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_looking_at_gradients_changes_neither_losses_nor_bytes(world, shards, tmp_path, strategy):
+    """Every step is sampled, or the last one only; the compressor draws random numbers and keeps residuals."""
+    cell = {"topk.density": 0.1, "int8.rounding": "stochastic", "error_feedback": True, "algorithm": "exchange"}
+    cell |= {"dense_steps": 1}
+    options = {"strategy": strategy, "comm_compress": "topk+int8", "comm_config_json": json.dumps(cell), "steps": 4}
+    (seen, seen_record), (other, _) = world(2).run(run, words(shards, tmp_path / "seen", eval_every=1, **options))
+    (rows, record), _ = world(2).run(run, words(shards, tmp_path / "unseen", eval_every=0, **options))
+    assert losses(seen) == losses(rows)
+    assert norms(seen) == norms(rows)
+    assert [row["bytes_sent"] for row in seen] == [row["bytes_sent"] for row in rows]
+    errors = [row["grad_rel_error"] for row in seen]
+    assert errors == [row["grad_rel_error"] for row in other], "one number for all ranks"
+    assert errors[0] < 1e-6, "dense"
+    assert all(0.3 < error < 3 for error in errors[1:])
+    assert [row["grad_rel_error"] for row in rows] == [None] * 3 + errors[3:]
+    assert seen_record["grad_rel_error"] == pytest.approx(sum(errors[1:]) / 3)
+    assert record["grad_rel_error"] == errors[3]
+    assert 0 < record["grad_cos_sim"] < 1
+    assert record["grad_rel_error_linf"] > 0
+    table = pq.read_table(tmp_path / "seen/steps.parquet").to_pydict()
+    assert table["grad_rel_error"] == [*errors, *errors]
+
+    phases = 2 if strategy == "ddp" else 1  # the owners' means to all
+    reductions = 1 if strategy == "ddp" else 3  # two blocks, and the rest of the model
+    assert record["extra_collectives"] == 4 * reductions * (phases - 1)
+    assert (record["extra_collective_time_ms"] > 0) == (strategy == "ddp")
+    assert record["density"] == pytest.approx(0.1, rel=1e-3)
+    assert record["density"] + record["sparsity"] == 1
+    assert record["padding_bytes"] == 0
+    assert record["index_bytes"] > 0
+    assert record["residual_norm"] > 0
+
+
+@pytest.mark.parametrize("strategy", get_args(Strategy))
+def test_an_exact_exchange_has_no_error_in_any_strategy(world, shards, tmp_path, strategy):
+    """A buffer that the framework wrote into again before it was looked at would show."""
+    cell = json.dumps({"algorithm": "exchange"})
+    options = {"strategy": strategy, "comm_config_json": cell, "eval_every": 1, "steps": 2}
+    _, record = world(2).run(run, words(shards, tmp_path, **options))[0]
+    assert 0 < record["grad_rel_error"] < 1e-7
+    assert record["grad_cos_sim"] == pytest.approx(1, abs=1e-12)
+    assert record["density"] is None
+
+
+def test_what_does_not_apply_is_null(world, shards, tmp_path):
+    fields = ("grad_rel_error", "grad_cos_sim", "extra_collectives", "extra_collective_time_ms", "padding_bytes")
+    fields += ("density", "sparsity", "residual_norm")
+    _, unhooked = world(2).run(run, words(shards, tmp_path / "none", strategy="ddp", steps=2, eval_every=1))[0]
+    assert {unhooked[field] for field in (*fields, "index_bytes", "index_share")} == {None}
+    _, alone = world(1).run(run, words(shards, tmp_path / "alone", comm_compress="topk", steps=2))[0]
+    assert {alone[field] for field in fields} == {None}
+    cell = json.dumps({"comm_optimizer": "onebit_adam", "dense_steps": 1})
+    adam = {"strategy": "ddp", "comm_compress": "onebit", "comm_config_json": cell, "steps": 3, "eval_every": 1}
+    _, momenta = world(2).run(run, words(shards, tmp_path / "adam", **adam))[0]
+    assert (momenta["grad_rel_error"], momenta["grad_cos_sim"]) == (None, None)
+    assert momenta["extra_collectives"] is not None
+
+
+def test_the_manifest_tells_machines_apart(world, shards, tmp_path):
+    _, record = world(2).run(run, words(shards, tmp_path, steps=2))[0]
+    here, other = (json.loads((tmp_path / f"environment/rank{rank}.json").read_text()) for rank in (0, 1))
+    assert record["environment"] == here | {"same_machine": True}
+    assert other["rank"] == 1
+    assert here["processor"]
+    assert here["threads"] == torch.get_num_threads() or here["threads"] == 1
+    assert set(here["clocks"]) == {"mhz", "largest_khz", "governor"}
+    assert here["packages"]["torch"] == torch.__version__
+    assert here["gpu"] is None
+    assert not same_machine([here, other | {"processor": "another"}])
 
 
 def test_a_single_rank_sends_nothing(world, shards, tmp_path):

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from gradwire.config import Run
+from gradwire.errors import BadInput
 
 BASELINE = "none"
 TARGET = 1.05  # of the baseline's final perplexity
@@ -53,8 +55,15 @@ class Curve(NamedTuple):
 
 
 def read(path: Path) -> Curve:
-    """The curve in a ``steps.parquet``."""
-    table = pq.ParquetFile(path).read(columns=["step", "step_ms", "val_loss"], use_threads=False)
+    """The curve in a ``steps.parquet``.
+
+    Raises:
+        BadInput: If it is none.
+    """
+    try:
+        table = pq.ParquetFile(path).read(columns=["step", "step_ms", "val_loss"], use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise BadInput(f"{path} is unusable ({error}); train this cell again.") from None
     step, ms, loss = (table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names)
     slowest = np.zeros(int(step.max()) + 1 if len(step) else 0)
     np.maximum.at(slowest, step, ms)

@@ -17,6 +17,7 @@ number read from the device, so a step holds its device's work:
 - **overlap** = compute ∩ communication; **exposed** = communication − compute; **idle**: none of all these (Python,
   the autograd engine, data loading).
 
+`crosscheck` compares payload, encode and decode with the meter's times of the same steps.
 A collective whose end the profiler did not see ends with its step; such events are counted in ``unfinished``.
 """
 
@@ -35,6 +36,7 @@ import numpy as np
 
 from gradwire.errors import BadInput
 from gradwire.files import read_json, write_json
+from gradwire.measurement.crosscheck import against_meter
 from gradwire.measurement.events import OPS, Span, Trace, read
 from gradwire.measurement.intervals import Intervals, difference, intersection, intervals, length, union
 
@@ -71,6 +73,14 @@ class Breakdown:
     overlap_ms_per_step: float
     exposed_comm_ms: float
     idle_ms_per_step: float
+
+    def metered(self) -> dict[str, float]:
+        """The times that the meter takes as well."""
+        return {
+            "communication": self.payload_ms_per_step,
+            "encode": self.encode_ms_per_step,
+            "decode": self.decode_ms_per_step,
+        }
 
     def as_dict(self) -> dict[str, Any]:
         """The times, and the ratios they make: ``overlap_ratio`` is None where nothing was communicated."""
@@ -135,6 +145,9 @@ def profile(run_dir: Path) -> dict[str, Any]:
         "steps": len(steps[0]),
         **mean(means.values()).as_dict(),
         "unfinished": sum(trace.unfinished for trace in traces.values()),
+        **against_meter(
+            run_dir / "steps.parquet", {rank: [one.metered() for one in own.values()] for rank, own in steps.items()}
+        ),
         "ranks": {
             str(rank): means[rank].as_dict() | {"per_step": {name: one.as_dict() for name, one in own.items()}}
             for rank, own in steps.items()

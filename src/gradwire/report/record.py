@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -11,11 +14,13 @@ from gradwire.config import SCHEMA_VERSION, Run
 from gradwire.errors import BadInput
 from gradwire.failures import failure_file
 from gradwire.files import read_json
+from gradwire.measurement import quality
 
 Model = TypeVar("Model", bound=BaseModel)
 Text = str | None
 Count = int | None
 Number = float | None
+OWN_QUALITY = ("train", "perplexity")  # of the same run, so that its steps lead there
 Status = Literal["ok", "failed", "skipped", "diverged"]
 
 
@@ -30,6 +35,16 @@ class Result(Row):
 
     Times are in milliseconds: ``comm_time_ms_total`` and ``comm_time_ms_by_op`` are the profiled steps' mean times the
     measured steps, all others are per step. Bytes are sums over ranks and all optimizer steps.
+
+    - ``extra_collectives``: what a rank's reductions called beyond one payload collective each, over the whole run.
+    - ``density``, ``sparsity``: share of the elements that sparsifiers sent of what they encoded, and the rest.
+    - ``grad_*``: the delivered gradient against the exact mean of the step's gradients, the mean over sampled steps;
+      null where the framework reduces, or an optimizer sends something else.
+    - ``effective_bw_*_gbps``: Gbit/s of a rank: the bytes of a step, gradients' and gathered parameters', as float32 or
+      as sent, over the communication time of a step.
+    - ``scaling_efficiency``: tokens/s per rank against those at a world size of 1 with the same strategy and label
+      (else ``none``), without a link, on the same kind of machine: the mean over its seeds.
+    - ``time_to_target_ppl_s``, ``steps_to_target_ppl``, ``ppl_at_fixed_time``: see `measurement.quality`.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -115,6 +130,9 @@ class Result(Row):
     compute_time_ms: Number = None
     algorithm: Text = None
     loss_digest: Text = None
+    target_reached: bool | None = None  # false: censored, it never was as good; null: there is no baseline
+    meter_agrees: bool | None = None  # meter and trace on the profiled steps' payload, encoding and decoding
+    meter_over_trace: dict[str, float] | None = None
 
 
 RESULT_FIELDS = tuple(Result.model_fields)
@@ -145,9 +163,12 @@ class Profile(Row):
     decode_ms_per_step: float
     exposed_comm_ms: float
     overlap_ratio: Number
+    meter_agrees: bool | None = None
+    meter_over_trace: dict[str, float] | None = None
 
-    def fields(self, measured_steps: int) -> dict[str, Any]:
+    def fields(self, record: Record) -> dict[str, Any]:
         """The row's fields."""
+        measured_steps = record.measured_steps
         return {
             "comm_time_ms_total": measured_steps * self.comm_time_ms_per_step,
             "comm_time_ms_by_op": {op: measured_steps * ms for op, ms in self.comm_time_ms_by_op_per_step.items()},
@@ -157,7 +178,20 @@ class Profile(Row):
             "decompress_time_ms": self.decode_ms_per_step or None,
             "exposed_comm_ms": self.exposed_comm_ms,
             "overlap_ratio": self.overlap_ratio,
+            "effective_bw_raw_gbps": self.gbps(record, record.bytes_raw_total, record.bytes_parameters_raw_total),
+            "effective_bw_compressed_gbps": self.gbps(
+                record, record.bytes_compressed_total, record.bytes_parameters_total
+            ),
+            "meter_agrees": self.meter_agrees,
+            "meter_over_trace": self.meter_over_trace,
         }
+
+    def gbps(self, record: Record, gradients: int | None, parameters: int | None) -> float | None:
+        """Gbit/s of a rank that sends its share of a run's bytes in the communication time; None without either."""
+        if not gradients or not record.steps or not self.comm_time_ms_per_step:
+            return None
+        bits = 8 * (gradients + (parameters or 0)) / record.world_size / record.steps
+        return bits / (self.comm_time_ms_per_step / 1000) / 1e9
 
 
 class Perplexity(Row):
@@ -179,6 +213,46 @@ def result(folder: Path, run: Run) -> Result:
         return without_measurements(run, "failed", str(error))
 
 
+def compared(results: Sequence[Result], results_dir: Path) -> list[Result]:
+    """The rows with what it takes several runs to tell: quality against time, and efficiency against one rank."""
+    curves = {}
+    for row in results:
+        steps = results_dir / "runs" / row.run_name / "steps.parquet"
+        if (row.quality_from in OWN_QUALITY or row.status == "diverged") and steps.exists():
+            try:
+                curves[run_of(row)] = quality.read(steps)
+            except BadInput as error:
+                print(f"gradwire summarize: {row.run_name} has no quality over time: {error}", file=sys.stderr)
+    timed = quality.against_time(curves, {run_of(row) for row in results if row.status == "ok"})
+    alone: dict[tuple[str, str], list[Result]] = {}
+    for row in results:
+        if (row.status, row.world_size, row.link) == ("ok", 1, "none") and row.tokens_per_s:
+            alone.setdefault((row.strategy, row.compressor), []).append(row)
+    return [
+        row.model_copy(update=timed.get(run_of(row), {}) | {"scaling_efficiency": scaling_efficiency(row, alone)})
+        for row in results
+    ]
+
+
+def scaling_efficiency(row: Result, alone: Mapping[tuple[str, str], Sequence[Result]]) -> float | None:
+    """Tokens/s per rank, against the rows of one rank by strategy and label; None where there is nothing to compare."""
+    base = alone.get((row.strategy, row.compressor)) or alone.get((row.strategy, quality.BASELINE), ())
+    rates = [one.tokens_per_s for one in base if one.tokens_per_s and machine(one) == machine(row)]
+    if row.status != "ok" or row.world_size == 1 or not row.tokens_per_s or not rates:
+        return None
+    return row.tokens_per_s / row.world_size / fmean(rates)
+
+
+def machine(row: Result) -> tuple[Any, ...]:
+    """What times of two runs must have in common to be compared."""
+    return tuple((row.environment or {}).get(key) for key in ("processor", "cores", "device"))
+
+
+def run_of(row: Result) -> Run:
+    """The run of a row."""
+    return Run(row.strategy, row.compressor, row.world_size, row.link, row.seed)
+
+
 def without_measurements(run: Run, status: Status, reason: str) -> Result:
     """The row of a run that has no measurements."""
     return Result(run_name=run.path, status=status, reason=reason, **run._asdict())
@@ -197,7 +271,7 @@ def _merged(folder: Path, run: Run) -> Result:
     if not path.exists():
         raise BadInput("did not run: there is no record.json")
     record = _load(Record, path)
-    if Run(record.strategy, record.compressor, record.world_size, record.link, record.seed) != run:
+    if run_of(record) != run:
         raise BadInput(f"{path} is the record of another run, {record.run_name}; delete it and train this cell again.")
     if record.schema_version != SCHEMA_VERSION:
         raise BadInput(f"{path} has schema version {record.schema_version}, not {SCHEMA_VERSION}; train it again.")
@@ -206,7 +280,7 @@ def _merged(folder: Path, run: Run) -> Result:
     merged = record.model_dump()
     _raise_failure_of("trace", folder)
     if (folder / "profile.json").exists():
-        merged |= _load(Profile, folder / "profile.json").fields(record.measured_steps)
+        merged |= _load(Profile, folder / "profile.json").fields(record)
     _raise_failure_of("perplexity", folder)
     if (folder / "perplexity.json").exists():
         merged |= _load(Perplexity, folder / "perplexity.json").fields()

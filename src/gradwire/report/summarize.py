@@ -16,7 +16,7 @@ from gradwire.config import Run
 from gradwire.errors import BadInput
 from gradwire.files import read_json, write_text
 from gradwire.report.quality import Book, book, with_quality
-from gradwire.report.record import RESULT_FIELDS, Result, result, without_measurements
+from gradwire.report.record import RESULT_FIELDS, Result, compared, result, without_measurements
 
 EXPECTED = "expected.json"  # below the experiment's folder: the runs that it asks for
 
@@ -121,12 +121,13 @@ def collect(results_dir: Path, experiment: Path | None = None) -> list[Result]:
     if strangers:
         listed = experiment or results_dir / EXPECTED
         print(f"gradwire summarize: not asked for by {listed}, left out: {', '.join(strangers)}", file=sys.stderr)
-    return [
+    rows = [
         without_measurements(run, "skipped", one.excluded)
         if one.excluded
         else result(results_dir / "runs" / run.path, run)
         for run, one in sorted(asked.items())
     ]
+    return compared(rows, results_dir)
 
 
 def asked_for(results_dir: Path, experiment: Path | None = None) -> dict[Run, Asked]:

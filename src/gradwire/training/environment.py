@@ -30,7 +30,7 @@ NVIDIA_SMI = {  # what `nvidia-smi --query-gpu` calls it: the manifest's name
     "power.limit": "power_limit",
 }
 CPU = torch.device("cpu")
-MACHINE = ("processor", "cores", "gpu")  # where these differ, times are of unlike machines
+MACHINE = ("processor", "cores", "device")  # where these differ, times are of unlike machines
 
 
 def environment(world: World) -> dict[str, Any]:
