@@ -98,7 +98,17 @@ def world_size_of(wildcards):
 
 def train_threads(wildcards):
     """A core for each rank; the whole machine where times are what the experiment is about."""
-    return workflow.cores if EXPERIMENT.timing else world_size_of(wildcards)
+    whole = workflow.cores if EXPERIMENT.timing else None
+    return whole or world_size_of(
+        wildcards
+    )  # executors other than the local one know no cores
+
+
+def ranks_at_most(wildcards):
+    """How many ranks share the cores; the most of any run in a timing experiment, or fewer ranks would be faster ones."""
+    if EXPERIMENT.timing:
+        return max(run.world_size for run in RUNS)
+    return int(wildcards.world_size)
 
 
 def gpus_needed(wildcards):

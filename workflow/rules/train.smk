@@ -26,9 +26,10 @@ rule train:
         method=method_of,
         cell=cell_json,
         gpus=granted_gpus,
+        ranks=ranks_at_most,
         flags=to_flags(EXPERIMENT.training),
     shell:
-        "export OMP_NUM_THREADS=$(( {threads} > {wildcards.world_size} ? {threads} / {wildcards.world_size} : 1 ));"
+        "export OMP_NUM_THREADS=$(( {threads} > {params.ranks} ? {threads} / {params.ranks} : 1 ));"
         " gradwire launch --world_size {wildcards.world_size} --link {wildcards.link} {params.gpus} --"
         " train --data_path {params.data:q} --output_dir {params.folder:q} --model {params.model:q}"
         " --strategy {wildcards.strategy} --comm_compress {params.method:q} --label {wildcards.compressor:q}"
