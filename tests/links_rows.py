@@ -59,7 +59,7 @@ def row(strategy, label, link, *, seed=0, noise=0.0, **fields):
         "max_length": 128,
         "batch_size": 8,
         "compress_method": label,
-        "compress_config": {"method": label},
+        "compress_config": {"method": label} | ({"algorithm": "exchange"} if label == "exchange" else {}),
         "optimizer": "adamw",
         "steps": STEPS,
         "measured_steps": MEASURED,

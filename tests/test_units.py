@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradwire.errors import BadInput
-from gradwire.units import bits_per_second, seconds
+from gradwire.units import bits_per_second, rate_text, seconds
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,11 @@ def test_a_time(text, time):
 def test_what_is_no_time_is_bad_input(text):
     with pytest.raises(BadInput, match=r"is no time: give a number and one of s, ms, us, ns"):
         seconds(text)
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [(1e8, "100mbit"), (2.4999e9, "2.5gbit"), (7e3, "7kbit"), (0.5, "0.5bit"), (4e14, "400tbit")]
+)
+def test_a_rate_s_spelling(rate, text):
+    assert rate_text(rate) == text
+    assert bits_per_second(text) == pytest.approx(rate, rel=0.005)

@@ -42,6 +42,7 @@ VERBS = {
     "grads run": Verb("gradwire.gradients.run", "collect, aggregate and validate in one call"),
     "compressors": Verb("gradwire.compressors.listing", "every compressor with its options"),
     "bench compressors": Verb("gradwire.compressors.bench", "time every compressor against the memory's speed"),
+    "predict": Verb("gradwire.report.predict", "step times and crossovers at any world size and bandwidth"),
     "summarize": Verb("gradwire.report.summarize", "one table over all runs of an experiment"),
 }
 

@@ -23,6 +23,12 @@ def bits_per_second(text: str) -> float:
     return rate
 
 
+def rate_text(rate: float) -> str:
+    """Bits per second with three digits and the largest unit that leaves a number of 1 or more: ``2.5gbit``."""
+    unit = max((unit for unit in RATES if RATES[unit] <= rate), key=RATES.__getitem__, default="bit")
+    return f"{float(f'{rate / RATES[unit]:.3g}'):g}{unit}"
+
+
 def seconds(text: str) -> float:
     """A time, such as ``50us`` or ``0.2ms``, in seconds.
 

@@ -7,8 +7,10 @@ warm-up steps (``dense_steps``, ``freeze_step``) and in nothing else; where they
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -34,6 +36,14 @@ class Book:
     name: str
     rows: tuple[Result, ...]
 
+    @cached_property
+    def by_label(self) -> dict[str, list[Result]]:
+        """The rows of each label."""
+        found: defaultdict[str, list[Result]] = defaultdict(list)
+        for row in self.rows:
+            found[row.compressor].append(row)
+        return dict(found)
+
     @classmethod
     def of(cls, name: str, rows: Iterable[Result]) -> Self:
         """A book of those rows that have a perplexity."""
@@ -49,7 +59,7 @@ class Book:
         Raises:
             BadInput: With the reason why there is none.
         """
-        labelled = [one for one in self.rows if one.compressor == row.compressor]
+        labelled = self.by_label.get(row.compressor, [])
         if not labelled:
             raise BadInput(f"{self.name} has no perplexity of {row.compressor}")
         alike = [one for one in labelled if not differences(one, row)]

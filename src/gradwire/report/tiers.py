@@ -16,7 +16,7 @@ import numpy as np
 from tabulate import tabulate
 
 from gradwire.errors import BadInput
-from gradwire.measurement.statistics import Estimate, estimate, percent_worse
+from gradwire.measurement.statistics import Estimate, estimates, percent_worse
 from gradwire.report.notes import machine
 from gradwire.report.quality import BASELINE, Book
 from gradwire.report.record import Result
@@ -115,7 +115,12 @@ def tiers(results: Sequence[Result], quality: Book) -> str:
     """The sections on quality tiers and interface bytes as Markdown; empty where no link was shaped."""
     ok = [row for row in results if row.status == "ok" and row.world_size > 1]
     parts = []
-    if sections := [section(*group, quality) for group in groups(ok).items()]:
+    timed = groups(ok)
+    baselines = {key: next(cell for cell in cells if cell.row.compressor == BASELINE) for key, cells in timed.items()}
+    pairs = [(cell, baselines[key]) for key, cells in timed.items() for cell in cells]
+    found = iter(estimates([worse(cell.row, baseline.row, quality) for cell, baseline in pairs]))
+    gains = {key: [Gain(cell, baselines[key], next(found)) for cell in cells] for key, cells in timed.items()}
+    if sections := [section(*group) for group in gains.items()]:
         parts += ["## Quality tiers on links", TIER_DEFINITIONS, *sections]
     if rows := [row for row in ok if row.bytes_interface_total is not None and counted(row)]:
         parts += ["## Bytes at the interfaces", WIRE_DEFINITIONS, *wire(rows)]
@@ -134,12 +139,10 @@ def groups(ok: Iterable[Result]) -> dict[tuple[str, int, str, str], list[Timed]]
     return {key: [Timed.of(cell) for cell in cells.values()] for key, cells in ordered if BASELINE in cells}
 
 
-def section(key: tuple[str, int, str, str], cells: Sequence[Timed], quality: Book) -> str:
+def section(key: tuple[str, int, str, str], cells: Sequence[Gain]) -> str:
     """One strategy on one link: the fastest cell of each tier, and every cell."""
     strategy, world, link, _ = key
-    baseline = next(cell for cell in cells if cell.row.compressor == BASELINE)
-    gains = [Gain(cell, baseline, worse(cell.row, baseline.row, quality)) for cell in cells]
-    gains.sort(key=lambda gain: gain.cell.step)
+    gains = sorted(cells, key=lambda gain: gain.cell.step)
     fastest = {
         limit: next((gain.cell.row.compressor for gain in gains if gain.worse.mean <= limit), None) for limit in TIERS
     }
@@ -183,14 +186,14 @@ def line(gain: Gain, fastest: Sequence[int]) -> list[str]:
     ]
 
 
-def worse(row: Result, baseline: Result, quality: Book) -> Estimate:
-    """How many percent a cell's perplexity is above the baseline's; empty where one of them is not known."""
+def worse(row: Result, baseline: Result, quality: Book) -> list[float]:
+    """By how many percent a cell's perplexity is above the baseline's, by seed; empty where one is not known."""
     try:
         own = quality.seeds(row)
         against = quality.seeds(baseline, next(iter(own.values())).strategy)
     except BadInput:
-        return Estimate(0)
-    return estimate(percent_worse(perplexities(own), perplexities(against)))
+        return []
+    return percent_worse(perplexities(own), perplexities(against))
 
 
 def perplexities(runs: Mapping[int, Result]) -> dict[int, float]:

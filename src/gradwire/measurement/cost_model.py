@@ -1,0 +1,411 @@
+"""What a step costs on a link that was not measured, at a world size that was not: fitted from cells on a few links.
+
+A collective takes T = α + B · √(h² + (8 f / R)²): it starts in α, and each of the B bytes that a rank hands over costs
+h on the host and f times its time on a link of R bit/s. h is what a link without limit leaves to see, f the backend's
+own factor (how often it sends a byte, how badly both directions overlap). The two overlap in part; the root of their
+squares lies between full overlap (the larger) and none (the sum). α belongs to a strategy and a collective, because it
+holds the number of calls and the waiting for other ranks; h and f to the collective. The rest of a step (computation,
+encoding, decoding, Python) is each compressor's own.
+
+After Hockney's model ("The communication challenge for MPP: Intel Paragon and Meiko CS-2", Parallel Computing 20,
+1994). Bytes and messages of the collectives are the closed forms in Thakur, Rabenseifner and Gropp ("Optimization of
+Collective Communication Operations in MPICH", IJHPCA 19, 2005); in two levels as in Mikami et al. ("Massively
+Distributed SGD: ImageNet/ResNet-50 Training in a Flash", arXiv 1811.05233): within groups first, then between them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Key = tuple[str, str]
+
+WEIGHT_OF_PRIOR = 0.02  # a number that the cells tell nothing of stays where it begins
+GRID = np.logspace(4, 13, 577)  # bits per second: where crossovers are looked for
+WAYS = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "all-gather", "all_to_all": "all-to-all"}
+
+
+class Flow(NamedTuple):
+    """What a rank sends in a step by one collective.
+
+    Args:
+        op: The collective.
+        bytes: Handed over by one rank, as a bandwidth-optimal algorithm would send them.
+        seconds: How long it took.
+    """
+
+    op: str
+    bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measured run.
+
+    Args:
+        strategy: Its strategy.
+        label: Its compressor.
+        sharded: Whether the strategy shards gradients, so that they are scattered, and not all-reduced.
+        fixed: Whether its algorithm was chosen by hand, so that gradients go by the measured collective only.
+        world: Its world size, at least 2.
+        link: Its link's name.
+        rate: The link's bits per second, infinite where nothing limits it.
+        step: Seconds of a step.
+        exposed: Seconds of it in which the rank communicates and does not compute.
+        decode: Seconds of it spent on decoding.
+        gradients: How gradients travel.
+        parameters: How parameters do, where that is another collective.
+    """
+
+    strategy: str
+    label: str
+    sharded: bool
+    fixed: bool
+    world: int
+    link: str
+    rate: float
+    step: float
+    exposed: float
+    decode: float
+    gradients: Flow
+    parameters: Flow | None = None
+
+    @property
+    def flows(self) -> tuple[Flow, ...]:
+        """All that travels."""
+        return (self.gradients,) if self.parameters is None else (self.gradients, self.parameters)
+
+    @property
+    def communication(self) -> float:
+        """Seconds of all its collectives."""
+        return sum(flow.seconds for flow in self.flows)
+
+    @property
+    def rest(self) -> float:
+        """Seconds of a step beside exposed communication."""
+        return self.step - self.exposed
+
+    @property
+    def hidden(self) -> float:
+        """Seconds of communication behind computation, or beside other communication."""
+        return max(self.communication - self.exposed, 0.0)
+
+
+class Sends(NamedTuple):
+    """What one rank sends in a collective: bytes, in so many messages one after another."""
+
+    bytes: float
+    messages: int
+
+
+def reduce_scatter(size: float, world: int) -> Sends:
+    """A ring: a part of the buffer of ``size`` bytes in each of W − 1 messages."""
+    return Sends((world - 1) / world * size, world - 1)
+
+
+def all_reduce(size: float, world: int) -> Sends:
+    """A ring: a reduce-scatter, then an all-gather of its parts."""
+    half = reduce_scatter(size, world)
+    return Sends(2 * half.bytes, 2 * half.messages)
+
+
+def all_gather(size: float, world: int) -> Sends:
+    """A ring: W − 1 messages of ``size``, each rank's own bytes."""
+    return Sends((world - 1) * size, world - 1)
+
+
+def all_to_all(size: float, world: int) -> Sends:
+    """A part of a buffer of ``size`` bytes to each of W − 1 ranks."""
+    return Sends((world - 1) / world * size, world - 1)
+
+
+def two_levels(world: int) -> tuple[int, int]:
+    """Ranks in a group and number of groups, as near to each other as W's divisors allow."""
+    group = max(size for size in range(1, math.isqrt(world) + 1) if world % size == 0)
+    return group, world // group
+
+
+def hierarchical(op: str, size: float, world: int) -> Sends:
+    """A collective within groups, then one between them: fewer messages.
+
+    The bytes are those of one level; only an all-to-all sends what leaves a group twice.
+    """
+    group, groups = two_levels(world)
+    messages = group - 1 + groups - 1
+    flat = FLAT[op](size, world)
+    if op == "all_to_all":
+        return Sends(((group - 1) / group + (groups - 1) / groups) * size, messages)
+    return Sends(flat.bytes, messages * (2 if op == "all_reduce" else 1))
+
+
+FLAT = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather, "all_to_all": all_to_all}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The law of the module's text, in numbers.
+
+    Args:
+        alpha: Seconds per step, by strategy and collective.
+        host: Seconds per byte, by collective.
+        factor: The backend's factor, by collective.
+    """
+
+    alpha: dict[Key, float]
+    host: dict[str, float]
+    factor: dict[str, float]
+
+    @classmethod
+    def of(cls, cells: Sequence[Cell]) -> Fit:
+        """The numbers that leave the least relative error in the cells' times, robustly (a smooth absolute error)."""
+        from scipy.optimize import least_squares
+
+        points = [(cell, flow) for cell in cells for flow in cell.flows]
+        keys = sorted({(cell.strategy, flow.op) for cell, flow in points})
+        ops = sorted({flow.op for _, flow in points})
+        a = np.array([keys.index((cell.strategy, flow.op)) for cell, flow in points])
+        o = np.array([ops.index(flow.op) for _, flow in points])
+        size, seconds = (np.array([getattr(flow, name) for _, flow in points]) for name in ("bytes", "seconds"))
+        wire = 8 / np.array([cell.rate for cell, _ in points])  # seconds per byte
+        n, m = len(keys), len(ops)
+        lines = np.arange(len(points))
+        start = np.concatenate(
+            [
+                [np.log(seconds[a == i].min() / 2) for i in range(n)],
+                [np.log((seconds / np.maximum(size, 1))[o == i].min() / 2) for i in range(m)],
+                np.zeros(m),
+            ]
+        )
+
+        def terms(x: Array) -> tuple[Array, Array, Array, Array]:
+            alpha, host, link = np.exp(x[a]), np.exp(x[n + o]), wire * np.exp(x[n + m + o])
+            return alpha, host, link, np.hypot(host, link)
+
+        def errors(x: Array) -> Array:
+            alpha, _, _, each = terms(x)
+            return np.concatenate([(alpha + size * each) / seconds - 1, WEIGHT_OF_PRIOR * (x - start)])
+
+        def slopes(x: Array) -> Array:
+            alpha, host, link, each = terms(x)
+            slope = np.zeros((len(points), len(x)))
+            slope[lines, a] = alpha / seconds
+            slope[lines, n + o] = size * host**2 / each / seconds
+            slope[lines, n + m + o] = size * link**2 / each / seconds
+            return np.concatenate([slope, WEIGHT_OF_PRIOR * np.eye(len(x))])
+
+        found = np.exp(least_squares(errors, start, slopes, loss="soft_l1", f_scale=0.1).x).tolist()
+        alpha = dict(zip(keys, found[:n], strict=True))
+        host, factor = (dict(zip(ops, part, strict=True)) for part in (found[n : n + m], found[n + m :]))
+        return cls(alpha, host, factor)
+
+    def seconds(self, strategy: str, op: str, sent: float, rate: Any) -> Any:
+        """What a collective of ``sent`` bytes takes in a step on links of ``rate``, a number or an array of them."""
+        return self.alpha[strategy, op] + sent * np.hypot(self.host[op], 8 * self.factor[op] / rate)
+
+
+class Way(NamedTuple):
+    """One way for gradients or parameters to travel.
+
+    Args:
+        name: Its name.
+        op: The collective.
+        sends: What one rank sends.
+        decodings: How many encodings of the whole buffer a rank decodes.
+    """
+
+    name: str
+    op: str
+    sends: Sends
+    decodings: int
+
+
+class Prediction(NamedTuple):
+    """A step at one rate: its way, seconds of it, seconds of communication."""
+
+    way: str
+    step: float
+    communication: float
+
+
+@dataclass(frozen=True)
+class Model:
+    """The fit, and of each compressor what the fit does not hold.
+
+    Args:
+        cells: What it is made from, all of one world size.
+    """
+
+    cells: tuple[Cell, ...]
+
+    @cached_property
+    def fit(self) -> Fit:
+        """The collectives' law."""
+        return Fit.of(self.cells)
+
+    @cached_property
+    def runs(self) -> dict[Key, list[Cell]]:
+        """The cells by strategy and label."""
+        found: defaultdict[Key, list[Cell]] = defaultdict(list)
+        for cell in self.cells:
+            found[cell.strategy, cell.label].append(cell)
+        return dict(found)
+
+    def communication(self, cell: Cell) -> float:
+        """Seconds of communication that the fit expects of a cell's bytes on its link."""
+        return sum(self._expected(cell, flow) for flow in cell.flows)
+
+    def _expected(self, cell: Cell, flow: Flow) -> float:
+        """Seconds that the fit expects of one of them."""
+        return float(self.fit.seconds(cell.strategy, flow.op, flow.bytes, cell.rate))
+
+    def step(self, cell: Cell, communication: Any) -> Any:
+        """Seconds of a step in which the cell's compressor communicates for so long.
+
+        Computation hides as much of it as it hid on the link that showed the most.
+        """
+        runs = self.runs[cell.strategy, cell.label]
+        hidden = max(run.hidden for run in runs)
+        return fmean(run.rest for run in runs) + np.maximum(communication - hidden, 0)
+
+    def steps(self, key: Key, world: int, rates: Array, latency: float) -> tuple[list[str], Array, Array]:
+        """Each way's name, steps and communication in seconds ``[ways, rates]`` at another world size and other rates.
+
+        Args:
+            key: Strategy and label.
+            world: The world size.
+            rates: Bits per second.
+            latency: Seconds that each message takes beside its bytes.
+        """
+        cell = self.runs[key][0]
+        decode = fmean(run.decode for run in self.runs[key])
+        decodings = cell.world if cell.gradients.op == "all_gather" else 2
+        names, steps, times = [], [], []
+        for way in ways(cell, world):
+            if (cell.strategy, way.op) not in self.fit.alpha:
+                continue
+            each = self._seconds(cell.strategy, way, rates, latency)
+            if cell.parameters is not None:
+                gathers = parameter_ways(cell.parameters, cell.world, world)
+                each = each + np.min([self._seconds(cell.strategy, one, rates, latency) for one in gathers], axis=0)
+            names.append(way.name)
+            times.append(each)
+            steps.append(self.step(cell, each) + decode * (way.decodings / decodings - 1))
+        return names, np.array(steps), np.array(times)
+
+    def _seconds(self, strategy: str, way: Way, rates: Array, latency: float) -> Any:
+        return self.fit.seconds(strategy, way.op, way.sends.bytes, rates) + latency * way.sends.messages
+
+    def predict(self, key: Key, world: int, rate: float, latency: float) -> Prediction:
+        """The step of a strategy and label by the fastest way."""
+        names, steps, times = self.steps(key, world, np.array([rate]), latency)
+        best = int(steps[:, 0].argmin())
+        return Prediction(names[best], float(steps[best, 0]), float(times[best, 0]))
+
+    def fastest(self, key: Key, world: int, latency: float) -> Array:
+        """Seconds of a step by the fastest way, at every rate of `GRID`."""
+        return self.steps(key, world, GRID, latency)[1].min(0)
+
+    def resampled(self, times: int, seed: int = 0) -> Iterator[Model]:
+        """Models that other cells of the same law might have given: a bootstrap of the residuals.
+
+        Each collective's time is the fit's, times a relative residual drawn from all; each step's rest is drawn from
+        the cells of its strategy and label.
+        """
+        draw = np.random.default_rng(seed)
+        flows = [(flow, self._expected(cell, flow)) for cell in self.cells for flow in cell.flows]
+        residuals = np.array([flow.seconds / expected for flow, expected in flows])
+        for _ in range(times):
+            yield Model(tuple(self._drawn(cell, residuals, draw) for cell in self.cells))
+
+    def _drawn(self, cell: Cell, residuals: Array, draw: np.random.Generator) -> Cell:
+        runs = self.runs[cell.strategy, cell.label]
+        rest = runs[draw.integers(len(runs))].rest
+        flows = [
+            flow._replace(seconds=self._expected(cell, flow) * float(residuals[draw.integers(len(residuals))]))
+            for flow in cell.flows
+        ]
+        gradients, *others = flows
+        drawn = replace(cell, gradients=gradients, parameters=others[0] if others else None)
+        exposed = max(drawn.communication - cell.hidden, 0.0)
+        return replace(drawn, exposed=exposed, step=rest + exposed)
+
+
+def ways(cell: Cell, world: int) -> list[Way]:
+    """How a cell's gradients may travel between ``world`` ranks: what can be summed in sums, else as encodings."""
+    op, sent, _ = cell.gradients
+    if cell.sharded:
+        size = sent / all_to_all(1, cell.world).bytes
+        return _levels(op, size, world, 1)
+    if op == "all_reduce":
+        return _levels(op, sent / all_reduce(1, cell.world).bytes, world, 1)
+    size = sent / (all_gather if op == "all_gather" else all_reduce)(1, cell.world).bytes  # of one encoded buffer
+    both = [*_levels("all_to_all", size, world, 2), *_levels("all_gather", size, world, 1, decodings=world)]
+    return [way for way in both if way.op == op or not cell.fixed]
+
+
+def parameter_ways(flow: Flow, measured: int, world: int) -> list[Way]:
+    """How a step's parameters may travel between ``world`` ranks, each of which holds its part of them."""
+    size = flow.bytes / all_to_all(1, measured).bytes
+    return _levels(flow.op, size / world if flow.op == "all_gather" else size, world, 1)
+
+
+def _levels(op: str, size: float, world: int, halves: int, decodings: int = 2) -> list[Way]:
+    """A collective in one level and, where the ranks make groups, in two; done ``halves`` times."""
+    found = [(WAYS[op], FLAT[op](size, world))]
+    if min(two_levels(world)) > 1:
+        found.append((f"{WAYS[op]}, hierarchical", hierarchical(op, size, world)))
+    return [Way(name, op, Sends(halves * sent, halves * messages), decodings) for name, (sent, messages) in found]
+
+
+def crossover(own: Array, baseline: Array) -> float:
+    """The rate below which a step is shorter than the baseline's, both over `GRID`.
+
+    Returns:
+        Bits per second; 0 if it is never shorter, infinite if it always is (between 10 kbit/s and 10 Tbit/s).
+    """
+    slower = own >= baseline
+    if not slower.any():
+        return math.inf
+    first = int(slower.argmax())
+    if first == 0:
+        return 0.0
+    before, after = (own - baseline)[first - 1 : first + 1]
+    low, high = np.log(GRID[first - 1 : first + 1])
+    return float(np.exp(low + (high - low) * before / (before - after)))
+
+
+class LeftOut(NamedTuple):
+    """A cell, and what cells on the other links predict of it: seconds of a step and of its communication."""
+
+    cell: Cell
+    step: float
+    communication: float
+
+    @property
+    def errors(self) -> tuple[float, float]:
+        """The relative errors of both."""
+        return self.step / self.cell.step - 1, self.communication / self.cell.communication - 1
+
+
+def leave_one_link_out(cells: Iterable[Cell]) -> list[LeftOut]:
+    """Each cell on a link of a given rate, predicted from those on all other links."""
+    cells = list(cells)
+    found = []
+    for link in dict.fromkeys(cell.link for cell in cells if math.isfinite(cell.rate)):
+        model = Model(tuple(cell for cell in cells if cell.link != link))
+        for cell in cells:
+            known = {(cell.strategy, flow.op) for flow in cell.flows} <= model.fit.alpha.keys()
+            if cell.link == link and known and (cell.strategy, cell.label) in model.runs:
+                communication = model.communication(cell)
+                found.append(LeftOut(cell, float(model.step(cell, communication)), communication))
+    return found

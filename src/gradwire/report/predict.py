@@ -1,0 +1,278 @@
+"""The verb ``predict``: which compressor wins at a world size, bandwidth and latency, from cells measured on links.
+
+`measurement.cost_model` is fitted to the rows of ``results.jsonl``, and tried on each link with the others' cells.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING
+
+from gradwire.errors import BadInput
+from gradwire.report.notes import machines
+from gradwire.report.record import Result
+from gradwire.report.results_file import read_results
+from gradwire.report.traffic import SHARDED, gradient_op, parameter_op, rate
+from gradwire.units import bits_per_second, rate_text, seconds
+
+if TYPE_CHECKING:
+    from gradwire.measurement.cost_model import Cell, Flow, LeftOut, Model
+
+BASELINES = ("none", "bf16-native")
+RESAMPLES = 200
+STATES = 16  # bytes per parameter: itself, its gradient, AdamW's two moments, all float32
+MOST = 4096
+MISSING = "–"
+
+DEFINITIONS = """\
+Each step by the fastest way that the cells tell of; `× none`, `× bf16-native`: how many times shorter than theirs.
+`N/(1+α)`: the speed-up over one rank, where α is what a step takes beside computation, over computation. `ppl`:
+perplexity against that of `none`, as measured; a winner is named within 1, 5 and 20 % of it. A crossover is the
+bandwidth below which a label's step is shorter, with the 95 % interval of a bootstrap of the fit's residuals. Hosts are
+as fast as those that were measured, every rank has as much to compute, and a collective is one call per step:
+`--latency` counts for each of its messages."""
+
+
+def arguments(parser: ArgumentParser) -> None:
+    """Declare the verb's flags."""
+    parser.add_argument(
+        "--results_dir", type=Path, default=Path("results/links"), help="a folder with results.jsonl of cells on links"
+    )
+    parser.add_argument("--world_size", type=int, required=True, metavar="N", help=f"ranks, 2 to {MOST}")
+    parser.add_argument("--bandwidth", required=True, metavar="RATE", help="of each rank's link, such as 10gbit")
+    parser.add_argument("--latency", default="50us", metavar="T", help="of each message, such as 50us")
+    parser.add_argument("--memory", action="store_true", help="predict each rank's peak memory as well")
+
+
+def main(args: Namespace) -> None:
+    """Fit, predict and print."""
+    from gradwire.measurement.cost_model import Model, leave_one_link_out
+
+    bandwidth, latency = bits_per_second(args.bandwidth), seconds(args.latency)
+    if not 2 <= args.world_size <= MOST:
+        raise BadInput(f"--world_size {args.world_size}: a prediction is for 2 to {MOST} ranks.")
+    path = args.results_dir / "results.jsonl"
+    if not path.is_file():
+        raise BadInput(f"there is no {path}; run an experiment with links first: make run CONFIG=configs/links.yaml.")
+    rows, complaints = read_results(path)
+    for complaint in complaints:
+        print(f"gradwire predict: {complaint}", file=sys.stderr)
+    chosen = usable(rows, path)
+    model = Model(tuple(cell_of(row) for row in chosen))
+    resampled = list(model.resampled(RESAMPLES))
+    parts = [
+        f"# W = {args.world_size}, {rate_text(bandwidth)} and {args.latency} per message",
+        f"From {len(chosen)} cells of {path} at W = {chosen[0].world_size}.",
+        *machines(chosen),
+        DEFINITIONS,
+    ]
+    for strategy in dict.fromkeys(cell.strategy for cell in model.cells):
+        own = [row for row in rows if row.strategy == strategy and row.status == "ok"]
+        parts += steps(model, strategy, own, args.world_size, bandwidth, latency, args.memory)
+        parts += crossovers(model, resampled, strategy, args.world_size, latency)
+    parts += [*law(model), *trial(leave_one_link_out(model.cells), rows)]
+    print("\n\n".join(parts))
+
+
+def usable(rows: Iterable[Result], path: Path) -> list[Result]:
+    """The rows that a fit can use: profiled, of the largest world size.
+
+    Raises:
+        BadInput: If there are links of fewer than two rates, or of one strategy no baseline.
+    """
+    found = [
+        row
+        for row in rows
+        if row.status == "ok" and row.world_size > 1 and row.comm_time_ms_by_op and row.step_time_ms_mean
+        if row.measured_steps and row.steps and row.exposed_comm_ms is not None
+    ]
+    world = max((row.world_size for row in found), default=0)
+    found = [row for row in found if row.world_size == world]
+    rates = {row.link for row in found if math.isfinite(rate(row.link))}
+    if len(rates) < 2:
+        told = f"only {', '.join(rates)}" if rates else "none"
+        raise BadInput(f"{path}: a fit needs profiled cells on links of at least two rates, and has {told}.")
+    lacking = {row.strategy for row in found} - {row.strategy for row in found if row.compressor == BASELINES[0]}
+    if lacking:
+        raise BadInput(f"{path}: there is no cell `{BASELINES[0]}` of {', '.join(sorted(lacking))} to compare with.")
+    return found
+
+
+def cell_of(row: Result) -> Cell:
+    """A row as the cost model sees it.
+
+    FSDP's parameters are told from gradients by their collective; where both use one, they count together. All other
+    collectives of a step (its loss, its flag) stand with the gradients.
+    """
+    from gradwire.measurement.cost_model import Cell, Flow
+
+    steps, measured = row.steps or 1, row.measured_steps or 1
+    times = {op: ms / measured / 1e3 for op, ms in (row.comm_time_ms_by_op or {}).items()}
+    ratio = row.compression_ratio_steady or row.compression_ratio
+    gradients = (row.bytes_raw_total or 0) / ratio / steps / row.world_size if ratio else 0.0
+    gathered = (row.bytes_parameters_total or 0) / steps / row.world_size
+    op, of_parameters = gradient_op(row), parameter_op(row)
+    parameters: Flow | None = None
+    if gathered and of_parameters in times and of_parameters != op:
+        parameters = Flow(of_parameters, gathered, times.pop(of_parameters))
+    else:
+        gradients += gathered
+    return Cell(
+        strategy=row.strategy,
+        label=row.compressor,
+        sharded=row.strategy in SHARDED,
+        fixed="algorithm" in (row.compress_config or {}),
+        world=row.world_size,
+        link=row.link,
+        rate=rate(row.link),
+        step=(row.step_time_ms_mean or 0.0) / 1e3,
+        exposed=(row.exposed_comm_ms or 0.0) / 1e3,
+        decode=(row.decompress_time_ms or 0.0) / 1e3,
+        gradients=Flow(op, gradients, sum(times.values())),
+        parameters=parameters,
+    )
+
+
+def steps(
+    model: Model, strategy: str, rows: Sequence[Result], world: int, bandwidth: float, latency: float, memory: bool
+) -> list[str]:
+    """The strategy's heading, its winners, and the table of predicted steps, fastest first."""
+    labels = [label for own, label in model.runs if own == strategy]
+    found = {label: model.predict((strategy, label), world, bandwidth, latency) for label in labels}
+    compute = compute_seconds(rows)
+    worse = {label: ppl_percent(rows, label) for label in labels}
+    ordered = sorted(labels, key=lambda label: found[label].step)
+    lines = []
+    for label in ordered:
+        way, step, communication = found[label]
+        gains = [f"{found[base].step / step:.3f}" if base in found else MISSING for base in BASELINES]
+        speed_up = MISSING if compute is None else f"{world * compute / step:,.2f}"
+        quality = MISSING if worse[label] is None else f"{worse[label]:+.1f} %"
+        line = [label, way, f"{1e3 * step:,.1f}", f"{1e3 * communication:,.1f}", *gains, speed_up, quality]
+        lines.append([*line, memory_text(rows, label, world)] if memory else line)
+    winners = [f"Fastest: `{ordered[0]}`"]  # of any perplexity
+    for limit in (1, 5, 20):
+        within = (label for label in ordered if (of := worse[label]) is not None and of <= limit)
+        if first := next(within, None):
+            winners.append(f"within {limit} %: `{first}`")
+    headers = ["compressor", "way", "step ms", "comm ms", *(f"× {base}" for base in BASELINES), "N/(1+α)", "ppl"]
+    return [f"## {strategy}", "; ".join(winners) + ".", table(lines, [*headers, *(["GB"] if memory else [])], left=2)]
+
+
+def crossovers(model: Model, resampled: Sequence[Model], strategy: str, world: int, latency: float) -> list[str]:
+    """The table of crossover bandwidths."""
+    from gradwire.measurement.cost_model import crossover
+
+    labels = [label for own, label in model.runs if own == strategy]
+    bases = [base for base in BASELINES if base in labels]
+    found, *drawn = (
+        {label: one.fastest((strategy, label), world, latency) for label in labels} for one in (model, *resampled)
+    )
+    lines = []
+    for label in labels:
+        if label == BASELINES[0]:
+            continue
+        line = [label]
+        for base in bases:
+            if label == base:
+                line += [MISSING, MISSING]
+                continue
+            rates = sorted(crossover(one[label], one[base]) for one in drawn)
+            ends = rates[int(0.025 * len(rates))], rates[math.ceil(0.975 * len(rates)) - 1]
+            line += [crossover_text(crossover(found[label], found[base])), interval_text(*ends)]
+        lines.append(line)
+    headers = [header for base in bases for header in (f"shorter than {base} below", "95 %")]
+    return [table(lines, ["compressor", *headers])] if lines else []
+
+
+def crossover_text(of: float) -> str:
+    """A crossover bandwidth, or that there is none."""
+    return "never" if of == 0 else "always" if math.isinf(of) else rate_text(of)
+
+
+def interval_text(low: float, high: float) -> str:
+    """The interval of a crossover."""
+    ends = crossover_text(low), crossover_text(high)
+    return ends[0] if ends[0] == ends[1] else f"[{ends[0]}, {ends[1]}]"
+
+
+def law(model: Model) -> list[str]:
+    """The fit's numbers."""
+    fit = model.fit
+    alphas = [[strategy, op, f"{1e3 * of:.2f}"] for (strategy, op), of in fit.alpha.items()]
+    hosts = [[op, rate_text(8 / of), f"{fit.factor[op]:.3f}"] for op, of in fit.host.items()]
+    return [
+        "## The fit",
+        table(alphas, ["strategy", "collective", "α ms per step"], left=2),
+        table(hosts, ["collective", "host", "backend's factor"]),
+    ]
+
+
+def trial(found: Sequence[LeftOut], rows: Sequence[Result]) -> list[str]:
+    """How far predictions from the other links' cells are off, and each measured α."""
+    lines = []
+    for cell, step, communication in found:
+        compute = compute_seconds([row for row in rows if row.strategy == cell.strategy])
+        off = step / cell.step - 1, communication / cell.communication - 1
+        numbers = [cell.step, step, off[0], cell.communication, communication, off[1]]
+        texts = [f"{100 * of:+.0f} %" if i % 3 == 2 else f"{1e3 * of:,.1f}" for i, of in enumerate(numbers)]
+        alpha = [] if compute is None else [f"{cell.step / compute - 1:.2f}", f"{cell.world * compute / cell.step:.2f}"]
+        lines.append([cell.strategy, cell.label, cell.link, *texts, *(alpha or [MISSING] * 2)])
+    step, communication = (median(abs(one.errors[i]) for one in found) if found else math.nan for i in (0, 1))
+    headers = [
+        "strategy",
+        "compressor",
+        "link",
+        "step ms",
+        "predicted",
+        "off",
+        "comm ms",
+        "predicted",
+        "off",
+        "α",
+        "N/(1+α)",
+    ]
+    return [
+        "## Each link predicted from the others",
+        f"Median relative error: {100 * step:.1f} % of the step, {100 * communication:.1f} % of its communication.",
+        table(lines, headers, left=3),
+    ]
+
+
+def compute_seconds(rows: Iterable[Result]) -> float | None:
+    """Seconds of computation in a step: `none`'s step at W = 1, else its computation by the profile."""
+    baseline = [row for row in rows if row.compressor == BASELINES[0] and row.status == "ok"]
+    alone = [row.step_time_ms_mean for row in baseline if row.world_size == 1 and row.step_time_ms_mean is not None]
+    profiled = [row.compute_time_ms for row in baseline if row.compute_time_ms is not None]
+    known = alone or profiled
+    return fmean(known) / 1e3 if known else None
+
+
+def ppl_percent(rows: Iterable[Result], label: str) -> float | None:
+    """By how many percent a label's mean perplexity is above that of `none`; None where it is not known."""
+    known = [(row.compressor, row.val_ppl) for row in rows if row.world_size > 1 and row.val_ppl is not None]
+    own, base = ([ppl for of, ppl in known if of == one] for one in (label, BASELINES[0]))
+    return 100 * (fmean(own) / fmean(base) - 1) if own and base else None
+
+
+def memory_text(rows: Iterable[Result], label: str, world: int) -> str:
+    """Peak memory of a rank in GB: the measured one, with parameters, gradients and moments as W shards them."""
+    measured = [row for row in rows if row.compressor == label and row.world_size > 1 and row.mem_peak_alloc_gb]
+    if not measured:
+        return MISSING
+    row = max(measured, key=lambda row: row.mem_peak_alloc_gb or 0)
+    states = STATES * (row.parameters or 0) / 1e9 if row.strategy in SHARDED else 0.0
+    return f"{(row.mem_peak_alloc_gb or 0) + states / world - states / row.world_size:.3f}"
+
+
+def table(lines: Sequence[Sequence[str]], headers: Sequence[str], left: int = 1) -> str:
+    """A Markdown table, the first ``left`` columns to the left."""
+    from tabulate import tabulate
+
+    align = ["left" if column < left else "right" for column in range(len(headers))]
+    return tabulate(lines, headers, tablefmt="pipe", colalign=align if lines else None, disable_numparse=True)

@@ -1,0 +1,247 @@
+"""The cost model on rows of a known law, closed forms against simulated messages, and the verb predict."""
+
+from __future__ import annotations
+
+import math
+import re
+from itertools import product
+
+import numpy as np
+import pytest
+from links_rows import ALPHA, COMPUTE, FACTOR, HOST, LABELS, PARAMETERS, RATES, experiment, row
+from scipy.optimize import brentq
+
+from gradwire.cli import main
+from gradwire.measurement.cost_model import (
+    FLAT,
+    GRID,
+    Model,
+    Sends,
+    crossover,
+    hierarchical,
+    leave_one_link_out,
+    two_levels,
+)
+from gradwire.report.predict import cell_of, crossover_text, interval_text
+
+
+def cells(noise=0.0, **fields):
+    return tuple(cell_of(one) for one in experiment(noise=noise, **fields))
+
+
+@pytest.fixture(scope="module")
+def exact():
+    return Model(cells())
+
+
+def test_the_fit_finds_the_law(exact):
+    fit = exact.fit
+    assert fit.factor == pytest.approx(FACTOR, rel=0.01)
+    assert fit.host == pytest.approx(HOST, rel=0.05)
+    for (_, op), alpha in fit.alpha.items():
+        assert alpha == pytest.approx(ALPHA[op], rel=0.05)
+    assert set(fit.alpha) == {
+        *product(["ddp"], ["all_reduce", "all_gather", "all_to_all"]),
+        *product(["fsdp2"], ["reduce_scatter", "all_gather", "all_to_all"]),
+    }
+
+
+def test_one_odd_cell_does_not_bend_the_fit():
+    first, *others = cells()
+    odd = first.__class__(**vars(first) | {"gradients": first.gradients._replace(seconds=9 * first.gradients.seconds)})
+    fit = Model((odd, *others)).fit
+    assert fit.factor == pytest.approx(FACTOR, rel=0.05)
+
+
+def test_a_left_out_link_is_predicted():
+    found = leave_one_link_out(cells())
+    assert {one.cell.link for one in found} == {"1gbit", "100mbit"}  # what has no rate cannot be predicted
+    assert len(found) == 2 * 2 * len(LABELS)
+    assert max(abs(error) for one in found for error in one.errors) < 0.03
+
+
+def test_the_target_is_met_with_noise_and_missed_where_a_link_is_not_what_it_is_called():
+    found = leave_one_link_out(cells(noise=0.05))
+    assert np.median([np.abs(one.errors) for one in found], axis=0).max() < 0.15
+    slow = [one.__class__(**vars(one) | {"rate": one.rate / 2}) if one.link == "1gbit" else one for one in cells()]
+    wrong = [abs(one.errors[1]) for one in leave_one_link_out(slow) if one.cell.label == "none"]
+    assert np.median(wrong) > 0.3
+
+
+def test_at_the_measured_world_size_the_measured_steps_come_out(exact):
+    for strategy, label, link in product(("ddp", "fsdp2"), ("none", "int8", "powersgd"), ("1gbit", "100mbit")):
+        measured = cell_of(row(strategy, label, link))
+        names, steps, times = exact.steps((strategy, label), 2, np.array([RATES[link]]), 0.0)
+        by_way = dict(zip(names, zip(steps[:, 0], times[:, 0], strict=True), strict=True))
+        way = {"all_gather": "all-gather", "all_to_all": "all-to-all"}.get(measured.gradients.op, "ring")
+        assert by_way[way] == pytest.approx((measured.step, measured.communication), rel=0.01), (strategy, label, link)
+        assert not any("hierarchical" in name for name in names)
+
+
+def test_hidden_communication_stays_hidden_and_does_not_go_below_nothing():
+    own = [cell_of(row("ddp", "none", link, exposed_comm_ms=max(0.0, ms))) for link, ms in (("1gbit", 5.0),)]
+    (cell,) = own
+    model = Model((cell, *cells()[1:]))
+    hidden = cell.communication - 0.005
+    assert cell.hidden == pytest.approx(hidden)
+    assert model.step(cell, 0.3) - model.step(cell, 0.2) == pytest.approx(0.1)
+    assert model.step(cell, hidden / 2) == model.step(cell, 0.0)
+
+
+def ring(size, world, laps):
+    """Messages of a ring, moved one by one: what rank 0 sends in `laps` laps of W - 1 messages of a W-th each."""
+    chunk = size / world
+    return Sends(sum(chunk for _ in range(laps * (world - 1))), laps * (world - 1))
+
+
+@pytest.mark.parametrize("world", [2, 3, 12])
+def test_closed_forms_are_those_of_simulated_messages(world):
+    size = 1260.0
+    assert FLAT["reduce_scatter"](size, world) == pytest.approx(ring(size, world, 1))
+    assert FLAT["all_reduce"](size, world) == pytest.approx(ring(size, world, 2))
+    assert FLAT["all_gather"](size, world) == pytest.approx(ring(size * world, world, 1))
+    assert FLAT["all_to_all"](size, world) == pytest.approx((size / world * (world - 1), world - 1))
+
+
+@pytest.mark.parametrize("world", [6, 16, 30])
+def test_an_all_to_all_in_two_levels_delivers_and_sends_what_is_counted(world):
+    """Every rank's parts, first to the peer of their group who talks to their destination, then to that."""
+    group, groups = two_levels(world)
+    assert group * groups == world
+    held = {rank: [(rank, to) for to in range(world)] for rank in range(world)}
+    sent = messages = 0
+    for within in (True, False):
+        moved = {rank: [] for rank in range(world)}
+        for rank, parts in held.items():
+            for of, to in parts:
+                by = rank // group * group + to % group if within else to
+                moved[by].append((of, to))
+                sent += rank == 0 and by != 0
+        messages += (group if within else groups) - 1
+        held = moved
+    assert all(sorted(parts) == [(of, rank) for of in range(world)] for rank, parts in held.items())
+    size = 840.0
+    assert hierarchical("all_to_all", size, world) == pytest.approx((sent * size / world, messages))
+
+
+def test_two_levels_send_the_same_bytes_in_fewer_messages():
+    for op in ("all_reduce", "reduce_scatter", "all_gather"):
+        flat, two = FLAT[op](1000.0, 64), hierarchical(op, 1000.0, 64)
+        assert two.bytes == flat.bytes
+        assert two.messages == flat.messages * 14 / 63
+    assert [two_levels(world) for world in (7, 64, 4096)] == [(1, 7), (8, 8), (64, 64)]
+
+
+def test_crossovers_are_those_of_the_law(exact):
+    """int8 against float32 under ddp at W = 2, by the law alone."""
+    raw, codec = 4 * PARAMETERS, sum(LABELS["int8"][3:])
+
+    def lead(log_rate):
+        def seconds(op, sent):
+            return ALPHA[op] + sent * math.hypot(HOST[op], 8 * FACTOR[op] / math.exp(log_rate))
+
+        return codec + seconds("all_gather", raw / LABELS["int8"][0]) - seconds("all_reduce", raw)
+
+    true = math.exp(brentq(lead, math.log(1e6), math.log(1e12)))
+    own, base = (exact.fastest(("ddp", label), 2, 0.0) for label in ("int8", "none"))
+    assert crossover(own, base) == pytest.approx(true, rel=0.1)
+    noisy = Model(cells(noise=0.01))
+    drawn = [
+        crossover(*(one.fastest(("ddp", label), 2, 0.0) for label in ("int8", "none"))) for one in noisy.resampled(60)
+    ]
+    assert min(drawn) < true < max(drawn)
+    assert np.median(drawn) == pytest.approx(true, rel=0.5)
+
+
+def test_always_and_never():
+    flat = np.ones_like(GRID)
+    assert crossover(flat, 2 * flat) == math.inf
+    assert crossover(2 * flat, flat) == 0
+    assert crossover(flat, flat) == 0
+    assert crossover(np.log10(GRID), 8 * flat) == pytest.approx(1e8)
+    assert [crossover_text(of) for of in (0, math.inf, 2.5e9)] == ["never", "always", "2.5gbit"]
+    assert interval_text(0, 0) == "never"
+    assert interval_text(1e9, math.inf) == "[1gbit, always]"
+
+
+@pytest.mark.parametrize("world", [2, 3, 64, 4096])
+def test_predictions_make_sense_at_every_size(exact, world):
+    for key in exact.runs:
+        steps = [exact.predict(key, world, rate, 5e-5).step for rate in (1e7, 1e9, 1e11)]
+        assert all(np.isfinite(steps))
+        assert steps == sorted(steps, reverse=True)
+        assert exact.predict(key, world, 1e9, 1e-3).step > exact.predict(key, world, 1e9, 0.0).step
+
+
+def test_an_algorithm_that_was_chosen_by_hand_is_kept(exact):
+    names, _, _ = exact.steps(("ddp", "exchange"), 64, np.array([1e9]), 0.0)
+    assert names == ["all-to-all", "all-to-all, hierarchical"]
+
+
+def test_many_ranks_scatter_encodings_instead_of_gathering_them(exact):
+    key = "ddp", "int8"
+    assert exact.predict(key, 2, 1e8, 0.0).way == "all-gather"
+    assert exact.predict(key, 64, 1e8, 0.0).way.startswith("all-to-all")
+    names, steps, _ = exact.steps(key, 64, np.array([math.inf]), 0.0)
+    decode = LABELS["int8"][4]
+    by_way = dict(zip(names, steps[:, 0], strict=True))
+    expected = COMPUTE + LABELS["int8"][3] + 32 * decode + ALPHA["all_gather"]
+    expected += 63 * 4 * PARAMETERS / LABELS["int8"][0] * HOST["all_gather"]
+    assert by_way["all-gather"] == pytest.approx(expected, rel=0.05)
+
+
+def write_rows(folder, rows):
+    folder.mkdir(exist_ok=True)
+    (folder / "results.jsonl").write_text("".join(one.model_dump_json() + "\n" for one in rows))
+    return ["predict", "--results_dir", str(folder), "--bandwidth"]
+
+
+def test_predict_prints_winners_crossovers_and_errors(tmp_path, capsys):
+    rows = experiment(("ddp",), val_ppl=50.0)
+    rows = [one.model_copy(update={"val_ppl": 60.0}) if one.compressor == "powersgd" else one for one in rows]
+    alone = row("ddp", "none", "none", step_time_ms_mean=61.0)
+    rows.append(alone.model_copy(update={"world_size": 1, "comm_time_ms_by_op": {}}))
+    words = write_rows(tmp_path / "links", rows)
+    with (tmp_path / "links/results.jsonl").open("a") as file:
+        file.write("{cut off\n")
+    assert main([*words, "100mbit", "--world_size", "2", "--latency", "0s", "--memory"]) == 0
+    said = capsys.readouterr()
+    assert f"line {len(rows) + 1} is left out" in said.err
+    assert "Fastest: `powersgd`; within 1 %: `int4`; within 5 %: `int4`; within 20 %: `powersgd`." in said.out
+    line = next(one for one in said.out.splitlines() if one.startswith("| int8"))
+    step = row("ddp", "int8", "100mbit").step_time_ms_mean
+    columns = [part.strip() for part in line.strip("|").split("|")]
+    assert columns[1] == "all-gather"
+    assert float(columns[2]) == pytest.approx(step, rel=0.02)
+    assert float(columns[6]) == pytest.approx(2 * 61 / step, rel=0.02)
+    assert columns[7:] == ["+0.0 %", "0.500"]
+    assert re.search(r"\| exchange +\| +never \| +never \|", said.out)
+    assert "Median relative error: " in said.out
+    assert max(map(len, said.out.splitlines())) <= 140
+
+
+def test_sharded_states_shrink_with_the_ranks(tmp_path, capsys):
+    words = write_rows(tmp_path / "links", experiment(("fsdp2",)))
+    assert main([*words, "1gbit", "--world_size", "64", "--memory"]) == 0
+    line = next(one for one in capsys.readouterr().out.splitlines() if one.startswith("| none"))
+    assert line.rstrip("| ").endswith(f"{0.5 - 16 * PARAMETERS / 1e9 * (1 / 2 - 1 / 64):.3f}")
+
+
+@pytest.mark.parametrize(
+    ("rows", "words", "told"),
+    [
+        (None, ["1gbit", "--world_size", "4"], "results.jsonl; run an experiment with links first"),
+        (experiment(links=("none",)), ["1gbit", "--world_size", "4"], "on links of at least two rates, and has none"),
+        (experiment(links=("none", "1gbit")), ["1gbit", "--world_size", "4"], "at least two rates, and has only 1gbit"),
+        (experiment(("ddp",))[3:], ["1gbit", "--world_size", "4"], "no cell `none` of ddp"),
+        (experiment(("ddp",)), ["fast", "--world_size", "4"], "'fast' is no rate"),
+        (experiment(("ddp",)), ["1gbit", "--world_size", "4", "--latency", "soon"], "'soon' is no time"),
+        (experiment(("ddp",)), ["1gbit", "--world_size", "1"], "for 2 to 4096 ranks"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_predicted_is_bad_input(tmp_path, capsys, rows, words, told):
+    given = write_rows(tmp_path / "links", rows or [])
+    if rows is None:
+        (tmp_path / "links/results.jsonl").unlink()
+    assert main([*given, *words]) == 2
+    assert told in capsys.readouterr().err
