@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from traces import event, profile_of, steps, write_trace
 
 from gradwire.cli import main
-from gradwire.measurement.events import op_of, read
-from gradwire.measurement.intervals import difference, intersection, intervals, length, union
+from gradwire.measurement.events import Cover, op_of, read
+from gradwire.measurement.intervals import difference, intersection, intervals, length, near, union
 
 pairs = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).map(tuple), max_size=8)
 
@@ -40,6 +40,23 @@ def test_interval_sets_are_sets_of_points(first, second):
         assert length(made) == len(oracle)
         assert (made[:, 0] < made[:, 1]).all()
         assert (made[1:, 0] > made[:-1, 1]).all(), "sorted, disjoint, touching ones joined"
+
+
+@given(pairs)
+@settings(deadline=None)
+def test_a_cover_forgets_what_others_cover(those):
+    cover = Cover()
+    cover._limit = 4
+    for start, end in those:
+        cover.add(start, end)
+    assert cover.intervals().tolist() == intervals(those).tolist()
+
+
+@given(pairs, st.integers(0, 40), st.integers(0, 40))
+@settings(deadline=None)
+def test_what_is_near_holds_all_that_lies_within(those, start, end):
+    one, window = intervals(those), intervals([(start, end)])
+    assert intersection(near(one, start, end), window).tolist() == intersection(one, window).tolist()
 
 
 def test_nanoseconds_of_a_machine_up_for_weeks_stay_exact():
@@ -380,5 +397,5 @@ def test_a_trace_is_streamed(tmp_path):
     trace = read(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(trace.ops[1]) == 20_000
+    assert len(trace.ops[1].intervals()) == 10_000
     assert peak < size / 20

@@ -28,13 +28,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import ijson.backends.yajl2_c as ijson  # the C backend or none: the others are too slow for a trace
+import numpy as np
 from ijson.common import JSONError
 
 from gradwire.errors import BadInput
+from gradwire.measurement.intervals import Intervals, union
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 OWN = "gradwire/"
 STEP = "gradwire/step"
+MANY = 2**18  # edges of one thread's or stream's intervals
 WRAPPERS = ("autograd", "torch", "c10d", "_c10d_functional")  # libraries whose ops wait or wrap, and do not compute
 
 
@@ -46,6 +49,25 @@ class Span(NamedTuple):
     start: int
     end: int
     purpose: str = ""
+
+
+class Cover:
+    """The union of a growing number of intervals; those within others are forgotten now and then."""
+
+    def __init__(self) -> None:
+        self._edges = array("q")  # start, end, start, …
+        self._limit = MANY
+
+    def add(self, start: int, end: int) -> None:
+        """Add an interval, in nanoseconds."""
+        self._edges.extend((start, end))
+        if len(self._edges) >= self._limit:
+            self._edges = array("q", self.intervals().tobytes())
+            self._limit = max(MANY, 2 * len(self._edges))
+
+    def intervals(self) -> Intervals:
+        """The union."""
+        return union(np.frombuffer(self._edges, np.int64).reshape(-1, 2))
 
 
 @dataclass
@@ -61,8 +83,8 @@ class Trace:
         calls: Calls that issue a collective, by op.
         gloo: Collectives that gloo ran, by gloo's name of the op.
         nccl: NCCL's kernels, by op.
-        ops: CPU ops that compute: flat start, end, start, … in nanoseconds, by thread.
-        kernels: Device kernels that compute, likewise, by stream.
+        ops: When CPU ops computed, by thread.
+        kernels: When device kernels did, by stream.
         unfinished: Events whose end the profiler did not see.
     """
 
@@ -74,8 +96,8 @@ class Trace:
     calls: list[Span] = field(default_factory=list)
     gloo: list[Span] = field(default_factory=list)
     nccl: list[Span] = field(default_factory=list)
-    ops: dict[Any, array[int]] = field(default_factory=lambda: defaultdict(lambda: array("q")))
-    kernels: dict[Any, array[int]] = field(default_factory=lambda: defaultdict(lambda: array("q")))
+    ops: dict[Any, Cover] = field(default_factory=lambda: defaultdict(Cover))
+    kernels: dict[Any, Cover] = field(default_factory=lambda: defaultdict(Cover))
     unfinished: int = 0
 
     def add(self, event: dict[str, Any]) -> None:
@@ -88,12 +110,12 @@ class Trace:
             if library == "c10d":
                 self.calls.append(Span(op_of(op), lane, start, end))
             elif op and library not in WRAPPERS:
-                self.ops[lane].extend((start, end))
+                self.ops[lane].add(start, end)
         elif category == "kernel":
             if name.startswith("nccl"):
                 self.nccl.append(Span(op_of(arguments.get("Collective name", ""), name), lane, start, end))
             else:
-                self.kernels[lane].extend((start, end))
+                self.kernels[lane].add(start, end)
         elif category == "user_annotation":
             self.unfinished += arguments.get("finished") is False
             if name.startswith("ProfilerStep#"):
@@ -125,7 +147,7 @@ def op_of(*names: str) -> str:
 
 
 def read(path: Path) -> Trace:
-    """Stream a ``.pt.trace.json.gz``; memory grows by 16 bytes per computing op, whatever else the file holds.
+    """Stream a ``.pt.trace.json.gz``; memory grows by 16 bytes per op that lies in no other, whatever else there is.
 
     Raises:
         BadInput: If the file is truncated, is no trace, or holds no profiled step.

@@ -34,6 +34,11 @@ def difference(first: Intervals, second: Intervals) -> Intervals:
     return _covered([(1, union(first)), (-1, union(second))], level=1)
 
 
+def near(one: Intervals, start: int, end: int) -> Intervals:
+    """The intervals of a set, sorted and disjoint, that reach into [start, end): a view."""
+    return one[np.searchsorted(one[:, 1], start, "right") : np.searchsorted(one[:, 0], end, "left")]
+
+
 def length(one: Intervals) -> int:
     """The time that a set covers, in nanoseconds."""
     merged = union(one)

@@ -32,13 +32,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
-
 from gradwire.errors import BadInput
 from gradwire.files import read_json, write_json
 from gradwire.measurement.crosscheck import against_meter
 from gradwire.measurement.events import OPS, Span, Trace, read
-from gradwire.measurement.intervals import Intervals, difference, intersection, intervals, length, union
+from gradwire.measurement.intervals import Intervals, difference, intersection, intervals, length, near, union
 
 SCHEMA_VERSION = 1
 CODEC = ("encode", "decode")
@@ -56,6 +54,17 @@ class Activity:
     decode: Intervals
     parameter_codec: Intervals
     payload: Intervals
+
+    def near(self, step: Span) -> Activity:
+        """What of it may lie in a step."""
+
+        def part(one: Intervals) -> Intervals:
+            return near(one, step.start, step.end)
+
+        return Activity(
+            {op: part(time) for op, time in self.communication.items()},
+            *map(part, (self.compute, self.encode, self.decode, self.parameter_codec, self.payload)),
+        )
 
 
 @dataclass(frozen=True)
@@ -174,7 +183,7 @@ def breakdowns(trace: Trace) -> dict[str, Breakdown]:
     when = activity(trace)
     steps = sorted(trace.steps, key=lambda step: step.start)
     inside = covered(trace.windows or steps)
-    return {step.name: breakdown(when, intersection(inside, covered([step]))) for step in steps}
+    return {step.name: breakdown(when.near(step), intersection(inside, covered([step]))) for step in steps}
 
 
 def breakdown(when: Activity, step: Intervals) -> Breakdown:
@@ -219,10 +228,8 @@ def activity(trace: Trace) -> Activity:
         lanes, ranges, foreign = trace.ops, trace.ranges, [*trace.ranges, *trace.calls, *trace.gloo]
     gradients = [span for span in ranges if span.purpose != "parameters"]
     compute = [
-        difference(
-            np.frombuffer(times, np.int64).reshape(-1, 2), covered(span for span in foreign if span.lane == lane)
-        )
-        for lane, times in lanes.items()
+        difference(cover.intervals(), covered(span for span in foreign if span.lane == lane))
+        for lane, cover in lanes.items()
     ]
     return Activity(
         communication=communication(trace),
