@@ -311,7 +311,7 @@ def brute_force(path):
     raw = [(e["cat"], e["name"], e["tid"], round(1000 * e["ts"]), round(1000 * (e["ts"] + e["dur"]))) for e in raw]
     calls = sorted((start, end) for _, name, _, start, end in raw if name.startswith("c10d::"))
     gloo = sorted((start, end) for _, name, _, start, end in raw if name.startswith("gloo:"))
-    own = [(start, end) for _, name, _, start, end in raw if name == "gradwire/all_to_all"]
+    own = [(start, end) for _, name, _, start, end in raw if name == "gradwire/control/all_to_all"]
     communication = [*own, *((call[0], max(call[1], ran[1])) for call, ran in zip(calls, gloo, strict=True))]
     windows = sorted((start, end, tid) for _, name, tid, start, end in raw if name.startswith("ProfilerStep#"))
     main_thread = windows[0][2]
