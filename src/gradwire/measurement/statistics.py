@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
-RESAMPLES = 9999
+RESAMPLES = 2000
 SEED = 0
 TOLERANCE = 1.0  # percent of perplexity over the baseline's that the quality gate lets pass
 
