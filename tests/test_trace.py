@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from traces import event, profile_of, steps, write_trace
 
 from gradwire.cli import main
-from gradwire.measurement.events import Cover, op_of, read
+from gradwire.measurement.events import Cover, Span, Trace, op_of, read
 from gradwire.measurement.intervals import difference, intersection, intervals, length, near, union
+from gradwire.measurement.trace import transfer_ms
 
 pairs = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).map(tuple), max_size=8)
 
@@ -399,3 +400,37 @@ def test_a_trace_is_streamed(tmp_path):
     tracemalloc.stop()
     assert len(trace.ops[1].intervals()) == 10_000
     assert peak < size / 20
+
+
+def two_ranks(late: int, offset: int) -> list[Trace]:
+    """Two steps of two ranks: a gather that rank 1 calls late, and while it waits a reduction that rank 0 does."""
+    traces = []
+    for rank, first in enumerate((100, 100 + late)):
+        clock = rank * offset
+        trace = Trace(world_size=2)
+        for step in range(2):
+            start = clock + 1000 * step
+            trace.steps.append(Span(f"ProfilerStep#{step}", 0, start, start + 1000))
+            trace.ranges.append(Span("all_gather", 0, start + first, start + 200, "payload"))
+            trace.ranges.append(Span("all_reduce", 0, start + 300 + 5 * rank, start + 350 + 9 * rank, "control"))
+        traces.append(trace)
+    return traces
+
+
+@pytest.mark.parametrize(("late", "offset"), [(30, 0), (30, 10**9), (0, 0)])
+def test_transfer_is_communication_without_waiting_whatever_the_clocks(late, offset):
+    traces = two_ranks(late, offset)
+    assert transfer_ms(traces) == pytest.approx((100 - late + 50) / 1e6)
+    # What lies in another collective is not counted twice, and is waited for like that one.
+    for trace, call in zip(traces, (150, 160), strict=True):
+        start = trace.steps[0].start
+        trace.calls.append(Span("all_gather", 0, start + call, start + call + 1))
+        trace.gloo.append(Span("all_gather", 7, start + call + 1, start + 190))
+    assert transfer_ms(traces) == pytest.approx((100 - late + 50) / 1e6)
+
+
+def test_collectives_that_do_not_match_have_no_transfer():
+    traces = two_ranks(30, 0)
+    traces[0].ranges.pop()
+    assert transfer_ms(traces) is None
+    assert transfer_ms([Trace(world_size=1, steps=[Span("ProfilerStep#0", 0, 0, 10)])]) == 0

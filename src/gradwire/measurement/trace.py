@@ -14,6 +14,7 @@ number read from the device, so a step holds its device's work:
 - **payload**: the ranges ``gradwire/payload/<op>``, likewise, which is what the meter calls communication.
 - **compute**: kernels other than NCCL's where the rank has a device, else CPU ops; without those inside the package's
   ranges, calls and collectives of the same thread or stream. So a codec's work is no compute and hides nothing.
+- **transfer**: communication without waiting for ranks that call late (`transfer_ms`).
 - **overlap** = compute ∩ communication; **exposed** = communication − compute; **idle**: none of all these (Python,
   the autograd engine, data loading).
 
@@ -26,8 +27,9 @@ from __future__ import annotations
 import re
 from argparse import ArgumentParser, Namespace
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count, zip_longest
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -153,6 +155,7 @@ def profile(run_dir: Path) -> dict[str, Any]:
         "world_size": expected,
         "steps": len(steps[0]),
         **mean(means.values()).as_dict(),
+        "transfer_ms_per_step": transfer_ms([*traces.values()]),
         "unfinished": sum(trace.unfinished for trace in traces.values()),
         **against_meter(
             run_dir / "steps.parquet", {rank: [one.metered() for one in own.values()] for rank, own in steps.items()}
@@ -243,14 +246,50 @@ def activity(trace: Trace) -> Activity:
 
 def communication(trace: Trace) -> dict[str, Intervals]:
     """When each op's collectives ran."""
-    if trace.world_size in (None, 1):
-        return {}
-    if trace.nccl:
-        spans = [*trace.nccl, *trace.gloo]
-    else:
-        own = [span for span in trace.ranges if span.name in OPS]
-        spans = [*own, *gloo_collectives(trace.calls, trace.gloo, own)]
+    spans = collectives(trace, trace.gloo)
     return {op: covered(span for span in spans if span.name == op) for op in sorted({span.name for span in spans})}
+
+
+def collectives(trace: Trace, gloo: list[Span]) -> list[Span]:
+    """Every collective, those of gloo among ``gloo``; the package's own range around one is a collective as well."""
+    if trace.world_size in (None, 1):
+        return []
+    if trace.nccl:
+        return [*trace.nccl, *gloo]
+    own = [span for span in trace.ranges if span.name in OPS]
+    return [*own, *gloo_collectives(trace.calls, gloo, own)]
+
+
+def transfer_ms(traces: Sequence[Trace]) -> float | None:
+    """Milliseconds of communication per step, the mean over ranks and steps, without waiting for ranks that call late.
+
+    A collective moves data when its last rank has called it, and that rank does not wait. So of each rank's time in it
+    the end is transfer, as long as the shortest of all ranks', and what comes before is waiting. No rank's clock is
+    compared with another's.
+
+    Returns:
+        None where the ranks' collectives do not match one to one.
+    """
+    times = []
+    for ranks in zip_longest(*map(collectives_of_steps, traces), fillvalue=None):
+        if any(rank is None or rank.keys() != ranks[0].keys() for rank in ranks):
+            return None
+        shortest = {which: min(rank[which].end - rank[which].start for rank in ranks) for which in ranks[0]}
+        ends = [[(span.end - shortest[which], span.end) for which, span in rank.items()] for rank in ranks]
+        times += [length(intervals(of_rank)) / 1e6 for of_rank in ends]
+    return fmean(times)
+
+
+def collectives_of_steps(trace: Trace) -> list[dict[tuple[str, int], Span]]:
+    """The collectives that begin in each step, by op and number; messages between two ranks are left out."""
+    spans = sorted(collectives(trace, [span for span in trace.gloo if span.name in OPS]), key=lambda span: span.start)
+    found = []
+    for step in sorted(trace.steps, key=lambda step: step.start):
+        numbers: defaultdict[str, count[int]] = defaultdict(count)
+        within = [window for window in trace.windows or [step] if step.start <= window.start < step.end]
+        inside = [span for span in spans if any(window.start <= span.start < window.end for window in within)]
+        found.append({(span.name, next(numbers[span.name])): span for span in inside})
+    return found
 
 
 def gloo_collectives(calls: list[Span], events: list[Span], own: list[Span]) -> list[Span]:

@@ -75,6 +75,7 @@ class Result(Row):
     comm_time_ms_total: Number = None
     comm_ratio: Number = None
     comm_time_ms_by_op: dict[str, float] | None = None
+    transfer_time_ms: Number = None
     bytes_raw_total: Count = None
     bytes_compressed_total: Count = None
     compression_ratio: Number = None
@@ -158,6 +159,7 @@ class Profile(Row):
     comm_time_ms_per_step: float
     comm_time_ms_by_op_per_step: dict[str, float]
     comm_ratio: float
+    transfer_ms_per_step: Number = None
     compute_ms_per_step: float
     encode_ms_per_step: float
     decode_ms_per_step: float
@@ -173,6 +175,7 @@ class Profile(Row):
             "comm_time_ms_total": measured_steps * self.comm_time_ms_per_step,
             "comm_time_ms_by_op": {op: measured_steps * ms for op, ms in self.comm_time_ms_by_op_per_step.items()},
             "comm_ratio": self.comm_ratio,
+            "transfer_time_ms": self.transfer_ms_per_step,
             "compute_time_ms": self.compute_ms_per_step,
             "compress_time_ms": self.encode_ms_per_step or None,  # without any encoding the field does not apply
             "decompress_time_ms": self.decode_ms_per_step or None,

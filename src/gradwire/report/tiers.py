@@ -30,10 +30,10 @@ Table = list[list[str]]
 TIER_DEFINITIONS = f"""\
 Fastest first. `ppl`: perplexity against that of `{BASELINE}` (fp32), paired by seed, with the 95 % bootstrap interval
 of the mean over n seeds; `tier`: the tightest of {", ".join(map(str, TIERS))} % that the mean is within, `fastest`:
-those in which it is the fastest. Against the cell `{BASELINE}`: `comm ×`, communication per step so many times shorter;
-`bytes ×`, so many times fewer (gradients and parameters, after the dense steps); `÷`, the first over the second.
-`speed-up` of the step; `ceiling` is Amdahl's, (1 + m) / (1 + m / r) with m = communication ÷ compute of `{BASELINE}`
-and r = `bytes ×`; `of it`, the share reached."""
+those in which it is the fastest. `transfer ms`: communication per step without waiting for ranks that are late.
+Against the cell `{BASELINE}`: `×`, transfer so many times shorter; `bytes ×`, so many times fewer (gradients and
+parameters, after the dense steps); `÷`, the first over the second. `speed-up` of the step; `ceiling` is Amdahl's,
+(1 + m) / (1 + m / r) with m = transfer ÷ compute of `{BASELINE}` and r = `bytes ×`; `of it`, the share reached."""
 
 WIRE_DEFINITIONS = """\
 `counted`: gradients, the flag of each step and parameters, as bandwidth-optimal collectives would send them where the
@@ -48,29 +48,24 @@ class Timed:
     Args:
         row: One of its runs.
         step: Milliseconds of a step.
-        comm: Milliseconds of a step in which anything is communicated, NaN if not measured.
+        transfer: Milliseconds of a step in which anything is communicated, waiting left out, NaN if not measured.
         compute: Milliseconds of a step in which anything is computed, likewise.
         ratio: Float32 bytes over sent ones, gradients and parameters, after the dense steps.
     """
 
     row: Result
     step: float
-    comm: float
+    transfer: float
     compute: float
     ratio: float
 
     @classmethod
     def of(cls, runs: Sequence[Result]) -> Timed:
         """The cell of some runs that differ in their seed only."""
-        comm = [
-            row.comm_time_ms_total / row.measured_steps
-            for row in runs
-            if row.comm_time_ms_total is not None and row.measured_steps
-        ]
         return cls(
             runs[0],
             step=mean(row.step_time_ms_mean for row in runs),
-            comm=mean(comm),
+            transfer=mean(row.transfer_time_ms for row in runs),
             compute=mean(row.compute_time_ms for row in runs),
             ratio=byte_ratio(runs[0]),
         )
@@ -91,8 +86,8 @@ class Gain:
 
     @property
     def communication(self) -> float:
-        """How many times shorter communication is."""
-        return quotient(self.baseline.comm, self.cell.comm)
+        """How many times shorter communication is, without waiting."""
+        return quotient(self.baseline.transfer, self.cell.transfer)
 
     @property
     def bytes(self) -> float:
@@ -107,7 +102,7 @@ class Gain:
     @property
     def ceiling(self) -> float:
         """The speed-up if communication shrank as the bytes do, and nothing else changed (Amdahl's law)."""
-        m = quotient(self.baseline.comm, self.baseline.compute)
+        m = quotient(self.baseline.transfer, self.baseline.compute)
         return (1 + m) / (1 + quotient(m, self.bytes))
 
 
@@ -155,7 +150,7 @@ def section(key: tuple[str, int, str, str], cells: Sequence[Gain]) -> str:
         [
             f"### {strategy}, W = {world}, {link}",
             f"Fastest {told}.",
-            table(rows, [*headers, "comm ms", "comm ×", "bytes ×", "÷"]),
+            table(rows, [*headers, "transfer ms", "×", "bytes ×", "÷"]),
         ]
     )
 
@@ -181,7 +176,7 @@ def line(gain: Gain, fastest: Sequence[int]) -> list[str]:
         ", ".join(map(str, fastest)),
         number(gain.cell.step, "{:,.1f}"),
         *([MISSING] * 3 if itself else against),
-        number(gain.cell.comm, "{:,.1f}"),
+        number(gain.cell.transfer, "{:,.1f}"),
         *([MISSING] * 3 if itself else shorter),
     ]
 
@@ -210,13 +205,22 @@ def byte_ratio(row: Result) -> float:
 
 
 def wire(rows: Sequence[Result]) -> list[str]:
-    """The backend's factors, and the table of counted and interface bytes."""
-    factors = backend_factors(rows)
-    told = ", ".join(f"{op} {factor:.3f}" for op, factor in sorted(factors.items()))
+    """The backend's factors, and the table of counted and interface bytes.
+
+    Factors are of one link: on a fast one packets that leave together share their headers until they are sent.
+    """
+    of_link: defaultdict[str, list[Result]] = defaultdict(list)
+    for row in rows:
+        of_link[row.link].append(row)
+    factors = {link: backend_factors(alike) for link, alike in sorted(of_link.items(), key=lambda item: -rate(item[0]))}
+    told = "; ".join(
+        f"{link}: " + ", ".join(f"{op} {factor:.3f}" for op, factor in sorted(found.items()))
+        for link, found in factors.items()
+    )
     lines = []
     for row in sorted(rows, key=lambda row: (row.strategy, row.world_size, -rate(row.link), row.compressor, row.seed)):
         sent, seen = counted(row), row.bytes_interface_total or 0
-        explained = sum(factors[op] * of for op, of in sent_by_op(row).items()) / sent
+        explained = sum(factors[row.link][op] * of for op, of in sent_by_op(row).items()) / sent
         ops = gradient_op(row) + (f" + {parameter_op(row)}" if row.bytes_parameters_total else "")
         cell = [row.strategy, str(row.world_size), row.compressor, row.link, str(row.seed), ops]
         quotients = [f"{seen / sent:.3f}", f"{explained:.3f}", f"{100 * (seen / sent / explained - 1):+.1f} %"]
