@@ -37,7 +37,8 @@ def collectives(world: int, numel: int) -> dict[str, tuple[float, Callable[[], A
     return {
         "all_reduce": (2 * once, lambda: ops.all_reduce(buffer)),
         "reduce_scatter": (once, lambda: ops.reduce_scatter(buffer)),
-        "all_gather": (once, lambda: ops.all_gather(buffer[0])),
+        "all_gather, gloo's": (once, lambda: ops.all_gather(message[: sizes[0]])),
+        "all_gather, in messages": (once, lambda: ops.all_gather(message[: sizes[0]], bulk=True)),
         "all_to_all, gloo's": (once, lambda: ops.all_to_all(message, sizes, sizes)),
         "all_to_all, in messages": (once, lambda: ops.all_to_all(message, sizes, sizes, bulk=True)),
         "broadcast": (once, lambda: ops.broadcast(buffer)),

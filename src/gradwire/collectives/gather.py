@@ -36,7 +36,8 @@ class Gather(Algorithm):
             incoming = exchange([own] * ranks.world, [sizes] * ranks.world, [sizes] * ranks.world, flat.device, ranks)
         else:
             message = torch.cat([torch.empty(0, dtype=torch.uint8, device=flat.device), *own])
-            gathered = ops.all_gather(message, ranks.group, "payload", ranks.meter)
+            bulk = message.numel() > ops.CHUNK
+            gathered = ops.all_gather(message, ranks.group, "payload", ranks.meter, bulk=bulk)
             incoming = [list(row.split([wire.numel() for wire in own])) for row in gathered]
         with ranks.meter.span("decode", "codec", device=flat.device):
             mean = torch.zeros(layout.numel, dtype=torch.float32, device=flat.device)

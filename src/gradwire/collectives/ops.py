@@ -63,12 +63,20 @@ def all_reduce_async(
     return Pending(x, work, purpose, meter)
 
 
-def all_gather(x: Tensor, group: Group = None, purpose: str = "control", meter: Meter = METER) -> Tensor:
-    """Every rank's ``x``, all of one shape, stacked in rank order: ``[world, *x.shape]``."""
+def all_gather(
+    x: Tensor, group: Group = None, purpose: str = "control", meter: Meter = METER, *, bulk: bool = False
+) -> Tensor:
+    """Every rank's ``x``, all of one shape, stacked in rank order: ``[world, *x.shape]``.
+
+    ``bulk`` is for bytes (uint8, contiguous), as in `all_to_all`.
+    """
     world = dist.get_world_size(group)
     gathered = torch.empty((world, *x.shape), dtype=x.dtype, device=x.device)
     with meter.span("all_gather", purpose, (world - 1) * nbytes(x), device=x.device):
-        dist.all_gather(list(gathered), x.contiguous(), group=group)
+        if bulk and x.device.type == "cpu":
+            _chunked([x.view(-1)] * world, list(gathered.view(world, -1)), group)
+        else:
+            dist.all_gather(list(gathered), x.contiguous(), group=group)
     return gathered
 
 
