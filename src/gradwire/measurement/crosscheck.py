@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet as pq
-
 from gradwire.errors import BadInput
 
 TOLERANCE = 0.1  # of the trace's time
@@ -55,6 +53,8 @@ def against_meter(steps: Path, traced: Mapping[int, list[Times]]) -> dict[str, A
 
 def profiled_steps(path: Path) -> dict[int, list[dict[str, Any]]]:
     """Each rank's profiled rows, in the order of their steps."""
+    import pyarrow.parquet as pq
+
     table = pq.read_table(path, columns=["step", "rank", "profiled", *QUANTITIES.values()], use_threads=False)
     found: dict[int, list[dict[str, Any]]] = {}
     for row in sorted(table.to_pylist(), key=lambda row: row["step"]):

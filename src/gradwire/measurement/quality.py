@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from gradwire.config import Run
@@ -60,6 +58,9 @@ def read(path: Path) -> Curve:
     Raises:
         BadInput: If it is none.
     """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
     try:
         table = pq.ParquetFile(path).read(columns=["step", "step_ms", "val_loss"], use_threads=False)
     except (pa.ArrowException, OSError) as error:

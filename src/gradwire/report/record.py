@@ -75,7 +75,6 @@ class Result(Row):
     comm_time_ms_total: Number = None
     comm_ratio: Number = None
     comm_time_ms_by_op: dict[str, float] | None = None
-    transfer_time_ms: Number = None
     bytes_raw_total: Count = None
     bytes_compressed_total: Count = None
     compression_ratio: Number = None
@@ -129,6 +128,7 @@ class Result(Row):
     unigram_ppl: Number = None
     bytes_closed_form_total: Count = None
     compute_time_ms: Number = None
+    transfer_time_ms: Number = None
     algorithm: Text = None
     loss_digest: Text = None
     target_reached: bool | None = None  # false: censored, it never was as good; null: there is no baseline
