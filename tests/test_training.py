@@ -183,6 +183,7 @@ def test_counted_bytes_are_the_closed_form(world, shards, tmp_path, strategy, me
     assert record["bytes_compressed_total"] == record["bytes_closed_form_total"]
     assert record["bytes_source"] == source
     if source == "metered":
+        assert sum(record["bytes_by_op"].values()) == record["bytes_compressed_total"]
         steps = [row["bytes_sent"] for row in rows + other]
         assert sum(steps) == record["bytes_compressed_total"]
     assert record["steps"] == 3
@@ -198,6 +199,7 @@ def test_exempt_tensors_and_dense_steps_show_in_the_record(world, shards, tmp_pa
     assert record["compression_ratio_steady"] == pytest.approx(1 / (share + (1 - share) / 2))
     assert record["compression_ratio"] == pytest.approx(6 / (2 + 4 / record["compression_ratio_steady"]))
     assert record["bytes_compressed_total"] == record["bytes_closed_form_total"]
+    assert sum(record["bytes_by_op"].values()) == record["bytes_compressed_total"]
     assert record["fallbacks"] == 0
 
 

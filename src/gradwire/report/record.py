@@ -127,6 +127,7 @@ class Result(Row):
     measured_steps: Count = None
     unigram_ppl: Number = None
     bytes_closed_form_total: Count = None
+    bytes_by_op: dict[str, int] | None = None
     compute_time_ms: Number = None
     transfer_time_ms: Number = None
     algorithm: Text = None

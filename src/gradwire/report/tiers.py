@@ -20,7 +20,7 @@ from gradwire.measurement.statistics import Estimate, estimates, percent_worse
 from gradwire.report.notes import machine
 from gradwire.report.quality import BASELINE, Book
 from gradwire.report.record import Result
-from gradwire.report.traffic import UNSHAPED, counted, gradient_op, parameter_op, rate, sent_by_op
+from gradwire.report.traffic import UNSHAPED, carriers, counted, rate, sent_by_op
 
 TIERS = (1, 5, 20)  # percent of perplexity above that of fp32
 MISSING = "–"
@@ -221,8 +221,7 @@ def wire(rows: Sequence[Result]) -> list[str]:
     for row in sorted(rows, key=lambda row: (row.strategy, row.world_size, -rate(row.link), row.compressor, row.seed)):
         sent, seen = counted(row), row.bytes_interface_total or 0
         explained = sum(factors[row.link][op] * of for op, of in sent_by_op(row).items()) / sent
-        ops = gradient_op(row) + (f" + {parameter_op(row)}" if row.bytes_parameters_total else "")
-        cell = [row.strategy, str(row.world_size), row.compressor, row.link, str(row.seed), ops]
+        cell = [row.strategy, str(row.world_size), row.compressor, row.link, str(row.seed), " + ".join(carriers(row))]
         quotients = [f"{seen / sent:.3f}", f"{explained:.3f}", f"{100 * (seen / sent / explained - 1):+.1f} %"]
         lines.append([*cell, f"{sent / 1e6:,.3f}", f"{seen / 1e6:,.3f}", *quotients])
     headers = ["strategy", "W", "compressor", "link", "seed", "sent by", "MB counted", "MB interface"]

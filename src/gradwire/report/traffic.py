@@ -27,10 +27,9 @@ def hooked(row: Result) -> bool:
 
 
 def gradient_op(row: Result) -> str:
-    """The collective that carries the gradients.
-
-    PowerSGD's native sums under FSDP are all-reduces in part; they stand with the reduce-scatters.
-    """
+    """The collective that carries the gradients, or most of them."""
+    if row.bytes_by_op:
+        return max(row.bytes_by_op, key=lambda op: (row.bytes_by_op or {})[op])
     native = "reduce_scatter" if row.strategy in SHARDED else "all_reduce"
     return CARRIERS.get(row.algorithm or "", native) if hooked(row) else native
 
@@ -41,6 +40,11 @@ def parameter_op(row: Result) -> str:
     return "all_to_all" if compressed else "all_gather"
 
 
+def carriers(row: Result) -> list[str]:
+    """The collectives of the gradients, then that of the parameters."""
+    return [*(row.bytes_by_op or [gradient_op(row)]), *([parameter_op(row)] if row.bytes_parameters_total else [])]
+
+
 def counted(row: Result) -> int:
     """Bytes that all ranks were counted to send: gradients, the flag of each step, parameters."""
     return sum((row.bytes_compressed_total or 0, row.bytes_agreement_total or 0, row.bytes_parameters_total or 0))
@@ -48,8 +52,9 @@ def counted(row: Result) -> int:
 
 def sent_by_op(row: Result) -> dict[str, int]:
     """The counted bytes by collective."""
+    gradients = row.bytes_by_op or {gradient_op(row): row.bytes_compressed_total or 0}
     parts = [
-        (gradient_op(row), row.bytes_compressed_total),
+        *gradients.items(),
         ("all_reduce", row.bytes_agreement_total),
         (parameter_op(row), row.bytes_parameters_total),
     ]

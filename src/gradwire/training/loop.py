@@ -290,6 +290,9 @@ def traffic_since(before: dict[str, Any], reducer: Reducer | None, *, timed: boo
         "bytes_agreement": now["agreement"] - before["agreement"],
         "bytes_raw": now["raw"] - before["raw"],
         "bytes_sent": now["sent"] - before["sent"],
+        "bytes_by_op": {
+            op: cost["bytes"] - before["by_op"].get(op, {"bytes": 0})["bytes"] for op, cost in now["by_op"].items()
+        },
         **{f"bytes_{name}": now[name] - before[name] for name in ("index", "padding")},
         **{name: now[name] - before[name] for name in ("chosen_elements", "sparse_elements", "extra_collectives")},
         "extra_ms": milliseconds(now["extra_seconds"] - before["extra_seconds"]),

@@ -6,6 +6,7 @@ The record is written last: where it stands, everything else does.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from statistics import fmean
 from typing import Any
 
@@ -180,6 +181,7 @@ def traffic(settings: Settings, world: World, outcome: Outcome, rows: list[Row])
         "bytes_agreement_total": agreement,
         "index_bytes": index,
         "index_share": index / sent if index is not None and sent else None,
+        "bytes_by_op": by_op(rows) if settings.cell.hooked else None,
         "bytes_source": source,
         "compression_ratio": overall,
         "compression_ratio_steady": steady,
@@ -222,6 +224,14 @@ def fidelity(settings: Settings, rows: list[Row]) -> Row:
     steady = [row for row in rows if row["step"] >= settings.cell.reduction.dense_steps]
     found = {name: [row[name] for row in steady if row[name] is not None] for name in COLUMNS}
     return {name: fmean(values) if values else None for name, values in found.items()}
+
+
+def by_op(rows: list[Row]) -> dict[str, int]:
+    """Bytes of gradient reduction by collective."""
+    total: Counter[str] = Counter()
+    for row in rows:
+        total.update(row["bytes_by_op"])
+    return dict(total)
 
 
 def parameter_traffic(settings: Settings, outcome: Outcome, rows: list[Row]) -> Row:
