@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from gradwire.report.record import Result
+from gradwire.report.record import Result, hardware
 
 
 def machine(row: Result) -> str:
     """What a run ran on, as far as its times depend on it: device, processor, cores, threads and versions."""
     environment = row.environment or {}
-    hardware = environment.get("device"), environment.get("cpu")
+    device, processor, cores = hardware(row)
     parts = [
-        row.device,
-        *dict.fromkeys(str(name) for name in hardware if name),
-        f"{environment.get('cores', '?')} cores",
+        *dict.fromkeys((row.device, device, processor)),
+        f"{cores or '?'} cores",
         f"{environment.get('threads', '?')} threads",
         f"gradwire {environment.get('gradwire', '?')}",
         f"torch {environment.get('packages', {}).get('torch', '?')}",

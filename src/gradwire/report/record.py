@@ -241,15 +241,15 @@ def compared(results: Sequence[Result], results_dir: Path) -> list[Result]:
 def scaling_efficiency(row: Result, alone: Mapping[tuple[str, str], Sequence[Result]]) -> float | None:
     """Tokens/s per rank, against the rows of one rank by strategy and label; None where there is nothing to compare."""
     base = alone.get((row.strategy, row.compressor)) or alone.get((row.strategy, quality.BASELINE), ())
-    rates = [one.tokens_per_s for one in base if one.tokens_per_s and machine(one) == machine(row)]
+    rates = [one.tokens_per_s for one in base if one.tokens_per_s and hardware(one) == hardware(row)]
     if row.status != "ok" or row.world_size == 1 or not row.tokens_per_s or not rates:
         return None
     return row.tokens_per_s / row.world_size / fmean(rates)
 
 
-def machine(row: Result) -> tuple[Any, ...]:
-    """What times of two runs must have in common to be compared."""
-    return tuple((row.environment or {}).get(key) for key in ("processor", "cores", "device"))
+def hardware(row: Result) -> tuple[Any, ...]:
+    """What a run ran on: what times of two runs must have in common to be compared."""
+    return tuple((row.environment or {}).get(key) for key in ("device", "processor", "cores"))
 
 
 def run_of(row: Result) -> Run:
