@@ -128,7 +128,7 @@ def train(strategy: str, method: str | None, folder: Path) -> None:
 
 
 def transfer(folder: Path) -> None:
-    """Average a megabyte five times; note the fastest, and what this rank's interface sent meanwhile."""
+    """Average a megabyte five times, then send one from rank 0; note the fastest, and what the interface sent."""
     import torch
 
     from gradwire.collectives.world import process_group
@@ -143,7 +143,12 @@ def transfer(folder: Path) -> None:
             torch.distributed.all_reduce(values)
             times.append(time.perf_counter() - began)
             assert values.eq(values[0]).all() and values[0] == 3.0
+        torch.distributed.barrier()  # what is still on its way out is sent before
         found = {"link": link.link(), "seconds": min(times), "bytes": link.transmitted_since(before)}
+        before = link.transmitted()
+        torch.distributed.broadcast(values, 0)
+        torch.distributed.barrier()
+        found["broadcast"] = link.transmitted_since(before)
         write_json(folder / f"transfer{world.rank}.json", found)
 
 

@@ -48,17 +48,38 @@ def what_is_there() -> list[str]:
 @pytest.mark.parametrize(("launcher", "mbit"), [("torchrun", 80), ("spawn", 20)])
 def test_a_link_keeps_its_rate_and_its_interface_counts(tmp_path, launcher, mbit):
     before = what_is_there()
-    for found in transfer(tmp_path, "--link", f"{mbit}mbit", launcher=launcher).values():
+    ranks = transfer(tmp_path, "--link", f"{mbit}mbit", launcher=launcher)
+    for found in ranks.values():
         assert found["link"] == f"{mbit}mbit"
         assert found["seconds"] > 0.97 * (MEGABYTE - links.BURST) * 8 / (1e6 * mbit)  # no faster than the rate
         # An all-reduce of two ranks sends the buffer once, each way; headers and acknowledgements come on top.
         assert 1.02 < found["bytes"] / MEGABYTE < 1.12
+    assert 1.0 < ranks[0]["broadcast"] / MEGABYTE < 1.12  # what goes out is counted, and not what comes in
+    assert 0 < ranks[1]["broadcast"] / MEGABYTE < 0.1
     assert what_is_there() == before
 
 
 def test_without_a_link_no_interface_is_a_ranks_own(tmp_path):
     for found in transfer(tmp_path, launcher="spawn").values():
-        assert (found["link"], found["bytes"]) == ("none", None)
+        assert (found["link"], found["bytes"], found["broadcast"]) == ("none", None, None)
+
+
+@shaped
+def test_a_testbed_that_cannot_be_built_tells_why_alone(tmp_path):
+    """The second rank's `ip` fails; the first rank's namespace is there already."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "ip").write_text(
+        f'#!/bin/sh\ncase "$*" in *port1*) echo "no more ports" >&2; exit 1;; esac\nexec {shutil.which("ip")} "$@"\n'
+    )
+    (folder / "ip").chmod(0o755)
+    environment = CLEAN | {"PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(command(tmp_path, {}, "--link", "1gbit"), env=environment, capture_output=True, text=True)
+    assert done.returncode == 3
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("gradwire launch: cannot build the links: `ip link add port1")
+    assert last.endswith("no more ports")
+    assert "Traceback" not in done.stderr
 
 
 @shaped

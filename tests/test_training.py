@@ -295,7 +295,7 @@ def test_a_resumed_run_equals_an_unbroken_one(world, shards, tmp_path, strategy)
     assert [path.name for path in (tmp_path / "whole/checkpoints").iterdir()] == ["step00000004"]
     assert losses(resumed[0]) == losses(whole[0])
     records = [json.loads((tmp_path / name / "record.json").read_text()) for name in ("whole", "resumed")]
-    for field in ("bytes_raw_total", "bytes_compressed_total", "bytes_closed_form_total", "val_loss"):
+    for field in ("bytes_raw_total", "bytes_compressed_total", "bytes_closed_form_total", "val_loss", "loss_digest"):
         assert records[0][field] == records[1][field]
     assert len(losses(resumed[0])) == 6
     weights = [(tmp_path / name / "final_model/model.safetensors").read_bytes() for name in ("whole", "resumed")]
@@ -335,7 +335,7 @@ def test_a_resumed_run_of_an_optimizer_that_communicates_equals_an_unbroken_one(
         assert before[-1]["bytes_sent"] > 0, "the last step synchronises"
     weights = [(tmp_path / name / "final_model/model.safetensors").read_bytes() for name in ("whole", "resumed")]
     assert weights[0] == weights[1]
-    for field in ("bytes_raw_total", "bytes_compressed_total", "bytes_closed_form_total", "val_loss"):
+    for field in ("bytes_raw_total", "bytes_compressed_total", "bytes_closed_form_total", "val_loss", "loss_digest"):
         assert resumed[0][1][field] == whole[0][1][field]
 
 

@@ -101,7 +101,7 @@ class Testbed:
     """Ranks in namespaces of their own, joined by a switch.
 
     Args:
-        link: The rate of each rank's cable, as ``tc`` spells it.
+        link: The rate of each rank's cable.
         world_size: Number of ranks.
         folder: Where the namespaces' files go.
     """
@@ -153,12 +153,11 @@ def testbed(link: str, world_size: int) -> Iterator[Testbed]:
         RunFault: If a command that `probe` found to work fails.
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-link-") as folder:
-        built = Testbed(link, world_size, Path(folder))
         try:
-            yield built
+            yield Testbed(link, world_size, Path(folder))
         finally:
-            for namespace in Path(folder).iterdir():
-                _run(f"umount {namespace}")
+            for namespace in Path(folder).iterdir():  # where building broke off, the last one may not be mounted
+                subprocess.run(["umount", namespace], capture_output=True, check=False)
 
 
 def shaping(link: str) -> str:
@@ -167,8 +166,8 @@ def shaping(link: str) -> str:
     What may leave at once after a pause is a millisecond's worth, and at least a few packets: with less the kernel's
     timer cannot keep the rate, with more small messages would travel for nothing.
     """
-    burst = max(BURST, int(bits_per_second(link) / 8 / 1000))
-    return f"tbf rate {link} burst {burst} latency 100ms"
+    rate = bits_per_second(link)
+    return f"tbf rate {rate:.0f}bit burst {max(BURST, int(rate / 8 / 1000))} latency 100ms"
 
 
 def _run(command: str) -> None:

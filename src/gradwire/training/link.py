@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from gradwire.errors import RunFault
 from gradwire.launch.links import INTERFACE, LINK
 
 UNSHAPED = "none"  # the ranks talk over whatever link the machine has
@@ -18,7 +19,11 @@ def link() -> str:
 
 
 def transmitted() -> int | None:
-    """Bytes that this rank's own interface has sent so far, headers included; None where ranks share an interface."""
+    """Bytes that this rank's own interface has sent so far, headers included; None where ranks share an interface.
+
+    Raises:
+        RunFault: If that interface is not there.
+    """
     interface = os.environ.get(INTERFACE)
     if interface is None:
         return None
@@ -26,7 +31,7 @@ def transmitted() -> int | None:
         name, _, counters = line.partition(":")
         if name.strip() == interface:
             return int(counters.split()[TRANSMITTED])
-    return None
+    raise RunFault(f"{INTERFACE} names {interface}, and {COUNTERS} has no such interface.")
 
 
 def transmitted_since(before: int | None) -> int | None:

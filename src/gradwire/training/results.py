@@ -251,7 +251,7 @@ def parameter_traffic(settings: Settings, outcome: Outcome, rows: list[Row]) -> 
 def interface_traffic(rows: list[Row]) -> int | None:
     """Bytes that the ranks' own interfaces transmitted in all optimizer steps; None where they have none."""
     each = [row["bytes_interface"] for row in rows]
-    return None if None in each else sum(each)
+    return None if not each or None in each else sum(each)
 
 
 def ratio(rows: list[Row]) -> float | None:
