@@ -74,7 +74,10 @@ def test_activations_are_what_was_predicted(batch, checkpointing):
 
 
 def peak(rank, world, group, strategy, batch, options):
-    """Bytes that a rank holds at most in a steady step: what stays between steps, and what torch allocates in one."""
+    """Bytes that a rank holds at most in a steady step: what stays between steps, and what torch allocates in one.
+
+    The lowest of five steps: what gloo sent is let go some time after `wait`, which adds 0 to 25 % to a step's peak.
+    """
     model = wrap(tiny(), strategy, device="cpu", **options).train()
     optimizer = torch.optim.AdamW(model.parameters())
     x = ids(batch)
@@ -91,14 +94,16 @@ def peak(rank, world, group, strategy, batch, options):
 
     for _ in range(2):  # DDP makes its buckets anew in the second
         step()
-    gc.collect()  # what earlier steps left in cycles
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        kept = step()
-    events = profiler.profiler.kineto_results.events()
-    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-    grown = max(itertools.accumulate(change for _, change in changes))
+    grown = []
+    for _ in range(5):
+        gc.collect()  # what earlier steps left in cycles
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            kept = step()
+        events = profiler.profiler.kineto_results.events()
+        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+        grown.append(max(itertools.accumulate(change for _, change in changes)))
     buckets = kept.gradients if strategy in ("bucket", "ddp") else 0  # these stay; DDP's are as large as the gradients
-    return kept.parameters + kept.optimizer + buckets + grown
+    return kept.parameters + kept.optimizer + buckets + min(grown)
 
 
 @pytest.mark.parametrize("batch", [1, 8])
