@@ -24,8 +24,10 @@ from gradwire.compressors.exempt import Exempt
 from gradwire.compressors.schedule import Schedule
 from gradwire.errors import BadInput, unknown
 from gradwire.files import digest, sha256_file
+from gradwire.units import UNSHAPED
 
 SCHEMA_VERSION = 1  # of record.json and results.jsonl
+BASELINE = "none"  # the label of the framework untouched in fp32
 
 Strategy = Literal["naive", "bucket", "ddp", "fsdp1", "fsdp2"]
 CommOptimizer = Literal["gradient", "onebit_adam", "zero_one_adam"]
@@ -342,7 +344,7 @@ class Grid(Strict):
     strategies: tuple[Strategy, ...] = ("fsdp2",)
     world_sizes: tuple[Annotated[int, Field(ge=1)], ...] = (2,)
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
-    links: tuple[Link, ...] = ("none",)
+    links: tuple[Link, ...] = (UNSHAPED,)
     compressors: tuple[str, ...] | Literal["all"] = "all"
 
 
@@ -400,8 +402,8 @@ class Experiment(Strict):
         for seed in sorted({run.seed for run in chosen}):
             of_seed = [run for run in chosen if run.seed == seed]
             random.Random(seed).shuffle(of_seed)
-            baselines = [run for run in of_seed if run.compressor == "none"]
-            others = [run for run in of_seed if run.compressor != "none"]
+            baselines = [run for run in of_seed if run.compressor == BASELINE]
+            others = [run for run in of_seed if run.compressor != BASELINE]
             middle = (len(baselines) + 1) // 2
             ordered += [*baselines[:middle], *others, *baselines[middle:]]
         return ordered
@@ -409,7 +411,7 @@ class Experiment(Strict):
     @property
     def needs_links(self) -> bool:
         """Whether a run wants a link of a chosen rate."""
-        return any(run.link != "none" for run in self.runs())
+        return any(run.link != UNSHAPED for run in self.runs())
 
     def gradient_runs(self, runs: Iterable[Run]) -> list[Run]:
         """Those of ``runs`` whose per-sample gradients are collected."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from gradwire.errors import BadInput
 
+UNSHAPED = "none"  # instead of a rate: whatever link the machine has
 RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
 TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 

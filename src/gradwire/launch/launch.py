@@ -9,6 +9,7 @@ from gradwire.errors import BadInput
 from gradwire.failures import clear_failure, refuse_again, write_failure
 from gradwire.launch import links
 from gradwire.launch.ranks import LAUNCHERS, RankFailure, check_address, environment, start
+from gradwire.units import UNSHAPED
 
 RANK = (sys.executable, "-m", "gradwire")  # what starts `gradwire` in a rank
 
@@ -23,7 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--link",
         metavar="RATE",
-        default="none",
+        default=UNSHAPED,
         help="give each rank a network of its own and a cable of this rate (such as 100mbit); none: the machine's own",
     )
     parser.add_argument("--gpus", type=int, help="GPUs that a scheduler granted; fewer than --world_size are refused")
@@ -47,7 +48,7 @@ def main(args: argparse.Namespace) -> None:
         refuse_again(folder, verb)
     try:
         _check_size(args, child)
-        if args.link != "none":
+        if args.link != UNSHAPED:
             links.enter(args.link)
         child.world_size = args.world_size
         if hasattr(module, "preflight"):
@@ -66,7 +67,7 @@ def main(args: argparse.Namespace) -> None:
 def _start(args: argparse.Namespace) -> None:
     """Run the command on all ranks."""
     command = [*RANK, *args.command]
-    if args.link == "none":
+    if args.link == UNSHAPED:
         check_address(args.master_addr, args.master_port)
         start(command, args.world_size, args.launcher, args.master_addr, args.master_port)
         return

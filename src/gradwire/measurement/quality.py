@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwire.config import Run
+from gradwire.config import BASELINE, Run
 from gradwire.errors import BadInput
 
-BASELINE = "none"
 TARGET = 1.05  # of the baseline's final perplexity
 
 

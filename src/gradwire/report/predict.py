@@ -8,13 +8,16 @@ from __future__ import annotations
 import math
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING
 
+from gradwire.config import BASELINE
 from gradwire.errors import BadInput
+from gradwire.report.markdown import MISSING, number, table
 from gradwire.report.notes import machines
+from gradwire.report.quality import Book, book
 from gradwire.report.record import Result
 from gradwire.report.results_file import read_results
 from gradwire.report.traffic import SHARDED, gradient_op, parameter_op, rate
@@ -23,11 +26,10 @@ from gradwire.units import bits_per_second, rate_text, seconds
 if TYPE_CHECKING:
     from gradwire.measurement.cost_model import Cell, Flow, LeftOut, Model
 
-BASELINES = ("none", "bf16-native")
+BASELINES = (BASELINE, "bf16-native")
 RESAMPLES = 200
 STATES = 16  # bytes per parameter: itself, its gradient, AdamW's two moments, all float32
 MOST = 4096
-MISSING = "–"
 
 DEFINITIONS = """\
 Each step by the fastest way that the cells tell of; `× none`, `× bf16-native`: how many times shorter than theirs.
@@ -64,6 +66,9 @@ def main(args: Namespace) -> None:
         print(f"gradwire predict: {complaint}", file=sys.stderr)
     chosen = usable(rows, path)
     model = Model(tuple(cell_of(row) for row in chosen))
+    quality, doubts = quality_of(rows, path)
+    for doubt in doubts:
+        print(f"gradwire predict: {doubt}", file=sys.stderr)
     resampled = list(model.resampled(RESAMPLES))
     parts = [
         f"# W = {args.world_size}, {rate_text(bandwidth)} and {args.latency} per message",
@@ -73,7 +78,8 @@ def main(args: Namespace) -> None:
     ]
     for strategy in dict.fromkeys(cell.strategy for cell in model.cells):
         own = [row for row in rows if row.strategy == strategy and row.status == "ok"]
-        parts += steps(model, strategy, own, args.world_size, bandwidth, latency, args.memory)
+        worse = ppl_percent([row for row in chosen if row.strategy == strategy], quality)
+        parts += steps(model, strategy, own, worse, args.world_size, bandwidth, latency, args.memory)
         parts += crossovers(model, resampled, strategy, args.world_size, latency)
     parts += [*law(model), *trial(leave_one_link_out(model.cells), rows)]
     print("\n\n".join(parts))
@@ -97,9 +103,9 @@ def usable(rows: Iterable[Result], path: Path) -> list[Result]:
     if len(rates) < 2:
         told = f"only {', '.join(rates)}" if rates else "none"
         raise BadInput(f"{path}: a fit needs profiled cells on links of at least two rates, and has {told}.")
-    lacking = {row.strategy for row in found} - {row.strategy for row in found if row.compressor == BASELINES[0]}
+    lacking = {row.strategy for row in found} - {row.strategy for row in found if row.compressor == BASELINE}
     if lacking:
-        raise BadInput(f"{path}: there is no cell `{BASELINES[0]}` of {', '.join(sorted(lacking))} to compare with.")
+        raise BadInput(f"{path}: there is no cell `{BASELINE}` of {', '.join(sorted(lacking))} to compare with.")
     return found
 
 
@@ -139,29 +145,40 @@ def cell_of(row: Result) -> Cell:
 
 
 def steps(
-    model: Model, strategy: str, rows: Sequence[Result], world: int, bandwidth: float, latency: float, memory: bool
+    model: Model,
+    strategy: str,
+    rows: Sequence[Result],
+    worse: Mapping[str, float],
+    world: int,
+    bandwidth: float,
+    latency: float,
+    memory: bool,
 ) -> list[str]:
     """The strategy's heading, its winners, and the table of predicted steps, fastest first."""
     labels = [label for own, label in model.runs if own == strategy]
     found = {label: model.predict((strategy, label), world, bandwidth, latency) for label in labels}
     compute = compute_seconds(rows)
-    worse = {label: ppl_percent(rows, label) for label in labels}
     ordered = sorted(labels, key=lambda label: found[label].step)
     lines = []
     for label in ordered:
         way, step, communication = found[label]
         gains = [f"{found[base].step / step:.3f}" if base in found else MISSING for base in BASELINES]
         speed_up = MISSING if compute is None else f"{world * compute / step:,.2f}"
-        quality = MISSING if worse[label] is None else f"{worse[label]:+.1f} %"
+        quality = number(worse.get(label), "{:+.1f} %")
         line = [label, way, f"{1e3 * step:,.1f}", f"{1e3 * communication:,.1f}", *gains, speed_up, quality]
         lines.append([*line, memory_text(rows, label, world)] if memory else line)
     winners = [f"Fastest: `{ordered[0]}`"]  # of any perplexity
     for limit in (1, 5, 20):
-        within = (label for label in ordered if (of := worse[label]) is not None and of <= limit)
+        within = (label for label in ordered if worse.get(label, math.inf) <= limit)
         if first := next(within, None):
             winners.append(f"within {limit} %: `{first}`")
-    headers = ["compressor", "way", "step ms", "comm ms", *(f"× {base}" for base in BASELINES), "N/(1+α)", "ppl"]
-    return [f"## {strategy}", "; ".join(winners) + ".", table(lines, [*headers, *(["GB"] if memory else [])], left=2)]
+    against = [f"× {base}" for base in BASELINES]
+    headers = ["compressor", "way", "step ms", "comm ms", *against, "N/(1+α)", "ppl", *["GB"] * memory]
+    return [
+        f"## {strategy}",
+        "; ".join(winners) + ".",
+        table(lines, headers, left=(0, 1)),
+    ]
 
 
 def crossovers(model: Model, resampled: Sequence[Model], strategy: str, world: int, latency: float) -> list[str]:
@@ -175,7 +192,7 @@ def crossovers(model: Model, resampled: Sequence[Model], strategy: str, world: i
     )
     lines = []
     for label in labels:
-        if label == BASELINES[0]:
+        if label == BASELINE:
             continue
         line = [label]
         for base in bases:
@@ -208,7 +225,7 @@ def law(model: Model) -> list[str]:
     hosts = [[op, rate_text(8 / of), f"{fit.factor[op]:.3f}"] for op, of in fit.host.items()]
     return [
         "## The fit",
-        table(alphas, ["strategy", "collective", "α ms per step"], left=2),
+        table(alphas, ["strategy", "collective", "α ms per step"], left=(0, 1)),
         table(hosts, ["collective", "host", "backend's factor"]),
     ]
 
@@ -240,24 +257,33 @@ def trial(found: Sequence[LeftOut], rows: Sequence[Result]) -> list[str]:
     return [
         "## Each link predicted from the others",
         f"Median relative error: {100 * step:.1f} % of the step, {100 * communication:.1f} % of its communication.",
-        table(lines, headers, left=3),
+        table(lines, headers, left=(0, 1, 2)),
     ]
 
 
 def compute_seconds(rows: Iterable[Result]) -> float | None:
     """Seconds of computation in a step: `none`'s step at W = 1, else its computation by the profile."""
-    baseline = [row for row in rows if row.compressor == BASELINES[0] and row.status == "ok"]
+    baseline = [row for row in rows if row.compressor == BASELINE and row.status == "ok"]
     alone = [row.step_time_ms_mean for row in baseline if row.world_size == 1 and row.step_time_ms_mean is not None]
     profiled = [row.compute_time_ms for row in baseline if row.compute_time_ms is not None]
     known = alone or profiled
     return fmean(known) / 1e3 if known else None
 
 
-def ppl_percent(rows: Iterable[Result], label: str) -> float | None:
-    """By how many percent a label's mean perplexity is above that of `none`; None where it is not known."""
-    known = [(row.compressor, row.val_ppl) for row in rows if row.world_size > 1 and row.val_ppl is not None]
-    own, base = ([ppl for of, ppl in known if of == one] for one in (label, BASELINES[0]))
-    return 100 * (fmean(own) / fmean(base) - 1) if own and base else None
+def quality_of(rows: Sequence[Result], path: Path) -> tuple[Book, list[str]]:
+    """The runs that the rows have their perplexities from, all seeds of them, and what is wrong with their file."""
+    named = sorted({row.quality_from.partition(": ")[0] for row in rows if row.quality_from})
+    if len(named) == 1 and Path(named[0]).is_file():
+        return book(Path(named[0]))
+    doubts = [f"{name}, which perplexities are from, is not here: {path} has one seed of them" for name in named]
+    return Book.of(str(path), rows), doubts
+
+
+def ppl_percent(rows: Sequence[Result], quality: Book) -> dict[str, float]:
+    """By how many percent a label's mean perplexity is above that of `none`, where both are known."""
+    baseline = next(row for row in rows if row.compressor == BASELINE)
+    found = {row.compressor: quality.percent_worse(row, baseline) for row in rows if row.compressor != BASELINE}
+    return {BASELINE: 0.0} | {label: fmean(percents) for label, percents in found.items() if percents}
 
 
 def memory_text(rows: Iterable[Result], label: str, world: int) -> str:
@@ -268,11 +294,3 @@ def memory_text(rows: Iterable[Result], label: str, world: int) -> str:
     row = max(measured, key=lambda row: row.mem_peak_alloc_gb or 0)
     states = STATES * (row.parameters or 0) / 1e9 if row.strategy in SHARDED else 0.0
     return f"{(row.mem_peak_alloc_gb or 0) + states / world - states / row.world_size:.3f}"
-
-
-def table(lines: Sequence[Sequence[str]], headers: Sequence[str], left: int = 1) -> str:
-    """A Markdown table, the first ``left`` columns to the left."""
-    from tabulate import tabulate
-
-    align = ["left" if column < left else "right" for column in range(len(headers))]
-    return tabulate(lines, headers, tablefmt="pipe", colalign=align if lines else None, disable_numparse=True)

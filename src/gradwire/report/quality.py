@@ -8,17 +8,17 @@ warm-up steps (``dense_steps``, ``freeze_step``) and in nothing else; where they
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 from gradwire.errors import BadInput
+from gradwire.measurement.statistics import percent_worse
 from gradwire.report.record import Result
 from gradwire.report.results_file import read_results
 
-BASELINE = "none"
 PREFERRED = "ddp"  # whose perplexity stands for a strategy that has none
 WARM_UP = ("dense_steps", "freeze_step")
 SAME = ("compress_config", "model", "parameters", "dataset", "max_length", "batch_size", "optimizer", "world_size")
@@ -69,6 +69,19 @@ class Book:
         present = sorted({one.strategy for one in alike})
         wanted = next(one for one in (strategy or row.strategy, PREFERRED, *present) if one in present)
         return {one.seed: one for one in alike if one.strategy == wanted}
+
+    def percent_worse(self, row: Result, baseline: Result) -> list[float]:
+        """By how many percent a cell's perplexity is above the baseline's, by seed; empty where one is not known."""
+        try:
+            own = self.seeds(row)
+            against = self.seeds(baseline, next(iter(own.values())).strategy)
+        except BadInput:
+            return []
+        return percent_worse(_perplexities(own), _perplexities(against))
+
+
+def _perplexities(runs: Mapping[int, Result]) -> dict[int, float]:
+    return {seed: run.val_ppl for seed, run in runs.items() if run.val_ppl is not None}
 
 
 def differences(one: Result, other: Result) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from gradwire.config import SCHEMA_VERSION, Run
+from gradwire.config import BASELINE, SCHEMA_VERSION, Run
 from gradwire.errors import BadInput
 from gradwire.failures import failure_file
 from gradwire.files import read_json
@@ -240,7 +240,7 @@ def compared(results: Sequence[Result], results_dir: Path) -> list[Result]:
 
 def scaling_efficiency(row: Result, alone: Mapping[tuple[str, str], Sequence[Result]]) -> float | None:
     """Tokens/s per rank, against the rows of one rank by strategy and label; None where there is nothing to compare."""
-    base = alone.get((row.strategy, row.compressor)) or alone.get((row.strategy, quality.BASELINE), ())
+    base = alone.get((row.strategy, row.compressor)) or alone.get((row.strategy, BASELINE), ())
     rates = [one.tokens_per_s for one in base if one.tokens_per_s and hardware(one) == hardware(row)]
     if row.status != "ok" or row.world_size == 1 or not row.tokens_per_s or not rates:
         return None

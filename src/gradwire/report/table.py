@@ -8,15 +8,13 @@ from typing import Any, get_args
 
 import numpy as np
 import pandas as pd
-import tabulate
 
+from gradwire.config import BASELINE
 from gradwire.measurement.statistics import estimates, gated
+from gradwire.report.markdown import MISSING, number, table
 from gradwire.report.notes import losses_over_links, machine, machines
-from gradwire.report.quality import BASELINE
 from gradwire.report.record import Result, Status
 from gradwire.report.traffic import rate
-
-tabulate.MIN_PADDING = 0  # headers no wider than their words: a dozen columns have to fit a terminal
 
 CELL = ["strategy", "world_size", "compressor", "link"]
 NAMES = {"strategy": "strategy", "world_size": "W", "compressor": "compressor", "link": "link", "n": "n"}
@@ -41,7 +39,6 @@ MEASURED = [
 ]
 ESTIMATED = ["val_ppl", "worse_percent", "step_time_ms_mean", "speed_up"]
 WIDTH = 138
-MISSING = "–"
 
 DEFINITIONS = f"""\
 - n seeds; sd: sample standard deviation over them; 95 %: bootstrap interval of the mean before it (percentiles; over
@@ -98,7 +95,7 @@ def header(results: Sequence[Result]) -> str:
         ("training", _distinct(_training(row) for row in measured)),
         ("device", _distinct(_device(row) for row in measured)),
         ("versions", _distinct(_versions(row) for row in measured)),
-        ("unigram yardstick", _distinct(_number(row.unigram_ppl, "perplexity {:.1f}") for row in measured)),
+        ("unigram yardstick", _distinct(number(row.unigram_ppl, "perplexity {:.1f}") for row in measured)),
     ]
     lines = [f"runs: {counts}", *(f"{fact}: {text}" for fact, text in facts if text)]
     return "\n".join(textwrap.fill(line, WIDTH, initial_indent="- ", subsequent_indent="  ") for line in lines)
@@ -199,7 +196,7 @@ def time_table(cells: pd.DataFrame) -> str:
         cells,
         {
             "comm ms": _milliseconds("comm_ms"),
-            "share": lambda cell: _number(100 * cell["comm_ratio"], "{:.0f} %"),
+            "share": lambda cell: number(100 * cell["comm_ratio"], "{:.0f} %"),
             **{title: _milliseconds(column) for title, column in columns.items()},
         },
     )
@@ -239,16 +236,11 @@ def _table(cells: pd.DataFrame, columns: dict[str, Callable[[Any], str]]) -> str
         [*(cell[name] for name in NAMES), *(text(cell) for text in columns.values())]
         for cell in cells.to_dict("records")
     ]
-    align = ("left", "right", "left", "left", *["right"] * (1 + len(columns)))
-    return tabulate.tabulate(rows, [*NAMES.values(), *columns], tablefmt="pipe", colalign=align, disable_numparse=True)
-
-
-def _number(value: Any, form: str) -> str:
-    return MISSING if pd.isna(value) else form.format(value)
+    return table(rows, [*NAMES.values(), *columns], left=(0, 2, 3))
 
 
 def _column(name: str, form: str) -> Callable[[Any], str]:
-    return lambda cell: _number(cell[name], form)
+    return lambda cell: number(cell[name], form)
 
 
 def _interval(name: str, form: str) -> Callable[[Any], str]:
@@ -262,15 +254,15 @@ def _interval(name: str, form: str) -> Callable[[Any], str]:
 
 
 def _speed_up(cell: Any) -> str:
-    return _number(cell["speed_up"], "{:.3f} ×")
+    return number(cell["speed_up"], "{:.3f} ×")
 
 
 def _milliseconds(column: str) -> Callable[[Any], str]:
-    return lambda cell: _number(cell[column], "{:,.1f}")
+    return lambda cell: number(cell[column], "{:,.1f}")
 
 
 def _megabytes(value: float) -> str:
-    return _number(value / 1e6, "{:,.3f}")
+    return number(value / 1e6, "{:,.3f}")
 
 
 def _closed_form(cell: Any) -> str:
@@ -282,7 +274,7 @@ def _against_baseline(cell: Any) -> str:
     if cell["compressor"] == BASELINE:
         return MISSING
     mark = " !" if cell["gated"] else ""
-    return _number(cell["worse_percent"], "{:+z.2f} %") + mark
+    return number(cell["worse_percent"], "{:+z.2f} %") + mark
 
 
 def _distinct(texts: Iterable[Any]) -> str:
@@ -291,7 +283,7 @@ def _distinct(texts: Iterable[Any]) -> str:
 
 
 def _model(row: Result) -> str:
-    size = _number(row.parameters, ", {:,} parameters").removeprefix(MISSING)
+    size = number(row.parameters, ", {:,} parameters").removeprefix(MISSING)
     return f"{row.model}{size}"
 
 

@@ -7,23 +7,23 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from textwrap import fill
 
 import numpy as np
-from tabulate import tabulate
 
-from gradwire.errors import BadInput
-from gradwire.measurement.statistics import Estimate, estimates, percent_worse
+from gradwire.config import BASELINE
+from gradwire.measurement.statistics import Estimate, estimates
+from gradwire.report.markdown import MISSING, number, table
 from gradwire.report.notes import machine
-from gradwire.report.quality import BASELINE, Book
+from gradwire.report.quality import Book
 from gradwire.report.record import Result
-from gradwire.report.traffic import UNSHAPED, carriers, counted, rate, sent_by_op
+from gradwire.report.traffic import carriers, counted, rate, sent_by_op
+from gradwire.units import UNSHAPED
 
 TIERS = (1, 5, 20)  # percent of perplexity above that of fp32
-MISSING = "–"
 WIDTH = 120
 Table = list[list[str]]
 
@@ -113,7 +113,7 @@ def tiers(results: Sequence[Result], quality: Book) -> str:
     timed = groups(ok)
     baselines = {key: next(cell for cell in cells if cell.row.compressor == BASELINE) for key, cells in timed.items()}
     pairs = [(cell, baselines[key]) for key, cells in timed.items() for cell in cells]
-    found = iter(estimates([worse(cell.row, baseline.row, quality) for cell, baseline in pairs]))
+    found = iter(estimates([quality.percent_worse(cell.row, baseline.row) for cell, baseline in pairs]))
     gains = {key: [Gain(cell, baselines[key], next(found)) for cell in cells] for key, cells in timed.items()}
     if sections := [section(*group) for group in gains.items()]:
         parts += ["## Quality tiers on links", TIER_DEFINITIONS, *sections]
@@ -181,21 +181,6 @@ def line(gain: Gain, fastest: Sequence[int]) -> list[str]:
     ]
 
 
-def worse(row: Result, baseline: Result, quality: Book) -> list[float]:
-    """By how many percent a cell's perplexity is above the baseline's, by seed; empty where one is not known."""
-    try:
-        own = quality.seeds(row)
-        against = quality.seeds(baseline, next(iter(own.values())).strategy)
-    except BadInput:
-        return []
-    return percent_worse(perplexities(own), perplexities(against))
-
-
-def perplexities(runs: Mapping[int, Result]) -> dict[int, float]:
-    """Their perplexities by seed."""
-    return {seed: run.val_ppl for seed, run in runs.items() if run.val_ppl is not None}
-
-
 def byte_ratio(row: Result) -> float:
     """Float32 bytes of gradients and parameters over those sent, after the dense steps."""
     gradients, parameters = row.bytes_raw_total or 0, row.bytes_parameters_raw_total or 0
@@ -254,12 +239,6 @@ def backend_factors(rows: Sequence[Result]) -> dict[str, float]:
     return dict.fromkeys(ops, 1.0) | dict(zip(np.array(ops)[carried].tolist(), fitted.x.tolist(), strict=True))
 
 
-def table(rows: Table, headers: Sequence[str], left: Sequence[int] = (0,)) -> str:
-    """A Markdown table, numbers to the right."""
-    align = ["left" if column in left else "right" for column in range(len(headers))]
-    return tabulate(rows, headers, tablefmt="pipe", colalign=align, disable_numparse=True)
-
-
 def mean(values: Iterable[float | None]) -> float:
     """The mean of what is known, NaN if nothing is."""
     known = [value for value in values if value is not None]
@@ -269,11 +248,6 @@ def mean(values: Iterable[float | None]) -> float:
 def quotient(one: float, other: float) -> float:
     """``one / other``, NaN where there is nothing to divide by."""
     return one / other if other else math.nan
-
-
-def number(value: float, form: str) -> str:
-    """A number, or a dash for NaN."""
-    return MISSING if math.isnan(value) else form.format(value)
 
 
 def spread(found: Estimate) -> str:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 
 from gradwire.report.record import Result
-from gradwire.units import bits_per_second
+from gradwire.units import UNSHAPED, bits_per_second
 
-UNSHAPED = "none"  # the link that is as fast as the machine
 SHARDED = ("fsdp1", "fsdp2")
 CARRIERS = {"exchange": "all_to_all", "gather": "all_gather"}  # else the framework's own collective, or torch's
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from gradwire.errors import RunFault
 from gradwire.launch.links import INTERFACE, LINK
+from gradwire.units import UNSHAPED
 
-UNSHAPED = "none"  # the ranks talk over whatever link the machine has
 COUNTERS = Path("/proc/self/net/dev")  # of the network namespace that this process lives in
 TRANSMITTED = 8  # column of the bytes sent, counted from the first one after the interface's name
 

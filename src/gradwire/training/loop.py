@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import record_function
 from tqdm import tqdm
 
@@ -120,9 +120,8 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
 
     rank, size, batch_size = world.rank, world.world_size, training.batch_size
     consumed = start * training.grad_accum_steps
-    batches = prefetch(
-        train_batches(train_split, batch_size, rank, size, settings.seed, start=consumed), training.grad_accum_steps
-    )
+    batches = train_batches(train_split, batch_size, rank, size, settings.seed, start=consumed)
+    feed = Feed(batches, training.grad_accum_steps, world.device)
     sync = SyncCheck(model, optimizer, settings.verify_sync)
     profiled = profiled_range(training, start)
     clock = Clock(world.device)
@@ -148,7 +147,7 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
                 measured = METER.measuring() if step in profiled else nullcontext()
                 with sampled(reducer if evaluated and averages else None, outcome.memory) as sample:
                     with measured, record_function("gradwire/step"):
-                        row = optimizer_step(model, optimizer, reducer, batches, training, world, clock)
+                        row = optimizer_step(model, optimizer, reducer, feed, training, world, clock)
                     row["bytes_interface"] = link.transmitted_since(transmitted)
                 row |= sample | traffic_since(before, reducer, timed=world.device.type == "cpu" or step in profiled)
                 row["bytes_parameters"] = METER.sent("parameters") - sent
@@ -194,6 +193,33 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
     return model, outcome
 
 
+class Feed:
+    """The micro-batches of this optimizer step, and those of the next, whose number of targets travels meanwhile.
+
+    Args:
+        batches: This rank's, without end.
+        per_step: Micro-batches of an optimizer step.
+        device: Where they are trained on.
+    """
+
+    def __init__(self, batches: Iterator[Batch], per_step: int, device: torch.device) -> None:
+        self._batches, self._per_step, self._device = prefetch(batches, per_step), per_step, device
+        self._coming = self._read()
+        self.n_targets = ops.all_reduce(self.coming_targets(), purpose="control")  # of all ranks in the coming step
+
+    def take(self) -> list[Batch]:
+        """The micro-batches of the step that begins; from now on the next ones are coming."""
+        taken, self._coming = self._coming, self._read()
+        return taken
+
+    def coming_targets(self) -> Tensor:
+        """This rank's number of targets in the coming step."""
+        return torch.tensor(float(sum(batch.n_targets for batch in self._coming)), device=self._device)
+
+    def _read(self) -> list[Batch]:
+        return [batch.to(self._device) for batch in itertools.islice(self._batches, self._per_step)]
+
+
 def due(every: int, step: int) -> bool:
     """Whether what happens every so many steps (0: never) happens after ``step``, counted from 0."""
     return every > 0 and (step + 1) % every == 0
@@ -203,7 +229,7 @@ def optimizer_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     reducer: Reducer | None,
-    batches: Iterator[Batch],
+    feed: Feed,
     training: Training,
     world: World,
     clock: Clock,
@@ -211,27 +237,28 @@ def optimizer_step(
     """One optimizer step over ``grad_accum_steps`` micro-batches; returns what was measured in it.
 
     The loss is the mean over the targets of all ranks and micro-batches: each rank's sum is divided by the global
-    number of targets and multiplied by W, because the strategies average gradients over ranks.
+    number of targets and multiplied by W, because the strategies average gradients over ranks. It travels, with the
+    next step's number of targets, while the last backward pass runs.
 
     Raises:
         Diverged: If the loss or the gradient's norm is not finite.
         NonFiniteGradient: If the reducer saw a gradient that is not finite, under ``nonfinite: raise``.
     """
     clock.start()
-    micro_batches = [batch.to(world.device) for batch in itertools.islice(batches, training.grad_accum_steps)]
+    n_targets, micro_batches = feed.n_targets, feed.take()
     clock.lap("data_ms")
-    n_targets = torch.tensor(float(sum(batch.n_targets for batch in micro_batches)), device=world.device)
-    ops.all_reduce(n_targets, purpose="control")
-    clock.lap("control_ms")
 
     total = torch.zeros((), device=world.device)
     for i, batch in enumerate(micro_batches):
-        with parallel.accumulation(model, last=i + 1 == len(micro_batches)):
+        last = i + 1 == len(micro_batches)
+        with parallel.accumulation(model, last=last):
             loss = loss_sum(model, batch) / n_targets
             clock.lap("forward_ms")
+            total += loss.detach()
+            if last:
+                travelling = ops.all_reduce_async(torch.stack([total, feed.coming_targets()]), purpose="control")
             (loss * world.world_size).backward()
             clock.lap("backward_ms")
-        total += loss.detach()
 
     if isinstance(optimizer, optimizers.Communicating):
         grad_norm, reduced = optimizer.exchange(training.clip_grad_norm)
@@ -243,7 +270,7 @@ def optimizer_step(
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     clock.lap("optimizer_ms")
-    ops.all_reduce(total, purpose="control")
+    total, feed.n_targets = travelling.wait()
     check_finite(float(total), "the loss")
     clock.lap("control_ms")
     clock.stop()
