@@ -63,8 +63,8 @@ def run(rank: int, world_size: int, group: object, arguments: list[str]) -> tupl
     world = World(rank, rank, world_size, "gloo", torch.device("cpu"))
     splits = Shards(Path(args.data_path), "train"), Shards(Path(args.data_path), "val")
     identity = settings.identity(world_size, splits[0].digest)
-    model, outcome = training_loop.train(settings, splits, world, identity)
-    results.write(settings, identity, splits, world, model, outcome)
+    model, optimizer, outcome = training_loop.train(settings, splits, world, identity)
+    results.write(settings, identity, splits, world, model, optimizer, outcome)
     path = settings.output_dir / "record.json"
     return outcome.rows, json.loads(path.read_text()) if rank == 0 else None
 

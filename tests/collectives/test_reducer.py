@@ -329,6 +329,30 @@ def test_bad_options_are_told(world, options, message):
         world(1).run(bad_option, options)
 
 
+def carried(rank, world, group):
+    """A step whose flag carries two numbers of the caller's, with a value on the last rank that is not finite."""
+    layout = Layout.dim0(SHAPES, world)
+    reducer = Reducer(build("int8"), group, nonfinite="skip")
+    flat = buffer(layout, rank)
+    if rank == world - 1:
+        flat[0] = math.nan
+    reducer.all_reduce(flat, layout)
+    total = torch.tensor([rank + 1.5, math.inf if rank == 0 else 1.0])
+    first = reducer.finish(total), total.tolist()
+    reducer.all_reduce(buffer(layout, rank), layout)
+    total = torch.tensor([2.0**20 + rank, -1.0])
+    return first, (reducer.finish(total), total.tolist())
+
+
+@worlds
+def test_what_travels_with_the_flag_is_summed_and_does_not_touch_it(world, size):
+    sums = sum(rank + 1.5 for rank in range(size)), math.inf
+    second = size * 2.0**20 + sum(range(size)), -1.0 * size
+    for first, then in world(size).run(carried):
+        assert first == (False, [*sums])
+        assert then == (True, [*second])
+
+
 def metered(rank, world, group):
     """Every operation once; what it gives and what the meter says."""
     METER.totals.clear()

@@ -215,10 +215,14 @@ class Reducer:
         finally:
             self._kept = None
 
-    def finish(self) -> bool:
+    def finish(self, total: Tensor | None = None) -> bool:
         """End the optimizer step: advance `step` and agree over the ranks whether every value was finite.
 
         Call it once per optimizer step, after backward, on every rank.
+
+        Args:
+            total: A float32 vector of the caller's, such as its loss, that is summed over the ranks in place. It
+                travels with the flag, since a small message costs its latency and nothing else.
 
         Returns:
             Whether the caller shall take the optimizer step. With one rank nothing was looked at, and it always is.
@@ -227,7 +231,7 @@ class Reducer:
             NonFiniteGradient: On all ranks alike, under ``raise``.
         """
         finished, self.codec.step = self.codec.step, self.codec.step + 1
-        if self.world == 1 or self._agreed_finite():
+        if self.world == 1 or self._agreed_finite(total):
             return True
         self._counts["nonfinite_steps"] += 1
         if self.nonfinite == "raise":
@@ -244,7 +248,8 @@ class Reducer:
 
         ``raw`` and ``sent``: payload in bytes, as float32 and as it was; ``index``: what of it says places;
         ``closed_form``: the sum of `closed_form` over all calls, so over all ranks, None if one of them was;
-        ``agreement``: bytes of the flag; ``elements`` of all reduced buffers, ``exempt_elements`` of them;
+        ``agreement``: bytes of the flag and what travelled with it; ``elements`` of all reduced buffers,
+        ``exempt_elements`` of them;
         ``chosen_elements`` of ``sparse_elements`` that sparsifiers encoded were sent; ``padding``: bytes sent for the
         sake of equal messages; ``extra_collectives`` and ``extra_seconds``: of each reduction's payload collectives all
         but the one that sends the most (the first of equals), which stands for the framework's own;
@@ -326,15 +331,19 @@ class Reducer:
         """The gradient of the scaled loss."""
         return mean if self.loss_scale == 1 else mean.mul_(self.loss_scale)
 
-    def _agreed_finite(self) -> bool:
+    def _agreed_finite(self, total: Tensor | None) -> bool:
         """Whether no rank met a value that is not finite since the last call; the same answer on all ranks."""
         flag = self.codec.flag
         if flag is None:  # no gradient was reduced yet
             device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
             flag = torch.zeros(1, dtype=torch.uint8, device=device)
-        met = bool(ops.all_reduce(flag, "max", self.group, "agreement", self.meter).item())
+        if total is None:
+            met = ops.all_reduce(flag.clone(), "max", self.group, "agreement", self.meter)
+        else:
+            met = ops.all_reduce(torch.cat([flag.float(), total]), "sum", self.group, "agreement", self.meter)
+            total.copy_(met[1:])
         flag.zero_()
-        return not met
+        return not bool(met[0])
 
     @contextmanager
     def _counted(self, layout: Layout, kind: Kind) -> Iterator[Algorithm]:

@@ -10,16 +10,17 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from transformers.modeling_utils import PreTrainedModel
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from transformers.utils import logging
 
 from gradwire.errors import BadInput
 from gradwire.files import whole_folder, write_json
-from gradwire.models import saved
+from gradwire.models import optimizer, saved
 from gradwire.models.saved import max_length
 
-__all__ = ["load", "max_length", "save"]
+__all__ = ["load", "load_causal", "max_length", "save"]
 
 TIED = "lm_head.weight"  # the embedding's second name
 
@@ -32,6 +33,7 @@ def save(
     tokenizer_dir: Path,
     output: Path,
     extra: Mapping[str, Any],
+    optimizer_state: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a model folder, whole or not at all; a folder that is there already is replaced.
 
@@ -41,6 +43,7 @@ def save(
         tokenizer_dir: The folder whose files go beside the weights.
         output: The folder to write.
         extra: What ``gradwire.json`` holds beside ``max_length`` (positions, in tokens).
+        optimizer_state: Adam's whole state by parameter name, whose moments go beside the weights.
     """
     tied = {TIED} if config.tie_word_embeddings else set()
     weights = {name: tensor.contiguous() for name, tensor in model_state.items() if name not in tied}
@@ -49,17 +52,34 @@ def save(
         config.save_pretrained(part)
         save_file(weights, part / saved.WEIGHTS, metadata={"format": "pt"})
         write_json(part / saved.FACTS, {"max_length": config.n_positions, **extra})
+        if optimizer_state is not None:
+            optimizer.save(optimizer_state, part)
 
 
 def load(path: Path) -> GPT2LMHeadModel:
-    """Read a model folder: on the CPU, float32, in evaluation mode.
+    """Read a folder of a GPT-2: on the CPU, float32, in evaluation mode.
 
     Raises:
         BadInput: If the folder or one of its files is missing, is damaged, or does not fit the configuration.
     """
+    return _load(GPT2LMHeadModel, path)
+
+
+def load_causal(path: Path) -> PreTrainedModel:
+    """Read a folder of any causal language model that transformers knows, as `load` reads a GPT-2's.
+
+    Raises:
+        BadInput: As `load`.
+    """
+    from transformers import AutoModelForCausalLM
+
+    return _load(AutoModelForCausalLM, path)
+
+
+def _load(kind: Any, path: Path) -> Any:
     saved.check(path)
     try:
-        model, report = GPT2LMHeadModel.from_pretrained(
+        model, report = kind.from_pretrained(
             path, local_files_only=True, output_loading_info=True, dtype=torch.float32, attn_implementation="sdpa"
         )
     except (OSError, RuntimeError, ValueError, TypeError, SafetensorError) as error:

@@ -1,6 +1,12 @@
 """Training on many ranks: one file per strategy, and the few functions that a training loop needs around a step."""
 
-from gradwire.parallel.state import checkpoint_state, full_state_dict, load_checkpoint_state, named_parameters
+from gradwire.parallel.state import (
+    checkpoint_state,
+    full_optimizer_state,
+    full_state_dict,
+    load_checkpoint_state,
+    named_parameters,
+)
 from gradwire.parallel.step import accumulation, clip_grad_norm
 from gradwire.parallel.strategy import unit_sizes
 from gradwire.parallel.wrap import available, parameters_unhooked, traffic_unhooked, wrap
@@ -10,6 +16,7 @@ __all__ = [
     "available",
     "checkpoint_state",
     "clip_grad_norm",
+    "full_optimizer_state",
     "full_state_dict",
     "load_checkpoint_state",
     "named_parameters",

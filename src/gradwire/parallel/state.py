@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
     set_state_dict,
 )
@@ -54,3 +55,11 @@ def checkpoint_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def load_checkpoint_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Set the model and the optimizer to a loaded `checkpoint_state`."""
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state by parameter name, as `full_state_dict` gives the model's. Every rank calls it."""
+    strategy = strategy_of(model)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=strategy.device.type != "cpu")
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    return state if dist.get_rank(strategy.group) == 0 else {}

@@ -75,8 +75,10 @@ class Outcome:
     diverged: str | None = None
 
 
-def train(settings: Settings, shards: tuple[Shards, Shards], world: World, identity: str) -> tuple[nn.Module, Outcome]:
-    """Train one cell and return the wrapped model and what was measured.
+def train(
+    settings: Settings, shards: tuple[Shards, Shards], world: World, identity: str
+) -> tuple[nn.Module, torch.optim.Optimizer, Outcome]:
+    """Train one cell and return the wrapped model, its optimizer and what was measured.
 
     Args:
         settings: The run.
@@ -190,11 +192,11 @@ def train(settings: Settings, shards: tuple[Shards, Shards], world: World, ident
         outcome.fallbacks = reducer.traffic["fallbacks"]
         outcome.algorithm = reducer.algorithm
         outcome.residual_bytes = reducer.codec.residual_bytes if reducer.codec.feedback else None
-    return model, outcome
+    return model, optimizer, outcome
 
 
 class Feed:
-    """The micro-batches of this optimizer step, and those of the next, whose number of targets travels meanwhile.
+    """The micro-batches of this optimizer step, and those of the next, whose number of targets travels with its loss.
 
     Args:
         batches: This rank's, without end.
@@ -237,8 +239,8 @@ def optimizer_step(
     """One optimizer step over ``grad_accum_steps`` micro-batches; returns what was measured in it.
 
     The loss is the mean over the targets of all ranks and micro-batches: each rank's sum is divided by the global
-    number of targets and multiplied by W, because the strategies average gradients over ranks. It travels, with the
-    next step's number of targets, while the last backward pass runs.
+    number of targets and multiplied by W, because the strategies average gradients over ranks. Afterwards it
+    travels with the next step's number of targets and, where there is a reducer, its flag.
 
     Raises:
         Diverged: If the loss or the gradient's norm is not finite.
@@ -250,35 +252,36 @@ def optimizer_step(
 
     total = torch.zeros((), device=world.device)
     for i, batch in enumerate(micro_batches):
-        last = i + 1 == len(micro_batches)
-        with parallel.accumulation(model, last=last):
+        with parallel.accumulation(model, last=i + 1 == len(micro_batches)):
             loss = loss_sum(model, batch) / n_targets
             clock.lap("forward_ms")
             total += loss.detach()
-            if last:
-                travelling = ops.all_reduce_async(torch.stack([total, feed.coming_targets()]), purpose="control")
             (loss * world.world_size).backward()
             clock.lap("backward_ms")
 
+    totals = torch.stack([total, feed.coming_targets()])
     if isinstance(optimizer, optimizers.Communicating):
-        grad_norm, reduced = optimizer.exchange(training.clip_grad_norm)
+        grad_norm, reduced = optimizer.exchange(training.clip_grad_norm, totals)
     else:
-        reduced = reducer.finish() if reducer is not None else True
+        if reducer is not None:
+            reduced = reducer.finish(totals)
+        else:
+            reduced = True
+            ops.all_reduce(totals, purpose="control")
         grad_norm = parallel.clip_grad_norm(model, training.clip_grad_norm)
     if reduced:
         check_finite(grad_norm, "the gradient's norm")
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     clock.lap("optimizer_ms")
-    total, feed.n_targets = travelling.wait()
-    check_finite(float(total), "the loss")
-    clock.lap("control_ms")
+    loss_of_all, feed.n_targets = totals
+    check_finite(float(loss_of_all), "the loss")
     clock.stop()
 
     return clock.times | {
         "t_start_s": clock.started_s,
         "tokens": sum(batch.n_targets for batch in micro_batches),
-        "loss": float(total),
+        "loss": float(loss_of_all),
         "grad_norm": grad_norm,
         "clipped": grad_norm > training.clip_grad_norm,
         "nonfinite": not reduced,
@@ -401,7 +404,7 @@ class Clock:
         """Begin a step."""
         self._started = self._last = time.perf_counter()
         self.started_s = self._started - self._origin
-        self.times = dict.fromkeys(("data_ms", "forward_ms", "backward_ms", "optimizer_ms", "control_ms"))
+        self.times = dict.fromkeys(("data_ms", "forward_ms", "backward_ms", "optimizer_ms"))
 
     def lap(self, phase: str) -> None:
         """Add the time since the last lap to ``phase``."""

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from torch import nn
 
 from gradwire import parallel
@@ -34,7 +35,6 @@ STEPS = pa.schema(
         ("rank", pa.int32()),
         *((name, pa.float64()) for name in ("t_start_s", "step_ms", "data_ms", "forward_ms", "backward_ms")),
         *((name, pa.float64()) for name in ("comm_ms", "exposed_ms", "encode_ms", "decode_ms", "optimizer_ms")),
-        ("control_ms", pa.float64()),
         ("tokens", pa.int64()),
         *((name, pa.float64()) for name in ("loss", "lr", "grad_norm")),
         *((name, pa.bool_()) for name in ("clipped", "nonfinite")),
@@ -47,7 +47,13 @@ STEPS = pa.schema(
 
 
 def write(
-    settings: Settings, identity: str, splits: tuple[Shards, Shards], world: World, model: nn.Module, outcome: Outcome
+    settings: Settings,
+    identity: str,
+    splits: tuple[Shards, Shards],
+    world: World,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    outcome: Outcome,
 ) -> Row | None:
     """Gather what the ranks measured and write it; called by all ranks.
 
@@ -62,7 +68,7 @@ def write(
     own = {"rows": outcome.rows, "allocated": allocated, "reserved": reserved, "residual": outcome.residual_bytes}
     own["environment"] = here
     ranks = ops.gather_objects(own)
-    state = parallel.full_state_dict(model)
+    state, moments = parallel.full_state_dict(model), parallel.full_optimizer_state(model, optimizer)
     if world.rank != 0:
         return None
     rows = [row for rank in ranks for row in rank["rows"]]
@@ -74,6 +80,7 @@ def write(
         splits[0].folder.parent.parent / "tokenizer",
         folder / "final_model",
         {"run": run.path, "identity": identity},
+        moments,
     )
     record = {
         "schema_version": SCHEMA_VERSION,

@@ -116,7 +116,7 @@ def main(args: argparse.Namespace) -> None:
         splits = Shards(folder, "train"), Shards(folder, "val")
         run_settings.check_enough_data(len(splits[0]), settings.training.batch_size, world.world_size)
         identity = settings.identity(world.world_size, splits[0].digest)
-        model, outcome = train(settings, splits, world, identity)
-        record = results.write(settings, identity, splits, world, model, outcome)
+        model, optimizer, outcome = train(settings, splits, world, identity)
+        record = results.write(settings, identity, splits, world, model, optimizer, outcome)
     if record is not None:
         print(results.told(record))

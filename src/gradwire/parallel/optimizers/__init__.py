@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.collectives import Reducer
@@ -41,11 +41,12 @@ class Communicating(Optimizer):
         """Take over what `rank_state` gave on the same rank, after parameters and optimizer were loaded."""
 
     @abstractmethod
-    def exchange(self, max_norm: float) -> tuple[float, bool]:
+    def exchange(self, max_norm: float, total: Tensor | None = None) -> tuple[float, bool]:
         """Average over the ranks what this optimizer step needs, and end the reducer's step; every rank calls it.
 
         Args:
             max_norm: The gradient is clipped to this Euclidean norm.
+            total: What `Reducer.finish` sums in the same message.
 
         Returns:
             The gradient's norm before clipping, the same on every rank, and what `Reducer.finish` says: whether to call

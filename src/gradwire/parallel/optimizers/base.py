@@ -71,7 +71,7 @@ class CommunicatingAdam(AdamW, Communicating):
         if reducer.world > 1:
             reducer.prepare("all_reduce", sum(p.numel() for p in self.trained.values()))
 
-    def exchange(self, max_norm: float) -> tuple[float, bool]:
+    def exchange(self, max_norm: float, total: Tensor | None = None) -> tuple[float, bool]:
         """See `Communicating`; once the variance is frozen the norm is the root mean square of the ranks' norms."""
         gradients = self._gradients()
         if self.averages_gradients:
@@ -80,7 +80,7 @@ class CommunicatingAdam(AdamW, Communicating):
                 means = self.average(gradients)
             for name, mean in means.items():
                 gradients[name].copy_(mean)
-            finite = self.reducer.finish()
+            finite = self.reducer.finish(total)
             return clip_grad_norm(self.model, max_norm), finite
         norm = self._norm_of_ranks(gradients)
         if not math.isfinite(norm):  # no encoding might see it
@@ -91,7 +91,7 @@ class CommunicatingAdam(AdamW, Communicating):
             for name, p in self.trained.items()
         }
         self.exchange_momenta(momenta)
-        return norm, self.reducer.finish()
+        return norm, self.reducer.finish(total)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -1,0 +1,89 @@
+"""Adam's moments beside a saved model: ``optimizer.safetensors``, by the names of the model's parameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from gradwire import files
+from gradwire.errors import BadInput
+
+FILE = "optimizer.safetensors"
+KINDS = ("exp_avg", "exp_avg_sq")
+
+
+class Moments(NamedTuple):
+    """What Adam knows of each parameter.
+
+    Attributes:
+        path: Where it stands.
+        exp_avg: First moments, by parameter name.
+        exp_avg_sq: Second moments.
+        step: Steps made.
+        betas: β₁ and β₂, of all parameters.
+        eps: ε, of all parameters.
+    """
+
+    path: Path
+    exp_avg: Mapping[str, Tensor]
+    exp_avg_sq: Mapping[str, Tensor]
+    step: Mapping[str, int]
+    betas: tuple[float, float]
+    eps: float
+
+
+def save(state: Mapping[str, Any], folder: Path) -> None:
+    """Write the moments of a whole optimizer state (as ``parallel.full_optimizer_state`` gives it) into ``folder``.
+
+    Parameters without moments, which never made a step, are left out.
+    """
+    from safetensors.torch import save_file
+
+    trained = {name: of for name, of in state["state"].items() if all(kind in of for kind in KINDS)}
+    group = state["param_groups"][0]
+    facts = {
+        "step": {name: int(of["step"]) for name, of in trained.items()},
+        "betas": list(group["betas"]),
+        "eps": group["eps"],
+    }
+    tensors = {f"{kind}/{name}": of[kind].float().cpu().contiguous() for name, of in trained.items() for kind in KINDS}
+    save_file(tensors, folder / FILE, metadata={"adam": json.dumps(facts)})
+
+
+def digest(folder: Path) -> str:
+    """A digest of the moments beside a saved model, in hex.
+
+    Raises:
+        BadInput: If there are none.
+    """
+    if not (folder / FILE).is_file():
+        raise BadInput(f"{folder} has no {FILE}: gradients of type adam need the moments that its training left.")
+    return files.sha256_file(folder / FILE)
+
+
+def load(folder: Path) -> Moments:
+    """Read the moments beside a saved model.
+
+    Raises:
+        BadInput: If they are missing or damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    path = folder / FILE
+    if not path.is_file():
+        raise BadInput(f"{path} is missing.")
+    try:
+        with safe_open(path, framework="pt") as stream:
+            facts = json.loads((stream.metadata() or {})["adam"])
+            found: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+            for key in stream.keys():  # noqa: SIM118  # it is no mapping
+                kind, _, name = key.partition("/")
+                found[kind][name] = stream.get_tensor(key)
+    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        raise BadInput(f"{path} is unusable: {type(error).__name__}: {error}") from error
+    beta1, beta2 = facts["betas"]
+    return Moments(path, found["exp_avg"], found["exp_avg_sq"], facts["step"], (beta1, beta2), facts["eps"])
