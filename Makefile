@@ -47,4 +47,5 @@ schema: $(READY)
 
 lock:
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \
-	    --custom-compile-command "make lock" requirements.in -o requirements.lock
+	    --custom-compile-command "make lock" --override requirements.overrides --no-emit-package torch requirements.in \
+	    -o requirements.lock

@@ -15,6 +15,7 @@ import pytest
 from data_samples import tokenize_words, values, write_corpus
 
 from gradwire.cli import run
+from gradwire.data import identify
 from gradwire.data.corpus import checked, documents
 from gradwire.errors import BadInput
 
@@ -89,6 +90,32 @@ def test_ids_titles_and_text(tmp_path):
     found = list(documents(path))
     assert [d.id for d in found] == ["α", "sample_1", "12", "sample_3", "1.5", "12345678901234567890"]
     assert [d.text for d in found] == ["T\nbody\n", "no id\nb", "\nc", "\nd", "\ne", "x\nf"]
+
+
+class Extractor:
+    """An installed package's entry point."""
+
+    name, value = "numbered", "package:function"
+
+    def load(self):
+        return lambda document: f"{document['journal']}/{document['number']}"
+
+
+def test_ids_may_be_elsewhere_in_a_document(tmp_path, monkeypatch, capsys):
+    raw = tmp_path / "raw.json"
+    raw.write_text(json.dumps([{"doi": f"10.{n}", "journal": "J", "number": n, "text": "some text"} for n in (3, 4)]))
+
+    def ids(*more):
+        output = tmp_path / "corpus.json"
+        words = ["download", "--source", "json", "--data_path", str(raw), "--output", str(output), *more]
+        return run(words), [one["id"] for one in json.loads(output.read_text())]
+
+    assert ids() == (0, ["sample_0", "sample_1"])
+    assert ids("--id_from", "doi") == (0, ["10.3", "10.4"])
+    monkeypatch.setattr(identify, "entry_points", lambda group: [Extractor()] * (group == "gradwire.sample_ids"))
+    assert ids("--id_from", "numbered") == (0, ["J/3", "J/4"])
+    assert run(["download", "--source", "pydocs", "--id_from", "doi", "--output", str(tmp_path / "x.json")]) == 2
+    assert "only documents of --source json" in capsys.readouterr().err
 
 
 def test_jsonl_gives_the_same_documents_as_an_array(tmp_path):

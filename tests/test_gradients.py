@@ -10,7 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from small_model import make
@@ -20,7 +22,8 @@ from gradwire.data.batches import Batch, collate
 from gradwire.data.shards import Sample, Shards
 from gradwire.errors import BadInput, CheckFailed, NonFiniteGradient
 from gradwire.files import sha256_file
-from gradwire.gradients import merge, project, provenance, rows, store
+from gradwire.gradients import checks, merge, provenance, rows, store
+from gradwire.gradients.row_file import RowFile
 from gradwire.models import folder, gpt2
 from gradwire.persample import loop
 
@@ -90,7 +93,7 @@ def test_a_samples_gradient_is_that_of_its_own_mean_loss():
     model = gpt2.build("tiny", 64, 8, seed=0).double()
     batch = small_batch()
     targets = [[1, 2, 3, 4, 5], [1, 2], [2, 3]]
-    for sample, row, places in zip(loop.gradients(model, batch), range(3), targets, strict=True):
+    for sample, row, places in zip(loop.each(model, batch), range(3), targets, strict=True):
         tokens = batch.input_ids[row]
         log_p = model(tokens[None]).logits[0].log_softmax(-1)
         loss = -sum(log_p[place - 1, tokens[place]] for place in places) / len(places)
@@ -106,13 +109,13 @@ def test_a_samples_gradient_is_that_of_its_own_mean_loss():
 
 def test_the_tied_embedding_has_one_gradient_with_both_of_its_uses():
     model = gpt2.build("tiny", 64, 8, seed=0)
-    (sample, *_) = loop.gradients(model, small_batch())
+    (sample, *_) = loop.each(model, small_batch())
     assert [name for name in sample.gradient if "wte" in name or "lm_head" in name] == ["transformer.wte.weight"]
     gradient = sample.gradient["transformer.wte.weight"]
     assert gradient[40].abs().sum() > 0  # never read: the output layer's part
     untied = gpt2.build("tiny", 64, 8, seed=0)
     untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.detach().clone())
-    (apart, *_) = loop.gradients(untied, small_batch())
+    (apart, *_) = loop.each(untied, small_batch())
     both = apart.gradient["transformer.wte.weight"] + apart.gradient["lm_head.weight"]
     torch.testing.assert_close(gradient, both)
 
@@ -120,9 +123,9 @@ def test_the_tied_embedding_has_one_gradient_with_both_of_its_uses():
 def test_padding_and_batch_mates_change_no_bit_and_the_mode_is_kept():
     model = gpt2.build("tiny", 64, 8, seed=0).train()
     batch = small_batch()
-    together = list(loop.gradients(model, batch))
+    together = list(loop.each(model, batch))
     narrow = Batch(batch.input_ids[1:2, :3], batch.labels[1:2, :3], ["b"])
-    (single,) = loop.gradients(model, narrow)
+    (single,) = loop.each(model, narrow)
     assert all(torch.equal(single.gradient[name], together[1].gradient[name]) for name in single.gradient)
     assert model.training
 
@@ -130,7 +133,7 @@ def test_padding_and_batch_mates_change_no_bit_and_the_mode_is_kept():
 def test_frozen_parameters_have_no_gradient():
     model = gpt2.build("tiny", 64, 8, seed=0)
     model.transformer.wte.requires_grad_(False)
-    (sample, *_) = loop.gradients(model, small_batch())
+    (sample, *_) = loop.each(model, small_batch())
     assert "transformer.wte.weight" not in sample.gradient
     assert len(sample.gradient) == 27
 
@@ -139,9 +142,21 @@ class FakeShards(list):
     meta = {"pad_id": 0}  # noqa: RUF012
 
 
-def maker_of(model):
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    return rows.RowMaker(model, project.build("rademacher", sizes, 0), [64], torch.device("cpu"))
+def maker_of(model, method="loop", projection="rademacher", batch_size=2):
+    origin = provenance.Provenance(
+        **dict.fromkeys(("source", "model_dir", "model_digest", "data_path", "data_digest"), ""),
+        split="train",
+        samples=5,
+        world_size=1,
+        dims=[64],
+        grad_type="sgd",
+        loss="mean",
+        method=method,
+        projection=projection,
+        seed=0,
+        save_interval=4,
+    )
+    return rows.RowMaker(model, origin, torch.device("cpu"), batch_size=batch_size)
 
 
 def test_a_sample_without_a_target_has_a_zero_row_and_a_flag():
@@ -214,7 +229,7 @@ def test_the_rows_are_the_projected_gradients_of_the_samples(small, pair):
         for position, (id_, row, norm) in enumerate(
             zip(merged(pair, dim).ids, merged(pair, dim).rows, merged(pair, dim).meta["norm"].to_pylist(), strict=True)
         ):
-            (sample,) = loop.gradients(model, collate([shards[position]], 0, 1))
+            (sample,) = loop.each(model, collate([shards[position]], 0, 1))
             flat = torch.cat([gradient.flatten() for gradient in sample.gradient.values()])
             assert sample.sample_id == id_
             assert norm == pytest.approx(flat.double().norm().item(), rel=1e-6)
@@ -311,19 +326,49 @@ def block_of(ids, rows):
     return store.bind(rows, facts)
 
 
-def test_merging_orders_by_the_data_and_checks_duplicates():
+def test_merging_orders_by_the_data_and_checks_duplicates(tmp_path, monkeypatch):
     rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    first, second = block_of(["a", "c", "e"], rows[[0, 2, 4]]), block_of(["b", "d", "a"], rows[[1, 3, 0]])
-    result = merge.merge([first, second], list("abcde"))
-    assert result.block.ids == list("abcde") and torch.equal(result.block.rows, rows)
+
+    def source(name, *block):
+        store.write(store.all_names(tmp_path / name), block_of(*block))
+        return merge.read_rank(tmp_path / name, 3)
+
+    first, second = source("0", ["a", "c", "e"], rows[[0, 2, 4]]), source("1", ["b", "d", "a"], rows[[1, 3, 0]])
+    for chunk in (1, 24, 1 << 20):
+        monkeypatch.setattr(merge, "CHUNK_BYTES", chunk)
+        result = merge.merge([first, second], list("abcde"))
+        assert torch.equal(torch.from_numpy(np.concatenate(list(result.chunks()))), rows)
+    assert result.meta["sample_id"].to_pylist() == list("abcde")
     assert (result.duplicates, result.deviation) == (1, 0.0)
-    differing = block_of(["b", "d", "a"], rows[[1, 3, 0]] * torch.tensor([[1.0], [1.0], [1.01]]))
+    differing = source("2", ["b", "d", "a"], rows[[1, 3, 0]] * torch.tensor([[1.0], [1.0], [1.01]]))
     with pytest.raises(CheckFailed, match=r"two rows of sample 'a' differ"):
         merge.merge([first, differing], list("abcde"))
     with pytest.raises(BadInput, match=r"no row for sample 'f', 'g' \(2 in all\)"):
         merge.merge([first, second], list("abcdefg"))
     with pytest.raises(BadInput, match=r"rows for sample 'e' \(1 in all\), which the data have not"):
         merge.merge([first, second], list("abcd"))
+
+
+def test_rows_are_read_and_written_piece_by_piece_in_torchs_own_format(pair, tmp_path):
+    from safetensors.torch import load_file
+
+    words = ["--base_path", str(pair), "--output_dir", str(tmp_path / "more"), "--dim", "100", "--normalize"]
+    assert cli.main(["grads", "aggregate", *words, "--export", "safetensors", "parquet"]) == 0
+    folder_ = tmp_path / "more" / "dim100"
+    for options_ in ({"mmap": True}, {}):
+        rows = torch.load(folder_ / "all_orig.pt", weights_only=True, **options_)
+        assert torch.equal(rows, merged(pair, 100).rows)
+    assert torch.equal(load_file(folder_ / "all_orig.safetensors")["rows"], rows)
+    table = pq.read_table(folder_ / "all_orig.parquet")
+    assert table["sample_id"].to_pylist() == store.read_ids(folder_ / "all_ids.pkl")
+    assert torch.equal(torch.tensor(table["row"].to_pylist()), rows)
+    scaled = torch.load(folder_ / "all_normalized.pt", weights_only=True)
+    torch.testing.assert_close(scaled, torch.nn.functional.normalize(rows))
+    manifest = json.loads((folder_ / "manifest.json").read_text())
+    assert manifest["sha256"]["all_normalized.pt"] == sha256_file(folder_ / "all_normalized.pt")
+    file = RowFile(folder_ / "all_orig.pt")
+    for positions in ([3], [0, 10], [7, 2, 2, 9], list(range(11))):
+        assert torch.equal(torch.from_numpy(file.take(positions)), rows[positions])
 
 
 def test_aggregating_refuses_what_the_run_has_not(pair, tmp_path, capsys):
@@ -432,8 +477,8 @@ def alter_rank_row(run):
 
 
 def keep(run, positions):
-    names = store.all_names(run / "dim64")
-    put(names, *store.taken(merged(run), positions))
+    names, block = store.all_names(run / "dim64"), merged(run)
+    put(names, block.rows[positions], [block.ids[at] for at in positions], block.meta.take(pa.array(positions)))
     sign_again(run)
     return names.ids
 
@@ -506,6 +551,27 @@ def remove_merged(run):
     return run / "dim64" / "all_ids.pkl"
 
 
+def mix_runs(run):
+    """A rank's files of the same run with another seed."""
+    other = run.parent / "other"
+    model, data = (json.loads((run / "collect.json").read_text())[key] for key in ("model_dir", "data_path"))
+    words = ["--model_dir", model, "--data_path", data, "--output_path", str(other), "--dim", "64", "--seed", "9"]
+    assert cli.main(["grads", "collect", *words, "--max_samples", "6", "--save_interval", "4"]) == 0
+    shutil.rmtree(run / "rank_0" / "dim64")
+    shutil.copytree(other / "rank_0" / "dim64", run / "rank_0" / "dim64")
+    return run / "rank_0" / "dim64" / "all_ids.pkl"
+
+
+def shrink_row_and_bind_again(run):
+    """A row of a third of its norm, with digests and checksums to match: only its norm tells."""
+    names, block = store.all_names(run / "dim64"), merged(run)
+    rows = block.rows.clone()
+    rows[5] /= 3
+    put(names, rows, block.ids, block.meta.set_column(5, "digest", pa.array(store.row_digests(block.ids, rows))))
+    sign_again(run)
+    return names.rows
+
+
 FAULTS = [
     swap_rank_ids,
     swap_part_ids,
@@ -527,6 +593,8 @@ FAULTS = [
     other_type,
     forge_manifest,
     remove_merged,
+    mix_runs,
+    shrink_row_and_bind_again,
 ]
 
 
@@ -567,6 +635,25 @@ def test_the_checks_of_the_ranks_and_of_the_merged_rows_can_be_asked_for_apart(p
     words = ["grads", "validate", "--output_dir", str(run), "--num_gpus", "2", "--recompute", "1"]
     assert cli.main([*words, "--check_aggregated"]) == 0
     assert cli.main([*words, "--check_ranks"]) == 1
+
+
+class Rule:
+    """An installed package's check."""
+
+    name, value = "no long documents", "package:function"
+
+    def load(self):
+        return lambda run, blocks: [f"{block.names.rows} of {run.name}" for block in blocks if len(block.block.ids) > 6]
+
+
+def test_other_packages_may_add_checks(pair, monkeypatch, capsys):
+    monkeypatch.setattr(checks, "entry_points", lambda group: [Rule()] * (group == "gradwire.gradient_checks"))
+    assert cli.main(["grads", "validate", "--output_dir", str(pair), "--dim", "64", "--check_ranks"]) == 0
+    assert cli.main(["grads", "validate", "--output_dir", str(pair), "--dim", "64"]) == 1
+    assert f"no long documents: {pair / 'dim64' / 'all_orig.pt'} of run" in capsys.readouterr().err
+    monkeypatch.setattr(Rule, "load", lambda self: lambda run, blocks: 1 / 0)
+    assert cli.main(["grads", "validate", "--output_dir", str(pair)]) == 2
+    assert "the check no long documents (package:function) failed itself: ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_validation_refuses_another_model_or_other_data(small, pair, tmp_path, capsys):

@@ -39,10 +39,13 @@ VERBS = {
     "grads collect": Verb("gradwire.gradients.collect", "projected per-sample gradients with their sample ids"),
     "grads aggregate": Verb("gradwire.gradients.aggregate", "merge the ranks' gradients into one matrix"),
     "grads validate": Verb("gradwire.gradients.validate", "prove that row i belongs to id i"),
+    "grads influence": Verb("gradwire.gradients.influence", "training samples by their effect on validation samples"),
     "grads run": Verb("gradwire.gradients.run", "collect, aggregate and validate in one call"),
+    "norms": Verb("gradwire.gradients.norms", "the norm of every sample's gradient"),
     "compressors": Verb("gradwire.compressors.listing", "every compressor with its options"),
     "bench compressors": Verb("gradwire.compressors.bench", "time every compressor against the memory's speed"),
     "predict": Verb("gradwire.report.predict", "step times and crossovers at any world size and bandwidth"),
+    "doctor": Verb("gradwire.doctor", "what this machine offers, and whether several ranks work on it"),
     "summarize": Verb("gradwire.report.summarize", "one table over all runs of an experiment"),
 }
 

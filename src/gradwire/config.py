@@ -51,6 +51,7 @@ class Dataset(Strict):
 
     source: Literal["pydocs", "json", "wikipedia"] = Field("pydocs", description="where the corpus comes from")
     data_path: str | None = Field(None, description="the corpus file of source `json`")
+    id_from: str | None = Field(None, description="key of a document's id in source `json`, or an entry point's name")
     revision: str | None = Field(None, description="pinned revision of source `wikipedia`")
     max_mb: float | None = Field(None, gt=0, description="stop the download after so many MB of text")
     tokenizer: str = Field("bpe", description="`bpe` trains one on the corpus; else a tokenizer folder such as GPT-2's")
@@ -77,7 +78,7 @@ class Dataset(Strict):
         path = Path(self.data_path)
         if not path.is_file():
             raise BadInput(f"dataset.data_path: there is no file {path}.")
-        return f"{path.stem}/{digest([sha256_file(path), self.max_mb])}"
+        return f"{path.stem}/{digest([sha256_file(path), self.max_mb, *([self.id_from] if self.id_from else [])])}"
 
     @property
     def tokens_folder(self) -> str:
@@ -331,7 +332,13 @@ class Gradients(Selection):
     """Which runs' per-sample gradients are collected, and how."""
 
     dim: tuple[int, ...] = Field((256,), description="dimensions of the projections")
-    projection: Literal["rademacher", "none"] = Field("rademacher", description="how gradients are projected")
+    grad_type: Literal["sgd", "adam", "sign"] = Field("sgd", description="what a row is made of")
+    adam_variant: Literal["torch", "less"] = Field("torch", description="Adam's formula, where it is the type")
+    loss: Literal["mean", "sum"] = Field("mean", description="of a sample, over the tokens that it predicts")
+    projection: Literal["rademacher", "normal", "sjlt", "srht", "factored", "none"] = Field(
+        "rademacher", description="how gradients are projected"
+    )
+    method: Literal["auto", "loop", "vmap", "hooks"] = Field("auto", description="how gradients are computed")
     split: Literal["train", "val"] = Field("val", description="whose samples")
     max_samples: int | None = Field(None, ge=1, description="stop after so many samples")
     save_interval: int = Field(64, ge=1, description="samples between two files")

@@ -15,7 +15,7 @@ rule download:
             "gradwire.data.download",
             f"gradwire.data.sources.{SOURCES[DATASET.source]}",
         ),
-        flags=to_flags(DATASET, "source", "data_path", "revision", "max_mb"),
+        flags=to_flags(DATASET, "source", "data_path", "revision", "max_mb", "id_from"),
     shell:
         "gradwire download --attempt {resources.attempt} {params.flags:q} --output {output:q} > {log:q} 2>&1"
 

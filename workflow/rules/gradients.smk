@@ -24,7 +24,11 @@ if EXPERIMENT.gradients is not None:
             flags=to_flags(
                 EXPERIMENT.gradients,
                 "dim",
+                "grad_type",
+                "adam_variant",
+                "loss",
                 "projection",
+                "method",
                 "split",
                 "max_samples",
                 "save_interval",

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import ijson
 
+from gradwire.data import identify
+from gradwire.data.identify import IdOf
 from gradwire.errors import BadInput
 from gradwire.files import sha256_file, whole
 
@@ -61,14 +63,18 @@ class FirstSeen:
         return None
 
 
-def documents(path: Path) -> Iterator[Document]:
+def documents(path: Path, id_from: str | None = None) -> Iterator[Document]:
     """Every document of a corpus file, in order; memory does not grow with the file.
+
+    Args:
+        path: The file.
+        id_from: Where ids are (`identify.id_of`); by default in the key ``id``.
 
     Raises:
         BadInput: If the file is missing, is not JSON in UTF-8, is no array (``.jsonl``: no objects), holds no document,
             or holds one that ``parse`` refuses.
     """
-    return parse(_values(Path(path)), str(path))
+    return parse(_values(Path(path)), str(path), id_from)
 
 
 def checked(path: Path) -> Iterator[Document]:
@@ -88,19 +94,20 @@ def sha256(path: Path) -> str:
         raise BadInput(f"cannot read the corpus {path}: {error.strerror}.") from None
 
 
-def parse(values: Iterable[Any], where: str) -> Iterator[Document]:
+def parse(values: Iterable[Any], where: str, id_from: str | None = None) -> Iterator[Document]:
     """Turn decoded JSON objects into documents.
 
     Args:
         values: Mappings with ``text`` and, where they have them, ``id`` and ``title``.
         where: What the values come from, for messages.
+        id_from: Where ids are, as in ``documents``.
 
     Raises:
         BadInput: If there is no document, or one has no text or an unusable id or title.
     """
-    position = -1
+    position, id_of = -1, identify.id_of(id_from)
     for position, value in enumerate(values):
-        yield _document(value, position, where)
+        yield _document(value, position, where, id_of)
     if position < 0:
         raise BadInput(f"{where} holds no document.")
 
@@ -149,7 +156,7 @@ def write(path: Path, documents: Iterable[Document], max_bytes: int | None = Non
     return Written(count, path.stat().st_size, cut)
 
 
-def _document(value: Any, position: int, where: str) -> Document:
+def _document(value: Any, position: int, where: str, id_of: IdOf) -> Document:
     here = f"{where}: document {position} (counted from 0)"
     if not isinstance(value, dict):
         raise BadInput(f"{here} is {_kind(value)}, not an object with id, title and text.")
@@ -159,7 +166,7 @@ def _document(value: Any, position: int, where: str) -> Document:
         raise BadInput(f"{here} has {_kind(title)} as title; it must be a string.")
     if not isinstance(body, str) or not body.strip():
         raise BadInput(f"{here} has no text: give it a non-empty string 'text', or leave it out.")
-    return Document(_document_id(value.get("id"), position, here), title, body)
+    return Document(_document_id(id_of(value), position, here), title, body)
 
 
 def _document_id(value: Any, position: int, here: str) -> str:

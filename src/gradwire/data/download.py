@@ -39,6 +39,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="json: the corpus file, a JSON array or .jsonl; wikipedia: a Parquet file to read in place of the Hub's",
     )
     parser.add_argument(
+        "--id_from",
+        metavar="NAME",
+        help="json: the key of a document that holds its id, or an entry point of gradwire.sample_ids (None: id)",
+    )
+    parser.add_argument(
         "--attempt", type=int, default=1, help="above 1, do not try again what ended by bad input (Snakemake's attempt)"
     )
 
@@ -59,7 +64,9 @@ def main(args: argparse.Namespace) -> None:
     if args.source == "wikipedia" and args.max_mb is None:
         raise BadInput("--source wikipedia is about 20 GB as a whole; say how much of it you want: --max_mb N.")
     module = importlib.import_module(f"gradwire.data.sources.{SOURCES[args.source]}")
-    source = module.source(args.data_path, args.revision)
+    if args.id_from and args.source != "json":
+        raise BadInput(f"--id_from {args.id_from}: only documents of --source json can have their ids elsewhere.")
+    source = module.source(args.data_path, args.revision, *([args.id_from] if args.id_from else []))
     documents = corpus.distinct(source.documents, source.name)
     written = corpus.write(args.output, documents, args.max_mb and int(args.max_mb * 1e6))
     write_json(

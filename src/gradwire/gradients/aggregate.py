@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,9 +13,13 @@ from gradwire.errors import BadInput
 from gradwire.files import sha256_file, write_json
 
 if TYPE_CHECKING:
+    from gradwire.gradients.merge import Merged
     from gradwire.gradients.provenance import Provenance
+    from gradwire.gradients.store import Names
 
 MANIFEST = "manifest.json"
+NORMALIZED = "all_normalized.pt"
+EXPORTS = {"safetensors": "all_orig.safetensors", "parquet": "all_orig.parquet"}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +28,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output_dir", type=Path, help="where dim<D>/ goes, or dim<D> itself (default: --base_path)")
     parser.add_argument("--num_gpus", type=int, help="ranks that collected (default: as the run's folder says)")
     parser.add_argument("--dim", type=int, required=True, metavar="N", help="columns of a row")
+    parser.add_argument("--normalize", action="store_true", help="write all_normalized.pt too: rows of norm 1")
+    parser.add_argument(
+        "--export", nargs="+", choices=tuple(EXPORTS), default=[], help="write all_orig.<format> with the same rows too"
+    )
 
 
 def target(args: argparse.Namespace) -> Path:
@@ -51,20 +60,48 @@ def main(args: argparse.Namespace) -> None:
     ids = provenance.sample_ids(origin, provenance.samples(origin))
     merged = merge.merge([merge.read_rank(folder, args.dim) for folder in ranks], ids)
     names = store.all_names(target(args))
-    store.write(names, merged.block)
+    write(merged, names, args)
     write_json(
         target(args) / MANIFEST,
         {
             **asdict(origin),
             "dim": args.dim,
             "order": "as in the data",
-            "rows": len(merged.block.ids),
+            "rows": len(merged.ids),
             "duplicates": merged.duplicates,
             "duplicates_deviation": merged.deviation,
-            "sha256": {path.name: sha256_file(path) for path in names},
+            "sha256": {path.name: sha256_file(path) for path in [*names, *further(args)]},
         },
     )
-    print(f"{len(merged.block.ids)} rows of {args.dim} from {origin.world_size} ranks in {target(args)}")
+    print(f"{len(merged.ids)} rows of {args.dim} from {origin.world_size} ranks in {target(args)}")
+
+
+def further(args: argparse.Namespace) -> list[Path]:
+    """The files beside the contract's own that a call writes."""
+    names = [NORMALIZED] * args.normalize + [EXPORTS[kind] for kind in args.export]
+    return [target(args) / name for name in names]
+
+
+def write(merged: Merged, names: Names, args: argparse.Namespace) -> None:
+    """Write the merged rows wherever they are wanted in one pass over them, then what is known of them."""
+    from gradwire.gradients import row_file, store
+
+    with ExitStack() as stack:
+        plain = [stack.enter_context(row_file.tensor_writer(names.rows, merged.shape))]
+        scaled = []
+        for path in further(args):
+            if path.name == NORMALIZED:
+                scaled.append(stack.enter_context(row_file.tensor_writer(path, merged.shape)))
+            elif path.suffix == ".safetensors":
+                plain.append(stack.enter_context(row_file.safetensors_writer(path, merged.shape)))
+            else:
+                plain.append(stack.enter_context(row_file.parquet_writer(path, merged.shape, merged.ids)))
+        for chunk in merged.chunks():
+            for writer in plain:
+                writer.append(chunk)
+            for writer in scaled:
+                writer.append(row_file.normalized(chunk))
+    store.write_facts(names, merged.meta, merged.ids)
 
 
 def check_asked(origin: Provenance, run: Path, num_gpus: int | None, dims: list[int]) -> None:

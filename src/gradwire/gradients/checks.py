@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from importlib.metadata import entry_points
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,14 +14,16 @@ import torch
 from gradwire.data.shards import Shards
 from gradwire.errors import BadInput
 from gradwire.files import read_json, sha256_file
-from gradwire.gradients import store
+from gradwire.gradients import projections, store
 from gradwire.gradients.aggregate import MANIFEST
 from gradwire.gradients.merge import relative_deviation
+from gradwire.gradients.projections.base import Band
 from gradwire.gradients.provenance import PLACES, Provenance, sample_ids
 from gradwire.gradients.rows import RowMaker
 from gradwire.gradients.store import Block, Names
 
 RECOMPUTED = 1e-3  # tolerated deviation of a row computed again, perhaps on another device; relative to its norm
+CUSTOM = "gradwire.gradient_checks"
 NAMED = 3  # problems that a check spells out
 
 
@@ -71,6 +74,7 @@ class Audit:
                 ("files complete and paired", [*_missing(names), *_strange(folder, ends)]),
                 ("files readable, counts equal, rows finite", unreadable),
                 ("row i belongs to id i", _unbound(blocks)),
+                ("norms are those of the gradients", _unlikely(blocks, self._band(dim))),
                 ("all_* is the blocks in order", _not_joined(blocks, whole)),
                 ("ids are those dealt, in order", _other_ids(blocks, whole, dealt)),
             ],
@@ -91,6 +95,7 @@ class Audit:
                 ("files readable, counts equal, rows finite", unreadable),
                 ("the manifest is true", _denied(folder / MANIFEST, whole, self._manifest(dim))),
                 ("row i belongs to id i", _unbound(blocks)),
+                ("norms are those of the gradients", _unlikely(blocks, self._band(dim))),
                 ("every id once, in the order of the data", _other_ids(blocks, whole, self.ids)),
             ],
         )
@@ -116,6 +121,21 @@ class Audit:
         ]
         ids = ", ".join(self.ids[position] for position in positions)
         self.checks.append(Check("rows computed again agree", f"{ids}: off by at most {largest:.1e}", problems))
+
+    def custom(self) -> None:
+        """The checks that other packages add: entry points ``gradwire.gradient_checks``.
+
+        Each is a function of the run's folder and the blocks that were read, and gives the problems it found.
+        """
+        for entry in entry_points(group=CUSTOM):
+            try:
+                problems = list(entry.load()(self.run, self.stored))
+            except Exception as error:
+                raise BadInput(f"the check {entry.name} ({entry.value}) failed itself: {error!r}") from error
+            self.checks.append(Check(entry.name, f"{self.run}", problems))
+
+    def _band(self, dim: int) -> Band:
+        return projections.build(self.origin.projection, {}, self.origin.seed).band(dim)
 
     def _manifest(self, dim: int) -> dict[str, Any]:
         """What the manifest must say, beside the files' checksums."""
@@ -165,6 +185,19 @@ def _unbound(blocks: dict[Names, Block]) -> Iterator[str]:
         for row, (want, have) in enumerate(zip(bound, found, strict=True)):
             if want != have:
                 yield f"{names.rows} with {names.ids}: row {row} does not belong to {block.ids[row]!r}"
+
+
+def _unlikely(blocks: dict[Names, Block], band: Band) -> Iterator[str]:
+    """Rows whose norm a random projection of the gradient would not have: a χ² check of every row."""
+    for names, block in blocks.items():
+        squares = block.rows.double().square().sum(1).tolist()
+        for row, (square, norm) in enumerate(zip(squares, block.meta["norm"].to_pylist(), strict=True)):
+            ratio = square / norm**2 if norm else 0.0
+            if norm and not band.low <= ratio <= band.high:
+                told = f"{ratio:.3g} times that of its gradient, outside of {band.low:.3g} to {band.high:.3g}"
+                yield f"{names.rows}: row {row} of {block.ids[row]!r} has a squared norm {told}"
+            elif not norm and square:
+                yield f"{names.rows}: row {row} of {block.ids[row]!r} is not zero, and its gradient is"
 
 
 def _not_joined(blocks: dict[Names, Block], whole: Names) -> Iterator[str]:

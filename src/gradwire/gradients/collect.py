@@ -15,6 +15,7 @@ from gradwire.seat import add_rank_arguments, rank_options
 if TYPE_CHECKING:
     from gradwire.collectives.world import World
     from gradwire.gradients.provenance import Provenance
+    from gradwire.gradients.rows import RowMaker
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,14 +28,49 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dim", type=int, nargs="+", required=True, metavar="N", help="columns of a row; several in one pass"
     )
-    parser.add_argument("--grad_type", choices=("sgd",), default="sgd", help="sgd: the gradient itself")
+    parser.add_argument(
+        "--grad_type",
+        choices=("sgd", "adam", "sign"),
+        default="sgd",
+        help="sgd: the gradient itself; adam: the step that the optimizer of the training would take; sign: its signs",
+    )
+    parser.add_argument(
+        "--adam_variant",
+        choices=("torch", "less"),
+        default="torch",
+        help="torch: as torch.optim.Adam; less: without bias correction, 1e-8 inside of the root",
+    )
+    parser.add_argument("--optimizer_dir", type=Path, help="where adam's moments are (default: --model_dir)")
+    parser.add_argument(
+        "--loss", choices=("mean", "sum"), default="mean", help="of a sample: over the tokens that it predicts"
+    )
     parser.add_argument(
         "--projection",
-        choices=("rademacher", "none"),
+        choices=("rademacher", "normal", "sjlt", "srht", "factored", "none"),
         default="rademacher",
-        help="rademacher: random signs; none: the whole gradient, whose size --dim must name",
+        help="rademacher, normal: dense; sjlt, srht: fast; factored: fastest, of a wider spread; "
+        "none: the whole gradient, whose size --dim must name",
     )
-    parser.add_argument("--method", choices=("loop",), default="loop", help="loop: one backward pass per sample")
+    parser.add_argument(
+        "--method",
+        choices=("auto", "loop", "vmap", "hooks"),
+        default="auto",
+        help="loop: one backward pass per sample; vmap: torch.func; hooks: by layer; auto: hooks, else vmap",
+    )
+    parser.add_argument("--batch_size", type=int, help="samples in the model at once (default: by free memory)")
+    parser.add_argument(
+        "--strategy",
+        choices=("ddp", "fsdp2"),
+        default="ddp",
+        help="ddp: the whole model on every rank; fsdp2: its weights sharded (hooks and factored only)",
+    )
+    adapter = parser.add_mutually_exclusive_group()
+    adapter.add_argument("--lora_dir", type=Path, help="gradients of this LoRA adapter's parameters")
+    adapter.add_argument("--lora_rank", type=int, metavar="R", help="gradients of a fresh LoRA adapter's")
+    parser.add_argument("--lora_seed", type=int, default=0, help="draws the fresh adapter")
+    parser.add_argument(
+        "--metadata", default="", metavar="NAMES", help="further columns: position,document,n_tokens,n_valid,perplexity"
+    )
     parser.add_argument("--save_interval", type=int, default=160, help="samples per file and rank")
     parser.add_argument("--seed", type=int, default=0, help="seed of the projection")
     parser.add_argument(
@@ -73,6 +109,8 @@ def _check_positive(args: argparse.Namespace) -> None:
         ("--dim", args.dim),
         ("--save_interval", [args.save_interval]),
         ("--max_samples", [1 if args.max_samples is None else args.max_samples]),
+        ("--batch_size", [1 if args.batch_size is None else args.batch_size]),
+        ("--lora_rank", [1 if args.lora_rank is None else args.lora_rank]),
     ):
         if min(values) < 1:
             raise BadInput(f"{flag} is {min(values)}; it must be at least 1.")
@@ -96,14 +134,20 @@ def _shards_folder(args: argparse.Namespace, rank: int) -> Path:
 def _intended(args: argparse.Namespace, folder: Path, world_size: int) -> Provenance:
     """What this call would collect, as far as is known before the model is loaded."""
     from gradwire.data.shards import Shards
-    from gradwire.gradients import provenance
-    from gradwire.models import saved
+    from gradwire.gradients import metadata, provenance
+    from gradwire.models import lora, optimizer, saved
     from gradwire.source import source_digest
 
     shards = Shards(folder, args.split)
     samples = len(shards) if args.max_samples is None else min(args.max_samples, len(shards))
     if world_size > samples:
         raise BadInput(f"{world_size} ranks for {samples} samples of {args.data_path}: start at most {samples} ranks.")
+    adapter: str | dict[str, int] | None = None
+    if args.lora_dir:
+        lora.check(args.lora_dir, args.model_dir)
+        adapter = lora.digest(args.lora_dir)
+    elif args.lora_rank:
+        adapter = {"rank": args.lora_rank, "seed": args.lora_seed}
     return provenance.Provenance(
         source=source_digest("gradwire.gradients.rows"),
         model_dir=str(args.model_dir),
@@ -115,11 +159,18 @@ def _intended(args: argparse.Namespace, folder: Path, world_size: int) -> Proven
         world_size=world_size,
         dims=sorted(set(args.dim)),
         grad_type=args.grad_type,
-        loss="mean",
+        loss=args.loss,
         method=args.method,
         projection=args.projection,
         seed=args.seed,
         save_interval=args.save_interval,
+        strategy=args.strategy,
+        adam_variant=args.adam_variant,
+        optimizer_dir=args.optimizer_dir and str(args.optimizer_dir),
+        optimizer_digest=optimizer.digest(args.optimizer_dir or args.model_dir) if args.grad_type == "adam" else None,
+        lora=adapter,
+        lora_dir=args.lora_dir and str(args.lora_dir),
+        metadata=metadata.chosen(args.metadata),
     )
 
 
@@ -131,10 +182,11 @@ def main(args: argparse.Namespace) -> None:
     from gradwire.collectives.world import process_group
 
     with process_group(**rank_options(args)) as world:
-        collect(args.output_path, _intended(args, _shards_folder(args, world.rank), world.world_size), world)
+        intended = _intended(args, _shards_folder(args, world.rank), world.world_size)
+        collect(args.output_path, intended, world, args.batch_size)
 
 
-def collect(run: Path, intended: Provenance, world: World) -> None:
+def collect(run: Path, intended: Provenance, world: World, batch_size: int | None = None) -> None:
     """Write this rank's blocks, then the block of all its samples.
 
     The ranks share the samples as ``DistributedSampler`` deals them, padding included: the same samples on two ranks
@@ -144,6 +196,7 @@ def collect(run: Path, intended: Provenance, world: World) -> None:
         run: The run's folder.
         intended: What to collect; ``fingerprints`` are found here.
         world: This rank among the others.
+        batch_size: Samples in the model at once; None: as many as fit.
 
     Raises:
         BadInput: If the folder holds gradients of another configuration.
@@ -154,21 +207,33 @@ def collect(run: Path, intended: Provenance, world: World) -> None:
     from gradwire.gradients import provenance, store
     from gradwire.gradients.rows import RowMaker
 
-    maker = RowMaker.load(intended, world.device)
-    intended = replace(intended, fingerprints=maker.fingerprints())
+    maker = RowMaker.load(intended, world.device, batch_size, world)
+    intended = replace(intended, fingerprints=maker.fingerprints(), computed_by=maker.method)
     shards = provenance.samples(intended)
     provenance.agree(run, intended)
     provenance.claim(run, intended)
 
     dealt, ends = intended.dealt(world.rank), intended.ends()
+    maker.check(shards, dealt[0])
     folders = {dim: store.rank_folder(run, world.rank, dim) for dim in intended.dims}
     quiet = None if world.rank == 0 else True  # None: a bar where the terminal is one
     for start, end in tqdm(list(pairwise([0, *ends])), desc="gradients", unit="file", disable=quiet):
         names = {dim: store.part_names(folder, end) for dim, folder in folders.items()}
-        if not all(part.exist() for part in names.values()):
+        if _wanted(not all(part.exist() for part in names.values()), maker, world):
             for dim, block in maker.blocks(shards, dealt[start:end]).items():
                 store.write(names[dim], block)
     for folder in folders.values():
         whole = store.all_names(folder)
         if not whole.exist():
             store.write(whole, store.concatenated(store.read(store.part_names(folder, end)) for end in ends))
+
+
+def _wanted(missing: bool, maker: RowMaker, world: World) -> bool:
+    """Whether a block is to be made: where weights are sharded, all ranks make it if one lacks it."""
+    if not maker.sharded:
+        return missing
+    import torch
+
+    from gradwire.collectives import ops
+
+    return bool(ops.all_reduce(torch.tensor(float(missing), device=world.device), "max", purpose="control"))

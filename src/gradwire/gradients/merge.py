@@ -1,31 +1,90 @@
-"""Merging the ranks' blocks: every sample once, in the order of the data, its duplicates checked against each other."""
+"""Merging the ranks' rows: every sample once, in the order of the data, its duplicates checked against each other.
+
+Ids and tables are in memory, rows are not: they go from the ranks' files to the merged one piece by piece.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwire.errors import BadInput, CheckFailed
 from gradwire.gradients import store
-from gradwire.gradients.store import Block
+from gradwire.gradients.row_file import RowFile
 
 TOLERANCE = 1e-4  # of two computations of one row: float32 sums in another order, times a wide margin
 NAMED = 3  # ids that an error names
+CHUNK_BYTES = 1 << 26  # of rows that are in memory at once
 
 
-class Merged(NamedTuple):
-    """A block of every sample, how many rows repeated one of them, and the largest deviation among those."""
+class Source(NamedTuple):
+    """A rank's whole work."""
 
-    block: Block
+    rows: RowFile
+    ids: list[str]
+    meta: pa.Table
+
+
+class Place(NamedTuple):
+    """A row of a source."""
+
+    source: int
+    row: int
+
+
+@dataclass(frozen=True)
+class Merged:
+    """How the sources are merged.
+
+    Attributes:
+        sources: The ranks.
+        ids: Every sample's id, in the order wanted.
+        places: Where each one's row is.
+        duplicates: Rows that repeat another one of the same sample.
+        deviation: The largest deviation among those, relative to the row's norm.
+    """
+
+    sources: Sequence[Source]
+    ids: Sequence[str]
+    places: Sequence[Place]
     duplicates: int
     deviation: float
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the merged matrix."""
+        return len(self.ids), self.sources[0].rows.shape[1]
 
-def read_rank(folder: Path, dim: int) -> Block:
-    """A rank's whole block.
+    def chunks(self) -> Iterator[NDArray[np.float32]]:
+        """The merged rows, some at a time."""
+        width = self.shape[1]
+        height = max(1, CHUNK_BYTES // (4 * width))
+        for first in range(0, len(self.places), height):
+            places = self.places[first : first + height]
+            chunk = np.empty((len(places), width), dtype=np.float32)
+            for number, source in enumerate(self.sources):
+                here = [at for at, place in enumerate(places) if place.source == number]
+                if here:
+                    chunk[here] = source.rows.take([places[at].row for at in here])
+            yield chunk
+
+    @property
+    def meta(self) -> pa.Table:
+        """The merged table."""
+        starts = np.cumsum([0, *(len(source.ids) for source in self.sources)])
+        rows = [int(starts[place.source]) + place.row for place in self.places]
+        return pa.concat_tables([source.meta for source in self.sources]).take(pa.array(rows, pa.int64()))
+
+
+def read_rank(folder: Path, dim: int) -> Source:
+    """A rank's whole work.
 
     Raises:
         BadInput: If it is missing, damaged or of another width.
@@ -35,38 +94,44 @@ def read_rank(folder: Path, dim: int) -> Block:
         raise BadInput(
             f"{folder} is missing or not complete; run `gradwire grads collect` again, it goes on where it stopped."
         )
-    block = store.read(names)
-    if block.rows.shape[1] != dim:
-        raise BadInput(f"{names.rows} has rows of {block.rows.shape[1]} columns, not {dim}.")
-    return block
+    source = Source(RowFile(names.rows), store.read_ids(names.ids), store.read_meta(names.meta))
+    store.check_counts(names, [source.rows.shape[0], len(source.ids), len(source.meta)])
+    if source.rows.shape[1] != dim:
+        raise BadInput(f"{names.rows} has rows of {source.rows.shape[1]} columns, not {dim}.")
+    return source
 
 
-def merge(ranks: Sequence[Block], ids: Sequence[str]) -> Merged:
-    """Merge the ranks' blocks.
+def merge(sources: Sequence[Source], ids: Sequence[str]) -> Merged:
+    """Find every sample's row.
 
     A padded sampler gives some samples to two ranks; such rows must agree, and the first one is kept.
 
     Args:
-        ranks: A block per rank.
+        sources: One per rank.
         ids: Every sample's id, in the order wanted.
 
     Raises:
         BadInput: If a sample has no row, or a row no sample.
         CheckFailed: If two rows of one sample disagree.
     """
-    together = store.concatenated(ranks)
-    first: dict[str, int] = {}
-    deviation = 0.0
-    for position, id_ in enumerate(together.ids):
-        if first.setdefault(id_, position) == position:
+    first: dict[str, Place] = {}
+    duplicates, deviation = 0, 0.0
+    for place in (Place(number, row) for number, source in enumerate(sources) for row in range(len(source.ids))):
+        id_ = sources[place.source].ids[place.row]
+        if first.setdefault(id_, place) == place:
             continue
-        apart = relative_deviation(together.rows[position], together.rows[first[id_]])
+        apart = _apart(sources, place, first[id_])
         if not apart <= TOLERANCE:
             raise CheckFailed(f"two rows of sample {id_!r} differ by {apart:.1e} of the row's norm; collect anew.")
-        deviation = max(deviation, apart)
+        duplicates, deviation = duplicates + 1, max(deviation, apart)
     _check_complete(first.keys(), ids)
-    block = store.taken(together, [first[id_] for id_ in ids])
-    return Merged(block, len(together.ids) - len(first), deviation)
+    return Merged(sources, ids, [first[id_] for id_ in ids], duplicates, deviation)
+
+
+def _apart(sources: Sequence[Source], one: Place, other: Place) -> float:
+    rows = [np.float64(sources[place.source].rows.take([place.row])[0]) for place in (one, other)]
+    scale = max(float(np.linalg.norm(row)) for row in rows)
+    return float(np.linalg.norm(rows[0] - rows[1])) / scale if scale else 0.0
 
 
 def relative_deviation(row: Tensor, other: Tensor) -> float:

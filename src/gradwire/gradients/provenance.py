@@ -5,16 +5,19 @@ from __future__ import annotations
 import shutil
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradwire.errors import BadInput
 from gradwire.files import read_json, write_json
 
 if TYPE_CHECKING:
     from gradwire.data.shards import Shards
+    from gradwire.gradients.types import AdamVariant
+    from gradwire.persample.batch import Reduction
 
 FILE = "collect.json"
-PLACES = ("model_dir", "data_path")  # may move; their digests may not
+PLACES = ("model_dir", "data_path", "optimizer_dir", "lora_dir")  # may move; their digests may not
+FOUND = ("fingerprints", "computed_by")  # known only once the model is loaded
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,21 @@ class Provenance:
         samples: How many samples, from the split's first.
         world_size: Ranks that share the samples.
         dims: Widths of the rows, ascending.
-        grad_type: What a row is made of: ``sgd``, the gradient itself.
-        loss: The loss of a sample: ``mean`` over its valid targets.
-        method: How the gradients are computed.
+        grad_type: What a row is made of: ``sgd``, the gradient itself, ``adam`` or ``sign``.
+        loss: The loss of a sample: ``mean`` or ``sum`` over its valid targets.
+        method: How the gradients are to be computed.
         projection: How they are projected.
         seed: Seed of the projection.
         save_interval: Samples per file and rank.
+        strategy: ``ddp``: every rank holds the model; ``fsdp2``: its weights are sharded.
+        adam_variant: Adam's formula, where it is the gradient type.
+        optimizer_dir: Folder of Adam's moments; None: the model's, where they are needed.
+        optimizer_digest: Their digest; None where they are not needed.
+        lora: The digest of a saved LoRA adapter, or the rank and the seed of a fresh one; None: the whole model.
+        lora_dir: Folder of the saved one.
+        metadata: Further columns of the tables.
         fingerprints: The projector's digest by width; empty until the model is loaded.
+        computed_by: The method that ``auto`` stood for; empty until then.
     """
 
     source: str
@@ -50,12 +61,35 @@ class Provenance:
     world_size: int
     dims: list[int]
     grad_type: str
-    loss: str
+    loss: Reduction
     method: str
     projection: str
     seed: int
     save_interval: int
+    strategy: str = "ddp"
+    adam_variant: AdamVariant = "torch"
+    optimizer_dir: str | None = None
+    optimizer_digest: str | None = None
+    lora: str | dict[str, int] | None = None
+    lora_dir: str | None = None
+    metadata: list[str] = field(default_factory=list)
     fingerprints: dict[str, str] = field(default_factory=dict)
+    computed_by: str = ""
+
+    def lora_options(self) -> dict[str, Any]:
+        """The arguments of `models.lora.attach`.
+
+        Raises:
+            BadInput: If the saved adapter is another one now.
+        """
+        if isinstance(self.lora, dict):
+            return dict(self.lora)
+        from gradwire.models import lora
+
+        adapter = Path(self.lora_dir or "")
+        if lora.digest(adapter) != self.lora:
+            raise BadInput(f"the LoRA adapter in {adapter} is not the one that was collected with.")
+        return {"adapter": adapter}
 
     def dealt(self, rank: int) -> list[int]:
         """A rank's samples, by position in the data, as ``DistributedSampler`` deals them: padded by repetition."""
@@ -105,7 +139,7 @@ def differences(run: Path, intended: Provenance) -> list[str]:
     return [
         f"{name} is {found.get(name)!r} there and {wanted[name]!r} here"
         for name in wanted
-        if name not in (*PLACES, "fingerprints") and found.get(name) != wanted[name]
+        if name not in (*PLACES, *FOUND) and found.get(name) != wanted[name]
     ]
 
 

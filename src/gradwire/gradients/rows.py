@@ -2,47 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
-from gradwire.data.batches import collate
-from gradwire.data.shards import Shards
-from gradwire.errors import BadInput, NonFiniteGradient
-from gradwire.gradients import project, store
-from gradwire.gradients.project import Projector
+from gradwire import parallel
+from gradwire.collectives import ops
+from gradwire.collectives.world import World
+from gradwire.data.batches import Batch, collate
+from gradwire.data.shards import Sample, Shards
+from gradwire.errors import BadInput, NonFiniteGradient, RunFault
+from gradwire.gradients import metadata, projections, store
+from gradwire.gradients import types as gradient_types
+from gradwire.gradients.fused import fused_rows
+from gradwire.gradients.projections.factored import Factored
 from gradwire.gradients.provenance import Provenance
 from gradwire.gradients.store import Block
-from gradwire.models import folder, saved
-from gradwire.persample.loop import SampleGradient, gradients, trainable
+from gradwire.models import folder, lora, optimizer, saved
+from gradwire.persample import hooks, loop, vmap
+from gradwire.persample.batch import PerSample, n_targets, trainable
 
 STACK_BYTES = 1 << 29  # of gradients that wait for one projection: each sign that is generated serves them all
+BATCH_AT_MOST = {"cpu": 16, "cuda": 64}  # more samples at once gain nothing
+SHARE = 0.5  # of the free memory that a batch may take
+CHECKED = 1e-3  # deviation of a fast method from the loop, relative to the gradient's norm; float32 with TF32 allowed
+
+METHODS: dict[str, Callable[..., PerSample]] = {
+    "loop": loop.gradients,
+    "vmap": vmap.gradients,
+    "hooks": hooks.gradients,
+}
+Result = TypeVar("Result")
 
 
-@dataclass(frozen=True)
 class RowMaker:
-    """Makes the rows of any samples, as their provenance says."""
+    """Makes the rows of any samples, as their provenance says.
 
-    model: nn.Module
-    projector: Projector
-    dims: Sequence[int]
-    device: torch.device
+    Args:
+        model: A causal language model on its device.
+        provenance: What to make.
+        kind: The gradient type.
+        batch_size: Samples that go through the model at once; None: as many as memory allows.
+        sharded: Whether the model's weights are: then every rank makes as many batches, of one size.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        provenance: Provenance,
+        device: torch.device,
+        kind: gradient_types.GradientType = gradient_types.sgd,
+        batch_size: int | None = None,
+        sharded: bool = False,
+    ) -> None:
+        self.model, self.provenance, self.device, self.kind, self.sharded = model, provenance, device, kind, sharded
+        self.dims = provenance.dims
+        self.method = resolved(provenance.method, model)
+        self.projector = projections.build(provenance.projection, shapes(model), provenance.seed)
+        self.batch_size = batch_size
+        if sharded and not self.fused:
+            raise BadInput(
+                "--strategy fsdp2 keeps a part of each weight on a rank, so whole gradients are never formed: it needs "
+                "--method hooks (or auto), --projection factored and --grad_type sgd."
+            )
 
     @classmethod
-    def load(cls, provenance: Provenance, device: torch.device) -> RowMaker:
-        """Load the model and build its projector.
+    def load(
+        cls, provenance: Provenance, device: torch.device, batch_size: int | None = None, world: World | None = None
+    ) -> RowMaker:
+        """Load the model, with its adapter and its optimizer's moments where they are asked for.
 
         Raises:
-            BadInput: If the model is unusable, or is another one now.
+            BadInput: If one of them is unusable, or is another one now.
         """
-        if saved.digest(Path(provenance.model_dir)) != provenance.model_digest:
-            raise BadInput(f"the model in {provenance.model_dir} is not the one that was collected from.")
-        model = folder.load(Path(provenance.model_dir)).to(device)
-        sizes = {name: parameter.numel() for name, parameter in trainable(model).items()}
-        return cls(model, project.build(provenance.projection, sizes, provenance.seed), provenance.dims, device)
+        model_dir = Path(provenance.model_dir)
+        if saved.digest(model_dir) != provenance.model_digest:
+            raise BadInput(f"the model in {model_dir} is not the one that was collected from.")
+        model: nn.Module = folder.load_causal(model_dir)
+        if provenance.lora is not None:
+            model = lora.attach(model, model_dir, **provenance.lora_options())
+        kind = kind_of(provenance, model, device)
+        sharded = provenance.strategy == "fsdp2"
+        model = parallel.wrap(model, "fsdp2", device=device) if sharded and world is not None else model.to(device)
+        return cls(model, provenance, device, kind, batch_size, sharded and world is not None)
+
+    @property
+    def fused(self) -> bool:
+        """Whether rows are made of the layers' factors, without their gradients."""
+        return (self.method, self.provenance.projection, self.provenance.grad_type) == ("hooks", "factored", "sgd")
+
+    @cached_property
+    def numel(self) -> int:
+        """Entries of a gradient."""
+        return sum(parameter.numel() for parameter in trainable(self.model).values())
 
     def fingerprints(self) -> dict[str, str]:
         """The projector's digest by width."""
@@ -53,37 +111,195 @@ class RowMaker:
 
         Raises:
             NonFiniteGradient: If a sample's gradient is not finite.
+            RunFault: If the memory does not suffice for a single sample.
         """
-        height = max(1, STACK_BYTES // (4 * self._numel()))
-        stacks = [self._stack(shards, positions[first : first + height]) for first in range(0, len(positions), height)]
+        if self.batch_size is None:
+            self.batch_size = self.fitting(shards, positions[0])
+        height = len(positions) if self.fused else max(1, STACK_BYTES // (4 * self.numel))
+        work = self._fused_stack if self.fused else self._stack
+        stacks = [work(shards, positions[first : first + height]) for first in range(0, len(positions), height)]
         return {dim: store.concatenated(stack[dim] for stack in stacks) for dim in self.dims}
 
-    def _numel(self) -> int:
-        return sum(parameter.numel() for parameter in trainable(self.model).values())
+    def check(self, shards: Shards, position: int) -> None:
+        """See that the method gives what the loop gives, for one sample in a batch of two.
+
+        Raises:
+            RunFault: If it does not, as for a layer that computes otherwise than its class says.
+        """
+        if self.method == "loop" or self.sharded:
+            return
+        batch = self._batch(shards, [position, position])
+        exact = flattened(loop.gradients(self.model, self._batch(shards, [position]), self.provenance.loss))
+        if self.fused:
+            made = self._fused(batch).rows
+            wanted = self.projector.project(exact, self.dims)
+        else:
+            made = {0: flattened(METHODS[self.method](self.model, batch, self.provenance.loss))}
+            wanted = {0: exact}
+        for dim, rows in made.items():
+            apart = float((rows - wanted[dim]).norm(dim=1).max())
+            if not apart <= CHECKED * float(wanted[dim].norm()):
+                raise RunFault(
+                    f"--method {self.method} gives another gradient of sample {batch.sample_id[0]!r} than one backward "
+                    f"pass does, off by {apart:.1e} of {float(wanted[dim].norm()):.1e}: give --method vmap or loop."
+                )
+
+    def fitting(self, shards: Shards, position: int) -> int:
+        """How many samples go through the model at once: by what one keeps for its backward pass, and is free."""
+        held = 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal held
+            held += ops.nbytes(tensor)
+            return tensor
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            self.model(self._batch(shards, [position]).input_ids, use_cache=False)
+        each = held + (0 if self.fused else 3 * 4 * self.numel)
+        most = max(1, min(BATCH_AT_MOST[self.device.type], int(SHARE * free_memory(self.device) / each)))
+        if not self.sharded:
+            return most
+        return int(ops.all_reduce(torch.tensor(most, device=self.device), "min", purpose="control"))
+
+    def _batch(self, shards: Shards, positions: Sequence[int]) -> Batch:
+        samples = [shards[position] for position in positions]
+        return collate(samples, shards.meta["pad_id"], len(samples)).to(self.device)
 
     def _stack(self, shards: Shards, positions: Sequence[int]) -> dict[int, Block]:
         """As many samples as are projected at once."""
-        samples = [shards[position] for position in positions]
-        batch = collate(samples, shards.meta["pad_id"], len(samples)).to(self.device)
-        gradient_rows = torch.empty(len(positions), self._numel(), device=self.device)
+        rows = torch.empty(len(positions), self.numel, device=self.device)
+        facts: list[dict[str, Any]] = []
+
+        def fill(part: Sequence[int]) -> None:
+            samples = [shards[position] for position in part]
+            batch = collate(samples, shards.meta["pad_id"], len(samples)).to(self.device)
+            found = METHODS[self.method](self.model, batch, self.provenance.loss)
+            own = rows[len(facts) : len(facts) + len(part)]
+            flattened(found, own)
+            self.kind(own)
+            own[found.n_targets == 0] = 0.0
+            norms = torch.linalg.vector_norm(own, dim=1, dtype=torch.float64)
+            facts.extend(self._facts(samples, part, found.loss, found.n_targets, norms))
+
+        self._halving(positions, fill)
+        projected = self.projector.project(rows, self.dims)
+        return {dim: store.bind(found.cpu(), facts, self.provenance.metadata) for dim, found in projected.items()}
+
+    def _fused_stack(self, shards: Shards, positions: Sequence[int]) -> dict[int, Block]:
+        def make(part: Sequence[int]) -> dict[int, Block]:
+            samples = [shards[position] for position in part]
+            batch = collate(samples, shards.meta["pad_id"], len(samples)).to(self.device)
+            made = self._fused(batch)
+            facts = self._facts(samples, part, made.loss, n_targets(batch.labels), made.square_norm.sqrt())
+            return {dim: store.bind(rows.cpu(), facts, self.provenance.metadata) for dim, rows in made.rows.items()}
+
+        made = self._halving(positions, make)
+        return {dim: store.concatenated(blocks[dim] for blocks in made) for dim in self.dims}
+
+    def _fused(self, batch: Batch) -> Any:
+        assert isinstance(self.projector, Factored)
+        return fused_rows(self.model, batch, self.projector, self.dims, self.provenance.loss)
+
+    def _halving(self, positions: Sequence[int], work: Callable[[Sequence[int]], Result]) -> list[Result]:
+        """``work`` done on batches, which are halved as often as the memory does not suffice."""
+        results = []
+        at = 0
+        assert self.batch_size is not None
+        while at < len(positions):
+            part = positions[at : at + self.batch_size]
+            try:
+                results.append(work(part))
+                at += len(part)
+                continue
+            except RuntimeError as error:
+                if not out_of_memory(error):
+                    raise
+                if len(part) == 1 or self.sharded:
+                    raise RunFault(
+                        f"{len(part)} samples do not fit into the memory of {self.device}: take a smaller --batch_size "
+                        "or --save_interval, a smaller model, or --strategy fsdp2 on more ranks."
+                    ) from error
+            self.batch_size = len(part) // 2  # outside of the handler, which holds what failed
+            print(f"gradwire grads collect: out of memory; {self.batch_size} samples at once now", file=sys.stderr)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+        return results
+
+    def _facts(
+        self, samples: Sequence[Sample], positions: Sequence[int], losses: Tensor, targets: Tensor, norms: Tensor
+    ) -> list[dict[str, Any]]:
+        """What the store keeps of each sample beside its row.
+
+        Raises:
+            NonFiniteGradient: If a gradient is not finite.
+        """
         facts = []
-        for row, sample in zip(gradient_rows, gradients(self.model, batch), strict=True):
-            torch.cat([gradient.flatten() for gradient in sample.gradient.values()], out=row)
-            facts.append(_facts(sample, row))
-        projected = self.projector.project(gradient_rows, self.dims)
-        return {dim: store.bind(rows.cpu(), facts) for dim, rows in projected.items()}
+        found = zip(samples, positions, losses.tolist(), targets.tolist(), norms.tolist(), strict=True)
+        for sample, position, loss, count, norm in found:
+            if not norm < float("inf"):
+                raise NonFiniteGradient(f"the gradient of sample {sample.sample_id!r} is not finite (loss {loss}).")
+            fact = {
+                "sample_id": sample.sample_id,
+                "loss": loss if count else None,
+                "n_targets": count,
+                "norm": norm,
+                "flag": None if count else "no_target",
+            }
+            facts.append(fact | metadata.columns(self.provenance.metadata, sample, position, fact))
+        return facts
 
 
-def _facts(sample: SampleGradient, row: Tensor) -> dict[str, float | int | str | None]:
-    """What the store keeps of a sample beside its row."""
-    norm = float(torch.linalg.vector_norm(row, dtype=torch.float64))
-    if not norm < float("inf"):
-        raise NonFiniteGradient(f"the gradient of sample {sample.sample_id!r} is not finite (loss {sample.loss}).")
-    flag = None if sample.n_targets else "no_target"
-    return {
-        "sample_id": sample.sample_id,
-        "loss": sample.loss,
-        "n_targets": sample.n_targets,
-        "norm": norm,
-        "flag": flag,
-    }
+def resolved(method: str, model: nn.Module) -> str:
+    """The method that ``auto`` stands for: hooks where every trainable parameter's layer is known, else vmap.
+
+    Raises:
+        BadInput: If ``hooks`` is asked for and a layer is not known.
+    """
+    unknown = hooks.unsupported(model)
+    if method == "hooks" and unknown:
+        raise BadInput(f"--method hooks does not know the layer of {', '.join(unknown[:3])}: give vmap or loop.")
+    if method != "auto":
+        return method
+    return "vmap" if unknown else "hooks"
+
+
+def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of the trainable parameters, by name."""
+    return {name: tuple(parameter.shape) for name, parameter in trainable(model).items()}
+
+
+def kind_of(provenance: Provenance, model: nn.Module, device: torch.device) -> gradient_types.GradientType:
+    """The gradient type, with Adam's moments where it needs them.
+
+    Raises:
+        BadInput: If the moments are missing, are others now, or do not fit the model.
+    """
+    if provenance.grad_type == "sgd":
+        return gradient_types.sgd
+    if provenance.grad_type == "sign":
+        return gradient_types.sign
+    found = optimizer.load(Path(provenance.optimizer_dir or provenance.model_dir))
+    if optimizer.digest(found.path.parent) != provenance.optimizer_digest:
+        raise BadInput(f"the moments in {found.path} are not those that were collected with.")
+    return gradient_types.Adam.of(found, shapes(model), provenance.adam_variant, device)
+
+
+def flattened(found: PerSample, out: Tensor | None = None) -> Tensor:
+    """The gradients as rows, [B, n], the parameters one after another."""
+    return torch.cat([gradient.flatten(1) for gradient in found.gradient.values()], dim=1, out=out)
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether an allocator gave up, the GPU's or the CPU's."""
+    told = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in told or "can't allocate memory" in told
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free for this rank: of its GPU, or its share of the machine's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return 1024 * available // ranks

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from gradwire.errors import BadInput
 from gradwire.files import whole
+from gradwire.gradients import metadata
 
-META = pa.schema(
+META = pa.schema(  # the columns that every table has; `metadata` knows further ones
     [
         ("sample_id", pa.string()),
-        ("loss", pa.float64()),  # mean over the sample's targets; null where it has none
+        ("loss", pa.float64()),  # mean or sum over the sample's targets; null where it has none
         ("n_targets", pa.int64()),
-        ("norm", pa.float64()),  # of the gradient before projection
+        ("norm", pa.float64()),  # of what is projected, before it is
         ("flag", pa.string()),  # "no_target" where the row is zero for want of a target, else null
         ("digest", pa.string()),  # row_digests
     ]
@@ -86,10 +87,15 @@ def write(names: Names, block: Block) -> None:
     """Write a block's files, each whole or not at all; the ids come last."""
     with whole(names.rows) as part, part.open("wb") as stream:  # a stream, for a path would name itself in the bytes
         torch.save(block.rows.contiguous(), stream)
+    write_facts(names, block.meta, block.ids)
+
+
+def write_facts(names: Names, meta: pa.Table, ids: Sequence[str]) -> None:
+    """Write the table and then the ids of a block whose rows are written already."""
     with whole(names.meta) as part:
-        pq.write_table(block.meta, part)
+        pq.write_table(meta, part)
     with whole(names.ids) as part:
-        part.write_bytes(pickle.dumps(block.ids))
+        part.write_bytes(pickle.dumps(list(ids)))
 
 
 def read(names: Names) -> Block:
@@ -99,14 +105,22 @@ def read(names: Names) -> Block:
         BadInput: If a file is missing, damaged, or holds something else, or the three disagree about the count.
     """
     block = Block(read_rows(names.rows), read_ids(names.ids), read_meta(names.meta))
-    counts = [len(block.rows), len(block.ids), len(block.meta)]
+    check_counts(names, [len(block.rows), len(block.ids), len(block.meta)])
+    return block
+
+
+def check_counts(names: Names, counts: Sequence[int]) -> None:
+    """See that a block's files have as many rows, ids and facts.
+
+    Raises:
+        BadInput: If they have not.
+    """
     if len(set(counts)) > 1:
         raise BadInput(
             "counts differ: "
             + ", ".join(f"{path} has {count}" for path, count in zip(names, counts, strict=True))
             + "; delete these files and collect again."
         )
-    return block
 
 
 def read_rows(path: Path) -> Tensor:
@@ -148,7 +162,7 @@ def read_ids(path: Path) -> list[str]:
 
 
 def read_meta(path: Path) -> pa.Table:
-    """Read a table of ``META``'s columns.
+    """Read a table of ``META``'s columns, and perhaps further ones.
 
     Raises:
         BadInput: If the file is missing, damaged or has other columns.
@@ -157,7 +171,7 @@ def read_meta(path: Path) -> pa.Table:
         table = pq.ParquetFile(path).read()
     except (OSError, pa.ArrowException) as error:
         raise BadInput(f"{path} cannot be read as Parquet: {_first_line(error)}") from error
-    if not table.schema.equals(META):
+    if not set(META).issubset(table.schema):
         raise BadInput(f"{path} has not the columns {', '.join(META.names)}.")
     return table
 
@@ -168,20 +182,12 @@ def concatenated(blocks: Iterable[Block]) -> Block:
     return Block(torch.cat(rows), [id_ for part in ids for id_ in part], pa.concat_tables(meta))
 
 
-def taken(block: Block, positions: Sequence[int]) -> Block:
-    """The rows at ``positions``, in that order."""
-    return Block(
-        block.rows[torch.tensor(positions, dtype=torch.int64)],
-        [block.ids[position] for position in positions],
-        block.meta.take(pa.array(positions, pa.int64())),
-    )
-
-
-def bind(rows: Tensor, facts: Sequence[Mapping[str, Any]]) -> Block:
-    """A block of rows and what is known of each (sample_id, loss, n_targets, norm, flag), bound by digests."""
+def bind(rows: Tensor, facts: Sequence[Mapping[str, Any]], further: Sequence[str] = ()) -> Block:
+    """A block of rows and what is known of each (`META` and the further columns), bound by digests."""
     ids = [fact["sample_id"] for fact in facts]
     bound = zip(row_digests(ids, rows), facts, strict=True)
-    return Block(rows, ids, pa.Table.from_pylist([{**fact, "digest": digest} for digest, fact in bound], META))
+    schema = pa.schema([*META, *(pa.field(*column) for column in metadata.schema(further))])
+    return Block(rows, ids, pa.Table.from_pylist([{**fact, "digest": digest} for digest, fact in bound], schema))
 
 
 def _first_line(error: Exception) -> str:

@@ -31,6 +31,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="which rows --recompute draws")
     parser.add_argument("--model_dir", type=Path, help="where the model is now (default: where it was)")
     parser.add_argument("--data_path", type=Path, help="where the shards are now (default: where they were)")
+    parser.add_argument("--optimizer_dir", type=Path, help="where adam's moments are now (default: where they were)")
+    parser.add_argument("--lora_dir", type=Path, help="where the LoRA adapter is now (default: where it was)")
     parser.add_argument(
         "--device", choices=DEVICES, default="auto", help="for --recompute; auto: a GPU if there is one"
     )
@@ -78,6 +80,7 @@ def _audit(args: argparse.Namespace) -> Audit:
                 audit.rank(rank, dim)
         if args.check_aggregated or all_of_it:
             audit.aggregated(dim)
+    audit.custom()
     if args.recompute:
         drawn = random.Random(args.seed).sample(range(origin.samples), min(args.recompute, origin.samples))
         device = world.choose("auto", args.device, 1, world.detect_gpus()).device_type
@@ -90,8 +93,5 @@ def _origin(args: argparse.Namespace) -> Provenance:
     from gradwire.gradients import provenance
 
     origin = provenance.read(args.output_dir)
-    return replace(
-        origin,
-        model_dir=str(args.model_dir or origin.model_dir),
-        data_path=str(args.data_path or origin.data_path),
-    )
+    places = {name: getattr(args, name) for name in provenance.PLACES}
+    return replace(origin, **{name: str(place) for name, place in places.items() if place is not None})  # type: ignore[arg-type]

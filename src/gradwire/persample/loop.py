@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gradwire.data.batches import IGNORED, Batch
+from gradwire.persample.batch import PerSample, Reduction, evaluation, trainable
 
 
 class SampleGradient(NamedTuple):
@@ -25,13 +25,19 @@ class SampleGradient(NamedTuple):
     gradient: dict[str, Tensor]
 
 
-def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that have gradients, by name, each once and in the model's order."""
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+def gradients(model: nn.Module, batch: Batch, reduction: Reduction = "mean") -> PerSample:
+    """The gradients of a batch's samples, each computed alone."""
+    found = list(each(model, batch, reduction))
+    names = found[0].gradient if found else {}
+    return PerSample(
+        {name: torch.stack([sample.gradient[name] for sample in found]) for name in names},
+        torch.tensor([sample.loss or 0.0 for sample in found], device=batch.labels.device),
+        torch.tensor([sample.n_targets for sample in found], device=batch.labels.device),
+    )
 
 
-def gradients(model: nn.Module, batch: Batch) -> Iterator[SampleGradient]:
-    """The gradient of each sample's own loss: the mean of the cross-entropy over the sample's valid targets.
+def each(model: nn.Module, batch: Batch, reduction: Reduction = "mean") -> Iterator[SampleGradient]:
+    """The gradient of each sample's own loss, the mean or sum of the cross-entropy over the sample's valid targets.
 
     Every sample goes through the model alone and without its padding, so neither the batch nor its width changes a
     result. Dropout is off while the iterator runs.
@@ -39,32 +45,27 @@ def gradients(model: nn.Module, batch: Batch) -> Iterator[SampleGradient]:
     Args:
         model: A causal language model that returns ``logits``; on the batch's device.
         batch: Samples of any length, padded on the right.
+        reduction: Mean or sum.
     """
     parameters = trainable(model)
     with evaluation(model):
         for tokens, labels, sample_id in zip(batch.input_ids, batch.labels, batch.sample_id, strict=True):
-            yield _gradient(model, parameters, tokens, labels, sample_id)
+            yield _gradient(model, parameters, tokens, labels, sample_id, reduction)
 
 
 def _gradient(
-    model: nn.Module, parameters: dict[str, nn.Parameter], tokens: Tensor, labels: Tensor, sample_id: str
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    tokens: Tensor,
+    labels: Tensor,
+    sample_id: str,
+    reduction: Reduction,
 ) -> SampleGradient:
     targets = (labels[1:] != IGNORED).nonzero().flatten() + 1
     if not len(targets):
         return SampleGradient(sample_id, None, 0, {name: torch.zeros_like(p) for name, p in parameters.items()})
     end = int(targets[-1]) + 1  # attention is causal: what comes later touches no target
     logits = model(tokens[None, :end], use_cache=False).logits[0]
-    loss = cross_entropy(logits[:-1], labels[1:end], ignore_index=IGNORED)
+    loss = cross_entropy(logits[:-1], labels[1:end], ignore_index=IGNORED, reduction=reduction)
     found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
     return SampleGradient(sample_id, loss.item(), len(targets), dict(zip(parameters, found, strict=True)))
-
-
-@contextmanager
-def evaluation(model: nn.Module) -> Iterator[None]:
-    """Dropout off; the model's mode is restored afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

@@ -136,7 +136,7 @@ def cell_of(row: Result) -> Cell:
         world=row.world_size,
         link=row.link,
         rate=rate(row.link),
-        step=(row.step_time_ms_mean or 0.0) / 1e3,
+        step=(row.step_time_ms_p50 or 0.0) / 1e3,
         exposed=(row.exposed_comm_ms or 0.0) / 1e3,
         decode=(row.decompress_time_ms or 0.0) / 1e3,
         gradients=Flow(op, gradients, sum(times.values())),
@@ -264,7 +264,7 @@ def trial(found: Sequence[LeftOut], rows: Sequence[Result]) -> list[str]:
 def compute_seconds(rows: Iterable[Result]) -> float | None:
     """Seconds of computation in a step: `none`'s step at W = 1, else its computation by the profile."""
     baseline = [row for row in rows if row.compressor == BASELINE and row.status == "ok"]
-    alone = [row.step_time_ms_mean for row in baseline if row.world_size == 1 and row.step_time_ms_mean is not None]
+    alone = [row.step_time_ms_p50 for row in baseline if row.world_size == 1 and row.step_time_ms_p50 is not None]
     profiled = [row.compute_time_ms for row in baseline if row.compute_time_ms is not None]
     known = alone or profiled
     return fmean(known) / 1e3 if known else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, TypeVar
@@ -15,6 +15,7 @@ from gradwire.errors import BadInput
 from gradwire.failures import failure_file
 from gradwire.files import read_json
 from gradwire.measurement import quality
+from gradwire.units import UNSHAPED
 
 Model = TypeVar("Model", bound=BaseModel)
 Text = str | None
@@ -22,6 +23,7 @@ Count = int | None
 Number = float | None
 OWN_QUALITY = ("train", "perplexity")  # of the same run, so that its steps lead there
 Status = Literal["ok", "failed", "skipped", "diverged"]
+Alone = dict[tuple[str, str], dict[tuple[Any, ...], list[float]]]  # tokens/s by strategy and label, and hardware
 
 
 class Row(BaseModel):
@@ -228,20 +230,21 @@ def compared(results: Sequence[Result], results_dir: Path) -> list[Result]:
             except BadInput as error:
                 print(f"gradwire summarize: {row.run_name} has no quality over time: {error}", file=sys.stderr)
     timed = quality.against_time(curves, {run_of(row) for row in results if row.status == "ok"})
-    alone: dict[tuple[str, str], list[Result]] = {}
+    alone: Alone = {}
     for row in results:
-        if (row.status, row.world_size, row.link) == ("ok", 1, "none") and row.tokens_per_s:
-            alone.setdefault((row.strategy, row.compressor), []).append(row)
+        if (row.status, row.world_size, row.link) == ("ok", 1, UNSHAPED) and row.tokens_per_s:
+            of_cell = alone.setdefault((row.strategy, row.compressor), {})
+            of_cell.setdefault(hardware(row), []).append(row.tokens_per_s)
     return [
         row.model_copy(update=timed.get(run_of(row), {}) | {"scaling_efficiency": scaling_efficiency(row, alone)})
         for row in results
     ]
 
 
-def scaling_efficiency(row: Result, alone: Mapping[tuple[str, str], Sequence[Result]]) -> float | None:
-    """Tokens/s per rank, against the rows of one rank by strategy and label; None where there is nothing to compare."""
-    base = alone.get((row.strategy, row.compressor)) or alone.get((row.strategy, BASELINE), ())
-    rates = [one.tokens_per_s for one in base if one.tokens_per_s and hardware(one) == hardware(row)]
+def scaling_efficiency(row: Result, alone: Alone) -> float | None:
+    """Tokens/s per rank, against one rank's on like hardware; None where there is nothing to compare."""
+    base = alone.get((row.strategy, row.compressor)) or alone.get((row.strategy, BASELINE), {})
+    rates = base.get(hardware(row))
     if row.status != "ok" or row.world_size == 1 or not row.tokens_per_s or not rates:
         return None
     return row.tokens_per_s / row.world_size / fmean(rates)

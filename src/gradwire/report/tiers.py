@@ -30,10 +30,11 @@ Table = list[list[str]]
 TIER_DEFINITIONS = f"""\
 Fastest first. `ppl`: perplexity against that of `{BASELINE}` (fp32), paired by seed, with the 95 % bootstrap interval
 of the mean over n seeds; `tier`: the tightest of {", ".join(map(str, TIERS))} % that the mean is within, `fastest`:
-those in which it is the fastest. `transfer ms`: communication per step without waiting for ranks that are late.
-Against the cell `{BASELINE}`: `×`, transfer so many times shorter; `bytes ×`, so many times fewer (gradients and
-parameters, after the dense steps); `÷`, the first over the second. `speed-up` of the step; `ceiling` is Amdahl's,
-(1 + m) / (1 + m / r) with m = transfer ÷ compute of `{BASELINE}` and r = `bytes ×`; `of it`, the share reached."""
+those in which it is the fastest. `step ms`: the median. `transfer ms`: communication per step without waiting for
+ranks that are late. Against the cell `{BASELINE}`: `×`, transfer so many times shorter; `bytes ×`, so many times
+fewer (gradients and parameters, after the dense steps); `÷`, the first over the second. `speed-up` of the step;
+`ceiling` is Amdahl's, (1 + m) / (1 + m / r) with m = transfer ÷ compute of `{BASELINE}` and r = `bytes ×`; `of it`,
+the share reached."""
 
 WIRE_DEFINITIONS = """\
 `counted`: gradients, the flag of each step and parameters, as bandwidth-optimal collectives would send them where the
@@ -47,7 +48,7 @@ class Timed:
 
     Args:
         row: One of its runs.
-        step: Milliseconds of a step.
+        step: Milliseconds of a step, the median: what else the machine did now and then does not count.
         transfer: Milliseconds of a step in which anything is communicated, waiting left out, NaN if not measured.
         compute: Milliseconds of a step in which anything is computed, likewise.
         ratio: Float32 bytes over sent ones, gradients and parameters, after the dense steps.
@@ -64,7 +65,7 @@ class Timed:
         """The cell of some runs that differ in their seed only."""
         return cls(
             runs[0],
-            step=mean(row.step_time_ms_mean for row in runs),
+            step=mean(row.step_time_ms_p50 for row in runs),
             transfer=mean(row.transfer_time_ms for row in runs),
             compute=mean(row.compute_time_ms for row in runs),
             ratio=byte_ratio(runs[0]),
@@ -128,7 +129,7 @@ def groups(ok: Iterable[Result]) -> dict[tuple[str, int, str, str], list[Timed]]
         lambda: defaultdict(list)
     )
     for row in ok:
-        if row.link != UNSHAPED and row.step_time_ms_mean is not None:
+        if row.link != UNSHAPED and row.step_time_ms_p50 is not None:
             runs[row.strategy, row.world_size, row.link, machine(row)][row.compressor].append(row)
     ordered = sorted(runs.items(), key=lambda item: (*item[0][:2], -rate(item[0][2])))
     return {key: [Timed.of(cell) for cell in cells.values()] for key, cells in ordered if BASELINE in cells}

@@ -10,7 +10,7 @@ from gradwire.errors import BadInput
 from gradwire.files import sha256_file
 
 
-def source(data_path: Path | None, revision: str | None) -> Source:
+def source(data_path: Path | None, revision: str | None, id_from: str | None = None) -> Source:
     """The documents of a corpus file; its revision is the SHA-256 of its bytes.
 
     Raises:
@@ -19,4 +19,4 @@ def source(data_path: Path | None, revision: str | None) -> Source:
     if data_path is None or not data_path.is_file():
         raise BadInput(f"--source json needs --data_path FILE, a corpus file ({data_path or 'nothing'} given).")
     name = str(data_path)
-    return Source(name, require_revision(name, revision, sha256_file(data_path)), corpus.documents(data_path))
+    return Source(name, require_revision(name, revision, sha256_file(data_path)), corpus.documents(data_path, id_from))

@@ -1,0 +1,300 @@
+"""Per-sample gradients: how fast, against the batch-1 loop and against a plain forward and backward pass.
+
+``python benchmarks/bench_gradients.py methods|memory|projections|ranks|aggregate``, each a table of its own. Samples
+are random tokens, distinct, all of one length. Rounds are interleaved, and ratios are medians over them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tabulate import tabulate
+
+from gradwire.data.batches import collate
+from gradwire.data.shards import Sample
+from gradwire.gradients import merge, projections, row_file, rows, store
+from gradwire.gradients.provenance import Provenance
+from gradwire.models import gpt2
+from gradwire.persample.batch import sample_losses
+
+
+class Samples(list):
+    """What `RowMaker` wants of shards."""
+
+    meta = {"pad_id": 0}  # noqa: RUF012
+
+
+def samples(count: int, length: int, vocabulary: int) -> Samples:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, vocabulary, (count, length), generator=generator)
+    return Samples(Sample(f"s{row}", tokens[row]) for row in range(count))
+
+
+def maker(args: argparse.Namespace, method: str, projection: str, batch_size: int) -> rows.RowMaker:
+    origin = Provenance(
+        **dict.fromkeys(("source", "model_dir", "model_digest", "data_path", "data_digest"), ""),
+        split="train",
+        samples=args.samples,
+        world_size=1,
+        dims=[args.dim],
+        grad_type="sgd",
+        loss="mean",
+        method=method,
+        projection=projection,
+        seed=0,
+        save_interval=args.samples,
+    )
+    model = gpt2.build(args.model, args.vocabulary, args.length, seed=0).to(args.device)
+    return rows.RowMaker(model, origin, torch.device(args.device), batch_size=batch_size)
+
+
+def timed(device: str, work: Callable[[], Any]) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def interleaved(device: str, jobs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, np.ndarray]:
+    for job in jobs.values():
+        job()
+    seconds: dict[str, list[float]] = {name: [] for name in jobs}
+    for _ in range(rounds):
+        for name, job in jobs.items():
+            seconds[name].append(timed(device, job))
+    return {name: np.array(of) for name, of in seconds.items()}
+
+
+def spread(ratios: np.ndarray) -> str:
+    draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
+    return f"{np.median(ratios):.2f} [{low:.2f}, {high:.2f}]"
+
+
+def methods(args: argparse.Namespace) -> None:
+    data = samples(args.samples, args.length, args.vocabulary)
+    jobs: dict[str, Callable[[], Any]] = {}
+    plain = gpt2.build(args.model, args.vocabulary, args.length, seed=0).to(args.device)
+    batches = [
+        collate(data[first : first + args.batch_size], 0, args.batch_size).to(args.device)
+        for first in range(0, args.samples, args.batch_size)
+    ]
+
+    def forward_backward() -> None:
+        for batch in batches:
+            logits = plain(batch.input_ids, use_cache=False).logits
+            sample_losses(logits, batch.labels, "mean").sum().backward()
+            plain.zero_grad(set_to_none=True)
+
+    jobs["forward + backward, no rows"] = forward_backward
+    for projection in args.projections:
+        for method in ("loop", "vmap", "hooks"):
+            made = maker(args, method, projection, 1 if method == "loop" else args.batch_size)
+            jobs[f"{projection}, {method}"] = lambda made=made: made.blocks(data, range(args.samples))
+    seconds = interleaved(args.device, jobs, args.rounds)
+    base = seconds["forward + backward, no rows"]
+    table = []
+    for name, of in seconds.items():
+        projection = name.partition(",")[0]
+        loop = seconds.get(f"{projection}, loop")
+        table.append(
+            [
+                name,
+                f"{args.samples / np.median(of):,.1f}",
+                spread(loop / of) if loop is not None else "",
+                spread(base / of),
+            ]
+        )
+    print(tabulate(table, ["rows", "samples/s", "× the loop", "× forward + backward"], tablefmt="pipe"))
+
+
+def memory(args: argparse.Namespace) -> None:
+    """Peak memory of each method, each in a process of its own."""
+    table = []
+    for projection in args.projections:
+        for method in ("loop", "vmap", "hooks"):
+            words = [sys.executable, __file__, "one", "--method", method, "--projections", projection]
+            for name in ("model", "device", "samples", "batch_size", "dim", "length", "vocabulary"):
+                words += [f"--{name}", str(getattr(args, name))]
+            table.append([f"{projection}, {method}", subprocess.check_output(words, text=True).strip()])
+    print(tabulate(table, ["rows", "MB above the model"], tablefmt="pipe"))
+
+
+def one(args: argparse.Namespace) -> None:
+    data = samples(args.samples, args.length, args.vocabulary)
+    made = maker(args, args.method, args.projections[0], 1 if args.method == "loop" else args.batch_size)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    made.blocks(data, range(args.samples))
+    if args.device == "cuda":
+        print(f"{torch.cuda.max_memory_allocated() / 1e6:,.0f}")
+    else:
+        print(f"{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3:,.0f}")
+
+
+def project(args: argparse.Namespace) -> None:
+    """Each projection of a stack of gradients, against reading it once and against the dense matrix product."""
+    numel, height = args.numel, args.batch_size
+    stack = torch.randn(height, numel, device=args.device)
+    shapes = {"w": (numel // 512, 512)}
+    jobs: dict[str, Callable[[], Any]] = {"read once (sum)": lambda: stack.sum()}
+    for name in ("sjlt", "srht", "factored", "rademacher", "normal"):
+        projector = projections.build(name, shapes, 0)
+        jobs[name] = lambda projector=projector: projector.project(stack, [args.dim])
+    tile = torch.randn(max(1, projections.dense.TILE // args.dim), args.dim, device=args.device)
+
+    def product() -> None:
+        for first in range(0, numel - len(tile) + 1, len(tile)):
+            stack[:, first : first + len(tile)] @ tile
+
+    jobs["matrix product alone"] = product
+    seconds = interleaved(args.device, jobs, args.rounds)
+    read, floor = seconds["read once (sum)"], seconds["matrix product alone"]
+    table = [
+        [name, f"{1e3 * np.median(of):,.1f}", spread(of / read), spread(of / floor)] for name, of in seconds.items()
+    ]
+    print(f"{height} gradients of {numel:,} entries to {args.dim} columns, {args.device}\n")
+    print(tabulate(table, ["", "ms", "× reading", "× matrix product"], tablefmt="pipe"))
+
+
+def ranks(args: argparse.Namespace) -> None:
+    """Two ranks against one, one thread each: the steady part of `grads collect`, start-up left out."""
+    data = samples(args.samples, args.length, args.vocabulary)
+    torch.set_num_threads(1)
+    ratios = []
+    made = maker(args, "hooks", args.projections[0], args.batch_size)
+    made.blocks(data[: args.batch_size], range(args.batch_size))
+    workers = [
+        subprocess.Popen(
+            [sys.executable, __file__, "worker", *sys.argv[2:]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    for worker in workers:
+        worker.stdout.readline()
+    for _ in range(args.rounds):
+        spans = []
+        for count in (1, 2):
+            began = time.perf_counter()
+            for worker in workers[:count]:
+                worker.stdin.write(f"{args.samples // count}\n")
+                worker.stdin.flush()
+            for worker in workers[:count]:
+                worker.stdout.readline()
+            spans.append(time.perf_counter() - began)
+        ratios.append(spans[0] / spans[1])
+    for worker in workers:
+        worker.stdin.close()
+    print(f"two ranks against one, one thread each: {spread(np.array(ratios))}")
+
+
+def worker(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    data = samples(args.samples, args.length, args.vocabulary)
+    made = maker(args, "hooks", args.projections[0], args.batch_size)
+    made.blocks(data, range(args.batch_size))
+    print("ready", flush=True)
+    for line in sys.stdin:
+        made.blocks(data, range(int(line)))
+        print("done", flush=True)
+
+
+def aggregate(args: argparse.Namespace) -> None:
+    """Merge ranks' files, against copying the same bytes on this disk."""
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        per_rank = int(args.gigabytes * 1e9 / 4 / args.dim)
+        total = per_rank * args.ranks
+        for rank in range(args.ranks):
+            ids = [f"s{position}" for position in range(rank, total, args.ranks)]
+            block = torch.randn(per_rank, args.dim, generator=torch.Generator().manual_seed(rank))
+            facts = [{"sample_id": id_, "loss": 1.0, "n_targets": 1, "norm": 1.0, "flag": None} for id_ in ids]
+            store.write(store.all_names(Path(folder) / str(rank)), store.bind(block, facts))
+            del block
+        words = [
+            sys.executable,
+            __file__,
+            "merge",
+            "--folder",
+            folder,
+            "--ranks",
+            str(args.ranks),
+            "--dim",
+            str(args.dim),
+        ]
+        told = json.loads(subprocess.check_output(words, text=True))
+        began = time.perf_counter()
+        for rank in range(args.ranks):
+            subprocess.run(["cp", store.all_names(Path(folder) / str(rank)).rows, f"{folder}/copy{rank}"], check=True)
+        subprocess.run(["sync", "-f", folder], check=True)
+        copied = time.perf_counter() - began
+        size = args.ranks * args.gigabytes
+        print(
+            f"{args.ranks} ranks × {args.gigabytes} GB: merged in {told['seconds']:.1f} s "
+            f"({size / told['seconds']:.2f} GB/s), peak {told['mb']:,.0f} MB resident; "
+            f"cp and sync of the same files {copied:.1f} s ({size / copied:.2f} GB/s)"
+        )
+
+
+def merge_all(args: argparse.Namespace) -> None:
+    began = time.perf_counter()
+    sources = [merge.read_rank(Path(args.folder) / str(rank), args.dim) for rank in range(args.ranks)]
+    ids = [f"s{position}" for position in range(sum(len(source.ids) for source in sources))]
+    merged = merge.merge(sources, ids)
+    with row_file.tensor_writer(Path(args.folder) / "all_orig.pt", merged.shape) as writer:
+        for chunk in merged.chunks():
+            writer.append(chunk)
+    seconds = time.perf_counter() - began
+    print(json.dumps({"seconds": seconds, "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3}))
+
+
+VERBS = {
+    "methods": methods,
+    "memory": memory,
+    "one": one,
+    "projections": project,
+    "ranks": ranks,
+    "worker": worker,
+    "aggregate": aggregate,
+    "merge": merge_all,
+}
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=VERBS)
+    parser.add_argument("--model", default="tiny")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--samples", type=int, default=64)
+    parser.add_argument("--batch_size", type=int, default=16)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument("--dim", type=int, default=4096)
+    parser.add_argument("--numel", type=int, default=2**23)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--projections", nargs="+", default=["factored", "sjlt", "rademacher"])
+    parser.add_argument("--method", default="hooks")
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--gigabytes", type=float, default=0.25, help="of each rank")
+    parser.add_argument("--folder", help="where the files go")
+    args = parser.parse_args(words)
+    VERBS[args.what](args)
+
+
+if __name__ == "__main__":
+    main()

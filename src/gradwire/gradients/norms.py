@@ -1,0 +1,204 @@
+"""The verb ``norms``: the norm of every sample's gradient, as ``norms.parquet``, in the order of the data."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradwire.errors import BadInput, CheckFailed, NonFiniteGradient
+from gradwire.seat import add_rank_arguments, rank_options
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gradwire.collectives.world import World
+    from gradwire.data.batches import Batch
+    from gradwire.data.shards import Shards
+
+FILE = "norms.parquet"
+TOLERANCE = 1e-4  # of a norm against the same sample alone on one rank, relative
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the verb's flags."""
+    parser.add_argument("--model_dir", type=Path, required=True, help="a saved model, such as a run's final_model/")
+    parser.add_argument("--data_path", type=Path, required=True, help="a shards folder, or a corpus file")
+    parser.add_argument("--output_dir", type=Path, required=True, help=f"gets {FILE}: id, norm, loss, n_valid")
+    parser.add_argument("--split", choices=("train", "val"), default="train", help="which split of the shards")
+    parser.add_argument("--max_samples", type=int, help="take the split's first N samples (default: all)")
+    parser.add_argument(
+        "--distribution",
+        choices=("auto", "replicated", "distributed"),
+        default="auto",
+        help="distributed (auto on several ranks): each rank has its own samples and sums over all layers; "
+        "replicated: all have the same, and share the layers out",
+    )
+    parser.add_argument(
+        "--strategy", choices=("ddp", "fsdp2"), default="ddp", help="whole weights on every rank, or sharded ones"
+    )
+    parser.add_argument("--loss", choices=("mean", "sum"), default="mean", help="of a sample: over its valid tokens")
+    parser.add_argument("--batch_size", type=int, default=16, help="samples in the model at once, on each rank")
+    parser.add_argument(
+        "--recompute", type=int, default=4, metavar="K", help="check K random norms by one backward pass each"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="which ones")
+    parser.add_argument("--max_length", type=int, help="tokens per sample of a corpus file (default: the model's)")
+    parser.add_argument("--cache_dir", type=Path, help="where a corpus file's shards go (default: the user's cache)")
+    add_rank_arguments(parser)
+
+
+def beside(args: argparse.Namespace) -> Path:
+    """The folder of the output."""
+    return args.output_dir
+
+
+def preflight(args: argparse.Namespace) -> None:
+    """Check the arguments, the model and the data before any rank starts.
+
+    Raises:
+        BadInput: With what is wrong, where, and what to do.
+    """
+    from gradwire.data import shards
+
+    for flag, value in (("--batch_size", args.batch_size), ("--max_samples", args.max_samples or 1)):
+        if value < 1:
+            raise BadInput(f"{flag} is {value}; it must be at least 1.")
+    folder = _shards_folder(args, rank=0)
+    shards.check(folder)
+    count = _count(shards.Shards(folder, args.split), args.max_samples)
+    if (args.world_size or 1) > count:
+        raise BadInput(f"{args.world_size} ranks for {count} samples of {args.data_path}: start at most {count} ranks.")
+
+
+def main(args: argparse.Namespace) -> None:
+    """Compute the norms; rank 0 checks some of them and writes the table.
+
+    Raises:
+        NonFiniteGradient: If a loss or a norm is not finite.
+        CheckFailed: If norms that must agree do not.
+    """
+    if "RANK" not in os.environ:
+        preflight(args)
+
+    from gradwire import parallel
+    from gradwire.collectives.world import process_group
+    from gradwire.data.shards import Shards
+    from gradwire.models import folder
+
+    with process_group(**rank_options(args)) as world:
+        shards = Shards(_shards_folder(args, world.rank), args.split)
+        model: nn.Module = folder.load_causal(args.model_dir)
+        if args.strategy == "fsdp2":
+            model = parallel.wrap(model, "fsdp2", device=world.device)
+        rows = collect(model.to(world.device), shards, args, world)
+        if world.rank == 0:
+            _check(rows, shards, args, world)
+            _write(args.output_dir / FILE, rows)
+            print(f"{len(rows)} norms in {args.output_dir / FILE}")
+
+
+def collect(model: nn.Module, shards: Shards, args: argparse.Namespace, world: World) -> list[dict[str, Any]]:
+    """Every sample's row, in the order of the data, on all ranks."""
+    from gradwire.collectives import ops
+    from gradwire.persample import norms
+
+    replicated = args.distribution == "replicated"
+    held: norms.Held = "partial" if replicated and world.world_size > 1 else "complete"
+    names = norms.share(model, world.rank, world.world_size) if held == "partial" else None
+    count = _count(shards, args.max_samples)
+    squares: dict[str, float] = {}
+    facts: dict[str, tuple[float, int]] = {}
+    for batch in batches(shards, count, args.batch_size, world, replicated):
+        batch = batch.to(world.device)
+        found = norms.norms(model, batch, args.loss, names)
+        spread = norms.spread_of(batch, args.distribution)
+        _merge(squares, norms.combined(batch.sample_id, found.square, held, spread))
+        told = zip(batch.sample_id, found.loss.tolist(), found.n_targets.tolist(), strict=True)
+        facts |= {id_: (loss, valid) for id_, loss, valid in told if id_}
+    for of_rank in ops.gather_objects(facts):
+        facts |= of_rank
+    ids = [shards[position].sample_id for position in range(count)]
+    return [_row(id_, squares[id_], *facts[id_]) for id_ in ids]
+
+
+def batches(shards: Shards, count: int, batch_size: int, world: World, replicated: bool) -> Iterator[Batch]:
+    """This rank's batches of the first ``count`` samples, as many and as large on each rank, filled up."""
+    from gradwire.data.batches import collate
+
+    positions: Sequence[int] = range(count) if replicated else range(world.rank, count, world.world_size)
+    longest = count if replicated else -(-count // world.world_size)
+    for first in range(0, longest, batch_size):
+        samples = [shards[position] for position in positions[first : first + batch_size]]
+        yield collate(samples, shards.meta["pad_id"], batch_size)
+
+
+def _row(id_: str, square: float, loss: float, n_valid: int) -> dict[str, Any]:
+    if not (math.isfinite(square) and math.isfinite(loss)):
+        raise NonFiniteGradient(f"the gradient of sample {id_!r} is not finite (loss {loss}, squared norm {square}).")
+    return {"id": id_, "norm": math.sqrt(square), "loss": loss if n_valid else None, "n_valid": n_valid}
+
+
+def _merge(squares: dict[str, float], found: Any) -> None:
+    from gradwire.persample.norms import check_agree
+
+    for id_, value in found.items():
+        check_agree(id_, squares.setdefault(id_, value), value)
+
+
+def _check(rows: list[dict[str, Any]], shards: Shards, args: argparse.Namespace, world: World) -> None:
+    """Compare random norms with those of one backward pass on one rank.
+
+    Raises:
+        CheckFailed: If one is off.
+    """
+    from gradwire.data.batches import collate
+    from gradwire.models import folder
+    from gradwire.persample import loop
+
+    drawn = random.Random(args.seed).sample(range(len(rows)), min(args.recompute, len(rows)))
+    if not drawn:
+        return
+    model = folder.load_causal(args.model_dir).to(world.device)
+    for position in sorted(drawn):
+        batch = collate([shards[position]], shards.meta["pad_id"], 1).to(world.device)
+        found = loop.gradients(model, batch, args.loss).gradient
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in found.values()))
+        if not abs(norm - rows[position]["norm"]) <= TOLERANCE * norm:
+            raise CheckFailed(
+                f"sample {rows[position]['id']!r} has norm {rows[position]['norm']:.6g} on {world.world_size} ranks, "
+                f"and {norm:.6g} by one backward pass on one."
+            )
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from gradwire.files import whole
+
+    schema = pa.schema([("id", pa.string()), ("norm", pa.float64()), ("loss", pa.float64()), ("n_valid", pa.int64())])
+    with whole(path) as part:
+        pq.write_table(pa.Table.from_pylist(rows, schema), part)
+
+
+def _count(shards: Shards, most: int | None) -> int:
+    return len(shards) if most is None else min(most, len(shards))
+
+
+def _shards_folder(args: argparse.Namespace, rank: int) -> Path:
+    from gradwire.data.cache import shards_of
+    from gradwire.models import saved
+
+    saved.check(args.model_dir)
+    return shards_of(
+        args.data_path,
+        tokenizer=str(args.model_dir),
+        max_length=args.max_length or saved.max_length(args.model_dir),
+        cache_dir=args.cache_dir,
+        rank=rank,
+    )

@@ -1,0 +1,103 @@
+"""A sparse projection (SJLT; Kane & Nelson, 2014): each column has ``NONZEROS`` entries ±1/√NONZEROS in distinct rows.
+
+In two steps, so that the gradient is read once, in order, and nothing of its size is written. First its columns, with
+random signs, are added up in `SLOTS` slots: a parameter's blocks of as many columns are each rotated by a random
+amount, so two columns of one block never meet and two of different blocks meet once in `SLOTS`. Then every slot goes to
+one row in each of ``NONZEROS`` equal parts of the rows. The two are one sparse matrix of the kind above.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from gradwire.gradients.projections import hashing
+from gradwire.gradients.projections.base import Band, Projector, Shapes, chi2_band, tiles
+
+SLOTS = 1 << 16
+NONZEROS = 4
+
+
+class Sorted(NamedTuple):
+    """The second step as bags: those of the slots that go to row r begin at ``starts[r]``."""
+
+    slots: Tensor
+    signs: Tensor
+    starts: Tensor
+
+
+class Sjlt(Projector):
+    """Var(‖Px‖²/‖x‖²) is at most that of signs, (2/dim)(1 - ‖x‖₄⁴/‖x‖₂⁴), plus 2/SLOTS for the slots."""
+
+    def __init__(self, shapes: Shapes, seed: int) -> None:
+        super().__init__(shapes, seed)
+        self._sorted: dict[tuple[int, torch.device], Sorted] = {}
+
+    def project(self, rows: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
+        """Project rows [samples, n] to float32 [samples, dim] for each dim, in one pass over the rows."""
+        slots = torch.zeros(len(rows), SLOTS, device=rows.device)
+        for name, start, end in self.parameters():
+            self.add(name, rows[:, start:end], slots)
+        return {dim: self.spread(slots, dim) for dim in dims}
+
+    def add(self, name: str, values: Tensor, slots: Tensor) -> None:
+        """Add a parameter's gradients [samples, numel] to ``slots`` [samples, SLOTS]."""
+        stream = hashing.key(self.seed, f"{name} sjlt")
+        for block, (first, last) in enumerate(tiles(values.shape[1], SLOTS)):
+            signs = hashing.signs(stream, first, last, values.device)
+            turned = self.rotation(name, block)
+            fits = min(last - first, SLOTS - turned)
+            slots[:, turned : turned + fits].addcmul_(values[:, first : first + fits].float(), signs[:fits])
+            slots[:, : last - first - fits].addcmul_(values[:, first + fits : last].float(), signs[fits:])
+
+    def rotation(self, name: str, block: int) -> int:
+        """The slot of the block's first column."""
+        stream = hashing.key(self.seed, f"{name} rotation")
+        return int(hashing.below(stream, torch.tensor([block]), SLOTS))
+
+    def spread(self, slots: Tensor, dim: int) -> Tensor:
+        """The slots' sums [samples, SLOTS] in rows: float32 [samples, dim]."""
+        bags = self._bags(dim, slots.device)
+        found = embedding_bag(bags.slots, slots.T.contiguous(), bags.starts, mode="sum", per_sample_weights=bags.signs)
+        return found.T / math.sqrt(min(NONZEROS, dim))
+
+    def fingerprint(self, dim: int) -> str:
+        """A digest of the second step, of each parameter's first and last sign and of its last rotation."""
+        bags = self._bags(dim, torch.device("cpu"))
+        hashed = hashlib.sha256(f"sjlt dim={dim} {SLOTS} {NONZEROS}".encode())
+        for part in bags:
+            hashed.update(part.numpy().tobytes())
+        for name, numel in self.sizes.items():
+            stream = hashing.key(self.seed, f"{name} sjlt")
+            ends = [float(hashing.signs(stream, at, at + 1, torch.device("cpu"))) for at in (0, numel - 1)]
+            hashed.update(f"{name} {numel} {ends} {self.rotation(name, (numel - 1) // SLOTS)}".encode())
+        return hashed.hexdigest()
+
+    def band(self, dim: int) -> Band:
+        """That of χ² with the variance of both steps."""
+        return chi2_band(1 / (1 / dim + 1 / SLOTS))
+
+    def _bags(self, dim: int, device: torch.device) -> Sorted:
+        if (dim, device) not in self._sorted:
+            self._sorted[dim, device] = Sorted(*(part.to(device) for part in self._sort(dim)))
+        return self._sorted[dim, device]
+
+    def _sort(self, dim: int) -> Sorted:
+        parts = min(NONZEROS, dim)
+        counters = torch.arange(SLOTS)
+        targets, signs = [], []
+        for part in range(parts):
+            first, last = part * dim // parts, (part + 1) * dim // parts
+            targets.append(first + hashing.below(hashing.key(self.seed, f"{dim} {part} row"), counters, last - first))
+            signs.append(hashing.signs(hashing.key(self.seed, f"{dim} {part} sign"), 0, SLOTS, torch.device("cpu")))
+        row = torch.cat(targets)
+        order = row.argsort(stable=True)
+        starts = torch.zeros(dim, dtype=torch.int64)
+        starts[1:] = row.bincount(minlength=dim).cumsum(0)[:-1]
+        return Sorted(counters.repeat(parts)[order], torch.cat(signs)[order], starts)

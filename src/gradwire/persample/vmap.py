@@ -1,0 +1,50 @@
+"""Per-sample gradients by `torch.func`: one vectorised backward pass, for any model that it can trace."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from gradwire.data.batches import Batch
+from gradwire.persample.batch import (
+    PerSample,
+    Reduction,
+    evaluation,
+    n_targets,
+    no_targets,
+    padded_width,
+    sample_losses,
+    trainable,
+    zeroed,
+)
+
+
+def gradients(
+    model: nn.Module, batch: Batch, reduction: Reduction = "mean", names: Collection[str] | None = None
+) -> PerSample:
+    """The gradients of a batch's samples; attention takes PyTorch's unfused path under vmap.
+
+    Args:
+        model: A causal language model.
+        batch: Samples of any length, padded on the right.
+        reduction: What a sample's loss is.
+        names: The parameters that are wanted; None: all trainable ones.
+    """
+    batch = padded_width(batch)
+    wanted = trainable(model)
+    parameters = {name: p.detach() for name, p in wanted.items() if names is None or name in names}
+
+    def loss_of(parameters: Mapping[str, Tensor], tokens: Tensor, labels: Tensor) -> Tensor:
+        logits = functional_call(model, dict(parameters), (tokens[None],), {"use_cache": False}).logits
+        return sample_losses(logits, labels[None], reduction)[0]
+
+    with evaluation(model), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no rule for vmap
+        each = vmap(grad_and_value(loss_of), in_dims=(None, 0, 0), randomness="error")
+        found, losses = each(parameters, batch.input_ids, batch.labels)
+    empty = no_targets(batch)
+    return PerSample(
+        {name: zeroed(gradient, empty) for name, gradient in found.items()}, losses, n_targets(batch.labels)
+    )

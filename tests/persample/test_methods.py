@@ -1,0 +1,175 @@
+"""Every way of computing per-sample gradients against one backward pass per sample, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from gradwire.data.batches import Batch
+from gradwire.errors import BadInput
+from gradwire.gradients.rows import resolved
+from gradwire.models import gpt2, lora
+from gradwire.persample import hooks, loop, vmap
+from gradwire.persample.batch import trainable
+from gradwire.persample.uses import Direct, Outer, Use, inner, square_norm
+
+VOCABULARY, LENGTH = 64, 9
+
+
+def gpt() -> torch.nn.Module:
+    return gpt2.build("tiny", VOCABULARY, LENGTH, seed=0)
+
+
+def partly_frozen() -> torch.nn.Module:
+    model = gpt()
+    model.transformer.wte.requires_grad_(False)
+    model.transformer.h[1].ln_1.weight.requires_grad_(False)
+    return model
+
+
+def llama() -> torch.nn.Module:
+    """Linear layers without bias, RMSNorm, grouped heads, untied embeddings."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=24,
+            intermediate_size=40,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=LENGTH,
+            tie_word_embeddings=False,
+        )
+    )
+
+
+def adapted(tmp_path_factory=None) -> torch.nn.Module:
+    pytest.importorskip("peft")
+    model = lora.attach(gpt(), __import__("pathlib").Path("base"), rank=3, seed=1)
+    for name, parameter in trainable(model).items():
+        if "lora_B" in name:  # zero at first, which would hide A's gradient
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    return model
+
+
+MODELS = {"gpt2": gpt, "partly frozen": partly_frozen, "llama": llama, "lora": adapted}
+
+
+def batch_of(*lengths: int) -> Batch:
+    """Distinct samples of these lengths, right-padded; the second one's first two tokens are a prompt."""
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(1, VOCABULARY, (len(lengths), LENGTH), generator=generator)
+    labels = tokens.clone()
+    for row, length in enumerate(lengths):
+        tokens[row, length:] = 0
+        labels[row, length:] = -100
+    if len(lengths) > 1:
+        labels[1, :3] = -100
+        tokens[0, 2] = tokens[0, 0]  # a token that is read twice
+    return Batch(tokens, labels, [f"s{row}" for row in range(len(lengths))])
+
+
+def close(found, wanted, tolerance=1e-9):
+    assert list(found) == list(wanted)
+    for name in wanted:
+        scale = wanted[name].abs().max().clamp(min=1e-12)
+        assert (found[name] - wanted[name]).abs().max() <= tolerance * scale, name
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("method", [vmap, hooks])
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_a_method_gives_the_gradients_of_the_loop(build, method, reduction):
+    model, batch = build().double(), batch_of(9, 6, 1, 4)
+    wanted = loop.gradients(model, batch, reduction)
+    found = method.gradients(model, batch, reduction)
+    close(found.gradient, wanted.gradient, 1e-6 if build is llama else 1e-9)  # its norms are always in float32
+    torch.testing.assert_close(found.loss, wanted.loss.double(), rtol=1e-6, atol=1e-7)
+    assert found.n_targets.tolist() == wanted.n_targets.tolist() == [8, 3, 0, 3]
+    assert all(not gradient[2].any() for gradient in found.gradient.values()), "a sample without a target"
+    assert all(p.requires_grad for p in trainable(build().double()).values())
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_hooks_leave_the_model_as_it_was(build):
+    model = build().train()
+    before = {name: (p.detach().clone(), p.requires_grad, p.grad) for name, p in model.named_parameters()}
+    hooks.gradients(model, batch_of(9, 6))
+    assert model.training and not any(module._forward_hooks for module in model.modules())
+    for name, parameter in model.named_parameters():
+        value, required, gradient = before[name]
+        assert torch.equal(parameter, value) and parameter.requires_grad is required and parameter.grad is gradient
+
+
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
+def test_norms_are_exact_without_the_gradients(build):
+    model, batch = build().double(), batch_of(9, 6, 1, 4)
+    met: dict[str, list[Use]] = {}
+    hooks.backward(model, batch, lambda name, use: met.setdefault(name, []).append(use))
+    wanted = loop.gradients(model, batch).gradient
+    assert set(met) == set(wanted)
+    counts = hooks.uses(model)
+    for name, uses in met.items():
+        assert len(uses) == counts[name]
+        exact = wanted[name].flatten(1).square().sum(1)
+        torch.testing.assert_close(square_norm(uses), exact, rtol=1e-6 if build is llama else 1e-9, atol=1e-15)
+
+
+def test_a_tied_weights_uses_are_not_independent():
+    met: dict[str, list[Use]] = {}
+    hooks.backward(gpt().double(), batch_of(9, 6, 5), lambda name, use: met.setdefault(name, []).append(use))
+    both = met["transformer.wte.weight"]
+    assert len(both) == 2 and [use.one_hot for use in both] == [False, True]
+    apart = square_norm(both[:1]) + square_norm(both[1:])
+    assert ((square_norm(both) / apart - 1).abs() > 1e-3).any(), "the cross term"
+
+
+def test_inner_products_of_all_kinds_of_factors():
+    generator = torch.Generator().manual_seed(0)
+    for tokens, rows, columns in ((3, 7, 5), (11, 2, 3)):  # by Gram matrices, and by the gradient itself
+        dense = [
+            Outer(rows, *(torch.randn(2, tokens, width, generator=generator).double() for width in (rows, columns)))
+            for _ in range(2)
+        ]
+        ids = torch.randint(0, rows, (2, tokens), generator=generator)
+        looked_up = Outer(rows, ids, torch.randn(2, tokens, columns, generator=generator).double())
+        for one in (*dense, looked_up):
+            for other in (*dense, looked_up):
+                wanted = (one.gradient() * other.gradient()).sum((1, 2))
+                torch.testing.assert_close(inner(one, other), wanted, rtol=1e-9, atol=1e-12)
+    value = Direct(torch.randn(2, 4, generator=generator).double())
+    torch.testing.assert_close(square_norm([value, value]), 4 * value.value.square().sum(1))
+
+
+def test_padding_rows_of_an_embedding_have_no_gradient():
+    model = llama().double()
+    model.model.embed_tokens.padding_idx = 5
+    batch = batch_of(9, 6)
+    batch.input_ids[0, 1] = 5
+    close(hooks.gradients(model, batch).gradient, loop.gradients(model, batch).gradient, 1e-6)
+
+
+class Odd(torch.nn.Module):
+    """A layer that nobody knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.ones(128))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def test_auto_takes_hooks_where_every_layer_is_known():
+    model = gpt()
+    assert resolved("auto", model) == "hooks"
+    model.transformer.ln_f = torch.nn.Sequential(model.transformer.ln_f, Odd())
+    assert hooks.unsupported(model) == ["transformer.ln_f.1.scale"]
+    assert resolved("auto", model) == "vmap"
+    assert resolved("loop", model) == "loop"
+    with pytest.raises(BadInput, match=r"does not know the layer of transformer.ln_f.1.scale"):
+        resolved("hooks", model)
+    batch = batch_of(9, 6)
+    close(vmap.gradients(model.double(), batch).gradient, loop.gradients(model, batch).gradient)

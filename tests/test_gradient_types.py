@@ -1,0 +1,296 @@
+"""Gradient types against `torch.optim.Adam`, and collections of every kind against the loop."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from small_model import make
+
+from gradwire import cli
+from gradwire.data.batches import Batch
+from gradwire.data.shards import Shards
+from gradwire.errors import BadInput, RunFault
+from gradwire.gradients import provenance, rows, store, types
+from gradwire.gradients.projections import build
+from gradwire.models import folder, gpt2, lora, optimizer
+from gradwire.persample import loop
+from gradwire.persample.batch import trainable
+
+SAMPLES = 7
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """The small model after three steps of Adam, whose moments stand beside it; one parameter was never trained."""
+    small = make(tmp_path_factory.mktemp("types"))
+    model = folder.load(small.model)
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.8, 0.95), eps=1e-6)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(3):
+        tokens = torch.randint(0, 290, (2, 24), generator=generator)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        adam.step()
+        adam.zero_grad()
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    state = {
+        "state": {names[id(parameter)]: of for parameter, of in adam.state.items()},
+        "param_groups": [{"betas": (0.8, 0.95), "eps": 1e-6}],
+    }
+    folder.save(model.state_dict(), model.config, small.shards.parent / "tokenizer", small.model, {}, state)
+    return small
+
+
+def gradients(model, count=3):
+    tokens = torch.randint(0, 290, (count, 24), generator=torch.Generator().manual_seed(1))
+    batch = Batch(tokens, tokens.clone(), [f"s{row}" for row in range(count)])
+    return loop.gradients(model, batch).gradient
+
+
+def test_adam_is_the_step_that_torch_would_take(small):
+    model = folder.load(small.model).double()
+    moments = optimizer.load(small.model)
+    found = gradients(model)
+    flat = torch.cat([gradient.flatten(1) for gradient in found.values()], 1)
+    adam = types.Adam.of(moments, rows.shapes(model), "torch", torch.device("cpu"))
+    wide = {name: getattr(adam, name).double() for name in ("exp_avg", "exp_avg_sq", "step")}
+    directions = replace(adam, **wide)(flat.clone())
+    for row in range(3):
+        fresh = folder.load(small.model).double()
+        before = torch.cat([p.detach().flatten() for p in fresh.parameters()])
+        adam = torch.optim.Adam(fresh.parameters(), lr=1.0, betas=moments.betas, eps=moments.eps)
+        for name, parameter in fresh.named_parameters():
+            adam.state[parameter] = {
+                "step": torch.tensor(float(moments.step[name])),
+                "exp_avg": moments.exp_avg[name].double(),
+                "exp_avg_sq": moments.exp_avg_sq[name].double(),
+            }
+            parameter.grad = found[name][row]
+        adam.step()
+        after = torch.cat([p.detach().flatten() for p in fresh.parameters()])
+        torch.testing.assert_close(directions[row], before - after, rtol=1e-6, atol=1e-9)
+
+
+def test_the_variant_of_less_has_no_correction_and_its_epsilon_in_the_root(small):
+    model = folder.load(small.model)
+    moments = optimizer.load(small.model)
+    found = gradients(model)
+    flat = torch.cat([gradient.flatten(1) for gradient in found.values()], 1)
+    less = types.Adam.of(moments, rows.shapes(model), "less", torch.device("cpu"))(flat.clone())
+    m, v = (torch.cat([of[name].flatten() for name in found]) for of in (moments.exp_avg, moments.exp_avg_sq))
+    wanted = (0.8 * m + 0.2 * flat) / torch.sqrt(0.95 * v + 0.05 * flat**2 + 1e-8)
+    torch.testing.assert_close(less, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_moments_go_by_name_and_must_fit(small, tmp_path):
+    moments = optimizer.load(small.model)
+    shapes = rows.shapes(folder.load(small.model))
+    backwards = dict(reversed(shapes.items()))
+    one, other = (types.Adam.of(moments, of, "torch", torch.device("cpu")) for of in (shapes, backwards))
+    first = next(iter(shapes))
+    numel = math.prod(shapes[first])
+    assert torch.equal(one.exp_avg[:numel], other.exp_avg[-numel:]) and one.exp_avg[:numel].any()
+    with pytest.raises(BadInput, match=r"has no moments of more\.weight"):
+        types.Adam.of(moments, {**shapes, "more.weight": (2,)}, "torch", torch.device("cpu"))
+    with pytest.raises(BadInput, match=r"of shape .* the model's is \(3,\)"):
+        types.Adam.of(moments, {**shapes, first: (3,)}, "torch", torch.device("cpu"))
+    (tmp_path / optimizer.FILE).write_bytes(b"no such thing")
+    with pytest.raises(BadInput, match=r"optimizer\.safetensors is unusable"):
+        optimizer.load(tmp_path)
+
+
+def collect(small, run, *more, expect=0):
+    words = ["--model_dir", small.model, "--data_path", small.shards, "--output_path", run, "--dim", 36]
+    words += ["--max_samples", SAMPLES, "--save_interval", 3, *more]
+    assert cli.main(["grads", "collect", *map(str, words)]) == expect
+    return run
+
+
+def rows_of(run, rank=0, dim=36):
+    return store.read(store.all_names(run / f"rank_{rank}" / f"dim{dim}"))
+
+
+def exact(small, grad_type="sgd", loss="mean", projection="rademacher", model=None):
+    """The rows by the loop, the type by hand, and the projector."""
+    model = model or folder.load(small.model)
+    shards = Shards(small.shards, "train")
+    found = []
+    for position in range(SAMPLES):
+        tokens = shards[position].input_ids[None]
+        made = loop.gradients(model, Batch(tokens, tokens.clone(), ["x"]), loss).gradient
+        found.append(torch.cat([gradient.flatten(1) for gradient in made.values()], 1))
+    flat = torch.cat(found)
+    if grad_type == "adam":
+        flat = types.Adam.of(optimizer.load(small.model), rows.shapes(model), "torch", torch.device("cpu"))(flat)
+    if grad_type == "sign":
+        flat = flat.sign()
+    return flat, build(projection, rows.shapes(model), 0).project(flat, [36])[36]
+
+
+@pytest.mark.parametrize(
+    ("grad_type", "loss", "projection", "method"),
+    [
+        ("sgd", "mean", "factored", "auto"),
+        ("sgd", "sum", "factored", "hooks"),
+        ("adam", "mean", "factored", "auto"),
+        ("adam", "mean", "sjlt", "vmap"),
+        ("sign", "sum", "srht", "loop"),
+        ("sgd", "mean", "normal", "hooks"),
+    ],
+)
+def test_a_collection_of_any_kind_is_what_the_loop_gives(small, tmp_path, grad_type, loss, projection, method):
+    options = ["--grad_type", grad_type, "--loss", loss, "--projection", projection, "--method", method]
+    run = collect(small, tmp_path / "run", *options, "--batch_size", 2)
+    flat, wanted = exact(small, grad_type, loss, projection)
+    found = rows_of(run)
+    tolerance = 1e-4 * float(wanted.norm(dim=1).max())
+    torch.testing.assert_close(found.rows, wanted, rtol=1e-3, atol=tolerance)
+    assert found.meta["norm"].to_pylist() == pytest.approx(flat.double().norm(dim=1).tolist(), rel=1e-4)
+    made = json.loads((run / "collect.json").read_text())
+    assert made["computed_by"] == ("hooks" if method == "auto" else method)
+    for dim in (36,):
+        assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", str(dim)]) == 0
+    assert cli.main(["grads", "validate", "--output_dir", str(run), "--recompute", "2"]) == 0
+
+
+def test_sharded_weights_give_the_rows_of_whole_ones(small, tmp_path, capsys):
+    options = ["--projection", "factored", "--batch_size", "2"]
+    whole = rows_of(collect(small, tmp_path / "whole", *options))
+    words = [
+        "--model_dir",
+        small.model,
+        "--data_path",
+        small.shards,
+        "--output_path",
+        tmp_path / "sharded",
+        "--dim",
+        36,
+    ]
+    words += ["--max_samples", SAMPLES, "--save_interval", 3, *options, "--strategy", "fsdp2"]
+    assert cli.main(["launch", "--world_size", "2", "--", "grads", "collect", *map(str, words)]) == 0
+    for rank in range(2):
+        block = rows_of(tmp_path / "sharded", rank)
+        assert len(block.ids) == 4
+        for id_, row in zip(block.ids, block.rows, strict=True):
+            torch.testing.assert_close(row, whole.rows[whole.ids.index(id_)], rtol=1e-4, atol=1e-6)
+    capsys.readouterr()
+    collect(small, tmp_path / "dense", "--strategy", "fsdp2", expect=2)
+    assert "needs --method hooks" in capsys.readouterr().err
+
+
+def test_a_fresh_and_a_saved_adapter_give_the_gradients_of_its_parameters(small, tmp_path, capsys):
+    pytest.importorskip("peft")
+    run = collect(small, tmp_path / "fresh", "--lora_rank", 2, "--lora_seed", 5)
+    model = lora.attach(folder.load(small.model), small.model, rank=2, seed=5)
+    flat, wanted = exact(small, model=model)
+    assert flat.shape[1] == sum(p.numel() for p in trainable(model).values()) < 20_000
+    torch.testing.assert_close(rows_of(run).rows, wanted, rtol=1e-3, atol=1e-5)
+    model.save_pretrained(tmp_path / "adapter")
+    again = collect(small, tmp_path / "saved", "--lora_dir", tmp_path / "adapter")
+    torch.testing.assert_close(rows_of(again).rows, wanted, rtol=1e-3, atol=1e-5)
+    assert cli.main(["grads", "validate", "--output_dir", str(again), "--check_ranks", "--recompute", "1"]) == 0
+
+    other = tmp_path / "elsewhere"
+    shutil.copytree(small.model, other)
+    changed = gpt2.build("tiny", 290, 24, seed=8)
+    folder.save(changed.state_dict(), changed.config, small.shards.parent / "tokenizer", other, {})
+    capsys.readouterr()
+    words = ["--model_dir", other, "--data_path", small.shards, "--output_path", tmp_path / "no", "--dim", 36]
+    assert cli.main(["grads", "collect", *map(str, words), "--lora_dir", str(tmp_path / "adapter")]) == 2
+    assert "was made for" in capsys.readouterr().err
+    collect(small, tmp_path / "none", "--lora_dir", tmp_path, expect=2)
+    assert "holds no LoRA adapter: adapter_config.json is missing" in capsys.readouterr().err
+
+
+def test_adam_without_moments_is_told_before_anything_starts(small, tmp_path, capsys):
+    bare = tmp_path / "bare"
+    shutil.copytree(small.model, bare)
+    (bare / optimizer.FILE).unlink()
+    words = ["--model_dir", bare, "--data_path", small.shards, "--output_path", tmp_path / "run", "--dim", 36]
+    assert cli.main(["grads", "collect", *map(str, words), "--grad_type", "adam"]) == 2
+    assert "has no optimizer.safetensors" in capsys.readouterr().err
+    with_them = [*map(str, words), "--grad_type", "adam", "--optimizer_dir", str(small.model), "--max_samples", "2"]
+    assert cli.main(["grads", "collect", *with_them]) == 0
+
+
+def test_further_columns(small, tmp_path, capsys):
+    run = collect(small, tmp_path / "run", "--metadata", "loss,n_valid,document,position,n_tokens,perplexity")
+    table = rows_of(run).meta.to_pylist()
+    assert [row["position"] for row in table] == list(range(SAMPLES))
+    for row in table:
+        assert row["document"] == row["sample_id"].split("#")[0]
+        assert row["n_valid"] == row["n_targets"] == row["n_tokens"] - 1
+        assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+    collect(small, tmp_path / "other", "--metadata", "los", expect=2)
+    assert "Did you mean 'loss'" in capsys.readouterr().err
+
+
+# --- memory, and a method that is wrong
+
+
+def maker(small, projection="rademacher", method="hooks", batch_size=8):
+    origin = provenance.Provenance(
+        **dict.fromkeys(("source", "model_dir", "model_digest", "data_path", "data_digest"), ""),
+        split="train",
+        samples=SAMPLES,
+        world_size=1,
+        dims=[36],
+        grad_type="sgd",
+        loss="mean",
+        method=method,
+        projection=projection,
+        seed=0,
+        save_interval=SAMPLES,
+    )
+    return rows.RowMaker(folder.load(small.model), origin, torch.device("cpu"), batch_size=batch_size)
+
+
+@pytest.mark.parametrize("projection", ["rademacher", "factored"])
+def test_out_of_memory_halves_the_batch_and_is_told(small, monkeypatch, capsys, projection):
+    shards = Shards(small.shards, "train")
+    wanted = maker(small, projection).blocks(shards, range(SAMPLES))[36]
+    forward = rows.collate
+
+    def scarce(samples, *args):
+        if len(samples) > 2:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate much")
+        return forward(samples, *args)
+
+    monkeypatch.setattr(rows, "collate", scarce)
+    made = maker(small, projection)
+    found = made.blocks(shards, range(SAMPLES))[36]
+    assert made.batch_size in (1, 2) and found.ids == wanted.ids
+    torch.testing.assert_close(found.rows, wanted.rows, rtol=1e-4, atol=1e-5)
+    assert "out of memory" in capsys.readouterr().err
+
+    def hopeless(*args):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(rows, "collate", hopeless)
+    with pytest.raises(RunFault, match=r"1 samples do not fit into the memory of cpu"):
+        maker(small, projection).blocks(shards, range(SAMPLES))
+
+
+@pytest.mark.parametrize("projection", ["rademacher", "factored"])
+def test_a_method_that_is_wrong_for_a_model_is_found_out(small, monkeypatch, projection):
+    shards = Shards(small.shards, "train")
+    maker(small, projection).check(shards, 0)
+    made = maker(small, projection)
+    plain = torch.nn.LayerNorm.forward
+    monkeypatch.setattr(torch.nn.LayerNorm, "forward", lambda self, x: plain(self, x) * 1.5)
+    with pytest.raises(RunFault, match="--method hooks gives another gradient"):
+        made.check(shards, 0)
+
+
+def test_a_batch_fits_the_free_memory(small, monkeypatch):
+    shards = Shards(small.shards, "train")
+    made = maker(small)
+    assert made.fitting(shards, 0) == rows.BATCH_AT_MOST["cpu"]
+    monkeypatch.setattr(rows, "free_memory", lambda device: 40 << 20)
+    assert 1 <= made.fitting(shards, 0) < 5
+    monkeypatch.setattr(rows, "free_memory", lambda device: 0)
+    assert made.fitting(shards, 0) == 1
