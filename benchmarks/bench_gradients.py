@@ -255,7 +255,7 @@ def merge_all(args: argparse.Namespace) -> None:
     began = time.perf_counter()
     sources = [merge.read_rank(Path(args.folder) / str(rank), args.dim) for rank in range(args.ranks)]
     ids = [f"s{position}" for position in range(sum(len(source.ids) for source in sources))]
-    merged = merge.merge(sources, ids)
+    merged = merge.merge(sources, ids, 1e-4)
     with row_file.tensor_writer(Path(args.folder) / "all_orig.pt", merged.shape) as writer:
         for chunk in merged.chunks():
             writer.append(chunk)

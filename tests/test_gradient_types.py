@@ -127,7 +127,7 @@ def exact(small, grad_type="sgd", loss="mean", projection="rademacher", model=No
     if grad_type == "adam":
         flat = types.Adam.of(optimizer.load(small.model), rows.shapes(model), "torch", torch.device("cpu"))(flat)
     if grad_type == "sign":
-        flat = flat.sign()
+        flat = types.Sign([math.prod(shape) for shape in rows.shapes(model).values()])(flat)
     return flat, build(projection, rows.shapes(model), 0).project(flat, [36])[36]
 
 
@@ -294,3 +294,9 @@ def test_a_batch_fits_the_free_memory(small, monkeypatch):
     assert 1 <= made.fitting(shards, 0) < 5
     monkeypatch.setattr(rows, "free_memory", lambda device: 0)
     assert made.fitting(shards, 0) == 1
+
+
+def test_signs_of_noise_are_zero():
+    g = torch.tensor([[3.0, -4e-7, 0.0, -2.0, 1e-3, -1e-3], [0.0, 0.0, 0.0, 0.0, -5e-9, 5e-9]])
+    found = types.Sign([4, 2])(g.clone())
+    assert found.tolist() == [[1, 0, 0, -1, 1, -1], [0, 0, 0, 0, -1, 1]]

@@ -336,17 +336,17 @@ def test_merging_orders_by_the_data_and_checks_duplicates(tmp_path, monkeypatch)
     first, second = source("0", ["a", "c", "e"], rows[[0, 2, 4]]), source("1", ["b", "d", "a"], rows[[1, 3, 0]])
     for chunk in (1, 24, 1 << 20):
         monkeypatch.setattr(merge, "CHUNK_BYTES", chunk)
-        result = merge.merge([first, second], list("abcde"))
+        result = merge.merge([first, second], list("abcde"), 1e-4)
         assert torch.equal(torch.from_numpy(np.concatenate(list(result.chunks()))), rows)
     assert result.meta["sample_id"].to_pylist() == list("abcde")
     assert (result.duplicates, result.deviation) == (1, 0.0)
     differing = source("2", ["b", "d", "a"], rows[[1, 3, 0]] * torch.tensor([[1.0], [1.0], [1.01]]))
     with pytest.raises(CheckFailed, match=r"two rows of sample 'a' differ"):
-        merge.merge([first, differing], list("abcde"))
+        merge.merge([first, differing], list("abcde"), 1e-4)
     with pytest.raises(BadInput, match=r"no row for sample 'f', 'g' \(2 in all\)"):
-        merge.merge([first, second], list("abcdefg"))
+        merge.merge([first, second], list("abcdefg"), 1e-4)
     with pytest.raises(BadInput, match=r"rows for sample 'e' \(1 in all\), which the data have not"):
-        merge.merge([first, second], list("abcd"))
+        merge.merge([first, second], list("abcd"), 1e-4)
 
 
 def test_rows_are_read_and_written_piece_by_piece_in_torchs_own_format(pair, tmp_path):

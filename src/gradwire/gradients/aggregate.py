@@ -52,13 +52,15 @@ def main(args: argparse.Namespace) -> None:
         BadInput: If a rank or a sample is missing, or the run's folder holds something else than was asked for.
         CheckFailed: If two rows of one sample disagree.
     """
-    from gradwire.gradients import merge, provenance, store
+    from gradwire.gradients import merge, provenance, store, types
 
     origin = provenance.read(args.base_path)
     check_asked(origin, args.base_path, args.num_gpus, [args.dim])
     ranks = [store.rank_folder(args.base_path, rank, args.dim) for rank in range(origin.world_size)]
     ids = provenance.sample_ids(origin, provenance.samples(origin))
-    merged = merge.merge([merge.read_rank(folder, args.dim) for folder in ranks], ids)
+    merged = merge.merge(
+        [merge.read_rank(folder, args.dim) for folder in ranks], ids, types.TOLERANCE[origin.grad_type]
+    )
     names = store.all_names(target(args))
     write(merged, names, args)
     write_json(

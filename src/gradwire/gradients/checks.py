@@ -21,8 +21,9 @@ from gradwire.gradients.projections.base import Band
 from gradwire.gradients.provenance import PLACES, Provenance, sample_ids
 from gradwire.gradients.rows import RowMaker
 from gradwire.gradients.store import Block, Names
+from gradwire.gradients.types import TOLERANCE
 
-RECOMPUTED = 1e-3  # tolerated deviation of a row computed again, perhaps on another device; relative to its norm
+RECOMPUTED = 5  # times the tolerance of the gradient type: perhaps it is computed on another device
 CUSTOM = "gradwire.gradient_checks"
 NAMED = 3  # problems that a check spells out
 
@@ -113,11 +114,12 @@ class Audit:
             for row, have in enumerate(stored.block.ids)
             if have == id_
         ]
+        tolerance = RECOMPUTED * TOLERANCE[self.origin.grad_type]
         largest = max((deviation for *_, deviation in deviations), default=0.0)
         problems = [
             f"{path}: row {row} is not the gradient of {id_!r}, off by {deviation:.1e} of its norm"
             for path, row, id_, deviation in deviations
-            if not deviation <= RECOMPUTED
+            if not deviation <= tolerance
         ]
         ids = ", ".join(self.ids[position] for position in positions)
         self.checks.append(Check("rows computed again agree", f"{ids}: off by at most {largest:.1e}", problems))

@@ -19,7 +19,6 @@ from gradwire.errors import BadInput, CheckFailed
 from gradwire.gradients import store
 from gradwire.gradients.row_file import RowFile
 
-TOLERANCE = 1e-4  # of two computations of one row: float32 sums in another order, times a wide margin
 NAMED = 3  # ids that an error names
 CHUNK_BYTES = 1 << 26  # of rows that are in memory at once
 
@@ -101,7 +100,7 @@ def read_rank(folder: Path, dim: int) -> Source:
     return source
 
 
-def merge(sources: Sequence[Source], ids: Sequence[str]) -> Merged:
+def merge(sources: Sequence[Source], ids: Sequence[str], tolerance: float) -> Merged:
     """Find every sample's row.
 
     A padded sampler gives some samples to two ranks; such rows must agree, and the first one is kept.
@@ -109,6 +108,7 @@ def merge(sources: Sequence[Source], ids: Sequence[str]) -> Merged:
     Args:
         sources: One per rank.
         ids: Every sample's id, in the order wanted.
+        tolerance: How far two rows of a sample may lie apart, relative to their norm.
 
     Raises:
         BadInput: If a sample has no row, or a row no sample.
@@ -121,7 +121,7 @@ def merge(sources: Sequence[Source], ids: Sequence[str]) -> Merged:
         if first.setdefault(id_, place) == place:
             continue
         apart = _apart(sources, place, first[id_])
-        if not apart <= TOLERANCE:
+        if not apart <= tolerance:
             raise CheckFailed(f"two rows of sample {id_!r} differ by {apart:.1e} of the row's norm; collect anew.")
         duplicates, deviation = duplicates + 1, max(deviation, apart)
     _check_complete(first.keys(), ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -277,7 +278,7 @@ def kind_of(provenance: Provenance, model: nn.Module, device: torch.device) -> g
     if provenance.grad_type == "sgd":
         return gradient_types.sgd
     if provenance.grad_type == "sign":
-        return gradient_types.sign
+        return gradient_types.Sign([math.prod(shape) for shape in shapes(model).values()])
     found = optimizer.load(Path(provenance.optimizer_dir or provenance.model_dir))
     if optimizer.digest(found.path.parent) != provenance.optimizer_digest:
         raise BadInput(f"the moments in {found.path} are not those that were collected with.")

@@ -6,7 +6,7 @@ the learning rate: by the moments that training left (``models.optimizer``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -20,6 +20,7 @@ NAMES = ("sgd", "adam", "sign")
 AdamVariant = Literal["torch", "less"]
 ADAM_VARIANTS = ("torch", "less")
 LESS_EPS = 1e-8
+NOISE = 1e-5  # ten to a hundred times what float32 leaves of a sum that is zero
 CHUNK = 1 << 22  # entries that are worked on at once
 
 
@@ -30,14 +31,35 @@ class GradientType(Protocol):
         """Turn gradients [samples, n] into what the type says, in place; returns them."""
 
 
+# How far two computations of a row may lie apart, relative to its norm: float32 sums in another order, times a wide
+# margin. Adam divides by what may be rounding noise itself, and a sign is another for entries that are nearly noise.
+TOLERANCE = {"sgd": 1e-4, "adam": 5e-3, "sign": 1e-2}
+
+
 def sgd(rows: Tensor) -> Tensor:
     """The gradient itself."""
     return rows
 
 
-def sign(rows: Tensor) -> Tensor:
-    """The signs of the gradient's entries, 0 for 0."""
-    return rows.sign_()
+@dataclass(frozen=True)
+class Sign:
+    """The signs of the gradient's entries, 0 for those that are no larger than `NOISE` times their parameter's RMS.
+
+    Some gradients are zero but for rounding, such as that of a key's bias in attention, which softmax takes away again.
+    The signs of those would be another draw in every batch, at any number of threads.
+
+    Attributes:
+        sizes: Entries of each parameter, in the order of the rows' columns.
+    """
+
+    sizes: Sequence[int]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Turn gradients [samples, n] into signs, in place."""
+        for part in rows.split(list(self.sizes), dim=1):
+            rms = part.square().mean(1, keepdim=True).sqrt()
+            part.masked_fill_(part.abs() <= NOISE * rms, 0.0).sign_()
+        return rows
 
 
 @dataclass(frozen=True)
