@@ -17,6 +17,7 @@ of unrelated samples with distributed ones.
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple, cast
@@ -84,6 +85,7 @@ def norms(model: nn.Module, batch: Batch, reduction: Reduction = "mean", names: 
     for uses in met.values():
         squares.add_(square_norm(uses))
     if unknown:
+        print(f"gradwire: norms of {', '.join(unknown)} by vmap: their layers are not known", file=sys.stderr)
         for gradient in vmap.gradients(model, batch, reduction, unknown).gradient.values():
             squares.add_(gradient.flatten(1).square().sum(1, dtype=torch.float64))
     return Norms(zeroed(squares, no_targets(batch)), losses, n_targets(batch.labels))
