@@ -317,3 +317,12 @@ def test_a_list_that_is_no_list_of_runs_is_bad_input(results, capsys):
     assert main(["summarize", "--results_dir", str(results.folder)]) == 2
     assert "compressor" in capsys.readouterr().err
     assert not (results.folder / "summary.md").exists()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_times_of_runs_that_may_share_the_machine_are_marked(results, capsys, shared):
+    run = Run("ddp", "none", 2, "none", 0)
+    results(run)
+    write_json(results.folder / "expected.json", [{**run._asdict(), "excluded": None, "shared": shared}])
+    assert main(["summarize", "--results_dir", str(results.folder)]) == 0
+    assert ("times are shared" in capsys.readouterr().out) is shared

@@ -133,6 +133,7 @@ def write_expected():
             **run._asdict(),
             "excluded": why_left_out(run),
             "quality_from": EXPERIMENT.quality_from,
+            "shared": not EXPERIMENT.timing,
         }
         for run in EXPERIMENT.asked()
     ]

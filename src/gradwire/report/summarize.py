@@ -21,16 +21,21 @@ from gradwire.report.record import RESULT_FIELDS, Result, compared, result, with
 EXPECTED = "expected.json"  # below the experiment's folder: the runs that it asks for
 
 
+SHARED = "times are shared: other runs may have used the machine at the same time (`timing: true` runs one at a time)"
+
+
 class Asked(NamedTuple):
     """What an experiment asks for with one run.
 
     Args:
         excluded: Why it is left out, or None.
         quality_from: The results file that it takes its perplexity from, or None.
+        shared: Whether other runs may use the machine at the same time.
     """
 
     excluded: str | None = None
     quality_from: str | None = None
+    shared: bool = False
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -90,15 +95,17 @@ def joined(
         BadInput: As `collect`; if a results file cannot be read; if the list names several.
     """
     results = collect(results_dir, experiment)
-    named = {one.quality_from for one in asked_for(results_dir, experiment).values()} - {None}
+    asked = asked_for(results_dir, experiment).values()
+    notes = [SHARED] if any(one.shared for one in asked) else []
+    named = {one.quality_from for one in asked} - {None}
     if len(named) > 1 and quality_from is None:
         raise BadInput(f"the runs of {results_dir} name several files for quality_from: {', '.join(map(str, named))}.")
     path = quality_from or next((Path(str(name)) for name in named), None)
     if path is None:
-        return results, Book.of(str(results_dir), results), []
+        return results, Book.of(str(results_dir), results), notes
     found, complaints = book(path)
     results, unmatched = with_quality(results, found)
-    return results, found, [*complaints, *unmatched]
+    return results, found, [*notes, *complaints, *unmatched]
 
 
 def collect(results_dir: Path, experiment: Path | None = None) -> list[Result]:
@@ -156,7 +163,9 @@ def expected(path: Path) -> dict[Run, Asked]:
     """
     try:
         return {
-            Run(*(cell[field] for field in Run._fields)): Asked(cell["excluded"], cell.get("quality_from"))
+            Run(*(cell[field] for field in Run._fields)): Asked(
+                cell["excluded"], cell.get("quality_from"), cell.get("shared", False)
+            )
             for cell in read_json(path)
         }
     except (AttributeError, KeyError, TypeError) as error:
