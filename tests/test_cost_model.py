@@ -199,7 +199,7 @@ def write_rows(folder, rows):
 def test_predict_prints_winners_crossovers_and_errors(tmp_path, capsys):
     rows = experiment(("ddp",), val_ppl=50.0)
     rows = [one.model_copy(update={"val_ppl": 60.0}) if one.compressor == "powersgd" else one for one in rows]
-    alone = row("ddp", "none", "none", step_time_ms_mean=61.0)
+    alone = row("ddp", "none", "none", step_time_ms_p50=61.0)
     rows.append(alone.model_copy(update={"world_size": 1, "comm_time_ms_by_op": {}}))
     words = write_rows(tmp_path / "links", rows)
     with (tmp_path / "links/results.jsonl").open("a") as file:
@@ -209,7 +209,7 @@ def test_predict_prints_winners_crossovers_and_errors(tmp_path, capsys):
     assert f"line {len(rows) + 1} is left out" in said.err
     assert "Fastest: `powersgd`; within 1 %: `int4`; within 5 %: `int4`; within 20 %: `powersgd`." in said.out
     line = next(one for one in said.out.splitlines() if one.startswith("| int8"))
-    step = row("ddp", "int8", "100mbit").step_time_ms_mean
+    step = row("ddp", "int8", "100mbit").step_time_ms_p50
     columns = [part.strip() for part in line.strip("|").split("|")]
     assert columns[1] == "all-gather"
     assert float(columns[2]) == pytest.approx(step, rel=0.02)

@@ -122,11 +122,16 @@ def test_a_damaged_model_is_refused_with_its_folder(small, tmp_path, damage, mes
 
 
 def test_max_length_must_be_said(small, tmp_path):
-    with pytest.raises(BadInput, match=r"gradwire.json is missing"):
+    silent = "neither gradwire.json nor config.json .* says how many tokens the model reads: give --max_length"
+    with pytest.raises(BadInput, match=silent):
         folder.max_length(tmp_path)
     (tmp_path / "gradwire.json").write_text("{}")
-    with pytest.raises(BadInput, match="has no max_length"):
+    with pytest.raises(BadInput, match=silent):
         folder.max_length(tmp_path)
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 77}')
+    assert folder.max_length(tmp_path) == 77
+    (tmp_path / "gradwire.json").write_text('{"max_length": 24}')
+    assert folder.max_length(tmp_path) == 24
 
 
 def test_sampling_keeps_to_the_nucleus_and_follows_the_probabilities():

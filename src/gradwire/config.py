@@ -343,6 +343,7 @@ class Gradients(Selection):
     max_samples: int | None = Field(None, ge=1, description="stop after so many samples")
     save_interval: int = Field(64, ge=1, description="samples between two files")
     recompute: int = Field(4, ge=0, description="rows that validation computes again")
+    norms: bool = Field(False, description="write norms.parquet too: the norm of every sample's gradient")
 
 
 class Grid(Strict):
@@ -423,6 +424,10 @@ class Experiment(Strict):
     def gradient_runs(self, runs: Iterable[Run]) -> list[Run]:
         """Those of ``runs`` whose per-sample gradients are collected."""
         return [run for run in runs if self.gradients is not None and self.gradients.holds(run)]
+
+    def norm_runs(self, runs: Iterable[Run]) -> list[Run]:
+        """Those of them whose gradients' norms are wanted."""
+        return self.gradient_runs(runs) if self.gradients is not None and self.gradients.norms else []
 
 
 def checked(model: type[Model], value: Any, where: str) -> Model:

@@ -70,3 +70,28 @@ if EXPERIMENT.gradients is not None:
         shell:
             "gradwire grads validate --output_dir {params.folder:q} --check_ranks --check_aggregated"
             " --num_gpus {wildcards.world_size} {params.flags:q} > {log:q} 2>&1"
+
+    rule norms:
+        input:
+            shards=rules.shards.output.complete,
+            model=f"{RUN}/final_model",
+        output:
+            f"{GRADIENTS}/norms.parquet",
+        log:
+            f"{LOGS}/norms/{CELL}.log",
+        threads: world_size_of
+        resources:
+            gpu=gpus_needed,
+            nodes=1,
+        params:
+            source=source_digest("gradwire.launch.launch", "gradwire.gradients.norms"),
+            folder=subpath(output[0], parent=True),
+            data=subpath(input.shards, parent=True),
+            gpus=granted_gpus,
+            flags=to_flags(EXPERIMENT.gradients, "loss", "split", "max_samples", "recompute"),
+            device=EXPERIMENT.training.device,
+        shell:
+            "export OMP_NUM_THREADS=$(( {threads} > {wildcards.world_size} ? {threads} / {wildcards.world_size} : 1 ));"
+            " gradwire launch --world_size {wildcards.world_size} {params.gpus} --"
+            " norms --model_dir {input.model:q} --data_path {params.data:q} --output_dir {params.folder:q}"
+            " --device {params.device} {params.flags:q} > {log:q} 2>&1"

@@ -21,7 +21,7 @@ from gradwire.data.shards import Sample, Shards
 from gradwire.errors import BadInput, NonFiniteGradient, RunFault
 from gradwire.gradients import metadata, projections, store
 from gradwire.gradients import types as gradient_types
-from gradwire.gradients.fused import fused_rows
+from gradwire.gradients.fused import Fused, fused_rows
 from gradwire.gradients.projections.factored import Factored
 from gradwire.gradients.provenance import Provenance
 from gradwire.gradients.store import Block
@@ -129,8 +129,8 @@ class RowMaker:
         """
         if self.method == "loop" or self.sharded:
             return
-        batch = self._batch(shards, [position, position])
-        exact = flattened(loop.gradients(self.model, self._batch(shards, [position]), self.provenance.loss))
+        batch = self._batch(shards, [shards[position]] * 2)
+        exact = flattened(loop.gradients(self.model, self._batch(shards, [shards[position]]), self.provenance.loss))
         if self.fused:
             made = self._fused(batch).rows
             wanted = self.projector.project(exact, self.dims)
@@ -155,15 +155,14 @@ class RowMaker:
             return tensor
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            self.model(self._batch(shards, [position]).input_ids, use_cache=False)
+            self.model(self._batch(shards, [shards[position]]).input_ids, use_cache=False)
         each = held + (0 if self.fused else 3 * 4 * self.numel)
         most = max(1, min(BATCH_AT_MOST[self.device.type], int(SHARE * free_memory(self.device) / each)))
         if not self.sharded:
             return most
         return int(ops.all_reduce(torch.tensor(most, device=self.device), "min", purpose="control"))
 
-    def _batch(self, shards: Shards, positions: Sequence[int]) -> Batch:
-        samples = [shards[position] for position in positions]
+    def _batch(self, shards: Shards, samples: Sequence[Sample]) -> Batch:
         return collate(samples, shards.meta["pad_id"], len(samples)).to(self.device)
 
     def _stack(self, shards: Shards, positions: Sequence[int]) -> dict[int, Block]:
@@ -173,8 +172,7 @@ class RowMaker:
 
         def fill(part: Sequence[int]) -> None:
             samples = [shards[position] for position in part]
-            batch = collate(samples, shards.meta["pad_id"], len(samples)).to(self.device)
-            found = METHODS[self.method](self.model, batch, self.provenance.loss)
+            found = METHODS[self.method](self.model, self._batch(shards, samples), self.provenance.loss)
             own = rows[len(facts) : len(facts) + len(part)]
             flattened(found, own)
             self.kind(own)
@@ -189,7 +187,7 @@ class RowMaker:
     def _fused_stack(self, shards: Shards, positions: Sequence[int]) -> dict[int, Block]:
         def make(part: Sequence[int]) -> dict[int, Block]:
             samples = [shards[position] for position in part]
-            batch = collate(samples, shards.meta["pad_id"], len(samples)).to(self.device)
+            batch = self._batch(shards, samples)
             made = self._fused(batch)
             facts = self._facts(samples, part, made.loss, n_targets(batch.labels), made.square_norm.sqrt())
             return {dim: store.bind(rows.cpu(), facts, self.provenance.metadata) for dim, rows in made.rows.items()}
@@ -197,7 +195,7 @@ class RowMaker:
         made = self._halving(positions, make)
         return {dim: store.concatenated(blocks[dim] for blocks in made) for dim in self.dims}
 
-    def _fused(self, batch: Batch) -> Any:
+    def _fused(self, batch: Batch) -> Fused:
         assert isinstance(self.projector, Factored)
         return fused_rows(self.model, batch, self.projector, self.dims, self.provenance.loss)
 
