@@ -172,11 +172,7 @@ def project(args: argparse.Namespace) -> None:
 
 def ranks(args: argparse.Namespace) -> None:
     """Two ranks against one, one thread each: the steady part of `grads collect`, start-up left out."""
-    data = samples(args.samples, args.length, args.vocabulary)
-    torch.set_num_threads(1)
     ratios = []
-    made = maker(args, "hooks", args.projections[0], args.batch_size)
-    made.blocks(data[: args.batch_size], range(args.batch_size))
     workers = [
         subprocess.Popen(
             [sys.executable, __file__, "worker", *sys.argv[2:]],
