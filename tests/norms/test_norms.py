@@ -186,6 +186,20 @@ def test_an_unknown_layer_is_not_skipped(capsys):
     assert "transformer.ln_f.1.scale by vmap" in capsys.readouterr().err
 
 
+def test_an_unknown_layer_with_sharded_weights_is_refused(world):
+    assert "is not known, and its weights are sharded" in world(1).run(sharded_and_odd)[0]
+
+
+def sharded_and_odd(rank, world, group):
+    model = built("tied")
+    model.transformer.ln_f = torch.nn.Sequential(model.transformer.ln_f, Odd())
+    try:
+        norms.norms(wrap(model, "fsdp2", device="cpu"), batch_of(range(SAMPLES)))
+    except BadInput as error:
+        return str(error)
+    return "nothing"
+
+
 def test_the_ranks_share_the_layers_out():
     model = built("tied")
     for size in (1, 2, 3):

@@ -162,12 +162,13 @@ class Odd(torch.nn.Module):
         return x * self.scale
 
 
-def test_auto_takes_hooks_where_every_layer_is_known():
+def test_auto_takes_hooks_where_every_layer_is_known(capsys):
     model = gpt()
     assert resolved("auto", model) == "hooks"
     model.transformer.ln_f = torch.nn.Sequential(model.transformer.ln_f, Odd())
     assert hooks.unsupported(model) == ["transformer.ln_f.1.scale"]
     assert resolved("auto", model) == "vmap"
+    assert "takes vmap: hooks do not know the layer of transformer.ln_f.1.scale" in capsys.readouterr().err
     assert resolved("loop", model) == "loop"
     with pytest.raises(BadInput, match=r"does not know the layer of transformer.ln_f.1.scale"):
         resolved("hooks", model)

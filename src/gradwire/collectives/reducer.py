@@ -336,7 +336,7 @@ class Reducer:
         flag = self.codec.flag
         if flag is None:  # no gradient was reduced yet
             device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
-            flag = torch.zeros(1, dtype=torch.uint8, device=device)
+            flag = torch.zeros(1, dtype=torch.uint8, device=device if total is None else total.device)
         if total is None:
             met = ops.all_reduce(flag.clone(), "max", self.group, "agreement", self.meter)
         else:

@@ -214,7 +214,7 @@ def collect(run: Path, intended: Provenance, world: World, batch_size: int | Non
     provenance.claim(run, intended)
 
     dealt, ends = intended.dealt(world.rank), intended.ends()
-    maker.check(shards, dealt[0])
+    maker.check(shards, next((at for at in dealt if len(shards[at].input_ids) > 1), dealt[0]))  # one with a target
     folders = {dim: store.rank_folder(run, world.rank, dim) for dim in intended.dims}
     quiet = None if world.rank == 0 else True  # None: a bar where the terminal is one
     for start, end in tqdm(list(pairwise([0, *ends])), desc="gradients", unit="file", disable=quiet):

@@ -259,7 +259,10 @@ def resolved(method: str, model: nn.Module) -> str:
         raise BadInput(f"--method hooks does not know the layer of {', '.join(unknown[:3])}: give vmap or loop.")
     if method != "auto":
         return method
-    return "vmap" if unknown else "hooks"
+    if unknown:
+        print(f"gradwire: --method auto takes vmap: hooks do not know the layer of {unknown[0]}", file=sys.stderr)
+        return "vmap"
+    return "hooks"
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from gradwire.collectives import ops
 from gradwire.data.batches import Batch
@@ -65,7 +66,8 @@ def norms(model: nn.Module, batch: Batch, reduction: Reduction = "mean", names: 
         names: The parameters whose squares are summed; None: all trainable ones.
 
     Raises:
-        BadInput: If a layer mixes samples, as BatchNorm does: then a sample has no gradient of its own.
+        BadInput: If a layer mixes samples, as BatchNorm does: then a sample has no gradient of its own. Or if one is
+            not known and its weights are sharded.
     """
     check_unmixed(model)
     batch = padded_width(batch)
@@ -85,6 +87,8 @@ def norms(model: nn.Module, batch: Batch, reduction: Reduction = "mean", names: 
     for uses in met.values():
         squares.add_(square_norm(uses))
     if unknown:
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise BadInput(f"the layer of {unknown[0]} is not known, and its weights are sharded: give --strategy ddp.")
         print(f"gradwire: norms of {', '.join(unknown)} by vmap: their layers are not known", file=sys.stderr)
         for gradient in vmap.gradients(model, batch, reduction, unknown).gradient.values():
             squares.add_(gradient.flatten(1).square().sum(1, dtype=torch.float64))

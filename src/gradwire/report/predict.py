@@ -94,7 +94,7 @@ def usable(rows: Iterable[Result], path: Path) -> list[Result]:
     found = [
         row
         for row in rows
-        if row.status == "ok" and row.world_size > 1 and row.comm_time_ms_by_op and row.step_time_ms_mean
+        if row.status == "ok" and row.world_size > 1 and row.comm_time_ms_by_op and row.step_time_ms_p50
         if row.measured_steps and row.steps and row.exposed_comm_ms is not None
     ]
     world = max((row.world_size for row in found), default=0)
