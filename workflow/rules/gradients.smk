@@ -88,7 +88,9 @@ if EXPERIMENT.gradients is not None:
             folder=subpath(output[0], parent=True),
             data=subpath(input.shards, parent=True),
             gpus=granted_gpus,
-            flags=to_flags(EXPERIMENT.gradients, "loss", "split", "max_samples", "recompute"),
+            flags=to_flags(
+                EXPERIMENT.gradients, "loss", "split", "max_samples", "recompute"
+            ),
             device=EXPERIMENT.training.device,
         shell:
             "export OMP_NUM_THREADS=$(( {threads} > {wildcards.world_size} ? {threads} / {wildcards.world_size} : 1 ));"

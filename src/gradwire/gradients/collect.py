@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradwire.errors import BadInput
+from gradwire.models.shards import shards_folder
 from gradwire.seat import add_rank_arguments, rank_options
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ def preflight(args: argparse.Namespace) -> None:
     from gradwire.gradients import provenance
 
     _check_positive(args)
-    folder = _shards_folder(args, rank=0)
+    folder = shards_folder(args, rank=0)
     shards.check(folder)
     intended = _intended(args, folder, args.world_size or 1)
     if args.restart and provenance.differences(args.output_path, intended):
@@ -114,21 +115,6 @@ def _check_positive(args: argparse.Namespace) -> None:
     ):
         if min(values) < 1:
             raise BadInput(f"{flag} is {min(values)}; it must be at least 1.")
-
-
-def _shards_folder(args: argparse.Namespace, rank: int) -> Path:
-    """The shards of ``--data_path``; rank 0 makes those of a corpus file, with the model's tokenizer."""
-    from gradwire.data.cache import shards_of
-    from gradwire.models import saved
-
-    saved.check(args.model_dir)
-    return shards_of(
-        args.data_path,
-        tokenizer=str(args.model_dir),
-        max_length=args.max_length or saved.max_length(args.model_dir),
-        cache_dir=args.cache_dir,
-        rank=rank,
-    )
 
 
 def _intended(args: argparse.Namespace, folder: Path, world_size: int) -> Provenance:
@@ -182,7 +168,7 @@ def main(args: argparse.Namespace) -> None:
     from gradwire.collectives.world import process_group
 
     with process_group(**rank_options(args)) as world:
-        intended = _intended(args, _shards_folder(args, world.rank), world.world_size)
+        intended = _intended(args, shards_folder(args, world.rank), world.world_size)
         collect(args.output_path, intended, world, args.batch_size)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradwire.errors import BadInput, CheckFailed, NonFiniteGradient
+from gradwire.models.shards import shards_folder
 from gradwire.seat import add_rank_arguments, rank_options
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def preflight(args: argparse.Namespace) -> None:
     for flag, value in (("--batch_size", args.batch_size), ("--max_samples", args.max_samples or 1)):
         if value < 1:
             raise BadInput(f"{flag} is {value}; it must be at least 1.")
-    folder = _shards_folder(args, rank=0)
+    folder = shards_folder(args, rank=0)
     shards.check(folder)
     count = _count(shards.Shards(folder, args.split), args.max_samples)
     if (args.world_size or 1) > count:
@@ -91,7 +92,7 @@ def main(args: argparse.Namespace) -> None:
     from gradwire.models import folder
 
     with process_group(**rank_options(args)) as world:
-        shards = Shards(_shards_folder(args, world.rank), args.split)
+        shards = Shards(shards_folder(args, world.rank), args.split)
         model: nn.Module = folder.load_causal(args.model_dir)
         if args.strategy == "fsdp2":
             model = parallel.wrap(model, "fsdp2", device=world.device)
@@ -188,17 +189,3 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
 
 def _count(shards: Shards, most: int | None) -> int:
     return len(shards) if most is None else min(most, len(shards))
-
-
-def _shards_folder(args: argparse.Namespace, rank: int) -> Path:
-    from gradwire.data.cache import shards_of
-    from gradwire.models import saved
-
-    saved.check(args.model_dir)
-    return shards_of(
-        args.data_path,
-        tokenizer=str(args.model_dir),
-        max_length=args.max_length or saved.max_length(args.model_dir),
-        cache_dir=args.cache_dir,
-        rank=rank,
-    )

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple, cast
 
@@ -31,12 +30,12 @@ from gradwire.data.batches import Batch
 from gradwire.errors import BadInput, CheckFailed
 from gradwire.persample import hooks, vmap
 from gradwire.persample.batch import Reduction, n_targets, no_targets, padded_width, trainable, zeroed
-from gradwire.persample.uses import Use, square_norm
+from gradwire.persample.square_norms import SquareNorms
+from gradwire.persample.uses import Use
 
 Held = Literal["complete", "partial"]
 Spread = Literal["replicated", "distributed"]
 Distribution = Literal["auto", "replicated", "distributed"]
-DISTRIBUTIONS = ("auto", "replicated", "distributed")
 TOLERANCE = 1e-4  # of two computations of one norm, relative
 
 
@@ -73,19 +72,14 @@ def norms(model: nn.Module, batch: Batch, reduction: Reduction = "mean", names: 
     batch = padded_width(batch)
     wanted = set(trainable(model)) if names is None else set(names)
     unknown = [name for name in hooks.unsupported(model) if name in wanted]
-    squares = torch.zeros(len(batch.labels), dtype=torch.float64, device=batch.labels.device)
-    expected, met = hooks.uses(model), defaultdict[str, list[Use]](list)
+    growing = SquareNorms(model, len(batch.labels), batch.labels.device)
 
     def take(name: str, use: Use) -> None:
-        if name not in wanted:
-            return
-        met[name].append(use)
-        if len(met[name]) == expected[name]:
-            squares.add_(square_norm(met.pop(name)))
+        if name in wanted:
+            growing.take(name, use)
 
     losses = hooks.backward(model, batch, take, reduction)
-    for uses in met.values():
-        squares.add_(square_norm(uses))
+    squares = growing.total()
     if unknown:
         if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise BadInput(f"the layer of {unknown[0]} is not known, and its weights are sharded: give --strategy ddp.")

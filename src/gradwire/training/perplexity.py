@@ -41,22 +41,16 @@ def main(args: argparse.Namespace) -> None:
     """
     from gradwire.collectives.world import process_group
     from gradwire.data.batches import eval_batches
-    from gradwire.data.cache import shards_of
     from gradwire.data.shards import SPLITS, Shards
     from gradwire.files import write_json
-    from gradwire.models import folder, saved
+    from gradwire.models import folder
+    from gradwire.models.shards import shards_folder
     from gradwire.training.evaluate import evaluate
 
     if args.batch_size < 1:
         raise BadInput(f"--batch_size is {args.batch_size}; it must be at least 1.")
     model_dir = Path(args.model_dir)
-    saved.check(model_dir)
-    shards = shards_of(
-        Path(args.data_path),
-        tokenizer=str(model_dir),
-        max_length=args.max_length or saved.max_length(model_dir),
-        cache_dir=args.cache_dir,
-    )
+    shards = shards_folder(args)
     splits = SPLITS if args.split == "all" else (args.split,)
     batches = [eval_batches(Shards(shards, split), args.batch_size, 0, 1) for split in splits]
     with process_group(device=args.device) as world:
