@@ -106,6 +106,16 @@ class Training(Strict):
     profile: bool = Field(True, description="profile some steps on every rank")
     profile_steps: int = Field(3, ge=1, description="steps to profile")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    dp_max_grad_norm: float | None = Field(
+        None, gt=0, description="train privately (DP-SGD): each sample's gradient is clipped to this"
+    )
+    dp_noise_multiplier: float = Field(
+        0.0, ge=0, description="standard deviation of the noise on their sum, in units of dp_max_grad_norm"
+    )
+    dp_delta: float = Field(1e-5, gt=0, lt=1, description="delta of the privacy budget")
+    dp_sampling: Literal["poisson", "shuffled"] = Field(
+        "poisson", description="how a private step's samples are drawn; shuffled claims no amplification"
+    )
     backend: Literal["auto", "nccl", "gloo"] = Field("auto", description="collectives; auto: nccl with a GPU per rank")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where there is a GPU, else cpu")
 
@@ -117,6 +127,20 @@ class Training(Strict):
                 f"{self.profiled_steps} profiled ones; raise `steps`"
             )
         return self
+
+    @model_validator(mode="after")
+    def _noise_goes_with_clipping(self) -> Self:
+        if self.dp_noise_multiplier and self.dp_max_grad_norm is None:
+            raise ValueError(
+                f"dp_noise_multiplier is {self.dp_noise_multiplier:g} without dp_max_grad_norm: noise hides a sample "
+                "only if its gradient is clipped; give dp_max_grad_norm too"
+            )
+        return self
+
+    @property
+    def private(self) -> bool:
+        """Whether each sample's gradient is clipped."""
+        return self.dp_max_grad_norm is not None
 
     @property
     def profiled_steps(self) -> int:
@@ -286,6 +310,25 @@ class Cell(Strict):
                 f"compressor cell {self.label!r}: comm_optimizer {self.communication.comm_optimizer} needs each rank's "
                 f"whole gradient, and strategy {strategy} shards it; take naive, bucket or ddp."
             )
+
+
+def check_private(training: Training, cell: Cell, strategy: str) -> None:
+    """Refuse private training where samples' norms would not be those of the gradients that travel.
+
+    Raises:
+        BadInput: Under fsdp1, with compressed parameters, or with an optimizer that communicates.
+    """
+    if not training.private:
+        return
+    reason = None
+    if strategy == "fsdp1":
+        reason = "strategy fsdp1 flattens parameters, and no layer knows its own; take fsdp2"
+    elif cell.param_compress != "none":
+        reason = f"param_compress {cell.param_compress} trains with other weights than the norms are of; leave it out"
+    elif not cell.communication.averages_gradients:
+        reason = f"comm_optimizer {cell.communication.comm_optimizer} sends no gradients; leave it out"
+    if reason is not None:
+        raise BadInput(f"dp_max_grad_norm (private training), compressor cell {cell.label!r}: {reason}.")
 
 
 OTHERS = ("param_compress",)  # a cell's keys that are neither its method's, nor the reducer's, nor an optimizer's
@@ -480,6 +523,7 @@ def experiment(mapping: Mapping[str, Any]) -> Experiment:
         raise BadInput("configuration: the grid is empty, or `exclude` leaves nothing of it.")
     for run in made.runs():
         cells[run.compressor].check_strategy(run.strategy)
+        check_private(made.training, cells[run.compressor], run.strategy)
     return made
 
 

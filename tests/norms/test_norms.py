@@ -89,6 +89,19 @@ def test_norms_are_right_in_every_layout(world, size, strategy, held, spread):
         assert found == pytest.approx(wanted, rel=1e-4)
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("held", "spread"), [("complete", "replicated"), ("complete", "distributed"), ("partial", "replicated")]
+)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["tied", "untied", "lora"])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_norms_of_the_full_product(world, size, strategy, held, spread, kind, reduction):
+    for found in world(size).run(in_layout, strategy, held, spread, kind, reduction):
+        assert found == pytest.approx(exact(kind, reduction), rel=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["tied", "untied", "lora"])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_norms_of_every_kind_of_model(world, kind, reduction):
@@ -121,6 +134,8 @@ def refused(rank, world, group, case):
         if case == "partial of distributed":
             batch = dealt(rank, world, "distributed")
             norms.combined(batch.sample_id, torch.zeros(len(batch.labels)).double(), "partial", "distributed", group)
+        elif case == "averaged":
+            norms.combined(["a"], torch.ones(1).double(), "averaged", "distributed", group)
         elif case == "disagree":
             norms.combined(["a"], torch.tensor([1.0 + rank]).double(), "complete", "replicated", group)
         else:
@@ -142,6 +157,7 @@ def refused(rank, world, group, case):
     ("case", "message"),
     [
         ("partial of distributed", "the ranks' shares are of different samples"),
+        ("averaged", "norms of gradients that were averaged"),
         ("disagree", "two squared norms of sample 'a' differ, 1 and 2"),
         ("overlap", "the ranks share 's0', 's1' (2 in all) but not all samples"),
         ("sizes", "batches of 2, 3 samples"),

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count, islice
+from typing import TypeVar
 
+import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler
 
 from gradwire.data.shards import Sample, Shards
 from gradwire.errors import BadInput
 
+Item = TypeVar("Item")
 IGNORED = -100  # the label that losses leave out
 
 
@@ -89,18 +91,45 @@ def _train_batches(shards: Shards, batch_size: int, rank: int, world: int, seed:
         passed = 0
 
 
-def prefetch(batches: Iterator[Batch], ahead: int) -> Iterator[Batch]:
-    """The same batches; a thread reads the next ones while this one is trained on and its gradients travel.
+def grouped(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
+    """The same batches, ``size`` at a time."""
+    while group := list(islice(batches, size)):
+        yield group
+
+
+def poisson_steps(
+    shards: Shards, batch_size: int, expected: int, rank: int, world: int, seed: int, start: int = 0
+) -> Iterator[list[Batch]]:
+    """This rank's micro-batches of each step, without end: every sample is in a step by a toss of its own coin.
+
+    The draw of a step is the same on all ranks, which share it out; all have as many micro-batches, at least one, and
+    missing samples are filler rows.
 
     Args:
-        batches: What to read.
-        ahead: Batches to read in advance: those of an optimizer step.
+        shards: The training split.
+        batch_size: Rows per micro-batch.
+        expected: Samples of a step over all ranks, on average.
+        rank: This rank.
+        world: Number of ranks.
+        seed: Determines every step's draw.
+        start: The first step.
     """
+    for step in count(start):
+        drawn = np.flatnonzero(np.random.default_rng([seed, step]).random(len(shards)) < expected / len(shards))
+        own, most = drawn[rank::world].tolist(), -(-len(drawn) // world)
+        yield [
+            collate([shards[index] for index in own[first : first + batch_size]], shards.meta["pad_id"], batch_size)
+            for first in range(0, max(most, 1), batch_size)
+        ]
+
+
+def prefetch(items: Iterator[Item]) -> Iterator[Item]:
+    """The same items; a thread reads the next one while this one is worked on."""
     with ThreadPoolExecutor(1, thread_name_prefix="gradwire-batches") as reader:
-        coming = deque(reader.submit(next, batches, None) for _ in range(ahead))
-        while (batch := coming.popleft().result()) is not None:
-            coming.append(reader.submit(next, batches, None))
-            yield batch
+        coming = reader.submit(next, items, None)
+        while (item := coming.result()) is not None:
+            coming = reader.submit(next, items, None)
+            yield item
 
 
 def eval_batches(shards: Shards, batch_size: int, rank: int, world: int) -> Iterator[Batch]:

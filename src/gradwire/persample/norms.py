@@ -9,6 +9,7 @@ activations. ``partial``: squares over a share of the parameters. And how do sam
 |:--|:--|:--|
 | complete | all ranks have the same numbers, and must agree | gathered by id |
 | partial | squares are summed over the ranks | refused: the shares are of different samples |
+| averaged | refused: a mean over samples is no sample's own | refused |
 
 Squares of complete norms are never summed over ranks: that inflates norms by √W with replicated samples, and adds norms
 of unrelated samples with distributed ones.
@@ -33,7 +34,7 @@ from gradwire.persample.batch import Reduction, n_targets, no_targets, padded_wi
 from gradwire.persample.square_norms import SquareNorms
 from gradwire.persample.uses import Use
 
-Held = Literal["complete", "partial"]
+Held = Literal["complete", "partial", "averaged"]
 Spread = Literal["replicated", "distributed"]
 Distribution = Literal["auto", "replicated", "distributed"]
 TOLERANCE = 1e-4  # of two computations of one norm, relative
@@ -178,9 +179,14 @@ def combined(
         group: The ranks.
 
     Raises:
-        BadInput: For partial norms of distributed samples.
+        BadInput: For partial norms of distributed samples, and for gradients that were averaged.
         CheckFailed: If ranks that must agree do not.
     """
+    if held == "averaged":
+        raise BadInput(
+            "norms of gradients that were averaged: after the backward pass a parameter's gradient is of all samples of "
+            "all ranks, and what was each one's own is gone. Take the norms of a batch before, by norms(model, batch)."
+        )
     if held == "partial" and spread == "distributed":
         raise BadInput(
             "partial norms of distributed samples: the ranks' shares are of different samples, and their sum is no "

@@ -123,7 +123,9 @@ class Result(Row):
     epsilon: Number = None
     delta: Number = None
     noise_multiplier: Number = None
+    noise_multiplier_accounted: Number = None
     clipped_fraction: Number = None
+    sampling: Text = None
     # What the table needs besides.
     parameters: Count = None
     measured_steps: Count = None

@@ -5,7 +5,6 @@ Shape legend: B = samples of a micro-batch, T = tokens of the longest of them, W
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Iterator
@@ -25,15 +24,16 @@ from gradwire.collectives.world import World
 from gradwire.compressors import build as build_compressor
 from gradwire.compressors.schedule import Schedule
 from gradwire.config import Training
-from gradwire.data.batches import Batch, eval_batches, prefetch, train_batches
+from gradwire.data.batches import Batch, eval_batches, grouped, poisson_steps, prefetch, train_batches
 from gradwire.data.shards import Shards
 from gradwire.errors import NonFiniteGradient
 from gradwire.models import gpt2
 from gradwire.parallel import optimizers
 from gradwire.parallel.verify import SyncCheck
-from gradwire.training import checkpoint, link
+from gradwire.training import checkpoint, link, privacy
 from gradwire.training.environment import PeakMemory
-from gradwire.training.evaluate import Quality, evaluate, loss_sum
+from gradwire.training.evaluate import Quality, evaluate
+from gradwire.training.objective import Plain, Private
 from gradwire.training.profiling import profiled_range, profiling
 from gradwire.training.sampling import sampled
 from gradwire.training.scalars import tensorboard
@@ -61,6 +61,7 @@ class Outcome:
         memory: Peak memory.
         quality: The last evaluation, None for a run that diverged or was not to be evaluated.
         diverged: Why the run diverged, or None.
+        guarantee: Of private training.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -73,6 +74,7 @@ class Outcome:
     memory: PeakMemory = field(default_factory=PeakMemory)
     quality: Quality | None = None
     diverged: str | None = None
+    guarantee: privacy.Guarantee | None = None
 
 
 def train(
@@ -99,6 +101,9 @@ def train(
         numel=sum(p.numel() for p in model.parameters() if p.requires_grad),
         memory=PeakMemory(world.device),
     )
+    objective = Private(model, training, settings.seed, world) if training.private else Plain()
+    if training.private:
+        outcome.guarantee = privacy.guarantee(training, settings.cell, len(train_split), world.world_size)
     matrices = {name for name, p in model.named_parameters() if p.ndim >= 2}
 
     sizes = parallel.unit_sizes(model)
@@ -121,9 +126,7 @@ def train(
             optimizer.load_rank_state(own["optimizer"])
 
     rank, size, batch_size = world.rank, world.world_size, training.batch_size
-    consumed = start * training.grad_accum_steps
-    batches = train_batches(train_split, batch_size, rank, size, settings.seed, start=consumed)
-    feed = Feed(batches, training.grad_accum_steps, world.device)
+    feed = Feed(micro_batches(settings, train_split, world, start), world.device)
     sync = SyncCheck(model, optimizer, settings.verify_sync)
     profiled = profiled_range(training, start)
     clock = Clock(world.device)
@@ -149,7 +152,7 @@ def train(
                 measured = METER.measuring() if step in profiled else nullcontext()
                 with sampled(reducer if evaluated and averages else None, outcome.memory) as sample:
                     with measured, record_function("gradwire/step"):
-                        row = optimizer_step(model, optimizer, reducer, feed, training, world, clock)
+                        row = optimizer_step(model, optimizer, reducer, feed, objective, training, world, clock, step)
                     row["bytes_interface"] = link.transmitted_since(transmitted)
                 row |= sample | traffic_since(before, reducer, timed=world.device.type == "cpu" or step in profiled)
                 row["bytes_parameters"] = METER.sent("parameters") - sent
@@ -157,7 +160,7 @@ def train(
                     settings.strategy,
                     sizes,
                     size,
-                    training.grad_accum_steps,
+                    row["passes"],
                     evaluated=step > start and due(training.eval_every, step - 1) and not compressed,
                 )
                 sync.after(step)
@@ -165,11 +168,13 @@ def train(
                 row |= {"warmup": step < training.warmup_steps, "profiled": step in profiled}
                 outcome.rows.append(row)
                 profiler.step()
+                if evaluated and outcome.guarantee and world.rank == 0:
+                    row["epsilon"] = outcome.guarantee.epsilon(step + 1)
                 if due(training.eval_every, step) and step + 1 < training.steps:
                     row["val_loss"] = validate().loss
                     row["residual_norm"] = residual_norm(reducer)
                 log(row)
-                bar.set_postfix(loss=f"{row['loss']:.3f}", ms=f"{row['step_ms']:.0f}", refresh=False)
+                bar.set_postfix(loss=f"{row['loss'] or math.nan:.3f}", ms=f"{row['step_ms']:.0f}", refresh=False)
                 bar.update()
                 if due(training.checkpoint_every, step):
                     own = {"identity": identity, "step": step + 1, "rows": outcome.rows}
@@ -195,17 +200,26 @@ def train(
     return model, optimizer, outcome
 
 
+def micro_batches(settings: Settings, split: Shards, world: World, start: int) -> Iterator[list[Batch]]:
+    """This rank's micro-batches of each optimizer step from ``start`` on, without end."""
+    training, place = settings.training, (world.rank, world.world_size, settings.seed)
+    per_step = training.grad_accum_steps
+    if training.private and training.dp_sampling == "poisson":
+        expected = training.batch_size * per_step * world.world_size
+        return poisson_steps(split, training.batch_size, expected, *place, start=start)
+    return grouped(train_batches(split, training.batch_size, *place, start=start * per_step), per_step)
+
+
 class Feed:
     """The micro-batches of this optimizer step, and those of the next, whose number of targets travels with its loss.
 
     Args:
-        batches: This rank's, without end.
-        per_step: Micro-batches of an optimizer step.
+        steps: This rank's micro-batches of each step, without end.
         device: Where they are trained on.
     """
 
-    def __init__(self, batches: Iterator[Batch], per_step: int, device: torch.device) -> None:
-        self._batches, self._per_step, self._device = prefetch(batches, per_step), per_step, device
+    def __init__(self, steps: Iterator[list[Batch]], device: torch.device) -> None:
+        self._steps, self._device = prefetch(steps), device
         self._coming = self._read()
         self.n_targets = ops.all_reduce(self.coming_targets(), purpose="control")  # of all ranks in the coming step
 
@@ -219,7 +233,7 @@ class Feed:
         return torch.tensor(float(sum(batch.n_targets for batch in self._coming)), device=self._device)
 
     def _read(self) -> list[Batch]:
-        return [batch.to(self._device) for batch in itertools.islice(self._batches, self._per_step)]
+        return [batch.to(self._device) for batch in next(self._steps)]
 
 
 def due(every: int, step: int) -> bool:
@@ -232,15 +246,18 @@ def optimizer_step(
     optimizer: torch.optim.Optimizer,
     reducer: Reducer | None,
     feed: Feed,
+    objective: Plain,
     training: Training,
     world: World,
     clock: Clock,
+    step: int,
 ) -> Row:
-    """One optimizer step over ``grad_accum_steps`` micro-batches; returns what was measured in it.
+    """One optimizer step over its micro-batches; returns what was measured in it.
 
     The loss is the mean over the targets of all ranks and micro-batches: each rank's sum is divided by the global
-    number of targets and multiplied by W, because the strategies average gradients over ranks. Afterwards it
-    travels with the next step's number of targets and, where there is a reducer, its flag.
+    number of targets. What the gradient is of says the objective; it is multiplied by W, because the strategies
+    average gradients over ranks. Afterwards the loss travels with the next step's number of targets and, where there
+    is a reducer, its flag.
 
     Raises:
         Diverged: If the loss or the gradient's norm is not finite.
@@ -251,15 +268,18 @@ def optimizer_step(
     clock.lap("data_ms")
 
     total = torch.zeros((), device=world.device)
+    objective.begin(model, micro_batches, step)
+    clock.lap("forward_ms")
     for i, batch in enumerate(micro_batches):
-        with parallel.accumulation(model, last=i + 1 == len(micro_batches)):
-            loss = loss_sum(model, batch) / n_targets
+        last = i + 1 == len(micro_batches)
+        with parallel.accumulation(model, last):
+            loss, reported = objective.loss(model, batch, n_targets, last)
             clock.lap("forward_ms")
-            total += loss.detach()
+            total += reported
             (loss * world.world_size).backward()
             clock.lap("backward_ms")
 
-    totals = torch.stack([total, feed.coming_targets()])
+    totals = torch.stack([total, feed.coming_targets(), *objective.totals()])
     if isinstance(optimizer, optimizers.Communicating):
         grad_norm, reduced = optimizer.exchange(training.clip_grad_norm, totals)
     else:
@@ -274,14 +294,16 @@ def optimizer_step(
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     clock.lap("optimizer_ms")
-    loss_of_all, feed.n_targets = totals
+    loss_of_all, feed.n_targets, *told = totals
     check_finite(float(loss_of_all), "the loss")
     clock.stop()
 
     return clock.times | {
         "t_start_s": clock.started_s,
         "tokens": sum(batch.n_targets for batch in micro_batches),
-        "loss": float(loss_of_all),
+        "loss": float(loss_of_all) if n_targets else None,
+        "passes": objective.passes * len(micro_batches),
+        **objective.told([float(value) for value in told]),
         "grad_norm": grad_norm,
         "clipped": grad_norm > training.clip_grad_norm,
         "nonfinite": not reduced,

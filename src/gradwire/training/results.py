@@ -42,6 +42,7 @@ STEPS = pa.schema(
         *((name, pa.float64()) for name in ("residual_norm", "grad_rel_error", "grad_rel_error_linf", "grad_cos_sim")),
         *((name, pa.bool_()) for name in ("warmup", "profiled")),
         ("val_loss", pa.float64()),
+        *((name, pa.float64()) for name in ("clipped_fraction", "sample_norm_mean", "epsilon")),
     ]
 )
 
@@ -119,6 +120,7 @@ def write(
         "algorithm": outcome.algorithm,
         "nonfinite_steps": sum(row["nonfinite"] for row in outcome.rows),
         "clipped_steps": sum(row["clipped"] for row in outcome.rows),
+        **private(settings, outcome),
     }
     write_json(folder / "record.json", record)
     return record
@@ -231,6 +233,27 @@ def fidelity(settings: Settings, rows: list[Row]) -> Row:
     steady = [row for row in rows if row["step"] >= settings.cell.reduction.dense_steps]
     found = {name: [row[name] for row in steady if row[name] is not None] for name in COLUMNS}
     return {name: fmean(values) if values else None for name, values in found.items()}
+
+
+def private(settings: Settings, outcome: Outcome) -> Row:
+    """The privacy budget spent; null where training was not private, and ε where nothing is guaranteed.
+
+    ``noise_multiplier`` is of the sum over ranks, ``noise_multiplier_accounted`` what ε stands on.
+    """
+    fields = ("epsilon", "delta", "noise_multiplier", "noise_multiplier_accounted", "clipped_fraction", "sampling")
+    training, guarantee = settings.training, outcome.guarantee
+    if guarantee is None:
+        return dict.fromkeys(fields)
+    samples, clipped = (sum(row[name] for row in outcome.rows) for name in ("samples", "clipped_samples"))
+    values = (
+        guarantee.epsilon(len(outcome.rows)),
+        guarantee.delta,
+        training.dp_noise_multiplier,
+        guarantee.multiplier,
+        clipped / samples if samples else None,
+        training.dp_sampling,
+    )
+    return dict(zip(fields, values, strict=True))
 
 
 def by_op(rows: list[Row]) -> dict[str, int]:

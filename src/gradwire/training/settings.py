@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from gradwire.config import FLAGS, Cell, Strategy, Training, from_flags
+from gradwire.config import FLAGS, Cell, Strategy, Training, check_private, from_flags
 from gradwire.errors import BadInput
 from gradwire.files import digest, read_json
 
@@ -97,8 +97,10 @@ def from_arguments(args: argparse.Namespace) -> Settings:
             raise BadInput(f"--{name} is {flag}, and --comm_config_json has {options[name]!r}; leave one of them out.")
     cell = Cell.parse(args.label or args.comm_compress, {"method": args.comm_compress, **options})
     cell.check_strategy(args.strategy)
+    training = from_flags(Training, args)
+    check_private(training, cell, args.strategy)
     return Settings(
-        training=from_flags(Training, args),
+        training=training,
         cell=cell,
         strategy=args.strategy,
         model=args.model,

@@ -71,6 +71,7 @@ def preflight(args: argparse.Namespace) -> None:
     """
     from gradwire.collectives import world
     from gradwire.data import shards
+    from gradwire.training import privacy
     from gradwire.training import settings as run_settings
 
     world_size = args.world_size or 1
@@ -81,6 +82,8 @@ def preflight(args: argparse.Namespace) -> None:
     shards.check(folder)
     split = shards.Shards(folder, "train")
     run_settings.check_enough_data(len(split), training.batch_size, world_size)
+    if training.private:
+        privacy.guarantee(training, settings.cell, len(split), world_size)
     run_settings.check_run_folder(settings.output_dir, settings.identity(world_size, split.digest))
 
 

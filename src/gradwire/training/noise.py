@@ -1,0 +1,85 @@
+"""Gaussian noise on gradients that no framework has to know of.
+
+The noise is the gradient of a term that is linear in the parameters. So it joins a rank's own gradient inside of the
+backward pass, before DDP's buckets, FSDP's reduce-scatter or a compressor see it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.persample.batch import trainable
+
+Draw = Callable[[str, Tensor, torch.device], Tensor]
+
+
+@contextmanager
+def noisy(model: nn.Module, std: float, seed: int, step: int, rank: int) -> Iterator[None]:
+    """A forward pass in here has noise of standard deviation ``std`` in the gradient of every trainable parameter.
+
+    A parameter's noise depends on the arguments and its name alone: a resumed run draws it again. A tied parameter
+    gets it once, in the first of its layers.
+
+    Args:
+        model: Its layers return tensors; under FSDP2 each draws the noise of a whole parameter, in the backward pass.
+        std: Of each element.
+        seed: The run's; who knows it can subtract the noise.
+        step: The optimizer step.
+        rank: Ranks draw independently.
+    """
+
+    def draw(name: str, like: Tensor, device: torch.device) -> Tensor:
+        generator = torch.Generator(device).manual_seed(_derived(seed, step, rank, name))
+        return std * torch.randn(like.shape, generator=generator, dtype=like.dtype, device=device)
+
+    def after(module: nn.Module, _: Any, output: Tensor) -> Tensor:
+        own = owned[module]
+        parameters = [getattr(module, local) for local in own]  # under FSDP2: whole, now
+        added: Tensor = _Added.apply(output, draw, tuple(own.values()), *parameters)
+        return added
+
+    owned = _owned(model)
+    handles = [module.register_forward_hook(after) for module in owned]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Added(torch.autograd.Function):
+    """The identity on a layer's output; in the backward pass each of its parameters gets what is drawn for it."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, draw: Draw, names: tuple[str, ...], *parameters: Tensor) -> Tensor:
+        ctx.draw, ctx.names = draw, names
+        ctx.like = [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in parameters]  # FSDP2 frees them
+        ctx.device = output.device
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        drawn = [ctx.draw(name, like, ctx.device) for name, like in zip(ctx.names, ctx.like, strict=True)]
+        return grads[0], None, None, *drawn
+
+
+def _owned(model: nn.Module) -> dict[nn.Module, dict[str, str]]:
+    """The trainable parameters' names by the first layer that has them and their name in it."""
+    names = {id(parameter): name for name, parameter in trainable(model).items()}
+    found: dict[nn.Module, dict[str, str]] = {}
+    for module in model.modules():
+        own = {local: names.pop(id(p)) for local, p in module.named_parameters(recurse=False) if id(p) in names}
+        if own:
+            found[module] = own
+    return found
+
+
+def _derived(*words: object) -> int:
+    """A seed below 2^63."""
+    return int.from_bytes(hashlib.sha256(repr(words).encode()).digest()[:8], "little") >> 1

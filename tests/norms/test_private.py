@@ -1,0 +1,348 @@
+"""Private training against clipping by hand in float64, Opacus, and the statistics of its noise."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from norms.test_norms import SAMPLES, batch_of, built
+from scipy import optimize, stats
+from small_model import make
+from test_training import SMALL, run, words
+
+from gradwire import cli
+from gradwire.collectives import Reducer
+from gradwire.collectives.world import World
+from gradwire.compressors import build
+from gradwire.config import Cell, Training
+from gradwire.data.batches import poisson_steps
+from gradwire.data.shards import Shards
+from gradwire.errors import BadInput
+from gradwire.models import gpt2
+from gradwire.parallel import named_parameters, wrap
+from gradwire.persample import loop as one_by_one
+from gradwire.persample import norms
+from gradwire.persample.clipping import coefficients
+from gradwire.training.loop import Clock, Feed, optimizer_step
+from gradwire.training.objective import Private
+from gradwire.training.privacy import Guarantee, guarantee
+
+ROWS = 2  # of a micro-batch
+PRIVATE = ("--dp_max_grad_norm", "0.5", "--dp_noise_multiplier", "0.8")
+ONEBIT_ADAM = (
+    *["--strategy", "ddp", "--comm_compress", "onebit", "--comm_optimizer", "onebit_adam", "--comm_config_json"],
+    '{"dense_steps": 2}',
+)
+
+
+class Caught(torch.optim.SGD):
+    """An optimizer that keeps the gradients that it is given, whole."""
+
+    def step(self, closure=None):
+        found = {id(p): p.grad for group in self.param_groups for p in group["params"]}
+        self.caught = {at: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for at, g in found.items()}
+
+
+def private_gradient(rank, world, group, strategy, max_norm, noise, positions, steps=(0,), compressor=None, micro=1):
+    """The gradient of each step on the first rank's view, by name, through the training loop's own step."""
+    training = Training(
+        batch_size=ROWS,
+        grad_accum_steps=micro,
+        clip_grad_norm=1e9,
+        dp_max_grad_norm=max_norm,
+        dp_noise_multiplier=noise,
+        warmup_steps=1,
+    )
+    place = World(rank, rank, world, "gloo", torch.device("cpu"))
+    model = built("tied")
+    reducer = None if compressor is None else Reducer(build(compressor), group)
+    objective = Private(model, training, 5, place)
+    wrapped = wrap(model, strategy, reducer, device="cpu")
+    optimizer = Caught(wrapped.parameters(), lr=0.1)
+    own = list(positions)[rank::world]
+    most = max(1, -(-len(positions) // world))
+    batches = [batch_of(own[first : first + ROWS], ROWS) for first in range(0, most, ROWS)]
+    feed = Feed(iter([batches] * (len(steps) + 1)), place.device)
+    found = []
+    for step in steps:
+        row = optimizer_step(wrapped, optimizer, reducer, feed, objective, training, place, Clock(place.device), step)
+        found.append(({name: optimizer.caught[id(p)] for name, p in named_parameters(wrapped)}, row))
+    return found
+
+
+def clipped_by_hand(max_norm: float, count: int) -> tuple[dict[str, torch.Tensor], int]:
+    """The sum of the samples' clipped gradients in float64, and how many were clipped."""
+    found = one_by_one.gradients(built("tied").double(), batch_of(range(count)), "mean").gradient
+    norm = sum(gradient.flatten(1).square().sum(1) for gradient in found.values()).sqrt()
+    factor = torch.tensor([min(1.0, max_norm / float(n)) if n else 1.0 for n in norm], dtype=torch.float64)
+    return {name: torch.einsum("b,b...->...", factor, g) for name, g in found.items()}, int((norm > max_norm).sum())
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy"),
+    [(1, "ddp"), (1, "fsdp2"), (2, "ddp"), (2, "fsdp2"), (3, "fsdp2"), (3, "naive"), (2, "bucket")],
+)
+@pytest.mark.parametrize("max_norm", [16.0, 1e9])
+def test_the_gradient_is_the_sum_clipped_by_hand_whatever_the_ranks(world, size, strategy, max_norm):
+    """Seven samples, one without a target; an infinite bound clips nothing and gives the plain mean over samples."""
+    wanted, clipped = clipped_by_hand(max_norm, SAMPLES)
+    assert clipped == (3 if max_norm == 16.0 else 0)
+    for (found, row), *_ in world(size).run(private_gradient, strategy, max_norm, 0.0, range(SAMPLES)):
+        expected = ROWS * size
+        for name, gradient in wanted.items():
+            torch.testing.assert_close(found[name].double() * expected, gradient, rtol=2e-4, atol=2e-6)
+        assert (row["samples"], row["clipped_samples"]) == (SAMPLES, clipped)
+
+
+def test_a_compressor_sees_the_clipped_and_noisy_gradient(world):
+    """Exact for the exchange without compression; int8 is within its own error of it."""
+    (plain, _), *_ = world(2).run(private_gradient, "fsdp2", 16.0, 1.0, range(SAMPLES))[0]
+    (exchanged, _), *_ = world(2).run(private_gradient, "fsdp2", 16.0, 1.0, range(SAMPLES), (0,), "none")[0]
+    (coarse, _), *_ = world(2).run(private_gradient, "fsdp2", 16.0, 1.0, range(SAMPLES), (0,), "int8")[0]
+    for name, gradient in plain.items():
+        torch.testing.assert_close(exchanged[name], gradient, rtol=1e-5, atol=1e-6)
+        error = (coarse[name] - gradient).norm() / gradient.norm()
+        assert 0 < error < 0.02
+
+
+@pytest.mark.parametrize(
+    ("size", "strategy"), [(1, "ddp"), (1, "fsdp2"), (2, "ddp"), (2, "fsdp2"), (3, "fsdp2"), (4, "ddp")]
+)
+def test_the_noise_has_one_variance_whatever_the_ranks(world, size, strategy):
+    """No sample at all, so the gradient is noise: its variance against a chi-square band of five standard errors."""
+    max_norm, multiplier = 2.0, 1.5
+    (first, _), (second, _) = world(size).run(private_gradient, strategy, max_norm, multiplier, (), (0, 1))[0]
+    std = multiplier * max_norm / (ROWS * size)
+    for name, noise in first.items():
+        count = noise.numel()
+        assert float(noise.double().square().mean()) / std**2 == pytest.approx(1, abs=5 * math.sqrt(2 / count)), name
+        assert abs(float(noise.double().mean())) < 5 * std / math.sqrt(count), name
+        other = second[name]  # the next step's is drawn anew
+        assert abs(float((noise * other).double().mean())) < 5 * std**2 / math.sqrt(count), name
+    whole = torch.cat([noise.flatten() for noise in first.values()]).double().numpy()
+    assert stats.kstest(whole / std, "norm").pvalue > 1e-4
+    same = [(a, b) for i, a in enumerate(first) for b in [*first][:i] if first[a].shape == first[b].shape]
+    assert all(not torch.equal(first[a], first[b]) for a, b in same), "parameters draw on their own"
+
+
+def test_noise_is_added_once_per_step_not_per_micro_batch(world):
+    (once, _), *_ = world(2).run(private_gradient, "fsdp2", 16.0, 1.0, ())[0]
+    (more, row), *_ = world(2).run(private_gradient, "fsdp2", 16.0, 1.0, range(SAMPLES))[0]
+    assert row["passes"] == 2 * 2, "norms, then gradients, of two micro-batches"
+    wanted, _ = clipped_by_hand(16.0, SAMPLES)
+    for name, gradient in wanted.items():
+        torch.testing.assert_close((more[name] - once[name]).double() * 2 * ROWS, gradient, rtol=1e-3, atol=1e-5)
+
+
+def test_norms_and_clipped_sums_are_opacus_own():
+    """An independent oracle where it is right: untied weights, and positions that have a batch dimension."""
+    from opacus.grad_sample import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    batch = batch_of([0, 1, 3, 4])
+    model = built("untied").train()
+    found = norms.norms(model, batch, "sum").square.sqrt()
+    positions = torch.arange(batch.input_ids.shape[1]).expand(len(batch.labels), -1)
+    max_norm = float(found.median())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = GradSampleModule(built("untied").train(), strict=False, loss_reduction="sum")
+        logits = theirs(batch.input_ids, position_ids=positions, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), batch.labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
+        )
+        loss.backward()
+    squares = sum(p.grad_sample.flatten(1).square().sum(1) for p in theirs.parameters())
+    torch.testing.assert_close(found.float(), squares.sqrt(), rtol=1e-4, atol=0)
+    optimizer = DPOptimizer(
+        torch.optim.SGD(theirs.parameters(), lr=1.0),
+        noise_multiplier=0.0,
+        max_grad_norm=max_norm,
+        expected_batch_size=4,
+        loss_reduction="sum",
+    )
+    optimizer.clip_and_accumulate()
+    factors = coefficients(found, max_norm)
+    of_each = one_by_one.gradients(built("untied"), batch, "sum").gradient
+    for name, parameter in theirs._module.named_parameters():
+        ours = torch.einsum("b,b...->...", factors.float(), of_each[name])
+        torch.testing.assert_close(parameter.summed_grad, ours, rtol=1e-3, atol=1e-5)
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """The exact ε of a Gaussian mechanism of sensitivity μ and unit noise (Balle and Wang, ICML 2018, theorem 5)."""
+
+    def excess(epsilon: float) -> float:
+        there, back = stats.norm.cdf(mu / 2 - epsilon / mu), stats.norm.cdf(-mu / 2 - epsilon / mu)
+        return float(there - math.exp(epsilon) * back - delta)
+
+    return float(optimize.brentq(excess, 0, 200))
+
+
+def test_epsilon_is_the_accountants():
+    shuffled = Guarantee(1.2, 1e-5, None, steps_per_epoch=10)
+    for steps, epochs in ((1, 1), (10, 1), (11, 2), (30, 3)):  # a part of an epoch counts as a whole one
+        exact = gaussian_epsilon(math.sqrt(epochs) / 1.2, 1e-5)
+        assert exact <= shuffled.epsilon(steps) <= exact + 0.03
+    poisson = Guarantee(1.0, 1e-5, 0.02, steps_per_epoch=10)
+    spent = [poisson.epsilon(steps) for steps in (1, 10, 100, 1000)]
+    assert spent == sorted(spent) and spent[0] > 0
+    assert spent[-1] < gaussian_epsilon(math.sqrt(20), 1e-5), "amplified: cheaper than twenty epochs without it"
+    assert Guarantee(0.1, 1e-5, 0.05, 10).epsilon(60) > 500, "little noise is accounted too, and costs no gigabytes"
+    assert Guarantee(0.0, 1e-5, 0.05, 10).epsilon(60) is None
+    assert poisson.epsilon(0) == 0
+
+
+def test_a_lossy_sum_is_accounted_by_what_one_rank_adds():
+    training = Training(batch_size=4, dp_max_grad_norm=1.0, dp_noise_multiplier=1.0)
+
+    def accounted(method: str, world_size: int) -> float:
+        return guarantee(training, Cell.parse(method, {}), 1000, world_size).multiplier
+
+    assert accounted("none", 1) == accounted("none", 4) == accounted("int8", 1) == 1.0
+    assert accounted("int8", 4) == 0.5
+
+
+def test_poisson_draws_every_sample_by_a_coin_of_its_own(tmp_path):
+    shards = Shards(make(tmp_path).shards, "train")
+    steps, expected, world = 400, 5, 3
+    feeds = [poisson_steps(shards, 2, expected, rank, world, seed=3) for rank in range(world)]
+    drawn: list[list[str]] = []
+    for _ in range(steps):
+        ranks = [next(feed) for feed in feeds]
+        assert len({len(batches) for batches in ranks}) == 1, "FSDP needs as many passes on each rank"
+        assert all(len(batch.labels) == 2 for batches in ranks for batch in batches)
+        drawn.append([id_ for batches in ranks for batch in batches for id_ in batch.sample_id if id_])
+        assert len(set(drawn[-1])) == len(drawn[-1])
+    rate, sizes = expected / len(shards), [len(ids) for ids in drawn]
+    assert np.mean(sizes) == pytest.approx(expected, abs=5 * math.sqrt(len(shards) * rate * (1 - rate) / steps))
+    assert np.var(sizes) == pytest.approx(len(shards) * rate * (1 - rate), rel=0.4)  # a fixed size would have none
+    counts = [sum(shards[at].sample_id in ids for ids in drawn) for at in range(len(shards))]
+    band = 5 * math.sqrt(steps * rate * (1 - rate))
+    assert all(abs(count - steps * rate) < band for count in counts)
+    again = next(poisson_steps(shards, 2, expected, 0, 1, seed=3, start=7))
+    assert sorted(id_ for batch in again for id_ in batch.sample_id if id_) == sorted(drawn[7])
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """Token shards of a small corpus."""
+    return make(tmp_path_factory.mktemp("private")).shards
+
+
+def trained(world, size, shards, folder, *more, **changes):
+    rows, record = world(size).run(run, words(shards, folder, *more, **changes))[0]
+    return rows, record
+
+
+def test_without_noise_and_clipping_private_training_is_plain_training(world, tmp_path):
+    """Every sample has as many targets, so that the mean over samples is the mean over targets."""
+    from gradwire.data.tokenization import tokenize
+    from gradwire.files import write_json
+
+    texts = ["".join(chr(97 + (i * j + j * j) % 26) for j in range(13)) for i in range(60)]
+    documents = [{"id": f"d{i}", "title": "t", "text": text} for i, text in enumerate(texts)]
+    write_json(tmp_path / "corpus.json", documents)
+    tokenize(
+        tmp_path / "corpus.json",
+        tmp_path,
+        tokenizer="bpe",
+        vocab_size=258,
+        max_length=16,
+        shard_size=50,
+        val_fraction=0.2,
+        dataset="equal",
+    )
+    split = Shards(tmp_path / "shards", "train")
+    assert len({len(split[at].input_ids) for at in range(len(split))}) == 1
+    shuffled = ("--dp_max_grad_norm", "1e9", "--dp_sampling", "shuffled")
+    for size, strategy in ((1, "ddp"), (2, "fsdp2"), (2, "ddp")):
+        name = f"{size}{strategy}"
+        plain, _ = trained(world, size, tmp_path / "shards", tmp_path / name, strategy=strategy)
+        private, record = trained(
+            world, size, tmp_path / "shards", tmp_path / f"{name}-private", *shuffled, strategy=strategy
+        )
+        assert [row["loss"] for row in private] == pytest.approx([row["loss"] for row in plain], rel=1e-5)
+        assert [row["grad_norm"] for row in private] == pytest.approx([row["grad_norm"] for row in plain], rel=1e-4)
+        assert (record["clipped_fraction"], record["epsilon"], record["noise_multiplier"]) == (0.0, None, 0.0)
+
+
+def test_a_private_run_ends_with_its_budget(world, shards, tmp_path):
+    rows, record = trained(world, 2, shards, tmp_path / "run", *PRIVATE, strategy="fsdp2")
+    held = Shards(shards, "train")
+    wanted = Guarantee(0.8, 1e-5, 4 / len(held), 1).epsilon(SMALL["steps"])
+    assert record["epsilon"] == pytest.approx(wanted) and record["delta"] == 1e-5
+    assert (record["noise_multiplier"], record["noise_multiplier_accounted"]) == (0.8, 0.8)
+    assert record["sampling"] == "poisson" and 0 < record["clipped_fraction"] <= 1
+    assert rows[2]["epsilon"] < rows[5]["epsilon"] == record["epsilon"]
+    assert len({row["samples"] for row in rows}) > 1, "the samples of a step vary"
+    again, _ = trained(world, 2, shards, tmp_path / "again", *PRIVATE, strategy="fsdp2")
+    other, _ = trained(world, 2, shards, tmp_path / "other", *PRIVATE, strategy="fsdp2", seed=1)
+    assert [row["loss"] for row in again] == [row["loss"] for row in rows] != [row["loss"] for row in other]
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "run" / "logs" / "tensorboard")).Reload()
+    assert {"epsilon", "clipped_fraction", "sample_norm_mean"} <= set(events.Tags()["scalars"])
+    cell = ("--comm_compress", "int8", "--comm_config_json", json.dumps({"error_feedback": True}))
+    _, coarse = trained(world, 2, shards, tmp_path / "int8", *PRIVATE, *cell, strategy="ddp")
+    assert coarse["noise_multiplier_accounted"] == pytest.approx(0.8 / math.sqrt(2))
+    assert coarse["epsilon"] > record["epsilon"] and coarse["compression_ratio"] > 3
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
+def test_a_resumed_private_run_equals_an_unbroken_one(world, shards, tmp_path, sampling):
+    flags = (*PRIVATE, "--dp_sampling", sampling)
+    whole, record = trained(world, 2, shards, tmp_path / "whole", *flags, checkpoint_every=4)
+    folder = tmp_path / "whole"
+    (folder / "record.json").unlink()
+    resumed, again = trained(world, 2, shards, folder, *flags, "--resume", checkpoint_every=4)
+    assert [row["loss"] for row in resumed] == [row["loss"] for row in whole]
+    assert again["epsilon"] == record["epsilon"] and again["val_loss"] == record["val_loss"]
+
+
+def test_parameter_gathers_of_private_steps_are_counted(world, shards, tmp_path):
+    flags = ("--dp_max_grad_norm", "1.0", "--dp_sampling", "shuffled")
+    _, private = trained(world, 2, shards, tmp_path / "private", *flags, eval_every=0)
+    _, plain = trained(world, 2, shards, tmp_path / "plain", eval_every=0)
+    assert private["bytes_parameters_raw_total"] == 2 * plain["bytes_parameters_raw_total"]
+    assert private["bytes_raw_total"] == plain["bytes_raw_total"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--dp_noise_multiplier", "1.0"), "dp_noise_multiplier is 1 without dp_max_grad_norm"),
+        ((*PRIVATE, "--strategy", "fsdp1"), "strategy fsdp1 flattens parameters"),
+        ((*PRIVATE, "--param_compress", "bf16"), "trains with other weights than the norms are of"),
+        (
+            (*PRIVATE, *ONEBIT_ADAM),
+            "comm_optimizer onebit_adam sends no gradients",
+        ),
+        ((*PRIVATE, "--dp_delta", "0.5"), "is not below 1 /"),
+        ((*PRIVATE, "--grad_accum_steps", "100"), "a private step takes"),
+        ((*PRIVATE, "--dp_sampling", "shuffled", "--grad_accum_steps", "3"), "one could hold a sample twice"),
+        (("--dp_max_grad_norm", "-1"), "dp_max_grad_norm"),
+    ],
+)
+def test_bad_input_is_one_message(flags, message, shards, tmp_path, capsys):
+    assert cli.main(["train", *words(shards, tmp_path / "run"), *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "run").rglob("*")] == ["train.failed.json"]
+
+
+def test_a_model_that_drops_or_mixes_is_refused():
+    place = World(0, 0, 1, "gloo", torch.device("cpu"))
+    training = Training(dp_max_grad_norm=1.0)
+    model = gpt2.build("tiny", 64, 9, seed=0)
+    model.transformer.drop.p = 0.1
+    with pytest.raises(BadInput, match=r"transformer.drop drops 10% of its input at random"):
+        Private(model, training, 0, place)
+    model = gpt2.build("tiny", 64, 9, seed=0)
+    model.transformer.ln_f = torch.nn.BatchNorm1d(8)
+    with pytest.raises(BadInput, match="mixes the samples of a batch"):
+        Private(model, training, 0, place)
