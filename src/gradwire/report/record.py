@@ -123,10 +123,10 @@ class Result(Row):
     epsilon: Number = None
     delta: Number = None
     noise_multiplier: Number = None
-    noise_multiplier_accounted: Number = None
     clipped_fraction: Number = None
-    sampling: Text = None
     # What the table needs besides.
+    noise_multiplier_accounted: Number = None
+    sampling: Text = None
     parameters: Count = None
     measured_steps: Count = None
     unigram_ppl: Number = None
