@@ -185,7 +185,7 @@ def combined(
     if held == "averaged":
         raise BadInput(
             "norms of gradients that were averaged: after the backward pass a parameter's gradient is of all samples "
-            "of all ranks, and what was each one's own is gone. Take the norms of a batch before, by norms(model, batch)."
+            "of all ranks, and what was each one's own is gone. Take a batch's norms before, by norms(model, batch)."
         )
     if held == "partial" and spread == "distributed":
         raise BadInput(
