@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from gradwire.config import Cell, Training
@@ -68,8 +69,10 @@ def guarantee(training: Training, cell: Cell, samples: int, world_size: int) -> 
 
     Raises:
         BadInput: If δ is no better than to publish a sample, if a step takes more samples than there are, or could take
-            one twice.
+            one twice; if Opacus is not installed.
     """
+    if training.dp_noise_multiplier and find_spec("opacus") is None:
+        raise BadInput("private training asks Opacus what it spends: pip install 'gradwire[private]'.")
     batch = training.batch_size * training.grad_accum_steps * world_size
     if batch > samples:
         raise BadInput(f"a private step takes {batch} samples, and the training split has {samples}: take fewer.")
