@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gradwire.data.tokenization import tokenize
 from gradwire.data.tokenizer import load as load_tokenizer
 from gradwire.files import write_json
+from gradwire.gradients.provenance import Provenance
 from gradwire.models import folder, gpt2
 
 MAX_LENGTH = 24
@@ -41,3 +42,10 @@ def make(root: Path) -> Small:
     model = gpt2.build("tiny", vocab_size, MAX_LENGTH, seed=3)
     folder.save(model.state_dict(), model.config, root / "data" / "tokenizer", root / "final_model", {"steps": 0})
     return Small(root / "corpus.json", root / "data" / "shards", root / "final_model")
+
+
+def origin(samples: int, **given: Any) -> Provenance:
+    """What rows are made from, but for where things are: ``sgd`` rows of one rank, in one file."""
+    nowhere = dict.fromkeys(("source", "model_dir", "model_digest", "data_path", "data_digest"), "")
+    usual = {"split": "train", "world_size": 1, "dims": [64], "grad_type": "sgd", "loss": "mean", "seed": 0}
+    return Provenance(**{**nowhere, **usual, "samples": samples, "save_interval": samples, **given})

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_model import make
+from small_model import make, origin
 
 from gradwire import cli
 from gradwire.data.batches import Batch
 from gradwire.data.shards import Shards
 from gradwire.errors import BadInput, RunFault
-from gradwire.gradients import provenance, rows, store, types
+from gradwire.gradients import rows, store, types
 from gradwire.gradients.projections import build
 from gradwire.models import folder, gpt2, lora, optimizer
 from gradwire.persample import loop
@@ -233,20 +233,8 @@ def test_further_columns(small, tmp_path, capsys):
 
 
 def maker(small, projection="rademacher", method="hooks", batch_size=8):
-    origin = provenance.Provenance(
-        **dict.fromkeys(("source", "model_dir", "model_digest", "data_path", "data_digest"), ""),
-        split="train",
-        samples=SAMPLES,
-        world_size=1,
-        dims=[36],
-        grad_type="sgd",
-        loss="mean",
-        method=method,
-        projection=projection,
-        seed=0,
-        save_interval=SAMPLES,
-    )
-    return rows.RowMaker(folder.load(small.model), origin, torch.device("cpu"), batch_size=batch_size)
+    made_from = origin(SAMPLES, dims=[36], method=method, projection=projection)
+    return rows.RowMaker(folder.load(small.model), made_from, torch.device("cpu"), batch_size=batch_size)
 
 
 @pytest.mark.parametrize("projection", ["rademacher", "factored"])

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from small_model import make
+from small_model import make, origin
 
 from gradwire import cli
 from gradwire.data.batches import Batch, collate
@@ -143,20 +143,8 @@ class FakeShards(list):
 
 
 def maker_of(model, method="loop", projection="rademacher", batch_size=2):
-    origin = provenance.Provenance(
-        **dict.fromkeys(("source", "model_dir", "model_digest", "data_path", "data_digest"), ""),
-        split="train",
-        samples=5,
-        world_size=1,
-        dims=[64],
-        grad_type="sgd",
-        loss="mean",
-        method=method,
-        projection=projection,
-        seed=0,
-        save_interval=4,
-    )
-    return rows.RowMaker(model, origin, torch.device("cpu"), batch_size=batch_size)
+    made_from = origin(5, dims=[64], method=method, projection=projection, save_interval=4)
+    return rows.RowMaker(model, made_from, torch.device("cpu"), batch_size=batch_size)
 
 
 def test_a_sample_without_a_target_has_a_zero_row_and_a_flag():

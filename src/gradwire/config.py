@@ -33,6 +33,12 @@ Strategy = Literal["naive", "bucket", "ddp", "fsdp1", "fsdp2"]
 CommOptimizer = Literal["gradient", "onebit_adam", "zero_one_adam"]
 Link = Annotated[str, Field(pattern=r"^(none|\d+(\.\d+)?[kmgt]?bit)$")]  # a rate as tc spells it
 ParamCompress = Literal["none", "bf16", "int8"]
+Split = Literal["train", "val"]
+SampleLoss = Literal["mean", "sum"]
+GradType = Literal["sgd", "adam", "sign"]
+AdamVariant = Literal["torch", "less"]
+Projection = Literal["rademacher", "normal", "sjlt", "srht", "factored", "none"]
+GradMethod = Literal["auto", "loop", "vmap", "hooks"]
 Model = TypeVar("Model", bound=BaseModel)
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # becomes a folder
 
@@ -375,14 +381,12 @@ class Gradients(Selection):
     """Which runs' per-sample gradients are collected, and how."""
 
     dim: tuple[int, ...] = Field((256,), description="dimensions of the projections")
-    grad_type: Literal["sgd", "adam", "sign"] = Field("sgd", description="what a row is made of")
-    adam_variant: Literal["torch", "less"] = Field("torch", description="Adam's formula, where it is the type")
-    loss: Literal["mean", "sum"] = Field("mean", description="of a sample, over the tokens that it predicts")
-    projection: Literal["rademacher", "normal", "sjlt", "srht", "factored", "none"] = Field(
-        "rademacher", description="how gradients are projected"
-    )
-    method: Literal["auto", "loop", "vmap", "hooks"] = Field("auto", description="how gradients are computed")
-    split: Literal["train", "val"] = Field("val", description="whose samples")
+    grad_type: GradType = Field("sgd", description="what a row is made of")
+    adam_variant: AdamVariant = Field("torch", description="Adam's formula, where it is the type")
+    loss: SampleLoss = Field("mean", description="of a sample, over the tokens that it predicts")
+    projection: Projection = Field("rademacher", description="how gradients are projected")
+    method: GradMethod = Field("auto", description="how gradients are computed")
+    split: Split = Field("val", description="whose samples")
     max_samples: int | None = Field(None, ge=1, description="stop after so many samples")
     save_interval: int = Field(64, ge=1, description="samples between two files")
     recompute: int = Field(4, ge=0, description="rows that validation computes again")

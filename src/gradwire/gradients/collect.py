@@ -7,8 +7,9 @@ import os
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
+from gradwire.config import AdamVariant, GradMethod, GradType, Projection, SampleLoss, Split
 from gradwire.errors import BadInput
 from gradwire.models.shards import shards_folder
 from gradwire.seat import add_rank_arguments, rank_options
@@ -24,37 +25,37 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model_dir", type=Path, required=True, help="a saved model, such as a run's final_model/")
     parser.add_argument("--data_path", type=Path, required=True, help="a shards folder, or a corpus file")
     parser.add_argument("--output_path", type=Path, required=True, help="the run's folder, which gets rank_<r>/dim<D>/")
-    parser.add_argument("--split", choices=("train", "val"), default="train", help="which split of the shards")
+    parser.add_argument("--split", choices=get_args(Split), default="train", help="which split of the shards")
     parser.add_argument("--max_samples", type=int, help="take the split's first N samples (default: all)")
     parser.add_argument(
         "--dim", type=int, nargs="+", required=True, metavar="N", help="columns of a row; several in one pass"
     )
     parser.add_argument(
         "--grad_type",
-        choices=("sgd", "adam", "sign"),
+        choices=get_args(GradType),
         default="sgd",
         help="sgd: the gradient itself; adam: the step that the optimizer of the training would take; sign: its signs",
     )
     parser.add_argument(
         "--adam_variant",
-        choices=("torch", "less"),
+        choices=get_args(AdamVariant),
         default="torch",
         help="torch: as torch.optim.Adam; less: without bias correction, 1e-8 inside of the root",
     )
     parser.add_argument("--optimizer_dir", type=Path, help="where adam's moments are (default: --model_dir)")
     parser.add_argument(
-        "--loss", choices=("mean", "sum"), default="mean", help="of a sample: over the tokens that it predicts"
+        "--loss", choices=get_args(SampleLoss), default="mean", help="of a sample: over the tokens that it predicts"
     )
     parser.add_argument(
         "--projection",
-        choices=("rademacher", "normal", "sjlt", "srht", "factored", "none"),
+        choices=get_args(Projection),
         default="rademacher",
         help="rademacher, normal: dense; sjlt, srht: fast; factored: fastest, of a wider spread; "
         "none: the whole gradient, whose size --dim must name",
     )
     parser.add_argument(
         "--method",
-        choices=("auto", "loop", "vmap", "hooks"),
+        choices=get_args(GradMethod),
         default="auto",
         help="loop: one backward pass per sample; vmap: torch.func; hooks: by layer; auto: hooks, else vmap",
     )

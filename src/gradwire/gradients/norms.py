@@ -8,8 +8,9 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
+from gradwire.config import SampleLoss, Split
 from gradwire.errors import BadInput, CheckFailed, NonFiniteGradient
 from gradwire.models.shards import shards_folder
 from gradwire.seat import add_rank_arguments, rank_options
@@ -30,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model_dir", type=Path, required=True, help="a saved model, such as a run's final_model/")
     parser.add_argument("--data_path", type=Path, required=True, help="a shards folder, or a corpus file")
     parser.add_argument("--output_dir", type=Path, required=True, help=f"gets {FILE}: id, norm, loss, n_valid")
-    parser.add_argument("--split", choices=("train", "val"), default="train", help="which split of the shards")
+    parser.add_argument("--split", choices=get_args(Split), default="train", help="which split of the shards")
     parser.add_argument("--max_samples", type=int, help="take the split's first N samples (default: all)")
     parser.add_argument(
         "--distribution",
@@ -42,7 +43,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--strategy", choices=("ddp", "fsdp2"), default="ddp", help="whole weights on every rank, or sharded ones"
     )
-    parser.add_argument("--loss", choices=("mean", "sum"), default="mean", help="of a sample: over its valid tokens")
+    parser.add_argument(
+        "--loss", choices=get_args(SampleLoss), default="mean", help="of a sample: over its valid tokens"
+    )
     parser.add_argument("--batch_size", type=int, default=16, help="samples in the model at once, on each rank")
     parser.add_argument(
         "--recompute", type=int, default=4, metavar="K", help="check K random norms by one backward pass each"

@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gradwire.config import AdamVariant
 from gradwire.errors import BadInput
 from gradwire.files import read_json, write_json
 
 if TYPE_CHECKING:
     from gradwire.data.shards import Shards
-    from gradwire.gradients.types import AdamVariant
     from gradwire.persample.batch import Reduction
 
 FILE = "collect.json"

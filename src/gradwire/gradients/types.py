@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from gradwire.config import AdamVariant
 from gradwire.errors import BadInput
 from gradwire.models.optimizer import Moments
 
-NAMES = ("sgd", "adam", "sign")
-AdamVariant = Literal["torch", "less"]
-ADAM_VARIANTS = ("torch", "less")
 LESS_EPS = 1e-8
 NOISE = 1e-5  # ten to a hundred times what float32 leaves of a sum that is zero
 CHUNK = 1 << 22  # entries that are worked on at once

@@ -16,7 +16,7 @@ from gradwire.gradients.projections.sjlt import Sjlt
 from gradwire.gradients.projections.srht import Srht
 from gradwire.gradients.projections.whole import Whole
 
-__all__ = ["NAMES", "Projector", "Shapes", "build"]
+__all__ = ["PROJECTORS", "Projector", "Shapes", "build"]
 
 PROJECTORS: dict[str, Callable[[Shapes, int], Projector]] = {
     "rademacher": Rademacher,
@@ -26,14 +26,13 @@ PROJECTORS: dict[str, Callable[[Shapes, int], Projector]] = {
     "factored": Factored,
     "none": Whole,
 }
-NAMES = tuple(PROJECTORS)
 
 
 def build(projection: str, shapes: Shapes, seed: int) -> Projector:
     """The projector of a name.
 
     Args:
-        projection: One of ``NAMES``.
+        projection: One of `PROJECTORS`.
         shapes: The shape of each parameter, by name, in the model's order.
         seed: Seed of the matrix.
 
@@ -41,5 +40,5 @@ def build(projection: str, shapes: Shapes, seed: int) -> Projector:
         BadInput: If there is no such projection.
     """
     if projection not in PROJECTORS:
-        raise unknown("projection", projection, NAMES)
+        raise unknown("projection", projection, PROJECTORS)
     return PROJECTORS[projection](shapes, seed)
