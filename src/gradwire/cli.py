@@ -18,7 +18,7 @@ from typing import NamedTuple, NoReturn
 
 from gradwire import __version__
 from gradwire.errors import BAD_INPUT, DONE, GradwireError, unknown
-from gradwire.failures import clear_failure, exit_code, reason, report_rank_failure, write_failure
+from gradwire.failures import clear_failure, exit_code, reason, refuse_again, report_rank_failure, write_failure
 
 
 class Verb(NamedTuple):
@@ -83,6 +83,9 @@ def parse(words: Sequence[str]) -> tuple[str, ModuleType, argparse.Namespace]:
         allow_abbrev=False,
     )
     module.arguments(parser)
+    parser.add_argument(
+        "--attempt", type=int, default=1, help="above 1, do not try again what ended by bad input (Snakemake's attempt)"
+    )
     args = parser.parse_args(rest)
     args.parse = parse  # for `launch`, whose argument is another command
     return name, module, args
@@ -96,6 +99,8 @@ def run(words: Sequence[str]) -> int:
         name, module, args = parse(words)
         program = f"gradwire {name}"
         folder = module.beside(args) if hasattr(module, "beside") else None
+        if folder is not None and args.attempt > 1:
+            refuse_again(folder, name)
         code = module.main(args) or DONE
     except (Exception, KeyboardInterrupt) as error:
         if report_rank_failure(error):  # `launch` tells it, once for all ranks

@@ -11,6 +11,7 @@ from gradwire.errors import BadInput
 
 BACKENDS = ("auto", "nccl", "gloo")
 DEVICES = ("auto", "cpu", "cuda")
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"  # how many of the ranks are on this machine; set by torchrun
 
 
 class Seat(NamedTuple):
@@ -73,6 +74,11 @@ def seat(given: Mapping[str, Any], environment: Mapping[str, str]) -> Seat:
     if not 0 <= found.rank < found.world_size:
         raise BadInput(f"--rank {found.rank} with --world_size {found.world_size}: ranks count from 0 below the size.")
     return found
+
+
+def ranks_here(world_size: int) -> int:
+    """How many of the ranks are on this machine: what torchrun or the launcher says, else all of them."""
+    return int(os.environ.get(LOCAL_WORLD_SIZE, world_size))
 
 
 def _from_environment(chosen: Mapping[str, Any], environment: Mapping[str, str]) -> Seat:

@@ -26,6 +26,15 @@ def why_left_out(run):
 # `gradwire` stands beside Snakemake's own Python.
 shell.prefix(f"PATH=$PATH:{Path(sys.executable).parent}; ")
 
+# How many ranks a node takes is a matter of the machine, so a profile says it (`config: ranks_per_node=8`).
+RANKS_PER_NODE = config.pop("ranks_per_node", None)
+if RANKS_PER_NODE is not None and not (
+    isinstance(RANKS_PER_NODE, int) and RANKS_PER_NODE > 0
+):
+    raise WorkflowError(
+        f"ranks_per_node: {RANKS_PER_NODE} is not a number of ranks; a profile sets it with `config: ranks_per_node=8`."
+    )
+
 # Defaults are not filled in here: gradwire.config does that.
 validate(config, "../schemas/config.schema.json", set_default=False)
 try:
@@ -111,9 +120,39 @@ def ranks_at_most(wildcards):
     return int(wildcards.world_size)
 
 
+def nodes_needed(wildcards):
+    """The fewest nodes that share the ranks evenly, none with more than it takes; a shaped link lives on one machine."""
+    ranks = int(wildcards.world_size)
+    if RANKS_PER_NODE is None or wildcards.link != "none":
+        return 1
+    return next(
+        nodes
+        for nodes in range(1, ranks + 1)
+        if ranks % nodes == 0 and ranks // nodes <= RANKS_PER_NODE
+    )
+
+
+def on_many_nodes(value):
+    """A resource that only ranks on several nodes ask for: `value` of the wildcards, the nodes and the threads."""
+
+    def resource(wildcards, threads):
+        nodes = nodes_needed(wildcards)
+        return value(wildcards, nodes, threads) if nodes > 1 else None
+
+    return resource
+
+
 def gpus_needed(wildcards):
-    """A GPU for each rank, where the experiment asks for GPUs."""
-    return int(wildcards.world_size) if EXPERIMENT.training.device == "cuda" else 0
+    """A GPU for each rank, where the experiment asks for GPUs; several nodes ask by `gres`, which counts per node."""
+    cuda = EXPERIMENT.training.device == "cuda"
+    return int(wildcards.world_size) if cuda and nodes_needed(wildcards) == 1 else 0
+
+
+def gpus_per_node(wildcards, nodes, threads):
+    """The same for each of several nodes, as Slurm writes it."""
+    if EXPERIMENT.training.device != "cuda":
+        return None
+    return f"gpu:{int(wildcards.world_size) // nodes}"
 
 
 def granted_gpus(wildcards, resources):
@@ -124,6 +163,20 @@ def granted_gpus(wildcards, resources):
 def attempt_of(wildcards, attempt):
     """The number of the try, so that a verb does not repeat what ended by bad input."""
     return attempt
+
+
+# What a rule that starts ranks asks for. On several nodes Slurm gives the job one task per node, and leaves it to `launch`
+# to start something there (`mpi`).
+RANKS = dict(
+    attempt=attempt_of,
+    gpu=gpus_needed,
+    nodes=nodes_needed,
+    mpi=on_many_nodes(lambda wildcards, nodes, threads: "srun"),
+    tasks=on_many_nodes(lambda wildcards, nodes, threads: nodes),
+    tasks_per_gpu=on_many_nodes(lambda wildcards, nodes, threads: 0),
+    cpus_per_task=on_many_nodes(lambda wildcards, nodes, threads: threads // nodes),
+    gres=on_many_nodes(gpus_per_node),
+)
 
 
 def write_expected():

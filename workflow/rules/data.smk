@@ -27,12 +27,15 @@ rule tokenizer:
         directory(f"{TOKENS}/tokenizer"),
     log:
         f"{LOGS}/tokenizer.log",
+    resources:
+        attempt=attempt_of,
     params:
         source=source_digest("gradwire.data.tokenize"),
         folder=subpath(output[0], parent=True),
         flags=to_flags(DATASET, "tokenizer", "vocab_size"),
     shell:
-        "gradwire tokenize --tokenizer_only --data_path {input.corpus:q} --output_dir {params.folder:q}"
+        "gradwire tokenize --attempt {resources.attempt}"
+        " --tokenizer_only --data_path {input.corpus:q} --output_dir {params.folder:q}"
         " {params.flags:q} > {log:q} 2>&1"
 
 
@@ -45,11 +48,14 @@ rule shards:
         complete=touch(f"{TOKENS}/shards/complete"),
     log:
         f"{LOGS}/shards.log",
+    resources:
+        attempt=attempt_of,
     params:
         source=source_digest("gradwire.data.tokenize"),
         folder=subpath(output[0], ancestor=2),
         dataset=DATASET.source,
         flags=to_flags(DATASET, "max_length", "shard_size", "val_fraction"),
     shell:
-        "gradwire tokenize --data_path {input.corpus:q} --output_dir {params.folder:q} --tokenizer {input.tokenizer:q}"
+        "gradwire tokenize --attempt {resources.attempt}"
+        " --data_path {input.corpus:q} --output_dir {params.folder:q} --tokenizer {input.tokenizer:q}"
         " --restart --dataset {params.dataset:q} {params.flags:q} > {log:q} 2>&1"

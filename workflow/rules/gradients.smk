@@ -14,8 +14,7 @@ if EXPERIMENT.gradients is not None:
             f"{LOGS}/grads_collect/{CELL}.log",
         threads: world_size_of
         resources:
-            gpu=gpus_needed,
-            nodes=1,
+            **RANKS,
         params:
             source=source_digest("gradwire.launch.launch", "gradwire.gradients.collect"),
             folder=subpath(output[0], ancestor=3),
@@ -36,7 +35,8 @@ if EXPERIMENT.gradients is not None:
             device=EXPERIMENT.training.device,
         shell:
             "export OMP_NUM_THREADS=$(( {threads} > {wildcards.world_size} ? {threads} / {wildcards.world_size} : 1 ));"
-            " gradwire launch --world_size {wildcards.world_size} {params.gpus} --"
+            " gradwire launch --attempt {resources.attempt} --nodes {resources.nodes} --world_size {wildcards.world_size}"
+            " {params.gpus} --"
             " grads collect --model_dir {input.model:q} --data_path {params.data:q} --output_path {params.folder:q}"
             " --device {params.device} {params.flags:q} --restart > {log:q} 2>&1"
 
@@ -49,11 +49,14 @@ if EXPERIMENT.gradients is not None:
             f"{GRADIENTS}/dim{{dim}}/manifest.json",
         log:
             f"{LOGS}/grads_aggregate/{CELL}.dim{{dim}}.log",
+        resources:
+            attempt=attempt_of,
         params:
             source=source_digest("gradwire.gradients.aggregate"),
             folder=subpath(output[0], ancestor=2),
         shell:
-            "gradwire grads aggregate --base_path {params.folder:q} --output_dir {params.folder:q}"
+            "gradwire grads aggregate --attempt {resources.attempt}"
+            " --base_path {params.folder:q} --output_dir {params.folder:q}"
             " --num_gpus {wildcards.world_size} --dim {wildcards.dim} > {log:q} 2>&1"
 
     rule grads_validate:
@@ -63,12 +66,15 @@ if EXPERIMENT.gradients is not None:
             f"{GRADIENTS}/validation.json",
         log:
             f"{LOGS}/grads_validate/{CELL}.log",
+        resources:
+            attempt=attempt_of,
         params:
             source=source_digest("gradwire.gradients.validate"),
             folder=subpath(output[0], parent=True),
             flags=to_flags(EXPERIMENT.gradients, "dim", "recompute"),
         shell:
-            "gradwire grads validate --output_dir {params.folder:q} --check_ranks --check_aggregated"
+            "gradwire grads validate --attempt {resources.attempt}"
+            " --output_dir {params.folder:q} --check_ranks --check_aggregated"
             " --num_gpus {wildcards.world_size} {params.flags:q} > {log:q} 2>&1"
 
     rule norms:
@@ -81,8 +87,7 @@ if EXPERIMENT.gradients is not None:
             f"{LOGS}/norms/{CELL}.log",
         threads: world_size_of
         resources:
-            gpu=gpus_needed,
-            nodes=1,
+            **RANKS,
         params:
             source=source_digest("gradwire.launch.launch", "gradwire.gradients.norms"),
             folder=subpath(output[0], parent=True),
@@ -94,6 +99,7 @@ if EXPERIMENT.gradients is not None:
             device=EXPERIMENT.training.device,
         shell:
             "export OMP_NUM_THREADS=$(( {threads} > {wildcards.world_size} ? {threads} / {wildcards.world_size} : 1 ));"
-            " gradwire launch --world_size {wildcards.world_size} {params.gpus} --"
+            " gradwire launch --attempt {resources.attempt} --nodes {resources.nodes} --world_size {wildcards.world_size}"
+            " {params.gpus} --"
             " norms --model_dir {input.model:q} --data_path {params.data:q} --output_dir {params.folder:q}"
             " --device {params.device} {params.flags:q} > {log:q} 2>&1"

@@ -8,11 +8,13 @@ rule trace:
         f"{RUN}/profile.json",
     log:
         f"{LOGS}/trace/{CELL}.log",
+    resources:
+        attempt=attempt_of,
     params:
         source=source_digest("gradwire.measurement.trace"),
         folder=subpath(input[0], parent=True),
     shell:
-        "gradwire trace --run_dir {params.folder:q} > {log:q} 2>&1"
+        "gradwire trace --attempt {resources.attempt} --run_dir {params.folder:q} > {log:q} 2>&1"
 
 
 rule perplexity:
@@ -23,8 +25,11 @@ rule perplexity:
         f"{RUN}/perplexity.json",
     log:
         f"{LOGS}/perplexity/{CELL}.log",
+    resources:
+        attempt=attempt_of,
     params:
         source=source_digest("gradwire.training.perplexity"),
         data=subpath(input.shards, parent=True),
     shell:
-        "gradwire perplexity --model_dir {input.model:q} --data_path {params.data:q} --output {output:q} > {log:q} 2>&1"
+        "gradwire perplexity --attempt {resources.attempt}"
+        " --model_dir {input.model:q} --data_path {params.data:q} --output {output:q} > {log:q} 2>&1"

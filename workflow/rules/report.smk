@@ -14,6 +14,7 @@ rule summarize:
         f"{RESULTS}/summary.md",
     log:
         f"{LOGS}/summarize.log",
+    retries: 0
     localrule: True
     params:
         source=source_digest("gradwire.report.summarize"),

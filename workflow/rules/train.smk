@@ -16,8 +16,7 @@ rule train:
     priority: priority_of
     threads: train_threads
     resources:
-        gpu=gpus_needed,
-        nodes=1,
+        **RANKS,
     params:
         source=train_source,
         folder=subpath(output.record, parent=True),
@@ -30,7 +29,8 @@ rule train:
         flags=to_flags(EXPERIMENT.training),
     shell:
         "export OMP_NUM_THREADS=$(( {threads} > {params.ranks} ? {threads} / {params.ranks} : 1 ));"
-        " gradwire launch --world_size {wildcards.world_size} --link {wildcards.link} {params.gpus} --"
+        " gradwire launch --attempt {resources.attempt} --nodes {resources.nodes} --world_size {wildcards.world_size}"
+        " --link {wildcards.link} {params.gpus} --"
         " train --data_path {params.data:q} --output_dir {params.folder:q} --model {params.model:q}"
         " --strategy {wildcards.strategy} --comm_compress {params.method:q} --label {wildcards.compressor:q}"
         " --comm_config_json {params.cell:q} --seed {wildcards.seed} {params.flags:q} > {log:q} 2>&1"

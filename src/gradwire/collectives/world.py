@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import BadInput, RunFault, unknown
-from gradwire.seat import BACKENDS, DEVICES, Seat, seat
+from gradwire.seat import BACKENDS, DEVICES, Seat, ranks_here, seat
 
 TIMEOUT = timedelta(seconds=60)  # of starting up and of each collective
 
@@ -43,13 +43,13 @@ def detect_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def choose(backend: str, device: str, world_size: int, gpus: int) -> Choice:
+def choose(backend: str, device: str, ranks: int, gpus: int) -> Choice:
     """Choose backend and device: NCCL with a GPU per rank, gloo on the CPU and where ranks share a GPU.
 
     Args:
         backend: ``auto``, ``nccl`` or ``gloo``.
         device: ``auto``, ``cpu`` or ``cuda``.
-        world_size: Number of ranks, all on this machine.
+        ranks: Number of ranks on this machine.
         gpus: Number of GPUs of this machine.
 
     Raises:
@@ -62,16 +62,16 @@ def choose(backend: str, device: str, world_size: int, gpus: int) -> Choice:
     if device == "cuda" and not gpus:
         raise BadInput("--device cuda: torch sees no CUDA device here; use --device cpu, or auto.")
     device_type = device if device != "auto" else "cuda" if gpus else "cpu"
-    gpu_each = device_type == "cuda" and gpus >= world_size
+    gpu_each = device_type == "cuda" and gpus >= ranks
     if backend == "nccl" and not gpu_each:
         raise BadInput(
-            f"--backend nccl needs a GPU for each of the {world_size} ranks; there are {gpus} and the device is "
+            f"--backend nccl needs a GPU for each of the {ranks} ranks here; there are {gpus} and the device is "
             f"{device_type}. Use --backend gloo, or auto."
         )
     if backend == "auto":
         backend = "nccl" if gpu_each else "gloo"
     shared = device_type == "cuda" and not gpu_each
-    note = f"{world_size} ranks share {gpus} GPU(s): gloo instead of NCCL, and times mean little" if shared else ""
+    note = f"{ranks} ranks share {gpus} GPU(s): gloo instead of NCCL, and times mean little" if shared else ""
     return Choice(backend, device_type, note)
 
 
@@ -93,7 +93,7 @@ def process_group(*, backend: str = "auto", device: str = "auto", here: Seat | N
     """
     here = here or seat({}, os.environ)
     gpus = detect_gpus()
-    choice = choose(backend, device, here.world_size, gpus)
+    choice = choose(backend, device, ranks_here(here.world_size), gpus)
     if choice.note and here.rank == 0:
         print(f"gradwire: NOTE: {choice.note}.", file=sys.stderr)
     where = torch.device("cpu")

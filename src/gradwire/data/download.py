@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 from gradwire.errors import BadInput
-from gradwire.failures import refuse_again
 from gradwire.files import sha256_file, write_json
 
 SOURCES = {"pydocs": "pydocs", "wikipedia": "wikipedia", "json": "json_file"}  # name -> module of data/sources
@@ -43,9 +42,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="json: the key of a document that holds its id, or an entry point of gradwire.sample_ids (None: id)",
     )
-    parser.add_argument(
-        "--attempt", type=int, default=1, help="above 1, do not try again what ended by bad input (Snakemake's attempt)"
-    )
 
 
 def beside(args: argparse.Namespace) -> Path:
@@ -57,8 +53,6 @@ def main(args: argparse.Namespace) -> None:
     """Write the corpus and, beside it, ``<name>.source.json``: what it was made of."""
     from gradwire.data import corpus
 
-    if args.attempt > 1:
-        refuse_again(beside(args), "download")
     if args.max_mb is not None and args.max_mb <= 0:
         raise BadInput(f"--max_mb {args.max_mb:g} leaves no room for a document.")
     if args.source == "wikipedia" and args.max_mb is None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from gradwire.errors import BadInput
 from gradwire.failures import clear_failure, refuse_again, write_failure
-from gradwire.launch import links
+from gradwire.launch import links, nodes
 from gradwire.launch.ranks import LAUNCHERS, RankFailure, check_address, environment, start
+from gradwire.seat import LOCAL_WORLD_SIZE
 from gradwire.units import UNSHAPED
 
 RANK = (sys.executable, "-m", "gradwire")  # what starts `gradwire` in a rank
@@ -17,7 +19,10 @@ RANK = (sys.executable, "-m", "gradwire")  # what starts `gradwire` in a rank
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``gradwire launch``."""
     parser.usage = "gradwire launch --world_size N [options] -- VERB ..."
-    parser.add_argument("--world_size", type=int, required=True, help="number of ranks, all on this machine")
+    parser.add_argument("--world_size", type=int, required=True, help="number of ranks")
+    parser.add_argument(
+        "--nodes", type=int, default=1, help="nodes of this Slurm job that share the ranks, which srun starts there"
+    )
     parser.add_argument("--launcher", choices=LAUNCHERS, default="torchrun", help="torchrun, or plain processes")
     parser.add_argument("--master_addr", default="127.0.0.1", help="where rank 0 listens")
     parser.add_argument("--master_port", type=int, default=0, help="the port rank 0 listens on; 0 takes a free one")
@@ -28,9 +33,6 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="give each rank a network of its own and a cable of this rate (such as 100mbit); none: the machine's own",
     )
     parser.add_argument("--gpus", type=int, help="GPUs that a scheduler granted; fewer than --world_size are refused")
-    parser.add_argument(
-        "--attempt", type=int, default=1, help="above 1, do not try again what ended by bad input (Snakemake's attempt)"
-    )
     parser.add_argument(
         "command", nargs="+", metavar="VERB", help="the verb to run on each rank, with its flags, after --"
     )
@@ -51,9 +53,10 @@ def main(args: argparse.Namespace) -> None:
         if args.link != UNSHAPED:
             links.enter(args.link)
         child.world_size = args.world_size
-        if hasattr(module, "preflight"):
-            module.preflight(child)
-        _start(args)
+        with environment({LOCAL_WORLD_SIZE: str(args.world_size // args.nodes)}):
+            if hasattr(module, "preflight"):
+                module.preflight(child)
+            _start(args, folder)
     except Exception as error:
         if isinstance(error, RankFailure):
             sys.stderr.write(error.traceback)
@@ -64,9 +67,12 @@ def main(args: argparse.Namespace) -> None:
         clear_failure(folder, verb)
 
 
-def _start(args: argparse.Namespace) -> None:
-    """Run the command on all ranks."""
+def _start(args: argparse.Namespace, folder: Path | None) -> None:
+    """Run the command on all ranks; those of several nodes leave their messages in ``folder``."""
     command = [*RANK, *args.command]
+    if args.nodes > 1:
+        nodes.start(command, args.world_size, args.nodes, folder or Path(), args.master_port)
+        return
     if args.link == UNSHAPED:
         check_address(args.master_addr, args.master_port)
         start(command, args.world_size, args.launcher, args.master_addr, args.master_port)
@@ -80,6 +86,8 @@ def _check_size(args: argparse.Namespace, child: argparse.Namespace) -> None:
     """Refuse a number of ranks that is none, that has too few GPUs, or that the verb's own flag contradicts."""
     if args.world_size < 1:
         raise BadInput(f"--world_size {args.world_size}: there must be at least one rank.")
+    if args.nodes != 1:
+        _check_nodes(args)
     if args.gpus is not None and args.gpus < args.world_size:
         raise BadInput(
             f"{args.world_size} ranks need a GPU each and {args.gpus} were granted: raise the limit "
@@ -90,3 +98,14 @@ def _check_size(args: argparse.Namespace, child: argparse.Namespace) -> None:
         raise BadInput(
             f"`launch --world_size {args.world_size}` but --world_size {own} for the verb: leave the second out."
         )
+
+
+def _check_nodes(args: argparse.Namespace) -> None:
+    """Refuse nodes that cannot share the ranks, and what only one machine has."""
+    if args.nodes < 1 or args.world_size % args.nodes:
+        raise BadInput(f"--nodes {args.nodes} cannot share --world_size {args.world_size} evenly.")
+    if args.link != UNSHAPED:
+        raise BadInput(f"--link {args.link} makes links inside of one machine: leave --nodes {args.nodes} out.")
+    if args.launcher != "torchrun":
+        raise BadInput(f"--launcher {args.launcher} knows one machine only: ranks of several nodes need torchrun.")
+    nodes.check_allocation(args.nodes)

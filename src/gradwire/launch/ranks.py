@@ -9,7 +9,6 @@ import socket
 import subprocess
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -84,9 +83,9 @@ def start(
         RunFault: If a signal stopped the ranks and none of them says that it can be resumed.
     """
     # Whatever stops the launcher, the ranks are stopped by SIGTERM.
-    to_sigterm = _on((signal.SIGINT, signal.SIGHUP), lambda: signal.raise_signal(signal.SIGTERM))
+    to_sigterm = on((signal.SIGINT, signal.SIGHUP), lambda: signal.raise_signal(signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="gradwire-launch-") as folder, to_sigterm:
-        with environment({RANK_FAILURES: folder, **dict.fromkeys(THREADS, _threads(world_size))}):
+        with environment({RANK_FAILURES: folder, **threads(world_size)}):
             ended = LAUNCHERS[launcher](list(command), world_size, master_addr, master_port)
         if ended.codes or ended.stopped:
             raise first_cause(ended, rank_failures(Path(folder)))
@@ -97,7 +96,7 @@ def spawn(command: list[str], world_size: int, master_addr: str, master_port: in
     port = master_port or _free_port(master_addr)
     ranks: list[subprocess.Popen[bytes]] = []
     stops: list[bool] = []
-    with _on((signal.SIGTERM,), lambda: stops.append(True)):
+    with on((signal.SIGTERM,), lambda: stops.append(True)):
         try:
             for rank in range(world_size):
                 seat = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
@@ -112,27 +111,57 @@ def spawn(command: list[str], world_size: int, master_addr: str, master_port: in
 
 
 def torchrun(command: list[str], world_size: int, master_addr: str, master_port: int) -> Ended:
-    """Start the ranks as ``torchrun --nproc_per_node`` does, in this process so that torch is imported once.
+    """Start the ranks as ``torchrun --nproc_per_node`` does, in this process so that torch is imported once."""
+    with meeting_point(master_addr, master_port) as port:
+        return agent(command, world_size, f"{master_addr}:{port}", rdzv_backend="static", rdzv_configs={"rank": 0})
 
-    Port 0 is ``--standalone``, any other ``--master_port``. There are no restarts, and the agent's own log is silent.
+
+@contextmanager
+def meeting_point(address: str, port: int = 0) -> Iterator[int]:
+    """Host the store where ranks meet, which listens at this address only (torch's own would at all); yields its port.
+
+    An agent of torchrun in this process that is told the same address takes this store for its own.
+    """
+    from torch.distributed import TCPStore
+
+    listening = socket.create_server((address, port))
+    port = listening.getsockname()[1]
+    host = address or "127.0.0.1"
+    store = TCPStore(
+        host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listening.detach()
+    )
+    yield port
+    del store
+
+
+def agent(command: list[str], ranks: int, endpoint: str, nodes: int = 1, **rendezvous: Any) -> Ended:
+    """Be torchrun's agent for the ranks of this node.
+
+    There are no restarts, and the agent's own log is silent.
+
+    Args:
+        command: The whole command line of a rank.
+        ranks: How many to start here.
+        endpoint: ``address:port`` of the `meeting_point`.
+        nodes: How many agents meet there.
+        rendezvous: How they meet: ``rdzv_backend`` and what it needs.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=world_size,
-        run_id=str(uuid.uuid4()),
-        rdzv_backend="static" if master_port else "c10d",
-        rdzv_endpoint=f"{master_addr}:{master_port}",
-        rdzv_configs={"rank": 0} if master_port else {},
-        local_addr=master_addr,
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=ranks,
+        run_id="gradwire",
+        rdzv_endpoint=endpoint,
+        local_addr=_address_towards(endpoint),
         max_restarts=0,
         monitor_interval=POLL,
         signals_to_handle="SIGTERM",
         logs_specs=DefaultLogsSpecs(log_dir=os.environ[RANK_FAILURES]),
+        **rendezvous,
     )
     logging.disable(logging.CRITICAL)
     try:
@@ -146,12 +175,21 @@ def torchrun(command: list[str], world_size: int, master_addr: str, master_port:
     return Ended({})
 
 
+def _address_towards(endpoint: str) -> str:
+    """This machine's own address on the way to ``address:port``; nothing is sent."""
+    host, port = endpoint.rsplit(":", 1)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
+        way.connect((host, int(port)))
+        return way.getsockname()[0]
+
+
 LAUNCHERS: dict[str, Callable[[list[str], int, str, int], Ended]] = {"torchrun": torchrun, "spawn": spawn}
 
 
-def _threads(world_size: int) -> str:
-    """The share of this process's cores that each rank gets, unless OMP_NUM_THREADS says otherwise."""
-    return os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // world_size)))
+def threads(ranks: int) -> dict[str, str]:
+    """The variables that give each rank its share of this process's cores, or what OMP_NUM_THREADS says."""
+    share = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
+    return dict.fromkeys(THREADS, share)
 
 
 def _free_port(address: str) -> int:
@@ -172,7 +210,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _on(numbers: Sequence[signal.Signals], act: Callable[[], None]) -> Iterator[None]:
+def on(numbers: Sequence[signal.Signals], act: Callable[[], None]) -> Iterator[None]:
     """Do ``act`` when one of these signals comes, and restore the old handlers afterwards."""
     before = {number: signal.signal(number, lambda *_: act()) for number in numbers}
     try:

@@ -9,7 +9,7 @@ from typing import get_args
 
 from gradwire.config import CommOptimizer, ParamCompress, Strategy, Training, add_flags
 from gradwire.data.tokenize import VOCAB_SIZE
-from gradwire.seat import add_seat_arguments, rank_options
+from gradwire.seat import add_seat_arguments, rank_options, ranks_here
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +77,7 @@ def preflight(args: argparse.Namespace) -> None:
     world_size = args.world_size or 1
     settings = run_settings.from_arguments(args).shared_out(world_size)
     training = settings.training
-    world.choose(training.backend, training.device, world_size, world.detect_gpus())
+    world.choose(training.backend, training.device, ranks_here(world_size), world.detect_gpus())
     folder = shards_folder(args, rank=0)
     shards.check(folder)
     split = shards.Shards(folder, "train")

@@ -1,0 +1,139 @@
+"""Ranks on several nodes: ``gradwire launch --nodes N`` in a Slurm allocation.
+
+The launcher hosts the store where all ranks meet (c10d), and ``srun`` starts this module once per node: torchrun's agent
+for the ranks of that node. How they ended is one file per node, beside the ranks' own messages, in a folder that all
+nodes see.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from gradwire.errors import DONE, FAULT, BadInput, GradwireError, RunFault
+from gradwire.failures import RANK_FAILURES, rank_failures
+from gradwire.files import read_json, write_json, write_text
+from gradwire.launch.ranks import Ended, agent, environment, first_cause, meeting_point, on, threads
+
+STEP = "step"  # the file with the job step's id
+LAST_WORDS = 10  # seconds that the other nodes have to say how their ranks ended, once a node has
+SRUN = ("srun", "--ntasks-per-node=1", "--cpu-bind=none", f"--wait={LAST_WORDS}", "--unbuffered")
+ITS_OWN = ("srun: ", "slurmstepd")  # how lines begin that Slurm writes, not a rank
+
+
+def check_allocation(nodes: int) -> None:
+    """Check that there is a Slurm job to start ranks in.
+
+    Raises:
+        BadInput: If there is none.
+    """
+    if "SLURM_JOB_ID" not in os.environ or shutil.which("srun") is None:
+        raise BadInput(
+            f"--nodes {nodes} starts the ranks by srun, and this is no Slurm job with srun on its PATH: run it in one "
+            f"(sbatch --nodes={nodes}, or snakemake --workflow-profile profiles/slurm), outside of a container."
+        )
+
+
+def start(command: Sequence[str], world_size: int, nodes: int, folder: Path, port: int = 0) -> None:
+    """Run ``command`` on ``world_size`` ranks, equally many on each node of this Slurm job, and wait for all of them.
+
+    Args:
+        command: The whole command line of a rank.
+        world_size: Number of ranks on all nodes.
+        nodes: How many nodes share them.
+        folder: A folder that all nodes see; what ranks and nodes say is in there while they run.
+        port: The port that the launcher listens on; 0 takes a free one.
+
+    Raises:
+        RankFailure: If a rank failed; the others have ended too.
+        RunFault: If ``srun`` could not start them, or a signal stopped them and none says that it can be resumed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    to_sigterm = on((signal.SIGINT, signal.SIGHUP), lambda: signal.raise_signal(signal.SIGTERM))
+    with tempfile.TemporaryDirectory(prefix=".launch-", dir=folder.resolve()) as told, to_sigterm:
+        with environment({RANK_FAILURES: told}), meeting_point("", port) as port:
+            here = [sys.executable, "-m", "gradwire.launch.nodes", str(world_size // nodes), str(nodes), str(port)]
+            end = srun([*SRUN, f"--nodes={nodes}", f"--ntasks={nodes}", *here, *command], Path(told))
+        if end.code or end.stopped:
+            raise _cause(end, Path(told))
+
+
+class End(NamedTuple):
+    """How ``srun`` ended.
+
+    Attributes:
+        code: Its exit code, the largest of any node's.
+        stopped: Whether the launcher was told to stop, and told the ranks.
+        words: What Slurm itself had to say.
+    """
+
+    code: int
+    stopped: bool
+    words: list[str]
+
+
+def srun(command: Sequence[str], folder: Path) -> End:
+    """Run a job step; what ranks write to stderr is passed on, what Slurm writes is kept for when nobody else speaks."""
+    stops: list[bool] = []
+    words = []
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as step:
+
+        def stop() -> None:
+            stops.append(True)
+            if (folder / STEP).exists():  # srun itself would kill the ranks
+                subprocess.run(["scancel", "--signal=TERM", (folder / STEP).read_text()], check=False)
+            else:
+                step.terminate()
+
+        with on((signal.SIGTERM,), stop):
+            assert step.stderr is not None
+            for line in step.stderr:
+                if line.startswith(ITS_OWN):
+                    words.append(line.strip())
+                else:
+                    sys.stderr.write(line)
+            code = step.wait()
+    return End(code, bool(stops and code), words)
+
+
+def _cause(end: End, folder: Path) -> GradwireError:
+    """The failure that made the others happen, out of what ranks and nodes left in ``folder``."""
+    nodes = [read_json(path) for path in folder.glob("node*.json")]
+    told = rank_failures(folder)
+    codes = {int(rank): code for node in nodes for rank, code in node["codes"].items()}
+    stopped = end.stopped or bool(nodes) and all(node["stopped"] for node in nodes)
+    if stopped or told or codes:
+        return first_cause(Ended(codes, stopped), told)
+    return RunFault(f"srun ended with code {end.code}: {'; '.join(end.words) or 'no reason given'}.")
+
+
+def main(words: Sequence[str]) -> int:
+    """On one node: start its ranks, wait for them, and write down how they ended."""
+    parser = argparse.ArgumentParser(prog="python -m gradwire.launch.nodes")
+    parser.add_argument("ranks", type=int, help="ranks on this node")
+    parser.add_argument("nodes", type=int, help="nodes that meet")
+    parser.add_argument("port", type=int, help="where the launcher listens")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="the command line of a rank")
+    args = parser.parse_args(words)
+    folder = Path(os.environ[RANK_FAILURES])
+    if os.environ["SLURM_NODEID"] == "0":
+        write_text(folder / STEP, f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}")
+    endpoint = f"{os.environ['SLURM_LAUNCH_NODE_IPADDR']}:{args.port}"
+    with environment(threads(args.ranks)):
+        ended = agent(
+            args.command, args.ranks, endpoint, args.nodes, rdzv_backend="c10d", rdzv_configs={"is_host": "false"}
+        )
+    write_json(folder / f"node{os.environ['SLURM_NODEID']}.json", {"codes": dict(ended.codes), "stopped": ended.stopped})
+    return FAULT if ended.codes or ended.stopped else DONE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
