@@ -1,6 +1,7 @@
 # make run [CONFIG=configs/smoke.yaml]   the experiment, end to end
 # make test                              the tests
 # make test-sweep                        full products of which `make test` takes a selection
+# make test-slurm                        the smoke experiment on a Slurm of its own; needs root and Debian's slurm-wlm, munge
 # make lint                              ruff, mypy, snakefmt, snakemake --lint
 PYTHON ?= python3
 CONFIG ?= config.yaml
@@ -9,7 +10,7 @@ CORES ?= all
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test test-sweep lint format schema lock
+.PHONY: run test test-sweep test-slurm lint format schema lock
 
 run: $(READY)
 	$(BIN)/snakemake --cores $(CORES) --configfile $(CONFIG)
@@ -20,6 +21,11 @@ test: $(READY)
 
 test-sweep: $(READY)
 	$(BIN)/python -m pytest -m sweep
+
+# After the same experiment without Slurm, which has nothing to do if it ran already.
+test-slurm: $(READY)
+	$(BIN)/snakemake --cores $(CORES) --quiet --configfile configs/smoke.yaml
+	$(BIN)/python -m pytest -m slurm tests/slurm
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """A real Slurm on this machine: munge, one controller and two nodes with two GPUs each that exist on paper.
 
-As a context (``with cluster():``) or in a shell: ``python tests/slurm/cluster.py COMMAND ...`` runs a command beside it.
+As a context (``with cluster():``) or in a shell (``python tests/slurm/cluster.py COMMAND ...`` runs a command in it).
 It needs root, and Debian's packages slurm-wlm and munge. Everything lives in one temporary folder; /etc/slurm, where
 Slurm's commands look, gets links to it. Afterwards daemons, links and folder are gone.
 """

@@ -145,7 +145,7 @@ def on_many_nodes(value):
 def gpus_needed(wildcards):
     """A GPU for each rank, where the experiment asks for GPUs; several nodes ask by `gres`, which counts per node."""
     cuda = EXPERIMENT.training.device == "cuda"
-    return int(wildcards.world_size) if cuda and nodes_needed(wildcards) == 1 else 0
+    return int(wildcards.world_size) if cuda and nodes_needed(wildcards) == 1 else None
 
 
 def gpus_per_node(wildcards, nodes, threads):

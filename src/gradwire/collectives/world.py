@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -117,7 +118,9 @@ def _join(here: Seat, backend: str, device: torch.device) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT, device_id=bound)
         return
     address = f"{here.master_addr}:{here.master_port}"
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
+        host = host_store(here.master_addr, here.master_port) if here.rank == 0 and not agent_hosts else None
         dist.init_process_group(
             backend,
             init_method=f"tcp://{address}",
@@ -126,7 +129,32 @@ def _join(here: Seat, backend: str, device: torch.device) -> None:
             timeout=TIMEOUT,
             device_id=bound,
         )
+        del host  # the group has a hold of it now
+    except OSError as error:
+        raise BadInput(f"{address} is in use, or not this machine's: give another ({error.strerror}).") from None
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        if "EADDRINUSE" in str(error):
-            raise BadInput(f"{address} is in use: give another --master_port.") from None
         raise RunFault(f"not all {here.world_size} ranks met at {address} within {TIMEOUT.seconds} s.") from error
+
+
+def host_store(address: str, port: int) -> dist.TCPStore:
+    """Host the store where ranks meet; it listens at this address only, where torch's own would at every one.
+
+    What wants to host a store at the same port of this process afterwards, as a process group does, takes this one.
+
+    Args:
+        address: One of this machine's; empty for all of them.
+        port: Where to listen; 0 takes a free port, which the store knows.
+
+    Raises:
+        OSError: If the port is in use, or the address is not this machine's.
+    """
+    listening = socket.create_server((address, port))
+    port = listening.getsockname()[1]
+    return dist.TCPStore(
+        address or "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listening.detach(),
+    )

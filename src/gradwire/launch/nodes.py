@@ -1,8 +1,8 @@
 """Ranks on several nodes: ``gradwire launch --nodes N`` in a Slurm allocation.
 
-The launcher hosts the store where all ranks meet (c10d), and ``srun`` starts this module once per node: torchrun's agent
-for the ranks of that node. How they ended is one file per node, beside the ranks' own messages, in a folder that all
-nodes see.
+The launcher hosts the store where all ranks meet (c10d), and ``srun`` starts this module once per node: torchrun's
+agent for the ranks of that node. How they ended is one file per node, beside the ranks' own messages, in a folder that
+all nodes see.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from gradwire.errors import DONE, FAULT, BadInput, GradwireError, RunFault
 from gradwire.failures import RANK_FAILURES, rank_failures
 from gradwire.files import read_json, write_json, write_text
-from gradwire.launch.ranks import Ended, agent, environment, first_cause, meeting_point, on, threads
+from gradwire.launch.ranks import Ended, agent, environment, first_cause, on, threads
 
 STEP = "step"  # the file with the job step's id
 LAST_WORDS = 10  # seconds that the other nodes have to say how their ranks ended, once a node has
@@ -56,11 +56,14 @@ def start(command: Sequence[str], world_size: int, nodes: int, folder: Path, por
         RankFailure: If a rank failed; the others have ended too.
         RunFault: If ``srun`` could not start them, or a signal stopped them and none says that it can be resumed.
     """
+    from gradwire.collectives.world import host_store
+
     folder.mkdir(parents=True, exist_ok=True)
     to_sigterm = on((signal.SIGINT, signal.SIGHUP), lambda: signal.raise_signal(signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix=".launch-", dir=folder.resolve()) as told, to_sigterm:
-        with environment({RANK_FAILURES: told}), meeting_point("", port) as port:
-            here = [sys.executable, "-m", "gradwire.launch.nodes", str(world_size // nodes), str(nodes), str(port)]
+        store = host_store("", port)
+        here = [sys.executable, "-m", "gradwire.launch.nodes", str(world_size // nodes), str(nodes), str(store.port)]
+        with environment({RANK_FAILURES: told}):
             end = srun([*SRUN, f"--nodes={nodes}", f"--ntasks={nodes}", *here, *command], Path(told))
         if end.code or end.stopped:
             raise _cause(end, Path(told))
@@ -81,7 +84,7 @@ class End(NamedTuple):
 
 
 def srun(command: Sequence[str], folder: Path) -> End:
-    """Run a job step; what ranks write to stderr is passed on, what Slurm writes is kept for when nobody else speaks."""
+    """Run a job step; what ranks write to stderr is passed on, what Slurm writes is kept for want of other reasons."""
     stops: list[bool] = []
     words = []
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as step:
@@ -109,7 +112,7 @@ def _cause(end: End, folder: Path) -> GradwireError:
     nodes = [read_json(path) for path in folder.glob("node*.json")]
     told = rank_failures(folder)
     codes = {int(rank): code for node in nodes for rank, code in node["codes"].items()}
-    stopped = end.stopped or bool(nodes) and all(node["stopped"] for node in nodes)
+    stopped = end.stopped or (bool(nodes) and all(node["stopped"] for node in nodes))
     if stopped or told or codes:
         return first_cause(Ended(codes, stopped), told)
     return RunFault(f"srun ended with code {end.code}: {'; '.join(end.words) or 'no reason given'}.")
@@ -131,7 +134,9 @@ def main(words: Sequence[str]) -> int:
         ended = agent(
             args.command, args.ranks, endpoint, args.nodes, rdzv_backend="c10d", rdzv_configs={"is_host": "false"}
         )
-    write_json(folder / f"node{os.environ['SLURM_NODEID']}.json", {"codes": dict(ended.codes), "stopped": ended.stopped})
+    write_json(
+        folder / f"node{os.environ['SLURM_NODEID']}.json", {"codes": dict(ended.codes), "stopped": ended.stopped}
+    )
     return FAULT if ended.codes or ended.stopped else DONE
 
 

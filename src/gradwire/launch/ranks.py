@@ -112,26 +112,11 @@ def spawn(command: list[str], world_size: int, master_addr: str, master_port: in
 
 def torchrun(command: list[str], world_size: int, master_addr: str, master_port: int) -> Ended:
     """Start the ranks as ``torchrun --nproc_per_node`` does, in this process so that torch is imported once."""
-    with meeting_point(master_addr, master_port) as port:
-        return agent(command, world_size, f"{master_addr}:{port}", rdzv_backend="static", rdzv_configs={"rank": 0})
+    from gradwire.collectives.world import host_store
 
-
-@contextmanager
-def meeting_point(address: str, port: int = 0) -> Iterator[int]:
-    """Host the store where ranks meet, which listens at this address only (torch's own would at all); yields its port.
-
-    An agent of torchrun in this process that is told the same address takes this store for its own.
-    """
-    from torch.distributed import TCPStore
-
-    listening = socket.create_server((address, port))
-    port = listening.getsockname()[1]
-    host = address or "127.0.0.1"
-    store = TCPStore(
-        host, port, is_master=True, wait_for_workers=False, multi_tenant=True, master_listen_fd=listening.detach()
-    )
-    yield port
-    del store
+    store = host_store(master_addr, master_port)
+    endpoint = f"{master_addr}:{store.port}"
+    return agent(command, world_size, endpoint, rdzv_backend="static", rdzv_configs={"rank": 0})
 
 
 def agent(command: list[str], ranks: int, endpoint: str, nodes: int = 1, **rendezvous: Any) -> Ended:
@@ -142,7 +127,7 @@ def agent(command: list[str], ranks: int, endpoint: str, nodes: int = 1, **rende
     Args:
         command: The whole command line of a rank.
         ranks: How many to start here.
-        endpoint: ``address:port`` of the `meeting_point`.
+        endpoint: ``address:port`` where a store is hosted.
         nodes: How many agents meet there.
         rendezvous: How they meet: ``rdzv_backend`` and what it needs.
     """

@@ -39,6 +39,7 @@ def environment(world: World) -> dict[str, Any]:
     return {
         "rank": world.rank,
         "world_size": world.world_size,
+        "node": os.environ.get("SLURMD_NODENAME") or platform.node(),
         "backend": world.backend,
         "device": torch.cuda.get_device_name(world.device) if cuda else platform.processor() or platform.machine(),
         "gradwire": __version__,
