@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from gradwire import __version__, cli
-from gradwire.errors import CheckFailed, GradwireError, RunFault, Stopped
+from gradwire.errors import BadInput, CheckFailed, GradwireError, RunFault, Stopped
 from gradwire.failures import RANK_FAILURES, refuse_again
 
 
@@ -124,3 +124,19 @@ def test_only_bad_input_is_refused_again(tmp_path):
     (tmp_path / "train.failed.json").write_text('{"exit_code": 2, "reason": "a bad option"}')
     with pytest.raises(GradwireError, match="a bad option"):
         refuse_again(tmp_path, "train")
+
+
+def test_bad_input_is_not_tried_again_by_any_verb(verb, capsys):
+    failure = verb(raising(BadInput("no such thing.")))
+    assert cli.main(["grads", "probe"]) == 2
+    verb(lambda args: None)
+    assert cli.main(["grads", "probe", "--attempt", "2"]) == 2
+    assert capsys.readouterr().err == 2 * "gradwire grads probe: no such thing.\n"
+    assert cli.main(["grads", "probe"]) == 0 and not failure.exists()
+
+
+def test_a_fault_is_tried_again(verb):
+    verb(raising(RunFault("the disk was full.")))
+    assert cli.main(["grads", "probe"]) == 3
+    verb(lambda args: None)
+    assert cli.main(["grads", "probe", "--attempt", "2"]) == 0

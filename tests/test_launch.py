@@ -55,6 +55,31 @@ def test_ranks_know_their_place_and_share_the_cores(tmp_path, launcher):
     assert {r[name] for r in ranks.values() for name in THREADS} == {share}
 
 
+def test_torchruns_store_listens_where_it_was_told_only(tmp_path):
+    running = subprocess.Popen(command(tmp_path, {0: "wait", 1: "wait"}, launcher="torchrun"), env=CLEAN)
+    try:
+        deadline = time.monotonic() + 60
+        while len(started(tmp_path)) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert listening(int(started(tmp_path)["0"]["MASTER_PORT"])) == {"127.0.0.1"}
+    finally:
+        running.terminate()
+        running.wait(60)
+
+
+def listening(port: int) -> set[str]:
+    """The addresses where somebody listens at this port."""
+    found = set()
+    for table in (Path("/proc/net/tcp"), Path("/proc/net/tcp6")):
+        for line in table.read_text().splitlines()[1:]:
+            (address, _, local), state = line.split()[1].partition(":"), line.split()[3]
+            if state == "0A" and int(local, 16) == port:
+                whole = len(address) == 8
+                found.add(socket.inet_ntoa(bytes.fromhex(address)[::-1]) if whole else address)
+    return found
+
+
 def test_a_given_number_of_threads_is_kept(tmp_path):
     environment = CLEAN | {"OMP_NUM_THREADS": "5", "MKL_NUM_THREADS": "9"}  # as Snakemake sets them for a whole job
     subprocess.run(command(tmp_path, {}), env=environment, check=True, timeout=60)
@@ -172,6 +197,11 @@ def test_a_second_attempt_at_a_fault_runs(tmp_path):
         (["--world_size", "0"], "at least one rank"),
         (["--gpus", "1"], "2 ranks need a GPU each and 1 were granted"),
         (["--master_addr", "192.0.2.1"], "192.0.2.1"),
+        (["--nodes", "3"], "--nodes 3 cannot share --world_size 2 evenly"),
+        (["--nodes", "0"], "--nodes 0 cannot share"),
+        (["--nodes", "2"], "--launcher spawn knows one machine only"),
+        (["--nodes", "2", "--launcher", "torchrun"], "no Slurm job"),
+        (["--nodes", "2", "--launcher", "torchrun", "--link", "10mbit"], "inside of one machine"),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_rank_starts(tmp_path, flags, complaint):

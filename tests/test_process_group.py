@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.collectives.world import choose, process_group
+from gradwire.collectives.world import choose, host_store, process_group
 from gradwire.errors import BadInput
-from gradwire.seat import Seat, add_rank_arguments, rank_options, seat
+from gradwire.seat import LOCAL_WORLD_SIZE, Seat, add_rank_arguments, rank_options, ranks_here, seat
 
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "2345"}
 
@@ -104,3 +104,26 @@ def test_a_port_in_use_is_named():
         here = Seat(rank=0, world_size=2, master_port=port)
         with pytest.raises(BadInput, match=f"127.0.0.1:{port} is in use"), process_group(device="cpu", here=here):
             pass
+
+
+def test_a_store_listens_at_its_address_only():
+    store = host_store("127.0.0.1", 0)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port)).close()
+    socket.create_connection(("127.0.0.1", store.port)).close()
+
+
+def test_a_process_group_meets_at_its_address_only():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with process_group(device="cpu", here=Seat(master_port=port)):
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port)).close()
+        socket.create_connection(("127.0.0.1", port)).close()
+
+
+def test_ranks_of_other_nodes_need_no_gpu_here(monkeypatch):
+    monkeypatch.delenv(LOCAL_WORLD_SIZE, raising=False)
+    assert ranks_here(4) == 4
+    monkeypatch.setenv(LOCAL_WORLD_SIZE, "2")
+    assert choose("nccl", "cuda", ranks_here(4), 2).backend == "nccl"

@@ -68,6 +68,28 @@ def checkout(tmp_path_factory) -> Checkout:
     return Checkout(tmp_path_factory.mktemp("checkout"))
 
 
+def test_every_verb_knows_its_attempt(checkout):
+    checkout.configure(SMALL)
+    shown = checkout.snakemake("-n", "-p")
+    commands = [line for line in shown.stdout.splitlines() + shown.stderr.splitlines() if "Shell command" in line]
+    assert len(commands) > 8
+    assert [
+        line for line in commands if "gradwire" in line and "--attempt 1" not in line and "summarize" not in line
+    ] == []
+
+
+def test_nodes_follow_from_the_ranks_that_a_node_takes(checkout):
+    checkout.configure(SMALL)
+    shown = checkout.snakemake("-n", "-p", "--config", "ranks_per_node=1")
+    told = shown.stdout + shown.stderr
+    assert "nodes=2, mpi=srun, tasks=2, tasks_per_gpu=0, cpus_per_task=1" in told
+    assert "--nodes 2 --world_size 2" in told and "--nodes 1 --world_size 1" in told
+    shown = checkout.snakemake("-n", "-p", "--config", "ranks_per_node=2")
+    assert "mpi=srun" not in shown.stdout + shown.stderr
+    refused = checkout.snakemake("-n", "--config", "ranks_per_node=0")
+    assert refused.returncode and "ranks_per_node: 0 is not a number of ranks" in refused.stdout + refused.stderr
+
+
 def test_the_default_experiment_lists_its_jobs(tmp_path):
     counts = job_counts("--directory", str(tmp_path), "--configfile", str(ROOT / "config.yaml"), cwd=ROOT)
     of_cells = dict.fromkeys(("train", "trace", "perplexity"), 22)

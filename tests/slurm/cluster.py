@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -78,6 +79,7 @@ def cluster() -> Iterator[Path]:
     """Bring it up; yields its folder, where the daemons' logs are."""
     if why := missing():
         raise RuntimeError(f"no Slurm here: {why}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that it is taken down then, too
     with tempfile.TemporaryDirectory(prefix="gradwire-slurm-") as name, ExitStack() as stack:
         folder = Path(name)
         folder.chmod(0o755)  # munge wants everyone to get to its socket
@@ -176,7 +178,7 @@ def queued() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
-def wait_for(condition, what: str) -> None:
+def wait_for(condition: Callable[[], object], what: str) -> None:
     """Wait until it holds; an error that names ``what`` if it does not in time."""
     deadline = time.monotonic() + STARTED
     while not condition():

@@ -1,4 +1,4 @@
-"""The smoke experiment on a real Slurm: one cell on two nodes, one that is killed once, one that Slurm puts back.
+"""The smoke experiment on a real Slurm: a cell on two nodes, one that Slurm puts back, one whose rank is killed once.
 
 `make test-slurm` runs it, after the same experiment without Slurm, whose losses it must have.
 """
@@ -11,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +25,7 @@ from gradwire.files import read_json
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
-PLAIN = ROOT / "results" / "smoke"
+SMOKE = Path("results", "smoke")
 TWO_NODES, KILLED = "ddp/int8/ws2/none/seed0", "fsdp2/int8/ws2/none/seed0"
 
 
@@ -38,27 +40,79 @@ class Job(NamedTuple):
     restarts: int
 
 
-def snakemake(folder: Path, ranks_per_node: int, *arguments: str) -> subprocess.Popen[str]:
-    """Run the experiment by the Slurm profile, with this cluster's partition and sizes."""
+def test_smoke(tmp_path, capsys):
+    assert (ROOT / SMOKE / "results.jsonl").exists(), "run it without Slurm first: make run CONFIG=configs/smoke.yaml"
+    with cluster.cluster() as slurm:
+        try:
+            ran = run(tmp_path)
+        except BaseException:
+            with capsys.disabled():
+                show_logs(slurm, tmp_path)
+            raise
+    with capsys.disabled():
+        print(f"\n{'job':>4} {'state':<10} {'nodes':<7} {'GPUs':<14} {'put back':>8}  rule")
+        for job in ran:
+            print(f"{job.id:>4} {job.state:<10} {job.nodes:<7} {job.gpus:<14} {job.restarts:>8}  {job.rule}")
+    assert [(job.state, job.nodes, job.restarts) for job in trained(ran, TWO_NODES)] == [("COMPLETED", "n[1-2]", 1)]
+    assert [job.state for job in trained(ran, KILLED)] == ["FAILED", "COMPLETED"]
+    assert all(job.gpus for job in ran if "rule_train_" in job.rule)
+    environments = map(read_json, (tmp_path / SMOKE / "runs" / TWO_NODES / "environment").iterdir())
+    assert sorted(one["node"] for one in environments) == ["n1", "n2"]
+    assert same_losses.compare(ROOT / SMOKE, tmp_path / SMOKE) == 3
+    assert left_over(tmp_path) == []
+
+
+def run(folder: Path) -> list[Job]:
+    """The whole experiment, with what is done to it from outside: all jobs that it took."""
+    record = SMOKE / "runs" / TWO_NODES / "record.json"
+    with snakemake(folder, 1, "--set-resources", "train:gres='gpu:1'", "--", str(record)) as running:
+        wait_for(lambda: rank(folder, TWO_NODES, 0), running)
+        put_back(max(job.id for job in jobs()))
+    assert running.returncode == 0
+    with snakemake(folder, 2, "--set-resources", "train:gpu=2") as running:
+        os.kill(wait_for(lambda: rank(folder, KILLED, 1), running), signal.SIGKILL)
+    assert running.returncode == 0
+    return jobs()
+
+
+@contextmanager
+def snakemake(folder: Path, ranks_per_node: int, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Run the experiment by the Slurm profile, with this cluster's partition and sizes, to its end."""
     command = [sys.executable, "-m", "snakemake", "--snakefile", ROOT / "Snakefile", "--directory", folder]
     command += ["--workflow-profile", ROOT / "profiles" / "slurm", "--configfile", ROOT / "configs" / "smoke.yaml"]
     command += ["--config", f"ranks_per_node={ranks_per_node}", "--jobs", "4", "--latency-wait", "5"]
     command += ["--default-resources", f"slurm_partition={cluster.PARTITION}", "mem_mb=500", "runtime=5"]
-    # without accounting there is no sacct
+    # There is no accounting here, so no sacct.
     command += ["--slurm-status-command", "squeue", "--slurm-init-seconds-before-status-checks", "8"]
-    command += ["--slurm-keep-successful-logs", "--slurm-logdir", folder / "slurm_logs"]
-    log = (folder / f"snakemake-{ranks_per_node}.log").open("w")
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    return subprocess.Popen([*map(str, command), *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment)
+    command += ["--slurm-logdir", folder / "slurm_logs"]
+    with (folder / f"snakemake-{ranks_per_node}.log").open("w") as log:
+        running = subprocess.Popen([*map(str, command), *arguments], stdout=log, stderr=subprocess.STDOUT, text=True)
+    try:
+        yield running
+        running.wait()
+    finally:
+        running.kill()  # else it would wait for its jobs
+
+
+def put_back(number: int) -> None:
+    """Have Slurm stop a job and queue it again, as when a node fails; to start at once instead of after two minutes."""
+    subprocess.run(["scontrol", "requeue", str(number)], check=True)
+    cluster.wait_for(lambda: state(number) == "PENDING", "the job to be put back")
+    subprocess.run(["scontrol", "update", f"JobId={number}", "StartTime=now"], check=True)
+
+
+def state(number: int) -> str:
+    """The state of one job."""
+    return next(job.state for job in jobs() if job.id == number)
 
 
 def jobs() -> list[Job]:
     """All jobs that Slurm still knows, in the order of their ids."""
     shown = subprocess.run(["scontrol", "show", "job", "-o"], capture_output=True, text=True, check=True).stdout
-    return [job(line) for line in shown.splitlines() if line.startswith("JobId=")]
+    return sorted(parsed(line) for line in shown.splitlines() if line.startswith("JobId="))
 
 
-def job(line: str) -> Job:
+def parsed(line: str) -> Job:
     """One line of `scontrol show job -o`."""
 
     def told(key: str) -> str:
@@ -69,20 +123,27 @@ def job(line: str) -> Job:
     return Job(int(told("JobId")), told("Comment"), told("JobState"), told("NodeList"), gpus, int(told("Restarts")))
 
 
-def rank(folder: str, number: int) -> int | None:
-    """The process of this rank of the run with this folder."""
+def trained(ran: list[Job], run: str) -> list[Job]:
+    """The jobs that trained this run."""
+    wildcards = re.sub("ws|seed", "", run).replace("/", "_")
+    return [job for job in ran if job.rule == f"rule_train_wildcards_{wildcards}"]
+
+
+def rank(folder: Path, run: str, number: int) -> int | None:
+    """The process of this rank of a run in this working directory: others on this machine may have the same run."""
     for process in Path("/proc").glob("[0-9]*"):
         try:
+            here = (process / "cwd").readlink() == folder
             words = (process / "cmdline").read_bytes().split(b"\0")
             variables = (process / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if f"RANK={number}".encode() in variables and any(word.endswith(folder.encode()) for word in words):
+        if here and f"RANK={number}".encode() in variables and str(SMOKE / "runs" / run).encode() in words:
             return int(process.name)
     return None
 
 
-def wait_for(look, running: subprocess.Popen[str]):
+def wait_for(look: Callable[[], int | None], running: subprocess.Popen[str]) -> int:
     """What `look` finds in the end; an error if Snakemake ends before."""
     while (found := look()) is None:
         assert running.poll() is None, f"Snakemake ended with {running.returncode} too early"
@@ -90,62 +151,21 @@ def wait_for(look, running: subprocess.Popen[str]):
     return found
 
 
-def test_smoke(tmp_path, capsys):
-    assert (PLAIN / "results.jsonl").exists(), "run it without Slurm first: make run CONFIG=configs/smoke.yaml"
-    with cluster.cluster() as slurm:
-        try:
-            ran = run(tmp_path)
-        except BaseException:
-            with capsys.disabled():
-                show_logs([slurm, tmp_path])
-            raise
-    with capsys.disabled():
-        print(f"\n{'job':>4} {'state':<10} {'nodes':<8} {'GPUs':<12} {'requeued':>8}  rule")
-        for one in ran:
-            print(f"{one.id:>4} {one.state:<10} {one.nodes:<8} {one.gpus:<12} {one.restarts:>8}  {one.rule}")
-    assert [(one.state, one.nodes, one.restarts) for one in trained(ran, TWO_NODES)] == [("COMPLETED", "n[1-2]", 1)]
-    assert [one.state for one in trained(ran, KILLED)] == ["FAILED", "COMPLETED"]
-    assert all(one.gpus for one in ran if one.rule.startswith("rule_train"))
-    results = tmp_path / "results" / "smoke"
-    environments = map(read_json, (results / "runs" / TWO_NODES / "environment").iterdir())
-    assert sorted(one["node"] for one in environments) == ["n1", "n2"]
-    assert same_losses.compare(PLAIN, results) == 3
-    assert left_over(tmp_path) == []
-
-
-def trained(ran: list[Job], run: str) -> list[Job]:
-    """The jobs that trained this run."""
-    return [one for one in ran if one.rule == f"rule_train_wildcards_{run.replace('/', '_')}"]
-
-
-def run(folder: Path) -> list[Job]:
-    """The whole experiment, with what is done to it from outside."""
-    running = snakemake(
-        folder, 1, "--set-resources", "train:gres='gpu:1'", "--", f"results/smoke/runs/{TWO_NODES}/record.json"
-    )
-    wait_for(lambda: rank(TWO_NODES, 0), running)
-    subprocess.run(["scontrol", "requeue", str(max(one.id for one in jobs()))], check=True)
-    assert running.wait() == 0
-    running = snakemake(folder, 2, "--set-resources", "train:gpu=2")
-    os.kill(wait_for(lambda: rank(KILLED, 1), running), signal.SIGKILL)
-    assert running.wait() == 0
-    return jobs()
-
-
 def left_over(folder: Path) -> list[str]:
-    """Processes that belong to Slurm or to this test, and links in /etc/slurm, when all is over."""
+    """Slurm's daemons, processes of this experiment and links in /etc/slurm, where all should be gone."""
     found = [str(path) for path in cluster.ETC.iterdir() if path.is_symlink()]
     for process in Path("/proc").glob("[0-9]*"):
         try:
+            here = (process / "cwd").readlink() == folder
             command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
         except OSError:
             continue
-        if str(folder) in command or re.match(r"\S*(munged|slurmctld|slurmd|slurmstepd)\b", command):
+        if here or re.match(r"\S*(munged|slurmctld|slurmd|slurmstepd)\b", command):
             found.append(command)
     return found
 
 
-def show_logs(folders: list[Path]) -> None:
+def show_logs(*folders: Path) -> None:
     """What Slurm, Snakemake and the rules wrote."""
     for folder in folders:
         for log in sorted(folder.rglob("*.log")):
