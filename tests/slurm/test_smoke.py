@@ -22,7 +22,7 @@ import same_losses
 
 from gradwire.files import read_json
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 SMOKE = Path("results", "smoke")
