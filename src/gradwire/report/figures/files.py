@@ -1,0 +1,79 @@
+"""A figure as SVG and PNG files for a paper, and as the SVG that stands in the page."""
+
+from __future__ import annotations
+
+import io
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+from gradwire.files import write_text, write_with
+from gradwire.report.figures.style import COLOURS, GRID, INK, MUTED, PAPER, Plot, styled
+
+DPI = 200
+SVG = "http://www.w3.org/2000/svg"
+HREF = "{http://www.w3.org/1999/xlink}href"
+VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"} | {
+    colour: f"c{i}" for i, colour in enumerate(COLOURS)
+}
+ET.register_namespace("", SVG)
+ET.register_namespace("xlink", "http://www.w3.org/1999/xlink")
+
+
+def save(plot: Plot, folder: Path) -> str:
+    """Write ``folder/<name>.svg`` and ``.png``.
+
+    Returns:
+        The SVG for the page.
+    """
+    text = io.StringIO()
+    with styled():
+        plot.figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Title": plot.alt})
+        write_with(folder / f"{plot.name}.png", lambda part: plot.figure.savefig(part, format="png", dpi=DPI))
+    write_text(folder / f"{plot.name}.svg", text.getvalue())
+    return inline(text.getvalue(), plot)
+
+
+def inline(text: str, plot: Plot) -> str:
+    """The SVG as part of a page: it scales, its ids are its own, its colours are the page's, artists have their tips."""
+    root = ET.fromstring(text)
+    for attribute in ("width", "height"):
+        root.attrib.pop(attribute, None)
+    root.attrib.update({"role": "img", "aria-label": plot.alt})
+    for parent in root.iter():
+        for child in [child for child in parent if child.tag == f"{{{SVG}}}metadata"]:
+            parent.remove(child)
+    used = {name for element in root.iter() for name in _references(element)}
+    for element in root.iter():
+        name = element.get("id")
+        if name in plot.tips:
+            tip = ET.Element(f"{{{SVG}}}title")
+            tip.text = plot.tips[name]
+            element.insert(0, tip)
+            element.set("class", "tip")
+        if name in used:
+            element.set("id", f"{plot.name}-{name}")
+        elif name:
+            del element.attrib["id"]
+        for attribute, value in element.attrib.items():
+            element.set(attribute, _own(attribute, value, f"#{plot.name}-"))
+    return ET.tostring(root, encoding="unicode")
+
+
+def _own(attribute: str, value: str, prefix: str) -> str:
+    """An attribute's value as the page has it."""
+    if attribute == HREF:
+        return value.replace("#", prefix, 1)
+    if attribute in ("d", "x", "y", "points", "transform"):
+        return re.sub(r"(\d+\.\d{2})\d+", r"\1", value)  # hundredths of a point are enough
+    if attribute in ("style", "fill", "stroke"):
+        value = re.sub(r"#[0-9a-f]{6}\b", lambda found: _variable(found[0]), value)
+    return value.replace("url(#", f"url({prefix}")
+
+
+def _references(element: ET.Element) -> list[str]:
+    return re.findall(r"#([^)\s\"]+)", " ".join(v for k, v in element.attrib.items() if k == HREF or "url(#" in v))
+
+
+def _variable(colour: str) -> str:
+    return f"var(--{VARIABLES[colour]})" if colour in VARIABLES else colour
