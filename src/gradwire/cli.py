@@ -47,6 +47,7 @@ VERBS = {
     "predict": Verb("gradwire.report.predict", "step times and crossovers at any world size and bandwidth"),
     "doctor": Verb("gradwire.doctor", "what this machine offers, and whether several ranks work on it"),
     "report": Verb("gradwire.report.page", "one page of figures and tables over all runs of an experiment"),
+    "compare": Verb("gradwire.report.compare", "how two experiments differ, paired by seed, and with which test"),
     "summarize": Verb("gradwire.report.summarize", "one table over all runs of an experiment"),
 }
 

@@ -1,4 +1,4 @@
-"""The cells of an experiment as the page shows them: statistics over seeds, what stands beside a row, groups of cells."""
+"""The cells of an experiment as the page shows them: statistics over seeds, groups of cells, how to make one anew."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import pandas as pd
@@ -53,9 +53,10 @@ def cells_of(ok: Sequence[Result], quality: Book) -> pd.DataFrame:
     cells["quality_n"] = [
         sum(row.val_ppl is not None for row in rows[key]) for key in cells[CELL].itertuples(index=False, name=None)
     ]
+    bases = {(row.strategy, row.world_size): row for row in ok if row.compressor == BASELINE}
     for i, key in enumerate(cells[CELL].itertuples(index=False, name=None)):
         row = rows[key][0]
-        base = next((one for one in ok if one.compressor == BASELINE and one.strategy == row.strategy), None)
+        base = bases.get(key[:2])
         if row.quality_from in (None, *OWN_QUALITY) or base is None:
             continue
         found = estimates([quality.percent_worse(row, base)])[0]
@@ -71,7 +72,7 @@ def cells_of(ok: Sequence[Result], quality: Book) -> pd.DataFrame:
 def groups(cells: pd.DataFrame) -> Iterator[tuple[Group, pd.DataFrame]]:
     """The cells by group, in their order."""
     for key, found in cells.groupby(GROUP, sort=False):
-        yield Group(*key), found
+        yield Group(*cast(tuple[str, int, str], key)), found
 
 
 def of_group(rows: Iterable[Result], group: Group) -> list[Result]:

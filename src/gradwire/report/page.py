@@ -1,4 +1,4 @@
-"""The verb ``report``: an experiment's results as one page that needs no network, with its figures and tables as files."""
+"""The verb ``report``: results as one page that needs no network, with its figures and tables as files."""
 
 from __future__ import annotations
 
@@ -33,10 +33,12 @@ def beside(args: Namespace) -> Path | None:
 
 def main(args: Namespace) -> None:
     """Write ``report.html``, ``figures/`` and ``tables/``, and name the page."""
+    from gradwire.report.figures.style import styled
     from gradwire.report.sections import sections
 
     data = read(args.results_dir)
-    made = list(sections(data))
+    with styled():
+        made = list(sections(data))
     if args.compare_with is not None:
         from gradwire.report.compare import section
 
@@ -64,7 +66,9 @@ def read(results_dir: Path) -> Data:
 
     path = results_dir / "results.jsonl"
     if not path.is_file():
-        raise BadInput(f"there is no {path}: run the experiment (`make run`), or `gradwire summarize` where runs exist.")
+        raise BadInput(
+            f"there is no {path}: run the experiment (`make run`) or, where runs exist, `gradwire summarize`."
+        )
     rows, complaints = read_results(path)
     if not rows:
         raise BadInput(complaints[0] if complaints else f"{path} holds no result yet.")
@@ -80,13 +84,13 @@ def save(made: Sequence[Section], results_dir: Path) -> dict[str, str]:
     Returns:
         Each figure's SVG for the page by the figure's name.
     """
-    from gradwire.report.figures.files import save as save_figure
+    from gradwire.report.figures.files import save_all
 
     with whole_folder(results_dir / "tables") as folder:
         for table in (table for section in made for table in section.tables):
             table.save(folder)
     with whole_folder(results_dir / "figures") as folder:
-        return {plot.name: save_figure(plot, folder) for section in made for plot in section.plots}
+        return save_all([plot for section in made for plot in section.plots], folder)
 
 
 def render(data: Data, made: Sequence[Section], drawn: dict[str, str]) -> str:
@@ -95,7 +99,11 @@ def render(data: Data, made: Sequence[Section], drawn: dict[str, str]) -> str:
     from markupsafe import Markup
 
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     return environment.get_template("page.html.j2").render(
         name=data.results_dir.resolve().name,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, median
-from typing import Any
+from statistics import median
+from typing import Any, Self
 
 import pandas as pd
 
@@ -27,13 +27,14 @@ from gradwire.report.quality import Book
 from gradwire.report.record import BF16, Result
 from gradwire.report.table import one_by_one
 from gradwire.report.tables import Column, Entry, Table, entry, interval
+from gradwire.report.words import WORDS
 
 NO_RESULT = "no run has a result"
 CELL_COLUMNS = {
+    Column("compressor", number=False): lambda cell: Entry(cell["compressor"], cell["compressor"]),
     Column("strategy", number=False): lambda cell: Entry(cell["strategy"], cell["strategy"]),
     Column("W"): lambda cell: entry(cell["world_size"], "{:d}"),
     Column("link", number=False): lambda cell: Entry(cell["link"], cell["link"]),
-    Column("compressor", number=False): lambda cell: Entry(cell["compressor"], cell["compressor"]),
 }
 
 
@@ -44,6 +45,7 @@ class Section:
     Args:
         key: Its id, and the first part of the names of its files.
         title: Its heading.
+        short: The same for the list of sections.
         lead: What it shows and how it was computed.
         absent: Why it shows nothing, or empty.
         facts: Terms and what they are.
@@ -56,6 +58,7 @@ class Section:
 
     key: str
     title: str
+    short: str
     lead: str = ""
     absent: str = ""
     facts: Sequence[tuple[str, str]] = ()
@@ -64,6 +67,12 @@ class Section:
     plots: Sequence[Plot] = ()
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, key: str, **values: Any) -> Self:
+        """An empty section with its words, in which ``values`` are filled."""
+        title, short, lead = WORDS[key]
+        return cls(key, title.format(**values), short, lead.format(**values)) if values else cls(key, *WORDS[key])
 
 
 @dataclass(frozen=True)
@@ -124,8 +133,9 @@ class Data:
             for row in of_group(self.ok, group):
                 if row.run_name in self.courses:
                     runs[row.compressor].append(self.courses[row.run_name])
-            lines = {label: curves.line(of, column) for label, of in sorted(runs.items(), key=lambda of: of[0] != BASELINE)}
-            found[group] = {label: line for label, line in lines.items() if line is not None}
+            ordered = sorted(runs, key=lambda label: (label != BASELINE, label))
+            lines = ((label, curves.line(runs[label], column)) for label in ordered)
+            found[group] = {label: line for label, line in lines if line is not None}
         return {group: lines for group, lines in found.items() if lines}
 
 
@@ -151,7 +161,7 @@ def validity(data: Data) -> Section:
     measured = [row for row in data.results if row.status in ("ok", "diverged")]
     environment = next((row.environment for row in measured if row.environment), {})
     facts = {
-        "runs": f"{len(data.results)} of {len({(r.strategy, r.world_size, r.link, r.compressor) for r in data.results})} cells",
+        "runs": f"{len(data.results)}, of {len({row.run_name.rpartition('/')[0] for row in data.results})} cells",
         "compressors": _distinct(row.compressor for row in data.results),
         "strategies": _distinct(row.strategy for row in data.results),
         "world sizes": _distinct(row.world_size for row in data.results),
@@ -172,10 +182,8 @@ def validity(data: Data) -> Section:
             if version
         ),
     }
-    return Section(
-        "validity",
-        "What was run, and whether it is valid",
-        "Checks come before numbers: a cell that fails one is marked in every table and cannot head it.",
+    return replace(
+        Section.of("validity"),
         facts=[(name, text) for name, text in facts.items() if text],
         gates=gates.gates(data.results, data.cells, data.results_dir, data.shared),
         failures=[row for row in data.results if row.status != "ok"],
@@ -184,14 +192,7 @@ def validity(data: Data) -> Section:
 
 def headline(data: Data) -> Section:
     """The table of all cells."""
-    made = Section(
-        "cells",
-        "All cells",
-        f"One row per cell, means over n seeds with 95 % bootstrap intervals of the mean. Sorted by strategy, world size "
-        f"and link; within these, cells that pass the quality gate come first, fast ones first. Perplexity and step time "
-        f"are compared with {BASELINE} (fp32, the framework untouched) and {BF16} seed by seed, speed on the same link "
-        f"and like machines only. “×” is how many times shorter or smaller: above 1 is better.",
-    )
+    made = Section.of("cells")
     if data.cells is None:
         made.absent = NO_RESULT
         return made
@@ -280,19 +281,11 @@ def marks(cell: Mapping[Any, Any], rows: Sequence[Result]) -> str:
 
 def fronts(data: Data) -> Section:
     """Pareto fronts."""
-    made = Section(
-        "pareto",
-        "Quality against cost",
-        f"Perplexity above that of {BASELINE}, over the gradient bytes that a rank sends in a step and over the step's "
-        f"time. Bars are 95 % intervals of the mean, small dots single seeds. Filled markers lie on the front: no other "
-        f"cell is both cheaper and better. The dashed line is the quality gate, 1 %.",
-    )
+    made = Section.of("pareto")
     if data.cells is None:
         made.absent = NO_RESULT
         return made
-    made.plots = [
-        plot for cost in pareto.COSTS for plot in pareto.plots(cost, data.cells, data.runs, data.looks)
-    ]
+    made.plots = [plot for cost in pareto.COSTS for plot in pareto.plots(cost, data.cells, data.runs, data.looks)]
     if not made.plots:
         made.absent = f"no two cells with a perplexity, one of them {BASELINE}, share strategy, world size and link"
     return made
@@ -300,31 +293,22 @@ def fronts(data: Data) -> Section:
 
 def loss(data: Data) -> Section:
     """Loss over steps and seconds."""
-    made = Section(
-        "loss",
-        "Loss over steps and over time",
-        f"Training loss, the mean over seeds, in at most {curves.WINDOWS} windows of steps; the band reaches from the lowest "
-        "seed to the highest. Seconds are those of the steps, the slowest rank's each; evaluations are left out.",
-    )
+    made = Section.of("loss", windows=curves.WINDOWS)
     lines = data.lines("loss")
     if not lines:
         made.absent = "no run has a steps.parquet" if data.ok else NO_RESULT
         return made
+    one_link = {group[:2]: group for group in reversed(lines)}.values()
     made.plots = [
-        plot for kind in (courses.LOSS_STEPS, courses.LOSS_SECONDS) for plot in courses.plots(kind, lines, data.looks)
+        *courses.plots(courses.LOSS_STEPS, {group: lines[group] for group in lines if group in one_link}, data.looks),
+        *courses.plots(courses.LOSS_SECONDS, lines, data.looks),
     ]
     return made
 
 
 def step_times(data: Data) -> Section:
     """Where a step's time goes."""
-    made = Section(
-        "step-time",
-        "Where a step's time goes",
-        "The mean profiled step of all ranks and seeds, from the profiler's traces. Parts add up to the step. Overlapped "
-        "communication runs beside computation, exposed communication does not, and both include waiting for other "
-        "ranks; idle is none of all: Python, the autograd engine, data loading. Encoding on other threads is no computation.",
-    )
+    made = Section.of("step-time")
     profiles = {row.run_name: profile for row in data.ok if (profile := _profile(data, row))}
     if not profiles:
         made.absent = "no run has a profile.json with profiled steps" if data.ok else NO_RESULT
@@ -350,12 +334,7 @@ def step_times(data: Data) -> Section:
 
 def scaling_section(data: Data) -> Section:
     """Scaling over world sizes."""
-    made = Section(
-        "scaling",
-        "Scaling over world sizes",
-        f"Tokens per second of all ranks together; dots are single seeds. The dashed line is {BASELINE} at its smallest "
-        "world size, as many times faster as there are more ranks.",
-    )
+    made = Section.of("scaling")
     if data.cells is None:
         made.absent = NO_RESULT
         return made
@@ -383,22 +362,15 @@ CELL_KEYS = ("strategy", "world_size", "link", "compressor")
 
 def winners_section(data: Data) -> Section:
     """The map of winners."""
-    made = Section("winners", "Which compressor wins where")
     path = data.results_dir / "results.jsonl"
     try:
         chosen = usable(data.results, path)
     except BadInput as error:
-        made.absent = str(error).removeprefix(f"{path}: ")
-        return made
+        return replace(Section.of("winners"), absent=str(error).removeprefix(f"{path}: ").removesuffix("."))
     model = Model(tuple(map(cell_of, chosen)))
     errors = [abs(one.errors[0]) for one in leave_one_link_out(model.cells)]
-    off = f" Each link predicted from the others: the median step is {100 * median(errors):.0f} % off." if errors else ""
-    made.lead = (
-        f"Predicted, not measured, except at the points: the compressor with the shortest step, by the cost model that is "
-        f"fitted to {len(chosen)} cells at W = {chosen[0].world_size} ({winners.LATENCY * 1e6:g} µs per message, each by its "
-        f"fastest way). A triangle at the right edge is a measurement without a limit.{off} `gradwire predict` gives "
-        "the numbers with intervals."
-    )
+    off = f" Predicted from the other links, the median step is {100 * median(errors):.0f} % off." if errors else ""
+    made = Section.of("winners", cells=len(chosen), world=chosen[0].world_size, latency=winners.LATENCY * 1e6, off=off)
     plots = []
     for strategy in dict.fromkeys(cell.strategy for cell in model.cells):
         labels = [label for own, label in model.runs if own == strategy]
@@ -413,12 +385,7 @@ def winners_section(data: Data) -> Section:
 
 def fidelity(data: Data) -> Section:
     """Gradient error and residual norm."""
-    made = Section(
-        "fidelity",
-        "What compression does to the gradient",
-        "The delivered gradient against the exact mean of the ranks' gradients, at the sampled steps, and the norm of "
-        "what error feedback still holds back; means over seeds, bands from the lowest to the highest.",
-    )
+    made = Section.of("fidelity")
     errors, residuals = data.lines("grad_rel_error"), data.lines("residual_norm")
     made.plots = [
         *courses.plots(courses.GRADIENT_ERROR, errors, data.looks),
@@ -434,11 +401,7 @@ def fidelity(data: Data) -> Section:
 
 def stores(data: Data) -> Section:
     """The gradient stores' validation."""
-    made = Section(
-        "stores",
-        "Stores of per-sample gradients",
-        "What `gradwire grads validate` found: whether files are whole, and row i of the matrix belongs to sample id i.",
-    )
+    made = Section.of("stores")
     found = gates.validations(data.results_dir)
     if not found:
         made.absent = "no gradients were collected (`gradients:` in the configuration)"
@@ -459,11 +422,7 @@ def stores(data: Data) -> Section:
 
 def environments(data: Data) -> Section:
     """The environment of every rank."""
-    made = Section(
-        "environment",
-        "The environment of every rank",
-        "What each rank told of itself when its run began. Ranks that told the same share a row.",
-    )
+    made = Section.of("environment")
     folder = data.results_dir / "runs"
     ranks: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
     told: dict[str, dict[str, Any]] = {}
@@ -483,8 +442,8 @@ def environments(data: Data) -> Section:
     if not told:
         made.absent = "no run left environment/rank<R>.json"
         return made
-    shared = {name for name, value in next(iter(told.values())).items() if all(v.get(name) == value for v in told.values())}
     first = next(iter(told.values()))
+    shared = {name for name, value in first.items() if all(other.get(name) == value for other in told.values())}
     made.facts = [(name, _told(first[name])) for name in first if name in shared and _told(first[name])]
     differing = sorted({name for values in told.values() for name in values} - shared)
     columns: dict[Column, Any] = {
@@ -510,10 +469,11 @@ def _profile(data: Data, row: Result) -> dict[str, Any] | None:
         return None
     try:
         found: dict[str, Any] = read_json(path)
+        if not found["steps"]:  # it broke off before any was recorded
+            return None
         step_time.parts(found)
     except (BadInput, KeyError, TypeError) as error:
-        if "steps" not in str(error):
-            data.notes.append(f"{path} is unusable ({error}).")
+        data.notes.append(f"{path} is unusable ({error!r}).")
         return None
     return found
 

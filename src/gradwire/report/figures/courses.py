@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+from matplotlib.ticker import MaxNLocator
+
 from gradwire.report.cells import Group
 from gradwire.report.curves import Line
 from gradwire.report.figures.style import Look, Plot, axes, group_title, legend
@@ -56,6 +58,8 @@ def draw(kind: Kind, group: Group, lines: Lines, looks: Mapping[str, Look]) -> P
         drawn.set_gid(f"line{i}")
         tips[f"line{i}"] = f"{label}: {line.mean[-1]:.4g} at {kind.x} {x[-1]:,.4g}"
         handles.append(drawn)
+    if kind.along == "steps":
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     if kind.log:
         ax.set_yscale("log")
     legend(figure, handles, list(lines))

@@ -3,21 +3,52 @@
 from __future__ import annotations
 
 import io
+import multiprocessing
+import os
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from pathlib import Path
 
 from gradwire.files import write_text, write_with
-from gradwire.report.figures.style import COLOURS, GRID, INK, MUTED, PAPER, Plot, styled
+from gradwire.report.figures.style import COLOURS, GRID, INK, MUTED, NEUTRAL, PAPER, Plot, styled
 
 DPI = 200
+FEW = 4  # figures for which a further process does not pay
 SVG = "http://www.w3.org/2000/svg"
 HREF = "{http://www.w3.org/1999/xlink}href"
-VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"} | {
+VARIABLES = {INK: "ink", MUTED: "muted", NEUTRAL: "neutral", GRID: "grid", PAPER: "paper"} | {
     colour: f"c{i}" for i, colour in enumerate(COLOURS)
 }
+_TAKEN: tuple[Sequence[Plot], Path]
 ET.register_namespace("", SVG)
 ET.register_namespace("xlink", "http://www.w3.org/1999/xlink")
+
+
+def save_all(plots: Sequence[Plot], folder: Path) -> dict[str, str]:
+    """Write every figure's files, on all cores: drawing is what a report spends its time on.
+
+    Returns:
+        The SVGs for the page, by the figures' names.
+    """
+    processes = min(len(os.sched_getaffinity(0)), len(plots) // FEW)
+    if processes < 2:
+        return {plot.name: save(plot, folder) for plot in plots}
+    fork = multiprocessing.get_context("fork")  # figures go to the children by inheritance; most cannot be pickled
+    with fork.Pool(processes, _take, (plots, folder)) as pool:
+        drawn = pool.map(_save, range(len(plots)), chunksize=1)
+    return {plot.name: svg for plot, svg in zip(plots, drawn, strict=True)}
+
+
+def _take(plots: Sequence[Plot], folder: Path) -> None:
+    """In a child: what there is to draw."""
+    global _TAKEN
+    _TAKEN = plots, folder
+
+
+def _save(number: int) -> str:
+    plots, folder = _TAKEN
+    return save(plots[number], folder)
 
 
 def save(plot: Plot, folder: Path) -> str:
@@ -35,7 +66,7 @@ def save(plot: Plot, folder: Path) -> str:
 
 
 def inline(text: str, plot: Plot) -> str:
-    """The SVG as part of a page: it scales, its ids are its own, its colours are the page's, artists have their tips."""
+    """The SVG as part of a page: it scales, its ids are its own, its colours are the page's, artists have tips."""
     root = ET.fromstring(text)
     for attribute in ("width", "height"):
         root.attrib.pop(attribute, None)

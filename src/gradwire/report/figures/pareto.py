@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -74,14 +75,15 @@ def draw(cost: str, group: Group, cells: pd.DataFrame, runs: pd.DataFrame, looks
         handles.append(handle)
         tips[gid] = f"{cell['compressor']}: {y[i]:+.2f} %, {x[i]:,.4g} {label}, n = {cell['n']}"
         if i in best:
+            right = x[i] > x.min() + 0.6 * (x.max() - x.min())  # no room beside it
             ax.annotate(
                 cell["compressor"],
                 (x[i], y[i]),
-                xytext=(5, 4),
+                xytext=(-5 if right else 5, 4),
+                ha="right" if right else "left",
                 textcoords="offset points",
                 fontsize=7.5,
                 color=INK,
-                bbox={"fc": PAPER, "ec": "none", "alpha": 0.7, "pad": 0.5},
             )
     if np.abs(y).max() > LARGE:
         ax.set_yscale("symlog", linthresh=1, linscale=0.6)
@@ -96,7 +98,7 @@ def draw(cost: str, group: Group, cells: pd.DataFrame, runs: pd.DataFrame, looks
     return Plot(f"pareto-{cost}-{group.slug}", alt, figure, tips)
 
 
-def _error(cell: Mapping[str, float], column: str) -> list[list[float]] | None:
+def _error(cell: Mapping[Any, Any], column: str) -> list[list[float]] | None:
     """The interval's distances from the mean; None with a single seed."""
     mean, low, high = (cell[f"{column}{part}"] for part in ("", "_low", "_high"))
     return None if np.isnan(low) else [[max(mean - low, 0)], [max(high - mean, 0)]]

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import pandas as pd
 
 from gradwire.report.cells import Group
-from gradwire.report.figures.style import COLOURS, HATCHES, MUTED, PAPER, WIDTH, Plot, axes, group_title, legend
+from gradwire.report.figures.style import COLOURS, NEUTRAL, PAPER, WIDTH, Plot, axes, group_title, legend
 
 PARTS = ("compute", "overlapped communication", "exposed communication", "encode", "decode", "parameter codec", "idle")
-LOOKS = dict(zip(PARTS, [COLOURS[2], COLOURS[5], COLOURS[0], COLOURS[1], COLOURS[4], COLOURS[3], MUTED], strict=True))
+LOOKS = dict(zip(PARTS, [COLOURS[2], COLOURS[5], COLOURS[0], COLOURS[1], COLOURS[4], COLOURS[3], NEUTRAL], strict=True))
 FILLS = dict(zip(PARTS, ["", "....", "////", "\\\\\\\\", "xxxx", "++", ""], strict=True))
 
 
@@ -44,12 +44,13 @@ def draw(group: Group, times: pd.DataFrame) -> Plot:
         group_title(*group),
         "ms of the mean profiled step",
         "",
-        height=0.2 + 0.25 * len(times),
+        height=0.27 * len(times),
         left=min(0.25 + 0.075 * longest, WIDTH / 2),
     )
     ax.grid(visible=False, axis="y")
     left = pd.Series(0.0, times.index)
-    tips, handles, shown = {}, [], []
+    tips: dict[str, str] = {}
+    handles, shown = [], []
     for number, part in enumerate(PARTS):
         values = times[part]
         if not (values > 0).any():
@@ -64,7 +65,7 @@ def draw(group: Group, times: pd.DataFrame) -> Plot:
         shown.append(part)
         left = left + values
     ax.set_yticks(range(len(times)), [str(label) for label in times.index])
-    ax.invert_yaxis()
+    ax.set_ylim(len(times) - 0.5, -0.5)
     legend(figure, handles, shown)
     alt = f"Where a step's time goes, {group_title(*group)}: " + "; ".join(
         f"{label} {total:,.0f} ms" for label, total in left.items()

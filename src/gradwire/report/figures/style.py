@@ -16,13 +16,13 @@ from matplotlib.figure import Figure
 
 from gradwire.config import BASELINE
 
-INK, MUTED, GRID, PAPER = "#16191d", "#5b6470", "#dfe3e8", "#fefefe"
+INK, MUTED, NEUTRAL, GRID, PAPER = "#16191d", "#5b6470", "#9aa3ae", "#dfe3e8", "#fefefe"
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5549a", "#c98a00", "#2b95d6", "#5a4fcf")
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)))
 MARKERS = "os^DvPX*<>"
 HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "++")
 WIDTH = 4.9  # inches: a column of a paper, and what a telephone shows in readable letters
-TOP, RIGHT, BOTTOM, LINE = 0.32, 0.12, 0.5, 0.165  # inches around the axes; of a legend's line
+TOP, RIGHT, BOTTOM, LINE = 0.32, 0.25, 0.5, 0.165  # inches around the axes; of a legend's line
 SETTINGS = {
     "svg.fonttype": "none",  # text stays text
     "text.parse_math": False,  # a label may hold a dollar
@@ -87,7 +87,7 @@ def styled() -> Iterator[None]:
         yield
 
 
-def axes(title: str, x: str, y: str, height: float = 2.6, left: float = 0.62) -> tuple[Figure, Axes]:
+def axes(title: str, x: str, y: str, height: float = 2.6, left: float = 0.72) -> tuple[Figure, Axes]:
     """A figure with one pair of axes.
 
     Args:
@@ -115,7 +115,12 @@ def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> Non
     box = ax.get_position()
     ax.set_position((box.x0, below / total, box.width, height / total))
     if handles:
-        place = {"loc": "lower left", "bbox_to_anchor": (0.0, 0.0), "borderaxespad": 0.3, "labelspacing": 0.35}
+        place: dict[str, Any] = {
+            "loc": "lower left",
+            "bbox_to_anchor": (0.0, 0.0),
+            "borderaxespad": 0.3,
+            "labelspacing": 0.35,
+        }
         figure.legend(handles, labels, ncols=columns, handlelength=2.2, columnspacing=1.2, **place)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.patches import Patch
@@ -25,9 +25,7 @@ LATENCY = 50e-6  # seconds per message
 
 def fastest(model: Model, strategy: str, labels: Collection[str]) -> NDArray[np.int64]:
     """Which of ``labels`` has the shortest step: indices ``[worlds, rates]``."""
-    steps = [
-        [model.steps((strategy, label), world, RATES, LATENCY)[1].min(0) for world in WORLDS] for label in labels
-    ]
+    steps = [[model.steps((strategy, label), world, RATES, LATENCY)[1].min(0) for world in WORLDS] for label in labels]
     return np.array(steps).argmin(0)
 
 
@@ -41,17 +39,26 @@ def draw(model: Model, strategy: str, labels: Collection[str], limit: str, looks
     half = (x[1] - x[0]) / 2
     edges = np.concatenate([x - half, [x[-1] + half]])
     present = [i for i in range(len(names)) if (won == i).any()]
-    handles = []
+    handles: list[Any] = []
     for order, i in enumerate(present):
-        look = {"fc": looks[names[i]].colour, "ec": PAPER, "hatch": HATCHES[order % len(HATCHES)], "lw": 0}
+        look: dict[str, Any] = {
+            "fc": looks[names[i]].colour,
+            "ec": PAPER,
+            "hatch": HATCHES[order % len(HATCHES)],
+            "lw": 0,
+        }
         for row, line in enumerate(won == i):
             for start, end in _stretches(line):
                 ax.broken_barh([(edges[start], edges[end] - edges[start])], (row - 0.5, 1), **look)
         handles.append(Patch(**look))
+        rows, columns = np.nonzero(won == i)
+        if len(rows) > won.size / 12:
+            middle = int(np.median(rows))
+            at = x[int(np.median(columns[rows == middle]))]
+            box = {"fc": PAPER, "ec": "none", "pad": 2, "alpha": 0.9}
+            ax.text(at, middle, names[i], ha="center", va="center", fontsize=8, color=INK, bbox=box)
     shown = [names[i] for i in present]
-    cells = {
-        (cell.world, cell.rate) for cell in model.cells if cell.strategy == strategy and cell.world in WORLDS
-    }
+    cells = {(cell.world, cell.rate) for cell in model.cells if cell.strategy == strategy and cell.world in WORLDS}
     for world, rate in sorted(cells):
         at = math.log10(rate) if math.isfinite(rate) else x[-1]
         marker = "o" if math.isfinite(rate) else ">"
@@ -67,7 +74,8 @@ def draw(model: Model, strategy: str, labels: Collection[str], limit: str, looks
     ax.set_xticks(ticks, [rate_text(10.0**power) for power in ticks])
     ax.set_yticks(range(len(WORLDS)), [str(world) for world in WORLDS])
     legend(figure, handles, shown)
-    alt = f"Fastest compressor over bandwidth and world size, {strategy}, {limit}: {', '.join(names[i] for i in present)}."
+    winning = ", ".join(names[i] for i in present)
+    alt = f"Fastest compressor over bandwidth and world size, {strategy}, {limit}: {winning}."
     return Plot(f"winners-{slug(strategy)}-{slug(limit)}", alt, figure, {})
 
 
