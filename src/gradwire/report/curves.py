@@ -103,4 +103,5 @@ def line(runs: Iterable[Course], column: str) -> Line | None:
         return np.add.reduceat(of, starts, axis=-1) / width
 
     kept = windowed(values[:, steps])
-    return Line(windowed(steps + 1.0), windowed(seconds[steps]), kept.mean(0), kept.min(0), kept.max(0))
+    number, elapsed = steps.astype(np.float64) + 1, seconds[steps].astype(np.float64)
+    return Line(windowed(number), windowed(elapsed), kept.mean(0), kept.min(0), kept.max(0))

@@ -63,7 +63,7 @@ WORDS = {
         "Winners",
         "Predicted, except at the points, which were measured: the compressor with the shortest step, each by its "
         "fastest way, by the cost model fitted to {cells} cells at W = {world}, with {latency:g} µs per message. A "
-        "triangle at the right edge is a measurement without a limit.{off} The verb predict gives the numbers with intervals.",
+        "triangle at the right edge is a measurement without a limit.{off} `gradwire predict` adds intervals.",
     ),
     "fidelity": Words(
         "What compression does to the gradient",

@@ -31,7 +31,7 @@ def plots(runs: pd.DataFrame, looks: Mapping[str, Look]) -> Iterator[Plot]:
 
 def draw(strategy: str, link: str, runs: pd.DataFrame, looks: Mapping[str, Look]) -> Plot:
     """One strategy on one link: single seeds as dots, their means joined."""
-    figure, ax = axes(group_title(strategy, link=link), "world size W", "tokens/s of all ranks")
+    figure, ax = axes(group_title(strategy, link=link), "world size W", "tokens/s of all ranks", left=0.85)
     worlds = np.array(sorted(runs["world_size"].unique()))
     base = runs[runs["compressor"] == BASELINE].groupby("world_size")["tokens_per_s"].mean()
     handles, labels = [], []

@@ -23,7 +23,7 @@ MARKERS = "os^DvPX*<>"
 HATCHES = ("", "////", "....", "xxxx", "\\\\\\\\", "++")
 WIDTH = 4.9  # inches: a column of a paper, and what a telephone shows in readable letters
 TOP, RIGHT, BOTTOM, LINE = 0.32, 0.25, 0.5, 0.165  # inches around the axes; of a legend's line
-SETTINGS = {
+SETTINGS: Any = {
     "svg.fonttype": "none",  # text stays text
     "text.parse_math": False,  # a label may hold a dollar
     "font.family": "sans-serif",
