@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradwire.config import Run
 from gradwire.errors import BadInput
-from gradwire.report.markdown import MISSING
 from gradwire.report.notes import machine
 from gradwire.report.record import Result, run_of
 
@@ -174,13 +173,13 @@ def over_cells(quantity: Quantity, found: Sequence[Difference]) -> list[str]:
 
 def table(quantity: Quantity, found: Sequence[Difference]) -> Table:
     """One quantity's table."""
-    from gradwire.report.tables import Column, Entry, Table, entry, interval
+    from gradwire.report.tables import Column, Table, entry, interval, word
 
     columns = {
-        Column("compressor", number=False): lambda row: Entry(row.cell.compressor, row.cell.compressor),
-        Column("strategy", number=False): lambda row: Entry(row.cell.strategy, row.cell.strategy),
+        Column("compressor", number=False): lambda row: word(row.cell.compressor),
+        Column("strategy", number=False): lambda row: word(row.cell.strategy),
         Column("W"): lambda row: entry(row.cell.world_size, "{:d}"),
-        Column("link", number=False): lambda row: Entry(row.cell.link, row.cell.link),
+        Column("link", number=False): lambda row: word(row.cell.link),
         Column("pairs"): lambda row: entry(row.found.n, "{:d}"),
         Column("A"): lambda row: entry(row.one, quantity.form),
         Column("B"): lambda row: entry(row.other, quantity.form),
@@ -188,7 +187,7 @@ def table(quantity: Quantity, found: Sequence[Difference]) -> Table:
         Column("95 %"): lambda row: interval(row.found.low, row.found.high, "{:+z.2f}"),
         Column("p"): lambda row: entry(row.found.p, "{:.2g}"),
         Column("p adjusted"): lambda row: entry(row.adjusted, "{:.2g}"),
-        Column("B is", number=False): lambda row: Entry(row.verdict or MISSING, row.verdict),
+        Column("B is", number=False): lambda row: word(row.verdict),
     }
     name = quantity.field.replace("_", "-")
     return Table.of(f"compare-{name}", f"Differences in {quantity.title}", found, columns)

@@ -26,15 +26,15 @@ from gradwire.report.predict import cell_of, ppl_percent, usable
 from gradwire.report.quality import Book
 from gradwire.report.record import BF16, Result
 from gradwire.report.table import one_by_one
-from gradwire.report.tables import Column, Entry, Table, entry, interval
+from gradwire.report.tables import Column, Entry, Table, entry, interval, word
 from gradwire.report.words import WORDS
 
 NO_RESULT = "no run has a result"
 CELL_COLUMNS = {
-    Column("compressor", number=False): lambda cell: Entry(cell["compressor"], cell["compressor"]),
-    Column("strategy", number=False): lambda cell: Entry(cell["strategy"], cell["strategy"]),
+    Column("compressor", number=False): lambda cell: word(cell["compressor"]),
+    Column("strategy", number=False): lambda cell: word(cell["strategy"]),
     Column("W"): lambda cell: entry(cell["world_size"], "{:d}"),
-    Column("link", number=False): lambda cell: Entry(cell["link"], cell["link"]),
+    Column("link", number=False): lambda cell: word(cell["link"]),
 }
 
 
@@ -236,7 +236,7 @@ def headline(data: Data) -> Section:
             None if cell["compressor"] == BF16 else cell["speed_up_bf16"], "{:.3f}"
         ),
         Column("tokens/s"): lambda cell: entry(cell["tokens_per_s"], "{:,.0f}"),
-        Column("marks", number=False): lambda cell: Entry(cell["marks"] or "valid", cell["marks"] or "valid"),
+        Column("marks", number=False): lambda cell: word(cell["marks"] or "valid"),
     }
     table = Table.of("cells", "All cells", records, columns)
     made.tables = [
@@ -408,10 +408,10 @@ def stores(data: Data) -> Section:
         return made
     records = [{"run": run, **check} for run, checks in found.items() for check in checks]
     columns = {
-        Column("run", number=False): lambda check: Entry(check["run"], check["run"]),
-        Column("check", number=False): lambda check: Entry(check["name"], check["name"]),
-        Column("result", number=False): lambda check: Entry(*["passed" if check["passed"] else "FAILED"] * 2),
-        Column("detail", number=False): lambda check: Entry(str(check.get("detail") or ""), check.get("detail") or ""),
+        Column("run", number=False): lambda check: word(check["run"]),
+        Column("check", number=False): lambda check: word(check["name"]),
+        Column("result", number=False): lambda check: word("passed" if check["passed"] else "FAILED"),
+        Column("detail", number=False): lambda check: word(str(check.get("detail") or "")),
     }
     table = Table.of("stores", "Checks of each store", records, columns)
     made.tables = [
@@ -448,14 +448,12 @@ def environments(data: Data) -> Section:
     differing = sorted({name for values in told.values() for name in values} - shared)
     columns: dict[Column, Any] = {
         Column("ranks"): lambda key: entry(len(ranks[key]), "{:d}"),
-        Column("of runs", number=False): lambda key: Entry(
-            gates.listed(sorted({run for run, _ in ranks[key]})), len({run for run, _ in ranks[key]})
-        ),
-        Column("rank numbers", number=False): lambda key: Entry(
+        Column("of runs", number=False): lambda key: word(gates.listed(sorted({run for run, _ in ranks[key]}))),
+        Column("rank numbers", number=False): lambda key: word(
             ", ".join(map(str, sorted({rank for _, rank in ranks[key]})))
         ),
     } | {
-        Column(name, number=False): lambda key, name=name: Entry(_told(told[key].get(name)) or MISSING)
+        Column(name, number=False): lambda key, name=name: word(_told(told[key].get(name)) or MISSING)
         for name in differing
     }
     made.tables = [Table.of("environment", "Environments", told, columns)]

@@ -17,16 +17,22 @@ from gradwire.report.markdown import MISSING, table
 
 
 class Entry(NamedTuple):
-    """What stands in one place: a text to read, and the full value to sort by and to compute with."""
+    """What stands in one place.
+
+    Args:
+        text: What is read.
+        value: What it is sorted by, in full; None is below all others.
+        full: What the CSV file has instead of the value.
+    """
 
     text: str
     value: str | float | None = None
+    full: str = ""
 
     @property
     def key(self) -> str:
-        """The value in full, empty where there is none."""
-        known = self.value is not None and not (isinstance(self.value, float) and math.isnan(self.value))
-        return (repr(float(self.value)) if isinstance(self.value, (int, float)) else str(self.value)) if known else ""
+        """The value as text, empty where there is none."""
+        return "" if self.value is None else str(self.value)
 
 
 def entry(value: float | None, form: str) -> Entry:
@@ -37,7 +43,14 @@ def entry(value: float | None, form: str) -> Entry:
 
 def interval(low: float, high: float, form: str) -> Entry:
     """An interval, sorted by its lower end; a dash where there is none."""
-    return Entry(MISSING) if math.isnan(low) else Entry(f"[{form.format(low)}, {form.format(high)}]", low)
+    if math.isnan(low):
+        return Entry(MISSING)
+    return Entry(f"[{form.format(low)}, {form.format(high)}]", low, f"[{low}, {high}]")
+
+
+def word(text: str) -> Entry:
+    """A word."""
+    return Entry(text, text)
 
 
 class Column(NamedTuple):
@@ -110,7 +123,7 @@ class Table:
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(self.titles)
-        writer.writerows([one.key if one.value is not None else one.text for one in row] for row in self.rows)
+        writer.writerows([one.full or one.key for one in row] for row in self.rows)
         return text.getvalue()
 
     def save(self, folder: Path) -> None:
