@@ -75,6 +75,14 @@ def groups(cells: pd.DataFrame) -> Iterator[tuple[Group, pd.DataFrame]]:
         yield Group(*cast(tuple[str, int, str], key)), found
 
 
+def on_one_link(found: Iterable[Group]) -> list[Group]:
+    """The groups without those that differ from an earlier one in their link only: it changes no loss and no bytes."""
+    seen: dict[tuple[str, int], Group] = {}
+    for group in found:
+        seen.setdefault((group.strategy, group.world_size), group)
+    return list(seen.values())
+
+
 def of_group(rows: Iterable[Result], group: Group) -> list[Result]:
     """The rows of a group."""
     return [row for row in rows if (row.strategy, row.world_size, row.link) == tuple(group)]

@@ -18,7 +18,7 @@ from gradwire.errors import BadInput
 from gradwire.files import digest, read_json
 from gradwire.measurement.cost_model import Model, leave_one_link_out
 from gradwire.report import curves, gates
-from gradwire.report.cells import Group, cells_of, command, groups, of_group
+from gradwire.report.cells import Group, cells_of, command, groups, of_group, on_one_link
 from gradwire.report.figures import courses, pareto, scaling, step_time, winners
 from gradwire.report.figures.style import Look, Plot, looks
 from gradwire.report.markdown import MISSING
@@ -298,9 +298,8 @@ def loss(data: Data) -> Section:
     if not lines:
         made.absent = "no run has a steps.parquet" if data.ok else NO_RESULT
         return made
-    one_link = {group[:2]: group for group in reversed(lines)}.values()
     made.plots = [
-        *courses.plots(courses.LOSS_STEPS, {group: lines[group] for group in lines if group in one_link}, data.looks),
+        *courses.plots(courses.LOSS_STEPS, {group: lines[group] for group in on_one_link(lines)}, data.looks),
         *courses.plots(courses.LOSS_SECONDS, lines, data.looks),
     ]
     return made
@@ -388,8 +387,8 @@ def fidelity(data: Data) -> Section:
     made = Section.of("fidelity")
     errors, residuals = data.lines("grad_rel_error"), data.lines("residual_norm")
     made.plots = [
-        *courses.plots(courses.GRADIENT_ERROR, errors, data.looks),
-        *courses.plots(courses.RESIDUAL, residuals, data.looks),
+        *courses.plots(courses.GRADIENT_ERROR, {group: errors[group] for group in on_one_link(errors)}, data.looks),
+        *courses.plots(courses.RESIDUAL, {group: residuals[group] for group in on_one_link(residuals)}, data.looks),
     ]
     if not made.plots:
         made.absent = "no run sampled its gradients (`eval_every`)" if data.ok else NO_RESULT

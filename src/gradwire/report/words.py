@@ -35,13 +35,14 @@ WORDS = {
         "Pareto",
         f"Perplexity above that of {BASELINE}, over the gradient bytes that a rank sends in a step, and over the "
         "step's time. Bars are 95 % intervals of the mean, small dots single seeds. Filled markers lie on the "
-        "front: no other cell is both cheaper and better. The dashed line is the quality gate, 1 %.",
+        "front: no other cell is both cheaper and better. The dashed line is the quality gate, 1 %. Bytes do not depend "
+        "on the link, and are drawn for one.",
     ),
     "loss": Words(
         "Loss over steps and over time",
         "Loss",
         "Training loss, the mean over seeds, in at most {windows} windows of steps; the band reaches from the lowest "
-        "seed to the highest. Losses over steps do not depend on the link and are drawn for one. Seconds are those "
+        "seed to the highest. Losses over steps do not depend on the link, and are drawn for one. Seconds are those "
         "of the steps, the slowest rank's each; evaluations are left out.",
     ),
     "step-time": Words(

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.ticker import FuncFormatter
 
-from gradwire.report.cells import Group, groups
+from gradwire.report.cells import Group, groups, on_one_link
 from gradwire.report.figures.style import INK, MUTED, PAPER, Look, Plot, axes, group_title, legend
 
 COSTS = {
@@ -20,7 +20,7 @@ LARGE = 10.0  # percent: from here on differences are drawn on a logarithmic sca
 
 
 def plots(cost: str, cells: pd.DataFrame, runs: pd.DataFrame, looks: Mapping[str, Look]) -> Iterator[Plot]:
-    """A front for each group with a baseline and a perplexity.
+    """A front for each group with a baseline and a perplexity; over bytes for one link, which changes nothing of it.
 
     Args:
         cost: A key of `COSTS`.
@@ -29,7 +29,9 @@ def plots(cost: str, cells: pd.DataFrame, runs: pd.DataFrame, looks: Mapping[str
         looks: How each label is drawn.
     """
     column, _ = COSTS[cost]
-    for group, found in groups(cells):
+    by_group = dict(groups(cells))
+    for group in on_one_link(by_group) if cost == "bytes" else by_group:
+        found = by_group[group]
         known = found[found["worse_percent"].notna() & found[column].notna()]
         if len(known) > 1:
             mine = runs[(runs[["strategy", "world_size", "link"]] == list(group)).all(axis=1)]
