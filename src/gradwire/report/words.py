@@ -35,8 +35,8 @@ WORDS = {
         "Pareto",
         f"Perplexity above that of {BASELINE}, over the gradient bytes that a rank sends in a step, and over the "
         "step's time. Bars are 95 % intervals of the mean, small dots single seeds. Filled markers lie on the "
-        "front: no other cell is both cheaper and better. The dashed line is the quality gate, 1 %. Bytes do not depend "
-        "on the link, and are drawn for one.",
+        "front: no other cell is both cheaper and better. The dashed line is the quality gate, 1 %. Bytes do not "
+        "depend on the link, and are drawn for one.",
     ),
     "loss": Words(
         "Loss over steps and over time",

@@ -11,7 +11,7 @@ from gradwire.report.figures.style import COLOURS, NEUTRAL, PAPER, WIDTH, Plot, 
 
 PARTS = ("compute", "overlapped communication", "exposed communication", "encode", "decode", "parameter codec", "idle")
 LOOKS = dict(zip(PARTS, [COLOURS[2], COLOURS[5], COLOURS[0], COLOURS[1], COLOURS[4], COLOURS[3], NEUTRAL], strict=True))
-FILLS = dict(zip(PARTS, ["", "....", "////", "\\\\\\\\", "xxxx", "++", ""], strict=True))
+FILLS = dict(zip(PARTS, ["", "---", "///", "\\\\\\", "xxx", "+++", ""], strict=True))
 
 
 def parts(profile: Mapping[str, float]) -> dict[str, float]:
