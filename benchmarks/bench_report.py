@@ -77,7 +77,7 @@ def browser(page: Path) -> list[list[str]]:
         started = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         for _ in range(OPENINGS):
             opened = started.new_page(viewport={"width": 1440, "height": 900})
-            opened.goto(page.as_uri())
+            opened.goto(page.as_uri(), timeout=300_000)
             times.append(opened.evaluate(TIMES))
             opened.close()
         started.close()
