@@ -13,8 +13,11 @@ READY := .venv/.ready
 .PHONY: run test test-sweep test-slurm lint format schema lock
 
 run: $(READY)
-	$(BIN)/snakemake --cores $(CORES) --configfile $(CONFIG)
-	@$(BIN)/gradwire summarize --results_dir results/$$($(BIN)/python -c "import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))['name'])" $(CONFIG)) --print_only
+	@folder=results/$$($(BIN)/python -c "import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))['name'])" $(CONFIG)); \
+	status=0; $(BIN)/snakemake --cores $(CORES) --configfile $(CONFIG) || status=$$?; \
+	if [ $$status = 0 ]; then $(BIN)/gradwire summarize --results_dir $$folder --print_only; fi; \
+	if [ -f $$folder/report.html ]; then echo; echo "report: $$folder/report.html"; fi; \
+	exit $$status
 
 test: $(READY)
 	$(BIN)/python -m pytest

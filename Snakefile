@@ -1,4 +1,4 @@
-# gradwire: corpus -> shards -> train -> (trace, perplexity, gradients) -> table.   snakemake --cores all
+# gradwire: corpus -> shards -> train -> (trace, perplexity, gradients) -> table -> report.   snakemake --cores all
 from snakemake.utils import min_version
 
 min_version("9.20")
@@ -8,6 +8,9 @@ min_version("9.20")
 if "name" not in config:
 
     configfile: "config.yaml"
+
+
+report: "workflow/report/experiment.rst"
 
 
 container: "containers/gradwire-cpu.sif"
@@ -24,6 +27,7 @@ include: "workflow/rules/report.smk"
 rule all:
     default_target: True
     input:
+        rules.report.output,
         rules.summarize.output,
         rules.summarize.input,  # the table may stand although a cell is missing (`onerror`), so each is a target
 
@@ -32,5 +36,7 @@ onstart:
     write_expected()
 
 
-onerror:  # the table exists after a failure too; dated before its inputs, so that the next call makes it anew
-    shell(f"{SUMMARIZE} && touch --date=2000-01-01 {rules.summarize.output}")
+onerror:  # table and page exist after a failure too; dated before their inputs, so that the next call makes them anew
+    shell(
+        f"{SUMMARIZE} && {REPORT} && touch --date=2000-01-01 {rules.summarize.output}"
+    )

@@ -94,7 +94,7 @@ def test_the_default_experiment_lists_its_jobs(tmp_path):
     counts = job_counts("--directory", str(tmp_path), "--configfile", str(ROOT / "config.yaml"), cwd=ROOT)
     of_cells = dict.fromkeys(("train", "trace", "perplexity"), 22)
     of_gradients = dict.fromkeys(("grads_collect", "grads_aggregate", "grads_validate"), 2)
-    once = dict.fromkeys(("all", "download", "tokenizer", "shards", "summarize"), 1)
+    once = dict.fromkeys(("all", "download", "tokenizer", "shards", "summarize", "report"), 1)
     assert counts == of_cells | of_gradients | once
 
 
@@ -114,6 +114,9 @@ def test_an_experiment_runs_fails_in_one_cell_and_reruns_only_what_a_change_touc
     assert rows["none", TOO_LARGE]["val_ppl"] is None
     summary = (checkout.folder / "results/small/summary.md").read_text()
     assert reason in " ".join(summary.split())
+    page = (checkout.folder / "results/small/report.html").read_text()
+    assert "fsdp2/none/ws4000/none/seed0" in page
+    assert f"{TOO_LARGE} ranks" in page
     assert rows["none", 2]["compression_ratio"] == 1.0
     assert rows["int8", 2]["bytes_compressed_total"] == rows["int8", 2]["bytes_closed_form_total"]
     assert rows["int8", 2]["comm_time_ms_total"] > 0
@@ -123,11 +126,11 @@ def test_an_experiment_runs_fails_in_one_cell_and_reruns_only_what_a_change_touc
     assert validation["passed"]
 
     # The next call reruns that cell and what waits for it, alone.
-    assert checkout.jobs() == {"train": 1, "trace": 1, "perplexity": 1, "summarize": 1, "all": 1}
+    assert checkout.jobs() == {"train": 1, "trace": 1, "perplexity": 1, "summarize": 1, "report": 1, "all": 1}
 
     # Without it nothing is left but the table; then nothing at all.
     checkout.configure(SMALL)
-    assert checkout.jobs() == {"summarize": 1, "all": 1}
+    assert checkout.jobs() == {"summarize": 1, "report": 1, "all": 1}
     assert checkout.snakemake().returncode == 0
     assert checkout.jobs() == {}
 
@@ -136,7 +139,7 @@ def test_an_experiment_runs_fails_in_one_cell_and_reruns_only_what_a_change_touc
     kept = record.read_bytes()
     times = record.stat().st_atime_ns, record.stat().st_mtime_ns
     record.unlink()
-    assert checkout.jobs() == {"train": 1, "trace": 1, "perplexity": 1, "summarize": 1, "all": 1}
+    assert checkout.jobs() == {"train": 1, "trace": 1, "perplexity": 1, "summarize": 1, "report": 1, "all": 1}
     record.write_bytes(kept)
     os.utime(record, ns=times)
     assert checkout.jobs() == {}
@@ -147,15 +150,16 @@ def test_an_experiment_runs_fails_in_one_cell_and_reruns_only_what_a_change_touc
         **dict.fromkeys(("train", "trace", "perplexity"), 2),
         **dict.fromkeys(("grads_collect", "grads_aggregate", "grads_validate"), 1),
         "summarize": 1,
+        "report": 1,
         "all": 1,
     }
     checkout.configure(SMALL)
 
     # An edit re-runs what stands on it: the report trains nothing, a method retrains its own cells.
     checkout.edit("src/gradwire/report/table.py")
-    assert checkout.jobs() == {"summarize": 1, "all": 1}
+    assert checkout.jobs() == {"summarize": 1, "report": 1, "all": 1}
     checkout.edit("src/gradwire/compressors/methods/int8.py")
-    assert checkout.jobs() == {"train": 1, "trace": 1, "perplexity": 1, "summarize": 1, "all": 1}
+    assert checkout.jobs() == {"train": 1, "trace": 1, "perplexity": 1, "summarize": 1, "report": 1, "all": 1}
     checkout.edit("src/gradwire/training/loop.py")
     assert checkout.jobs()["train"] == 2
     assert "shards" not in checkout.jobs()

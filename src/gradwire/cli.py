@@ -46,6 +46,8 @@ VERBS = {
     "bench compressors": Verb("gradwire.compressors.bench", "time every compressor against the memory's speed"),
     "predict": Verb("gradwire.report.predict", "step times and crossovers at any world size and bandwidth"),
     "doctor": Verb("gradwire.doctor", "what this machine offers, and whether several ranks work on it"),
+    "report": Verb("gradwire.report.page", "one page of figures and tables over all runs of an experiment"),
+    "compare": Verb("gradwire.report.compare", "how two experiments differ, paired by seed, and with which test"),
     "summarize": Verb("gradwire.report.summarize", "one table over all runs of an experiment"),
 }
 

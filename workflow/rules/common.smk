@@ -53,6 +53,7 @@ RUN = f"{RESULTS}/runs/{CELL}"
 GRADIENTS = f"{RESULTS}/gradients/{CELL}"
 LOGS = f"{RESULTS}/logs"
 SUMMARIZE = f"gradwire summarize --results_dir {RESULTS}"
+REPORT = f"gradwire report --results_dir {RESULTS}"
 
 
 wildcard_constraints:
@@ -180,7 +181,10 @@ RANKS = dict(
 
 
 def write_expected():
-    """Tell `summarize` which runs were asked for, so that a run that never started is a row too."""
+    """Tell `summarize` which runs were asked for, so that a run that never started is a row too; keep what asked for them.
+
+    The report's commands to reproduce a cell read the configuration there.
+    """
     asked = [
         {
             **run._asdict(),
@@ -191,3 +195,4 @@ def write_expected():
         for run in EXPERIMENT.asked()
     ]
     write_json(Path(RESULTS) / "expected.json", asked)
+    write_json(Path(RESULTS) / "config.json", config)

@@ -1,4 +1,5 @@
-# One table over every run that the experiment asks for.
+# One table over every run that the experiment asks for, and one page.
+from gradwire.report.page import template_digests
 
 
 rule summarize:
@@ -10,7 +11,12 @@ rule summarize:
         of_runs(f"{GRADIENTS}/norms.parquet", EXPERIMENT.norm_runs(RUNS)),
     output:
         f"{RESULTS}/results.jsonl",
-        f"{RESULTS}/results.csv",
+        report(
+            f"{RESULTS}/results.csv",
+            caption="../report/results.rst",
+            category="Tables",
+            labels={"table": "all runs"},
+        ),
         f"{RESULTS}/summary.md",
     log:
         f"{LOGS}/summarize.log",
@@ -20,3 +26,38 @@ rule summarize:
         source=source_digest("gradwire.report.summarize"),
     shell:
         f"{SUMMARIZE} > {{log:q}} 2>&1"
+
+
+rule report:
+    input:
+        rules.summarize.output,
+    output:
+        report(
+            f"{RESULTS}/report.html",
+            caption="../report/page.rst",
+            category="Page",
+            labels={"experiment": EXPERIMENT.name},
+        ),
+        report(
+            directory(f"{RESULTS}/figures"),
+            patterns=["{figure}.svg"],
+            caption="../report/figures.rst",
+            category="Figures",
+            labels={"figure": "{figure}"},
+        ),
+        report(
+            directory(f"{RESULTS}/tables"),
+            patterns=["{table}.csv"],
+            caption="../report/tables.rst",
+            category="Tables",
+            labels={"table": "{table}"},
+        ),
+    log:
+        f"{LOGS}/report.log",
+    retries: 0
+    localrule: True
+    params:
+        source=source_digest("gradwire.report.page"),
+        templates=template_digests(),
+    shell:
+        f"{REPORT} > {{log:q}} 2>&1"

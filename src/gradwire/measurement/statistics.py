@@ -86,3 +86,53 @@ def gated(mean: float, baseline: float) -> bool:
     A perplexity that is not known (NaN) is not gated; it has not passed either.
     """
     return 100 * (mean / baseline - 1) > TOLERANCE
+
+
+class Paired(NamedTuple):
+    """How one sample differs from another, pair by pair, in percent of the first.
+
+    Args:
+        n: Pairs.
+        mean: The mean difference: that of the ratios' logarithms, as a percentage.
+        low: Lower end of its 95 % interval, NaN with one pair.
+        high: Its upper end.
+        p: Of a two-sided paired t-test on the logarithms (`scipy.stats.ttest_rel`), NaN with one pair. Samples that are
+            equal have 1, a difference that is the same in all pairs 0.
+    """
+
+    n: int
+    mean: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    p: float = math.nan
+
+
+def paired(one: Sequence[float], other: Sequence[float]) -> Paired:
+    """The difference of positive numbers, ``other`` from ``one``; without any pair it is NaN."""
+    from scipy.stats import ttest_rel
+
+    logs = np.log(other) - np.log(one)
+    if not len(logs):
+        return Paired(0)
+    mean = float(100 * np.expm1(logs.mean()))
+    if len(logs) == 1:
+        return Paired(1, mean)
+    if np.ptp(logs) == 0:  # no spread, so no t
+        return Paired(len(logs), mean, mean, mean, 0.0 if mean else 1.0)
+    test = ttest_rel(np.log(other), np.log(one))
+    low, high = 100 * np.expm1(test.confidence_interval(CONFIDENCE))
+    return Paired(len(logs), mean, float(low), float(high), float(test.pvalue))
+
+
+def adjusted(p: Sequence[float]) -> list[float]:
+    """p-values of several tests, adjusted after Benjamini and Hochberg; NaN stays NaN and counts as no test.
+
+    After "Controlling the False Discovery Rate", Journal of the Royal Statistical Society B 57, 1995.
+    """
+    from scipy.stats import false_discovery_control
+
+    found = np.array(p, dtype=np.float64)
+    tested = ~np.isnan(found)
+    if tested.any():
+        found[tested] = false_discovery_control(found[tested])
+    return [float(value) for value in found]

@@ -18,7 +18,7 @@ from gradwire.errors import BadInput
 from gradwire.report.markdown import MISSING, number, table
 from gradwire.report.notes import machines
 from gradwire.report.quality import Book, book
-from gradwire.report.record import Result
+from gradwire.report.record import BF16, Result
 from gradwire.report.results_file import read_results
 from gradwire.report.traffic import SHARDED, gradient_op, parameter_op, rate
 from gradwire.units import bits_per_second, rate_text, seconds
@@ -26,7 +26,7 @@ from gradwire.units import bits_per_second, rate_text, seconds
 if TYPE_CHECKING:
     from gradwire.measurement.cost_model import Cell, Flow, LeftOut, Model
 
-BASELINES = (BASELINE, "bf16-native")
+BASELINES = (BASELINE, BF16)
 RESAMPLES = 200
 STATES = 16  # bytes per parameter: itself, its gradient, AdamW's two moments, all float32
 MOST = 4096

@@ -21,6 +21,7 @@ Model = TypeVar("Model", bound=BaseModel)
 Text = str | None
 Count = int | None
 Number = float | None
+BF16 = "bf16-native"  # the label of the second baseline: the collective itself in bf16
 OWN_QUALITY = ("train", "perplexity")  # of the same run, so that its steps lead there
 Status = Literal["ok", "failed", "skipped", "diverged"]
 Alone = dict[tuple[str, str], dict[tuple[Any, ...], list[float]]]  # tokens/s by strategy and label, and hardware

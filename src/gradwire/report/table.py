@@ -13,7 +13,7 @@ from gradwire.config import BASELINE
 from gradwire.measurement.statistics import estimates, gated
 from gradwire.report.markdown import MISSING, number, table
 from gradwire.report.notes import losses_over_links, machine, machines
-from gradwire.report.record import Result, Status
+from gradwire.report.record import BF16, Result, Status
 from gradwire.report.traffic import rate
 
 CELL = ["strategy", "world_size", "compressor", "link"]
@@ -24,6 +24,7 @@ MEASURED = [
     "unigram_ppl",
     "compression_ratio",
     "compression_ratio_steady",
+    "compression_ratio_bf16",
     "bytes_compressed_total",
     "bytes_closed_form_total",
     "bytes_parameters_total",
@@ -37,7 +38,7 @@ MEASURED = [
     "compress_time_ms",
     "decompress_time_ms",
 ]
-ESTIMATED = ["val_ppl", "worse_percent", "step_time_ms_mean", "speed_up"]
+ESTIMATED = ["val_ppl", "worse_percent", "step_time_ms_mean", "speed_up", "speed_up_bf16", "sent_mb"]
 WIDTH = 138
 
 DEFINITIONS = f"""\
@@ -101,22 +102,36 @@ def header(results: Sequence[Result]) -> str:
     return "\n".join(textwrap.fill(line, WIDTH, initial_indent="- ", subsequent_indent="  ") for line in lines)
 
 
-def over_seeds(ok: Sequence[Result]) -> pd.DataFrame:
-    """One line per strategy, world size, compressor and link: statistics over seeds, and what is compared with them.
+def one_by_one(ok: Sequence[Result]) -> pd.DataFrame:
+    """One line per run: what was measured, and what it is compared with.
 
-    Sorted by strategy and world size; then those that pass the quality gate, those without a perplexity, those that do
-    not pass; then perplexity. Numbers that no seed has are NaN.
+    ``worse_percent``: perplexity above that of the baseline with the same seed. ``speed_up``, ``speed_up_bf16``: how
+    many times shorter a step is than that of the baseline, of the cell `BF16`, on the same link and machine.
+    ``sent_mb``: megabytes of gradients that a rank sends in a step.
     """
-    runs = pd.DataFrame([row.model_dump(include={*CELL, "seed", *MEASURED}) for row in ok])
-    runs[MEASURED] = runs[MEASURED].astype(float)
+    runs = pd.DataFrame([row.model_dump(include={*CELL, "seed", "steps", *MEASURED}) for row in ok])
+    numbers = ["steps", *MEASURED]
+    runs[numbers] = runs[numbers].astype(float)
     runs["machine"] = [machine(row) for row in ok]
     runs["comm_ms"] = runs["comm_time_ms_total"] / runs["measured_steps"]
     runs["over_unigram"] = runs["val_ppl"] / runs["unigram_ppl"]
     runs["as_computed"] = runs["bytes_compressed_total"] == runs["bytes_closed_form_total"]
     quality = _baseline(runs, "val_ppl", ["strategy", "world_size", "seed"])
     runs["worse_percent"] = 100 * (runs["val_ppl"] / quality - 1)
-    speed = _baseline(runs, "step_time_ms_mean", ["strategy", "world_size", "link", "seed", "machine"])
-    runs["speed_up"] = speed / runs["step_time_ms_mean"]
+    alike = ["strategy", "world_size", "link", "seed", "machine"]
+    for name, label in (("speed_up", BASELINE), ("speed_up_bf16", BF16)):
+        runs[name] = _baseline(runs, "step_time_ms_mean", alike, label) / runs["step_time_ms_mean"]
+    runs["sent_mb"] = runs["bytes_compressed_total"] / runs["steps"] / runs["world_size"] / 1e6
+    return runs
+
+
+def over_seeds(ok: Sequence[Result]) -> pd.DataFrame:
+    """One line per strategy, world size, compressor and link: statistics over seeds, and what is compared with them.
+
+    Sorted by strategy and world size; then those that pass the quality gate, those without a perplexity, those that do
+    not pass; then perplexity. Numbers that no seed has are NaN.
+    """
+    runs = one_by_one(ok)
     groups = runs.groupby(CELL)
     cells = groups[[*MEASURED, "comm_ms", "over_unigram"]].mean()
     cells["n"] = groups.size()
@@ -134,9 +149,9 @@ def over_seeds(ok: Sequence[Result]) -> pd.DataFrame:
     return cells.sort_values(order, ignore_index=True)
 
 
-def _baseline(lines: pd.DataFrame, column: str, by: list[str]) -> pd.Series[float]:
+def _baseline(lines: pd.DataFrame, column: str, by: list[str], label: str = BASELINE) -> pd.Series[float]:
     """Each line's baseline: the mean of its ``column`` where the columns ``by`` are the same; NaN without one."""
-    means = lines[lines["compressor"] == BASELINE].groupby(by)[column].mean()
+    means = lines[lines["compressor"] == label].groupby(by)[column].mean()
     return lines[by].join(means.rename("baseline"), on=by)["baseline"]
 
 

@@ -1,0 +1,193 @@
+"""The verb ``compare``: how the cells of two experiments differ, paired by seed, and if that is more than chance."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from gradwire.config import Run
+from gradwire.errors import BadInput
+from gradwire.report.notes import machine
+from gradwire.report.record import Result, run_of
+
+if TYPE_CHECKING:
+    from gradwire.measurement.statistics import Paired
+    from gradwire.report.sections import Data, Section
+    from gradwire.report.tables import Table
+
+SIGNIFICANT = 0.05
+LEAST = 6  # cells: with fewer, no signed-rank test over them can say anything at 5 %
+
+
+class Quantity(NamedTuple):
+    """What is compared.
+
+    Args:
+        field: A field of the rows.
+        title: What it is.
+        form: How it is written.
+    """
+
+    field: str
+    title: str
+    form: str
+
+
+QUANTITIES = (
+    Quantity("val_ppl", "perplexity", "{:,.2f}"),
+    Quantity("step_time_ms_mean", "step time, ms", "{:,.1f}"),
+    Quantity("bytes_compressed_total", "gradient bytes", "{:,.0f}"),
+)
+
+
+class Difference(NamedTuple):
+    """One cell's difference.
+
+    Args:
+        cell: A run of it; its seed means nothing.
+        one: The first experiment's mean over the seeds that both have.
+        other: The second one's.
+        found: The difference, pair by pair.
+        adjusted: Its p-value, adjusted for the number of cells.
+    """
+
+    cell: Run
+    one: float
+    other: float
+    found: Paired
+    adjusted: float
+
+    @property
+    def verdict(self) -> str:
+        """What it says."""
+        if self.found.n == 1:
+            return "equal" if not self.found.mean else "one pair, no test"
+        if not self.found.mean and self.found.p == 1:
+            return "equal"
+        if self.adjusted >= SIGNIFICANT:
+            return "no difference shown"
+        return "higher" if self.found.mean > 0 else "lower"
+
+
+def arguments(parser: ArgumentParser) -> None:
+    """Declare the verb's flags."""
+    parser.add_argument("one", type=Path, metavar="A", help="the first experiment's folder, results/<name>")
+    parser.add_argument("other", type=Path, metavar="B", help="the second one's: differences are of B from A")
+    parser.add_argument(
+        "--tables", type=Path, metavar="DIR", help="also write the tables there, as CSV, LaTeX and Markdown"
+    )
+
+
+def main(args: Namespace) -> None:
+    """Print the differences as Markdown."""
+    from gradwire.report.page import read
+
+    one = read(args.one)
+    made = section(one, read(args.other))
+    tables = [f"## {table.caption}\n\n{table.markdown()}" for table in made.tables]
+    print("\n\n".join([f"# {args.other} against {args.one}", made.lead, *made.notes, *tables]))
+    if args.tables is not None:
+        for table in made.tables:
+            table.save(args.tables)
+
+
+def section(one: Data, other: Data) -> Section:
+    """The page's section.
+
+    Raises:
+        BadInput: If the experiments share no run with a result.
+    """
+    from gradwire.report.sections import Section
+
+    names = {"name": one.results_dir.as_posix(), "other": other.results_dir.as_posix()}
+    pairs = common(one.ok, other.ok)
+    if not pairs:
+        raise BadInput(
+            f"{names['name']} and {names['other']} share no run with a result: none has the same strategy, compressor, "
+            "world size, link and seed in both."
+        )
+    made = Section.of("compare", **names)
+    found = {quantity: differences(pairs, quantity) for quantity in QUANTITIES}
+    notes = [note for quantity, of in found.items() for note in over_cells(quantity, of)]
+    tables = [table(quantity, of) for quantity, of in found.items() if of]
+    counts = f"{len(pairs)} runs are in both, {len(one.ok) - len(pairs)} in {names['name']} only, "
+    notes = [f"{counts}{len(other.ok) - len(pairs)} in {names['other']} only.", *unlike(pairs), *notes]
+    return replace(made, tables=tables, notes=notes)
+
+
+def common(one: Sequence[Result], other: Sequence[Result]) -> dict[Run, tuple[Result, Result]]:
+    """The runs that both have."""
+    theirs = {run_of(row): row for row in other}
+    return {run_of(row): (row, theirs[run_of(row)]) for row in one if run_of(row) in theirs}
+
+
+def unlike(pairs: dict[Run, tuple[Result, Result]]) -> list[str]:
+    """What else differs between the two: machines and versions, and settings."""
+    machines = sorted({(machine(one), machine(other)) for one, other in pairs.values()})
+    differing = "; ".join(f"{one} | {other}" for one, other in machines if one != other)
+    told = [f"Machines or versions differ, and times with them: {differing}."] if differing else []
+    fields = ("model", "dataset", "steps", "batch_size", "max_length", "optimizer", "compress_config")
+    changed = [name for name in fields if any(getattr(a, name) != getattr(b, name) for a, b in pairs.values())]
+    return [*told, *([f"Settings differ: {', '.join(changed)}."] if changed else [])]
+
+
+def differences(pairs: dict[Run, tuple[Result, Result]], quantity: Quantity) -> list[Difference]:
+    """Each cell's difference, in the order of their names; without cells that neither has numbers above 0 for."""
+    from statistics import fmean
+
+    from gradwire.measurement.statistics import adjusted, paired
+
+    values: defaultdict[Run, list[tuple[float, float]]] = defaultdict(list)
+    for run, rows in sorted(pairs.items()):
+        one, other = (getattr(row, quantity.field) for row in rows)
+        if one and other:
+            values[run._replace(seed=0)].append((float(one), float(other)))
+    found = {cell: paired(*zip(*of, strict=True)) for cell, of in values.items()}
+    corrected = adjusted([of.p for of in found.values()])
+    return [
+        Difference(cell, fmean(a for a, _ in values[cell]), fmean(b for _, b in values[cell]), found[cell], p)
+        for cell, p in zip(found, corrected, strict=True)
+    ]
+
+
+def over_cells(quantity: Quantity, found: Sequence[Difference]) -> list[str]:
+    """What the cells say together: a signed-rank test over their differences."""
+    import numpy as np
+    from scipy.stats import wilcoxon
+
+    logs = np.log1p([one.found.mean / 100 for one in found])
+    if not len(logs):
+        return []
+    median = 100 * np.expm1(np.median(logs))
+    typical = f"Over {len(logs)} cells the median difference in {quantity.title} is {median:+.2f} %"
+    if not logs.any():
+        return [f"{quantity.title.capitalize()}: equal in all {len(logs)} cells."]
+    if np.count_nonzero(logs) < LEAST:
+        return [f"{typical}; too few cells differ for a test over all of them."]
+    return [f"{typical} (Wilcoxon signed-rank test over cells, two-sided: p = {wilcoxon(logs).pvalue:.2g})."]
+
+
+def table(quantity: Quantity, found: Sequence[Difference]) -> Table:
+    """One quantity's table."""
+    from gradwire.report.tables import Column, Table, entry, interval, word
+
+    columns = {
+        Column("compressor", number=False): lambda row: word(row.cell.compressor),
+        Column("strategy", number=False): lambda row: word(row.cell.strategy),
+        Column("W"): lambda row: entry(row.cell.world_size, "{:d}"),
+        Column("link", number=False): lambda row: word(row.cell.link),
+        Column("pairs"): lambda row: entry(row.found.n, "{:d}"),
+        Column("A"): lambda row: entry(row.one, quantity.form),
+        Column("B"): lambda row: entry(row.other, quantity.form),
+        Column("difference"): lambda row: entry(row.found.mean, "{:+z.2f} %"),
+        Column("95 %"): lambda row: interval(row.found.low, row.found.high, "{:+z.2f}"),
+        Column("p"): lambda row: entry(row.found.p, "{:.2g}"),
+        Column("p adjusted"): lambda row: entry(row.adjusted, "{:.2g}"),
+        Column("B is", number=False): lambda row: word(row.verdict),
+    }
+    name = quantity.field.replace("_", "-")
+    return Table.of(f"compare-{name}", f"Differences in {quantity.title}", found, columns)

@@ -1,0 +1,107 @@
+"""What ``steps.parquet`` tells of a run's course: losses, seconds, gradient error and residual norm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwire.errors import BadInput
+from gradwire.report.record import Result
+
+COLUMNS = ("loss", "val_loss", "grad_rel_error", "residual_norm")
+WINDOWS = 100
+Array = NDArray[np.float64]
+
+
+class Course(NamedTuple):
+    """One run, step by step; of the ranks the mean, and of step times the slowest rank's.
+
+    Args:
+        seconds: Since the first step began, after each step; evaluations are left out.
+        values: Each of `COLUMNS` by step, NaN where it was not measured.
+    """
+
+    seconds: Array
+    values: dict[str, Array]
+
+
+def read(path: Path) -> Course:
+    """The course in a ``steps.parquet``.
+
+    Raises:
+        BadInput: If it is none.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.ParquetFile(path).read(columns=["step", "step_ms", *COLUMNS], use_threads=False)
+    except (pa.ArrowException, OSError) as error:
+        raise BadInput(f"{path} is unusable ({error}); train this cell again.") from None
+    step, ms, *columns = (table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names)
+    steps = int(step.max()) + 1 if len(step) else 0
+    slowest = np.zeros(steps)
+    np.maximum.at(slowest, step, ms)
+    values = {name: _over_ranks(step, column, steps) for name, column in zip(COLUMNS, columns, strict=True)}
+    return Course(slowest.cumsum() / 1000, values)
+
+
+def _over_ranks(step: NDArray[np.int64], values: Array, steps: int) -> Array:
+    """The mean of a column's known values at each step."""
+    known = ~np.isnan(values)
+    count = np.bincount(step[known], minlength=steps)
+    with np.errstate(invalid="ignore"):
+        return np.bincount(step[known], values[known], minlength=steps) / np.where(count, count, np.nan)
+
+
+def courses(rows: Iterable[Result], results_dir: Path) -> tuple[dict[str, Course], list[str]]:
+    """The courses by run name, and why some cannot be read; a run without the file has none."""
+    found, complaints = {}, []
+    for row in rows:
+        path = results_dir / "runs" / row.run_name / "steps.parquet"
+        if path.is_file():
+            try:
+                found[row.run_name] = read(path)
+            except BadInput as error:
+                complaints.append(str(error))
+    return found, complaints
+
+
+class Line(NamedTuple):
+    """A cell's course over its seeds: means and, with two seeds or more, the lowest and highest."""
+
+    steps: Array
+    seconds: Array
+    mean: Array
+    low: Array
+    high: Array
+
+
+def line(runs: Iterable[Course], column: str) -> Line | None:
+    """A column over seeds, at the steps that all of them made and have it; long runs as means over `WINDOWS` windows.
+
+    Returns:
+        None where there is no such step.
+    """
+    courses = list(runs)
+    length = min((len(course.seconds) for course in courses), default=0)
+    if not length:
+        return None
+    values = np.stack([course.values[column][:length] for course in courses])
+    seconds = np.stack([course.seconds[:length] for course in courses]).mean(0)
+    steps = np.flatnonzero(~np.isnan(values).any(0))
+    if not len(steps):
+        return None
+    starts = np.unique(np.linspace(0, len(steps), min(WINDOWS, len(steps)), endpoint=False).astype(int))
+    width = np.diff([*starts, len(steps)])
+
+    def windowed(of: Array) -> Array:
+        return np.add.reduceat(of, starts, axis=-1) / width
+
+    kept = windowed(values[:, steps])
+    number, elapsed = steps.astype(np.float64) + 1, seconds[steps].astype(np.float64)
+    return Line(windowed(number), windowed(elapsed), kept.mean(0), kept.min(0), kept.max(0))

@@ -1,0 +1,110 @@
+"""A figure as SVG and PNG files for a paper, and as the SVG that stands in the page."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradwire.files import write_text, write_with
+from gradwire.report.figures.style import COLOURS, GRID, INK, MUTED, NEUTRAL, PAPER, Plot, styled
+
+DPI = 200
+FEW = 4  # figures for which a further process does not pay
+SVG = "http://www.w3.org/2000/svg"
+HREF = "{http://www.w3.org/1999/xlink}href"
+VARIABLES = {INK: "ink", MUTED: "muted", NEUTRAL: "neutral", GRID: "grid", PAPER: "paper"} | {
+    colour: f"c{i}" for i, colour in enumerate(COLOURS)
+}
+_TAKEN: tuple[Sequence[Plot], Path]
+ET.register_namespace("", SVG)
+ET.register_namespace("xlink", "http://www.w3.org/1999/xlink")
+
+
+def save_all(plots: Sequence[Plot], folder: Path) -> dict[str, str]:
+    """Write every figure's files, on all cores: drawing is what a report spends its time on.
+
+    Returns:
+        The SVGs for the page, by the figures' names.
+    """
+    processes = min(len(os.sched_getaffinity(0)), len(plots) // FEW)
+    if processes < 2:
+        return {plot.name: save(plot, folder) for plot in plots}
+    fork = multiprocessing.get_context("fork")  # figures go to the children by inheritance; most cannot be pickled
+    with fork.Pool(processes, _take, (plots, folder)) as pool:
+        drawn = pool.map(_save, range(len(plots)), chunksize=1)
+    return {plot.name: svg for plot, svg in zip(plots, drawn, strict=True)}
+
+
+def _take(plots: Sequence[Plot], folder: Path) -> None:
+    """In a child: what there is to draw."""
+    global _TAKEN
+    _TAKEN = plots, folder
+
+
+def _save(number: int) -> str:
+    plots, folder = _TAKEN
+    return save(plots[number], folder)
+
+
+def save(plot: Plot, folder: Path) -> str:
+    """Write ``folder/<name>.svg`` and ``.png``.
+
+    Returns:
+        The SVG for the page.
+    """
+    text = io.StringIO()
+    with styled():
+        plot.figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Title": plot.alt})
+        write_with(folder / f"{plot.name}.png", lambda part: plot.figure.savefig(part, format="png", dpi=DPI))
+    write_text(folder / f"{plot.name}.svg", text.getvalue())
+    return inline(text.getvalue(), plot)
+
+
+def inline(text: str, plot: Plot) -> str:
+    """The SVG as part of a page: it scales, its ids are its own, its colours are the page's, artists have tips."""
+    root = ET.fromstring(text)
+    for attribute in ("width", "height"):
+        root.attrib.pop(attribute, None)
+    root.attrib.update({"role": "img", "aria-label": plot.alt})
+    for parent in root.iter():
+        for child in [child for child in parent if child.tag == f"{{{SVG}}}metadata"]:
+            parent.remove(child)
+    used = {name for element in root.iter() for name in _references(element)}
+    for element in root.iter():
+        name = element.get("id")
+        if name in plot.tips:
+            tip = ET.Element(f"{{{SVG}}}title")
+            tip.text = plot.tips[name]
+            element.insert(0, tip)
+            element.set("class", "tip")
+        if name in used:
+            element.set("id", f"{plot.name}-{name}")
+        elif name:
+            del element.attrib["id"]
+        for attribute, value in element.attrib.items():
+            element.set(attribute, _own(attribute, value, f"#{plot.name}-"))
+    return ET.tostring(root, encoding="unicode")
+
+
+def _own(attribute: str, value: str, prefix: str) -> str:
+    """An attribute's value as the page has it."""
+    if attribute == HREF:
+        return value.replace("#", prefix, 1)
+    if attribute in ("d", "x", "y", "points", "transform"):
+        return re.sub(r"(\d+\.\d{2})\d+", r"\1", value)  # hundredths of a point are enough
+    if attribute in ("style", "fill", "stroke"):
+        value = re.sub(r"#[0-9a-f]{6}\b", lambda found: _variable(found[0]), value)
+    return value.replace("url(#", f"url({prefix}")
+
+
+def _references(element: ET.Element) -> list[str]:
+    return re.findall(r"#([^)\s\"]+)", " ".join(v for k, v in element.attrib.items() if k == HREF or "url(#" in v))
+
+
+def _variable(colour: str) -> str:
+    return f"var(--{VARIABLES[colour]})" if colour in VARIABLES else colour

@@ -1,0 +1,130 @@
+"""How figures look: one style per label throughout, for light, dark and print, and never by colour alone.
+
+Colours are those of Okabe and Ito ("Color Universal Design", 2008) without yellow and black, and an indigo; labels
+beyond them differ in dashes and markers too. The baseline is drawn in ink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from gradwire.config import BASELINE
+
+INK, MUTED, NEUTRAL, GRID, PAPER = "#16191d", "#5b6470", "#9aa3ae", "#dfe3e8", "#fefefe"
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5549a", "#c98a00", "#2b95d6", "#5a4fcf")
+DASHES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)))
+MARKERS = "os^DvPX*<>"
+HATCHES = ("", "///", "---", "xxx", "|||", "+++")  # lines only: dots make an SVG a hundred times larger
+WIDTH = 4.9  # inches: a column of a paper, and what a telephone shows in readable letters
+TOP, RIGHT, BOTTOM, LINE = 0.32, 0.25, 0.5, 0.165  # inches around the axes; of a legend's line
+SETTINGS: Any = {
+    "svg.fonttype": "none",  # text stays text
+    "text.parse_math": False,  # a label may hold a dollar
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "legend.fontsize": 7.5,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 5.5,
+    "hatch.linewidth": 0.5,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+}
+
+
+class Look(NamedTuple):
+    """How one label is drawn."""
+
+    colour: str
+    dash: Any
+    marker: str
+
+
+class Plot(NamedTuple):
+    """A figure with its name, which is that of its files, and what it shows in words.
+
+    ``tips`` are texts for single artists, by their gid: the page shows them under the pointer.
+    """
+
+    name: str
+    alt: str
+    figure: Figure
+    tips: dict[str, str]
+
+
+def looks(labels: Iterable[str]) -> dict[str, Look]:
+    """A look for each label, in the order given; the baseline's is the same everywhere."""
+    found = {}
+    others = [label for label in dict.fromkeys(labels) if label != BASELINE]
+    for i, label in enumerate(others):
+        dash = DASHES[(i // len(COLOURS)) % len(DASHES)]
+        found[label] = Look(COLOURS[i % len(COLOURS)], dash, MARKERS[(i + 1) % len(MARKERS)])
+    return {BASELINE: Look(INK, "-", "o"), **found}
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """The settings, for as long as something is drawn or saved."""
+    with mpl.rc_context(SETTINGS):
+        yield
+
+
+def axes(title: str, x: str, y: str, height: float = 2.6, left: float = 0.72) -> tuple[Figure, Axes]:
+    """A figure with one pair of axes.
+
+    Args:
+        title: Its title.
+        x: What the x axis shows, with its unit.
+        y: Likewise.
+        height: Of the axes, in inches.
+        left: Room for the y axis's labels, in inches.
+    """
+    figure = Figure(figsize=(WIDTH, TOP + height + BOTTOM))
+    ax = figure.add_axes((left / WIDTH, 0.0, 1 - (left + RIGHT) / WIDTH, 1.0))  # `legend` settles the heights
+    ax.set(title=title, xlabel=x, ylabel=y)
+    ax.tick_params(length=3)
+    return figure, ax
+
+
+def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """A legend below the axes, in as many columns as its longest label leaves room for; the last touch to a figure."""
+    columns = max(1, min(4, len(labels), int((WIDTH - 0.2) / (0.45 + 0.065 * max(map(len, labels), default=1)))))
+    below = BOTTOM + LINE * -(-len(labels) // columns)
+    ax = figure.axes[0]
+    height = figure.get_figheight() - TOP - BOTTOM
+    total = TOP + height + below
+    figure.set_figheight(total)
+    box = ax.get_position()
+    ax.set_position((box.x0, below / total, box.width, height / total))
+    if handles:
+        place: dict[str, Any] = {
+            "loc": "lower left",
+            "bbox_to_anchor": (0.0, 0.0),
+            "borderaxespad": 0.3,
+            "labelspacing": 0.35,
+        }
+        figure.legend(handles, labels, ncols=columns, handlelength=2.2, columnspacing=1.2, **place)
+
+
+def group_title(strategy: str, world: int | None = None, link: str | None = None) -> str:
+    """``fsdp2, W = 2, 100mbit``."""
+    parts = [strategy, None if world is None else f"W = {world}"]
+    return ", ".join(part for part in [*parts, None if link in (None, "none") else link] if part)

@@ -1,0 +1,165 @@
+"""What must hold before a number is believed: checks over a whole experiment, each with what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pandas as pd
+
+from gradwire.config import BASELINE
+from gradwire.errors import BadInput
+from gradwire.files import read_json
+from gradwire.measurement.statistics import TOLERANCE
+from gradwire.report.notes import losses_over_links, machines
+from gradwire.report.record import Result
+
+State = Literal["passed", "failed", "marked", "not checked"]
+SHOWN = 12  # names in one sentence
+
+
+class Gate(NamedTuple):
+    """One check.
+
+    Args:
+        name: What must hold.
+        state: ``failed``: some run is not valid; ``marked``: the cells are named and cannot head the table, or their
+            numbers say less; ``not checked``: there was nothing to check.
+        found: What was found.
+    """
+
+    name: str
+    state: State
+    found: str
+
+
+def gates(results: Sequence[Result], cells: pd.DataFrame | None, results_dir: Path, shared: bool) -> list[Gate]:
+    """All checks, in the order of their weight."""
+    ok = [row for row in results if row.status == "ok"]
+    return [
+        finished(results),
+        quality(cells),
+        of_runs("bytes sent are those that the encoding's formula gives", ok, _bytes, "failed"),
+        of_runs("the meter and the profiler's trace agree within 10 %", ok, lambda row: row.meter_agrees, "marked"),
+        links(ok),
+        of_runs("no gradient was non-finite, and nothing fell back to float32", ok, _clean, "marked"),
+        of_runs("every rank told its environment", ok, lambda row: _ranks(row, results_dir), "failed"),
+        one_machine(ok),
+        alone(ok, shared),
+        seeds(cells),
+        stores(results_dir),
+    ]
+
+
+def finished(results: Sequence[Result]) -> Gate:
+    """Whether every run has a result."""
+    counts = pd.Series([row.status for row in results]).value_counts()
+    told = ", ".join(f"{count} {status}" for status, count in counts.items())
+    lost = counts.get("failed", 0)
+    state: State = "failed" if lost else "marked" if counts.get("ok", 0) < len(results) else "passed"
+    return Gate("every run that was asked for has a result", state, told)
+
+
+def quality(cells: pd.DataFrame | None) -> Gate:
+    """Whether cells pass the quality gate."""
+    name = f"mean perplexity at most {TOLERANCE:g} % above that of {BASELINE} (fp32)"
+    known = pd.DataFrame() if cells is None else cells[cells["worse_percent"].notna()]
+    if known.empty:
+        return Gate(name, "not checked", f"no cell has a perplexity and a cell {BASELINE} beside it")
+    bad = known[known["gated"]]
+    named = [f"{cell.strategy}/{cell.compressor}/ws{cell.world_size}/{cell.link}" for cell in bad.itertuples()]
+    unknown = 0 if cells is None else len(cells) - len(known)
+    told = f"{len(known) - len(bad)} of {len(known)} cells pass" + (f", {unknown} without a comparison" * bool(unknown))
+    return Gate(name, "marked" if named else "passed", told + (f"; above: {listed(named)}" if named else ""))
+
+
+def of_runs(name: str, ok: Iterable[Result], holds: Callable[[Result], bool | None], bad: State) -> Gate:
+    """Whether something holds for each run; None is "does not apply"."""
+    found = {row.run_name: holds(row) for row in ok}
+    known = {run: one for run, one in found.items() if one is not None}
+    if not known:
+        return Gate(name, "not checked", "no run tells it")
+    wrong = [run for run, one in known.items() if not one]
+    told = f"{len(known) - len(wrong)} of {len(known)} runs"
+    return Gate(name, bad if wrong else "passed", told + (f"; not: {listed(wrong)}" if wrong else ""))
+
+
+def links(ok: Iterable[Result]) -> Gate:
+    """Whether losses depend on the link, which they must not."""
+    name = "losses at every step are equal on all links"
+    found = losses_over_links(ok)
+    if not found:
+        return Gate(name, "not checked", "no cell ran on two links")
+    return Gate(name, "failed" if len(found) > 1 else "passed", "; ".join(found).removeprefix(f"{name}: "))
+
+
+def one_machine(ok: Iterable[Result]) -> Gate:
+    """Whether times may be compared."""
+    found = machines(ok)
+    told = "; ".join(found[1:]) if found else "one kind of machine, one set of versions"
+    return Gate("all runs ran on like machines", "marked" if found else "passed", told)
+
+
+def alone(ok: Sequence[Result], shared: bool) -> Gate:
+    """Whether runs had the machine for themselves."""
+    told = "others may have run at the same time: no `timing: true`" if shared else "one run at a time"
+    state: State = "not checked" if not ok else "marked" if shared else "passed"
+    return Gate("runs had the machine for themselves", state, told)
+
+
+def seeds(cells: pd.DataFrame | None) -> Gate:
+    """Whether there are intervals."""
+    name = "every cell has several seeds, and so an interval"
+    if cells is None or cells.empty:
+        return Gate(name, "not checked", "no cell has a result")
+    single = int((cells["n"] < 2).sum())
+    told = f"{single} of {len(cells)} cells have one seed: no interval can be given for them"
+    return Gate(name, "marked" if single else "passed", told if single else f"{int(cells['n'].min())} seeds or more")
+
+
+def stores(results_dir: Path) -> Gate:
+    """Whether the stores of per-sample gradients were validated."""
+    name = "stores of per-sample gradients: row i belongs to id i"
+    found = validations(results_dir)
+    if not found:
+        return Gate(name, "not checked", "no gradients were collected")
+    wrong = [run for run, checks in found.items() if not all(check["passed"] for check in checks)]
+    count = sum(map(len, found.values()))
+    told = f"{len(found) - len(wrong)} of {len(found)} stores pass {count} checks"
+    return Gate(name, "failed" if wrong else "passed", told + (f"; not: {listed(wrong)}" if wrong else ""))
+
+
+def validations(results_dir: Path) -> dict[str, list[dict[str, Any]]]:
+    """The checks of each gradient store by its run; a file that cannot be read is a check that failed."""
+    found = {}
+    for path in sorted((results_dir / "gradients").glob("*/*/*/*/*/validation.json")):
+        try:
+            checks = read_json(path)["checks"]
+        except (BadInput, KeyError, TypeError) as error:
+            checks = [{"name": "validation.json can be read", "passed": False, "detail": str(error)}]
+        found[path.parent.relative_to(results_dir / "gradients").as_posix()] = checks
+    return found
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence, not too many."""
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _bytes(row: Result) -> bool | None:
+    if row.bytes_closed_form_total is None or row.bytes_compressed_total is None:
+        return None
+    return row.bytes_compressed_total == row.bytes_closed_form_total
+
+
+def _clean(row: Result) -> bool | None:
+    if row.fallbacks is None and row.nonfinite_steps is None:
+        return None
+    return not row.fallbacks and not row.nonfinite_steps
+
+
+def _ranks(row: Result, results_dir: Path) -> bool | None:
+    folder = results_dir / "runs" / row.run_name / "environment"
+    return len(list(folder.glob("rank*.json"))) == row.world_size if folder.is_dir() else None

@@ -1,0 +1,121 @@
+"""The verb ``report``: results as one page that needs no network, with its figures and tables as files."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradwire import __version__
+from gradwire.errors import BadInput
+from gradwire.files import sha256_file, whole_folder, write_text
+
+if TYPE_CHECKING:
+    from gradwire.report.sections import Data, Section
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def arguments(parser: ArgumentParser) -> None:
+    """Declare the verb's flags."""
+    parser.add_argument("--results_dir", type=Path, required=True, help="the experiment's folder, results/<name>")
+    parser.add_argument(
+        "--compare_with", type=Path, metavar="DIR", help="another experiment's folder: adds a section of differences"
+    )
+
+
+def beside(args: Namespace) -> Path | None:
+    """The experiment's folder; a folder that does not exist is not made for the sake of telling so."""
+    return args.results_dir if args.results_dir.is_dir() else None
+
+
+def main(args: Namespace) -> None:
+    """Write ``report.html``, ``figures/`` and ``tables/``, and name the page."""
+    from gradwire.report.figures.style import styled
+    from gradwire.report.sections import sections
+
+    data = read(args.results_dir)
+    with styled():
+        made = list(sections(data))
+    if args.compare_with is not None:
+        from gradwire.report.compare import section
+
+        made.append(section(data, read(args.compare_with)))
+    page = args.results_dir / "report.html"
+    drawn = save(made, args.results_dir)
+    write_text(page, render(data, made, drawn))
+    for note in data.notes:
+        print(f"gradwire report: {note}", file=sys.stderr)
+    print(f"{page} ({page.stat().st_size / 1e6:.1f} MB, {len(drawn)} figures)")
+
+
+def read(results_dir: Path) -> Data:
+    """An experiment's results.
+
+    Raises:
+        BadInput: If there are none, or none that this version can read.
+    """
+    from gradwire.report.predict import quality_of
+    from gradwire.report.quality import Book
+    from gradwire.report.record import OWN_QUALITY
+    from gradwire.report.results_file import read_results
+    from gradwire.report.sections import Data
+    from gradwire.report.summarize import asked_for
+
+    path = results_dir / "results.jsonl"
+    if not path.is_file():
+        raise BadInput(
+            f"there is no {path}: run the experiment (`make run`) or, where runs exist, `gradwire summarize`."
+        )
+    rows, complaints = read_results(path)
+    if not rows:
+        raise BadInput(complaints[0] if complaints else f"{path} holds no result yet.")
+    elsewhere = any(row.quality_from not in (None, *OWN_QUALITY) for row in rows)
+    quality, doubts = quality_of(rows, path) if elsewhere else (Book.of(str(path), rows), [])
+    shared = any(one.shared for one in asked_for(results_dir).values())
+    return Data(results_dir, rows, quality, shared, [*complaints, *doubts])
+
+
+def save(made: Sequence[Section], results_dir: Path) -> dict[str, str]:
+    """Write the figures' and tables' files.
+
+    Returns:
+        Each figure's SVG for the page by the figure's name.
+    """
+    from gradwire.report.figures.files import save_all
+
+    with whole_folder(results_dir / "tables") as folder:
+        for table in (table for section in made for table in section.tables):
+            table.save(folder)
+    with whole_folder(results_dir / "figures") as folder:
+        return save_all([plot for section in made for plot in section.plots], folder)
+
+
+def render(data: Data, made: Sequence[Section], drawn: dict[str, str]) -> str:
+    """The page; whatever comes from files is escaped."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(
+        name=data.results_dir.resolve().name,
+        version=__version__,
+        sections=made,
+        notes=data.notes,
+        drawn={name: Markup(svg) for name, svg in drawn.items()},
+        style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
+        script=Markup((TEMPLATES / "page.js").read_text(encoding="utf-8")),
+    )
+
+
+def template_digests() -> dict[str, str]:
+    """The templates' SHA-256 by name: a page is made anew when one changes."""
+    return {path.name: sha256_file(path) for path in sorted(TEMPLATES.iterdir())}

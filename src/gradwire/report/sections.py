@@ -1,0 +1,486 @@
+"""The page's sections, in its order: what each shows, or the one line that says why it shows nothing."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import median
+from typing import Any, Self
+
+import pandas as pd
+
+from gradwire.config import BASELINE
+from gradwire.errors import BadInput
+from gradwire.files import digest, read_json
+from gradwire.measurement.cost_model import Model, leave_one_link_out
+from gradwire.report import curves, gates
+from gradwire.report.cells import Group, cells_of, command, groups, of_group, on_one_link
+from gradwire.report.figures import courses, pareto, scaling, step_time, winners
+from gradwire.report.figures.style import Look, Plot, looks
+from gradwire.report.markdown import MISSING
+from gradwire.report.predict import cell_of, ppl_percent, usable
+from gradwire.report.quality import Book
+from gradwire.report.record import BF16, Result
+from gradwire.report.table import one_by_one
+from gradwire.report.tables import Column, Entry, Table, entry, interval, word
+from gradwire.report.words import WORDS
+
+NO_RESULT = "no run has a result"
+CELL_COLUMNS = {
+    Column("compressor", number=False): lambda cell: word(cell["compressor"]),
+    Column("strategy", number=False): lambda cell: word(cell["strategy"]),
+    Column("W"): lambda cell: entry(cell["world_size"], "{:d}"),
+    Column("link", number=False): lambda cell: word(cell["link"]),
+}
+
+
+@dataclass
+class Section:
+    """A part of the page.
+
+    Args:
+        key: Its id, and the first part of the names of its files.
+        title: Its heading.
+        short: The same for the list of sections.
+        lead: What it shows and how it was computed.
+        absent: Why it shows nothing, or empty.
+        facts: Terms and what they are.
+        gates: Checks.
+        failures: Runs without a result.
+        plots: Figures.
+        tables: Tables, the first of which is shown, others folded.
+        notes: What else a reader has to know.
+    """
+
+    key: str
+    title: str
+    short: str
+    lead: str = ""
+    absent: str = ""
+    facts: Sequence[tuple[str, str]] = ()
+    gates: Sequence[gates.Gate] = ()
+    failures: Sequence[Result] = ()
+    plots: Sequence[Plot] = ()
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, key: str, **values: Any) -> Self:
+        """An empty section with its words, in which ``values`` are filled."""
+        title, short, lead = WORDS[key]
+        return cls(key, title.format(**values), short, lead.format(**values)) if values else cls(key, *WORDS[key])
+
+
+@dataclass(frozen=True)
+class Data:
+    """All that sections are made from.
+
+    Args:
+        results_dir: The experiment's folder.
+        results: Its rows.
+        quality: The runs whose perplexities count.
+        shared: Whether runs may have shared the machine.
+        notes: What could not be used.
+    """
+
+    results_dir: Path
+    results: Sequence[Result]
+    quality: Book
+    shared: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def ok(self) -> list[Result]:
+        """The rows with a result."""
+        return [row for row in self.results if row.status == "ok"]
+
+    @cached_property
+    def cells(self) -> pd.DataFrame | None:
+        """Statistics over seeds; None where nothing has a result."""
+        return cells_of(self.ok, self.quality) if self.ok else None
+
+    @cached_property
+    def runs(self) -> pd.DataFrame:
+        """Single runs."""
+        return one_by_one(self.ok)
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The groups of cells, in the table's order."""
+        return [] if self.cells is None else [group for group, _ in groups(self.cells)]
+
+    @cached_property
+    def looks(self) -> dict[str, Look]:
+        """How each label is drawn."""
+        return looks(sorted({row.compressor for row in self.results}))
+
+    @cached_property
+    def courses(self) -> dict[str, curves.Course]:
+        """What ``steps.parquet`` tells."""
+        found, complaints = curves.courses(self.ok, self.results_dir)
+        self.notes.extend(complaints)
+        return found
+
+    def lines(self, column: str) -> dict[Group, dict[str, curves.Line]]:
+        """A column of the courses over seeds, by group and label; without what was not measured."""
+        found: dict[Group, dict[str, curves.Line]] = {}
+        for group in self.groups:
+            runs: defaultdict[str, list[curves.Course]] = defaultdict(list)
+            for row in of_group(self.ok, group):
+                if row.run_name in self.courses:
+                    runs[row.compressor].append(self.courses[row.run_name])
+            ordered = sorted(runs, key=lambda label: (label != BASELINE, label))
+            lines = ((label, curves.line(runs[label], column)) for label in ordered)
+            found[group] = {label: line for label, line in lines if line is not None}
+        return {group: lines for group, lines in found.items() if lines}
+
+
+def sections(data: Data) -> Iterator[Section]:
+    """All sections."""
+    for make in (
+        validity,
+        headline,
+        fronts,
+        loss,
+        step_times,
+        scaling_section,
+        winners_section,
+        fidelity,
+        stores,
+        environments,
+    ):
+        yield make(data)
+
+
+def validity(data: Data) -> Section:
+    """What was run, and whether it is valid."""
+    measured = [row for row in data.results if row.status in ("ok", "diverged")]
+    environment = next((row.environment for row in measured if row.environment), {})
+    facts = {
+        "runs": f"{len(data.results)} of {len({row.run_name.rpartition('/')[0] for row in data.results})} cells",
+        "compressors": _distinct(row.compressor for row in data.results),
+        "strategies": _distinct(row.strategy for row in data.results),
+        "world sizes": _distinct(row.world_size for row in data.results),
+        "links": _distinct(row.link for row in data.results),
+        "seeds": _distinct(row.seed for row in data.results),
+        "model": _distinct(
+            f"{row.model} ({row.parameters:,} parameters)" if row.parameters else row.model for row in measured
+        ),
+        "dataset": _distinct(row.dataset for row in measured),
+        "training": _distinct(
+            f"{row.steps} steps of {row.batch_size} × {row.max_length} tokens per rank, {row.optimizer}"
+            for row in measured
+        ),
+        "backend": _distinct(f"{row.backend} on {row.device}" for row in measured),
+        "versions": ", ".join(
+            f"{name} {version}"
+            for name, version in {"gradwire": environment.get("gradwire"), **environment.get("packages", {})}.items()
+            if version
+        ),
+    }
+    return replace(
+        Section.of("validity"),
+        facts=[(name, text) for name, text in facts.items() if text],
+        gates=gates.gates(data.results, data.cells, data.results_dir, data.shared),
+        failures=[row for row in data.results if row.status != "ok"],
+    )
+
+
+def headline(data: Data) -> Section:
+    """The table of all cells."""
+    made = Section.of("cells")
+    if data.cells is None:
+        made.absent = NO_RESULT
+        return made
+    runs: defaultdict[tuple[str, int, str, str], list[Result]] = defaultdict(list)
+    for row in data.ok:
+        runs[row.strategy, row.world_size, row.link, row.compressor].append(row)
+    records = data.cells.to_dict("records")
+    of_cell = [runs[cell["strategy"], cell["world_size"], cell["link"], cell["compressor"]] for cell in records]
+    for cell, rows in zip(records, of_cell, strict=True):
+        cell["marks"] = marks(cell, rows)
+    base = lambda cell: cell["compressor"] == BASELINE  # noqa: E731
+    columns = CELL_COLUMNS | {
+        Column("n", hint="seeds"): lambda cell: entry(cell["n"], "{:d}"),
+        Column("perplexity"): lambda cell: entry(cell["val_ppl"], "{:,.2f}"),
+        Column("ppl 95 %"): lambda cell: interval(cell["val_ppl_low"], cell["val_ppl_high"], "{:,.2f}"),
+        Column("ppl vs fp32", hint="perplexity above that of none, paired by seed"): lambda cell: entry(
+            None if base(cell) else cell["worse_percent"], "{:+z.2f} %"
+        ),
+        Column("vs fp32 95 %"): lambda cell: (
+            Entry(MISSING)
+            if base(cell)
+            else interval(cell["worse_percent_low"], cell["worse_percent_high"], "{:+z.2f}")
+        ),
+        Column("bytes × fp32", hint="gradient bytes: a float32 collective's over those sent"): lambda cell: entry(
+            cell["compression_ratio"], "{:.2f}"
+        ),
+        Column("bytes × bf16", hint="gradient bytes: a bf16 collective's over those sent"): lambda cell: entry(
+            cell["compression_ratio_bf16"], "{:.2f}"
+        ),
+        Column("step ms"): lambda cell: entry(cell["step_time_ms_mean"], "{:,.1f}"),
+        Column("step 95 %"): lambda cell: interval(
+            cell["step_time_ms_mean_low"], cell["step_time_ms_mean_high"], "{:,.1f}"
+        ),
+        Column("speed × fp32", hint="step time of none over this one's"): lambda cell: entry(
+            None if base(cell) else cell["speed_up"], "{:.3f}"
+        ),
+        Column("× fp32 95 %"): lambda cell: (
+            Entry(MISSING) if base(cell) else interval(cell["speed_up_low"], cell["speed_up_high"], "{:.3f}")
+        ),
+        Column("speed × bf16", hint=f"step time of {BF16} over this one's"): lambda cell: entry(
+            None if cell["compressor"] == BF16 else cell["speed_up_bf16"], "{:.3f}"
+        ),
+        Column("tokens/s"): lambda cell: entry(cell["tokens_per_s"], "{:,.0f}"),
+        Column("marks", number=False): lambda cell: word(cell["marks"] or "valid"),
+    }
+    table = Table.of("cells", "All cells", records, columns)
+    made.tables = [
+        Table(
+            table.name,
+            table.caption,
+            table.columns,
+            table.rows,
+            commands=[command(rows, data.results_dir) for rows in of_cell],
+            fails=[bool(cell["gated"]) for cell in records],
+        )
+    ]
+    if (data.cells["n"] < 2).any():
+        made.notes = ["Where n is 1 there is no interval: one seed says nothing about the spread."]
+    if (data.cells["quality_n"] > data.cells["n"]).any():
+        named = sorted({row.quality_from.partition(": ")[0] for row in data.ok if row.quality_from})
+        most = int(data.cells["quality_n"].max())
+        made.notes = [
+            *made.notes,
+            f"Perplexities against fp32 are those of {', '.join(named)}, over up to {most} seeds; n counts timed runs.",
+        ]
+    return made
+
+
+def marks(cell: Mapping[Any, Any], rows: Sequence[Result]) -> str:
+    """What a reader has to know of a cell."""
+    found = {
+        "worse than fp32 + 1 %": cell["gated"],
+        "no perplexity": pd.isna(cell["val_ppl"]),
+        "one seed": cell["n"] < 2,
+        "meter ≠ trace": any(row.meter_agrees is False for row in rows),
+        "bytes ≠ formula": any(
+            None not in (row.bytes_closed_form_total, row.bytes_compressed_total)
+            and row.bytes_closed_form_total != row.bytes_compressed_total
+            for row in rows
+        ),
+        "fallbacks": any(row.fallbacks for row in rows),
+        "non-finite": any(row.nonfinite_steps for row in rows),
+    }
+    return ", ".join(mark for mark, holds in found.items() if holds)
+
+
+def fronts(data: Data) -> Section:
+    """Pareto fronts."""
+    made = Section.of("pareto")
+    if data.cells is None:
+        made.absent = NO_RESULT
+        return made
+    made.plots = [plot for cost in pareto.COSTS for plot in pareto.plots(cost, data.cells, data.runs, data.looks)]
+    if not made.plots:
+        made.absent = f"no two cells with a perplexity, one of them {BASELINE}, share strategy, world size and link"
+    return made
+
+
+def loss(data: Data) -> Section:
+    """Loss over steps and seconds."""
+    made = Section.of("loss", windows=curves.WINDOWS)
+    lines = data.lines("loss")
+    if not lines:
+        made.absent = "no run has a steps.parquet" if data.ok else NO_RESULT
+        return made
+    made.plots = [
+        *courses.plots(courses.LOSS_STEPS, {group: lines[group] for group in on_one_link(lines)}, data.looks),
+        *courses.plots(courses.LOSS_SECONDS, lines, data.looks),
+    ]
+    return made
+
+
+def step_times(data: Data) -> Section:
+    """Where a step's time goes."""
+    made = Section.of("step-time")
+    profiles = {row.run_name: profile for row in data.ok if (profile := _profile(data, row))}
+    if not profiles:
+        made.absent = "no run has a profile.json with profiled steps" if data.ok else NO_RESULT
+        return made
+    plots, records = [], []
+    for group in data.groups:
+        rows = [row for row in of_group(data.ok, group) if row.run_name in profiles]
+        if not rows:
+            continue
+        times = pd.DataFrame([step_time.parts(profiles[row.run_name]) for row in rows])
+        means = times.groupby([row.compressor for row in rows]).mean()
+        means = means.loc[means.sum(axis=1).sort_values(kind="stable").index]
+        plots.append(step_time.draw(group, means))
+        records += [
+            {**group._asdict(), "compressor": label, **values} for label, values in means.to_dict("index").items()
+        ]
+    columns = CELL_COLUMNS | {
+        Column(f"{part}, ms"): lambda record, part=part: entry(record[part], "{:,.2f}") for part in step_time.PARTS
+    }
+    made.plots, made.tables = plots, [Table.of("step-time", "Milliseconds of the mean step", records, columns)]
+    return made
+
+
+def scaling_section(data: Data) -> Section:
+    """Scaling over world sizes."""
+    made = Section.of("scaling")
+    if data.cells is None:
+        made.absent = NO_RESULT
+        return made
+    made.plots = list(scaling.plots(data.runs, data.looks))
+    if not made.plots:
+        made.absent = "no strategy ran at two world sizes"
+        return made
+    known = [row for row in data.ok if row.scaling_efficiency is not None]
+    if known:
+        frame = pd.DataFrame([row.model_dump(include={*CELL_KEYS, "scaling_efficiency"}) for row in known])
+        records = frame.groupby(list(CELL_KEYS), sort=False)["scaling_efficiency"].mean().reset_index()
+        columns = CELL_COLUMNS | {
+            Column("efficiency", hint="tokens/s per rank over those of one rank alone"): lambda record: entry(
+                100 * record["scaling_efficiency"], "{:.1f} %"
+            )
+        }
+        made.tables = [
+            Table.of("scaling", "Tokens/s per rank, in percent of one rank's", records.to_dict("records"), columns)
+        ]
+    return made
+
+
+CELL_KEYS = ("strategy", "world_size", "link", "compressor")
+
+
+def winners_section(data: Data) -> Section:
+    """The map of winners."""
+    path = data.results_dir / "results.jsonl"
+    try:
+        chosen = usable(data.results, path)
+    except BadInput as error:
+        return replace(Section.of("winners"), absent=str(error).removeprefix(f"{path}: ").removesuffix("."))
+    model = Model(tuple(map(cell_of, chosen)))
+    errors = [abs(one.errors[0]) for one in leave_one_link_out(model.cells)]
+    off = f" Predicted from the other links, the median step is {100 * median(errors):.0f} % off." if errors else ""
+    made = Section.of("winners", cells=len(chosen), world=chosen[0].world_size, latency=winners.LATENCY * 1e6, off=off)
+    plots = []
+    for strategy in dict.fromkeys(cell.strategy for cell in model.cells):
+        labels = [label for own, label in model.runs if own == strategy]
+        worse = ppl_percent([row for row in chosen if row.strategy == strategy], data.quality)
+        within = [label for label in labels if worse.get(label, float("inf")) <= 1]
+        plots.append(winners.draw(model, strategy, labels, "any perplexity", data.looks))
+        if len(within) > 1:
+            plots.append(winners.draw(model, strategy, within, "perplexity within 1 %", data.looks))
+    made.plots = plots
+    return made
+
+
+def fidelity(data: Data) -> Section:
+    """Gradient error and residual norm."""
+    made = Section.of("fidelity")
+    errors, residuals = data.lines("grad_rel_error"), data.lines("residual_norm")
+    made.plots = [
+        *courses.plots(courses.GRADIENT_ERROR, {group: errors[group] for group in on_one_link(errors)}, data.looks),
+        *courses.plots(courses.RESIDUAL, {group: residuals[group] for group in on_one_link(residuals)}, data.looks),
+    ]
+    if not made.plots:
+        made.absent = "no run sampled its gradients (`eval_every`)" if data.ok else NO_RESULT
+    elif not errors or not residuals:
+        lacking = "gradient error was sampled" if not errors else "run has a residual: none uses error feedback"
+        made.notes = [f"No {lacking}."]
+    return made
+
+
+def stores(data: Data) -> Section:
+    """The gradient stores' validation."""
+    made = Section.of("stores")
+    found = gates.validations(data.results_dir)
+    if not found:
+        made.absent = "no gradients were collected (`gradients:` in the configuration)"
+        return made
+    records = [{"run": run, **check} for run, checks in found.items() for check in checks]
+    columns = {
+        Column("run", number=False): lambda check: word(check["run"]),
+        Column("check", number=False): lambda check: word(check["name"]),
+        Column("result", number=False): lambda check: word("passed" if check["passed"] else "FAILED"),
+        Column("detail", number=False): lambda check: word(str(check.get("detail") or "")),
+    }
+    table = Table.of("stores", "Checks of each store", records, columns)
+    made.tables = [
+        Table(table.name, table.caption, table.columns, table.rows, fails=[not one["passed"] for one in records])
+    ]
+    return made
+
+
+def environments(data: Data) -> Section:
+    """The environment of every rank."""
+    made = Section.of("environment")
+    folder = data.results_dir / "runs"
+    ranks: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
+    told: dict[str, dict[str, Any]] = {}
+    for row in data.results:
+        for path in sorted((folder / row.run_name / "environment").glob("rank*.json")):
+            try:
+                values = read_json(path)
+                rank = values.pop("rank")
+            except (BadInput, AttributeError, KeyError) as error:
+                data.notes.append(f"{path} is unusable ({error}).")
+                continue
+            for changing in ("clocks", "world_size"):
+                values.pop(changing, None)
+            key = digest(values)
+            told[key] = values
+            ranks[key].append((row.run_name, rank))
+    if not told:
+        made.absent = "no run left environment/rank<R>.json"
+        return made
+    first = next(iter(told.values()))
+    shared = {name for name, value in first.items() if all(other.get(name) == value for other in told.values())}
+    made.facts = [(name, _told(first[name])) for name in first if name in shared and _told(first[name])]
+    differing = sorted({name for values in told.values() for name in values} - shared)
+    columns: dict[Column, Any] = {
+        Column("ranks"): lambda key: entry(len(ranks[key]), "{:d}"),
+        Column("of runs", number=False): lambda key: word(gates.listed(sorted({run for run, _ in ranks[key]}))),
+        Column("rank numbers", number=False): lambda key: word(
+            ", ".join(map(str, sorted({rank for _, rank in ranks[key]})))
+        ),
+    } | {
+        Column(name, number=False): lambda key, name=name: word(_told(told[key].get(name)) or MISSING)
+        for name in differing
+    }
+    made.tables = [Table.of("environment", "Environments", told, columns)]
+    return made
+
+
+def _profile(data: Data, row: Result) -> dict[str, Any] | None:
+    """A run's profile, if it has profiled steps."""
+    path = data.results_dir / "runs" / row.run_name / "profile.json"
+    if not path.is_file():
+        return None
+    try:
+        found: dict[str, Any] = read_json(path)
+        if not found["steps"]:  # it broke off before any was recorded
+            return None
+        step_time.parts(found)
+    except (BadInput, KeyError, TypeError) as error:
+        data.notes.append(f"{path} is unusable ({error!r}).")
+        return None
+    return found
+
+
+def _told(value: Any) -> str:
+    """A value of an environment in words."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_told(of)}" for name, of in value.items() if of is not None)
+    return "" if value is None else json.dumps(value) if isinstance(value, bool) else str(value)
+
+
+def _distinct(values: Any) -> str:
+    return ", ".join(dict.fromkeys(str(value) for value in values if value is not None))

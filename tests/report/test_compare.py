@@ -1,0 +1,114 @@
+"""compare: differences paired by seed, their tests, and what cannot be tested."""
+
+from __future__ import annotations
+
+import math
+
+import made_results
+import numpy as np
+import pytest
+from scipy.stats import ttest_rel
+
+from gradwire.cli import main
+from gradwire.measurement.statistics import adjusted, paired
+from gradwire.report.tables import Table
+
+
+def two(tmp_path, seeds=(0, 1, 2, 3), **changes):
+    """Two experiments: the second is 10 % slower under int8, and has one seed more and one cell less."""
+    a = made_results.rows(["none", "int8", "int4"], ["ddp"], [(2, "none")], seeds)
+    b = made_results.rows(["none", "int8"], ["ddp"], [(2, "none")], [*seeds, 9])
+    slower = {"none": 1.0, "int8": 1.1}
+    b = [
+        one.model_copy(
+            update={
+                "step_time_ms_mean": one.step_time_ms_mean * slower[one.compressor] * (1 + 0.001 * one.seed),
+                **changes,
+            }
+        )
+        for one in b
+    ]
+    return made_results.write(tmp_path / "a", a), made_results.write(tmp_path / "b", b)
+
+
+def lines_of(text, title):
+    section = text.split(f"## Differences in {title}\n\n")[1].split("\n\n")[0].strip()
+    return {
+        row.split("|")[1].strip(): [part.strip() for part in row.split("|")[5:-1]] for row in section.splitlines()[2:]
+    }
+
+
+def test_differences_are_paired_by_seed_and_tested(tmp_path, capsys):
+    a, b = two(tmp_path)
+    assert main(["compare", str(a), str(b), "--tables", str(tmp_path / "tables")]) == 0
+    told = capsys.readouterr().out
+    assert "8 runs are in both, 4 in" in told
+    times = lines_of(told, "step time, ms")
+    assert set(times) == {"none", "int8"}
+    pairs, one, other, difference, interval, *_, verdict = times["int8"]
+    assert pairs == "4"
+    assert float(other) / float(one) == pytest.approx(1.1017, rel=1e-3)
+    assert float(difference.removesuffix(" %")) == pytest.approx(10.17, abs=0.02)
+    low, high = map(float, interval.strip("[]").split(", "))
+    assert 9.9 < low < 10.17 < high < 10.4
+    assert verdict == "higher"
+    assert [row[-1] for row in lines_of(told, "perplexity").values()] == ["equal", "equal"]
+    assert "Gradient bytes: equal in all 2 cells." in told
+    assert len(list((tmp_path / "tables").iterdir())) == 9
+
+
+def test_one_pair_is_no_test(tmp_path, capsys):
+    a, b = two(tmp_path, seeds=[1])
+    assert main(["compare", str(a), str(b)]) == 0
+    assert lines_of(capsys.readouterr().out, "step time, ms")["int8"][-4:] == ["–", "–", "–", "one pair, no test"]
+
+
+def test_unlike_machines_and_settings_are_told(tmp_path, capsys):
+    a, b = two(tmp_path, steps=99, environment={"processor": "another"})
+    assert main(["compare", str(a), str(b)]) == 0
+    told = capsys.readouterr().out
+    assert "Machines or versions differ" in told
+    assert "another" in told
+    assert "Settings differ: steps." in told
+
+
+def test_experiments_without_a_common_run_are_bad_input(tmp_path, capsys):
+    a = made_results.write(tmp_path / "a", made_results.rows(["none"], ["ddp"], [(2, "none")]))
+    b = made_results.write(tmp_path / "b", made_results.rows(["none"], ["fsdp2"], [(2, "none")]))
+    assert main(["compare", str(a), str(b)]) == 2
+    assert "share no run with a result" in capsys.readouterr().err
+    assert main(["compare", str(a), str(tmp_path / "c")]) == 2
+
+
+def test_the_page_has_the_comparison(tmp_path):
+    a, b = two(tmp_path)
+    assert main(["report", "--results_dir", str(a), "--compare_with", str(b)]) == 0
+    page = (a / "report.html").read_text()
+    assert 'id="table-compare-step-time-ms-mean"' in page
+    assert "Benjamini" in page
+
+
+def test_paired_differences_are_those_of_scipy():
+    one, other = np.array([3.0, 5.0, 4.0, 7.0]), np.array([3.3, 5.1, 4.8, 7.1])
+    found, test = paired(one, other), ttest_rel(np.log(other), np.log(one))
+    assert found.n == 4
+    assert found.mean == pytest.approx(100 * (math.prod(other / one) ** 0.25 - 1))
+    assert found.p == pytest.approx(test.pvalue)
+    low, high = test.confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((100 * math.expm1(low), 100 * math.expm1(high)))
+
+
+def test_samples_without_spread_need_no_test():
+    assert paired([2.0, 3.0], [2.0, 3.0])[1:] == (0.0, 0.0, 0.0, 1.0)
+    assert paired([1.0, 2.0], [2.0, 4.0]).p == 0.0
+    assert math.isnan(paired([1.0], [2.0]).p)
+    assert paired([], []).n == 0
+
+
+def test_adjusted_p_values_are_benjamini_and_hochberg_s():
+    assert adjusted([0.01, math.nan, 0.04, 0.03]) == pytest.approx([0.03, math.nan, 0.04, 0.04], nan_ok=True)
+
+
+def test_a_table_without_rows_is_written(tmp_path):
+    Table.of("empty", "Nothing", [], {}).save(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
