@@ -1,18 +1,19 @@
 # Names, folders and small helpers that the rules share. What is asked for is decided in gradwire.config, not here.
 import json
 import sys
+from functools import cache
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 from snakemake.utils import validate
 
-from gradwire.compressors.registry import sources
 from gradwire.config import experiment, to_flags
 from gradwire.data.download import SOURCES
 from gradwire.errors import BadInput
 from gradwire.files import write_json
 from gradwire.launch.links import probe
 from gradwire.source import source_digest
+from gradwire.training.settings import modules
 
 
 def why_left_out(run):
@@ -43,6 +44,7 @@ CELL = "{strategy}/{compressor}/ws{world_size}/{link}/seed{seed}"
 RUN = f"{RESULTS}/runs/{CELL}"
 GRADIENTS = f"{RESULTS}/gradients/{CELL}"
 LOGS = f"{RESULTS}/logs"
+PRIORITIES = {run.path: len(RUNS) - at for at, run in enumerate(RUNS)}
 SUMMARIZE = f"gradwire summarize --results_dir {RESULTS}"
 
 
@@ -70,25 +72,20 @@ def cell_json(wildcards):
     return json.dumps(CELLS[wildcards.compressor].flat())
 
 
-def train_source(wildcards):
-    """A digest of the source that a cell's training stands on.
+@cache
+def source_of_cell(label):
+    """A digest of the source that a cell's training stands on."""
+    return source_digest("gradwire.launch.launch", *modules(CELLS[label]))
 
-    Methods and optimizers are imported by name, so no import leads to them; methods of other packages are not ours to
-    watch.
-    """
-    cell = CELLS[wildcards.compressor]
-    named = [source for name in cell.methods for source in sources(name)]
-    if not cell.communication.averages_gradients:
-        named.append(
-            f"gradwire.parallel.optimizers.{cell.communication.comm_optimizer}"
-        )
-    return source_digest("gradwire.launch.launch", "gradwire.training.train", *named)
+
+def train_source(wildcards):
+    """The same of a job's cell."""
+    return source_of_cell(wildcards.compressor)
 
 
 def priority_of(wildcards):
     """Cells start in the order that the experiment draws: the earlier, the higher."""
-    order = [run.path for run in RUNS]
-    return len(order) - order.index(CELL.format(**wildcards))
+    return PRIORITIES[CELL.format(**wildcards)]
 
 
 def world_size_of(wildcards):

@@ -16,6 +16,7 @@ if EXPERIMENT.gradients is not None:
         resources:
             gpu=gpus_needed,
             nodes=1,
+            attempt=attempt_of,
         params:
             source=source_digest("gradwire.launch.launch", "gradwire.gradients.collect"),
             folder=subpath(output[0], ancestor=3),
@@ -36,7 +37,7 @@ if EXPERIMENT.gradients is not None:
             device=EXPERIMENT.training.device,
         shell:
             "export OMP_NUM_THREADS=$(( {threads} > {wildcards.world_size} ? {threads} / {wildcards.world_size} : 1 ));"
-            " gradwire launch --world_size {wildcards.world_size} {params.gpus} --"
+            " gradwire launch --world_size {wildcards.world_size} {params.gpus} --attempt {resources.attempt} --"
             " grads collect --model_dir {input.model:q} --data_path {params.data:q} --output_path {params.folder:q}"
             " --device {params.device} {params.flags:q} --restart > {log:q} 2>&1"
 
@@ -83,6 +84,7 @@ if EXPERIMENT.gradients is not None:
         resources:
             gpu=gpus_needed,
             nodes=1,
+            attempt=attempt_of,
         params:
             source=source_digest("gradwire.launch.launch", "gradwire.gradients.norms"),
             folder=subpath(output[0], parent=True),
@@ -94,6 +96,6 @@ if EXPERIMENT.gradients is not None:
             device=EXPERIMENT.training.device,
         shell:
             "export OMP_NUM_THREADS=$(( {threads} > {wildcards.world_size} ? {threads} / {wildcards.world_size} : 1 ));"
-            " gradwire launch --world_size {wildcards.world_size} {params.gpus} --"
+            " gradwire launch --world_size {wildcards.world_size} {params.gpus} --attempt {resources.attempt} --"
             " norms --model_dir {input.model:q} --data_path {params.data:q} --output_dir {params.folder:q}"
             " --device {params.device} {params.flags:q} > {log:q} 2>&1"

@@ -18,6 +18,7 @@ rule train:
     resources:
         gpu=gpus_needed,
         nodes=1,
+        attempt=attempt_of,
     params:
         source=train_source,
         folder=subpath(output.record, parent=True),
@@ -30,7 +31,9 @@ rule train:
         flags=to_flags(EXPERIMENT.training),
     shell:
         "export OMP_NUM_THREADS=$(( {threads} > {params.ranks} ? {threads} / {params.ranks} : 1 ));"
-        " gradwire launch --world_size {wildcards.world_size} --link {wildcards.link} {params.gpus} --"
+        " gradwire launch --world_size {wildcards.world_size} --link {wildcards.link} {params.gpus}"
+        " --attempt {resources.attempt} --"
         " train --data_path {params.data:q} --output_dir {params.folder:q} --model {params.model:q}"
         " --strategy {wildcards.strategy} --comm_compress {params.method:q} --label {wildcards.compressor:q}"
-        " --comm_config_json {params.cell:q} --seed {wildcards.seed} {params.flags:q} > {log:q} 2>&1"
+        " --comm_config_json {params.cell:q} --seed {wildcards.seed} --resume --restart {params.flags:q}"
+        " > {log:q} 2>&1"

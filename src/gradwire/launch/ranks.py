@@ -210,10 +210,10 @@ def _precedence(told: Mapping[str, Any] | None, code: int) -> tuple[int, float]:
     """Sorts first causes before what follows from them, and within a kind by time.
 
     The kinds: a rank's word on itself; a rank that was killed; one that only lost a peer, or ended without a word; one
-    that was asked to end, as the launcher does when another has failed.
+    that was asked to end, as the launcher does when another has failed, and saved; one that was and did not.
     """
     if told is None:
-        return 3 if code == -signal.SIGTERM else 1 if code < 0 else 2, 0.0
+        return 4 if code == -signal.SIGTERM else 1 if code < 0 else 2, 0.0
     return 3 if told["exit_code"] == Stopped.exit_code else 2 if told["lost_peer"] else 0, told["time"]
 
 
