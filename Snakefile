@@ -29,6 +29,7 @@ rule all:
 
 
 onstart:
+    claim_folders()
     write_expected()
 
 

@@ -27,6 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=json.loads, default={}, help="what each rank does, by its number")
     parser.add_argument("--bad_data", action="store_true")
     parser.add_argument("--world_size", type=int)
+    parser.add_argument("--device", default="cpu")
 
 
 def beside(args: argparse.Namespace) -> Path:
@@ -41,6 +42,7 @@ def preflight(args: argparse.Namespace) -> None:
 def main(args: argparse.Namespace) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *THREADS)
     environment = {name: os.environ[name] for name in names} | {"pid": os.getpid()}
+    environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES")
     write_json(args.output_dir / f"started{os.environ['RANK']}.json", environment)
     deed = args.ranks.get(os.environ["RANK"], "wait" if args.ranks else "end")
     if deed in TRAINS:

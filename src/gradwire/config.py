@@ -417,7 +417,9 @@ class Experiment(Strict):
     name: Name = Field(description="the experiment's folder under results/")
     dataset: Dataset = Field(default_factory=Dataset)
     model: str = Field("tiny", description="a preset (tiny, 62m) or a saved model's folder")
-    timing: bool = Field(False, description="one run at a time, so that its times are its own")
+    timing: bool | None = Field(
+        None, description="one run at a time, so that its times are its own; default: where there are links"
+    )
     quality_from: str | None = Field(
         None,
         description="results.jsonl of another experiment; its perplexities stand for the same labels'",
@@ -468,6 +470,11 @@ class Experiment(Strict):
     def needs_links(self) -> bool:
         """Whether a run wants a link of a chosen rate."""
         return any(run.link != UNSHAPED for run in self.runs())
+
+    @property
+    def timed(self) -> bool:
+        """Whether times are what the experiment is about."""
+        return self.needs_links if self.timing is None else self.timing
 
     def gradient_runs(self, runs: Iterable[Run]) -> list[Run]:
         """Those of ``runs`` whose per-sample gradients are collected."""

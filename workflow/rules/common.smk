@@ -1,5 +1,6 @@
 # Names, folders and small helpers that the rules share. What is asked for is decided in gradwire.config, not here.
 import json
+import os
 import sys
 from functools import cache
 from pathlib import Path
@@ -10,7 +11,8 @@ from snakemake.utils import validate
 from gradwire.config import experiment, to_flags
 from gradwire.data.download import SOURCES
 from gradwire.errors import BadInput
-from gradwire.files import write_json
+from gradwire.files import claim, write_json
+from gradwire.launch.keeper import KEEPER
 from gradwire.launch.links import probe
 from gradwire.source import source_digest
 from gradwire.training.settings import modules
@@ -24,8 +26,10 @@ def why_left_out(run):
     )
 
 
-# `gradwire` stands beside Snakemake's own Python.
-shell.prefix(f"PATH=$PATH:{Path(sys.executable).parent}; ")
+# `gradwire` stands beside Snakemake's own Python, and ends with the Snakemake that started it.
+shell.prefix(
+    f"PATH=$PATH:{Path(sys.executable).parent}; export {KEEPER}={os.getpid()}; "
+)
 
 # Defaults are not filled in here: gradwire.config does that.
 validate(config, "../schemas/config.schema.json", set_default=False)
@@ -45,6 +49,7 @@ RUN = f"{RESULTS}/runs/{CELL}"
 GRADIENTS = f"{RESULTS}/gradients/{CELL}"
 LOGS = f"{RESULTS}/logs"
 PRIORITIES = {run.path: len(RUNS) - at for at, run in enumerate(RUNS)}
+CLAIMED = []  # locks, which hold as long as somebody keeps them
 SUMMARIZE = f"gradwire summarize --results_dir {RESULTS}"
 
 
@@ -95,7 +100,7 @@ def world_size_of(wildcards):
 
 def train_threads(wildcards):
     """A core for each rank; the whole machine where times are what the experiment is about."""
-    whole = workflow.cores if EXPERIMENT.timing else None
+    whole = workflow.cores if EXPERIMENT.timed else None
     return whole or world_size_of(
         wildcards
     )  # executors other than the local one know no cores
@@ -103,7 +108,7 @@ def train_threads(wildcards):
 
 def ranks_at_most(wildcards):
     """How many ranks share the cores; the most of any run in a timing experiment, or fewer ranks would be faster ones."""
-    if EXPERIMENT.timing:
+    if EXPERIMENT.timed:
         return max(run.world_size for run in RUNS)
     return int(wildcards.world_size)
 
@@ -118,9 +123,28 @@ def granted_gpus(wildcards, resources):
     return f"--gpus {resources.gpu}" if gpus_needed(wildcards) else ""
 
 
+def alone_of(wildcards):
+    """A timing experiment's cells have the machine for themselves, also from other experiments' cells."""
+    return "--alone" if EXPERIMENT.timed else ""
+
+
 def attempt_of(wildcards, attempt):
     """The number of the try, so that a verb does not repeat what ended by bad input."""
     return attempt
+
+
+def claim_folders():
+    """One Snakemake at a time works on an experiment, and none on data that others read.
+
+    Snakemake's own locks would be left behind by one that was killed.
+    """
+    jobs = {job.rule.name for job in workflow.dag.needrun_jobs()}
+    reads_only = not jobs & {"download", "tokenizer", "shards"}
+    try:
+        CLAIMED.append(claim(Path(RESULTS) / ".lock"))
+        CLAIMED.append(claim(Path(CORPUS) / ".lock", share=reads_only))
+    except BadInput as error:
+        raise WorkflowError(str(error)) from None
 
 
 def write_expected():
@@ -130,7 +154,7 @@ def write_expected():
             **run._asdict(),
             "excluded": why_left_out(run),
             "quality_from": EXPERIMENT.quality_from,
-            "shared": not EXPERIMENT.timing,
+            "shared": not EXPERIMENT.timed,
         }
         for run in EXPERIMENT.asked()
     ]

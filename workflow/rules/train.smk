@@ -27,11 +27,12 @@ rule train:
         method=method_of,
         cell=cell_json,
         gpus=granted_gpus,
+        alone=alone_of,
         ranks=ranks_at_most,
         flags=to_flags(EXPERIMENT.training),
     shell:
         "export OMP_NUM_THREADS=$(( {threads} > {params.ranks} ? {threads} / {params.ranks} : 1 ));"
-        " gradwire launch --world_size {wildcards.world_size} --link {wildcards.link} {params.gpus}"
+        " gradwire launch --world_size {wildcards.world_size} --link {wildcards.link} {params.gpus} {params.alone}"
         " --attempt {resources.attempt} --"
         " train --data_path {params.data:q} --output_dir {params.folder:q} --model {params.model:q}"
         " --strategy {wildcards.strategy} --comm_compress {params.method:q} --label {wildcards.compressor:q}"

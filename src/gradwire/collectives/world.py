@@ -14,9 +14,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import BadInput, RunFault, unknown
-from gradwire.seat import BACKENDS, DEVICES, Seat, seat
-
-TIMEOUT = timedelta(seconds=60)  # of starting up and of each collective
+from gradwire.seat import BACKENDS, DEVICES, TIMEOUT, Seat, seat
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,9 @@ def choose(backend: str, device: str, world_size: int, gpus: int) -> Choice:
 
 
 @contextmanager
-def process_group(*, backend: str = "auto", device: str = "auto", here: Seat | None = None) -> Iterator[World]:
+def process_group(
+    *, backend: str = "auto", device: str = "auto", here: Seat | None = None, timeout: float = TIMEOUT
+) -> Iterator[World]:
     """Join the process group and leave it at the end; a process without peers needs no port.
 
     After an exception the group of several ranks is left standing: destroying it waits for collectives that the peers
@@ -86,6 +86,7 @@ def process_group(*, backend: str = "auto", device: str = "auto", here: Seat | N
         backend: ``auto``, ``nccl`` or ``gloo``, as in :func:`choose`.
         device: ``auto``, ``cpu`` or ``cuda``, as in :func:`choose`.
         here: This process's place among the ranks; by default the one that torchrun's environment gives, else alone.
+        timeout: Seconds for starting up and for each collective.
 
     Raises:
         BadInput: If the environment is incomplete, there is no CUDA, or the port is in use.
@@ -100,7 +101,7 @@ def process_group(*, backend: str = "auto", device: str = "auto", here: Seat | N
     if choice.device_type == "cuda":
         where = torch.device("cuda", here.local_rank % gpus)
         torch.cuda.set_device(where)
-    _join(here, choice.backend, where)
+    _join(here, choice.backend, where, timedelta(seconds=timeout))
     finished = False
     try:
         yield World(here.rank, here.local_rank, here.world_size, choice.backend, where)
@@ -110,11 +111,11 @@ def process_group(*, backend: str = "auto", device: str = "auto", here: Seat | N
             dist.destroy_process_group()
 
 
-def _join(here: Seat, backend: str, device: torch.device) -> None:
+def _join(here: Seat, backend: str, device: torch.device, timeout: timedelta) -> None:
     """Initialise the default process group and wait until all ranks are there."""
     bound = device if backend == "nccl" else None
     if here.master_port is None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT, device_id=bound)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound)
         return
     address = f"{here.master_addr}:{here.master_port}"
     try:
@@ -123,10 +124,12 @@ def _join(here: Seat, backend: str, device: torch.device) -> None:
             init_method=f"tcp://{address}",
             rank=here.rank,
             world_size=here.world_size,
-            timeout=TIMEOUT,
+            timeout=timeout,
             device_id=bound,
         )
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         if "EADDRINUSE" in str(error):
             raise BadInput(f"{address} is in use: give another --master_port.") from None
-        raise RunFault(f"not all {here.world_size} ranks met at {address} within {TIMEOUT.seconds} s.") from error
+        raise RunFault(
+            f"not all {here.world_size} ranks met at {address} within {timeout.total_seconds():g} s."
+        ) from error

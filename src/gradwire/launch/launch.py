@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from gradwire.errors import BadInput
 from gradwire.failures import clear_failure, refuse_again, write_failure
-from gradwire.launch import links
+from gradwire.launch import leases, links
 from gradwire.launch.ranks import LAUNCHERS, RankFailure, check_address, environment, start
 from gradwire.units import UNSHAPED
 
@@ -28,6 +30,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="give each rank a network of its own and a cable of this rate (such as 100mbit); none: the machine's own",
     )
     parser.add_argument("--gpus", type=int, help="GPUs that a scheduler granted; fewer than --world_size are refused")
+    parser.add_argument(
+        "--alone",
+        action="store_true",
+        help="for times: start when no other cell runs on this machine, and let none start before this one ends",
+    )
     parser.add_argument(
         "--attempt", type=int, default=1, help="above 1, do not try again what ended by bad input (Snakemake's attempt)"
     )
@@ -53,7 +60,8 @@ def main(args: argparse.Namespace) -> None:
         child.world_size = args.world_size
         if hasattr(module, "preflight"):
             module.preflight(child)
-        _start(args)
+        with _leased(args, child):
+            _start(args)
     except Exception as error:
         if isinstance(error, RankFailure):
             sys.stderr.write(error.traceback)
@@ -62,6 +70,14 @@ def main(args: argparse.Namespace) -> None:
         raise
     if folder is not None:
         clear_failure(folder, verb)
+
+
+@contextmanager
+def _leased(args: argparse.Namespace, child: argparse.Namespace) -> Iterator[None]:
+    """Hold what the ranks use: this machine, alone or with other cells, and a GPU for each where the verb uses any."""
+    wanted = leases.wanted_gpus(getattr(child, "device", None), args.world_size)
+    with leases.machine(args.alone), leases.gpus(wanted) as variables, environment(variables):
+        yield
 
 
 def _start(args: argparse.Namespace) -> None:

@@ -22,8 +22,8 @@ from torch import nn
 from gradwire import parallel
 from gradwire.collectives import ops
 from gradwire.collectives.world import World
-from gradwire.errors import BadInput, RunFault
-from gradwire.files import read_json, sha256_file, write_json
+from gradwire.errors import BadInput
+from gradwire.files import read_json, sha256_file, write_json, writing
 
 MANIFEST = "checkpoint.json"
 
@@ -177,19 +177,11 @@ class Checkpoints:
 
 def _write(path: Path, value: dict[str, Any]) -> str:
     """Write tensors and plain data to disk; returns the file's SHA-256."""
-    try:
-        with path.open("wb") as stream:
-            torch.save(value, stream)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except (OSError, RuntimeError) as error:  # torch tells a full disk as a RuntimeError
-        raise RunFault(f"the checkpoint {path} cannot be written: {_cause(error)}") from error
+    with writing(path), path.open("wb") as stream:
+        torch.save(value, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
     return sha256_file(path)
-
-
-def _cause(error: BaseException) -> BaseException:
-    """The system's own word, where torch wrapped it."""
-    return error if isinstance(error, OSError) or error.__context__ is None else _cause(error.__context__)
 
 
 def _read(path: Path, device: Any, mmap: bool = False) -> dict[str, Any]:

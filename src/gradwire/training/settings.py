@@ -11,7 +11,7 @@ from typing import Any
 from gradwire.compressors.registry import sources
 from gradwire.config import FLAGS, Cell, Strategy, Training, check_private, from_flags
 from gradwire.errors import BadInput
-from gradwire.files import digest, read_json
+from gradwire.files import check_writable, digest, read_json
 from gradwire.source import source_digest
 
 
@@ -147,10 +147,11 @@ def check_enough_data(n_samples: int, batch_size: int, world_size: int) -> None:
 
 
 def check_run_folder(folder: Path, identity: str) -> None:
-    """Refuse to write over the finished run of another configuration.
+    """Refuse to write over the finished run of another configuration, or where nothing can be written.
 
     Raises:
         BadInput: If ``folder`` holds the record of a run with another identity.
+        RunFault: If it is read-only.
     """
     record = folder / "record.json"
     if record.exists() and read_json(record).get("identity") != identity:
@@ -158,3 +159,4 @@ def check_run_folder(folder: Path, identity: str) -> None:
             f"{folder} is a run folder of another configuration (its record.json differs in settings or data); "
             "choose another --output_dir or delete it."
         )
+    check_writable(folder)
