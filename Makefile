@@ -1,5 +1,6 @@
 # make run [CONFIG=configs/smoke.yaml]   the experiment, end to end
 # make test                              the tests
+# make test-faults                       faults, each injected from outside, and the rerun after each: a table
 # make test-sweep                        full products of which `make test` takes a selection
 # make lint                              ruff, mypy, snakefmt, snakemake --lint
 PYTHON ?= python3
@@ -9,7 +10,7 @@ CORES ?= all
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test test-sweep lint format schema lock
+.PHONY: run test test-faults test-sweep lint format schema lock
 
 run: $(READY)
 	$(BIN)/snakemake --cores $(CORES) --configfile $(CONFIG)
@@ -17,6 +18,9 @@ run: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+test-faults: $(READY)
+	$(BIN)/python -m pytest -m faults --durations=0 tests/faults
 
 test-sweep: $(READY)
 	$(BIN)/python -m pytest -m sweep

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
+from ipaddress import ip_address
 from typing import Any, NamedTuple
 
 from gradwire.errors import BadInput
@@ -80,6 +81,14 @@ def seat(given: Mapping[str, Any], environment: Mapping[str, str]) -> Seat:
     if not 0 <= found.rank < found.world_size:
         raise BadInput(f"--rank {found.rank} with --world_size {found.world_size}: ranks count from 0 below the size.")
     return found
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address can be reached from this machine alone."""
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
 
 
 def _from_environment(chosen: Mapping[str, Any], environment: Mapping[str, str]) -> Seat:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from gradwire.collectives import store
 from gradwire.errors import BadInput, RunFault, unknown
-from gradwire.seat import BACKENDS, DEVICES, TIMEOUT, Seat, seat
+from gradwire.seat import BACKENDS, DEVICES, TIMEOUT, Seat, is_loopback, seat
 
 
 @dataclass(frozen=True)
@@ -121,15 +123,26 @@ def _join(here: Seat, backend: str, device: torch.device, timeout: timedelta) ->
     try:
         dist.init_process_group(
             backend,
-            init_method=f"tcp://{address}",
+            **_meeting_point(here, timeout),
             rank=here.rank,
             world_size=here.world_size,
             timeout=timeout,
             device_id=bound,
         )
-    except (dist.DistNetworkError, dist.DistStoreError) as error:
-        if "EADDRINUSE" in str(error):
+    except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
+        if "EADDRINUSE" in str(error) or getattr(error, "errno", None) == errno.EADDRINUSE:
             raise BadInput(f"{address} is in use: give another --master_port.") from None
+        if isinstance(error, OSError):
+            raise
         raise RunFault(
             f"not all {here.world_size} ranks met at {address} within {timeout.total_seconds():g} s."
         ) from error
+
+
+def _meeting_point(here: Seat, timeout: timedelta) -> dict[str, Any]:
+    """Where the ranks meet, as `init_process_group` takes it: on loopback a store of ours, that no one else reaches."""
+    assert here.master_port is not None
+    if not is_loopback(here.master_addr):
+        return {"init_method": f"tcp://{here.master_addr}:{here.master_port}"}
+    hosts = here.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return {"store": (store.serve if hosts else store.join)(here.master_addr, here.master_port, timeout)}

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from gradwire.errors import FAULT, BadInput, GradwireError, RunFault, Stopped
 from gradwire.failures import RANK_FAILURES, rank_failures
 from gradwire.launch.keeper import KEEPER
+from gradwire.seat import is_loopback
 
 GRACE = 30.0  # seconds that ranks get to end by themselves before they are killed; torchrun gives as many
 # A rank's threads. Snakemake sets all of these to the whole job's, and MKL heeds its own before OpenMP's; ranks that
@@ -88,6 +89,8 @@ def start(
     to_sigterm = _on((signal.SIGINT, signal.SIGHUP), lambda: signal.raise_signal(signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="gradwire-launch-") as folder, to_sigterm:
         mine = {RANK_FAILURES: folder, KEEPER: str(os.getpid())}
+        if is_loopback(master_addr):
+            mine["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
         with environment(mine | dict.fromkeys(THREADS, _threads(world_size))):
             ended = LAUNCHERS[launcher](list(command), world_size, master_addr, master_port)
         if ended.codes or ended.stopped:
@@ -116,18 +119,21 @@ def spawn(command: list[str], world_size: int, master_addr: str, master_port: in
 def torchrun(command: list[str], world_size: int, master_addr: str, master_port: int) -> Ended:
     """Start the ranks as ``torchrun --nproc_per_node`` does, in this process so that torch is imported once.
 
-    Port 0 is ``--standalone``, any other ``--master_port``. There are no restarts, and the agent's own log is silent.
+    Port 0 takes a free one. There are no restarts, and the agent's own log is silent.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from gradwire.launch import meeting
+
+    static = "static" if master_port else "c10d"
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=world_size,
         run_id=str(uuid.uuid4()),
-        rdzv_backend="static" if master_port else "c10d",
+        rdzv_backend=meeting.register() if is_loopback(master_addr) else static,
         rdzv_endpoint=f"{master_addr}:{master_port}",
         rdzv_configs={"rank": 0} if master_port else {},
         local_addr=master_addr,
