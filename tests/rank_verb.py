@@ -47,8 +47,8 @@ def main(args: argparse.Namespace) -> None:
     deed = args.ranks.get(os.environ["RANK"], "wait" if args.ranks else "end")
     if deed in TRAINS:
         train(*TRAINS[deed], args.output_dir)
-    elif deed == "transfer":
-        transfer(args.output_dir)
+    elif deed in ("transfer", "gather"):
+        {"transfer": transfer, "gather": gather}[deed](args.output_dir)
     else:
         DEEDS[deed]()
 
@@ -152,6 +152,15 @@ def transfer(folder: Path) -> None:
         torch.distributed.barrier()
         found["broadcast"] = link.transmitted_since(before)
         write_json(folder / f"transfer{world.rank}.json", found)
+
+
+def gather(folder: Path) -> None:
+    """Join the others, say so, and wait."""
+    from gradwire.collectives.world import process_group
+
+    with process_group(device="cpu") as world:
+        write_json(folder / f"joined{world.rank}.json", {})
+        wait()
 
 
 DEEDS = {deed.__name__: deed for deed in (refuse, kill, stumble, wait, save, reduce, desert)} | {"end": lambda: None}

@@ -11,6 +11,7 @@ import argparse
 import itertools
 import json
 import random
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -84,7 +85,8 @@ class Dataset(Strict):
         path = Path(self.data_path)
         if not path.is_file():
             raise BadInput(f"dataset.data_path: there is no file {path}.")
-        return f"{path.stem}/{digest([sha256_file(path), self.max_mb, *([self.id_from] if self.id_from else [])])}"
+        stem = re.sub(r"[^A-Za-z0-9._+-]+", "_", path.stem)  # it becomes a folder
+        return f"{stem}/{digest([sha256_file(path), self.max_mb, *([self.id_from] if self.id_from else [])])}"
 
     @property
     def tokens_folder(self) -> str:

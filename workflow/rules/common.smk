@@ -67,6 +67,15 @@ def of_runs(pattern, runs):
     return [pattern.format(**run._asdict()) for run in runs]
 
 
+def literal(value):
+    """`value` as a param in which Snakemake looks for no wildcards, for it may hold braces."""
+
+    def param(wildcards):
+        return value
+
+    return param
+
+
 def method_of(wildcards):
     """The compressor method of a cell."""
     return CELLS[wildcards.compressor].method

@@ -23,7 +23,7 @@ rule train:
         source=train_source,
         folder=subpath(output.record, parent=True),
         data=subpath(input.shards, parent=True),
-        model=EXPERIMENT.model,
+        model=literal(EXPERIMENT.model),
         method=method_of,
         cell=cell_json,
         gpus=granted_gpus,
