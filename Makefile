@@ -1,5 +1,6 @@
 # make run [CONFIG=configs/smoke.yaml]   the experiment, end to end
 # make test                              the tests
+# make test-faults                       faults, each injected from outside, and the rerun after each: a table
 # make test-sweep                        full products of which `make test` takes a selection
 # make test-slurm                        the smoke experiment on a Slurm of its own; needs root and Debian's slurm-wlm, munge
 # make lint                              ruff, mypy, snakefmt, snakemake --lint
@@ -10,7 +11,7 @@ CORES ?= all
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test test-sweep test-slurm lint format schema lock
+.PHONY: run test test-faults test-sweep test-slurm lint format schema lock
 
 run: $(READY)
 	@folder=results/$$($(BIN)/python -c "import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))['name'])" $(CONFIG)); \
@@ -21,6 +22,9 @@ run: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+test-faults: $(READY)
+	$(BIN)/python -m pytest -m faults --durations=0 tests/faults
 
 test-sweep: $(READY)
 	$(BIN)/python -m pytest -m sweep

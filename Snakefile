@@ -33,6 +33,7 @@ rule all:
 
 
 onstart:
+    claim_folders()
     write_expected()
 
 

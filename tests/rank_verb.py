@@ -27,6 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=json.loads, default={}, help="what each rank does, by its number")
     parser.add_argument("--bad_data", action="store_true")
     parser.add_argument("--world_size", type=int)
+    parser.add_argument("--device", default="cpu")
 
 
 def beside(args: argparse.Namespace) -> Path:
@@ -41,12 +42,13 @@ def preflight(args: argparse.Namespace) -> None:
 def main(args: argparse.Namespace) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *THREADS)
     environment = {name: os.environ[name] for name in names} | {"pid": os.getpid()}
+    environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES")
     write_json(args.output_dir / f"started{os.environ['RANK']}.json", environment)
     deed = args.ranks.get(os.environ["RANK"], "wait" if args.ranks else "end")
     if deed in TRAINS:
         train(*TRAINS[deed], args.output_dir)
-    elif deed == "transfer":
-        transfer(args.output_dir)
+    elif deed in ("transfer", "gather"):
+        {"transfer": transfer, "gather": gather}[deed](args.output_dir)
     else:
         DEEDS[deed]()
 
@@ -150,6 +152,15 @@ def transfer(folder: Path) -> None:
         torch.distributed.barrier()
         found["broadcast"] = link.transmitted_since(before)
         write_json(folder / f"transfer{world.rank}.json", found)
+
+
+def gather(folder: Path) -> None:
+    """Join the others, say so, and wait."""
+    from gradwire.collectives.world import process_group
+
+    with process_group(device="cpu") as world:
+        write_json(folder / f"joined{world.rank}.json", {})
+        wait()
 
 
 DEEDS = {deed.__name__: deed for deed in (refuse, kill, stumble, wait, save, reduce, desert)} | {"end": lambda: None}

@@ -232,13 +232,14 @@ def test_a_signal_ends_all_ranks(tmp_path, launcher, deed, number, code):
     assert not any(Path(f"/proc/{rank['pid']}").exists() for rank in started(tmp_path).values())
 
 
-def told(code: int, at: float, lost_peer: bool = False) -> dict:
+def told(code: int, at: float, lost_peer: bool = False, timed_out: bool = False) -> dict:
     return {
         "reason": f"code {code}.",
         "exit_code": code,
         "last_step": 4,
         "time": at,
         "lost_peer": lost_peer,
+        "timed_out": timed_out,
         "traceback": "",
     }
 
@@ -260,6 +261,15 @@ def test_the_first_cause_wins(codes, messages, rank, code):
     assert isinstance(cause, RankFailure)
     assert (cause.rank, cause.exit_code) == (rank, code)
     assert str(cause).startswith(f"rank {rank}: ")
+
+
+def test_a_rank_that_others_waited_for_in_vain_hung_unless_it_was_killed():
+    waited = {0: told(3, 1.0, lost_peer=True, timed_out=True)}
+    cause = first_cause(Ended({0: 3, 1: -9}), waited)
+    assert (cause.rank, cause.exit_code) == (1, 3)
+    assert "rank 1: hung: rank 0 waited for it in vain (code 3.)" in str(cause)
+    lost = {0: told(3, 1.0, lost_peer=True)}
+    assert "was killed by SIGKILL" in str(first_cause(Ended({0: 3, 1: -9}), lost))
 
 
 def test_a_stop_is_resumable_if_a_rank_says_so():

@@ -52,7 +52,8 @@ def test_rank_flags_reach_the_seat():
     parser = argparse.ArgumentParser()
     add_rank_arguments(parser)
     args = parser.parse_args(["--world_size", "2", "--rank", "1", "--master_port", "77", "--device", "cpu"])
-    assert rank_options(args) == {"backend": "auto", "device": "cpu", "here": Seat(1, 1, 2, "127.0.0.1", 77)}
+    here = Seat(1, 1, 2, "127.0.0.1", 77)
+    assert rank_options(args) == {"backend": "auto", "device": "cpu", "here": here, "timeout": 60.0}
 
 
 @pytest.mark.parametrize(

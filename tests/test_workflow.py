@@ -155,6 +155,18 @@ def test_an_experiment_runs_fails_in_one_cell_and_reruns_only_what_a_change_touc
     }
     checkout.configure(SMALL)
 
+    # A new compressor adds its own cells; one that is taken away leaves the others as they are.
+    checkout.configure({**SMALL, "compressors": {**SMALL["compressors"], "fp16": {}}})
+    assert checkout.jobs() == {"train": 1, "trace": 1, "perplexity": 1, "summarize": 1, "all": 1}
+    checkout.configure({**SMALL, "compressors": {"none": {}}})
+    assert checkout.jobs() == {"summarize": 1, "all": 1}
+
+    # Another way to train is for all cells, and for no data.
+    checkout.configure({**SMALL, "training": {**SMALL["training"], "lr": 0.01}})
+    changed = checkout.jobs()
+    assert changed["train"] == 2 and not {"download", "tokenizer", "shards"} & changed.keys()
+    checkout.configure(SMALL)
+
     # An edit re-runs what stands on it: the report trains nothing, a method retrains its own cells.
     checkout.edit("src/gradwire/report/table.py")
     assert checkout.jobs() == {"summarize": 1, "report": 1, "all": 1}

@@ -19,6 +19,7 @@ from typing import NamedTuple, NoReturn
 from gradwire import __version__
 from gradwire.errors import BAD_INPUT, DONE, GradwireError, unknown
 from gradwire.failures import clear_failure, exit_code, reason, refuse_again, report_rank_failure, write_failure
+from gradwire.launch import keeper
 
 
 class Verb(NamedTuple):
@@ -142,6 +143,7 @@ def main(words: Sequence[str]) -> int:
 
 def entry() -> NoReturn:
     """The console script."""
+    keeper.watch()
     code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()

@@ -11,6 +11,7 @@ import argparse
 import itertools
 import json
 import random
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -84,7 +85,8 @@ class Dataset(Strict):
         path = Path(self.data_path)
         if not path.is_file():
             raise BadInput(f"dataset.data_path: there is no file {path}.")
-        return f"{path.stem}/{digest([sha256_file(path), self.max_mb, *([self.id_from] if self.id_from else [])])}"
+        stem = re.sub(r"[^A-Za-z0-9._+-]+", "_", path.stem)  # it becomes a folder
+        return f"{stem}/{digest([sha256_file(path), self.max_mb, *([self.id_from] if self.id_from else [])])}"
 
     @property
     def tokens_folder(self) -> str:
@@ -107,7 +109,8 @@ class Training(Strict):
     weight_decay: float = Field(0.1, ge=0, description="AdamW's weight decay, on matrices only")
     clip_grad_norm: float = Field(1.0, gt=0, description="the global gradient norm is clipped to this")
     eval_every: int = Field(20, ge=0, description="steps between evaluations; 0: only at the end")
-    checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0: none")
+    checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0: only when stopped by a signal")
+    keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints that stay")
     evaluate: bool = Field(True, description="evaluate after the last step; off where only times are of interest")
     profile: bool = Field(True, description="profile some steps on every rank")
     profile_steps: int = Field(3, ge=1, description="steps to profile")
@@ -416,7 +419,9 @@ class Experiment(Strict):
     name: Name = Field(description="the experiment's folder under results/")
     dataset: Dataset = Field(default_factory=Dataset)
     model: str = Field("tiny", description="a preset (tiny, 62m) or a saved model's folder")
-    timing: bool = Field(False, description="one run at a time, so that its times are its own")
+    timing: bool | None = Field(
+        None, description="one run at a time, so that its times are its own; default: where there are links"
+    )
     quality_from: str | None = Field(
         None,
         description="results.jsonl of another experiment; its perplexities stand for the same labels'",
@@ -467,6 +472,11 @@ class Experiment(Strict):
     def needs_links(self) -> bool:
         """Whether a run wants a link of a chosen rate."""
         return any(run.link != UNSHAPED for run in self.runs())
+
+    @property
+    def timed(self) -> bool:
+        """Whether times are what the experiment is about."""
+        return self.needs_links if self.timing is None else self.timing
 
     def gradient_runs(self, runs: Iterable[Run]) -> list[Run]:
         """Those of ``runs`` whose per-sample gradients are collected."""

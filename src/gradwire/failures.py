@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gradwire.errors import FAULT, BadInput, GradwireError
+from gradwire.errors import FAULT, BadInput, GradwireError, RunFault
 from gradwire.files import read_json, write_json
 
 RANK_FAILURES = "GRADWIRE_RANK_FAILURES"  # a folder, set by `gradwire launch` for the ranks it starts
 
 # How gloo, NCCL and the store say that the other side is gone, silent or elsewhere in the program.
 LOST_PEER = ("gloo/transport/", "ncclRemoteError", "DistNetworkError", "DistStoreError")
+
+TIMED_OUT = ("Timed out", "timed out", "timeout", "Timeout")
 
 
 def exit_code(error: BaseException) -> int:
@@ -35,6 +38,11 @@ def lost_peer(error: BaseException) -> bool:
     return any(sign in f"{type(link).__name__}: {link}" for link in _chain(error) for sign in LOST_PEER)
 
 
+def timed_out(error: BaseException) -> bool:
+    """Whether another rank was not lost but silent."""
+    return lost_peer(error) and any(sign in str(link) for link in _chain(error) for sign in TIMED_OUT)
+
+
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
     """The error and what led to it, as far as a traceback would show it."""
     while error is not None:
@@ -48,13 +56,22 @@ def failure_file(folder: Path, verb: str) -> Path:
 
 
 def write_failure(folder: Path, verb: str, error: BaseException) -> None:
-    """Write why a verb failed, its exit code, the rank (null if there were none) and the last finished step."""
-    write_json(failure_file(folder, verb), {"verb": verb, "rank": getattr(error, "rank", None), **_told(error)})
+    """Write why a verb failed, its exit code, the rank (null if there were none) and the last finished step.
+
+    Where that cannot be written, as on a full disk, it is said, and the failure itself is what counts.
+    """
+    path = failure_file(folder, verb)
+    try:
+        write_json(path, {"verb": verb, "rank": getattr(error, "rank", None), **_told(error)})
+    except RunFault as problem:
+        print(f"gradwire: NOTE: {problem}", file=sys.stderr)
 
 
 def clear_failure(folder: Path, verb: str) -> None:
     """Remove the file that an earlier failure of this verb left."""
-    failure_file(folder, verb).unlink(missing_ok=True)
+    path = failure_file(folder, verb)
+    if path.exists():
+        path.unlink(missing_ok=True)  # another rank may be quicker
 
 
 def refuse_again(folder: Path, verb: str) -> None:
@@ -81,7 +98,13 @@ def report_rank_failure(error: BaseException) -> bool:
     trace = "" if isinstance(error, GradwireError) else "".join(traceback.format_exception(error))
     write_json(
         Path(folder) / f"rank{rank}.json",
-        {"rank": rank, **_told(error), "lost_peer": lost_peer(error), "traceback": trace},
+        {
+            "rank": rank,
+            **_told(error),
+            "lost_peer": lost_peer(error),
+            "timed_out": timed_out(error),
+            "traceback": trace,
+        },
     )
     return True
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -9,9 +11,48 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from gradwire.errors import BadInput
+from gradwire.errors import BadInput, RunFault
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Tell in one line that the disk or its permissions forbid to write ``path``, whichever library met that.
+
+    Raises:
+        RunFault: Then.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (cause := _of_the_disk(error)) is None:
+            raise
+        raise RunFault(f"{path} cannot be written: {cause}.") from error
+
+
+def check_writable(folder: Path) -> None:
+    """Find out whether files can be made in ``folder``, which is made if need be.
+
+    Raises:
+        RunFault: If not.
+    """
+    with whole(Path(folder) / ".writable") as part:
+        part.touch()
+    (Path(folder) / ".writable").unlink()
+
+
+def _of_the_disk(error: BaseException | None) -> str | None:
+    """The system's word, if the disk is what an error is about; libraries wrap it, or only quote it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in DISK:
+            return os.strerror(error.errno)
+        if os.strerror(errno.ENOSPC) in str(error):
+            return os.strerror(errno.ENOSPC)
+        error = error.__cause__ or error.__context__
+    return None
 
 
 @contextmanager
@@ -21,16 +62,17 @@ def whole(path: Path) -> Iterator[Path]:
     On an exception the part is removed and ``path`` is left as it was.
     """
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    try:
-        yield part
-        with part.open("rb") as written:
-            os.fsync(written.fileno())
-        part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield part
+            with part.open("rb") as written:
+                os.fsync(written.fileno())
+            part.replace(path)
+        except BaseException:
+            part.unlink(missing_ok=True)
+            raise
 
 
 @contextmanager
@@ -40,21 +82,45 @@ def whole_folder(path: Path) -> Iterator[Path]:
     On an exception the part is removed and ``path`` is left as it was. What a killed process left is removed first.
     """
     path = Path(path)
-    for left in path.parent.glob(f"{path.name}.*.part"):
-        shutil.rmtree(left)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    part.mkdir(parents=True)
+    with writing(path):
+        for left in path.parent.glob(f"{path.name}.*.part"):
+            shutil.rmtree(left)
+        part.mkdir(parents=True)
+        try:
+            yield part
+            for file in filter(Path.is_file, part.rglob("*")):
+                with file.open("rb") as written:
+                    os.fsync(written.fileno())
+            if path.exists():
+                shutil.rmtree(path)
+            part.replace(path)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+
+
+def claim(path: Path, *, share: bool = False) -> IO[str]:
+    """Lock a file until it is closed or this process ends; ``share`` admits others that share.
+
+    Raises:
+        BadInput: If another process has it, with that process's number.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stream = path.open("a+")
     try:
-        yield part
-        for file in filter(Path.is_file, part.rglob("*")):
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-        if path.exists():
-            shutil.rmtree(path)
-        part.replace(path)
-    except BaseException:
-        shutil.rmtree(part, ignore_errors=True)
-        raise
+        fcntl.flock(stream, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.seek(0)
+        holder = stream.read().strip()
+        stream.close()
+        raise BadInput(
+            f"{path.parent} is in use by another process ({holder}): wait for it, or work in a copy of this folder."
+        ) from None
+    stream.truncate(0)
+    stream.write(str(os.getpid()))
+    stream.flush()
+    return stream
 
 
 def write_text(path: Path, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
+from ipaddress import ip_address
 from typing import Any, NamedTuple
 
 from gradwire.errors import BadInput
@@ -12,6 +13,7 @@ from gradwire.errors import BadInput
 BACKENDS = ("auto", "nccl", "gloo")
 DEVICES = ("auto", "cpu", "cuda")
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"  # how many of the ranks are on this machine; set by torchrun
+TIMEOUT = 60.0  # seconds for starting up and for each collective
 
 
 class Seat(NamedTuple):
@@ -39,16 +41,22 @@ def add_seat_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--local_rank", type=int, help="its GPU on this machine (default: the rank)")
     group.add_argument("--master_addr", help="where rank 0 listens (default: 127.0.0.1)")
     group.add_argument("--master_port", type=int, help="the port rank 0 listens on")
+    group.add_argument(
+        "--timeout", type=float, default=TIMEOUT, metavar="S", help="seconds that a rank waits for the others"
+    )
 
 
 def rank_options(args: argparse.Namespace) -> dict[str, Any]:
     """The keyword arguments of :func:`gradwire.collectives.world.process_group` that a verb's arguments give.
 
     Raises:
-        BadInput: If the flags disagree with torchrun's environment, or are incomplete.
+        BadInput: If the flags disagree with torchrun's environment, are incomplete or out of range.
     """
     given = {name: getattr(args, name) for name in Seat._fields}
-    return {"backend": args.backend, "device": args.device, "here": seat(given, os.environ)}
+    if args.timeout <= 0:
+        raise BadInput(f"--timeout {args.timeout:g}: a rank waits for the others for more than 0 seconds.")
+    here = seat(given, os.environ)
+    return {"backend": args.backend, "device": args.device, "here": here, "timeout": args.timeout}
 
 
 def seat(given: Mapping[str, Any], environment: Mapping[str, str]) -> Seat:
@@ -79,6 +87,14 @@ def seat(given: Mapping[str, Any], environment: Mapping[str, str]) -> Seat:
 def ranks_here(world_size: int) -> int:
     """How many of the ranks are on this machine: what torchrun or the launcher says, else all of them."""
     return int(os.environ.get(LOCAL_WORLD_SIZE, world_size))
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address can be reached from this machine alone."""
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
 
 
 def _from_environment(chosen: Mapping[str, Any], environment: Mapping[str, str]) -> Seat:

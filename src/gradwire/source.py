@@ -53,6 +53,8 @@ def closure(modules: tuple[str, ...], package: Path = PACKAGE) -> dict[str, byte
 
 def module_file(name: str, package: Path = PACKAGE) -> Path | None:
     """The file of a module or package by its full name; None if this package has none of that name."""
+    if name.partition(".")[0] != package.name:  # like most imports: no look at the disk
+        return None
     path = package.parent.joinpath(*name.split("."))
     candidates = (path.with_name(f"{path.name}.py"), path / "__init__.py")
     return next((file for file in candidates if file.is_relative_to(package) and file.is_file()), None)

@@ -1,18 +1,21 @@
 # Names, folders and small helpers that the rules share. What is asked for is decided in gradwire.config, not here.
 import json
+import os
 import sys
+from functools import cache
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 from snakemake.utils import validate
 
-from gradwire.compressors.registry import sources
 from gradwire.config import experiment, to_flags
 from gradwire.data.download import SOURCES
 from gradwire.errors import BadInput
-from gradwire.files import write_json
+from gradwire.files import claim, write_json
+from gradwire.launch.keeper import KEEPER
 from gradwire.launch.links import probe
 from gradwire.source import source_digest
+from gradwire.training.settings import modules
 
 
 def why_left_out(run):
@@ -23,8 +26,10 @@ def why_left_out(run):
     )
 
 
-# `gradwire` stands beside Snakemake's own Python.
-shell.prefix(f"PATH=$PATH:{Path(sys.executable).parent}; ")
+# `gradwire` stands beside Snakemake's own Python, and ends with the Snakemake that started it.
+shell.prefix(
+    f"PATH=$PATH:{Path(sys.executable).parent}; export {KEEPER}={os.getpid()}; "
+)
 
 # How many ranks a node takes is a matter of the machine, so a profile says it (`config: ranks_per_node=8`).
 RANKS_PER_NODE = config.pop("ranks_per_node", None)
@@ -52,6 +57,8 @@ CELL = "{strategy}/{compressor}/ws{world_size}/{link}/seed{seed}"
 RUN = f"{RESULTS}/runs/{CELL}"
 GRADIENTS = f"{RESULTS}/gradients/{CELL}"
 LOGS = f"{RESULTS}/logs"
+PRIORITIES = {run.path: len(RUNS) - at for at, run in enumerate(RUNS)}
+CLAIMED = []  # locks, which hold as long as somebody keeps them
 SUMMARIZE = f"gradwire summarize --results_dir {RESULTS}"
 REPORT = f"gradwire report --results_dir {RESULTS}"
 
@@ -70,6 +77,15 @@ def of_runs(pattern, runs):
     return [pattern.format(**run._asdict()) for run in runs]
 
 
+def literal(value):
+    """`value` as a param in which Snakemake looks for no wildcards, for it may hold braces."""
+
+    def param(wildcards):
+        return value
+
+    return param
+
+
 def method_of(wildcards):
     """The compressor method of a cell."""
     return CELLS[wildcards.compressor].method
@@ -80,25 +96,20 @@ def cell_json(wildcards):
     return json.dumps(CELLS[wildcards.compressor].flat())
 
 
-def train_source(wildcards):
-    """A digest of the source that a cell's training stands on.
+@cache
+def source_of_cell(label):
+    """A digest of the source that a cell's training stands on."""
+    return source_digest("gradwire.launch.launch", *modules(CELLS[label]))
 
-    Methods and optimizers are imported by name, so no import leads to them; methods of other packages are not ours to
-    watch.
-    """
-    cell = CELLS[wildcards.compressor]
-    named = [source for name in cell.methods for source in sources(name)]
-    if not cell.communication.averages_gradients:
-        named.append(
-            f"gradwire.parallel.optimizers.{cell.communication.comm_optimizer}"
-        )
-    return source_digest("gradwire.launch.launch", "gradwire.training.train", *named)
+
+def train_source(wildcards):
+    """The same of a job's cell."""
+    return source_of_cell(wildcards.compressor)
 
 
 def priority_of(wildcards):
     """Cells start in the order that the experiment draws: the earlier, the higher."""
-    order = [run.path for run in RUNS]
-    return len(order) - order.index(CELL.format(**wildcards))
+    return PRIORITIES[CELL.format(**wildcards)]
 
 
 def world_size_of(wildcards):
@@ -108,7 +119,7 @@ def world_size_of(wildcards):
 
 def train_threads(wildcards):
     """A core for each rank; the whole machine where times are what the experiment is about."""
-    whole = workflow.cores if EXPERIMENT.timing else None
+    whole = workflow.cores if EXPERIMENT.timed else None
     return whole or world_size_of(
         wildcards
     )  # executors other than the local one know no cores
@@ -116,7 +127,7 @@ def train_threads(wildcards):
 
 def ranks_at_most(wildcards):
     """How many ranks share the cores; the most of any run in a timing experiment, or fewer ranks would be faster ones."""
-    if EXPERIMENT.timing:
+    if EXPERIMENT.timed:
         return max(run.world_size for run in RUNS)
     return int(wildcards.world_size)
 
@@ -161,6 +172,11 @@ def granted_gpus(wildcards, resources):
     return f"--gpus {resources.gpu}" if gpus_needed(wildcards) else ""
 
 
+def alone_of(wildcards):
+    """A timing experiment's cells have the machine for themselves, also from other experiments' cells."""
+    return "--alone" if EXPERIMENT.timed else ""
+
+
 def attempt_of(wildcards, attempt):
     """The number of the try, so that a verb does not repeat what ended by bad input."""
     return attempt
@@ -180,6 +196,20 @@ RANKS = dict(
 )
 
 
+def claim_folders():
+    """One Snakemake at a time works on an experiment, and none on data that others read.
+
+    Snakemake's own locks would be left behind by one that was killed.
+    """
+    jobs = {job.rule.name for job in workflow.dag.needrun_jobs()}
+    reads_only = not jobs & {"download", "tokenizer", "shards"}
+    try:
+        CLAIMED.append(claim(Path(RESULTS) / ".lock"))
+        CLAIMED.append(claim(Path(CORPUS) / ".lock", share=reads_only))
+    except BadInput as error:
+        raise WorkflowError(str(error)) from None
+
+
 def write_expected():
     """Tell `summarize` which runs were asked for, so that a run that never started is a row too; keep what asked for them.
 
@@ -190,7 +220,7 @@ def write_expected():
             **run._asdict(),
             "excluded": why_left_out(run),
             "quality_from": EXPERIMENT.quality_from,
-            "shared": not EXPERIMENT.timing,
+            "shared": not EXPERIMENT.timed,
         }
         for run in EXPERIMENT.asked()
     ]

@@ -2,6 +2,11 @@
 DATASET = EXPERIMENT.dataset
 
 
+def dataset_flags(*names):
+    """Some fields of the dataset as flags."""
+    return literal(to_flags(DATASET, *names))
+
+
 rule download:
     output:
         ensure(f"{CORPUS}/corpus.json", non_empty=True),
@@ -15,7 +20,7 @@ rule download:
             "gradwire.data.download",
             f"gradwire.data.sources.{SOURCES[DATASET.source]}",
         ),
-        flags=to_flags(DATASET, "source", "data_path", "revision", "max_mb", "id_from"),
+        flags=dataset_flags("source", "data_path", "revision", "max_mb", "id_from"),
     shell:
         "gradwire download --attempt {resources.attempt} {params.flags:q} --output {output:q} > {log:q} 2>&1"
 
@@ -32,7 +37,7 @@ rule tokenizer:
     params:
         source=source_digest("gradwire.data.tokenize"),
         folder=subpath(output[0], parent=True),
-        flags=to_flags(DATASET, "tokenizer", "vocab_size"),
+        flags=dataset_flags("tokenizer", "vocab_size"),
     shell:
         "gradwire tokenize --attempt {resources.attempt}"
         " --tokenizer_only --data_path {input.corpus:q} --output_dir {params.folder:q}"
@@ -54,7 +59,7 @@ rule shards:
         source=source_digest("gradwire.data.tokenize"),
         folder=subpath(output[0], ancestor=2),
         dataset=DATASET.source,
-        flags=to_flags(DATASET, "max_length", "shard_size", "val_fraction"),
+        flags=dataset_flags("max_length", "shard_size", "val_fraction"),
     shell:
         "gradwire tokenize --attempt {resources.attempt}"
         " --data_path {input.corpus:q} --output_dir {params.folder:q} --tokenizer {input.tokenizer:q}"

@@ -15,9 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import BadInput, RunFault, unknown
-from gradwire.seat import BACKENDS, DEVICES, Seat, ranks_here, seat
-
-TIMEOUT = timedelta(seconds=60)  # of starting up and of each collective
+from gradwire.seat import BACKENDS, DEVICES, TIMEOUT, Seat, ranks_here, seat
 
 
 @dataclass(frozen=True)
@@ -77,7 +75,9 @@ def choose(backend: str, device: str, ranks: int, gpus: int) -> Choice:
 
 
 @contextmanager
-def process_group(*, backend: str = "auto", device: str = "auto", here: Seat | None = None) -> Iterator[World]:
+def process_group(
+    *, backend: str = "auto", device: str = "auto", here: Seat | None = None, timeout: float = TIMEOUT
+) -> Iterator[World]:
     """Join the process group and leave it at the end; a process without peers needs no port.
 
     After an exception the group of several ranks is left standing: destroying it waits for collectives that the peers
@@ -87,6 +87,7 @@ def process_group(*, backend: str = "auto", device: str = "auto", here: Seat | N
         backend: ``auto``, ``nccl`` or ``gloo``, as in :func:`choose`.
         device: ``auto``, ``cpu`` or ``cuda``, as in :func:`choose`.
         here: This process's place among the ranks; by default the one that torchrun's environment gives, else alone.
+        timeout: Seconds for starting up and for each collective.
 
     Raises:
         BadInput: If the environment is incomplete, there is no CUDA, or the port is in use.
@@ -101,7 +102,7 @@ def process_group(*, backend: str = "auto", device: str = "auto", here: Seat | N
     if choice.device_type == "cuda":
         where = torch.device("cuda", here.local_rank % gpus)
         torch.cuda.set_device(where)
-    _join(here, choice.backend, where)
+    _join(here, choice.backend, where, timedelta(seconds=timeout))
     finished = False
     try:
         yield World(here.rank, here.local_rank, here.world_size, choice.backend, where)
@@ -111,11 +112,11 @@ def process_group(*, backend: str = "auto", device: str = "auto", here: Seat | N
             dist.destroy_process_group()
 
 
-def _join(here: Seat, backend: str, device: torch.device) -> None:
+def _join(here: Seat, backend: str, device: torch.device, timeout: timedelta) -> None:
     """Initialise the default process group and wait until all ranks are there."""
     bound = device if backend == "nccl" else None
     if here.master_port is None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT, device_id=bound)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound)
         return
     address = f"{here.master_addr}:{here.master_port}"
     agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -126,14 +127,16 @@ def _join(here: Seat, backend: str, device: torch.device) -> None:
             init_method=f"tcp://{address}",
             rank=here.rank,
             world_size=here.world_size,
-            timeout=TIMEOUT,
+            timeout=timeout,
             device_id=bound,
         )
         del host  # the group has a hold of it now
     except OSError as error:
         raise BadInput(f"{address} is in use, or not this machine's: give another ({error.strerror}).") from None
     except (dist.DistNetworkError, dist.DistStoreError) as error:
-        raise RunFault(f"not all {here.world_size} ranks met at {address} within {TIMEOUT.seconds} s.") from error
+        raise RunFault(
+            f"not all {here.world_size} ranks met at {address} within {timeout.total_seconds():g} s."
+        ) from error
 
 
 def host_store(address: str, port: int) -> dist.TCPStore:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from gradwire.errors import BadInput
 from gradwire.failures import clear_failure, refuse_again, write_failure
-from gradwire.launch import links, nodes
+from gradwire.launch import leases, links, nodes
 from gradwire.launch.ranks import LAUNCHERS, RankFailure, check_address, environment, start
 from gradwire.seat import LOCAL_WORLD_SIZE
 from gradwire.units import UNSHAPED
@@ -34,6 +36,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--gpus", type=int, help="GPUs that a scheduler granted; fewer than --world_size are refused")
     parser.add_argument(
+        "--alone",
+        action="store_true",
+        help="for times: start when no other cell runs on this machine, and let none start before this one ends",
+    )
+    parser.add_argument(
         "command", nargs="+", metavar="VERB", help="the verb to run on each rank, with its flags, after --"
     )
 
@@ -56,7 +63,8 @@ def main(args: argparse.Namespace) -> None:
         with environment({LOCAL_WORLD_SIZE: str(args.world_size // args.nodes)}):
             if hasattr(module, "preflight"):
                 module.preflight(child)
-            _start(args, folder)
+            with _leased(args, child):
+                _start(args, folder)
     except Exception as error:
         if isinstance(error, RankFailure):
             sys.stderr.write(error.traceback)
@@ -65,6 +73,17 @@ def main(args: argparse.Namespace) -> None:
         raise
     if folder is not None:
         clear_failure(folder, verb)
+
+
+@contextmanager
+def _leased(args: argparse.Namespace, child: argparse.Namespace) -> Iterator[None]:
+    """Hold what the ranks use: this machine, alone or with other cells, and a GPU for each where the verb uses any.
+
+    On several nodes Slurm has granted the devices.
+    """
+    wanted = leases.wanted_gpus(getattr(child, "device", None), args.world_size) if args.nodes == 1 else 0
+    with leases.machine(args.alone), leases.gpus(wanted) as variables, environment(variables):
+        yield
 
 
 def _start(args: argparse.Namespace, folder: Path | None) -> None:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from gradwire.errors import FAULT, BadInput, GradwireError, RunFault, Stopped
 from gradwire.failures import RANK_FAILURES, rank_failures
+from gradwire.launch.keeper import KEEPER
+from gradwire.seat import is_loopback
 
 GRACE = 30.0  # seconds that ranks get to end by themselves before they are killed; torchrun gives as many
 # A rank's threads. Snakemake sets all of these to the whole job's, and MKL heeds its own before OpenMP's; ranks that
@@ -85,7 +87,10 @@ def start(
     # Whatever stops the launcher, the ranks are stopped by SIGTERM.
     to_sigterm = on((signal.SIGINT, signal.SIGHUP), lambda: signal.raise_signal(signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="gradwire-launch-") as folder, to_sigterm:
-        with environment({RANK_FAILURES: folder, **threads(world_size)}):
+        mine = {RANK_FAILURES: folder, KEEPER: str(os.getpid()), **threads(world_size)}
+        if is_loopback(master_addr):
+            mine["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+        with environment(mine):
             ended = LAUNCHERS[launcher](list(command), world_size, master_addr, master_port)
         if ended.codes or ended.stopped:
             raise first_cause(ended, rank_failures(Path(folder)))
@@ -225,18 +230,30 @@ def first_cause(ended: Ended, told: Mapping[int, Mapping[str, Any]]) -> Gradwire
         if not resumable:
             return RunFault("stopped by a signal; no rank saved anything to resume from.")
         return _failure(resumable[0], told[resumable[0]], 0)
+    hung = [rank for rank, code in ended.codes.items() if code == -signal.SIGKILL and rank not in told]
+    waited = [rank for rank in told if told[rank]["timed_out"]]
+    if hung and waited:  # who is killed is missed at once; who does not answer is missed after a while, and ended by us
+        return RankFailure(
+            hung[0],
+            f"hung: {_listed(waited)} waited for it in vain ({told[waited[0]]['reason']}); it was ended.",
+            FAULT,
+        )
     failures = [(rank, told.get(rank), ended.codes.get(rank, 0)) for rank in {*told, *ended.codes}]
     return _failure(*min(failures, key=lambda failure: _precedence(*failure[1:])))
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _precedence(told: Mapping[str, Any] | None, code: int) -> tuple[int, float]:
     """Sorts first causes before what follows from them, and within a kind by time.
 
     The kinds: a rank's word on itself; a rank that was killed; one that only lost a peer, or ended without a word; one
-    that was asked to end, as the launcher does when another has failed.
+    that was asked to end, as the launcher does when another has failed, and saved; one that was and did not.
     """
     if told is None:
-        return 3 if code == -signal.SIGTERM else 1 if code < 0 else 2, 0.0
+        return 4 if code == -signal.SIGTERM else 1 if code < 0 else 2, 0.0
     return 3 if told["exit_code"] == Stopped.exit_code else 2 if told["lost_peer"] else 0, told["time"]
 
 

@@ -2,10 +2,13 @@
 
 from gradwire.parallel.state import (
     checkpoint_state,
+    filled,
     full_optimizer_state,
     full_state_dict,
     load_checkpoint_state,
     named_parameters,
+    own_part,
+    replicated,
 )
 from gradwire.parallel.step import accumulation, clip_grad_norm
 from gradwire.parallel.strategy import unit_sizes
@@ -16,11 +19,14 @@ __all__ = [
     "available",
     "checkpoint_state",
     "clip_grad_norm",
+    "filled",
     "full_optimizer_state",
     "full_state_dict",
     "load_checkpoint_state",
     "named_parameters",
+    "own_part",
     "parameters_unhooked",
+    "replicated",
     "traffic_unhooked",
     "unit_sizes",
     "wrap",

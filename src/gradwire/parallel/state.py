@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -17,8 +19,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from gradwire.errors import BadInput
 from gradwire.parallel.fsdp1 import WRAPPED
 from gradwire.parallel.strategy import strategy_of
 
@@ -43,10 +47,16 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return state if dist.get_rank(strategy.group) == 0 else {}
 
 
+def replicated(model: nn.Module) -> bool:
+    """Whether every rank holds the whole model and optimizer, not a part of them."""
+    return strategy_of(model).kind == "all_reduce"
+
+
 def checkpoint_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """This rank's part of the model and the optimizer, in the form that `torch.distributed.checkpoint` saves.
 
-    To resume, load into it with `torch.distributed.checkpoint.load` and hand it to `load_checkpoint_state`.
+    `own_part` of it can be saved without that library. To resume, fill it (`filled`) and hand it to
+    `load_checkpoint_state`.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state}
@@ -55,6 +65,43 @@ def checkpoint_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 def load_checkpoint_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Set the model and the optimizer to a loaded `checkpoint_state`."""
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def own_part(state: Any) -> Any:
+    """A nested `checkpoint_state` with plain tensors: of each sharded one what lies on this rank."""
+    if isinstance(state, dict):
+        return {key: own_part(value) for key, value in state.items()}
+    return _local(state) if isinstance(state, Tensor | ShardedTensor) else state
+
+
+def filled(state: Any, saved: Any) -> Any:
+    """A nested `checkpoint_state` whose tensors take the values of a saved `own_part`, in place.
+
+    Raises:
+        BadInput: If the two have other names or shapes.
+    """
+    if isinstance(state, dict):
+        if not isinstance(saved, dict) or state.keys() != saved.keys():
+            raise BadInput("the checkpoint has other names than this model and its optimizer.")
+        return {key: filled(value, saved[key]) for key, value in state.items()}
+    if not isinstance(state, Tensor | ShardedTensor):
+        return saved
+    local = _local(state)
+    if local.shape != saved.shape:
+        raise BadInput(f"the checkpoint holds {list(saved.shape)} where this model has {list(local.shape)}.")
+    with torch.no_grad():
+        local.copy_(saved)
+    return state
+
+
+def _local(tensor: Tensor | ShardedTensor) -> Tensor:
+    """What of a tensor lies on this rank."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    if isinstance(tensor, ShardedTensor):
+        shards = tensor.local_shards()
+        return shards[0].tensor if shards else torch.empty(0)
+    return tensor.detach()
 
 
 def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -1,68 +1,192 @@
-"""Checkpoints that any strategy writes and reads: sharded model and optimizer, and each rank's own state.
+"""Checkpoints of a run: written by all ranks, whole or not at all, and checked before they are believed.
 
-``checkpoints/step<N>/`` appears whole, after every rank has written its part; the one before it is then removed.
+``checkpoints/step<N>/`` holds ``rank<R>.pt`` (what is that rank's own), ``state.pt`` (model and optimizer, where every
+rank has the whole; else each rank's part in ``state<R>.pt``) and ``checkpoint.json``: whose run it is, and the SHA-256
+of every file. All of it is written to ``step<N>.part``, which rank 0 renames when every rank is done. Nothing in a
+checkpoint is executed when it is read.
 """
 
 from __future__ import annotations
 
+import os
+import pickle
 import shutil
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from gradwire import parallel
+from gradwire.collectives import ops
 from gradwire.collectives.world import World
 from gradwire.errors import BadInput
+from gradwire.files import read_json, sha256_file, write_json, writing
+
+MANIFEST = "checkpoint.json"
 
 
-def newest(run_folder: Path) -> Path | None:
-    """The newest whole checkpoint of a run, or None."""
-    found = sorted(path for path in (run_folder / "checkpoints").glob("step*") if path.suffix != ".part")
-    return found[-1] if found else None
+class Checkpoints:
+    """The checkpoints in a run's folder, as one rank sees them; all methods are called by all ranks together.
 
-
-def save(
-    run_folder: Path, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, own: dict[str, Any], world: World
-) -> None:
-    """Write ``checkpoints/step<N>``: called by all ranks, with each rank's ``own`` state (tensors and plain data)."""
-    target = run_folder / "checkpoints" / f"step{step:08d}"
-    part = target.with_name(f"{target.name}.part")
-    if world.rank == 0:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(parallel.checkpoint_state(model, optimizer), checkpoint_id=part)
-    torch.save(own, part / f"rank{world.rank}.pt")
-    dist.barrier()
-    if world.rank == 0:
-        part.replace(target)
-        for older in target.parent.glob("step*"):
-            if older != target:
-                shutil.rmtree(older)
-
-
-def load(
-    checkpoint: Path, identity: str, model: nn.Module, optimizer: torch.optim.Optimizer, world: World
-) -> dict[str, Any]:
-    """Restore the model and the optimizer in place; returns this rank's own state.
-
-    Raises:
-        BadInput: If the checkpoint is another configuration's, or a rank's part is missing.
+    Args:
+        run_folder: The run's folder.
+        run: What tells this run from others, such as its identity and the source that trains it.
+        world: This rank's place.
+        keep: Whole checkpoints that stay, at least 1.
     """
-    mine = checkpoint / f"rank{world.rank}.pt"
-    if not mine.exists():
-        raise BadInput(f"{checkpoint} has no part for rank {world.rank}; it was written by another world size.")
-    own = torch.load(mine, weights_only=True, map_location=world.device)
-    if own["identity"] != identity:
-        raise BadInput(
-            f"{checkpoint} belongs to a run of another configuration; repeat that run's arguments, choose another "
-            "--output_dir, or start over without --resume."
-        )
-    state = parallel.checkpoint_state(model, optimizer)
-    dcp.load(state, checkpoint_id=checkpoint)
-    parallel.load_checkpoint_state(model, optimizer, state)
-    return own
+
+    def __init__(self, run_folder: Path, run: Mapping[str, str], world: World, keep: int) -> None:
+        self.folder = Path(run_folder) / "checkpoints"
+        self.run = dict(run)
+        self.world = world
+        self.keep = keep
+
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> None:
+        """Write ``step<N>``, and remove what it supersedes.
+
+        Args:
+            step: Optimizer steps made.
+            model: The wrapped model.
+            optimizer: Its optimizer.
+            own: What is this rank's alone: tensors and plain data.
+
+        Raises:
+            RunFault: If a file cannot be written; nothing of the checkpoint is left then.
+        """
+        target = self.folder / f"step{step:08d}"
+        part = target.with_name(f"{target.name}.part")
+        if self.world.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        self._barrier()
+        try:
+            written = {f"rank{self.world.rank}.pt": own}
+            name, state = self._state_name(model), parallel.checkpoint_state(model, optimizer)
+            if name != "state.pt" or self.world.rank == 0:
+                written[name] = parallel.own_part(state)
+            files = {name: _write(part / name, value) for name, value in written.items()}
+            files = {name: sha for rank in ops.gather_objects(files) for name, sha in rank.items()}
+            if self.world.rank == 0:
+                run = self.run | {"world_size": self.world.world_size, "step": step, "sha256": files}
+                write_json(part / MANIFEST, run)
+                shutil.rmtree(target, ignore_errors=True)  # a damaged one that this run did not go on from
+                part.replace(target)
+                self._prune(target)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        self._barrier()
+
+    def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, restart: bool) -> dict[str, Any] | None:
+        """Restore the model and the optimizer from the newest whole checkpoint, in place.
+
+        A damaged one is named on standard error, and the one before it is taken.
+
+        Args:
+            model: The wrapped model.
+            optimizer: Its optimizer.
+            restart: Delete checkpoints of another configuration or source instead of refusing them.
+
+        Returns:
+            This rank's own state, or None where there is no checkpoint to go on from.
+
+        Raises:
+            BadInput: If the newest one is another configuration's or was written by other source.
+        """
+        for name in reversed(self._agreed(self._names())):
+            checkpoint = self.folder / name
+            problems = [problem for problem in ops.gather_objects(self._problem(checkpoint, model)) if problem]
+            if problems:
+                self._tell(f"{problems[0]}: the checkpoint is damaged and is not used.")
+                continue
+            if difference := self._agreed(self._difference(read_json(checkpoint / MANIFEST))):
+                if restart:
+                    self._tell(f"{checkpoint} {difference}: starting over.")
+                    break
+                raise BadInput(
+                    f"{checkpoint} {difference}; repeat that run, choose another --output_dir, or start over with "
+                    "--restart."
+                )
+            return self._load(checkpoint, model, optimizer)
+        self.discard()
+        return None
+
+    def discard(self) -> None:
+        """Remove all checkpoints: the run starts over."""
+        if self.world.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._barrier()
+
+    def _names(self) -> list[str]:
+        """The checkpoints that were written to their end, the oldest first."""
+        return sorted(path.name for path in self.folder.glob("step*") if path.suffix != ".part")
+
+    def _state_name(self, model: nn.Module) -> str:
+        return "state.pt" if parallel.replicated(model) else f"state{self.world.rank}.pt"
+
+    def _problem(self, checkpoint: Path, model: nn.Module) -> str | None:
+        """What is wrong with this rank's files, or None."""
+        try:
+            written = read_json(checkpoint / MANIFEST)["sha256"]
+        except (BadInput, KeyError, TypeError) as error:
+            return f"{checkpoint / MANIFEST} cannot be read ({error})"
+        for name in (f"rank{self.world.rank}.pt", self._state_name(model)):
+            path = checkpoint / name
+            if name in written and not path.is_file():
+                return f"{path} is missing"
+            if name in written and sha256_file(path) != written[name]:
+                return f"{path} is not what was written (its SHA-256 differs)"
+        return None
+
+    def _difference(self, manifest: Mapping[str, Any]) -> str | None:
+        """Why the checkpoint is not this run's, or None."""
+        if manifest["world_size"] != self.world.world_size:
+            return f"was written by another world size, {manifest['world_size']}"
+        for name, value in self.run.items():
+            if manifest.get(name) != value:
+                return "belongs to a run of another configuration" if name == "identity" else f"is of another {name}"
+        return None
+
+    def _load(self, checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        state = parallel.checkpoint_state(model, optimizer)
+        saved = _read(checkpoint / self._state_name(model), "cpu", mmap=True)
+        parallel.load_checkpoint_state(model, optimizer, parallel.filled(state, saved))
+        return _read(checkpoint / f"rank{self.world.rank}.pt", self.world.device)
+
+    def _prune(self, newest: Path) -> None:
+        """Keep the newest ``keep``; a later step's is damaged, or this run would have gone on from it."""
+        names = self._names()
+        at = names.index(newest.name) + 1
+        for name in names[: max(0, at - self.keep)] + names[at:]:
+            shutil.rmtree(self.folder / name)
+
+    def _agreed(self, value: Any) -> Any:
+        """Rank 0's value, on all ranks."""
+        return ops.gather_objects(value)[0]
+
+    def _barrier(self) -> None:
+        ops.gather_objects(None)
+
+    def _tell(self, message: str) -> None:
+        if self.world.rank == 0:
+            print(f"gradwire train: NOTE: {message}", file=sys.stderr, flush=True)
+
+
+def _write(path: Path, value: dict[str, Any]) -> str:
+    """Write tensors and plain data to disk; returns the file's SHA-256."""
+    with writing(path), path.open("wb") as stream:
+        torch.save(value, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return sha256_file(path)
+
+
+def _read(path: Path, device: Any, mmap: bool = False) -> dict[str, Any]:
+    """Read what `_write` wrote; nothing in it is executed."""
+    try:
+        return torch.load(path, weights_only=True, map_location=device, mmap=mmap)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise BadInput(f"{path} cannot be read ({str(error).splitlines()[0]}); delete its folder.") from None

@@ -26,15 +26,18 @@ from gradwire.compressors.schedule import Schedule
 from gradwire.config import Training
 from gradwire.data.batches import Batch, eval_batches, grouped, poisson_steps, prefetch, train_batches
 from gradwire.data.shards import Shards
-from gradwire.errors import NonFiniteGradient
+from gradwire.errors import NonFiniteGradient, Stopped
+from gradwire.files import write_with
 from gradwire.models import gpt2
 from gradwire.parallel import optimizers
 from gradwire.parallel.verify import SyncCheck
-from gradwire.training import checkpoint, link, privacy
+from gradwire.training import link, privacy
+from gradwire.training.checkpoint import Checkpoints
 from gradwire.training.environment import PeakMemory
 from gradwire.training.evaluate import Quality, evaluate
 from gradwire.training.objective import Plain, Private
-from gradwire.training.profiling import profiled_range, profiling
+from gradwire.training.preemption import Preemption, preemption
+from gradwire.training.profiling import profiled_range, profiling, trace_file
 from gradwire.training.sampling import sampled
 from gradwire.training.scalars import tensorboard
 from gradwire.training.settings import Settings
@@ -87,6 +90,9 @@ def train(
         shards: The training and the validation split.
         world: This rank's place.
         identity: ``Settings.identity``; a checkpoint of another one is refused.
+
+    Raises:
+        Stopped: If a signal came; a checkpoint has been written.
     """
     training = settings.training
     torch.manual_seed(settings.seed)
@@ -115,21 +121,35 @@ def train(
     model = parallel.wrap(model, settings.strategy, reducer, device=world.device, average=averages, **options)
     optimizer = build_optimizer(settings, model, matrices, reducer)
 
+    run = {"identity": identity, "source": settings.source()}
+    checkpoints = Checkpoints(settings.output_dir, run, world, training.keep_checkpoints)
+    trace = trace_file(settings.output_dir, world)
     start = 0
-    newest = checkpoint.newest(settings.output_dir) if settings.resume else None
-    if newest is not None:
-        own = checkpoint.load(newest, identity, model, optimizer, world)
+    if not settings.resume:
+        checkpoints.discard()
+    elif own := checkpoints.resume(model, optimizer, restart=settings.restart):
         start, outcome.rows = own["step"], own["rows"]
+        set_generators(own["generators"], world)
         if reducer is not None:
             reducer.load_state_dict(own["reducer"])
         if isinstance(optimizer, optimizers.Communicating):
             optimizer.load_rank_state(own["optimizer"])
+        if own["trace"] is not None and not trace.exists():
+            write_with(trace, lambda part: part.write_bytes(own["trace"].numpy().tobytes()))
 
     rank, size, batch_size = world.rank, world.world_size, training.batch_size
     feed = Feed(micro_batches(settings, train_split, world, start), world.device)
     sync = SyncCheck(model, optimizer, settings.verify_sync)
     profiled = profiled_range(training, start)
     clock = Clock(world.device)
+
+    def save(step: int) -> None:
+        own = {"step": step, "rows": outcome.rows, "generators": generators(world)}
+        own["reducer"] = reducer.state_dict() if reducer is not None else None
+        own["trace"] = torch.frombuffer(bytearray(trace.read_bytes()), dtype=torch.uint8) if trace.exists() else None
+        if isinstance(optimizer, optimizers.Communicating):
+            own["optimizer"] = optimizer.rank_state()
+        checkpoints.save(step, model, optimizer, own)
 
     def validate() -> Quality:
         quality = evaluate(model, eval_batches(val_split, batch_size, rank, size), world.device)
@@ -138,9 +158,10 @@ def train(
 
     model.train()
     with (
+        preemption() as asked,
         progress(training.steps, start, world) as bar,
-        profiling(training, start, settings.output_dir / "profiler", world) as profiler,
-        tensorboard(settings.output_dir / "logs" / "tensorboard", start, world) as log,
+        profiling(training, start, trace, world) as profiler,
+        tensorboard(settings.output_dir / "logs" / "tensorboard", outcome.rows, world) as log,
     ):
         try:
             for step in range(start, training.steps):
@@ -152,7 +173,9 @@ def train(
                 measured = METER.measuring() if step in profiled else nullcontext()
                 with sampled(reducer if evaluated and averages else None, outcome.memory) as sample:
                     with measured, record_function("gradwire/step"):
-                        row = optimizer_step(model, optimizer, reducer, feed, objective, training, world, clock, step)
+                        row = optimizer_step(
+                            model, optimizer, reducer, feed, objective, training, world, clock, asked, step
+                        )
                     row["bytes_interface"] = link.transmitted_since(transmitted)
                 row |= sample | traffic_since(before, reducer, timed=world.device.type == "cpu" or step in profiled)
                 row["bytes_parameters"] = METER.sent("parameters") - sent
@@ -176,14 +199,15 @@ def train(
                 log(row)
                 bar.set_postfix(loss=f"{row['loss'] or math.nan:.3f}", ms=f"{row['step_ms']:.0f}", refresh=False)
                 bar.update()
-                if due(training.checkpoint_every, step):
-                    own = {"identity": identity, "step": step + 1, "rows": outcome.rows}
-                    own["reducer"] = reducer.state_dict() if reducer is not None else None
-                    if isinstance(optimizer, optimizers.Communicating):
-                        own["optimizer"] = optimizer.rank_state()
-                    checkpoint.save(settings.output_dir, step + 1, model, optimizer, own, world)
+                if asked.agreed or due(training.checkpoint_every, step):
+                    save(step + 1)
+                if asked.agreed:
+                    raise stopped(step + 1)
             if training.evaluate:
                 outcome.quality = validate()
+                if ops.all_reduce(torch.tensor(float(asked.requested), device=world.device)) > 0:
+                    save(training.steps)
+                    raise stopped(training.steps)
                 outcome.rows[-1]["val_loss"] = outcome.quality.loss
                 log({"step": training.steps - 1, "val_loss": outcome.quality.loss})
             outcome.rows[-1]["residual_norm"] = residual_norm(reducer)
@@ -250,14 +274,15 @@ def optimizer_step(
     training: Training,
     world: World,
     clock: Clock,
+    asked: Preemption,
     step: int,
 ) -> Row:
     """One optimizer step over its micro-batches; returns what was measured in it.
 
     The loss is the mean over the targets of all ranks and micro-batches: each rank's sum is divided by the global
     number of targets. What the gradient is of says the objective; it is multiplied by W, because the strategies
-    average gradients over ranks. Afterwards the loss travels with the next step's number of targets and, where there
-    is a reducer, its flag.
+    average gradients over ranks. Afterwards the loss travels with the next step's number of targets, whether a rank was
+    told to stop and, where there is a reducer, its flag.
 
     Raises:
         Diverged: If the loss or the gradient's norm is not finite.
@@ -279,7 +304,8 @@ def optimizer_step(
             (loss * world.world_size).backward()
             clock.lap("backward_ms")
 
-    totals = torch.stack([total, feed.coming_targets(), *objective.totals()])
+    stop = torch.tensor(float(asked.requested), device=world.device)
+    totals = torch.stack([total, feed.coming_targets(), stop, *objective.totals()])
     if isinstance(optimizer, optimizers.Communicating):
         grad_norm, reduced = optimizer.exchange(training.clip_grad_norm, totals)
     else:
@@ -294,7 +320,8 @@ def optimizer_step(
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     clock.lap("optimizer_ms")
-    loss_of_all, feed.n_targets, *told = totals
+    loss_of_all, feed.n_targets, stops, *told = totals
+    asked.agreed = bool(stops > 0)
     check_finite(float(loss_of_all), "the loss")
     clock.stop()
 
@@ -310,6 +337,24 @@ def optimizer_step(
         "val_loss": None,
         "residual_norm": None,
     }
+
+
+def stopped(step: int) -> Stopped:
+    """The end of a run that was told to stop after so many steps."""
+    return Stopped(f"stopped by a signal after step {step}, with a checkpoint; --resume goes on from there.")
+
+
+def generators(world: World) -> dict[str, Tensor]:
+    """The states of torch's own generators on this rank; a model with dropout draws from them."""
+    states = {"cpu": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state(world.device)} if world.device.type == "cuda" else {})
+
+
+def set_generators(states: dict[str, Tensor], world: World) -> None:
+    """Set torch's generators to what `generators` gave."""
+    torch.set_rng_state(states["cpu"].cpu())
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"].cpu(), world.device)
 
 
 def residual_norm(reducer: Reducer | None) -> float | None:

@@ -19,6 +19,11 @@ def profiled_range(training: Training, start: int) -> range:
     return range(first, min(first + training.profiled_steps, training.steps))
 
 
+def trace_file(run_folder: Path, world: World) -> Path:
+    """Where this rank's trace goes."""
+    return run_folder / "profiler" / f"rank{world.rank}.pt.trace.json.gz"
+
+
 class Profiler:
     """Records the steps of ``profiled_range``; ``step()`` is called at the end of every optimizer step."""
 
@@ -32,15 +37,14 @@ class Profiler:
 
 
 @contextmanager
-def profiling(training: Training, start: int, folder: Path, world: World) -> Iterator[Profiler]:
-    """Profile the steps of ``profiled_range`` into ``folder/rank<R>.pt.trace.json.gz``."""
+def profiling(training: Training, start: int, path: Path, world: World) -> Iterator[Profiler]:
+    """Profile the steps of ``profiled_range`` into ``path``, `trace_file`."""
     steps = profiled_range(training, start)
     if len(steps) < 2:  # the profiler's warm-up step alone records nothing
         yield Profiler(None)
         return
 
     def save(recorder: profile) -> None:
-        path = folder / f"rank{world.rank}.pt.trace.json.gz"
         with whole(path) as part:
             compressed = part.with_suffix(".gz")  # the suffix makes the profiler compress
             recorder.export_chrome_trace(str(compressed))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ from gradwire.collectives.world import World
 
 
 @contextmanager
-def tensorboard(folder: Path, start: int, world: World) -> Iterator[Callable[[dict[str, Any]], None]]:
+def tensorboard(
+    folder: Path, rows: Sequence[dict[str, Any]], world: World
+) -> Iterator[Callable[[dict[str, Any]], None]]:
     """Give a function that logs the numbers of a row at the row's ``step``; on ranks other than 0 it does nothing.
 
     Args:
-        folder: Where the event files go.
-        start: The first step made here; what an earlier process logged from there on is passed over.
+        folder: Where the event files go, instead of those that are there.
+        rows: Those of the steps that an earlier process made.
         world: This rank's place.
     """
     if world.rank != 0:
@@ -24,11 +27,14 @@ def tensorboard(folder: Path, start: int, world: World) -> Iterator[Callable[[di
         return
     from torch.utils.tensorboard import SummaryWriter
 
-    with SummaryWriter(log_dir=str(folder), purge_step=start or None) as writer:
+    shutil.rmtree(folder, ignore_errors=True)
+    with SummaryWriter(log_dir=str(folder)) as writer:
 
         def log(row: dict[str, Any]) -> None:
             for name, value in row.items():
                 if isinstance(value, (int, float)) and name not in ("step", "rank"):
                     writer.add_scalar(name, value, row["step"])
 
+        for row in rows:
+            log(row)
         yield log

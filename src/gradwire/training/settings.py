@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gradwire.compressors.registry import sources
 from gradwire.config import FLAGS, Cell, Strategy, Training, check_private, from_flags
 from gradwire.errors import BadInput
-from gradwire.files import digest, read_json
+from gradwire.files import check_writable, digest, read_json
+from gradwire.source import source_digest
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Settings:
         data_path: A shards folder or a corpus file.
         output_dir: The run's folder.
         resume: Go on from the newest checkpoint in ``output_dir``.
+        restart: Where that is another configuration's, start over instead of refusing it.
         verify_sync: Steps between two checks that the ranks agree; 0 means none.
     """
 
@@ -38,6 +41,7 @@ class Settings:
     output_dir: Path
     resume: bool
     verify_sync: int = 0
+    restart: bool = False
 
     def shared_out(self, world_size: int) -> Settings:
         """The same run with its global batch, if it was given one, shared out to the ranks: `batch_size` is set.
@@ -65,7 +69,7 @@ class Settings:
         """
         return digest(
             {
-                "training": self.training.model_dump(mode="json"),
+                "training": self.training.model_dump(mode="json", exclude={"checkpoint_every", "keep_checkpoints"}),
                 "cell": self.cell.flat(),
                 "strategy": self.strategy,
                 "model": self.model,
@@ -74,6 +78,22 @@ class Settings:
                 "data": data,
             }
         )
+
+    def source(self) -> str:
+        """A digest of the source that trains the run."""
+        return source_digest(*modules(self.cell))
+
+
+def modules(cell: Cell) -> list[str]:
+    """The modules that a cell's training stands on.
+
+    Methods and optimizers are imported by name, so no import leads to them; methods of other packages are not ours to
+    watch.
+    """
+    named = [source for name in cell.methods for source in sources(name)]
+    if not cell.communication.averages_gradients:
+        named.append(f"gradwire.parallel.optimizers.{cell.communication.comm_optimizer}")
+    return ["gradwire.training.train", *named]
 
 
 def from_arguments(args: argparse.Namespace) -> Settings:
@@ -109,6 +129,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         output_dir=Path(args.output_dir),
         resume=args.resume,
         verify_sync=args.verify_sync,
+        restart=args.restart,
     )
 
 
@@ -126,10 +147,11 @@ def check_enough_data(n_samples: int, batch_size: int, world_size: int) -> None:
 
 
 def check_run_folder(folder: Path, identity: str) -> None:
-    """Refuse to write over the finished run of another configuration.
+    """Refuse to write over the finished run of another configuration, or where nothing can be written.
 
     Raises:
         BadInput: If ``folder`` holds the record of a run with another identity.
+        RunFault: If it is read-only.
     """
     record = folder / "record.json"
     if record.exists() and read_json(record).get("identity") != identity:
@@ -137,3 +159,4 @@ def check_run_folder(folder: Path, identity: str) -> None:
             f"{folder} is a run folder of another configuration (its record.json differs in settings or data); "
             "choose another --output_dir or delete it."
         )
+    check_writable(folder)

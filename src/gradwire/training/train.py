@@ -38,7 +38,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--label", help="the cell's name in tables (default: the compressor's)")
     parser.add_argument("--seed", type=int, default=0, help="of the model, the data order and the compressor")
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint of --output_dir, if there is one"
+        "--resume", action="store_true", help="go on from the newest whole checkpoint of --output_dir, if there is one"
+    )
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="with --resume: if that is another configuration's or was written by other source, start over",
     )
     parser.add_argument(
         "--verify_sync",

@@ -1,0 +1,111 @@
+"""What comes from a configuration or the data: it reaches no shell, no other folder, and no unpickler."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from data_samples import values
+from test_launch import CLEAN, command
+from test_workflow import SMALL, Checkout
+
+from gradwire.config import experiment
+from gradwire.errors import BadInput
+from gradwire.source import PACKAGE
+
+NASTY = [
+    "; rm -rf x",
+    "a b",
+    "a'b",
+    'a"b',
+    "$(touch x)",
+    "`touch x`",
+    "ü",
+    "../x",
+    "..",
+    "/x",
+    "-x",
+    "a\nb",
+    "a{b}",
+    "",
+]
+
+
+@pytest.mark.parametrize("name", NASTY)
+@pytest.mark.parametrize("place", ["name", "label", "link"])
+def test_names_that_become_folders_are_checked(place, name):
+    change = {
+        "name": {"name": name},
+        "label": {"compressors": {name: {"method": "int8"}}},
+        "link": {"grid": {"links": [name]}},
+    }[place]
+    with pytest.raises(BadInput, match=r"pattern|String should"):
+        experiment({**SMALL, "gradients": None, **change})
+
+
+def test_paths_and_ids_reach_a_shell_as_they_are(tmp_path):
+    """The data's path, its documents' ids and a tokenizer's folder hold what a shell would run or split."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    checkout = Checkout(folder)
+    corpus = folder / 'it\'s; touch pwned $(touch pwned2) `touch pwned3` {x} "ü" .json'
+    ids = [*NASTY[:-1], "{x}", "%s"]
+    documents = [{**value, "id": f"{ids[i % len(ids)]} {i}"} for i, value in enumerate(values(60))]
+    corpus.write_text(json.dumps(documents))
+    dataset = {**SMALL["dataset"], "source": "json", "data_path": corpus.name}
+    checkout.configure({**SMALL, "dataset": dataset, "gradients": None})
+    done = checkout.snakemake("--until", "shards")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list((folder / "results/data").glob("*/*/*/shards/complete"))
+    assert not {path.name for path in tmp_path.rglob("*")} & {"pwned", "pwned2", "pwned3", "x"}
+    for path in (folder / "results").rglob("*"):
+        assert not path.stat().st_mode & 0o002, f"{path} is world-writable"
+
+
+def test_nothing_is_unpickled_but_by_torch_with_weights_only_and_by_the_reader_of_strings():
+    """`torch.load` says so at each call; `pickle` is read by the one unpickler that looks nothing up."""
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+                continue
+            called = ast.unparse(node.func)
+            if called == "torch.load":
+                given = {word.arg: ast.unparse(word.value) for word in node.keywords}
+                assert given.get("weights_only") == "True", f"{file}:{node.lineno}"
+            assert called not in ("pickle.load", "pickle.loads", "dcp.load", "os.system"), f"{file}:{node.lineno}"
+            assert "shell=True" not in ast.unparse(node), f"{file}:{node.lineno}"
+
+
+def listening(pids: list[int]) -> set[str]:
+    """Addresses, in hex as the kernel writes them, at which these processes wait for connections."""
+    inodes = set()
+    for pid in pids:
+        for handle in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                inodes.add(str(handle.readlink()).removeprefix("socket:[").removesuffix("]"))
+            except OSError:  # closed meanwhile
+                continue
+    lines = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
+    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and line[9] in inodes}
+
+
+@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+def test_ranks_meet_on_loopback_alone(tmp_path, launcher):
+    """Both wait for ever in a process group, whose store and whose own connections listen."""
+    running = subprocess.Popen(command(tmp_path, {0: "gather", 1: "gather"}, launcher=launcher), env=CLEAN)
+    try:
+        seen: set[str] = set()
+        deadline = time.monotonic() + 120
+        while len(list(tmp_path.glob("joined*.json"))) < 2:
+            assert time.monotonic() < deadline and running.poll() is None
+            time.sleep(0.1)
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        seen = listening([running.pid, *map(int, children)])
+        assert seen == {"0100007F"}, "127.0.0.1"
+    finally:
+        running.terminate()
+        running.wait()
