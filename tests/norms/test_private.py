@@ -29,6 +29,7 @@ from gradwire.persample import norms
 from gradwire.persample.clipping import coefficients
 from gradwire.training.loop import Clock, Feed, optimizer_step
 from gradwire.training.objective import Private
+from gradwire.training.preemption import Preemption
 from gradwire.training.privacy import Guarantee, guarantee
 
 ROWS = 2  # of a micro-batch
@@ -69,7 +70,8 @@ def private_gradient(rank, world, group, strategy, max_norm, noise, positions, s
     feed = Feed(iter([batches] * (len(steps) + 1)), place.device)
     found = []
     for step in steps:
-        row = optimizer_step(wrapped, optimizer, reducer, feed, objective, training, place, Clock(place.device), step)
+        clock = Clock(place.device)
+        row = optimizer_step(wrapped, optimizer, reducer, feed, objective, training, place, clock, Preemption(), step)
         found.append(({name: optimizer.caught[id(p)] for name, p in named_parameters(wrapped)}, row))
     return found
 
