@@ -1,24 +1,35 @@
-# make run [CONFIG=configs/smoke.yaml]   the experiment, end to end
+# make run [CONFIG=configs/smoke.yaml]   the experiment, end to end; PROFILE=container: in the image
+# make image [VARIANT=cuda] [MIRROR=URL]  the container image, from what is locked
+# make image-lock [MIRROR=URL]           lock anew what goes into the images
 # make test                              the tests
 # make test-faults                       faults, each injected from outside, and the rerun after each: a table
 # make test-sweep                        full products of which `make test` takes a selection
 # make test-slurm                        the smoke experiment on a Slurm of its own; needs root and Debian's slurm-wlm, munge
+# make test-container                    the smoke experiment in the image, which is built for it
 # make lint                              ruff, mypy, snakefmt, snakemake --lint
 PYTHON ?= python3
 CONFIG ?= config.yaml
 TORCH ?= torch==2.13.0
+VARIANT ?= cpu
 CORES ?= all
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: run test test-faults test-sweep test-slurm lint format schema lock
+.PHONY: run image image-lock test test-faults test-sweep test-slurm test-container lint format schema lock
 
 run: $(READY)
 	@folder=results/$$($(BIN)/python -c "import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))['name'])" $(CONFIG)); \
-	status=0; $(BIN)/snakemake --cores $(CORES) --configfile $(CONFIG) || status=$$?; \
+	status=0; $(BIN)/snakemake --cores $(CORES) --configfile $(CONFIG) \
+	    $(if $(PROFILE),--workflow-profile profiles/$(PROFILE)) || status=$$?; \
 	if [ $$status = 0 ]; then $(BIN)/gradwire summarize --results_dir $$folder --print_only; fi; \
 	if [ -f $$folder/report.html ]; then echo; echo "report: $$folder/report.html"; fi; \
 	exit $$status
+
+image: $(READY)
+	@$(BIN)/python containers/build.py --variant $(VARIANT) $(if $(MIRROR),--mirror $(MIRROR))
+
+image-lock: $(READY)
+	$(BIN)/python containers/lock.py --torch $(TORCH:torch==%=%) $(if $(MIRROR),--mirror $(MIRROR))
 
 test: $(READY)
 	$(BIN)/python -m pytest
@@ -33,6 +44,9 @@ test-sweep: $(READY)
 test-slurm: $(READY)
 	$(BIN)/snakemake --cores $(CORES) --quiet --configfile configs/smoke.yaml
 	$(BIN)/python -m pytest -m slurm tests/slurm
+
+test-container: image
+	$(BIN)/python -m pytest -m container tests/container
 
 lint: $(READY)
 	$(BIN)/ruff check .

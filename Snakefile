@@ -13,10 +13,12 @@ if "name" not in config:
 report: "workflow/report/experiment.rst"
 
 
-container: "containers/gradwire-cpu.sif"
-
-
 include: "workflow/rules/common.smk"
+
+
+container: IMAGE
+
+
 include: "workflow/rules/data.smk"
 include: "workflow/rules/train.smk"
 include: "workflow/rules/measure.smk"

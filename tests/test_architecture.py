@@ -23,6 +23,7 @@ ROOMS = [
         "failures",
         "seat",
         "source",
+        "image",
         "compressors",
         "config",
         "collectives",

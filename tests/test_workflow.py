@@ -39,6 +39,8 @@ class Checkout:
         for name in ("src", "workflow", "profiles", "Snakefile", "config.yaml"):
             copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
             copy(ROOT / name, folder / name)
+        built = shutil.ignore_patterns("cache", "images")  # an image's name follows from the rest
+        shutil.copytree(ROOT / "containers", folder / "containers", ignore=built)
         # The copy's own package comes first, in Snakemake and in every job.
         self.environment = {**os.environ, "PYTHONPATH": str(folder / "src")}
 

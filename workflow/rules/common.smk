@@ -6,12 +6,14 @@ from functools import cache
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
+from snakemake.settings.types import DeploymentMethod
 from snakemake.utils import validate
 
 from gradwire.config import experiment, to_flags
 from gradwire.data.download import SOURCES
 from gradwire.errors import BadInput
 from gradwire.files import claim, write_json
+from gradwire.image import check_image, crossing, image_file, variant_for
 from gradwire.launch.keeper import KEEPER
 from gradwire.launch.links import probe
 from gradwire.source import source_digest
@@ -26,9 +28,13 @@ def why_left_out(run):
     )
 
 
-# `gradwire` stands beside Snakemake's own Python, and ends with the Snakemake that started it.
+PROJECT = Path(workflow.basedir)
+IN_IMAGE = DeploymentMethod.APPTAINER in workflow.deployment_settings.deployment_method
+
+# `gradwire` stands beside Snakemake's own Python; an image has one of its own, which runs the same source. Either ends
+# with the Snakemake that started it.
 shell.prefix(
-    f"PATH=$PATH:{Path(sys.executable).parent}; export {KEEPER}={os.getpid()}; "
+    f"[ -e /.singularity.d ] || PATH=$PATH:{Path(sys.executable).parent}; export {KEEPER}={os.getpid()}; "
 )
 
 # How many ranks a node takes is a matter of the machine, so a profile says it (`config: ranks_per_node=8`).
@@ -48,8 +54,17 @@ try:
     NO_LINKS = probe().reason if EXPERIMENT.needs_links else ""
     RUNS = [run for run in EXPERIMENT.runs() if why_left_out(run) is None]
     CORPUS = f"results/data/{EXPERIMENT.dataset.corpus_folder}"
+    VARIANT = variant_for(EXPERIMENT.training.device)
+    if IN_IMAGE:
+        check_image(VARIANT)
 except BadInput as error:
     raise WorkflowError(str(error)) from None
+
+# Named as seen from here, so that neither another image nor another folder passes for this one.
+IMAGE = os.path.relpath(image_file(VARIANT))
+os.environ.update(crossing(os.environ, PROJECT / "src"))
+if VARIANT == "cuda":
+    os.environ["APPTAINER_NV"] = "1"  # the host's driver
 
 TOKENS = f"{CORPUS}/{EXPERIMENT.dataset.tokens_folder}"
 RESULTS = f"results/{EXPERIMENT.name}"

@@ -57,6 +57,7 @@ def environment(world: World) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
         "thread_variables": {name: os.environ[name] for name in THREADS if name in os.environ},
+        "distribution": distribution(),
         "image": os.environ.get("GRADWIRE_IMAGE"),
     }
 
@@ -71,6 +72,14 @@ def installed(package: str) -> str | None:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
+        return None
+
+
+def distribution() -> str | None:
+    """The operating system around this process, a container's where it runs in one."""
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except OSError:
         return None
 
 
