@@ -6,7 +6,8 @@
 # make test-sweep                        full products of which `make test` takes a selection
 # make test-slurm                        the smoke experiment on a Slurm of its own; needs root and Debian's slurm-wlm, munge
 # make test-container                    the smoke experiment in the image, which is built for it
-# make lint                              ruff, mypy, snakefmt, snakemake --lint
+# make lint                              ruff, mypy, snakefmt, codespell, snakemake --lint
+# make docs                              the documentation into site/, strictly: warnings and broken links are errors
 PYTHON ?= python3
 CONFIG ?= config.yaml
 TORCH ?= torch==2.13.0
@@ -14,8 +15,9 @@ VARIANT ?= cpu
 CORES ?= all
 BIN := .venv/bin
 READY := .venv/.ready
+READY_DOCS := .venv/.ready-docs
 
-.PHONY: run image image-lock test test-faults test-sweep test-slurm test-container lint format schema lock
+.PHONY: run image image-lock test test-faults test-sweep test-slurm test-container lint format docs schema lock
 
 run: $(READY)
 	@folder=results/$$($(BIN)/python -c "import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))['name'])" $(CONFIG)); \
@@ -53,6 +55,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/snakefmt --check Snakefile workflow
+	$(BIN)/codespell
 	$(BIN)/snakemake --lint
 
 format: $(READY)
@@ -68,6 +71,14 @@ $(READY): requirements.lock pyproject.toml
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
+docs: $(READY_DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "$(CURDIR)/site/index.html"
+
+$(READY_DOCS): $(READY) requirements-docs.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --require-hashes -r requirements-docs.lock
+	touch $@
+
 schema: $(READY)
 	$(BIN)/python -c "import json; from gradwire.config import json_schema; print(json.dumps(json_schema(), indent=2))" \
 	    > workflow/schemas/config.schema.json
@@ -76,3 +87,5 @@ lock:
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \
 	    --custom-compile-command "make lock" --override requirements.overrides --no-emit-package torch requirements.in \
 	    -o requirements.lock
+	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \
+	    --custom-compile-command "make lock" --constraint requirements.lock requirements-docs.in -o requirements-docs.lock

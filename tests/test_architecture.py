@@ -30,7 +30,8 @@ ROOMS = [
         "parallel",
         "data",
     ),
-    *("models", "persample", "launch", "training", "gradients", "measurement", "report", "doctor", "cli", "__main__"),
+    *("models", "persample", "launch", "training", "gradients", "measurement", "report", "doctor", "cli"),
+    *("completion", "__main__"),
 ]
 HEAVY = ("torch", "transformers", "pandas", "pyarrow", "datasets", "tokenizers", "matplotlib", "tensorboard")
 VERBS_HERE = sorted(name for name, verb in VERBS.items() if module_file(verb.module))

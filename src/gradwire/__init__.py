@@ -1,3 +1,32 @@
-"""gradwire: what gradients cost on the wire, what compressing them buys, and what it takes away."""
+"""gradwire: what gradients cost on the wire, what compressing them buys, and what it takes away.
+
+In a training script of one's own: ``from gradwire import Reducer, build, wrap``. These names are imported when they are
+first used, so that ``import gradwire`` loads no torch; ``__init__.pyi`` tells type checkers what they are.
+"""
+
+from importlib import import_module
 
 __version__ = "0.1.0"
+
+# Strings, not import statements: every module of the package stands on this file, and must not stand on these rooms.
+HOMES = {
+    "Reducer": "gradwire.collectives",
+    "accumulation": "gradwire.parallel",
+    "build": "gradwire.compressors",
+    "clip_grad_norm": "gradwire.parallel",
+    "hook": "gradwire.parallel",
+    "wrap": "gradwire.parallel",
+}
+
+__all__ = [*HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    """Import one of the public names from the room where it lives (PEP 562)."""
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *HOMES})

@@ -49,6 +49,7 @@ VERBS = {
     "doctor": Verb("gradwire.doctor", "what this machine offers, and whether several ranks work on it"),
     "report": Verb("gradwire.report.page", "one page of figures and tables over all runs of an experiment"),
     "compare": Verb("gradwire.report.compare", "how two experiments differ, paired by seed, and with which test"),
+    "completion": Verb("gradwire.completion", "complete verbs and flags in bash, fish or zsh"),
     "summarize": Verb("gradwire.report.summarize", "one table over all runs of an experiment"),
 }
 

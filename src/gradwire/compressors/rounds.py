@@ -23,7 +23,7 @@ State = dict[str, Tensor]
 class Ask(NamedTuple):
     """A tensor to be reduced over the ranks.
 
-    Args:
+    Attributes:
         op: ``sum`` and ``max`` element by element; ``gather`` puts the ranks' tensors one after another, [W, ...].
         tensor: This rank's part; equal in shape and type on all ranks.
         rows: Whether the tensor has one element per element of x, so that a reduce-scatter may answer with the part
@@ -38,7 +38,7 @@ class Ask(NamedTuple):
 class Context(NamedTuple):
     """What all ranks know alike about the parameter and the step.
 
-    Args:
+    Attributes:
         name: The parameter's name.
         shape: Shape of ``x``.
         step: Optimizer steps finished before this one.
@@ -61,7 +61,7 @@ class Context(NamedTuple):
 class RoundCost(NamedTuple):
     """Bytes of the tensors that one rank hands over in `rounds`, by how they travel.
 
-    Args:
+    Attributes:
         summed: In sums and maxima of whole tensors.
         rows: In those that may be answered row by row.
         gathered: In gathers.

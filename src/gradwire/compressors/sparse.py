@@ -31,7 +31,7 @@ def share(density: float, n: int) -> int:
 class Picked(NamedTuple):
     """The chosen elements.
 
-    Args:
+    Attributes:
         head: What says the places (and how many there are, where that is not known): uint8 [h].
         values: float32 [k], in the order in which `Sparsifier.places` gives the places.
         bad: Whether x is unfit for the wire: bool [1] or [].

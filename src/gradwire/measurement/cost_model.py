@@ -37,7 +37,7 @@ WAYS = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "all-gathe
 class Flow(NamedTuple):
     """What a rank sends in a step by one collective.
 
-    Args:
+    Attributes:
         op: The collective.
         bytes: Handed over by one rank, as a bandwidth-optimal algorithm would send them.
         seconds: How long it took.
@@ -216,7 +216,7 @@ class Fit:
 class Way(NamedTuple):
     """One way for gradients or parameters to travel.
 
-    Args:
+    Attributes:
         name: Its name.
         op: The collective.
         sends: What one rank sends.

@@ -23,7 +23,7 @@ TOLERANCE = 1.0  # percent of perplexity over the baseline's that the quality ga
 class Estimate(NamedTuple):
     """A mean over seeds; without any seed it is NaN, with one there is neither deviation nor interval, both NaN.
 
-    Args:
+    Attributes:
         n: Seeds.
         mean: Their mean.
         std: The sample standard deviation.

@@ -12,7 +12,7 @@ from gradwire.parallel.state import (
 )
 from gradwire.parallel.step import accumulation, clip_grad_norm
 from gradwire.parallel.strategy import unit_sizes
-from gradwire.parallel.wrap import available, parameters_unhooked, traffic_unhooked, wrap
+from gradwire.parallel.wrap import available, hook, parameters_unhooked, traffic_unhooked, wrap
 
 __all__ = [
     "accumulation",
@@ -22,6 +22,7 @@ __all__ = [
     "filled",
     "full_optimizer_state",
     "full_state_dict",
+    "hook",
     "load_checkpoint_state",
     "named_parameters",
     "own_part",

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.collectives import Reducer
 from gradwire.collectives.bytes import raw_all_gather, raw_all_reduce, raw_reduce_scatter
@@ -26,6 +28,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "fsdp1": FSDP1,
     "fsdp2": FSDP2,
 }
+WRAPPERS: dict[type, type[Strategy]] = {DistributedDataParallel: DDP, FSDPModule: FSDP2}
 
 
 def available() -> list[str]:
@@ -83,12 +86,47 @@ def wrap(
         raise BadInput(f"strategy {strategy} shards gradients, so no rank could keep its own; take one with replicas.")
     way = kind(reducer.group if reducer else None, device, **options)
     way.averages = average
+    numel = trainable(model)  # before the model is cut into shards
     wrapped = way.wrap(model.to(device))
     attach(wrapped, way)
-    if reducer is not None and reducer.world > 1 and average:
-        reducer.prepare(way.kind, sum(p.numel() for p in model.parameters() if p.requires_grad))
-        way.hook(wrapped, reducer)
+    if reducer is not None and average:
+        put_in(reducer, wrapped, way, numel)
     return wrapped
+
+
+def hook(wrapped: nn.Module, reducer: Reducer) -> None:
+    """Put the reducer into a model that DDP or ``fully_shard`` has wrapped already, before its first forward pass.
+
+    The model stays the framework's own: accumulate by its `no_sync` or `set_requires_gradient_sync`, and clip after the
+    backward pass as always. Call ``reducer.finish()`` once per optimizer step. With one rank nothing happens.
+
+    Args:
+        wrapped: A `DistributedDataParallel` without a communication hook, or the root of an FSDP2 model.
+        reducer: Averages the gradients; its group is the one that the model was wrapped with.
+
+    Raises:
+        BadInput: For another model, or if this version of torch lacks what the reducer needs.
+    """
+    kind = next((kind for framework, kind in WRAPPERS.items() if isinstance(wrapped, framework)), None)
+    if kind is None:
+        raise BadInput(
+            f"{type(wrapped).__name__} is neither a DistributedDataParallel nor an FSDP2 model (fully_shard); "
+            f"let gradwire.wrap wrap it."
+        )
+    device = next(wrapped.parameters()).device
+    put_in(reducer, wrapped, kind(reducer.group, device), trainable(wrapped))
+
+
+def put_in(reducer: Reducer, wrapped: nn.Module, way: Strategy, numel: int) -> None:
+    """Put the reducer, which now learns the model's trainable elements, in the place of the framework's reduction."""
+    if reducer.world > 1:
+        reducer.prepare(way.kind, numel)
+        way.hook(wrapped, reducer)
+
+
+def trainable(model: nn.Module) -> int:
+    """Elements of the parameters that are trained."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def traffic_unhooked(numel: int, strategy: str, world: int) -> int:

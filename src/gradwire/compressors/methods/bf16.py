@@ -1,5 +1,7 @@
 """bfloat16: float32's range with 8 significant bits.
 
+Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training" (arXiv:1905.12322, 2019).
+
 Wire: bfloat16 [n], each rounded to nearest, ties to even. The few float32 values that round to infinity (from
 2^128 - 2^119 on) count as a non-finite gradient, as NaN and infinity themselves do.
 

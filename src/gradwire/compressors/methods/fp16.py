@@ -1,5 +1,7 @@
 """IEEE 754 half precision: 11 significant bits, largest finite value 65,504.
 
+Micikevicius et al., "Mixed Precision Training" (ICLR 2018), whose loss scaling keeps small gradients in its range.
+
 Wire: float16 [n], each rounded to nearest, ties to even. From 65,520 on a value rounds to infinity: that counts as a
 non-finite gradient, as NaN and infinity themselves do.
 

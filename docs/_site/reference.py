@@ -1,0 +1,204 @@
+"""A hook of MkDocs: the pages of reference/, generated from the program itself.
+
+Verbs from their ``--help``, the configuration from its JSON schema, compressors from the registry, the fields of a
+result from their class. What `python.md` shows of the package is read from the docstrings by mkdocstrings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from gradwire import cli, config
+from gradwire.compressors import available, build, method_class, option_schema
+from gradwire.compressors.listing import kind, shown, taken
+from gradwire.report.record import Result
+
+NUMEL = 2**20  # of the tensor whose wire size is shown, as a matrix of 1,024 x 1,024
+PYTHON = {
+    "In a training script": ("gradwire.collectives.Reducer", "gradwire.parallel", "gradwire.compressors.build"),
+    "Compressors": (
+        "gradwire.compressors.base",
+        "gradwire.compressors.sparse",
+        "gradwire.compressors.rounds",
+        "gradwire.compressors.registry",
+        "gradwire.compressors.feedback",
+        "gradwire.compressors.exempt",
+        "gradwire.compressors.schedule",
+    ),
+    "Collectives": ("gradwire.collectives.layout", "gradwire.collectives.meter", "gradwire.collectives.world"),
+    "Strategies": ("gradwire.parallel.strategy",),
+    "Data": ("gradwire.data.sources", "gradwire.data.corpus", "gradwire.data.shards", "gradwire.data.batches"),
+    "Per-sample gradients": (
+        "gradwire.persample.batch",
+        "gradwire.persample.norms",
+        "gradwire.gradients.projections.base",
+        "gradwire.gradients.store",
+    ),
+    "Measurement": ("gradwire.measurement.trace", "gradwire.measurement.statistics", "gradwire.measurement.cost_model"),
+    "Errors": ("gradwire.errors",),
+}
+REEXPORTS = ("gradwire.parallel",)  # rooms whose `__init__` collects what its files define
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    for name, page in PAGES.items():
+        files.append(File.generated(config, f"reference/{name}.md", content=page()))
+    return files
+
+
+def verbs() -> str:
+    """What every verb's ``--help`` prints."""
+    parts = ["# Verbs", "What `gradwire VERB --help` prints.", block(printed("--help"))]
+    for name in sorted(cli.VERBS):
+        parts += [f"## {name}", block(printed(*name.split(), "--help"))]
+    return "\n\n".join(parts)
+
+
+def printed(*words: str) -> str:
+    """The standard output of a command that ends by itself."""
+    out = io.StringIO()
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "100"  # as wide as a page
+    try:
+        with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+            cli.main(list(words))
+    finally:
+        os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
+    return out.getvalue().rstrip()
+
+
+def configuration() -> str:
+    """The JSON schema of an experiment, a table per class."""
+    schema = config.json_schema()
+    parts = [
+        "# Configuration",
+        "An experiment is one YAML file. The same classes check it, give `gradwire train` its flags and generate "
+        "`workflow/schemas/config.schema.json`, from which this page is made. A key that is not here is an error, "
+        "which names the nearest one.",
+        "## Experiment",
+        *described(schema),
+    ]
+    definitions = schema["$defs"] | config.Reduction.model_json_schema()["$defs"]
+    for name, definition in sorted(definitions.items()):
+        parts += [f"## {name}", *described(definition)]
+    parts += [
+        "## Options of every cell",
+        "A cell is a flat mapping: these keys, and the options of its [compressor](compressors.md).",
+        table(
+            ("key", "takes", "default", "meaning"),
+            [row for part in (config.Reduction, config.Communication) for row in fields(part.model_json_schema())],
+        ),
+    ]
+    return "\n\n".join(parts)
+
+
+def described(schema: dict[str, Any]) -> Iterator[str]:
+    """What a class of the schema says of itself, and its keys."""
+    if told := schema.get("description"):
+        yield told
+    if schema.get("properties"):
+        yield table(("key", "takes", "default", "meaning"), fields(schema))
+
+
+def fields(schema: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Key, values, default and meaning of each property."""
+    needed = schema.get("required", [])
+    for key, field in schema.get("properties", {}).items():
+        default = code(shown(field["default"])) if "default" in field else "required" if key in needed else "its own"
+        yield code(key), values(field), default, field.get("description", "")
+
+
+def values(field: dict[str, Any]) -> str:
+    """What a property takes, as a cell of a table."""
+    if "$ref" in field:
+        name = field["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name.lower()})"
+    if "anyOf" in field:
+        return " or ".join(dict.fromkeys(map(values, field["anyOf"])))
+    if field.get("type") == "array" and "items" in field:
+        return f"list of {values(field['items'])}"
+    return " or ".join(map(code, taken(field).split(" | ")))
+
+
+def compressors() -> str:
+    """Every compressor: what it is, whose, its bytes and its options."""
+    parts = [
+        "# Compressors",
+        "Each one's source, its wire format and its options, from the class itself. Wire sizes are those of a float32 "
+        f"matrix of 1,024 × 1,024 ({NUMEL * 4:,} bytes) with the default options; *by the data* means that the size "
+        "depends on the values. A *sparsifier* and a *quantizer* make a chain, as in `topk+int8`; *rounds* means that "
+        "a native collective can sum it.",
+        table(("name", "kind", "unbiased", "wire bytes", "ratio"), map(summary, available())),
+    ]
+    for name in available():
+        method = method_class(name)
+        parts += [f"## {name}", inspect.getdoc(inspect.getmodule(method)) or "", inspect.getdoc(method) or ""]
+        rows = list(fields(option_schema(name)))
+        parts.append(table(("option", "takes", "default", "meaning"), rows) if rows else "It has no options.")
+    return "\n\n".join(parts)
+
+
+def summary(name: str) -> tuple[str, ...]:
+    """A compressor's line in the table of all."""
+    compressor = build(name)
+    size = compressor.wire_bytes((1024, NUMEL // 1024))
+    told = ("by the data", "–") if size is None else (f"{size:,}", f"{NUMEL * 4 / size:.2f}" if size else "∞")
+    return f"[{name}](#{name})", kind(type(compressor)), "yes" if compressor.unbiased else "no", *told
+
+
+def results() -> str:
+    """The fields of a line of results.jsonl."""
+    parts = ["# Results", inspect.getdoc(Result) or ""]
+    rows = []
+    for key, field in Result.model_json_schema()["properties"].items():
+        rows.append((code(key), values(field)))
+    return "\n\n".join([*parts, table(("field", "type"), rows)])
+
+
+def python() -> str:
+    """The package's public parts, for mkdocstrings to fill in."""
+    parts = ["# Python", "`from gradwire import Reducer, accumulation, build, clip_grad_norm, hook, wrap`"]
+    for title, names in PYTHON.items():
+        parts.append(f"## {title}")
+        for name in names:
+            parts.append("\n".join([f"::: {name}", *(["    options: {members: null}"] if name in REEXPORTS else [])]))
+    return "\n\n".join(parts)
+
+
+def table(head: tuple[str, ...], rows: Any) -> str:
+    """A Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(map(cell, line))} |" for line in lines)
+
+
+def cell(text: str) -> str:
+    """Text as a cell of a table."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def code(text: str) -> str:
+    """Text in a fixed font, if there is any."""
+    return f"`{text}`" if text else ""
+
+
+def block(text: str) -> str:
+    """Text as it is printed."""
+    return f"```text\n{text}\n```"
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "verbs": verbs,
+    "configuration": configuration,
+    "compressors": compressors,
+    "results": results,
+    "python": python,
+}

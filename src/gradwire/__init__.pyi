@@ -1,0 +1,9 @@
+from gradwire.collectives import Reducer as Reducer
+from gradwire.compressors import build as build
+from gradwire.parallel import accumulation as accumulation
+from gradwire.parallel import clip_grad_norm as clip_grad_norm
+from gradwire.parallel import hook as hook
+from gradwire.parallel import wrap as wrap
+
+__version__: str
+HOMES: dict[str, str]

@@ -1,0 +1,169 @@
+"""Every command block of README.md and of the tutorial runs, in a copy of the repository, in the order of the page.
+
+A block is a fence with the language ``sh``. Where one with ``text`` follows it at once, the page shows what is printed:
+these lines must be printed in that order, numbers aside; a line ``…`` stands for any others. The quick blocks are part
+of ``make test``, all others of ``make test-sweep``; what stands in ``ELSEWHERE`` is run by what it names.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/tutorial.md")
+LONG_S = 3600  # of the longest block
+QUICK = {  # the first line of a block that is part of `make test`: about half a minute, all of them
+    "gradwire download --source pydocs --max_mb 0.3 --output corpus.json",
+    "gradwire compressors int8",
+    "gradwire launch --world_size 2 -- train --data_path tokens/shards --output_dir runs/float32 \\",
+    "gradwire trace --run_dir runs/float32",
+    "gradwire perplexity --model_dir runs/int8/final_model --data_path tokens/shards",
+}
+ELSEWHERE = {"make test": ".ci/run", "make .venv/.ready": "Makefile"}  # first line of a block: what runs it
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NUMBER = re.compile(r"\d[\d.,]*")
+
+
+class Block(NamedTuple):
+    """Commands of a page, and what the page says that they print."""
+
+    page: str
+    line: int
+    commands: str
+    printed: str | None
+
+    @property
+    def first(self) -> str:
+        """The first line."""
+        return self.commands.splitlines()[0].partition("  #")[0].rstrip()
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it is not run here."""
+        return self.first in ELSEWHERE
+
+    @property
+    def quick(self) -> bool:
+        """Whether it is part of `make test`."""
+        return self.first in QUICK
+
+
+def blocks(page: str) -> list[Block]:
+    """A page's blocks."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    fences = list(FENCE.finditer(text))
+    found = []
+    for fence, following in zip(fences, [*fences[1:], None], strict=True):
+        if fence[1] == "sh":
+            adjacent = following and following[1] == "text" and text[fence.end() : following.start()].strip() == ""
+            printed = following[2] if following and adjacent else None
+            found.append(Block(page, text.count("\n", 0, fence.start()) + 1, fence[2], printed))
+    return found
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+HERE = [
+    pytest.param(block, id=f"{block.page}:{block.line}", marks=[] if block.quick else pytest.mark.sweep)
+    for block in BLOCKS
+    if not block.elsewhere
+]
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory) -> Callable[[Block], str]:
+    """What a block printed; those that it may build on are run before, each once."""
+    folders: dict[str, Path] = {}
+    printed: dict[Block, str] = {}
+
+    def run(block: Block) -> str:
+        if block.page not in folders:
+            folders[block.page] = checkout(tmp_path_factory.mktemp("checkout"))
+        for earlier in blocks(block.page):
+            if earlier not in printed and not earlier.elsewhere and (earlier.quick or not block.quick):
+                printed[earlier] = execute(earlier.commands, folders[block.page])
+            if earlier == block:
+                return printed[block]
+        raise AssertionError(block)
+
+    return run
+
+
+def checkout(folder: Path) -> Path:
+    """A copy of the repository's files with the environment, and a corpus of the reader's own."""
+    made = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines()]
+    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv", *made), dirs_exist_ok=True)
+    (folder / ".venv").symlink_to(ROOT / ".venv")
+    for name in ("requirements.lock", "pyproject.toml"):
+        os.utime(folder / name, (0, 0))  # make shall not install this copy into the environment
+    words = ["gradient", "sample", "wire", "rank", "shard", "token", "byte", "sum", "mean", "row"]
+    texts = [" ".join(words[(i * j + j) % 10] for j in range(40 + i % 7)) for i in range(200)]
+    own = [{"id": f"own/{i}", "title": f"Title {i}", "text": text} for i, text in enumerate(texts)]
+    (folder / "my.json").write_text(json.dumps(own))
+    return folder
+
+
+def execute(commands: str, folder: Path) -> str:
+    """Run a block as bash would, ending at its first failing command; its standard output."""
+    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", commands],
+        cwd=folder,
+        env={**os.environ, "PATH": tools, "PYTHONPATH": str(folder / "src"), "XDG_CACHE_HOME": str(folder / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=LONG_S,
+    )
+    assert done.returncode == 0, f"{commands}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def masked(line: str) -> str:
+    """A line without its numbers, spaces and rules, which differ from run to run."""
+    return re.sub(r"[\s-]+", " ", NUMBER.sub("#", line)).strip()
+
+
+def missing(shown: str, printed: str) -> str | None:
+    """The first line that a page shows and a command did not print, in that order; None if there is none."""
+    lines = iter([masked(line) for line in printed.splitlines()])
+    for line in shown.splitlines():
+        if line.strip() not in ("", "…") and masked(line) not in lines:  # `in` moves the iterator on
+            return line
+    return None
+
+
+@pytest.mark.timeout(LONG_S)
+@pytest.mark.parametrize("block", HERE)
+def test_the_commands_run_and_print_what_the_page_shows(ran, block):
+    printed = ran(block)
+    if block.printed is not None:
+        assert missing(block.printed, printed) is None, printed
+
+
+def test_every_block_has_its_place():
+    known = {block.first for block in BLOCKS}
+    assert known >= QUICK and known >= set(ELSEWHERE)
+    assert "make test" in (ROOT / ".ci/run").read_text().splitlines()
+    assert "test: $(READY)" in (ROOT / "Makefile").read_text().splitlines()
+
+
+def test_a_line_that_is_not_printed_is_found():
+    printed = "one 1\ntwo 22.5 ms\nthree"
+    assert missing("one 7\n…\nthree", printed) is None
+    assert missing("two 3 ms\none 1", printed) == "one 1"
+    assert missing("two 3 s", printed) == "two 3 s"
+
+
+def test_a_failing_command_ends_its_block(tmp_path):
+    with pytest.raises(AssertionError, match="no such thing"):
+        execute("echo 'no such thing' >&2; false | cat; touch after", tmp_path)
+    assert not (tmp_path / "after").exists()

@@ -1,0 +1,111 @@
+"""The documentation: it builds strictly, loads nothing from a network, and a link that leads nowhere is an error."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from gradwire import cli
+from gradwire.compressors import available
+from gradwire.config import Experiment
+from gradwire.report.record import Result
+
+pytest.importorskip("mkdocs", reason="`make docs` installs what builds the documentation")
+
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from mkdocs.exceptions import Abort, MkDocsException
+
+ROOT = Path(__file__).parents[1]
+CONTROLS = {"none", "zero"}  # compressors without a paper
+
+
+class Loaded(HTMLParser):
+    """What a browser loads for a page, and the page's ids."""
+
+    def __init__(self, page: Path) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(page.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        if tag in ("script", "img", "iframe", "source"):
+            self.found.append(given.get("src") or "")
+        if tag == "link" and given.get("rel") in ("stylesheet", "icon", "preconnect", "preload"):
+            self.found.append(given.get("href") or "")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The site as `make docs` builds it."""
+    folder = tmp_path_factory.mktemp("site")
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder))
+    config.plugins.on_startup(command="build", dirty=False)
+    build(config)
+    return folder
+
+
+def test_nothing_is_loaded_from_a_network(site):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 25
+    remote = {(page.name, url) for page in pages for url in Loaded(page).found if re.match(r"(https?:)?//", url)}
+    assert remote == set()
+    styles = "".join(file.read_text(encoding="utf-8") for file in site.rglob("*.css"))
+    assert not re.search(r"url\([\"']?(https?:)?//", styles)
+
+
+def test_the_reference_is_complete(site):
+    verbs, configuration, compressors, results = (
+        (site / "reference" / f"{name}.html").read_text(encoding="utf-8")
+        for name in ("verbs", "configuration", "compressors", "results")
+    )
+    assert all(f'id="{name.replace(" ", "-")}"' in verbs and f"usage: gradwire {name}" in verbs for name in cli.VERBS)
+    assert all(f"<code>{key}</code>" in configuration for key in Experiment.model_fields)
+    assert all(f'<h2 id="{name}"' in compressors for name in available())
+    assert all(f"<code>{field}</code>" in results for field in Result.model_fields)
+
+
+def test_every_compressor_names_its_paper(site):
+    page = (site / "reference" / "compressors.html").read_text(encoding="utf-8")
+    sections = dict(re.findall(r'<h2 id="(\w+)">(.*?)(?=<h2 |</article>)', page, re.DOTALL))
+    undated = {name for name, text in sections.items() if not re.search(r"(19|20)\d\d|arXiv:\d{4}", text)}
+    assert set(sections) >= {*available()} - {"none"} and undated <= CONTROLS
+
+
+def test_links_out_of_docs_lead_to_pages_and_copies(site):
+    page = (site / "evidence.html").read_text(encoding="utf-8")
+    assert 'href="benchmarks/links.html"' in page
+    assert 'href="source/src/gradwire/measurement/trace.py.txt"' in page
+    assert (site / "source/src/gradwire/measurement/trace.py.txt").read_bytes() == (
+        ROOT / "src/gradwire/measurement/trace.py"
+    ).read_bytes()
+
+
+def built(folder: Path, link: str) -> None:
+    """Build a repository with one page, which has one link."""
+    hook = folder / "docs" / "_site" / "links.py"
+    hook.parent.mkdir(parents=True)
+    shutil.copy(ROOT / "docs" / "_site" / "links.py", hook)
+    (folder / "here.py").touch()
+    (folder / "docs" / "index.md").write_text(f"# Start\n\n[x]({link})\n")
+    settings = ["site_name: x", "strict: true", f"hooks: [{hook}]", "exclude_docs: _site/", "plugins: []"]
+    (folder / "mkdocs.yml").write_text("\n".join([*settings, "validation: {anchors: warn}"]))
+    config = load_config(str(folder / "mkdocs.yml"))
+    config.plugins.on_startup(command="build", dirty=False)
+    build(config)
+
+
+@pytest.mark.parametrize("link", ["index.md#start", "../here.py"])
+def test_a_link_that_leads_somewhere_is_none(tmp_path, link):
+    built(tmp_path, link)
+
+
+@pytest.mark.parametrize("link", ["nowhere.md", "index.md#nowhere", "../nowhere.py"])
+def test_a_link_that_leads_nowhere_is_an_error(tmp_path, link):
+    with pytest.raises((Abort, MkDocsException)):
+        built(tmp_path, link)

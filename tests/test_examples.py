@@ -1,0 +1,158 @@
+"""The scripts of `examples/` on two real ranks, and the names that `gradwire` itself offers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import examples_rank
+import pytest
+from world import PRELOAD
+
+import gradwire
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+LINES = 36  # an example is read at one glance
+
+
+def run(script: Path, folder: Path, world_size: int = 2) -> list[str]:
+    """What each rank of a script printed; it must end by itself, with 0, on all ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    files = [folder / f"rank{rank}.txt" for rank in range(world_size)]
+    ranks = [
+        context.Process(target=examples_rank.run, args=(script, rank, world_size, port, file))
+        for rank, file in enumerate(files)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+        process.kill()
+        process.join()
+    printed = [file.read_text() for file in files]
+    assert [process.exitcode for process in ranks] == [0] * world_size, "\n".join(printed)
+    return printed
+
+
+def traffic(printed: str) -> tuple[int, int]:
+    """The last line's bytes, sent and raw."""
+    sent, raw = re.findall(r"([\d,]+) bytes sent of ([\d,]+)", printed)[-1]
+    return int(sent.replace(",", "")), int(raw.replace(",", ""))
+
+
+# Bytes of a step, uncompressed, sent by rank 0: an all-reduce of 8,705 numbers of 4 bytes; of a reduce-scatter what
+# belongs to rank 1, 128 rows of the first layer with their biases (the last layer has one row, which is rank 0's).
+@pytest.mark.parametrize(("name", "raw", "ratio"), [("ddp", 8705 * 4, 3.7), ("fsdp2", 128 * 33 * 4, 20.0)])
+def test_a_script_of_ones_own_learns_through_the_wire(tmp_path, name, raw, ratio):
+    printed = run(EXAMPLES / f"{name}.py", tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed[0])]
+    sent, whole = traffic(printed[0])
+    assert len(losses) == 4 and losses[-1] < losses[0] / 4
+    assert (whole // 20, whole / sent > ratio) == (raw, True)
+    assert printed[1] == ""
+
+
+def test_the_trainers_gradients_go_through_the_reducer(tmp_path):
+    printed = run(EXAMPLES / "trainer.py", tmp_path)[0]
+    losses = [float(loss) for loss in re.findall(r"'loss': '([\d.]+)'", printed)]
+    sent, raw = traffic(printed)
+    assert losses[1] < losses[0]
+    assert "step 8:" in printed and 3.8 < raw / sent < 4, "int8 with a scale per 256 values sends a quarter"
+
+
+def test_the_trainer_alone_has_nothing_to_send(tmp_path):
+    printed = run(EXAMPLES / "trainer.py", tmp_path, world_size=1)[0]
+    assert "'train_loss'" in printed and "bytes sent" not in printed
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_an_example_is_short(name):
+    assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= LINES
+
+
+def hooked(rank: int, world_size: int, group, way: str) -> list:
+    """Gradients of a small model: hooked after it was wrapped by hand, and wrapped by `gradwire.wrap`."""
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    from gradwire import Reducer, build, hook, wrap
+    from gradwire.parallel.step import local_gradients
+
+    def backward(model: nn.Module, reducer: Reducer) -> list:
+        model(torch.full((2, 5), 1.0 + rank)).square().sum().backward()
+        assert reducer.finish()
+        assert reducer.traffic["sent"] > 0
+        return [gradient.tolist() for gradient in local_gradients(model)]
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+
+    reducer = Reducer(build("int8"), seed=1)
+    if way == "ddp":
+        ours = DistributedDataParallel(model())
+    else:
+        ours = fully_shard(model(), mesh=DeviceMesh("cpu", list(range(world_size)), mesh_dim_names=("dp",)))
+    hook(ours, reducer)
+    other = Reducer(build("int8"), seed=1)
+    return [backward(ours, reducer), backward(wrap(model(), way, other, device="cpu"), other)]
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_a_hooked_model_is_a_wrapped_one(world, way):
+    for by_hand, wrapped in world(2).run(hooked, way):
+        assert by_hand == wrapped
+
+
+def not_hookable(rank: int, world_size: int, group) -> str:
+    from torch import nn
+
+    from gradwire import Reducer, build, hook
+    from gradwire.errors import BadInput
+
+    try:
+        hook(nn.Linear(2, 2), Reducer(build("int8")))
+    except BadInput as error:
+        return str(error)
+    return ""
+
+
+def test_another_model_is_refused(world):
+    assert all("Linear is neither a DistributedDataParallel" in told for told in world(2).run(not_hookable))
+
+
+def test_the_package_offers_its_names_and_loads_torch_only_for_them():
+    script = """if True:
+        import sys
+        import gradwire
+        assert not {"torch", "numpy", "pydantic"} & set(sys.modules)
+        assert set(gradwire.HOMES) <= set(dir(gradwire))
+        gradwire.build
+        assert "torch" not in sys.modules
+        try:
+            gradwire.Reduce
+        except AttributeError as error:
+            assert "has no attribute 'Reduce'" in str(error)
+        else:
+            raise AssertionError
+        from gradwire import *
+        assert wrap.__module__ == "gradwire.parallel.wrap" and Reducer.__name__ == "Reducer"
+        """
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_type_checkers_are_told_the_same_names():
+    stub = Path(gradwire.__file__).with_suffix(".pyi").read_text()
+    told = {name: home for home, name in re.findall(r"^from (\S+) import (\S+) as \2$", stub, re.MULTILINE)}
+    assert told == gradwire.HOMES

@@ -1,0 +1,77 @@
+"""The wheel holds the whole package, and trains without the repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+NEEDED = ("pyproject.toml", "README.md", "LICENSE", "src")  # what a wheel is made of
+
+
+def run(*command: object, cwd: Path, path: Path | None = None) -> str:
+    """A command's standard output; the only gradwire that it finds is in `path`."""
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": str(path or ""), "XDG_CACHE_HOME": str(cwd / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel, built from a copy of the sources."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in NEEDED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        else:
+            shutil.copy(ROOT / name, folder / name)
+    run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", folder, cwd=folder)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_the_wheel_holds_every_file_of_the_package(wheel):
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("gradwire/")}
+    files = [file for file in (ROOT / "src" / "gradwire").rglob("*") if file.is_file() and file.suffix != ".pyc"]
+    assert held == {str(file.relative_to(ROOT / "src")) for file in files}
+
+
+def test_the_wheel_names_its_licence_and_its_needs(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    told = archive.read(metadata).decode()
+    assert "License-Expression: Apache-2.0" in told and "Requires-Dist: torch>=" in told
+    assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
+
+
+def test_two_ranks_train_from_the_wheel_in_an_empty_folder(wheel, tmp_path):
+    installed, work = tmp_path / "installed", tmp_path / "work"
+    work.mkdir()
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps")
+    run(*pip, "--target", installed, wheel, cwd=work)
+    where = "import gradwire.compressors.methods; print(gradwire.__file__)"
+    assert Path(run(sys.executable, "-c", where, cwd=work, path=installed).strip()).is_relative_to(installed)
+    words = ["gradient", "sample", "wire", "rank", "shard", "token", "byte", "sum", "mean", "row"]
+    texts = [" ".join(words[(i * j + j) % 10] for j in range(20)) for i in range(40)]
+    (work / "my.jsonl").write_text("\n".join(json.dumps({"id": f"{i}", "text": text}) for i, text in enumerate(texts)))
+    gradwire = installed / "bin" / "gradwire"
+    train = ("train", "--data_path", "my.jsonl", "--output_dir", "run", "--comm_compress", "int8", "--vocab_size", 290)
+    sizes = ("--max_length", 24, "--batch_size", 2, "--steps", 2, "--warmup_steps", 0, "--lr_warmup_steps", 1)
+    told = run(gradwire, "launch", "--world_size", 2, "--", *train, *sizes, "--no-profile", cwd=work, path=installed)
+    record = json.loads((work / "run" / "record.json").read_text())
+    assert (record["status"], record["steps"], record["world_size"]) == ("ok", 2, 2)
+    assert record["bytes_compressed_total"] > 0 and "ratio" in told
