@@ -23,7 +23,7 @@ BLOCK = 2**21  # elements of a row that are looked at together, so that the floa
 class Reduced(NamedTuple):
     """A reduction as one rank saw it.
 
-    Args:
+    Attributes:
         kind: Whether it was a ``reduce_scatter`` or an ``all_reduce``.
         flat: This rank's gradients: [world * row_numel].
         layout: What lies where in it.
@@ -39,7 +39,7 @@ class Reduced(NamedTuple):
 class Fidelity(NamedTuple):
     """A delivered gradient d against the exact mean g of the ranks' gradients, without residuals.
 
-    Args:
+    Attributes:
         rel_error: ||d - g|| / ||g||.
         rel_error_linf: max |d - g| / max |g|.
         cos_sim: <d, g> / (||d|| ||g||); None where d is 0.

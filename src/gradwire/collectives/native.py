@@ -22,7 +22,7 @@ from gradwire.compressors.rounds import Ask, Context, Rounds
 class Talk(NamedTuple):
     """One parameter's dialogue.
 
-    Args:
+    Attributes:
         pieces: Of the parameter, in its own order.
         rounds: The compressor's generator.
         bad: Whether this rank's gradient is not finite: uint8 [1].

@@ -24,7 +24,7 @@ Sizes = Sequence[Sequence[int | None]]  # row by row; None depends on the data
 class Unit(NamedTuple):
     """Pieces of one row that are encoded together.
 
-    Args:
+    Attributes:
         pieces: One; or all of the row that go as float32; or with ``granularity="row"`` all that are compressed.
         compressor: What encodes them.
         runs: Where they lie in the buffer: each piece, but what is float32 and without a gap at once.

@@ -11,7 +11,7 @@ from gradwire.collectives.ops import Group
 class Ranks(NamedTuple):
     """The ranks of a group as one of them sees them.
 
-    Args:
+    Attributes:
         group: None is the default group.
         world: Number of ranks.
         rank: This one's number.

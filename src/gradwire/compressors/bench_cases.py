@@ -48,7 +48,7 @@ class Codec(Protocol):
 class Target(NamedTuple):
     """The largest multiples of the floor that are good enough.
 
-    Args:
+    Attributes:
         encode: For `encode`.
         decode: For `decode`.
         kept: Whether `encode` is held against reading only what is sent.
@@ -62,7 +62,7 @@ class Target(NamedTuple):
 class Work(NamedTuple):
     """What one call cannot avoid.
 
-    Args:
+    Attributes:
         moved: Bytes read and written.
         flops: Multiplications and additions of matrix products.
         counted: ``moved`` in words.

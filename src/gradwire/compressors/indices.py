@@ -35,7 +35,7 @@ HEADER = 1  # the byte that names the code
 class Code(NamedTuple):
     """One code's body.
 
-    Args:
+    Attributes:
         size: Its bytes by n and k; None where they depend on the indices.
         encode: Indices and n to bytes.
         decode: Bytes (as many as `size` says, or more), n and k to indices that may still be out of order, and the

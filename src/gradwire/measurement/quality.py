@@ -23,7 +23,7 @@ TARGET = 1.05  # of the baseline's final perplexity
 class Curve(NamedTuple):
     """A run's evaluations.
 
-    Args:
+    Attributes:
         steps: Optimizer steps made before each.
         seconds: What those steps took.
         losses: Mean negative log-likelihood in nats.

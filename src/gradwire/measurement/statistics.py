@@ -91,7 +91,7 @@ def gated(mean: float, baseline: float) -> bool:
 class Paired(NamedTuple):
     """How one sample differs from another, pair by pair, in percent of the first.
 
-    Args:
+    Attributes:
         n: Pairs.
         mean: The mean difference: that of the ratios' logarithms, as a percentage.
         low: Lower end of its 95 % interval, NaN with one pair.

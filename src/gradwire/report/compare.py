@@ -26,7 +26,7 @@ LEAST = 6  # cells: with fewer, no signed-rank test over them can say anything a
 class Quantity(NamedTuple):
     """What is compared.
 
-    Args:
+    Attributes:
         field: A field of the rows.
         title: What it is.
         form: How it is written.
@@ -47,7 +47,7 @@ QUANTITIES = (
 class Difference(NamedTuple):
     """One cell's difference.
 
-    Args:
+    Attributes:
         cell: A run of it; its seed means nothing.
         one: The first experiment's mean over the seeds that both have.
         other: The second one's.

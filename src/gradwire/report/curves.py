@@ -20,7 +20,7 @@ Array = NDArray[np.float64]
 class Course(NamedTuple):
     """One run, step by step; of the ranks the mean, and of step times the slowest rank's.
 
-    Args:
+    Attributes:
         seconds: Since the first step began, after each step; evaluations are left out.
         values: Each of `COLUMNS` by step, NaN where it was not measured.
     """

@@ -22,7 +22,7 @@ SHOWN = 12  # names in one sentence
 class Gate(NamedTuple):
     """One check.
 
-    Args:
+    Attributes:
         name: What must hold.
         state: ``failed``: some run is not valid; ``marked``: the cells are named and cannot head the table, or their
             numbers say less; ``not checked``: there was nothing to check.

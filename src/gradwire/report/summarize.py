@@ -27,7 +27,7 @@ SHARED = "times are shared: other runs may have used the machine at the same tim
 class Asked(NamedTuple):
     """What an experiment asks for with one run.
 
-    Args:
+    Attributes:
         excluded: Why it is left out, or None.
         quality_from: The results file that it takes its perplexity from, or None.
         shared: Whether other runs may use the machine at the same time.

@@ -19,7 +19,7 @@ from gradwire.report.markdown import MISSING, table
 class Entry(NamedTuple):
     """What stands in one place.
 
-    Args:
+    Attributes:
         text: What is read.
         value: What it is sorted by, in full; None is below all others.
         full: What the CSV file has instead of the value.
@@ -56,7 +56,7 @@ def word(text: str) -> Entry:
 class Column(NamedTuple):
     """One column.
 
-    Args:
+    Attributes:
         title: Its heading.
         number: Whether it holds numbers, which stand to the right and sort by value.
         hint: What it means, where the heading does not say it.

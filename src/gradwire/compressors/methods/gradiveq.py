@@ -31,7 +31,7 @@ TILE = 4096  # slices whose moment is computed at a time
 class Sums(NamedTuple):
     """What a basis is computed from: sums over slices, in float64.
 
-    Args:
+    Attributes:
         count: How many slices: [].
         total: Their sum: [K].
         moment: The sum of ``g g^T``: [K, K].

@@ -26,7 +26,7 @@ from gradwire.parallel.optimizers.base import CommunicatingAdam
 class Drift(NamedTuple):
     """What a parameter has done since the last synchronisation.
 
-    Args:
+    Attributes:
         start: The parameter then.
         momentum: Mean momentum since, weighted by the learning rates.
         moved: Sum of these rates, each corrected for the momentum's start from zero.

@@ -31,7 +31,7 @@ PREFIX, REST = tl.constexpr(0), tl.constexpr(1)  # what `state` holds: the digit
 class Sieve(NamedTuple):
     """What `sieve` kept.
 
-    Args:
+    Attributes:
         x: What was read.
         places: Within the tile: int16 [room].
         keys: Their magnitudes: int32 [room].
