@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
 
@@ -101,7 +102,12 @@ def ran(tmp_path_factory) -> Callable[[Block], str]:
 def checkout(folder: Path) -> Path:
     """A copy of the repository's files with the environment, and a corpus of the reader's own."""
     made = [line.rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines()]
-    shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".git", ".venv", *made), dirs_exist_ok=True)
+
+    def left_out(where: str, names: list[str]) -> set[str]:
+        paths = {name: str(Path(where, name).relative_to(ROOT)) for name in names}
+        return {name for name in names for one in (".git", *made) if fnmatch(name, one) or paths[name] == one}
+
+    shutil.copytree(ROOT, folder, ignore=left_out, dirs_exist_ok=True)
     (folder / ".venv").symlink_to(ROOT / ".venv")
     for name in ("requirements.lock", "pyproject.toml"):
         os.utime(folder / name, (0, 0))  # make shall not install this copy into the environment
