@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 
 import pytest
 
@@ -62,3 +63,9 @@ def test_another_shell_is_refused(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["completion", "fishy"])
     assert end.value.code == 2 and "bash" in capsys.readouterr().err
+
+
+def test_without_shtab_the_message_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "bash"]) == 2
+    assert "pip install 'gradwire[completion]'" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gradwire.cli import VERBS
+from gradwire.errors import BadInput
 
 SHELLS = ("bash", "fish", "zsh")  # shtab's script for tcsh knows no flags of verbs
 EXAMPLES = """where to put it:
@@ -33,8 +34,15 @@ def main(args: argparse.Namespace) -> None:
 
 
 def script(shell: str) -> str:
-    """The completion script for ``bash``, ``fish`` or ``zsh``."""
-    import shtab
+    """The completion script for ``bash``, ``fish`` or ``zsh``.
+
+    Raises:
+        BadInput: If shtab is not installed.
+    """
+    try:
+        import shtab
+    except ModuleNotFoundError:
+        raise BadInput("completion needs shtab, which is not installed: pip install 'gradwire[completion]'.") from None
 
     from gradwire.compressors import available
 
