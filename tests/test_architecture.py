@@ -30,7 +30,7 @@ ROOMS = [
         "parallel",
         "data",
     ),
-    *("models", "persample", "launch", "training", "gradients", "measurement", "report", "doctor", "cli"),
+    *("models", "persample", "launch", "training", "gradients", "measurement", "report", "doctor", "init", "cli"),
     *("completion", "__main__"),
 ]
 HEAVY = ("torch", "transformers", "pandas", "pyarrow", "datasets", "tokenizers", "matplotlib", "tensorboard")

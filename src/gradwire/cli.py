@@ -30,6 +30,7 @@ class Verb(NamedTuple):
 
 
 VERBS = {
+    "init": Verb("gradwire.init", "write a configuration with every field, its default and its meaning"),
     "download": Verb("gradwire.data.download", "fetch or extract a corpus as a JSON array of id, title, text"),
     "tokenize": Verb("gradwire.data.tokenize", "train or take a tokenizer and write token shards"),
     "launch": Verb("gradwire.launch.launch", "check a verb's input, then run it on several ranks"),
@@ -50,6 +51,7 @@ VERBS = {
     "report": Verb("gradwire.report.page", "one page of figures and tables over all runs of an experiment"),
     "compare": Verb("gradwire.report.compare", "how two experiments differ, paired by seed, and with which test"),
     "completion": Verb("gradwire.completion", "complete verbs and flags in bash, fish or zsh"),
+    "status": Verb("gradwire.report.status", "which runs are done, running, failed or to come, and how long is left"),
     "summarize": Verb("gradwire.report.summarize", "one table over all runs of an experiment"),
 }
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
-from tqdm import tqdm
 
 from gradwire import parallel
 from gradwire.collectives import Reducer, ops
@@ -38,6 +37,7 @@ from gradwire.training.evaluate import Quality, evaluate
 from gradwire.training.objective import Plain, Private
 from gradwire.training.preemption import Preemption, preemption
 from gradwire.training.profiling import profiled_range, profiling, trace_file
+from gradwire.training.progress import progress
 from gradwire.training.sampling import sampled
 from gradwire.training.scalars import tensorboard
 from gradwire.training.settings import Settings
@@ -159,7 +159,7 @@ def train(
     model.train()
     with (
         preemption() as asked,
-        progress(training.steps, start, world) as bar,
+        progress(settings.output_dir, training.steps, start, world) as tell,
         profiling(training, start, trace, world) as profiler,
         tensorboard(settings.output_dir / "logs" / "tensorboard", outcome.rows, world) as log,
     ):
@@ -197,8 +197,7 @@ def train(
                     row["val_loss"] = validate().loss
                     row["residual_norm"] = residual_norm(reducer)
                 log(row)
-                bar.set_postfix(loss=f"{row['loss'] or math.nan:.3f}", ms=f"{row['step_ms']:.0f}", refresh=False)
-                bar.update()
+                tell(row)
                 if asked.agreed or due(training.checkpoint_every, step):
                     save(step + 1)
                 if asked.agreed:
@@ -483,10 +482,3 @@ class Clock:
     def stop(self) -> None:
         """End the step."""
         self.times["step_ms"] = 1000 * (time.perf_counter() - self._started)
-
-
-@contextmanager
-def progress(steps: int, start: int, world: World) -> Iterator[tqdm]:
-    """A progress bar on rank 0 when standard error is a terminal."""
-    with tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, disable=True if world.rank else None) as bar:
-        yield bar

@@ -1,0 +1,110 @@
+"""The verb ``init``: a configuration with every field, its default and what it means, to be changed by hand."""
+
+from __future__ import annotations
+
+import json
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from textwrap import indent
+from typing import Any, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from gradwire.config import Dataset, Experiment, Gradients, Training
+from gradwire.errors import BadInput
+from gradwire.files import write_text
+
+HEAD = """\
+# An experiment. Run it with `make run CONFIG={file}`, or
+#     snakemake --cores all --configfile {file}
+# Every field stands here with its default; what is commented out has none, or is off.
+name: {name} # {says}
+model: tiny # {model}
+dataset:
+{dataset}
+training:
+{training}
+# Each label is a cell: a method of `gradwire compressors` (by default the label), its options, and the reducer's.
+compressors:
+  none: {{}} # the framework untouched in float32: what all others are compared with
+  int8: {{}}
+  # topk10: {{method: topk, density: 0.1, error_feedback: true}}
+# One product, or a list of them whose union is run.
+grid:
+  strategies: [fsdp2] # naive, bucket, ddp, fsdp1, fsdp2
+  world_sizes: [2] # ranks
+  seeds: [0, 1, 2] # one seed has no interval
+  links: [none] # or rates, such as 100mbit
+  compressors: all
+# Per-sample gradients of some runs:
+# gradients:
+#   compressors: [none]
+{gradients}
+"""
+
+
+def arguments(parser: ArgumentParser) -> None:
+    """Declare the verb's flags."""
+    parser.add_argument("--output", type=Path, default=Path("experiment.yaml"), help="the file to write")
+    parser.add_argument("--name", default="experiment", help="the experiment's name: its folder under results/")
+
+
+def main(args: Namespace) -> None:
+    """Write the file, and tell what to do with it.
+
+    Raises:
+        BadInput: If the file exists, or the name is none.
+    """
+    if args.output.exists():
+        raise BadInput(f"{args.output} exists and is left as it is; give another --output.")
+    text = template(args.name, args.output)
+    check(text)
+    write_text(args.output, text)
+    print(f"{args.output}: every field with its default. Next: snakemake -n --configfile {args.output}")
+
+
+def check(text: str) -> None:
+    """See that it is an experiment.
+
+    Raises:
+        BadInput: If it is not.
+    """
+    import yaml
+
+    from gradwire.config import experiment
+
+    experiment(yaml.safe_load(text))
+
+
+def template(name: str, file: Path) -> str:
+    """The configuration of an experiment of this name."""
+    fields = Experiment.model_fields
+    return HEAD.format(
+        file=file,
+        name=json.dumps(name),
+        says=fields["name"].description,
+        model=fields["model"].description,
+        dataset=indent(commented(Dataset), "  "),
+        training=indent(commented(Training), "  "),
+        gradients=indent(commented(Gradients), "#   ", lambda line: True).replace("#   # ", "#   "),
+    )
+
+
+def commented(model: type[BaseModel]) -> str:
+    """A line for each field that is described: its default, what it means, what else it takes."""
+    lines = []
+    for name, field in model.model_fields.items():
+        if field.description is None:
+            continue
+        default = field.get_default(call_default_factory=True)
+        value = "" if default is None else f" {json.dumps(default)}"
+        lines.append(f"{'# ' if default is None else ''}{name}:{value} # {field.description}{_choices(field)}")
+    return "\n".join(lines)
+
+
+def _choices(field: FieldInfo) -> str:
+    """The values of a literal, unless its description names them."""
+    values: Any = get_args(field.annotation) if get_origin(field.annotation) is not None else ()
+    named = [value for value in values if isinstance(value, str)]
+    return f" ({', '.join(named)})" if named else ""

@@ -1,0 +1,53 @@
+"""How far a run is, while it goes on: a bar where somebody looks, and ``progress.json`` for `gradwire status`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from gradwire.collectives.world import World
+from gradwire.files import write_json
+
+FILE = "progress.json"  # in the run's folder, as long as it runs
+EVERY = 1.0  # seconds between two writings
+
+
+@contextmanager
+def progress(folder: Path, steps: int, start: int, world: World) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Give a function that is told each step's row; on ranks other than 0 it does nothing.
+
+    Args:
+        folder: The run's folder.
+        steps: Optimizer steps of the whole run.
+        start: The first that is made here.
+        world: This rank's place.
+    """
+    if world.rank != 0:
+        yield lambda row: None
+        return
+    raw = sent = 0
+    began = written = time.monotonic()
+
+    def told(row: dict[str, Any]) -> None:
+        nonlocal raw, sent, written
+        raw, sent = raw + (row["bytes_raw"] or 0), sent + (row["bytes_sent"] or 0)
+        loss = row["loss"]
+        bar.set_postfix(loss="-" if loss is None else f"{loss:.3f}", ms=f"{row['step_ms']:.0f}", refresh=False)
+        bar.update()
+        now, done = time.monotonic(), row["step"] + 1
+        if now - written >= EVERY:
+            written = now
+            left = (now - began) / (done - start) * (steps - done)
+            state = {"step": done, "steps": steps, "loss": loss, "step_ms": row["step_ms"]}
+            write_json(folder / FILE, state | {"ratio": raw / sent if sent else None, "left_s": left})
+
+    try:
+        with tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, disable=None) as bar:
+            yield told
+    finally:
+        (folder / FILE).unlink(missing_ok=True)
