@@ -248,6 +248,7 @@ def test_what_is_named_crosses_into_an_image_and_nothing_else():
         "APPTAINERENV_PYTHONPATH": "/project/src",
         "APPTAINER_BIND": "/scratch,/project/src",
     }
+    assert crossing(variables, Path("/project/src"), gpus=True) == {**found, "APPTAINER_NV": "1"}
     assert crossing(variables | found, Path("/project/src")) == found  # a job parses the Snakefile again
 
 

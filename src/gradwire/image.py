@@ -94,12 +94,13 @@ def check_image(variant: str, folder: Path = CONTAINERS) -> None:
         )
 
 
-def crossing(variables: Mapping[str, str], source: Path) -> dict[str, str]:
+def crossing(variables: Mapping[str, str], source: Path, *, gpus: bool = False) -> dict[str, str]:
     """Variables that tell Apptainer what jobs see of the world around their image.
 
     Args:
         variables: The environment; of it, what ``CROSSING`` names or begins.
         source: The folder that holds the package, which jobs import from there.
+        gpus: Whether jobs need the host's driver.
     """
     seen = {name: value for name, value in variables.items() if name.startswith(CROSSING) and name not in OWN}
     binds = [bind for bind in variables.get("APPTAINER_BIND", "").split(",") if bind and bind != str(source)]
@@ -107,4 +108,5 @@ def crossing(variables: Mapping[str, str], source: Path) -> dict[str, str]:
         **{f"APPTAINERENV_{name}": value for name, value in seen.items()},
         "APPTAINERENV_PYTHONPATH": str(source),
         "APPTAINER_BIND": ",".join([*binds, str(source)]),
+        **({"APPTAINER_NV": "1"} if gpus else {}),
     }

@@ -28,7 +28,6 @@ def why_left_out(run):
     )
 
 
-PROJECT = Path(workflow.basedir)
 IN_IMAGE = DeploymentMethod.APPTAINER in workflow.deployment_settings.deployment_method
 
 # `gradwire` stands beside Snakemake's own Python; an image has one of its own, which runs the same source. Either ends
@@ -62,9 +61,9 @@ except BadInput as error:
 
 # Named as seen from here, so that neither another image nor another folder passes for this one.
 IMAGE = os.path.relpath(image_file(VARIANT))
-os.environ.update(crossing(os.environ, PROJECT / "src"))
-if VARIANT == "cuda":
-    os.environ["APPTAINER_NV"] = "1"  # the host's driver
+os.environ.update(
+    crossing(os.environ, Path(workflow.basedir) / "src", gpus=VARIANT == "cuda")
+)
 
 TOKENS = f"{CORPUS}/{EXPERIMENT.dataset.tokens_folder}"
 RESULTS = f"results/{EXPERIMENT.name}"
