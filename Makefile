@@ -6,6 +6,8 @@
 # make test-sweep                        full products of which `make test` takes a selection
 # make test-slurm                        the smoke experiment on a Slurm of its own; needs root and Debian's slurm-wlm, munge
 # make test-container                    the smoke experiment in the image, which is built for it
+# make train ARGS="--data_path ... --output_dir ..." [RANKS=2]   one run by hand: what is here, then its log, shown and kept
+# make tensorboard [RESULTS=results]     TensorBoard over all runs, on a free port
 # make lint                              ruff, mypy, snakefmt, codespell, snakemake --lint
 # make docs                              the documentation into site/, strictly: warnings and broken links are errors
 PYTHON ?= python3
@@ -13,11 +15,13 @@ CONFIG ?= config.yaml
 TORCH ?= torch==2.13.0
 VARIANT ?= cpu
 CORES ?= all
+RANKS ?= 2
+RESULTS ?= results
 BIN := .venv/bin
 READY := .venv/.ready
 READY_DOCS := .venv/.ready-docs
 
-.PHONY: run image image-lock test test-faults test-sweep test-slurm test-container lint format docs schema lock
+.PHONY: run train tensorboard image image-lock test test-faults test-sweep test-slurm test-container lint format docs schema lock
 
 run: $(READY)
 	@folder=results/$$($(BIN)/python -c "import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))['name'])" $(CONFIG)); \
@@ -26,6 +30,16 @@ run: $(READY)
 	if [ $$status = 0 ]; then $(BIN)/gradwire summarize --results_dir $$folder --print_only; fi; \
 	if [ -f $$folder/report.html ]; then echo; echo "report: $$folder/report.html"; fi; \
 	exit $$status
+
+train: SHELL := /bin/bash -o pipefail
+train: $(READY)
+	@$(BIN)/gradwire doctor
+	@mkdir -p logs
+	@log=logs/train-$$(date +%Y%m%d-%H%M%S).log; echo "log          $$log"; \
+	$(BIN)/gradwire launch --world_size $(RANKS) -- train $(ARGS) 2>&1 | tee $$log
+
+tensorboard: $(READY)
+	$(BIN)/tensorboard --logdir $(RESULTS) --port 0
 
 image: $(READY)
 	@$(BIN)/python containers/build.py --variant $(VARIANT) $(if $(MIRROR),--mirror $(MIRROR))

@@ -191,6 +191,11 @@ def alone_of(wildcards):
     return "--alone" if EXPERIMENT.timed else ""
 
 
+def dataset_flags(*names):
+    """Some fields of the dataset as flags."""
+    return literal(to_flags(EXPERIMENT.dataset, *names))
+
+
 def attempt_of(wildcards, attempt):
     """The number of the try, so that a verb does not repeat what ended by bad input."""
     return attempt

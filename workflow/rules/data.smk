@@ -1,10 +1,4 @@
 # download -> tokenizer -> shards. The folders carry digests of what made them, so experiments share them.
-DATASET = EXPERIMENT.dataset
-
-
-def dataset_flags(*names):
-    """Some fields of the dataset as flags."""
-    return literal(to_flags(DATASET, *names))
 
 
 rule download:
@@ -18,7 +12,7 @@ rule download:
     params:
         source=source_digest(
             "gradwire.data.download",
-            f"gradwire.data.sources.{SOURCES[DATASET.source]}",
+            f"gradwire.data.sources.{SOURCES[EXPERIMENT.dataset.source]}",
         ),
         flags=dataset_flags("source", "data_path", "revision", "max_mb", "id_from"),
     shell:
@@ -58,7 +52,7 @@ rule shards:
     params:
         source=source_digest("gradwire.data.tokenize"),
         folder=subpath(output[0], ancestor=2),
-        dataset=DATASET.source,
+        dataset=EXPERIMENT.dataset.source,
         flags=dataset_flags("max_length", "shard_size", "val_fraction"),
     shell:
         "gradwire tokenize --attempt {resources.attempt}"
