@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,12 +53,14 @@ def copy_run(whole: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(shards, tmp_path_factory) -> Path:  # noqa: F811
+def whole(shards, tmp_path_factory) -> Iterator[Path]:  # noqa: F811
     """An unbroken run of one process with three checkpoints."""
+    before = torch.get_num_threads()
     torch.set_num_threads(1)  # as in the pool's ranks: more threads than idle cores cost far more than they bring
     folder = tmp_path_factory.mktemp("whole")
     assert train(folder, shards, keep_checkpoints=3) == 0
-    return folder
+    yield folder
+    torch.set_num_threads(before)
 
 
 DAMAGE = {

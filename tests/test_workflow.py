@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -76,7 +77,9 @@ def test_every_verb_knows_its_attempt(checkout):
     commands = [line for line in shown.stdout.splitlines() + shown.stderr.splitlines() if "Shell command" in line]
     assert len(commands) > 8
     assert [
-        line for line in commands if "gradwire" in line and "--attempt 1" not in line and "summarize" not in line
+        line
+        for line in commands
+        if "gradwire" in line and "--attempt 1" not in line and not re.search("gradwire (summarize|report) ", line)
     ] == []
 
 
@@ -159,9 +162,9 @@ def test_an_experiment_runs_fails_in_one_cell_and_reruns_only_what_a_change_touc
 
     # A new compressor adds its own cells; one that is taken away leaves the others as they are.
     checkout.configure({**SMALL, "compressors": {**SMALL["compressors"], "fp16": {}}})
-    assert checkout.jobs() == {"train": 1, "trace": 1, "perplexity": 1, "summarize": 1, "all": 1}
+    assert checkout.jobs() == {"train": 1, "trace": 1, "perplexity": 1, "summarize": 1, "report": 1, "all": 1}
     checkout.configure({**SMALL, "compressors": {"none": {}}})
-    assert checkout.jobs() == {"summarize": 1, "all": 1}
+    assert checkout.jobs() == {"summarize": 1, "report": 1, "all": 1}
 
     # Another way to train is for all cells, and for no data.
     checkout.configure({**SMALL, "training": {**SMALL["training"], "lr": 0.01}})
