@@ -28,6 +28,7 @@ from gradwire.persample import loop as one_by_one
 from gradwire.persample import norms
 from gradwire.persample.clipping import coefficients
 from gradwire.training.loop import Clock, Feed, optimizer_step
+from gradwire.training.noise import noisy
 from gradwire.training.objective import Private
 from gradwire.training.preemption import Preemption
 from gradwire.training.privacy import Guarantee, guarantee
@@ -279,7 +280,7 @@ def test_a_private_run_ends_with_its_budget(world, shards, tmp_path):
     wanted = Guarantee(0.8, 1e-5, 4 / len(held), 1).epsilon(SMALL["steps"])
     assert record["epsilon"] == pytest.approx(wanted) and record["delta"] == 1e-5
     assert (record["noise_multiplier"], record["noise_multiplier_accounted"]) == (0.8, 0.8)
-    assert record["sampling"] == "poisson" and 0 < record["clipped_fraction"] <= 1
+    assert (record["sampling"], record["accountant"]) == ("poisson", "prv") and 0 < record["clipped_fraction"] <= 1
     assert rows[2]["epsilon"] < rows[5]["epsilon"] == record["epsilon"]
     assert len({row["samples"] for row in rows}) > 1, "the samples of a step vary"
     again, _ = trained(world, 2, shards, tmp_path / "again", *PRIVATE, strategy="fsdp2")
@@ -335,6 +336,25 @@ def test_bad_input_is_one_message(flags, message, shards, tmp_path, capsys):
     assert cli.main(["train", *words(shards, tmp_path / "run"), *flags]) == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "run").rglob("*")] == ["train.failed.json"]
+
+
+class PastTheLayer(torch.nn.Module):
+    """Uses a layer's weight without the layer, so that no hook of it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3, bias=False)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(self.first(x), self.second.weight)
+
+
+def test_a_parameter_that_would_get_no_noise_is_refused():
+    with pytest.raises(BadInput, match=r"second\.weight: no forward pass"), noisy(PastTheLayer(), 1.0, 0, 0, 0):
+        pass
+    model = PastTheLayer()
+    with pytest.raises(BadInput, match=r"^second\.weight: no forward pass"), noisy(model, 1.0, 0, 0, 0):
+        model(torch.ones(2, 3))
 
 
 def test_a_model_that_drops_or_mixes_is_refused():

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradwire.errors import BadInput
 from gradwire.persample.batch import trainable
 
 Draw = Callable[[str, Tensor, torch.device], Tensor]
@@ -32,6 +33,9 @@ def noisy(model: nn.Module, std: float, seed: int, step: int, rank: int) -> Iter
         seed: The run's; who knows it can subtract the noise.
         step: The optimizer step.
         rank: Ranks draw independently.
+
+    Raises:
+        BadInput: If the pass left a layer out, or used its parameters past it: they would have no noise.
     """
 
     def draw(name: str, like: Tensor, device: torch.device) -> Tensor:
@@ -41,16 +45,23 @@ def noisy(model: nn.Module, std: float, seed: int, step: int, rank: int) -> Iter
     def after(module: nn.Module, _: Any, output: Tensor) -> Tensor:
         own = owned[module]
         parameters = [getattr(module, local) for local in own]  # under FSDP2: whole, now
+        passed.add(module)
         added: Tensor = _Added.apply(output, draw, tuple(own.values()), *parameters)
         return added
 
-    owned = _owned(model)
+    owned, passed = _owned(model), set[nn.Module]()
     handles = [module.register_forward_hook(after) for module in owned]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+    left_out = [name for module, own in owned.items() if module not in passed for name in own.values()]
+    if left_out:
+        raise BadInput(
+            f"{', '.join(left_out)}: no forward pass of the layer that has them, so private training can neither clip "
+            "nor add noise there. Freeze them, or call the layer itself."
+        )
 
 
 class _Added(torch.autograd.Function):

@@ -41,6 +41,11 @@ class Guarantee:
     sample_rate: float | None
     steps_per_epoch: int
 
+    @property
+    def accountant(self) -> str:
+        """What ε is computed by: ``prv`` (tight), or ``rdp`` where that would need too much memory."""
+        return "prv" if self.multiplier >= TIGHT_FROM else "rdp"
+
     def epsilon(self, steps: int) -> float | None:
         """ε after so many optimizer steps, an upper bound; None where nothing is guaranteed, as without noise."""
         if not self.multiplier:
@@ -51,7 +56,7 @@ class Guarantee:
         from opacus.accountants import PRVAccountant, RDPAccountant
 
         rate, times = (self.sample_rate, steps) if self.sample_rate else (1.0, math.ceil(steps / self.steps_per_epoch))
-        accountant: Any = PRVAccountant() if self.multiplier >= TIGHT_FROM else RDPAccountant()
+        accountant: Any = PRVAccountant() if self.accountant == "prv" else RDPAccountant()
         accountant.history = [(self.multiplier, rate, times)]
         with np.errstate(divide="ignore", over="ignore"):  # the logarithm of 1 - rate, with a rate of 1
             found = float(accountant.get_epsilon(delta=self.delta))

@@ -240,7 +240,15 @@ def private(settings: Settings, outcome: Outcome) -> Row:
 
     ``noise_multiplier`` is of the sum over ranks, ``noise_multiplier_accounted`` what ε stands on.
     """
-    fields = ("epsilon", "delta", "noise_multiplier", "noise_multiplier_accounted", "clipped_fraction", "sampling")
+    fields = (
+        "epsilon",
+        "delta",
+        "noise_multiplier",
+        "noise_multiplier_accounted",
+        "clipped_fraction",
+        "sampling",
+        "accountant",
+    )
     training, guarantee = settings.training, outcome.guarantee
     if guarantee is None:
         return dict.fromkeys(fields)
@@ -252,6 +260,7 @@ def private(settings: Settings, outcome: Outcome) -> Row:
         guarantee.multiplier,
         clipped / samples if samples else None,
         training.dp_sampling,
+        guarantee.accountant,
     )
     return dict(zip(fields, values, strict=True))
 
