@@ -43,7 +43,7 @@ def weights(folder: Path) -> bytes:
 
 def train(folder: Path, data: Path, *more: str, **changes) -> int:
     """`gradwire train` as a single process, this one."""
-    return cli.run(["train", *words(data, folder, *more, **{"checkpoint_every": 2, "eval_every": 0, **changes})])
+    return cli.main(["train", *words(data, folder, *more, **{"checkpoint_every": 2, "eval_every": 0, **changes})])
 
 
 def copy_run(whole: Path, folder: Path) -> Path:

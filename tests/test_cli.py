@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +13,7 @@ import pytest
 
 from gradwire import __version__, cli
 from gradwire.errors import BadInput, CheckFailed, GradwireError, RunFault, Stopped
-from gradwire.failures import RANK_FAILURES, refuse_again
+from gradwire.failures import RANK_FAILURES, reason, refuse_again
 
 
 @pytest.fixture
@@ -84,12 +85,29 @@ def test_our_own_errors_are_one_line_and_a_file(verb, capsys, error: GradwireErr
     )
 
 
-def test_an_unexpected_error_keeps_its_traceback(verb, capsys):
+def test_an_unexpected_error_says_so_and_its_file_keeps_the_traceback(verb, capsys):
     file = verb(raising(KeyError("colour")))
     assert cli.main(["grads", "probe"]) == 3
     told = capsys.readouterr().err
-    assert told.count("Traceback") == 1 and told.endswith("gradwire grads probe: KeyError: 'colour'\n")
-    assert json.loads(file.read_text())["reason"] == "KeyError: 'colour'"
+    assert told.startswith("gradwire grads probe: KeyError: 'colour'\n") and "--debug" in told
+    assert "Traceback" not in told
+    kept = json.loads(file.read_text())
+    assert kept["reason"] == "KeyError: 'colour'" and kept["traceback"].count("Traceback") == 1
+
+
+@pytest.mark.parametrize("error", [KeyError("colour"), BadInput("no such colour.")])
+def test_debug_shows_where_any_failure_happened(verb, capsys, error):
+    verb(raising(error))
+    assert cli.main(["grads", "probe", "--debug"]) == getattr(error, "exit_code", 3)
+    told = capsys.readouterr().err
+    assert told.count("Traceback") == 1 and told.endswith(f"gradwire grads probe: {reason(error)}\n")
+
+
+def test_a_reader_that_leaves_early_is_no_failure():
+    listing = [sys.executable, "-m", "gradwire", "compressors"]
+    with subprocess.Popen(listing, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        running.stdout.close()
+        assert running.stderr.read() == ""
 
 
 def test_an_interrupt_is_one_line(verb, capsys):

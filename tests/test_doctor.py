@@ -14,6 +14,27 @@ def test_two_ranks_collect_and_every_row_is_proven(capsys):
     assert told.count("ok  ") == 4 and "failed" not in told
 
 
+def test_what_is_missing_is_named_with_the_way_to_get_it_and_is_no_failure(capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert cli.main(["doctor"]) == 0
+    there, missing = capsys.readouterr().out.split("missing, if you want it")
+    for name, advice in {
+        "torchrun": "--launcher spawn",
+        "links": "root or user namespaces",
+        "containers": "containers/get-apptainer",
+        "Slurm": "login node",
+    }.items():
+        assert any(line.startswith(name) and " no" in line for line in there.splitlines())
+        assert any(line.split()[0] == name and advice in line for line in missing.splitlines() if line)
+
+
+def test_what_is_there_is_not_missing(capsys):
+    assert cli.main(["doctor"]) == 0
+    there, _, missing = capsys.readouterr().out.partition("missing, if you want it")
+    assert "Snakemake 9." in there and "gloo" in there and "torchrun" in there
+    assert "workflow" not in missing and "torchrun" not in missing
+
+
 def test_a_port_in_use_is_told(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

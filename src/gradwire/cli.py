@@ -10,15 +10,24 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import select
 import sys
-import traceback
 from collections.abc import Sequence
 from types import ModuleType
 from typing import NamedTuple, NoReturn
 
 from gradwire import __version__
-from gradwire.errors import BAD_INPUT, DONE, GradwireError, unknown
-from gradwire.failures import clear_failure, exit_code, reason, refuse_again, report_rank_failure, write_failure
+from gradwire.errors import BAD_INPUT, DONE, FAULT, unknown
+from gradwire.failures import (
+    clear_failure,
+    exit_code,
+    reason,
+    refuse_again,
+    report_rank_failure,
+    unexpected,
+    where,
+    write_failure,
+)
 from gradwire.launch import keeper
 
 
@@ -92,16 +101,20 @@ def parse(words: Sequence[str]) -> tuple[str, ModuleType, argparse.Namespace]:
     parser.add_argument(
         "--attempt", type=int, default=1, help="above 1, do not try again what ended by bad input (Snakemake's attempt)"
     )
+    parser.add_argument("--debug", action="store_true", help="after a failure, show where in the program it happened")
     args = parser.parse_args(rest)
     args.parse = parse  # for `launch`, whose argument is another command
     return name, module, args
 
 
-def run(words: Sequence[str]) -> int:
+def main(words: Sequence[str]) -> int:
     """Run a command and return its exit code; a failure is told once and written beside the verb's outputs."""
     program = "gradwire"
     folder = None
     try:
+        if not words or words[0] in ("-h", "--help", "help", "--version"):
+            print(__version__ if "--version" in words[:1] else usage())
+            return DONE if words else BAD_INPUT
         name, module, args = parse(words)
         program = f"gradwire {name}"
         folder = module.beside(args) if hasattr(module, "beside") else None
@@ -111,15 +124,29 @@ def run(words: Sequence[str]) -> int:
     except (Exception, KeyboardInterrupt) as error:
         if report_rank_failure(error):  # `launch` tells it, once for all ranks
             return exit_code(error)
-        if isinstance(error, Exception) and not isinstance(error, GradwireError):
-            traceback.print_exc()
+        if isinstance(error, BrokenPipeError) and reader_left() and folder is None:
+            return FAULT  # such as `| head`, which has what it wanted
+        if "--debug" in words:  # also where they could not be parsed, and for a verb that `launch` runs
+            sys.stderr.write(where(error))
         print(f"{program}: {reason(error)}", file=sys.stderr)
+        if unexpected(error) and "--debug" not in words:
+            print("gradwire did not expect this: --debug shows where it happened.", file=sys.stderr)
         if folder is not None:
             write_failure(folder, name, error)
         return exit_code(error)
     if code == DONE and folder is not None:
         clear_failure(folder, name)
     return code
+
+
+def reader_left() -> bool:
+    """Whether whoever read our standard output is gone; then what is left for it goes nowhere."""
+    output = select.poll()
+    output.register(sys.stdout, 0)  # errors are always reported
+    gone = any(event & select.POLLERR for _, event in output.poll(0))
+    if gone:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return gone
 
 
 def usage() -> str:
@@ -133,21 +160,11 @@ def usage() -> str:
     )
 
 
-def main(words: Sequence[str]) -> int:
-    """Answer ``--help`` and ``--version``, else run the verb."""
-    if not words or words[0] in ("-h", "--help", "help"):
-        print(usage())
-        return DONE if words else BAD_INPUT
-    if words[0] == "--version":
-        print(__version__)
-        return DONE
-    return run(words)
-
-
 def entry() -> NoReturn:
     """The console script."""
     keeper.watch()
     code = main(sys.argv[1:])
+    reader_left()
     sys.stdout.flush()
     sys.stderr.flush()
     distributed = sys.modules.get("torch.distributed")

@@ -1,4 +1,4 @@
-"""The verb ``doctor``: what this machine offers, and whether several ranks can collect gradients on it."""
+"""The verb ``doctor``: what this machine offers, what is missing and how to get it, and whether ranks work here."""
 
 from __future__ import annotations
 
@@ -6,14 +6,25 @@ import argparse
 import os
 import platform
 import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import NamedTuple
 
-from gradwire.errors import CheckFailed, GradwireError
+from gradwire.errors import BadInput, CheckFailed, GradwireError
 
 RANKS, SAMPLES, DIM = 2, 16, 64
+
+
+class Finding(NamedTuple):
+    """What was looked for, what is there, and how to get it where it is not."""
+
+    name: str
+    told: str
+    advice: str = ""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,33 +44,122 @@ def main(args: argparse.Namespace) -> None:
     Raises:
         CheckFailed: If a step of it does not work, with what it said.
     """
-    for name, found in machine().items():
-        print(f"{name:<12} {found}")
+    found = list(findings())
+    for name, told, _ in found:
+        print(f"{name:<12} {told}")
+    if missing := [finding for finding in found if finding.advice]:
+        print("\nmissing, if you want it")
+        for name, _, advice in missing:
+            print(f"  {name:<12} {advice}")
     if args.multi_gpu:
         multi_gpu(args)
 
 
-def machine() -> dict[str, str]:
-    """Versions and devices."""
+def findings() -> Iterator[Finding]:
+    """All of them, in the order in which they are told."""
     import torch
 
     from gradwire import __version__
+
+    yield Finding("gradwire", __version__)
+    yield Finding("python", f"{platform.python_version()} ({sys.executable})")
+    yield Finding("torch", torch.__version__)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    yield Finding("processors", f"{len(os.sched_getaffinity(0))}, {memory:.1f} GiB of memory")
+    yield gpus()
+    yield backends()
+    torchrun = shutil.which("torchrun")
+    yield Finding("torchrun", torchrun or "no", "" if torchrun else "start ranks with `--launcher spawn`.")
+    yield shaped_links()
+    yield workflow()
+    yield containers()
+    yield slurm()
+
+
+def gpus() -> Finding:
+    """The GPUs that torch can use."""
+    import torch
+
     from gradwire.collectives.world import detect_gpus
+
+    names = [torch.cuda.get_device_name(index) for index in range(detect_gpus())]
+    if names:
+        return Finding("GPUs", f"{len(names)}: " + ", ".join(dict.fromkeys(names)))
+    if not Path("/proc/driver/nvidia").is_dir():
+        return Finding("GPUs", "no: no NVIDIA driver here", "a machine with one; everything runs on the CPU, slower.")
+    if torch.version.cuda is None:
+        return Finding("GPUs", f"no: torch {torch.__version__} knows no CUDA", "`pip install torch` as built for CUDA.")
+    return Finding("GPUs", "no: torch sees none", "look at `nvidia-smi` and at CUDA_VISIBLE_DEVICES.")
+
+
+def backends() -> Finding:
+    """The backends of collectives that can be used, the one that is taken first."""
+    import torch.distributed as dist
+
+    from gradwire.collectives.world import detect_gpus
+
+    usable = {"nccl": dist.is_nccl_available() and detect_gpus() > 0, "gloo": dist.is_gloo_available()}
+    return Finding("backends", ", ".join(name for name, there in usable.items() if there) or "none")
+
+
+def shaped_links() -> Finding:
+    """Whether ranks can be joined by links of a given rate."""
     from gradwire.launch import links
 
-    gpus = detect_gpus()
-    names = [torch.cuda.get_device_name(index) for index in range(gpus)]
     offer = links.probe()
-    return {
-        "gradwire": __version__,
-        "python": f"{platform.python_version()} ({sys.executable})",
-        "torch": torch.__version__,
-        "processors": str(len(os.sched_getaffinity(0))),
-        "GPUs": ", ".join(names) or "none",
-        "backend": "nccl" if gpus else "gloo",
-        "torchrun": shutil.which("torchrun") or "not found: use --launcher spawn",
-        "links": "yes" if offer.way is not None else f"no: {offer.reason}",
-    }
+    if offer.way is None:
+        return Finding("links", f"no: {offer.reason}", "the tools named above, and root or user namespaces.")
+    return Finding("links", "any rate by tc tbf" + (", any delay by netem" if offer.delay else ", without delay"))
+
+
+def workflow() -> Finding:
+    """Snakemake."""
+    try:
+        return Finding("workflow", f"Snakemake {version('snakemake')}")
+    except PackageNotFoundError:
+        return Finding("workflow", "no: no Snakemake beside this Python", "`pip install 'gradwire[workflow]'`.")
+
+
+def containers() -> Finding:
+    """Apptainer, and the images that the checkout's recipe and locks ask for."""
+    from gradwire.image import CONTAINERS, VARIANTS, check_apptainer, image_file
+
+    try:
+        check_apptainer()
+    except BadInput as error:
+        return Finding("containers", "no: no Apptainer", str(error).partition(". ")[2])
+    apptainer = _says("apptainer", "--version")
+    if not CONTAINERS.is_dir():
+        return Finding("containers", f"{apptainer}, no checkout", "images are built in a checkout of gradwire.")
+    built = [variant for variant in VARIANTS if image_file(variant).is_file()]
+    return Finding(
+        "containers",
+        f"{apptainer}; images built: {', '.join(built) or 'none'}",
+        "" if built else "`make image`, or `make image VARIANT=cuda`.",
+    )
+
+
+def slurm() -> Finding:
+    """Slurm's client, Snakemake's plugin for it, and whether a cluster answers."""
+    if shutil.which("sbatch") is None:
+        return Finding("Slurm", "no: no sbatch", "a cluster's login node (docs/clusters.md).")
+    try:
+        version("snakemake-executor-plugin-slurm")
+    except PackageNotFoundError:
+        return Finding("Slurm", "no: Snakemake has no plugin for it", "`pip install 'gradwire[slurm]'`.")
+    told = _says("sinfo", "--noheader", "--format=%R: %D nodes")
+    if not told:
+        return Finding("Slurm", "no: sbatch is here, no cluster answers", "a cluster's login node (docs/clusters.md).")
+    return Finding("Slurm", told)
+
+
+def _says(*command: str) -> str:
+    """What a command prints, on one line; empty where it fails or does not answer soon."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return ", ".join(done.stdout.split("\n")).strip(", ")
 
 
 def multi_gpu(args: argparse.Namespace) -> None:

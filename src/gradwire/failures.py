@@ -33,6 +33,17 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
+def unexpected(error: BaseException) -> bool:
+    """Whether this is none of the failures that gradwire knows and tells, so that where it happened matters."""
+    known = isinstance(error, GradwireError) and not getattr(error, "traceback", "")
+    return isinstance(error, Exception) and not known
+
+
+def where(error: BaseException) -> str:
+    """Where in the program it happened: a rank's own traceback, or this process's."""
+    return getattr(error, "traceback", "") or "".join(traceback.format_exception(error))
+
+
 def lost_peer(error: BaseException) -> bool:
     """Whether ``error``, or what led to it, says only that another rank did not answer: never the first cause."""
     return any(sign in f"{type(link).__name__}: {link}" for link in _chain(error) for sign in LOST_PEER)
@@ -56,13 +67,16 @@ def failure_file(folder: Path, verb: str) -> Path:
 
 
 def write_failure(folder: Path, verb: str, error: BaseException) -> None:
-    """Write why a verb failed, its exit code, the rank (null if there were none) and the last finished step.
+    """Write why a verb failed, its exit code, the rank (null if there were none), the last finished step.
+
+    Of a failure that nobody expected the traceback is kept there too.
 
     Where that cannot be written, as on a full disk, it is said, and the failure itself is what counts.
     """
     path = failure_file(folder, verb)
     try:
-        write_json(path, {"verb": verb, "rank": getattr(error, "rank", None), **_told(error)})
+        told = {"verb": verb, "rank": getattr(error, "rank", None), **_told(error)}
+        write_json(path, told | {"traceback": where(error) if unexpected(error) else ""})
     except RunFault as problem:
         print(f"gradwire: NOTE: {problem}", file=sys.stderr)
 
@@ -95,7 +109,6 @@ def report_rank_failure(error: BaseException) -> bool:
     if folder is None:
         return False
     rank = int(os.environ["RANK"])
-    trace = "" if isinstance(error, GradwireError) else "".join(traceback.format_exception(error))
     write_json(
         Path(folder) / f"rank{rank}.json",
         {
@@ -103,7 +116,7 @@ def report_rank_failure(error: BaseException) -> bool:
             **_told(error),
             "lost_peer": lost_peer(error),
             "timed_out": timed_out(error),
-            "traceback": trace,
+            "traceback": where(error) if unexpected(error) else "",
         },
     )
     return True

@@ -201,14 +201,22 @@ def test_only_failed_cells_make_a_page_that_says_so(tmp_path):
     assert "<figure" not in page
 
 
+PRIVATE = {
+    "epsilon": 1.7113,
+    "delta": 1e-5,
+    "noise_multiplier": 0.6,
+    "clipped_fraction": 0.875,
+    "sampling": "poisson",
+    "accountant": "prv",
+}
 MARKUP = "<script>alert('x')</script>&$a_b$|\"q\""
 
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory) -> Path:
-    """One seed, markup in a name, a line of another schema version, a file that is broken, and a figure of long ago."""
+    """One seed, private training, markup in a name, another schema version's line, a broken file, an old figure."""
     results = [
-        one.model_copy(update={"run_name": one.run_name.replace(MARKUP, "odd")})
+        one.model_copy(update={"run_name": one.run_name.replace(MARKUP, "odd"), **PRIVATE})
         for one in made_results.rows(["none", MARKUP], ["ddp"], [(2, "none")], [0])
     ]
     folder = made_results.write(tmp_path_factory.mktemp("odd") / "demo", results)
@@ -231,6 +239,14 @@ def test_one_seed_has_no_interval_and_the_page_says_so(odd_page):
     assert set(table["ppl 95 %"]) | set(table["step 95 %"]) | set(table["× fp32 95 %"]) == {"–"}
     assert "Where n is 1 there is no interval" in odd_page
     assert "2 of 2 cells have one seed" in odd_page
+
+
+def test_a_private_run_s_guarantee_is_told(odd_page, page):
+    told = (
+        "ε = 1.71 at δ = 1e-05 (noise multiplier 0.6, poisson sampling, 88 % of the samples clipped, by PRV accountant)"
+    )
+    assert odd_page.count(told) == 1
+    assert "δ" not in page
 
 
 def test_markup_in_a_compressor_s_name_stays_text(odd, odd_page):

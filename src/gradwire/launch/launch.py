@@ -11,7 +11,7 @@ from pathlib import Path
 from gradwire.errors import BadInput
 from gradwire.failures import clear_failure, refuse_again, write_failure
 from gradwire.launch import leases, links, nodes
-from gradwire.launch.ranks import LAUNCHERS, RankFailure, check_address, environment, start
+from gradwire.launch.ranks import LAUNCHERS, check_address, environment, start
 from gradwire.seat import LOCAL_WORLD_SIZE
 from gradwire.units import UNSHAPED
 
@@ -66,8 +66,6 @@ def main(args: argparse.Namespace) -> None:
             with _leased(args, child):
                 _start(args, folder)
     except Exception as error:
-        if isinstance(error, RankFailure):
-            sys.stderr.write(error.traceback)
         if folder is not None:
             write_failure(folder, verb, error)
         raise

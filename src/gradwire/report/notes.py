@@ -22,6 +22,16 @@ def machine(row: Result) -> str:
     return ", ".join(str(part) for part in parts if part)
 
 
+def privacy(row: Result) -> str:
+    """A private run's guarantee and how it came about; empty for any other run."""
+    if row.sampling is None:
+        return ""
+    bound = "no bound: no noise" if row.epsilon is None else f"ε = {row.epsilon:.3g} at δ = {row.delta:.2g}"
+    clipped = "" if row.clipped_fraction is None else f", {100 * row.clipped_fraction:.0f} % of the samples clipped"
+    accountant = f", by {row.accountant.upper()} accountant" if row.accountant else ""
+    return f"{bound} (noise multiplier {row.noise_multiplier:g}, {row.sampling} sampling{clipped}{accountant})"
+
+
 def machines(ok: Iterable[Result]) -> list[str]:
     """Which cells ran on which machine; nothing where all ran on alike ones."""
     groups: defaultdict[str, list[str]] = defaultdict(list)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from gradwire.errors import BadInput
 from gradwire.files import sha256_file, whole_folder, write_text
 
 if TYPE_CHECKING:
+    from gradwire.report.figures.files import Drawn
     from gradwire.report.sections import Data, Section
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -33,12 +35,10 @@ def beside(args: Namespace) -> Path | None:
 
 def main(args: Namespace) -> None:
     """Write ``report.html``, ``figures/`` and ``tables/``, and name the page."""
-    from gradwire.report.figures.style import styled
     from gradwire.report.sections import sections
 
     data = read(args.results_dir)
-    with styled():
-        made = list(sections(data))
+    made = list(sections(data))
     if args.compare_with is not None:
         from gradwire.report.compare import section
 
@@ -48,7 +48,7 @@ def main(args: Namespace) -> None:
     write_text(page, render(data, made, drawn))
     for note in data.notes:
         print(f"gradwire report: {note}", file=sys.stderr)
-    print(f"{page} ({page.stat().st_size / 1e6:.1f} MB, {len(drawn)} figures)")
+    print(f"{page} ({page.stat().st_size / 1e6:.1f} MB, {sum(map(len, drawn.values()))} figures)")
 
 
 def read(results_dir: Path) -> Data:
@@ -78,11 +78,11 @@ def read(results_dir: Path) -> Data:
     return Data(results_dir, rows, quality, shared, [*complaints, *doubts])
 
 
-def save(made: Sequence[Section], results_dir: Path) -> dict[str, str]:
+def save(made: Sequence[Section], results_dir: Path) -> dict[str, list[Drawn]]:
     """Write the figures' and tables' files.
 
     Returns:
-        Each figure's SVG for the page by the figure's name.
+        The figures as the page shows them, by the keys of their sections.
     """
     from gradwire.report.figures.files import save_all
 
@@ -90,10 +90,11 @@ def save(made: Sequence[Section], results_dir: Path) -> dict[str, str]:
         for table in (table for section in made for table in section.tables):
             table.save(folder)
     with whole_folder(results_dir / "figures") as folder:
-        return save_all([plot for section in made for plot in section.plots], folder)
+        drawn = iter(save_all([plot for section in made for plot in section.plots], folder))
+    return {section.key: list(islice(drawn, len(section.plots))) for section in made}
 
 
-def render(data: Data, made: Sequence[Section], drawn: dict[str, str]) -> str:
+def render(data: Data, made: Sequence[Section], drawn: Mapping[str, Sequence[Drawn]]) -> str:
     """The page; whatever comes from files is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
@@ -110,7 +111,7 @@ def render(data: Data, made: Sequence[Section], drawn: dict[str, str]) -> str:
         version=__version__,
         sections=made,
         notes=data.notes,
-        drawn={name: Markup(svg) for name, svg in drawn.items()},
+        drawn={key: [(name, Markup(svg)) for name, svg in found] for key, found in drawn.items()},
         style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
         script=Markup((TEMPLATES / "page.js").read_text(encoding="utf-8")),
     )

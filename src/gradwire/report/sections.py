@@ -6,7 +6,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Self
@@ -20,8 +20,9 @@ from gradwire.measurement.cost_model import Model, leave_one_link_out
 from gradwire.report import curves, gates
 from gradwire.report.cells import Group, cells_of, command, groups, of_group, on_one_link
 from gradwire.report.figures import courses, pareto, scaling, step_time, winners
-from gradwire.report.figures.style import Look, Plot, looks
+from gradwire.report.figures.style import Drawing, Look, looks
 from gradwire.report.markdown import MISSING
+from gradwire.report.notes import privacy
 from gradwire.report.predict import cell_of, ppl_percent, usable
 from gradwire.report.quality import Book
 from gradwire.report.record import BF16, Result
@@ -51,7 +52,7 @@ class Section:
         facts: Terms and what they are.
         gates: Checks.
         failures: Runs without a result.
-        plots: Figures.
+        plots: Figures, to be drawn.
         tables: Tables, the first of which is shown, others folded.
         notes: What else a reader has to know.
     """
@@ -64,7 +65,7 @@ class Section:
     facts: Sequence[tuple[str, str]] = ()
     gates: Sequence[gates.Gate] = ()
     failures: Sequence[Result] = ()
-    plots: Sequence[Plot] = ()
+    plots: Sequence[Drawing] = ()
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
 
@@ -175,6 +176,7 @@ def validity(data: Data) -> Section:
             f"{row.steps} steps of {row.batch_size} × {row.max_length} tokens per rank, {row.optimizer}"
             for row in measured
         ),
+        "privacy": _distinct(told for row in measured if (told := privacy(row))),
         "backend": _distinct(f"{row.backend} on {row.device}" for row in measured),
         "versions": ", ".join(
             f"{name} {version}"
@@ -320,7 +322,7 @@ def step_times(data: Data) -> Section:
         times = pd.DataFrame([step_time.parts(profiles[row.run_name]) for row in rows])
         means = times.groupby([row.compressor for row in rows]).mean()
         means = means.loc[means.sum(axis=1).sort_values(kind="stable").index]
-        plots.append(step_time.draw(group, means))
+        plots.append(partial(step_time.draw, group, means))
         records += [
             {**group._asdict(), "compressor": label, **values} for label, values in means.to_dict("index").items()
         ]
@@ -375,9 +377,9 @@ def winners_section(data: Data) -> Section:
         labels = [label for own, label in model.runs if own == strategy]
         worse = ppl_percent([row for row in chosen if row.strategy == strategy], data.quality)
         within = [label for label in labels if worse.get(label, float("inf")) <= 1]
-        plots.append(winners.draw(model, strategy, labels, "any perplexity", data.looks))
+        plots.append(partial(winners.draw, model, strategy, labels, "any perplexity", data.looks))
         if len(within) > 1:
-            plots.append(winners.draw(model, strategy, within, "perplexity within 1 %", data.looks))
+            plots.append(partial(winners.draw, model, strategy, within, "perplexity within 1 %", data.looks))
     made.plots = plots
     return made
 

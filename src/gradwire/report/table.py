@@ -12,7 +12,7 @@ import pandas as pd
 from gradwire.config import BASELINE
 from gradwire.measurement.statistics import estimates, gated
 from gradwire.report.markdown import MISSING, number, table
-from gradwire.report.notes import losses_over_links, machine, machines
+from gradwire.report.notes import losses_over_links, machine, machines, privacy
 from gradwire.report.record import BF16, Result, Status
 from gradwire.report.traffic import rate
 
@@ -94,6 +94,7 @@ def header(results: Sequence[Result]) -> str:
         ("dataset", _distinct(row.dataset for row in measured)),
         ("model", _distinct(_model(row) for row in measured)),
         ("training", _distinct(_training(row) for row in measured)),
+        ("privacy", _distinct(privacy(row) for row in measured)),
         ("device", _distinct(_device(row) for row in measured)),
         ("versions", _distinct(_versions(row) for row in measured)),
         ("unigram yardstick", _distinct(number(row.unigram_ppl, "perplexity {:.1f}") for row in measured)),

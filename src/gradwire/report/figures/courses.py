@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from matplotlib.ticker import MaxNLocator
 
 from gradwire.report.cells import Group
 from gradwire.report.curves import Line
-from gradwire.report.figures.style import Look, Plot, axes, group_title, legend
+from gradwire.report.figures.style import Drawing, Look, Plot, axes, group_title, legend
 
 Lines = Mapping[str, Line]  # by label
 
@@ -31,11 +32,11 @@ GRADIENT_ERROR = Kind("gradient-error", "steps", "optimizer step", "relative err
 RESIDUAL = Kind("residual-norm", "steps", "optimizer step", "norm of the residual", dots=True)
 
 
-def plots(kind: Kind, found: Mapping[Group, Lines], looks: Mapping[str, Look]) -> Iterator[Plot]:
+def plots(kind: Kind, found: Mapping[Group, Lines], looks: Mapping[str, Look]) -> Iterator[Drawing]:
     """A figure for each group."""
     for group, lines in found.items():
         if lines:
-            yield draw(kind, group, lines, looks)
+            yield partial(draw, kind, group, lines, looks)
 
 
 def draw(kind: Kind, group: Group, lines: Lines, looks: Mapping[str, Look]) -> Plot:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
@@ -9,60 +10,61 @@ import re
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from gradwire.files import write_text, write_with
-from gradwire.report.figures.style import COLOURS, GRID, INK, MUTED, NEUTRAL, PAPER, Plot, styled
+from gradwire.report.figures.style import COLOURS, GRID, INK, MUTED, NEUTRAL, PAPER, Drawing, Plot, styled
 
-DPI = 200
+PNG: Any = {"format": "png", "dpi": 200, "pil_kwargs": {"compress_level": 1}}  # a sixth larger, sooner written
 FEW = 4  # figures for which a further process does not pay
 SVG = "http://www.w3.org/2000/svg"
 HREF = "{http://www.w3.org/1999/xlink}href"
 VARIABLES = {INK: "ink", MUTED: "muted", NEUTRAL: "neutral", GRID: "grid", PAPER: "paper"} | {
     colour: f"c{i}" for i, colour in enumerate(COLOURS)
 }
-_TAKEN: tuple[Sequence[Plot], Path]
+_TAKEN: tuple[Sequence[Drawing], Path]
 ET.register_namespace("", SVG)
 ET.register_namespace("xlink", "http://www.w3.org/1999/xlink")
 
 
-def save_all(plots: Sequence[Plot], folder: Path) -> dict[str, str]:
-    """Write every figure's files, on all cores: drawing is what a report spends its time on.
+class Drawn(NamedTuple):
+    """A figure's name and its SVG for the page."""
 
-    Returns:
-        The SVGs for the page, by the figures' names.
-    """
-    processes = min(len(os.sched_getaffinity(0)), len(plots) // FEW)
+    name: str
+    svg: str
+
+
+def save_all(drawings: Sequence[Drawing], folder: Path) -> list[Drawn]:
+    """Draw every figure and write its files, on all cores: this is what a report spends its time on."""
+    processes = min(len(os.sched_getaffinity(0)), len(drawings) // FEW)
     if processes < 2:
-        return {plot.name: save(plot, folder) for plot in plots}
-    fork = multiprocessing.get_context("fork")  # figures go to the children by inheritance; most cannot be pickled
-    with fork.Pool(processes, _take, (plots, folder)) as pool:
-        drawn = pool.map(_save, range(len(plots)), chunksize=1)
-    return {plot.name: svg for plot, svg in zip(plots, drawn, strict=True)}
+        return [save(drawing, folder) for drawing in drawings]
+    fork = multiprocessing.get_context("fork")  # children inherit what is to be drawn, and the imports
+    with fork.Pool(processes, _take, (drawings, folder)) as pool:
+        return pool.map(_save, range(len(drawings)), chunksize=1)
 
 
-def _take(plots: Sequence[Plot], folder: Path) -> None:
+def _take(drawings: Sequence[Drawing], folder: Path) -> None:
     """In a child: what there is to draw."""
     global _TAKEN
-    _TAKEN = plots, folder
+    _TAKEN = drawings, folder
+    gc.freeze()  # what the parent holds is no garbage here: not to be gone through again for each figure
 
 
-def _save(number: int) -> str:
-    plots, folder = _TAKEN
-    return save(plots[number], folder)
+def _save(number: int) -> Drawn:
+    drawings, folder = _TAKEN
+    return save(drawings[number], folder)
 
 
-def save(plot: Plot, folder: Path) -> str:
-    """Write ``folder/<name>.svg`` and ``.png``.
-
-    Returns:
-        The SVG for the page.
-    """
+def save(drawing: Drawing, folder: Path) -> Drawn:
+    """Draw a figure and write ``folder/<name>.svg`` and ``.png``."""
     text = io.StringIO()
     with styled():
+        plot = drawing()
         plot.figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Title": plot.alt})
-        write_with(folder / f"{plot.name}.png", lambda part: plot.figure.savefig(part, format="png", dpi=DPI))
+        write_with(folder / f"{plot.name}.png", lambda part: plot.figure.savefig(part, **PNG))
     write_text(folder / f"{plot.name}.svg", text.getvalue())
-    return inline(text.getvalue(), plot)
+    return Drawn(plot.name, inline(text.getvalue(), plot))
 
 
 def inline(text: str, plot: Plot) -> str:

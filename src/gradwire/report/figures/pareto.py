@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from functools import partial
 
 import numpy as np
 import pandas as pd
 from matplotlib.ticker import FuncFormatter
 
 from gradwire.report.cells import Group, groups, on_one_link
-from gradwire.report.figures.style import INK, MUTED, PAPER, Look, Plot, axes, group_title, legend
+from gradwire.report.figures.style import INK, MUTED, PAPER, Drawing, Look, Plot, axes, group_title, legend
 
 COSTS = {
     "bytes": ("sent_mb", "gradient megabytes sent per rank and step"),
@@ -19,7 +19,7 @@ COSTS = {
 LARGE = 10.0  # percent: from here on differences are drawn on a logarithmic scale
 
 
-def plots(cost: str, cells: pd.DataFrame, runs: pd.DataFrame, looks: Mapping[str, Look]) -> Iterator[Plot]:
+def plots(cost: str, cells: pd.DataFrame, runs: pd.DataFrame, looks: Mapping[str, Look]) -> Iterator[Drawing]:
     """A front for each group with a baseline and a perplexity; over bytes for one link, which changes nothing of it.
 
     Args:
@@ -35,7 +35,7 @@ def plots(cost: str, cells: pd.DataFrame, runs: pd.DataFrame, looks: Mapping[str
         known = found[found["worse_percent"].notna() & found[column].notna()]
         if len(known) > 1:
             mine = runs[(runs[["strategy", "world_size", "link"]] == list(group)).all(axis=1)]
-            yield draw(cost, group, known, mine, looks)
+            yield partial(draw, cost, group, known, mine, looks)
 
 
 def front(cost: np.ndarray, worse: np.ndarray) -> np.ndarray:
@@ -52,28 +52,23 @@ def draw(cost: str, group: Group, cells: pd.DataFrame, runs: pd.DataFrame, looks
     figure, ax = axes(group_title(*group), label, "perplexity against none, %")
     x, y = cells[column].to_numpy(), cells["worse_percent"].to_numpy()
     best = front(x, y)
+
+    def colours(of: pd.DataFrame) -> list[str]:
+        return [looks[label].colour for label in of["compressor"]]
+
     ax.axhline(1, color=MUTED, lw=0.8, ls=(0, (2, 2)))
     ax.step(x[best], y[best], where="post", color=MUTED, lw=1)
+    seeds = runs[runs["compressor"].isin(cells["compressor"])]
+    ax.scatter(seeds[column], seeds["worse_percent"], s=6, c=colours(seeds), alpha=0.55, lw=0)
+    wide = cells.dropna(subset=f"{column}_low")  # one seed has no interval
+    tall = cells.dropna(subset="worse_percent_low")
+    ax.hlines(wide["worse_percent"], wide[f"{column}_low"], wide[f"{column}_high"], colours(wide), lw=1)
+    ax.vlines(tall[column], tall["worse_percent_low"], tall["worse_percent_high"], colours(tall), lw=1)
     tips, handles = {}, []
     for i, cell in enumerate(cells.to_dict("records")):
-        look = looks[cell["compressor"]]
-        seeds = runs[runs["compressor"] == cell["compressor"]]
-        ax.plot(seeds[column], seeds["worse_percent"], ".", color=look.colour, ms=3, alpha=0.55, mew=0)
-        gid = f"point{i}"
-        handle, _, _ = ax.errorbar(
-            x[i],
-            y[i],
-            xerr=_error(cell, column),
-            yerr=_error(cell, "worse_percent"),
-            color=look.colour,
-            marker=look.marker,
-            mfc=look.colour if i in best else PAPER,
-            mew=1.3,
-            lw=1,
-            capsize=2,
-            ls="none",
-        )
-        handle.set_gid(gid)
+        look, gid = looks[cell["compressor"]], f"point{i}"
+        face = look.colour if i in best else PAPER
+        (handle,) = ax.plot(x[i], y[i], color=look.colour, marker=look.marker, mfc=face, mew=1.3, ls="none", gid=gid)
         handles.append(handle)
         tips[gid] = f"{cell['compressor']}: {y[i]:+.2f} %, {x[i]:,.4g} {label}, n = {cell['n']}"
         if i in best:
@@ -98,9 +93,3 @@ def draw(cost: str, group: Group, cells: pd.DataFrame, runs: pd.DataFrame, looks
     names = ", ".join(cells["compressor"].iloc[best])
     alt = f"Pareto front of {group_title(*group)}: perplexity difference over {label}. On the front: {names}."
     return Plot(f"pareto-{cost}-{group.slug}", alt, figure, tips)
-
-
-def _error(cell: Mapping[Any, Any], column: str) -> list[list[float]] | None:
-    """The interval's distances from the mean; None with a single seed."""
-    mean, low, high = (cell[f"{column}{part}"] for part in ("", "_low", "_high"))
-    return None if np.isnan(low) else [[max(mean - low, 0)], [max(high - mean, 0)]]

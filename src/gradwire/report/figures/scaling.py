@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -10,11 +11,11 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from gradwire.config import BASELINE
 from gradwire.report.cells import slug
-from gradwire.report.figures.style import MUTED, Look, Plot, axes, group_title, legend
+from gradwire.report.figures.style import MUTED, Drawing, Look, Plot, axes, group_title, legend
 from gradwire.units import UNSHAPED
 
 
-def plots(runs: pd.DataFrame, looks: Mapping[str, Look]) -> Iterator[Plot]:
+def plots(runs: pd.DataFrame, looks: Mapping[str, Look]) -> Iterator[Drawing]:
     """A figure for each strategy and link with runs of two world sizes or more.
 
     One rank sends nothing: its runs stand in the figures of all links of their strategy, and those of the baseline at
@@ -26,7 +27,7 @@ def plots(runs: pd.DataFrame, looks: Mapping[str, Look]) -> Iterator[Plot]:
         for link, measured in own.groupby("link", sort=False):
             found = measured if link == UNSHAPED else pd.concat([alone[alone["link"] == UNSHAPED], measured])
             if measured["world_size"].max() > 1 and found["world_size"].nunique() > 1:
-                yield draw(str(strategy), str(link), found, looks)
+                yield partial(draw, str(strategy), str(link), found, looks)
 
 
 def draw(strategy: str, link: str, runs: pd.DataFrame, looks: Mapping[str, Look]) -> Plot:

@@ -6,7 +6,7 @@ beyond them differ in dashes and markers too. The baseline is drawn in ink.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -68,6 +68,9 @@ class Plot(NamedTuple):
     alt: str
     figure: Figure
     tips: dict[str, str]
+
+
+Drawing = Callable[[], Plot]  # a figure that nobody has drawn yet: that is done on all cores
 
 
 def looks(labels: Iterable[str]) -> dict[str, Look]:
