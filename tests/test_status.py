@@ -2,7 +2,11 @@
 
 import json
 import os
+import pty
+import subprocess
+import sys
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -64,6 +68,28 @@ def test_bad_input_is_one_message(results, tmp_path, capsys):
     assert "holds no experiment" in capsys.readouterr().err
     assert cli.main(["status", "--results_dir", str(results), "--watch", "0"]) == 2
     assert "--watch 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_watching_goes_on_until_all_runs_ended_and_renews_itself_on_a_terminal(results, terminal):
+    ours, theirs = pty.openpty() if terminal else os.pipe()
+    words = ["status", "--results_dir", str(results), "--watch", "0.2", "--quiet"]
+    with subprocess.Popen([sys.executable, "-m", "gradwire", *words], stdout=theirs) as watching:
+        os.close(theirs)
+        first = os.read(ours, 10_000).decode()
+        for seed in (3, 4):
+            folder = results / "runs" / Run("fsdp2", "int8", 2, "none", seed).path
+            folder.mkdir(exist_ok=True, parents=True)
+            (folder / "record.json").write_text('{"status": "ok", "val_ppl": 2.5, "reason": null}')
+        rest = b""
+        with suppress(OSError):  # how a terminal says that the other side is gone
+            while read := os.read(ours, 10_000):
+                rest += read
+    os.close(ours)
+    assert watching.returncode == 0
+    assert "1 running" in first and first.startswith("\033[H") == terminal
+    assert rest.decode().split()[-8:] == ["1", "failed,", "1", "diverged,", "3", "done,", "1", "skipped"]
+    assert ("\033" in rest.decode()) == terminal
 
 
 def test_progress_is_written_while_a_run_goes_on_and_gone_afterwards(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
@@ -14,6 +15,7 @@ from gradwire.files import read_json
 from gradwire.report.summarize import EXPECTED, asked_for
 
 PROGRESS = "progress.json"  # of a run that goes on, in its folder (training.progress; this room imports no torch)
+CLEAR = "\033[H\033[2J"  # a terminal: what comes next stands alone, from the top
 SILENT = 60.0  # seconds without a word, after which a run counts as stopped
 ORDER = ("running", "stopped", "failed", "diverged", "done", "waiting", "skipped")
 
@@ -35,7 +37,12 @@ class State(NamedTuple):
 def arguments(parser: ArgumentParser) -> None:
     """Declare the verb's flags."""
     parser.add_argument("--results_dir", type=Path, required=True, help="the experiment's folder, results/<name>")
-    parser.add_argument("--watch", type=float, metavar="SECONDS", help="say it again and again, until all runs ended")
+    parser.add_argument(
+        "--watch",
+        type=float,
+        metavar="SECONDS",
+        help="a view that renews itself until all runs ended; plain lines where nobody sits at a terminal",
+    )
     parser.add_argument("--quiet", action="store_true", help="the sums only, not every run")
 
 
@@ -49,11 +56,14 @@ def main(args: Namespace) -> None:
         raise BadInput(f"--watch {args.watch:g}: it is the time between two looks, in seconds, and above 0.")
     while True:
         states = look(args.results_dir)
-        print(told(states, args.results_dir, quiet=args.quiet), flush=True)
+        view = told(states, args.results_dir, quiet=args.quiet)
+        in_place = args.watch is not None and sys.stdout.isatty()
+        print((CLEAR if in_place else "") + view, flush=True)
         if args.watch is None or not any(state.name in ("running", "waiting") for state in states.values()):
             return
         time.sleep(args.watch)
-        print()
+        if not in_place:
+            print()
 
 
 def look(results_dir: Path, now: float | None = None) -> dict[Run, State]:
