@@ -16,7 +16,7 @@ from pathlib import Path
 from data_samples import files_of, tokenize_words
 
 import gradwire.data.tokenization  # noqa: F401  before the forks, which then start at once
-from gradwire.cli import run
+from gradwire import cli
 
 
 def child(words: list[str], die_at: int | None, after: bool) -> int:
@@ -27,7 +27,7 @@ def child(words: list[str], die_at: int | None, after: bool) -> int:
         os.fsync = lambda _: None  # a killed process loses nothing that it has handed to the kernel
         if die_at is not None:
             _die_at(die_at, after)
-        os._exit(run(words))
+        os._exit(cli.main(words))
     return os.waitpid(pid, 0)[1]
 
 

@@ -124,7 +124,7 @@ def helped() -> dict[str, tuple[int, list[str]]]:
         for verb in verbs:
             before = set(sys.modules)
             try:
-                code = cli.run([*verb.split(), "--help"])
+                code = cli.main([*verb.split(), "--help"])
             except SystemExit as end:
                 code = end.code
             found[verb] = code, [name for name in heavy if name in sys.modules and name not in before]

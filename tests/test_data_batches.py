@@ -10,7 +10,7 @@ import pytest
 import torch
 from data_samples import tokenize_words, values, write_corpus
 
-from gradwire.cli import run
+from gradwire.cli import main
 from gradwire.data.batches import eval_batches, prefetch, train_batches
 from gradwire.data.cache import shards_of
 from gradwire.data.shards import Shards, wait_finalized
@@ -25,7 +25,7 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="module")
 def folder(corpus, tmp_path_factory):
     output = tmp_path_factory.mktemp("tokenized")
-    assert run(tokenize_words(corpus, output)) == 0
+    assert main(tokenize_words(corpus, output)) == 0
     return output / "shards"
 
 

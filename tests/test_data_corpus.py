@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from data_samples import tokenize_words, values, write_corpus
 
-from gradwire.cli import run
+from gradwire.cli import main
 from gradwire.data import identify
 from gradwire.data.corpus import checked, documents
 from gradwire.errors import BadInput
@@ -56,7 +56,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(case, verb, tmp_path, capsy
     output = tmp_path / "out"
     download = ["download", "--source", "json", "--data_path", f"{tmp_path}/in.json", "--output", f"{output}/c.json"]
     words = download if verb == "download" else tokenize_words(tmp_path / "in.json", output)
-    assert run(words) == 2
+    assert main(words) == 2
     error = capsys.readouterr().err
     told = [line for line in error.splitlines() if "fewer than --vocab_size" not in line]  # a note on a tiny corpus
     assert len(told) == 1 and message in told[0] and "in.json" in told[0]
@@ -64,7 +64,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(case, verb, tmp_path, capsy
 
 
 def test_a_missing_corpus_is_bad_input(tmp_path, capsys):
-    assert run(tokenize_words(tmp_path / "none.json", tmp_path / "out")) == 2
+    assert main(tokenize_words(tmp_path / "none.json", tmp_path / "out")) == 2
     assert "none.json" in capsys.readouterr().err
 
 
@@ -108,13 +108,13 @@ def test_ids_may_be_elsewhere_in_a_document(tmp_path, monkeypatch, capsys):
     def ids(*more):
         output = tmp_path / "corpus.json"
         words = ["download", "--source", "json", "--data_path", str(raw), "--output", str(output), *more]
-        return run(words), [one["id"] for one in json.loads(output.read_text())]
+        return main(words), [one["id"] for one in json.loads(output.read_text())]
 
     assert ids() == (0, ["sample_0", "sample_1"])
     assert ids("--id_from", "doi") == (0, ["10.3", "10.4"])
     monkeypatch.setattr(identify, "entry_points", lambda group: [Extractor()] * (group == "gradwire.sample_ids"))
     assert ids("--id_from", "numbered") == (0, ["J/3", "J/4"])
-    assert run(["download", "--source", "pydocs", "--id_from", "doi", "--output", str(tmp_path / "x.json")]) == 2
+    assert main(["download", "--source", "pydocs", "--id_from", "doi", "--output", str(tmp_path / "x.json")]) == 2
     assert "only documents of --source json" in capsys.readouterr().err
 
 
@@ -134,7 +134,7 @@ def test_the_slow_ijson_backend_is_refused(tmp_path, monkeypatch):
 def test_pydocs_is_real_english_and_always_the_same(tmp_path, capsys):
     assert "mailbox" not in sys.modules  # a module of the library that nothing here imports
     for name in ("a.json", "b.json"):
-        assert run(["download", "--source", "pydocs", "--output", str(tmp_path / name)]) == 0
+        assert main(["download", "--source", "pydocs", "--output", str(tmp_path / name)]) == 0
     assert "mailbox" not in sys.modules
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
     found = {document.id: document for document in documents(tmp_path / "a.json")}
@@ -152,13 +152,13 @@ def test_pydocs_is_real_english_and_always_the_same(tmp_path, capsys):
 def test_max_mb_stops_before_the_limit_and_says_so(tmp_path, capsys):
     corpus = write_corpus(tmp_path / "in.json", values(50))
     download = ["download", "--source", "json", "--data_path", str(corpus), "--output", str(tmp_path / "out.json")]
-    assert run([*download, "--max_mb", "0.005"]) == 0
+    assert main([*download, "--max_mb", "0.005"]) == 0
     assert "stopped at --max_mb 0.005" in capsys.readouterr().err
     assert 4000 < (tmp_path / "out.json").stat().st_size <= 5000
     assert (
         list(documents(tmp_path / "out.json")) == list(documents(corpus))[: len(list(documents(tmp_path / "out.json")))]
     )
-    assert run([*download, "--max_mb", "0.00001"]) == 2
+    assert main([*download, "--max_mb", "0.00001"]) == 2
 
 
 @pytest.mark.parametrize("source", ["pydocs", "json"])
@@ -166,7 +166,7 @@ def test_another_revision_is_refused(source, tmp_path, capsys):
     corpus = write_corpus(tmp_path / "in.json", values(3))
     data = ["--data_path", str(corpus)] if source == "json" else []
     words = ["download", "--source", source, *data, "--output", str(tmp_path / "o.json"), "--revision", "other"]
-    assert run(words) == 2
+    assert main(words) == 2
     assert "--revision other was asked for" in capsys.readouterr().err
 
 
@@ -174,7 +174,7 @@ def test_wikipedia_loads_a_parquet_of_its_columns(tmp_path, capsys):
     rows = {"id": ["12", "25", "39"], "url": ["u", "v", "w"], "title": ["A", "B", "Ç"], "text": ["one two", "b", "ç\n"]}
     pq.write_table(pa.table(rows), tmp_path / "wiki.parquet")
     words = ["download", "--source", "wikipedia", "--max_mb", "1", "--data_path", str(tmp_path / "wiki.parquet")]
-    assert run([*words, "--output", str(tmp_path / "c.json")]) == 0
+    assert main([*words, "--output", str(tmp_path / "c.json")]) == 0
     assert [(d.id, d.text) for d in documents(tmp_path / "c.json")] == [
         ("12", "A\none two"),
         ("25", "B\nb"),
@@ -182,7 +182,7 @@ def test_wikipedia_loads_a_parquet_of_its_columns(tmp_path, capsys):
     ]
 
     pq.write_table(pa.table({"id": ["1"], "body": ["x"]}), tmp_path / "wiki.parquet")
-    assert run([*words, "--output", str(tmp_path / "d.json")]) == 2
+    assert main([*words, "--output", str(tmp_path / "d.json")]) == 2
     assert "has no column text, title" in capsys.readouterr().err
     assert not (tmp_path / "d.json").exists()
 
@@ -203,7 +203,7 @@ def test_wikipedia_offline_says_so_quickly(offline, tmp_path):
 
 
 def test_wikipedia_wants_a_size(tmp_path, capsys):
-    assert run(["download", "--source", "wikipedia", "--output", str(tmp_path / "c.json")]) == 2
+    assert main(["download", "--source", "wikipedia", "--output", str(tmp_path / "c.json")]) == 2
     assert "--max_mb" in capsys.readouterr().err
 
 
@@ -218,8 +218,8 @@ def test_a_checked_corpus_may_be_drawn_from_changing_threads(tmp_path):
 def test_a_second_attempt_at_bad_input_ends_at_once(tmp_path, capsys):
     words = ["download", "--source", "json", "--output", f"{tmp_path}/c.json", "--data_path", f"{tmp_path}/in.json"]
     (tmp_path / "in.json").write_text("[]")
-    assert run(words) == 2
+    assert main(words) == 2
     told = capsys.readouterr().err
     (tmp_path / "in.json").unlink()  # a second look would now say that the file is missing
-    assert run([*words, "--attempt", "2"]) == 2
+    assert main([*words, "--attempt", "2"]) == 2
     assert capsys.readouterr().err == told

@@ -16,7 +16,7 @@ import torch
 from data_samples import files_of, tokenize_words, values, write_corpus
 from transformers import AutoTokenizer
 
-from gradwire.cli import run
+from gradwire.cli import main
 from gradwire.data import shards
 from gradwire.data.corpus import documents
 from gradwire.data.shards import Shards
@@ -35,7 +35,7 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="module")
 def output(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenized")
-    assert run(tokenize_words(corpus, folder)) == 0
+    assert main(tokenize_words(corpus, folder)) == 0
     return folder
 
 
@@ -144,13 +144,13 @@ def test_a_gpt2_folder_gets_its_missing_special_tokens(corpus, tmp_path):
     vocabulary = [*alphabet, "th", "Ġth", "<|endoftext|>"]
     (gpt2 / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocabulary)}))
     (gpt2 / "merges.txt").write_text("#version: 0.2\nt h\nĠ th\n")
-    assert run(tokenize_words(corpus, tmp_path / "out", tokenizer=gpt2)) == 0
+    assert main(tokenize_words(corpus, tmp_path / "out", tokenizer=gpt2)) == 0
     tokenizer = load(tmp_path / "out" / "tokenizer")
     assert (tokenizer.eos_id, tokenizer.pad_id, tokenizer.vocab_size) == (258, 259, 260)
     (tokens,) = tokenizer.encode_batch(["the the"])
     assert tokens == [vocabulary.index(token) for token in ("th", "e", "Ġth", "e")]
     # the DAG's second step: the tokenizer is in place already
-    assert run(tokenize_words(corpus, tmp_path / "out", tokenizer=tmp_path / "out" / "tokenizer")) == 0
+    assert main(tokenize_words(corpus, tmp_path / "out", tokenizer=tmp_path / "out" / "tokenizer")) == 0
 
 
 def load_bytes_alphabet() -> str:
@@ -161,16 +161,16 @@ def load_bytes_alphabet() -> str:
 
 def test_two_steps_give_what_one_gives(corpus, output, tmp_path):
     words = tokenize_words(corpus, tmp_path / "out")
-    assert run([*words, "--tokenizer", "bpe", "--tokenizer_only"]) == 0
+    assert main([*words, "--tokenizer", "bpe", "--tokenizer_only"]) == 0
     assert not (tmp_path / "out" / "shards").exists()
-    assert run([*words, "--tokenizer", str(tmp_path / "out" / "tokenizer")]) == 0
+    assert main([*words, "--tokenizer", str(tmp_path / "out" / "tokenizer")]) == 0
     assert files_of(tmp_path / "out") == files_of(output)
 
 
 def test_killed_at_any_write_it_goes_on_to_the_same_bytes(tmp_path):
     script = Path(__file__).with_name("data_kill.py")
     small = write_corpus(tmp_path / "small.json", values(6))
-    assert run(tokenize_words(small, tmp_path / "whole")) == 0
+    assert main(tokenize_words(small, tmp_path / "whole")) == 0
     whole = hashlib.sha256(repr(files_of(tmp_path / "whole")).encode()).hexdigest()
     done = subprocess.run(
         [sys.executable, str(script), str(small), str(tmp_path / "killed")],
@@ -188,7 +188,7 @@ def test_killed_at_any_write_it_goes_on_to_the_same_bytes(tmp_path):
 
 def test_a_finished_run_is_left_alone_and_other_settings_are_refused(corpus, output, tmp_path, capsys):
     before = {file: file.stat().st_mtime_ns for file in output.rglob("*.pt")}
-    assert run(tokenize_words(corpus, output)) == 0
+    assert main(tokenize_words(corpus, output)) == 0
     assert before == {file: file.stat().st_mtime_ns for file in output.rglob("*.pt")}
     content = files_of(output)
     other = write_corpus(tmp_path / "c.json", values(COUNT - 1))
@@ -198,7 +198,7 @@ def test_a_finished_run_is_left_alone_and_other_settings_are_refused(corpus, out
         (tokenize_words(corpus, output, vocab_size=301), "another tokenizer"),
         (tokenize_words(other, output, tokenizer=output / "tokenizer"), "dataset_digest"),
     ]:
-        assert run(words) == 2
+        assert main(words) == 2
         assert named in capsys.readouterr().err
         (output / "tokenize.failed.json").unlink()
     assert files_of(output) == content
@@ -209,7 +209,7 @@ def test_a_part_and_a_document_of_one_name_are_refused(long_first, tmp_path, cap
     clash = [{"id": "a", "text": "long text " * 40}, {"id": "a#1", "text": "short"}]
     corpus = write_corpus(tmp_path / "c.json", [*values(9), *(clash if long_first else clash[::-1])])
     output = tmp_path / "out"
-    assert run(tokenize_words(corpus, output)) == 2
+    assert main(tokenize_words(corpus, output)) == 2
     error = capsys.readouterr().err
     assert f"documents {9 if long_first else 10} and {10 if long_first else 9}" in error and "'a#1'" in error
     assert not (output / "shards").exists()
@@ -218,7 +218,7 @@ def test_a_part_and_a_document_of_one_name_are_refused(long_first, tmp_path, cap
 def test_a_hash_in_an_id_is_no_clash_where_all_samples_differ(tmp_path):
     texts = {"a": "long text " * 40, "a#1": "also long " * 40, "b": "x", "b#0": "y"}
     corpus = write_corpus(tmp_path / "c.json", [*values(9), *({"id": i, "text": t} for i, t in texts.items())])
-    assert run(tokenize_words(corpus, tmp_path / "out")) == 0
+    assert main(tokenize_words(corpus, tmp_path / "out")) == 0
     names = [name for split in samples(tmp_path / "out").values() for name in split]
     assert {"a#1", "a#1#0", "b", "b#0"} <= set(names)
 
@@ -227,21 +227,21 @@ def test_a_hash_in_an_id_is_no_clash_where_all_samples_differ(tmp_path):
     ("flag", "value"), [("max_length", 2), ("shard_size", 0), ("val_fraction", 1), ("vocab_size", 257)]
 )
 def test_numbers_out_of_range(flag, value, corpus, tmp_path, capsys):
-    assert run(tokenize_words(corpus, tmp_path / "out", **{flag: value})) == 2
+    assert main(tokenize_words(corpus, tmp_path / "out", **{flag: value})) == 2
     assert f"--{flag} {value}" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_tokenizer(corpus, tmp_path, capsys):
-    assert run(tokenize_words(corpus, tmp_path / "out", tokenizer=tmp_path)) == 2
+    assert main(tokenize_words(corpus, tmp_path / "out", tokenizer=tmp_path)) == 2
     assert "holds no tokenizer" in capsys.readouterr().err
     (tmp_path / "tokenizer.json").write_text("{}")
-    assert run(tokenize_words(corpus, tmp_path / "out", tokenizer=tmp_path)) == 2
+    assert main(tokenize_words(corpus, tmp_path / "out", tokenizer=tmp_path)) == 2
     assert "can't be read" in capsys.readouterr().err
 
 
 def test_check_finds_missing_altered_and_unfinished_shards(corpus, tmp_path):
     output = tmp_path / "out"
-    assert run(tokenize_words(corpus, output)) == 0
+    assert main(tokenize_words(corpus, output)) == 0
     folder = output / "shards"
     shards.check(folder)
     path = folder / "train" / "shard-00001.pt"

@@ -125,10 +125,10 @@ def test_parameters_travel_compressed_and_are_counted(world, shards, tmp_path):
 
 def test_a_strategy_that_cannot_compress_parameters_is_refused(shards, tmp_path, capsys):
     alone = {"world_size": 1, "rank": 0, "master_port": 1}
-    assert cli.run(["train", *words(shards, tmp_path, "--param_compress", "int8", strategy="ddp", **alone)]) == 2
+    assert cli.main(["train", *words(shards, tmp_path, "--param_compress", "int8", strategy="ddp", **alone)]) == 2
     assert "only strategy fsdp2 can do that, not ddp" in capsys.readouterr().err
     both = ("--param_compress", "int8", "--comm_config_json", '{"param_compress": "bf16"}')
-    assert cli.run(["train", *words(shards, tmp_path, *both, strategy="fsdp2", **alone)]) == 2
+    assert cli.main(["train", *words(shards, tmp_path, *both, strategy="fsdp2", **alone)]) == 2
     assert "--param_compress is int8, and --comm_config_json has 'bf16'" in capsys.readouterr().err
 
 
@@ -137,12 +137,12 @@ def test_a_global_batch_is_shared_out_evenly_or_not_at_all(shards, tmp_path, cap
     settings = run_settings.from_arguments(parsed(words(shards, tmp_path, **given)))
     assert [settings.shared_out(world).training.batch_size for world in (1, 2, 3)] == [6, 3, 2]
     arguments = words(shards, tmp_path, **given, world_size=4, rank=0, master_port=1)
-    assert cli.run(["train", *arguments]) == 2
+    assert cli.main(["train", *arguments]) == 2
     message = (
         "--global_batch_size 12 cannot be shared out evenly to 4 rank(s) x 2 micro-batch(es): give a multiple of 8."
     )
     assert message in capsys.readouterr().err
-    assert cli.run(["train", *words(shards, tmp_path, verify_sync=-1)]) == 2
+    assert cli.main(["train", *words(shards, tmp_path, verify_sync=-1)]) == 2
     assert "--verify_sync -1" in capsys.readouterr().err
 
 
@@ -415,7 +415,7 @@ def test_a_run_whose_last_step_ruins_the_model_diverged(world, shards, tmp_path)
 
 def test_perplexity_of_the_final_model_is_the_last_evaluation_of_the_run(world, shards, tmp_path, capsys):
     _, record = world(2).run(run, words(shards, tmp_path, strategy="fsdp2"))[0]
-    assert cli.run(["perplexity", "--model_dir", str(tmp_path / "final_model"), "--data_path", str(shards)]) == 0
+    assert cli.main(["perplexity", "--model_dir", str(tmp_path / "final_model"), "--data_path", str(shards)]) == 0
     written = json.loads((tmp_path / "perplexity.json").read_text())
     assert written["avg_loss"] == pytest.approx(record["val_loss"], rel=1e-6)
     assert written["ppl"] == pytest.approx(math.exp(written["avg_loss"]))
@@ -429,15 +429,15 @@ def test_perplexity_refuses_shards_that_the_model_cannot_read(shards, tmp_path, 
     model = gpt2.build("tiny", meta["vocab_size"], 24, seed=0)
     folder.save(model.state_dict(), model.config, shards.parent / "tokenizer", tmp_path / "model", {})
     arguments = ["perplexity", "--model_dir", str(tmp_path / "model"), "--data_path", str(shards)]
-    assert cli.run(arguments) == 0
+    assert cli.main(arguments) == 0
     capsys.readouterr()
-    assert cli.run([*arguments, "--max_length", "16"]) == 2
+    assert cli.main([*arguments, "--max_length", "16"]) == 2
     assert "samples of up to 24 tokens, not 16" in capsys.readouterr().err
     other = tmp_path / "other"
     corpus = write_corpus(tmp_path / "other.json", [{**value, "text": value["text"].upper()} for value in values(60)])
-    assert cli.run(["tokenize", "--data_path", str(corpus), "--output_dir", str(other), "--vocab_size", "300"]) == 0
+    assert cli.main(["tokenize", "--data_path", str(corpus), "--output_dir", str(other), "--vocab_size", "300"]) == 0
     capsys.readouterr()
-    assert cli.run([*arguments[:-1], str(other / "shards"), "--max_length", "128"]) == 2
+    assert cli.main([*arguments[:-1], str(other / "shards"), "--max_length", "128"]) == 2
     assert "another tokenizer" in capsys.readouterr().err
 
 
@@ -513,7 +513,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(case, shards, tmp_path, cap
         pytest.skip("this machine has a GPU")
     change, expected = BAD[case]
     folder = tmp_path / "run"
-    assert cli.run(["train", *words(shards, folder), *change]) == 2
+    assert cli.main(["train", *words(shards, folder), *change]) == 2
     told = capsys.readouterr().err.strip()
     assert "\n" not in told
     for word in expected:
@@ -525,7 +525,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(case, shards, tmp_path, cap
 def test_a_folder_of_another_configuration_is_refused_and_kept(world, shards, tmp_path, capsys):
     world(1).run(run, words(shards, tmp_path))
     before = (tmp_path / "record.json").read_bytes()
-    assert cli.run(["train", *words(shards, tmp_path, lr=0.5)]) == 2
+    assert cli.main(["train", *words(shards, tmp_path, lr=0.5)]) == 2
     assert "another configuration" in capsys.readouterr().err
     assert (tmp_path / "record.json").read_bytes() == before
 
@@ -535,10 +535,10 @@ def test_a_shard_with_a_wrong_checksum_is_refused(shards, tmp_path, capsys):
     shutil.copytree(shards.parent, copy.parent)
     victim = copy / "train" / "shard-00000.pt"
     victim.write_bytes(victim.read_bytes()[:-1] + b"x")
-    assert cli.run(["train", *words(copy, tmp_path / "run")]) == 2
+    assert cli.main(["train", *words(copy, tmp_path / "run")]) == 2
     assert "SHA-256" in capsys.readouterr().err
     victim.unlink()
-    assert cli.run(["train", *words(copy, tmp_path / "run")]) == 2
+    assert cli.main(["train", *words(copy, tmp_path / "run")]) == 2
     assert "missing" in capsys.readouterr().err
 
 

@@ -23,6 +23,8 @@ GRACE = 30.0  # seconds that ranks get to end by themselves before they are kill
 # A rank's threads. Snakemake sets all of these to the whole job's, and MKL heeds its own before OpenMP's; ranks that
 # take more than their share of the cores take several times as long.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+# Ranks of one machine meet on the loopback device alone; NCCL takes "=" to mean no other whose name begins so.
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 POLL = 0.02  # seconds between two looks at the ranks
 HINTS = {signal.SIGKILL: " (out of memory?)", signal.SIGABRT: " (ranks out of step? its own output says more)"}
 
@@ -89,7 +91,7 @@ def start(
     with tempfile.TemporaryDirectory(prefix="gradwire-launch-") as folder, to_sigterm:
         mine = {RANK_FAILURES: folder, KEEPER: str(os.getpid()), **threads(world_size)}
         if is_loopback(master_addr):
-            mine["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+            mine |= {name: os.environ.get(name, device) for name, device in LOOPBACK.items()}
         with environment(mine):
             ended = LAUNCHERS[launcher](list(command), world_size, master_addr, master_port)
         if ended.codes or ended.stopped:
