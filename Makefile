@@ -1,7 +1,7 @@
 # make run [CONFIG=configs/smoke.yaml]   the experiment, end to end; PROFILE=container: in the image
 # make image [VARIANT=cuda] [MIRROR=URL]  the container image, from what is locked
 # make image-lock [MIRROR=URL]           lock anew what goes into the images
-# make test                              the tests
+# make test [WORKERS=2]                  the tests
 # make test-faults                       faults, each injected from outside, and the rerun after each: a table
 # make test-sweep                        full products of which `make test` takes a selection
 # make test-slurm                        the smoke experiment on a Slurm of its own; needs root and Debian's slurm-wlm, munge
@@ -16,6 +16,7 @@ TORCH ?= torch==2.13.0
 VARIANT ?= cpu
 CORES ?= all
 RANKS ?= 2
+WORKERS ?= 2
 RESULTS ?= results
 BIN := .venv/bin
 READY := .venv/.ready
@@ -47,8 +48,9 @@ image: $(READY)
 image-lock: $(READY)
 	$(BIN)/python containers/lock.py --torch $(TORCH:torch==%=%) $(if $(MIRROR),--mirror $(MIRROR))
 
+# Several files at once: most tests use one core. Fixtures of a file are made once (loadfile).
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 test-faults: $(READY)
 	$(BIN)/python -m pytest -m faults --durations=0 tests/faults
