@@ -200,7 +200,10 @@ def unbroken(world, shards, tmp_path_factory) -> tuple[list[float], bytes]:  # n
     return losses(rows), weights(folder)
 
 
-@pytest.mark.parametrize(("launcher", "target"), [("spawn", "launcher"), ("torchrun", "launcher"), ("spawn", "rank")])
+@pytest.mark.parametrize(
+    ("launcher", "target"),
+    [("torchrun", "launcher"), ("spawn", "rank"), pytest.param("spawn", "launcher", marks=pytest.mark.sweep)],
+)
 def test_sigterm_saves_and_exits_75_and_the_run_goes_on_as_if_unbroken(
     world,
     shards,  # noqa: F811

@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+from diagonals import diagonals
 from test_reducer import CUTS, SHAPES, buffer, gradients
 
 from gradwire.collectives import Exempt, Layout, Reducer
@@ -43,24 +44,22 @@ def reduced(rank, world, group, shapes, cut, kind, name, options, reducer_option
     return rows, residuals, reducer.traffic, reducer.algorithm
 
 
-@worlds
-@every_cut
-@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
-@pytest.mark.parametrize(
-    ("name", "reducer_options"),
-    [
-        ("int8", {"algorithm": "exchange"}),
-        ("signsgd", {"algorithm": "exchange", "granularity": "row"}),
-        ("topk+int8", {"algorithm": "exchange", "second": "float32"}),
-        ("topk+int8", {"algorithm": "exchange", "exempt": Exempt(max_ndim=1), "dense_steps": 2}),
-        ("int8", {"algorithm": "gather"}),
-        ("powersgd", {}),
-        ("int8", {"algorithm": "native"}),
-    ],
-    ids=str,
-)
-def test_error_feedback_telescopes(world, size, cut, kind, name, reducer_options):
+TELESCOPING = [
+    ("int8", {"algorithm": "exchange"}),
+    ("signsgd", {"algorithm": "exchange", "granularity": "row"}),
+    ("topk+int8", {"algorithm": "exchange", "second": "float32"}),
+    ("topk+int8", {"algorithm": "exchange", "exempt": Exempt(max_ndim=1), "dense_steps": 2}),
+    ("int8", {"algorithm": "gather"}),
+    ("powersgd", {}),
+    ("int8", {"algorithm": "native"}),
+]
+KINDS = ["reduce_scatter", "all_reduce"]
+
+
+@pytest.mark.parametrize(("case", "size", "cut", "kind"), diagonals(TELESCOPING, [2, 3, 4], CUTS, KINDS), ids=str)
+def test_error_feedback_telescopes(world, case, size, cut, kind):
     """What was delivered is what was exact, less the mean of the workers' residuals and less the owners' own."""
+    name, reducer_options = case
     layout, steps = CUTS[cut](BIG, size), 5
     options = {"error_feedback": True, **reducer_options}
     results = world(size).run(reduced, BIG, cut, kind, name, {}, options, steps)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from diagonals import diagonals
 from torch import nn
 
 from gradwire.collectives import Exempt, Layout, Reducer
@@ -231,20 +232,18 @@ def test_the_warm_up_is_adamw_bit_for_bit(world, size, strategy, name):
         assert traffic["sent"] == reference["sent"] == traffic["raw"] and traffic["elements"] == reference["elements"]
 
 
-@worlds
-@every_strategy
-@pytest.mark.parametrize(
-    ("method", "options", "more"),
-    [
-        ("none", {}, {}),
-        ("onebit", {"block": 16}, {}),
-        ("onebit", {"block": 16}, {"error_feedback": False}),
-        ("signsgd", {}, {"exempt": Exempt(max_ndim=1)}),
-        ("topk", {"density": 0.3}, {"algorithm": "gather"}),
-    ],
-    ids=str,
-)
-def test_onebit_adam_is_its_protocol_in_one_process(world, size, strategy, method, options, more):
+ONEBIT = [
+    ("none", {}, {}),
+    ("onebit", {"block": 16}, {}),
+    ("onebit", {"block": 16}, {"error_feedback": False}),
+    ("signsgd", {}, {"exempt": Exempt(max_ndim=1)}),
+    ("topk", {"density": 0.3}, {"algorithm": "gather"}),
+]
+
+
+@pytest.mark.parametrize(("case", "strategy", "size"), diagonals(ONEBIT, REPLICAS, [2, 3]), ids=str)
+def test_onebit_adam_is_its_protocol_in_one_process(world, case, strategy, size):
+    method, options, more = case
     results = world(size).run(trained, "onebit_adam", strategy, method, cell(method=options, **more), 10)
     expected = simulated(size, 10, method, options, more)
     for told, traffic in results:
