@@ -7,18 +7,18 @@ from collections.abc import Callable
 import pytest
 from tabulate import tabulate
 
-ROWS = pytest.StashKey[list[tuple[str, str, str]]]()
+ROW = "fault"
 
 
 @pytest.fixture
-def table(request) -> Callable[[str, str, str], None]:
+def table(record_property) -> Callable[[str, str, str], None]:
     """Note a fault, what was seen and what the rerun gave; only what the test has asserted."""
-    rows = request.config.stash.setdefault(ROWS, [])
-    return lambda *row: rows.append(row)
+    return lambda *row: record_property(ROW, row)  # a property gets from a worker to who prints
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    rows = config.stash.get(ROWS, [])
+    passed = (report for report in terminalreporter.stats.get("passed", []) if report.when == "call")
+    rows = [value for report in passed for name, value in report.user_properties if name == ROW]
     if rows and config.option.markexpr == "faults":
         terminalreporter.section("faults")
         terminalreporter.write_line(

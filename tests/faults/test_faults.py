@@ -214,7 +214,7 @@ def test_kill_9_while_collecting_and_while_aggregating(lab, tmp_path, table):
 
 # -------------------------------------------------------------------------------------------------- a rank hangs
 def test_a_hung_rank_is_found_and_named(lab, tmp_path, table):
-    words = lab.train(tmp_path, timeout=6)
+    words = lab.train(tmp_path, timeout=10)
     ended = struck(words, lab.folder, "1", "STOP", tmp_path / "checkpoints/step00000002")
     assert ended.code == 3
     assert ended.last.startswith("gradwire launch: rank 1: hung: rank 0 waited for it in vain (")
@@ -346,7 +346,7 @@ def checkout(folder: Path) -> Path:
     """A copy of the project with a small experiment."""
     folder.mkdir()
     for name in ("src", "workflow", "profiles", "containers"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("images"))
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("images", "cache"))
     for name in ("Snakefile", "config.yaml"):
         shutil.copy(ROOT / name, folder / name)
     (folder / "experiment.yaml").write_text(yaml.safe_dump(SMALL))
