@@ -50,7 +50,7 @@ image-lock: $(READY)
 
 # Several files at once: most tests use one core. Fixtures of a file are made once (loadfile).
 test: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-faults: $(READY)
 	$(BIN)/python -m pytest -m faults -n $(WORKERS) --durations=5 tests/faults

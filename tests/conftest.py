@@ -12,6 +12,11 @@ POOL_SIZE = 4
 MAY_LACK = ("CUDA", "GPU", "HolisticTraceAnalysis")  # what a machine that runs CI need not have
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest file begins, so that no worker is left alone with it."""
+    items.sort(key=lambda item: item.path.name != "test_workflow.py")
+
+
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """In CI nothing passes by being skipped, but for what `MAY_LACK` names."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")

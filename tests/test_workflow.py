@@ -103,6 +103,7 @@ def test_the_default_experiment_lists_its_jobs(tmp_path):
     assert counts == of_cells | of_gradients | once
 
 
+@pytest.mark.timeout(900)  # two real runs and twenty dry ones
 def test_an_experiment_runs_fails_in_one_cell_and_reruns_only_what_a_change_touches(checkout):
     # A cell that must fail leaves the table standing, with its reason.
     checkout.configure(BROKEN)
