@@ -53,7 +53,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-faults: $(READY)
-	$(BIN)/python -m pytest -m faults -n $(WORKERS) --durations=5 tests/faults
+	$(BIN)/python -m pytest -m faults --durations=5 tests/faults
 
 test-sweep: $(READY)
 	$(BIN)/python -m pytest -m sweep
