@@ -43,8 +43,10 @@ def main(args: argparse.Namespace) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *THREADS)
     environment = {name: os.environ[name] for name in names} | {"pid": os.getpid()}
     environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES")
-    write_json(args.output_dir / f"started{os.environ['RANK']}.json", environment)
     deed = args.ranks.get(os.environ["RANK"], "wait" if args.ranks else "end")
+    if deed == "save":
+        signal.signal(signal.SIGTERM, stop)  # before anyone knows that this rank is there
+    write_json(args.output_dir / f"started{os.environ['RANK']}.json", environment)
     if deed in TRAINS:
         train(*TRAINS[deed], args.output_dir)
     elif deed in ("transfer", "gather"):
@@ -69,14 +71,10 @@ def wait() -> None:
     time.sleep(60)
 
 
-def save() -> None:
-    """Wait, and on SIGTERM say that a checkpoint was written."""
-
-    def stop(*_: object) -> None:
-        raise Stopped("stopped after a checkpoint; run it again to resume.", step=5)
-
-    signal.signal(signal.SIGTERM, stop)
-    wait()
+def stop(*_: object) -> None:
+    """Say that a checkpoint was written; the second signal, of a rank's agent, changes nothing."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Stopped("stopped after a checkpoint; run it again to resume.", step=5)
 
 
 def reduce() -> None:
@@ -163,7 +161,8 @@ def gather(folder: Path) -> None:
         wait()
 
 
-DEEDS = {deed.__name__: deed for deed in (refuse, kill, stumble, wait, save, reduce, desert)} | {"end": lambda: None}
+DEEDS = {deed.__name__: deed for deed in (refuse, kill, stumble, wait, reduce, desert)}
+DEEDS |= {"end": lambda: None, "save": wait}
 TRAINS = {"naive": ("naive", "topk"), "bucket": ("bucket", None), "fsdp2": ("fsdp2", "topk")}
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def test_a_signal_lets_the_ranks_of_all_nodes_save(tmp_path):
         time.sleep(0.1)
     os.kill(launcher(tmp_path), signal.SIGTERM)
     code, said = ended(running)
-    assert code == 75 and "stopped after a checkpoint; run it again to resume." in said
+    assert (code, "stopped after a checkpoint; run it again to resume." in said) == (75, True), said
     assert not left_behind(tmp_path)
 
 
