@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import io
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,10 +19,10 @@ from mkdocs.structure.files import File, Files
 
 from gradwire import cli, config
 from gradwire.compressors import available, build, method_class, option_schema
-from gradwire.compressors.listing import kind, shown, taken
+from gradwire.compressors.listing import MATRIX, kind, shown, taken
 from gradwire.report.record import Result
 
-NUMEL = 2**20  # of the tensor whose wire size is shown, as a matrix of 1,024 x 1,024
+NUMEL = math.prod(MATRIX)
 PYTHON = {
     "In a training script": ("gradwire.collectives.Reducer", "gradwire.parallel", "gradwire.compressors.build"),
     "Compressors": (
@@ -141,7 +142,8 @@ def compressors() -> str:
     ]
     for name in available():
         method = method_class(name)
-        parts += [f"## {name}", inspect.getdoc(inspect.getmodule(method)) or "", inspect.getdoc(method) or ""]
+        parts += [f"## {name}", f"*{method.use}*" if method.use else ""]
+        parts += [inspect.getdoc(inspect.getmodule(method)) or "", inspect.getdoc(method) or ""]
         rows = list(fields(option_schema(name)))
         parts.append(table(("option", "takes", "default", "meaning"), rows) if rows else "It has no options.")
     return "\n\n".join(parts)
@@ -150,7 +152,7 @@ def compressors() -> str:
 def summary(name: str) -> tuple[str, ...]:
     """A compressor's line in the table of all."""
     compressor = build(name)
-    size = compressor.wire_bytes((1024, NUMEL // 1024))
+    size = compressor.wire_bytes(MATRIX)
     told = ("by the data", "–") if size is None else (f"{size:,}", f"{NUMEL * 4 / size:.2f}" if size else "∞")
     return f"[{name}](#{name})", kind(type(compressor)), "yes" if compressor.unbiased else "no", *told
 

@@ -41,6 +41,8 @@ class Compressor(BaseModel, ABC):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     name: ClassVar[str]
+    use: ClassVar[str] = ""
+    """When to take it, in a sentence."""
     overflow: ClassVar[float] = math.inf
     """The smallest magnitude that the wire can no longer carry as a finite number."""
     linear: ClassVar[bool] = False

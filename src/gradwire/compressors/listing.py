@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,8 @@ from gradwire.compressors import registry
 
 if TYPE_CHECKING:
     from gradwire.compressors.base import Compressor
+
+MATRIX = (1024, 1024)  # of which wire sizes are told, here and in the documentation
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -39,14 +42,25 @@ def listing(names: Sequence[str] = ()) -> str:
 
 def described(method: type[Compressor]) -> str:
     """One method's paragraph."""
-    head = f"{method.name} ({kind(method)}): {(method.__doc__ or '').strip().splitlines()[0]}"
+    head = [f"{method.name} ({kind(method)}): {(method.__doc__ or '').strip().splitlines()[0]}"]
+    head += [f"  {line}" for line in (method.use, size(method)) if line]
     rows = [
         (f"  {name}", f"{taken(option)} [{shown(option.get('default'))}]", option.get("description", ""))
         for name, option in registry.option_schema(method.name).get("properties", {}).items()
     ]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)] if rows else []
     lines = [f"{name:<{widths[0]}}  {values:<{widths[1]}}  {told}".rstrip() for name, values, told in rows]
-    return "\n".join([head, *lines, ""])
+    return "\n".join([*head, *lines, ""])
+
+
+def size(method: type[Compressor]) -> str:
+    """What travels for a matrix, with all options' defaults."""
+    wire, whole = method().wire_bytes(MATRIX), 4 * math.prod(MATRIX)
+    of = f"for {MATRIX[0]} x {MATRIX[1]} elements"
+    if wire is None:
+        return f"Wire: as many bytes {of} as the data need."
+    fewer = f", {whole / wire:.3g} times fewer than float32's" if 0 < wire < whole else ""
+    return f"Wire: {wire:,} bytes {of}{fewer}."
 
 
 def shown(value: Any) -> str:

@@ -33,6 +33,7 @@ class Float8(Quantizer):
     """
 
     name = "fp8"
+    use = "A quarter of the bytes where values within a block differ by orders of magnitude."
 
     format: Literal["e4m3", "e5m2"] = Field("e4m3", description="more precision (e4m3) or more range (e5m2)")
     block: int = Field(256, ge=1, description="consecutive elements that share one scale")

@@ -50,6 +50,7 @@ class GradiVeQ(Compressor):
     """
 
     name = "gradiveq"
+    use = "Convolutions, whose neighbouring gradients correlate; natively summed between the basis steps."
     linear = True
 
     slice: int = Field(64, ge=2, description="consecutive elements in a slice (K)")

@@ -38,6 +38,7 @@ class Int8(Quantizer):
     """
 
     name = "int8"
+    use = "A quarter of the bytes or an eighth (`num_bits: 4`), safe without error feedback."
 
     num_bits: Literal[8, 4, 2] = Field(8, description="bits of a code")
     block: int = Field(256, ge=1, description="consecutive elements that share one scale")

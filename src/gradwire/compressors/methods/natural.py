@@ -42,6 +42,7 @@ class Natural(Quantizer):
     """
 
     name = "natural"
+    use = "Unbiased at a byte per element, with a variance of at most an eighth of its square."
     overflow = 2.0**127 * (1 + 2.0**-MANTISSA)  # the next number after 2^127 may be rounded up to 2^128
 
     bits: Literal[8, 9] = Field(8, description="bits per element: 7 or 8 of them for the exponent")

@@ -16,6 +16,7 @@ class Uncompressed(Quantizer):
     """Sends float32 as it is."""
 
     name = "none"
+    use = "The baseline, and with `algorithm: exchange` the control that shows what the exchange itself costs."
 
     @property
     def unbiased(self) -> bool:

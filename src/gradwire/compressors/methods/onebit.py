@@ -29,6 +29,7 @@ class OneBit(Quantizer):
     """Sends a bit per element and two float32 means per block or column."""
 
     name = "onebit"
+    use = "A bit per element: with error feedback and dense steps first, or as `comm_optimizer: onebit_adam`."
 
     means: Literal["block", "column"] = Field(
         "block", description="what shares two means: consecutive elements, or a column of the matrix (a vector is one)"

@@ -34,6 +34,7 @@ class PowerSGD(Compressor):
     """
 
     name = "powersgd"
+    use = "Large matrices on slow links, with error feedback; all ranks sum its factors natively."
     linear = True
 
     rank: int = Field(4, ge=1, description="columns of the two factors")

@@ -41,6 +41,7 @@ class Qsgd(Quantizer):
     """
 
     name = "qsgd"
+    use = "When an analysis asks for an unbiased estimate with a bound on its variance."
 
     levels: int = Field(127, ge=1, le=2**15 - 1, description="levels s between zero and the norm")
     norm: Literal["l2", "max"] = Field(

@@ -34,6 +34,7 @@ class RandomK(Sparsifier):
     """
 
     name = "randomk"
+    use = "Unbiased, and a seed stands for the places; topk loses less at the same size."
     linear = True
 
     density: float = Field(0.01, gt=0, le=1, allow_inf_nan=False, description="part of the elements that is sent")

@@ -32,6 +32,7 @@ class SignSGD(Quantizer):
     """Sends the sign of each element, and a float32 scale per block unless ``scale`` is ``none``."""
 
     name = "signsgd"
+    use = "A bit per element for SGD with error feedback; under Adam it cost much perplexity."
 
     scale: Literal["mean", "none"] = Field(
         "mean", description="magnitude of a sign: the block's mean |x|, or 1 (then ranks can vote)"

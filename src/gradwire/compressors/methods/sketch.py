@@ -50,6 +50,7 @@ class Sketch(Compressor):
     """
 
     name = "sketch"
+    use = "When sums of encodings must be encodings of sums, at a size that does not depend on the data."
     linear = True
 
     rows: Literal[1, 3, 5, 7, 9] = Field(5, description="rows of the table; odd, so that the median is one of them")

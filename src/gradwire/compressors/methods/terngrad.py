@@ -35,6 +35,7 @@ class Terngrad(Quantizer):
     """
 
     name = "terngrad"
+    use = "Unbiased at about two bits per element, where its large variance averages out over many ranks."
 
     block: int = Field(256, ge=1, description="consecutive elements that share one scale")
     packing: Literal["2bit", "base3"] = Field("2bit", description="2 bits per element, or five elements per byte")

@@ -30,6 +30,7 @@ class Threshold(Sparsifier):
     """
 
     name = "threshold"
+    use = "When few gradients are large and their number may vary from step to step."
 
     threshold: float = Field(2.5, gt=0, allow_inf_nan=False, description="the least magnitude sent, in units of scale")
     scale: Literal["rms", "max", "absolute"] = Field(

@@ -15,6 +15,7 @@ class Zero(Compressor):
     """Sends nothing."""
 
     name = "zero"
+    use = "A negative control: training must get worse with it, or quality is not being measured."
 
     def wire_bytes(self, shape: Shape) -> int:
         """None at all."""
