@@ -19,7 +19,6 @@ def test_what_is_missing_is_named_with_the_way_to_get_it_and_is_no_failure(capsy
     assert cli.main(["doctor"]) == 0
     there, missing = capsys.readouterr().out.split("missing, if you want it")
     for name, advice in {
-        "torchrun": "--launcher spawn",
         "links": "root or user namespaces",
         "containers": "containers/get-apptainer",
         "Slurm": "login node",
@@ -32,7 +31,7 @@ def test_what_is_there_is_not_missing(capsys):
     assert cli.main(["doctor"]) == 0
     there, _, missing = capsys.readouterr().out.partition("missing, if you want it")
     assert "Snakemake 9." in there and "gloo" in there and "torchrun" in there
-    assert "workflow" not in missing and "torchrun" not in missing
+    assert "workflow" not in missing
 
 
 def test_a_port_in_use_is_told(capsys):

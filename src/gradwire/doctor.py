@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gradwire.errors import BadInput, CheckFailed, GradwireError
+from gradwire.launch.ranks import LAUNCHERS
 
 RANKS, SAMPLES, DIM = 2, 16, 64
 
@@ -35,7 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help=f"collect {SAMPLES} samples' gradients on {RANKS} ranks, and check devices, port and pairing",
     )
     parser.add_argument("--master_port", type=int, default=0, help="the port to try; 0 takes a free one")
-    parser.add_argument("--launcher", choices=("torchrun", "spawn"), default="torchrun", help="how ranks are started")
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="torchrun", help="how ranks are started")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -68,8 +69,7 @@ def findings() -> Iterator[Finding]:
     yield Finding("processors", f"{len(os.sched_getaffinity(0))}, {memory:.1f} GiB of memory")
     yield gpus()
     yield backends()
-    torchrun = shutil.which("torchrun")
-    yield Finding("torchrun", torchrun or "no", "" if torchrun else "start ranks with `--launcher spawn`.")
+    yield Finding("launchers", ", ".join(LAUNCHERS))
     yield shaped_links()
     yield workflow()
     yield containers()
