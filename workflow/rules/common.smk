@@ -50,6 +50,7 @@ validate(config, "../schemas/config.schema.json", set_default=False)
 try:
     EXPERIMENT = experiment(config)
     CELLS = EXPERIMENT.cells()
+    TIMED = EXPERIMENT.timed
     NO_LINKS = probe().reason if EXPERIMENT.needs_links else ""
     RUNS = [run for run in EXPERIMENT.runs() if why_left_out(run) is None]
     CORPUS = f"results/data/{EXPERIMENT.dataset.corpus_folder}"
@@ -133,7 +134,7 @@ def world_size_of(wildcards):
 
 def train_threads(wildcards):
     """A core for each rank; the whole machine where times are what the experiment is about."""
-    whole = workflow.cores if EXPERIMENT.timed else None
+    whole = workflow.cores if TIMED else None
     return whole or world_size_of(
         wildcards
     )  # executors other than the local one know no cores
@@ -141,7 +142,7 @@ def train_threads(wildcards):
 
 def ranks_at_most(wildcards):
     """How many ranks share the cores; the most of any run in a timing experiment, or fewer ranks would be faster ones."""
-    if EXPERIMENT.timed:
+    if TIMED:
         return max(run.world_size for run in RUNS)
     return int(wildcards.world_size)
 
@@ -188,7 +189,7 @@ def granted_gpus(wildcards, resources):
 
 def alone_of(wildcards):
     """A timing experiment's cells have the machine for themselves, also from other experiments' cells."""
-    return "--alone" if EXPERIMENT.timed else ""
+    return "--alone" if TIMED else ""
 
 
 def dataset_flags(*names):
@@ -239,7 +240,7 @@ def write_expected():
             **run._asdict(),
             "excluded": why_left_out(run),
             "quality_from": EXPERIMENT.quality_from,
-            "shared": not EXPERIMENT.timed,
+            "shared": not TIMED,
         }
         for run in EXPERIMENT.asked()
     ]
