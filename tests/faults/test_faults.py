@@ -119,10 +119,10 @@ class Laboratory:
         launch = [*GRADWIRE, "launch", "--world_size", "2", "--launcher", launcher, "--", "train"]
         return [*launch, *flags({**given, **TRAINING, **changes}), "--no-profile", "--resume", "--restart"]
 
-    def collect(self, output: Path) -> Words:
+    def collect(self, output: Path, **changes: object) -> Words:
         given = {"model_dir": self.folder / "run/final_model", "data_path": self.shards, "output_path": output}
         launch = [*GRADWIRE, "launch", "--world_size", "2", "--launcher", "spawn", "--", "grads", "collect"]
-        return [*launch, *flags({**given, **COLLECTING, "split": "val"})]
+        return [*launch, *flags({**given, **COLLECTING, "split": "val", **changes})]
 
     def same_run(self, output: Path) -> str:
         """That a rerun's results are those of the unbroken run; in words, for the table."""
@@ -213,13 +213,27 @@ def test_kill_9_while_collecting_and_while_aggregating(lab, tmp_path, table):
 
 
 # -------------------------------------------------------------------------------------------------- a rank hangs
-def test_a_hung_rank_is_found_and_named(lab, tmp_path, table):
-    words = lab.train(tmp_path, timeout=10)
-    ended = struck(words, lab.folder, "1", "STOP", tmp_path / "checkpoints/step00000002")
+def assert_hung(ended: Ended) -> None:
     assert ended.code == 3
     assert ended.last.startswith("gradwire launch: rank 1: hung: rank 0 waited for it in vain (")
     assert ended.last.endswith("it was ended.")
-    table("rank 1 hangs (SIGSTOP)", f"exit 3: {ended.last}", rerun_trains(lab, tmp_path))
+
+
+def test_a_hung_rank_that_trains_is_found_and_named(lab, tmp_path, table):
+    words = lab.train(tmp_path, timeout=10)
+    ended = struck(words, lab.folder, "1", "STOP", tmp_path / "checkpoints/step00000002")
+    assert_hung(ended)
+    table("rank 1 hangs (SIGSTOP), training", f"exit 3: {ended.last}", rerun_trains(lab, tmp_path))
+
+
+def test_a_hung_rank_that_collects_is_found_and_named(lab, tmp_path, table):
+    ended = struck(lab.collect(tmp_path, timeout=10), lab.folder, "1", "STOP", tmp_path / "rank_1/dim8/grads-*.pt")
+    assert_hung(ended)
+    assert not orphans(tmp_path)
+    assert not (tmp_path / "rank_1/dim8/all_ids.pkl").exists()
+    lab.succeed(lab.collect(tmp_path))
+    assert (tmp_path / "rank_1/dim8/all_ids.pkl").exists()
+    table("rank 1 hangs (SIGSTOP), collecting", f"exit 3: {ended.last}", "all gradients")
 
 
 # ------------------------------------------------------------------------------------------------------- the disk

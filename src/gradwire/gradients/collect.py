@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -166,14 +167,22 @@ def main(args: argparse.Namespace) -> None:
     if "RANK" not in os.environ:
         preflight(args)
 
+    from gradwire.collectives.alive import all_alive
     from gradwire.collectives.world import process_group
 
     with process_group(**rank_options(args)) as world:
         intended = _intended(args, shards_folder(args, world.rank), world.world_size)
-        collect(args.output_path, intended, world, args.batch_size)
+        with all_alive(world, args.timeout) as check:
+            collect(args.output_path, intended, world, args.batch_size, check)
 
 
-def collect(run: Path, intended: Provenance, world: World, batch_size: int | None = None) -> None:
+def collect(
+    run: Path,
+    intended: Provenance,
+    world: World,
+    batch_size: int | None = None,
+    check: Callable[[], None] = lambda: None,
+) -> None:
     """Write this rank's blocks, then the block of all its samples.
 
     The ranks share the samples as ``DistributedSampler`` deals them, padding included: the same samples on two ranks
@@ -184,6 +193,7 @@ def collect(run: Path, intended: Provenance, world: World, batch_size: int | Non
         intended: What to collect; ``fingerprints`` are found here.
         world: This rank among the others.
         batch_size: Samples in the model at once; None: as many as fit.
+        check: Called before each file; raises where to go on makes no sense.
 
     Raises:
         BadInput: If the folder holds gradients of another configuration.
@@ -205,6 +215,7 @@ def collect(run: Path, intended: Provenance, world: World, batch_size: int | Non
     folders = {dim: store.rank_folder(run, world.rank, dim) for dim in intended.dims}
     quiet = None if world.rank == 0 else True  # None: a bar where the terminal is one
     for start, end in tqdm(list(pairwise([0, *ends])), desc="gradients", unit="file", disable=quiet):
+        check()
         names = {dim: store.part_names(folder, end) for dim, folder in folders.items()}
         if _wanted(not all(part.exist() for part in names.values()), maker, world):
             for dim, block in maker.blocks(shards, dealt[start:end]).items():

@@ -1,0 +1,56 @@
+"""Ranks that work without a word to each other: who computes for long is waited for, who is silent is missed."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+import torch
+
+from gradwire.collectives.alive import all_alive
+from gradwire.collectives.world import World
+from gradwire.errors import RunFault
+from gradwire.failures import lost_peer, timed_out
+
+TIMEOUT = 1.0
+
+
+def of(rank: int, ranks: int) -> World:
+    return World(rank, rank, ranks, "gloo", torch.device("cpu"))
+
+
+def long_work(rank, ranks, group):
+    began = time.monotonic()
+    with all_alive(of(rank, ranks), TIMEOUT) as check:
+        if rank == 1:
+            time.sleep(3 * TIMEOUT)
+        check()
+    return time.monotonic() - began
+
+
+def test_who_works_for_long_is_waited_for(world):
+    assert all(seconds >= 3 * TIMEOUT for seconds in world(3).run(long_work))
+
+
+def silence(rank, ranks, group):
+    """Rank 1 holds the interpreter's lock, so that no thread of it runs, as if it were stopped."""
+    began = time.monotonic()
+    try:
+        with all_alive(of(rank, ranks), TIMEOUT) as check:
+            if rank == 1:
+                ctypes.PyDLL(None).sleep(4)
+            while time.monotonic() < began + 3 * TIMEOUT:
+                check()
+                time.sleep(0.01)
+    except RunFault as fault:
+        return str(fault), lost_peer(fault), timed_out(fault)
+    return None
+
+
+def test_who_is_silent_is_missed_at_the_next_check(world):
+    assert world(2).run(silence)[0] == ("a rank ended, or gave no sign of life for 1 s.", True, True)
+
+
+def test_a_process_alone_waits_for_nobody():
+    with all_alive(of(0, 1), TIMEOUT) as check:
+        check()
