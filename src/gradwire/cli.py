@@ -8,6 +8,7 @@ Those modules keep their heavy imports inside their functions, so that ``gradwir
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import select
@@ -170,4 +171,5 @@ def entry() -> NoReturn:
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         os._exit(code)  # a process group that a failure left standing would wait for its peers when it is destroyed
+    gc.freeze()  # what is left goes with the process; a last collection among torch's modules takes a second
     sys.exit(code)

@@ -103,7 +103,7 @@ def one_machine(ok: Iterable[Result]) -> Gate:
 
 def alone(ok: Sequence[Result], shared: bool) -> Gate:
     """Whether runs had the machine for themselves."""
-    told = "others may have run at the same time: no `timing: true`" if shared else "one run at a time"
+    told = "others may have run at the same time: there is no “timing: true”" if shared else "one run at a time"
     state: State = "not checked" if not ok else "marked" if shared else "passed"
     return Gate("runs had the machine for themselves", state, told)
 

@@ -162,7 +162,7 @@ def validity(data: Data) -> Section:
     measured = [row for row in data.results if row.status in ("ok", "diverged")]
     environment = next((row.environment for row in measured if row.environment), {})
     facts = {
-        "runs": f"{len(data.results)} of {len({row.run_name.rpartition('/')[0] for row in data.results})} cells",
+        "runs": f"{len(data.results)} in {len({row.run_name.rpartition('/')[0] for row in data.results})} cells",
         "compressors": _distinct(row.compressor for row in data.results),
         "strategies": _distinct(row.strategy for row in data.results),
         "world sizes": _distinct(row.world_size for row in data.results),
