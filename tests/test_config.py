@@ -66,6 +66,14 @@ def test_runs_go_seed_by_seed_with_a_baseline_first_and_last():
     assert len({tuple(order) for order in orders}) > 1, "each seed draws its own order"
 
 
+def test_links_make_an_experiment_timed_unless_it_says_otherwise():
+    linked = {**SMALL, "grid": [{"links": ["none", "100mbit"]}]}
+    assert [experiment(given).timed for given in (SMALL, linked)] == [False, True]
+    assert experiment({**SMALL, "timing": True}).timed
+    assert not experiment({**linked, "timing": False}).timed
+    assert not experiment({**linked, "exclude": [{"links": ["100mbit"], "reason": "too slow"}]}).timed
+
+
 def test_excluded_runs_keep_their_reason():
     made = experiment({**SMALL, "exclude": [{"compressors": ["int8"], "seeds": [1], "reason": "too slow"}]})
     left_out = [run for run in made.asked() if made.excluded(run)]

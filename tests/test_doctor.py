@@ -30,7 +30,7 @@ def test_what_is_missing_is_named_with_the_way_to_get_it_and_is_no_failure(capsy
 def test_what_is_there_is_not_missing(capsys):
     assert cli.main(["doctor"]) == 0
     there, _, missing = capsys.readouterr().out.partition("missing, if you want it")
-    assert "Snakemake 9." in there and "gloo" in there and "torchrun" in there
+    assert "Snakemake 9." in there and "gloo" in there
     assert "workflow" not in missing
 
 

@@ -71,6 +71,14 @@ def checkout(tmp_path_factory) -> Checkout:
     return Checkout(tmp_path_factory.mktemp("checkout"))
 
 
+@pytest.mark.parametrize("timing", [True, False])
+def test_cells_of_a_timing_experiment_have_the_machine_for_themselves(timing, checkout):
+    checkout.configure({**SMALL, "timing": timing, "grid": [{"strategies": ["fsdp2"], "world_sizes": [1]}]})
+    told = checkout.snakemake("-n", "-p").stdout
+    assert told.count(" train ") >= 2
+    assert (told.count("--alone"), told.count("threads: 2")) == ((2, 2) if timing else (0, 0))
+
+
 def test_every_verb_knows_its_attempt(checkout):
     checkout.configure(SMALL)
     shown = checkout.snakemake("-n", "-p")

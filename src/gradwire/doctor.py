@@ -69,7 +69,6 @@ def findings() -> Iterator[Finding]:
     yield Finding("processors", f"{len(os.sched_getaffinity(0))}, {memory:.1f} GiB of memory")
     yield gpus()
     yield backends()
-    yield Finding("launchers", ", ".join(LAUNCHERS))
     yield shaped_links()
     yield workflow()
     yield containers()

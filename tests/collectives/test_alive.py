@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
 
+import pytest
 import torch
 
 from gradwire.collectives.alive import all_alive
@@ -49,6 +51,20 @@ def silence(rank, ranks, group):
 
 def test_who_is_silent_is_missed_at_the_next_check(world):
     assert world(2).run(silence)[0] == ("a rank ended, or gave no sign of life for 1 s.", True, True)
+
+
+def failure(rank, ranks, group):
+    """Rank 1 fails and lives on, as in a program that handles it."""
+    with contextlib.suppress(ZeroDivisionError), all_alive(of(rank, ranks), TIMEOUT):
+        if rank == 1:
+            1 / 0  # noqa: B018
+    if rank == 1:
+        time.sleep(3 * TIMEOUT)
+
+
+def test_who_failed_is_missed(world):
+    with pytest.raises(RunFault, match="a rank ended, or gave no sign of life for 1 s"):
+        world(2).run(failure)
 
 
 def test_a_process_alone_waits_for_nobody():

@@ -23,7 +23,7 @@ def all_alive(world: World, timeout: float) -> Iterator[Callable[[], None]]:
     """Do this rank's share of the work inside; leaving waits for the other ranks, for as long as they live.
 
     A thread of each rank gives signs of life, so a rank that computes for hours is not missed; one is that was stopped,
-    or whose machine is gone.
+    that failed, or whose machine is gone.
 
     Args:
         world: This rank among the others; all of them enter.
@@ -39,23 +39,30 @@ def all_alive(world: World, timeout: float) -> Iterator[Callable[[], None]]:
         yield lambda: None
         return
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
-    done = Event()
-    missed: list[RuntimeError] = []
+    done, gone = Event(), Event()
+    missed: list[Exception] = []
+
+    def all_done() -> bool:
+        return bool(ops.all_reduce(torch.tensor(int(done.is_set())), "min", group, meter=Meter()))
 
     def beat() -> None:
         try:
-            while not ops.all_reduce(torch.tensor(int(done.is_set())), "min", group, meter=Meter()):
+            while not (gone.is_set() or all_done()):
                 done.wait(timeout / BEATS)
-        except RuntimeError as error:
+        except Exception as error:
             missed.append(error)
 
     def check() -> None:
         if missed:
             raise RunFault(f"a rank ended, or gave no sign of life for {timeout:g} s.") from missed[0]
 
-    thread = Thread(target=beat, daemon=True)  # after a failure of this rank nobody waits for it
+    thread = Thread(target=beat, daemon=True)  # a rank that failed does not wait for the others
     thread.start()
-    yield check
+    try:
+        yield check
+    except BaseException:
+        gone.set()
+        raise
     done.set()
     thread.join()
     check()
