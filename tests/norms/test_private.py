@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,13 +13,14 @@ import torch
 from norms.test_norms import SAMPLES, batch_of, built
 from scipy import optimize, stats
 from small_model import make
-from test_training import SMALL, run, words
+from test_training import SMALL, parsed, run, words
 
 from gradwire import cli
 from gradwire.collectives import Reducer
 from gradwire.collectives.world import World
 from gradwire.compressors import build
 from gradwire.config import Cell, Training
+from gradwire.data import batches
 from gradwire.data.batches import poisson_steps
 from gradwire.data.shards import Shards
 from gradwire.errors import BadInput
@@ -27,7 +29,8 @@ from gradwire.parallel import named_parameters, wrap
 from gradwire.persample import loop as one_by_one
 from gradwire.persample import norms
 from gradwire.persample.clipping import coefficients
-from gradwire.training.loop import Clock, Feed, optimizer_step
+from gradwire.training import settings as run_settings
+from gradwire.training.loop import Clock, Feed, micro_batches, optimizer_step
 from gradwire.training.noise import noisy
 from gradwire.training.objective import Private
 from gradwire.training.preemption import Preemption
@@ -237,6 +240,149 @@ def shards(tmp_path_factory):
     return make(tmp_path_factory.mktemp("private")).shards
 
 
+class ZeroedOut(Shards):
+    """The training split without the targets of one sample, so that its gradient is zero: a neighbour of the split."""
+
+    def __init__(self, folder, index):
+        super().__init__(folder, "train")
+        self.index = index
+
+    def __getitem__(self, index):
+        sample = super().__getitem__(index)
+        return sample._replace(input_ids=sample.input_ids[:1]) if index == self.index else sample
+
+
+def messages(rank, world, flags, split, cell, steps) -> list[torch.Tensor]:
+    """What this rank hands to its reducer in each step, in units of C, with weights that stay as they are."""
+    settings = run_settings.from_arguments(parsed(flags))
+    training, place = settings.training, World(rank, rank, world, "gloo", torch.device("cpu"))
+    model = gpt2.build("tiny", split.meta["vocab_size"], split.meta["max_length"], seed=0)
+    method, options = cell
+    reducer = Reducer(build(method), **options)
+    objective = Private(model, training, 5, place)
+    wrapped = wrap(model, settings.strategy, reducer, device="cpu")
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.0)
+    feed, clock, asked = Feed(micro_batches(settings, split, place, 0), place.device), Clock(place.device), Preemption()
+    found = []
+    for step in range(steps):
+        with reducer.keeping() as kept:
+            optimizer_step(wrapped, optimizer, reducer, feed, objective, training, place, clock, asked, step)
+            # The strategies divide the sum over ranks by W, and the objective by the expected number of samples.
+            sums = torch.cat([reduced.flat.flatten().double() for reduced in kept])
+        found.append(sums * objective.expected / world / objective.max_norm)
+    return found
+
+
+def changes(rank, world, group, flags, shards, cell, steps, indices) -> dict[str, list[list[float]]]:
+    """By how much this rank's messages of each step change with a sample: if it is zeroed out, if it is not drawn."""
+    split = Shards(shards, "train")
+    whole = messages(rank, world, flags, split, cell, steps)
+    found = {"zeroed out": [messages(rank, world, flags, ZeroedOut(shards, index), cell, steps) for index in indices]}
+    found["not drawn"] = []
+    for index in indices if "poisson" in flags else ():
+        with mock.patch.object(batches, "drawn", without(index)):
+            found["not drawn"].append(messages(rank, world, flags, split, cell, steps))
+    return {
+        how: [[float((a - b).norm()) for a, b in zip(whole, one, strict=True)] for one in of_each]
+        for how, of_each in found.items()
+    }
+
+
+def without(index, draw=batches.drawn):
+    """Every draw as it is, but for one sample."""
+    return lambda *args: (all_ := draw(*args))[all_ != index]
+
+
+CELLS = {
+    "int8": ("int8", {}),
+    "native": ("powersgd", {"algorithm": "native", "dense_steps": 1}),
+    "gather": ("onebit", {"algorithm": "gather", "error_feedback": True}),
+    "exchange": ("topk", {"algorithm": "exchange", "error_feedback": True, "second": "float32"}),
+}
+QUICK = [
+    (2, "ddp", "int8", "poisson", 1),
+    (3, "fsdp2", "exchange", "poisson", 2),
+    (2, "bucket", "native", "shuffled", 1),
+]
+
+
+def layouts(*values):
+    return pytest.mark.parametrize(("size", "strategy", "cell", "sampling", "micro"), *values)
+
+
+@layouts(QUICK)
+def test_a_sample_changes_the_messages_of_one_rank_by_c(
+    world, shards, size, strategy, cell, sampling, micro, indices=(3, 8)
+):
+    """What ε rests on with a lossy compressor. C is below every norm, so that a message changes by all of C."""
+    per_epoch = len(Shards(shards, "train")) // size // SMALL["batch_size"]
+    micro = math.gcd(micro, per_epoch) if sampling == "shuffled" else micro
+    steps = per_epoch // micro if sampling == "shuffled" else 2
+    flags = words(
+        *(shards, "nowhere", "--dp_max_grad_norm", "0.01", "--dp_sampling", sampling, "--grad_accum_steps", str(micro)),
+        strategy=strategy,
+    )
+    ranks = world(size).run(changes, flags, shards, CELLS[cell], steps, indices)
+    seen = 0
+    for how in ("zeroed out", "not drawn") if sampling == "poisson" else ("zeroed out",):
+        for at, index in enumerate(indices):
+            of_ranks = [of_rank[how][at] for of_rank in ranks]
+            moved = [(step, rank) for step in range(steps) for rank in range(size) if of_ranks[rank][step] > 1e-6]
+            assert [of_ranks[rank][step] for step, rank in moved] == pytest.approx([1] * len(moved), abs=1e-3)
+            one_rank, one_step = len({rank for _, rank in moved}) <= 1, len(moved) <= 1
+            assert one_rank if sampling == "poisson" else one_step, f"sample {index} {how}: steps and ranks {moved}"
+            seen += len(moved)
+    assert seen
+
+
+@pytest.mark.sweep
+@layouts(
+    [
+        (size, strategy, cell, sampling, micro)
+        for size in (2, 3, 4)
+        for strategy in ("naive", "bucket", "ddp", "fsdp2")
+        for cell in CELLS
+        for sampling in ("poisson", "shuffled")
+        for micro in (1, 2)
+    ]
+)
+def test_every_sample_changes_one_rank_s_messages(world, shards, size, strategy, cell, sampling, micro):
+    everyone = range(len(Shards(shards, "train")))
+    test_a_sample_changes_the_messages_of_one_rank_by_c(world, shards, size, strategy, cell, sampling, micro, everyone)
+
+
+def test_each_message_carries_its_share_of_the_noise(world, shards):
+    """No sample at all: S/√W on every rank, by a chi-square band of five standard errors, and each draws its own."""
+    flags = words(shards, "nowhere", "--dp_max_grad_norm", "2.0", "--dp_noise_multiplier", "1.5", strategy="ddp")
+    noises = world(3).run(only_noise, flags, shards)
+    for rank, noise in enumerate(noises):
+        count = noise.numel()
+        assert float(noise.square().mean()) / (1.5**2 / 3) == pytest.approx(1, abs=5 * math.sqrt(2 / count))
+        assert all(abs(float((noise * other).mean())) < 5 * 0.75 / math.sqrt(count) for other in noises[:rank])
+
+
+def only_noise(rank, world, group, flags, shards) -> torch.Tensor:
+    """What this rank hands to its reducer in a step for which no sample is drawn, in units of C, without padding."""
+    with mock.patch.object(batches, "drawn", lambda *args: np.arange(0)):
+        noise = messages(rank, world, flags, Shards(shards, "train"), CELLS["int8"], 1)[0]
+    return noise[noise != 0]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_drawn_sample_leaves_every_other_on_its_rank(shards, monkeypatch, world_size):
+    split = Shards(shards, "train")
+
+    def shares() -> list[set[str]]:
+        feeds = [next(poisson_steps(split, 2, len(split), rank, world_size, seed=0)) for rank in range(world_size)]
+        return [{id_ for batch in feed for id_ in batch.sample_id if id_} for feed in feeds]
+
+    whole = shares()
+    for index in range(len(split)):
+        monkeypatch.setattr(batches, "drawn", without(index))
+        assert [one - other for one, other in zip(whole, shares(), strict=True)].count(set()) == world_size - 1
+        assert set.union(*whole) - set.union(*shares()) == {split[index].sample_id}
+
+
 def trained(world, size, shards, folder, *more, **changes):
     rows, record = world(size).run(run, words(shards, folder, *more, **changes))[0]
     return rows, record
@@ -280,7 +426,8 @@ def test_a_private_run_ends_with_its_budget(world, shards, tmp_path):
     wanted = Guarantee(0.8, 1e-5, 4 / len(held), 1).epsilon(SMALL["steps"])
     assert record["epsilon"] == pytest.approx(wanted) and record["delta"] == 1e-5
     assert (record["noise_multiplier"], record["noise_multiplier_accounted"]) == (0.8, 0.8)
-    assert (record["sampling"], record["accountant"]) == ("poisson", "prv") and 0 < record["clipped_fraction"] <= 1
+    assert (record["sampling"], record["adjacency"], record["accountant"]) == ("poisson", "zero-out", "prv")
+    assert 0 < record["clipped_fraction"] <= 1
     assert rows[2]["epsilon"] < rows[5]["epsilon"] == record["epsilon"]
     assert len({row["samples"] for row in rows}) > 1, "the samples of a step vary"
     again, _ = trained(world, 2, shards, tmp_path / "again", *PRIVATE, strategy="fsdp2")
@@ -295,6 +442,12 @@ def test_a_private_run_ends_with_its_budget(world, shards, tmp_path):
     _, coarse = trained(world, 2, shards, tmp_path / "int8", *PRIVATE, *cell, strategy="ddp")
     assert coarse["noise_multiplier_accounted"] == pytest.approx(0.8 / math.sqrt(2))
     assert coarse["epsilon"] > record["epsilon"] and coarse["compression_ratio"] > 3
+
+
+def test_the_step_that_diverged_is_accounted(world, shards, tmp_path):
+    rows, record = trained(world, 2, shards, tmp_path, *PRIVATE, strategy="ddp", lr=1e38)
+    assert record["status"] == "diverged" and 0 < len(rows) < SMALL["steps"]
+    assert record["epsilon"] == Guarantee(0.8, 1e-5, 4 / len(Shards(shards, "train")), 1).epsilon(len(rows) + 1)
 
 
 @pytest.mark.parametrize("sampling", ["poisson", "shuffled"])

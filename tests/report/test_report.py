@@ -207,6 +207,7 @@ PRIVATE = {
     "noise_multiplier": 0.6,
     "clipped_fraction": 0.875,
     "sampling": "poisson",
+    "adjacency": "zero-out",
     "accountant": "prv",
 }
 MARKUP = "<script>alert('x')</script>&$a_b$|\"q\""
@@ -243,7 +244,8 @@ def test_one_seed_has_no_interval_and_the_page_says_so(odd_page):
 
 def test_a_private_run_s_guarantee_is_told(odd_page, page):
     told = (
-        "ε = 1.71 at δ = 1e-05 (noise multiplier 0.6, poisson sampling, 88 % of the samples clipped, by PRV accountant)"
+        "ε = 1.71 at δ = 1e-05 (noise multiplier 0.6, poisson sampling, zero-out adjacency, "
+        "88 % of the samples clipped, by PRV accountant)"
     )
     assert odd_page.count(told) == 1
     assert "δ" not in page

@@ -102,8 +102,9 @@ def poisson_steps(
 ) -> Iterator[list[Batch]]:
     """This rank's micro-batches of each step, without end: every sample is in a step by a toss of its own coin.
 
-    The draw of a step is the same on all ranks, which share it out; all have as many micro-batches, at least one, and
-    missing samples are filler rows.
+    A sample's rank is its index modulo W, whatever else is drawn: it changes the messages of one rank only. All ranks
+    know the whole draw and have as many micro-batches as the largest share needs, at least one; missing samples are
+    filler rows.
 
     Args:
         shards: The training split.
@@ -115,12 +116,18 @@ def poisson_steps(
         start: The first step.
     """
     for step in count(start):
-        drawn = np.flatnonzero(np.random.default_rng([seed, step]).random(len(shards)) < expected / len(shards))
-        own, most = drawn[rank::world].tolist(), -(-len(drawn) // world)
+        indices = drawn(len(shards), expected / len(shards), seed, step)
+        ranks = indices % world
+        own, most = indices[ranks == rank].tolist(), int(np.bincount(ranks).max(initial=0))
         yield [
             collate([shards[index] for index in own[first : first + batch_size]], shards.meta["pad_id"], batch_size)
             for first in range(0, max(most, 1), batch_size)
         ]
+
+
+def drawn(samples: int, rate: float, seed: int, step: int) -> np.ndarray:
+    """The samples of a step, rising, the same on all ranks: each is drawn with probability ``rate``."""
+    return np.flatnonzero(np.random.default_rng([seed, step]).random(samples) < rate)
 
 
 def prefetch(items: Iterator[Item]) -> Iterator[Item]:

@@ -28,8 +28,11 @@ def privacy(row: Result) -> str:
         return ""
     bound = "no bound: no noise" if row.epsilon is None else f"ε = {row.epsilon:.3g} at δ = {row.delta:.2g}"
     clipped = "" if row.clipped_fraction is None else f", {100 * row.clipped_fraction:.0f} % of the samples clipped"
+    adjacency = f", {row.adjacency} adjacency" if row.adjacency else ""
     accountant = f", by {row.accountant.upper()} accountant" if row.accountant else ""
-    return f"{bound} (noise multiplier {row.noise_multiplier:g}, {row.sampling} sampling{clipped}{accountant})"
+    return (
+        f"{bound} (noise multiplier {row.noise_multiplier:g}, {row.sampling} sampling{adjacency}{clipped}{accountant})"
+    )
 
 
 def machines(ok: Iterable[Result]) -> list[str]:

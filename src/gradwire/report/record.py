@@ -128,6 +128,7 @@ class Result(Row):
     # What the table needs besides.
     noise_multiplier_accounted: Number = None
     sampling: Text = None
+    adjacency: Text = None
     accountant: Text = None
     parameters: Count = None
     measured_steps: Count = None

@@ -1,7 +1,9 @@
-"""What a private run guarantees: (ε, δ)-differential privacy for one sample that is added or left out.
+"""What a private run guarantees: (ε, δ)-differential privacy for one sample, under zero-out adjacency.
 
-The sum of clipped gradients changes by at most C for one sample, so noise of standard deviation σC on it is a Gaussian
-mechanism of multiplier σ; what happens to the noisy sum afterwards costs nothing. Opacus's accountant composes steps.
+Neighbouring data sets have as many samples, and in one of them one sample contributes nothing: its gradient is zero.
+So their size may decide rates, epochs and which rank has which sample, as it does here. The sum of clipped gradients
+changes by at most C for one sample, so noise of standard deviation σC on it is a Gaussian mechanism of multiplier σ;
+what happens to the noisy sum afterwards costs nothing. Opacus's accountant composes steps.
 
 - Sampling. `poisson`: each sample is in each step by a toss of its own coin, so most steps say nothing of it, which
   makes them cheaper ("amplification"). `shuffled`: a sample is in one step of each epoch. No amplification is claimed
@@ -9,7 +11,10 @@ mechanism of multiplier σ; what happens to the noisy sum afterwards costs nothi
   gives too small an ε (Chua et al., "How Private are DP-SGD Implementations?", ICML 2024).
 - Compression. W ranks draw noise of standard deviation σC/√W each, which makes σC in their sum, whatever W. A sum of
   encodings is no function of that sum unless encodings are exact: each rank's own message must be private by itself,
-  and it carries a multiplier of σ/√W only. That is accounted then.
+  and it carries a multiplier of σ/√W only. That is accounted then. It asks that a sample is in one rank's message of a
+  step, and that drawing it moves no other sample to another rank: `data.batches.poisson_steps`.
+
+Zero-out adjacency: Kairouz et al., "Practical and Private (Deep) Learning without Sampling or Shuffling" (ICML 2021).
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ from typing import Any
 from gradwire.config import Cell, Training
 from gradwire.errors import BadInput
 
+ADJACENCY = "zero-out"
 TIGHT_FROM = 0.5  # multipliers below are accounted by Rényi bounds: the tight accountant's grid would need gigabytes
 
 

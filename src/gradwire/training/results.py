@@ -26,6 +26,7 @@ from gradwire.models import folder as model_folder
 from gradwire.training import link
 from gradwire.training.environment import environment, same_machine
 from gradwire.training.loop import Outcome, Row
+from gradwire.training.privacy import ADJACENCY
 from gradwire.training.sampling import COLUMNS
 from gradwire.training.settings import Settings
 
@@ -238,7 +239,8 @@ def fidelity(settings: Settings, rows: list[Row]) -> Row:
 def private(settings: Settings, outcome: Outcome) -> Row:
     """The privacy budget spent; null where training was not private, and ε where nothing is guaranteed.
 
-    ``noise_multiplier`` is of the sum over ranks, ``noise_multiplier_accounted`` what ε stands on.
+    ``noise_multiplier`` is of the sum over ranks, ``noise_multiplier_accounted`` what ε stands on. The step in which a
+    run diverged has no row and may have changed the weights: it counts.
     """
     fields = (
         "epsilon",
@@ -247,6 +249,7 @@ def private(settings: Settings, outcome: Outcome) -> Row:
         "noise_multiplier_accounted",
         "clipped_fraction",
         "sampling",
+        "adjacency",
         "accountant",
     )
     training, guarantee = settings.training, outcome.guarantee
@@ -254,12 +257,13 @@ def private(settings: Settings, outcome: Outcome) -> Row:
         return dict.fromkeys(fields)
     samples, clipped = (sum(row[name] for row in outcome.rows) for name in ("samples", "clipped_samples"))
     values = (
-        guarantee.epsilon(len(outcome.rows)),
+        guarantee.epsilon(len(outcome.rows) + (outcome.diverged is not None)),
         guarantee.delta,
         training.dp_noise_multiplier,
         guarantee.multiplier,
         clipped / samples if samples else None,
         training.dp_sampling,
+        ADJACENCY,
         guarantee.accountant,
     )
     return dict(zip(fields, values, strict=True))
