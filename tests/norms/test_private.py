@@ -338,17 +338,16 @@ def test_a_sample_changes_the_messages_of_one_rank_by_c(
 @pytest.mark.sweep
 @layouts(
     [
-        (size, strategy, cell, sampling, micro)
+        (size, strategy, [*CELLS][(at + size) % len(CELLS)], sampling, 2)
         for size in (2, 3, 4)
-        for strategy in ("naive", "bucket", "ddp", "fsdp2")
-        for cell in CELLS
+        for at, strategy in enumerate(("naive", "bucket", "ddp", "fsdp2"))
         for sampling in ("poisson", "shuffled")
-        for micro in (1, 2)
     ]
 )
-def test_every_sample_changes_one_rank_s_messages(world, shards, size, strategy, cell, sampling, micro):
-    everyone = range(len(Shards(shards, "train")))
-    test_a_sample_changes_the_messages_of_one_rank_by_c(world, shards, size, strategy, cell, sampling, micro, everyone)
+def test_more_samples_change_the_messages_of_one_rank_by_c(world, shards, size, strategy, cell, sampling, micro):
+    test_a_sample_changes_the_messages_of_one_rank_by_c(
+        world, shards, size, strategy, cell, sampling, micro, indices=range(0, len(Shards(shards, "train")), 4)
+    )
 
 
 def test_each_message_carries_its_share_of_the_noise(world, shards):
