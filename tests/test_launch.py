@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
-@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+@pytest.mark.parametrize("launcher", ["fork", "spawn", "torchrun"])
 def test_ranks_know_their_place_and_share_the_cores(tmp_path, launcher):
     port = free_port()
     done = launch(tmp_path, {}, "--master_port", port, launcher=launcher)
@@ -86,7 +87,7 @@ def test_a_given_number_of_threads_is_kept(tmp_path):
     assert {r[name] for r in started(tmp_path).values() for name in THREADS} == {"5"}
 
 
-@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+@pytest.mark.parametrize("launcher", ["fork", "torchrun"])
 def test_bad_input_of_a_rank_is_told_once_and_keeps_its_code(tmp_path, launcher):
     ended = launch(tmp_path, {1: "refuse"}, launcher=launcher)
     assert (ended.returncode, ended.stdout) == (2, "")
@@ -111,7 +112,7 @@ def test_an_unexpected_error_is_one_message_and_one_traceback_kept(tmp_path):
     assert "ZeroDivisionError: no such luck" in failure(tmp_path)["reason"]
 
 
-@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+@pytest.mark.parametrize("launcher", ["fork", "torchrun"])
 def test_a_killed_rank_is_named_and_not_the_peer_that_lost_it(tmp_path, launcher):
     ended = launch(tmp_path, {0: "reduce", 1: "reduce"}, launcher=launcher)
     assert ended.returncode == 3
@@ -120,7 +121,7 @@ def test_a_killed_rank_is_named_and_not_the_peer_that_lost_it(tmp_path, launcher
 
 
 @pytest.mark.parametrize(
-    ("strategy", "size", "launcher"), [("naive", 2, "torchrun"), ("bucket", 3, "spawn"), ("fsdp2", 2, "torchrun")]
+    ("strategy", "size", "launcher"), [("naive", 2, "fork"), ("bucket", 3, "spawn"), ("fsdp2", 2, "torchrun")]
 )
 def test_a_rank_killed_in_a_backward_pass_ends_the_others(tmp_path, strategy, size, launcher):
     """They wait in an exchange of their own hooks, in asynchronous all-reduces, in a hook of FSDP."""
@@ -133,10 +134,9 @@ def test_a_rank_killed_in_a_backward_pass_ends_the_others(tmp_path, strategy, si
     assert len(started(tmp_path)) == size and not left_behind(tmp_path)
 
 
-def left_behind(output: Path) -> list[str]:
-    """The command lines of processes that name this folder, which no other test does."""
-    lines = [path.read_bytes().decode() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    return [line for line in lines if str(output) in line]
+def left_behind(output: Path) -> list[dict]:
+    """The ranks that still run."""
+    return [rank for rank in started(output).values() if Path(f"/proc/{rank['pid']}").exists()]
 
 
 def test_a_rank_that_fails_does_not_wait_for_its_collective(tmp_path):
@@ -167,7 +167,7 @@ def test_a_size_of_its_own_must_agree(tmp_path):
     assert launch(tmp_path, {}, probe=("--world_size", "2")).returncode == 0
 
 
-@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+@pytest.mark.parametrize("launcher", ["fork", "spawn", "torchrun"])
 def test_a_port_in_use_is_named(tmp_path, launcher):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -200,6 +200,7 @@ def test_a_second_attempt_at_a_fault_runs(tmp_path):
         (["--master_addr", "192.0.2.1"], "192.0.2.1"),
         (["--nodes", "3"], "--nodes 3 cannot share --world_size 2 evenly"),
         (["--nodes", "0"], "--nodes 0 cannot share"),
+        (["--launcher", "fork", "--link", "10mbit"], "--launcher fork starts ranks on the CPU of one machine"),
         (["--nodes", "2"], "--launcher spawn knows one machine only"),
         (["--nodes", "2", "--launcher", "torchrun"], "no Slurm job"),
         (["--nodes", "2", "--launcher", "torchrun", "--link", "10mbit"], "inside of one machine"),
@@ -213,7 +214,8 @@ def test_what_cannot_be_is_refused_before_any_rank_starts(tmp_path, flags, compl
 @pytest.mark.parametrize(
     ("launcher", "deed", "number", "code"),
     [
-        ("spawn", "wait", signal.SIGTERM, 3),
+        ("fork", "wait", signal.SIGTERM, 3),
+        ("fork", "save", signal.SIGINT, 75),
         ("spawn", "save", signal.SIGINT, 75),
         ("torchrun", "save", signal.SIGINT, 75),
     ],
@@ -222,15 +224,33 @@ def test_a_signal_ends_all_ranks(tmp_path, launcher, deed, number, code):
     running = subprocess.Popen(
         command(tmp_path, {0: deed, 1: deed}, launcher=launcher), env=CLEAN, stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 30
-    while len(list(tmp_path.glob("started*.json"))) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_until(lambda: len(started(tmp_path)) == 2)
     running.send_signal(number)
     _, stderr = running.communicate(timeout=30)
     assert running.returncode == code
     assert stderr.count("\n") == 1 and ("checkpoint" if deed == "save" else "stopped by a signal") in stderr
-    assert not any(Path(f"/proc/{rank['pid']}").exists() for rank in started(tmp_path).values())
+    assert not left_behind(tmp_path)
+
+
+@pytest.mark.parametrize(("killed", "code"), [("template", 3), ("launcher", -signal.SIGKILL)])
+def test_forked_ranks_end_with_their_template_and_their_launcher(tmp_path, killed, code):
+    running = subprocess.Popen(
+        command(tmp_path, {0: "wait", 1: "wait"}, launcher="fork"), env=CLEAN, stderr=subprocess.PIPE, text=True
+    )
+    wait_until(lambda: len(started(tmp_path)) == 2)
+    (template,) = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    os.kill(int(template) if killed == "template" else running.pid, signal.SIGKILL)
+    _, stderr = running.communicate(timeout=30)
+    assert running.returncode == code
+    assert killed == "launcher" or "the process that forks the ranks ended early" in stderr
+    wait_until(lambda: not left_behind(tmp_path))
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def told(code: int, at: float, lost_peer: bool = False, timed_out: bool = False) -> dict:

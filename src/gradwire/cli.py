@@ -1,7 +1,8 @@
 """The command line: one verb per step of the DAG. Arguments in, function called; no work of its own.
 
 A verb is a module with ``arguments(parser)`` and ``main(args)``, and where they apply ``preflight(args)`` (what can be
-checked before any rank starts) and ``beside(args)`` (the folder of its outputs, where ``<verb>.failed.json`` goes).
+checked before any rank starts), ``beside(args)`` (the folder of its outputs, where ``<verb>.failed.json`` goes) and
+``PRELOAD`` (what each rank imports and takes long, which `launch` imports once).
 Those modules keep their heavy imports inside their functions, so that ``gradwire --help`` and Snakemake stay quick.
 """
 

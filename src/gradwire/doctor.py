@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gradwire.errors import BadInput, CheckFailed, GradwireError
-from gradwire.launch.ranks import LAUNCHERS
+from gradwire.launch.ranks import FORK, LAUNCHERS
 
 RANKS, SAMPLES, DIM = 2, 16, 64
 
@@ -36,7 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help=f"collect {SAMPLES} samples' gradients on {RANKS} ranks, and check devices, port and pairing",
     )
     parser.add_argument("--master_port", type=int, default=0, help="the port to try; 0 takes a free one")
-    parser.add_argument("--launcher", choices=LAUNCHERS, default="torchrun", help="how ranks are started")
+    parser.add_argument("--launcher", choices=(FORK, *LAUNCHERS), help="how ranks are started")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -175,7 +175,7 @@ def multi_gpu(args: argparse.Namespace) -> None:
         run = Path(folder) / "run"
         collect = ["grads", "collect", "--model_dir", f"{folder}/final_model", "--data_path", f"{folder}/shards"]
         collect += ["--output_path", str(run), "--dim", str(DIM), "--max_samples", str(SAMPLES), "--save_interval", "3"]
-        launch = ["launch", "--world_size", str(RANKS), "--launcher", args.launcher]
+        launch = ["launch", "--world_size", str(RANKS), *(["--launcher", args.launcher] if args.launcher else [])]
         launch += ["--master_port", str(args.master_port), "--"]
 
         def verb(words: list[str]) -> None:

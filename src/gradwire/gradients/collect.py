@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from gradwire.gradients.rows import RowMaker
 
 
+PRELOAD = ("gradwire.gradients.rows", "gradwire.models.saved")  # what each rank imports and takes long
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Define the verb's flags."""
     parser.add_argument("--model_dir", type=Path, required=True, help="a saved model, such as a run's final_model/")

@@ -26,6 +26,9 @@ FILE = "norms.parquet"
 TOLERANCE = 1e-4  # of a norm against the same sample alone on one rank, relative
 
 
+PRELOAD = ("gradwire.models.saved", "gradwire.persample.norms")  # what each rank imports and takes long
+
+
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Define the verb's flags."""
     parser.add_argument("--model_dir", type=Path, required=True, help="a saved model, such as a run's final_model/")

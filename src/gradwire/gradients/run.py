@@ -23,7 +23,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         help="YAML or JSON: the options of `grads collect` (model_dir, data_path, ...), `recompute: K` for `grads "
-        "validate`, `launcher: spawn` where there is no torchrun, and `train: OPTIONS` to train the model first, with "
+        "validate`, `launcher: NAME` as of `gradwire launch`, and `train: OPTIONS` to train the model first, with "
         "these words after `gradwire train`",
     )
     parser.add_argument("--output_dir", type=Path, required=True, help="the run's folder")
@@ -87,7 +87,8 @@ def _options() -> set[str]:
 
 def commands(config: Mapping[str, Any], run: Path, num_gpus: int, skip_training: bool) -> Iterator[list[str]]:
     """The steps as command lines."""
-    ranks = ["launch", "--world_size", str(num_gpus), "--launcher", config.get("launcher", "torchrun"), "--"]
+    launcher = ["--launcher", config["launcher"]] if "launcher" in config else []
+    ranks = ["launch", "--world_size", str(num_gpus), *launcher, "--"]
     if "train" in config and not skip_training:
         yield [*ranks, "train", *shlex.split(config["train"])]
     options = {name: value for name, value in config.items() if name not in OWN}

@@ -14,7 +14,8 @@ import threading
 import time
 
 KEEPER = "GRADWIRE_KEEPER"  # the process id of whom this process works for
-GRACE = 45.0  # seconds to save and end; a launcher gives its ranks 30
+GRACE = 45.0  # seconds to save and end
+RANK_GRACE = 30.0  # as many for a rank that its launcher ends; torchrun gives as many
 
 
 def watch() -> None:

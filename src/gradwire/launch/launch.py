@@ -7,11 +7,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 
 from gradwire.errors import BadInput
 from gradwire.failures import clear_failure, refuse_again, write_failure
 from gradwire.launch import leases, links, nodes
-from gradwire.launch.ranks import LAUNCHERS, check_address, environment, start
+from gradwire.launch.fork import Template
+from gradwire.launch.ranks import FORK, LAUNCHERS, check_address, environment, start, threads
 from gradwire.seat import LOCAL_WORLD_SIZE
 from gradwire.units import UNSHAPED
 
@@ -25,7 +27,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--nodes", type=int, default=1, help="nodes of this Slurm job that share the ranks, which srun starts there"
     )
-    parser.add_argument("--launcher", choices=LAUNCHERS, default="torchrun", help="torchrun, or plain processes")
+    parser.add_argument(
+        "--launcher",
+        choices=(FORK, *LAUNCHERS),
+        help="fork: from one process that has imported torch; torchrun; spawn: plain processes "
+        "(default: fork on the CPU of one machine without --link, else torchrun)",
+    )
+    parser.add_argument(
+        "--torchrun", dest="launcher", action="store_const", const="torchrun", help="the same as --launcher torchrun"
+    )
     parser.add_argument("--master_addr", default="127.0.0.1", help="where rank 0 listens")
     parser.add_argument("--master_port", type=int, default=0, help="the port rank 0 listens on; 0 takes a free one")
     parser.add_argument(
@@ -60,11 +70,14 @@ def main(args: argparse.Namespace) -> None:
         if args.link != UNSHAPED:
             links.enter(args.link)
         child.world_size = args.world_size
-        with environment({LOCAL_WORLD_SIZE: str(args.world_size // args.nodes)}):
+        with (
+            environment({LOCAL_WORLD_SIZE: str(args.world_size // args.nodes)}),
+            _launcher(args, child, module) as launcher,
+        ):
             if hasattr(module, "preflight"):
                 module.preflight(child)
             with _leased(args, child):
-                _start(args, folder)
+                _start(args, folder, launcher)
     except Exception as error:
         if folder is not None:
             write_failure(folder, verb, error)
@@ -79,12 +92,32 @@ def _leased(args: argparse.Namespace, child: argparse.Namespace) -> Iterator[Non
 
     On several nodes Slurm has granted the devices.
     """
-    wanted = leases.wanted_gpus(getattr(child, "device", None), args.world_size) if args.nodes == 1 else 0
-    with leases.machine(args.alone), leases.gpus(wanted) as variables, environment(variables):
+    with leases.machine(args.alone), leases.gpus(_wanted_gpus(args, child)) as variables, environment(variables):
         yield
 
 
-def _start(args: argparse.Namespace, folder: Path | None) -> None:
+def _wanted_gpus(args: argparse.Namespace, child: argparse.Namespace) -> int:
+    return leases.wanted_gpus(getattr(child, "device", None), args.world_size) if args.nodes == 1 else 0
+
+
+@contextmanager
+def _launcher(args: argparse.Namespace, child: argparse.Namespace, module: ModuleType) -> Iterator[str | Template]:
+    """How the ranks are started; a template that forks them imports what they need from now on.
+
+    GPUs are left to torchrun: CUDA does not survive a fork.
+    """
+    simple = args.nodes == 1 and args.link == UNSHAPED and not _wanted_gpus(args, child)
+    chosen = args.launcher or (FORK if simple else "torchrun")
+    if chosen != FORK:
+        yield chosen
+        return
+    if not simple:
+        raise BadInput(f"--launcher {FORK} starts ranks on the CPU of one machine, without --link: take torchrun.")
+    with environment(threads(args.world_size)), Template(getattr(module, "PRELOAD", ())) as template:
+        yield template
+
+
+def _start(args: argparse.Namespace, folder: Path | None, launcher: str | Template) -> None:
     """Run the command on all ranks; those of several nodes leave their messages in ``folder``."""
     command = [*RANK, *args.command]
     if args.nodes > 1:
@@ -92,11 +125,11 @@ def _start(args: argparse.Namespace, folder: Path | None) -> None:
         return
     if args.link == UNSHAPED:
         check_address(args.master_addr, args.master_port)
-        start(command, args.world_size, args.launcher, args.master_addr, args.master_port)
+        start(command, args.world_size, launcher, args.master_addr, args.master_port)
         return
+    assert isinstance(launcher, str)  # no template goes through a link
     with links.testbed(args.link, args.world_size) as testbed, environment(testbed.environment):
-        meeting_point = testbed.meeting_point(args.launcher)
-        start(testbed.command(command), args.world_size, args.launcher, *meeting_point)
+        start(testbed.command(command), args.world_size, launcher, *testbed.meeting_point(launcher))
 
 
 def _check_size(args: argparse.Namespace, child: argparse.Namespace) -> None:
@@ -123,6 +156,6 @@ def _check_nodes(args: argparse.Namespace) -> None:
         raise BadInput(f"--nodes {args.nodes} cannot share --world_size {args.world_size} evenly.")
     if args.link != UNSHAPED:
         raise BadInput(f"--link {args.link} makes links inside of one machine: leave --nodes {args.nodes} out.")
-    if args.launcher != "torchrun":
+    if args.launcher not in (None, "torchrun"):
         raise BadInput(f"--launcher {args.launcher} knows one machine only: ranks of several nodes need torchrun.")
     nodes.check_allocation(args.nodes)

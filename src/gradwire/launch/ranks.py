@@ -11,15 +11,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradwire.errors import FAULT, BadInput, GradwireError, RunFault, Stopped
 from gradwire.failures import RANK_FAILURES, rank_failures
-from gradwire.launch.keeper import KEEPER
+from gradwire.launch.fork import Template
+from gradwire.launch.keeper import KEEPER, RANK_GRACE
 from gradwire.seat import is_loopback
 
-GRACE = 30.0  # seconds that ranks get to end by themselves before they are killed; torchrun gives as many
 # A rank's threads. Snakemake sets all of these to the whole job's, and MKL heeds its own before OpenMP's; ranks that
 # take more than their share of the cores take several times as long.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -69,7 +70,7 @@ def check_address(master_addr: str, master_port: int) -> None:
 def start(
     command: Sequence[str],
     world_size: int,
-    launcher: str = "torchrun",
+    launcher: str | Template = "torchrun",
     master_addr: str = "127.0.0.1",
     master_port: int = 0,
 ) -> None:
@@ -78,7 +79,7 @@ def start(
     Args:
         command: The whole command line of a rank.
         world_size: Number of ranks.
-        launcher: A key of ``LAUNCHERS``.
+        launcher: A key of ``LAUNCHERS``, or the template that forks the ranks.
         master_addr: Where rank 0 listens.
         master_port: The port rank 0 listens on; 0 takes a free one.
 
@@ -92,23 +93,30 @@ def start(
         mine = {RANK_FAILURES: folder, KEEPER: str(os.getpid()), **threads(world_size)}
         if is_loopback(master_addr):
             mine |= {name: os.environ.get(name, device) for name, device in LOOPBACK.items()}
+        run = partial(forked, launcher) if isinstance(launcher, Template) else LAUNCHERS[launcher]
         with environment(mine):
-            ended = LAUNCHERS[launcher](list(command), world_size, master_addr, master_port)
+            ended = run(list(command), world_size, master_addr, master_port)
         if ended.codes or ended.stopped:
             raise first_cause(ended, rank_failures(Path(folder)))
 
 
+def forked(template: Template, command: list[str], world_size: int, master_addr: str, master_port: int) -> Ended:
+    """Have the ranks forked from a process that has imported torch and transformers already."""
+    template.start(command, places(world_size, master_addr, master_port))
+    with on((signal.SIGTERM,), template.stop):
+        codes = template.wait()
+    failed = {rank: code for rank, code in enumerate(codes) if code}
+    return Ended(failed, stopped=bool(template.stopped and failed))
+
+
 def spawn(command: list[str], world_size: int, master_addr: str, master_port: int) -> Ended:
     """Start the ranks as plain processes with torchrun's variables, without importing torch here."""
-    port = master_port or _free_port(master_addr)
     ranks: list[subprocess.Popen[bytes]] = []
     stops: list[bool] = []
     with on((signal.SIGTERM,), lambda: stops.append(True)):
         try:
-            for rank in range(world_size):
-                seat = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-                variables = {name: str(value) for name, value in seat.items()} | {"MASTER_ADDR": master_addr}
-                ranks.append(subprocess.Popen(command, env=os.environ | variables))
+            for place in places(world_size, master_addr, master_port):
+                ranks.append(subprocess.Popen(command, env=os.environ | place))
             while not stops and None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
                 time.sleep(POLL)
         finally:
@@ -176,12 +184,20 @@ def _address_towards(endpoint: str) -> str:
 
 
 LAUNCHERS: dict[str, Callable[[list[str], int, str, int], Ended]] = {"torchrun": torchrun, "spawn": spawn}
+FORK = "fork"  # the launcher whose template starts before the verb's input is checked
 
 
 def threads(ranks: int) -> dict[str, str]:
     """The variables that give each rank its share of this process's cores, or what OMP_NUM_THREADS says."""
     share = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     return dict.fromkeys(THREADS, share)
+
+
+def places(world_size: int, master_addr: str, master_port: int) -> list[dict[str, str]]:
+    """torchrun's variables of each rank of this machine; port 0 takes a free one."""
+    shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": master_addr}
+    shared["MASTER_PORT"] = str(master_port or _free_port(master_addr))
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(world_size)]
 
 
 def _free_port(address: str) -> int:
@@ -213,10 +229,10 @@ def on(numbers: Sequence[signal.Signals], act: Callable[[], None]) -> Iterator[N
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ask the ranks that still run to end; kill those that have not after ``GRACE`` seconds."""
+    """Ask the ranks that still run to end; kill those that have not after ``RANK_GRACE`` seconds."""
     for rank in ranks:
         rank.terminate()
-    deadline = time.monotonic() + GRACE
+    deadline = time.monotonic() + RANK_GRACE
     for rank in ranks:
         try:
             rank.wait(max(0.0, deadline - time.monotonic()))

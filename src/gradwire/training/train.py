@@ -11,6 +11,15 @@ from gradwire.config import CommOptimizer, ParamCompress, Strategy, Training, ad
 from gradwire.data.tokenize import VOCAB_SIZE
 from gradwire.seat import add_seat_arguments, rank_options, ranks_here
 
+PRELOAD = (
+    "gradwire.training.loop",
+    "gradwire.training.results",
+    "numba",
+    "torch.utils.tensorboard",
+    "transformers.models.gpt2.modeling_gpt2",
+)
+"""What each rank imports and takes long."""
+
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Define the verb's flags; those of ``config.Training`` come from its fields."""
