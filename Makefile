@@ -4,8 +4,10 @@
 # make test [WORKERS=2]                  the tests
 # make test-faults                       faults, each injected from outside, and the rerun after each: a table
 # make test-sweep                        full products of which `make test` takes a selection
+# make test-full                         wheel, browser, documentation, examples, links, every command of the pages
 # make test-slurm                        the smoke experiment on a Slurm of its own; needs root and Debian's slurm-wlm, munge
 # make test-container                    the smoke experiment in the image, which is built for it
+# make nightly                           all of these, one after another
 # make train ARGS="--data_path ... --output_dir ..." [RANKS=2]   one run by hand: what is here, then its log, shown and kept
 # make tensorboard [RESULTS=results]     TensorBoard over all runs, on a free port
 # make lint                              ruff, mypy, snakefmt, codespell, snakemake --lint
@@ -22,7 +24,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 READY_DOCS := .venv/.ready-docs
 
-.PHONY: run train tensorboard image image-lock test test-faults test-sweep test-slurm test-container lint format docs schema lock
+.PHONY: run train tensorboard image image-lock test test-faults test-sweep test-full nightly test-slurm test-container lint format docs schema lock
 
 run: $(READY)
 	@folder=results/$$($(BIN)/python -c "import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))['name'])" $(CONFIG)); \
@@ -56,7 +58,14 @@ test-faults: $(READY)
 	$(BIN)/python -m pytest -m faults --durations=5 tests/faults
 
 test-sweep: $(READY)
-	$(BIN)/python -m pytest -m sweep
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m sweep
+
+test-full: $(READY_DOCS)
+	$(BIN)/python -m pytest -m full
+
+# The image is built while nothing else runs; what fails does not keep the rest from running.
+nightly: $(READY_DOCS)
+	$(MAKE) --keep-going test-sweep test-full test-container test-slurm test-faults
 
 # After the same experiment without Slurm, which has nothing to do if it ran already.
 test-slurm: $(READY)

@@ -18,6 +18,11 @@ def job_counts(*arguments: str, **options) -> dict[str, int]:
     output = done.stdout + done.stderr
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} exited with {done.returncode}:\n{output}")
+    return job_table(output)
+
+
+def job_table(output: str) -> dict[str, int]:
+    """The job table in what a dry run printed."""
     if "Nothing to be done" in output:
         return {}
     table = output[output.index("Job stats:") :].split("\n\n")[0]

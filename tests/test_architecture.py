@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -105,12 +104,9 @@ def test_importing_the_config_and_the_reading_rooms_loads_no_torch():
 
 
 def test_help_imports_the_standard_library_only():
-    began = time.monotonic()
     script = "from gradwire import cli; cli.main(['--help']); import json, sys; print(json.dumps(list(sys.modules)))"
     loaded = {name.split(".")[0] for name in in_python(script)}
-    elapsed = time.monotonic() - began
     assert not loaded & {*HEAVY, "numpy", "pydantic", "yaml"}
-    assert elapsed < 2, "the target is 0.3 s on an idle machine"
 
 
 @pytest.fixture(scope="module")

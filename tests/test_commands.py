@@ -1,8 +1,8 @@
 """Every command block of README.md and of the tutorial runs, in a copy of the repository, in the order of the page.
 
 A block is a fence with the language ``sh``. Where one with ``text`` follows it at once, the page shows what is printed:
-these lines must be printed in that order, numbers aside; a line ``…`` stands for any others. The quick blocks are part
-of ``make test``, all others of ``make test-sweep``; what stands in ``ELSEWHERE`` is run by what it names.
+these lines must be printed in that order, numbers aside; a line ``…`` stands for any others. `make test-full` runs
+them; what is in ``ELSEWHERE`` is run by what it names.
 """
 
 from __future__ import annotations
@@ -23,13 +23,6 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/tutorial.md")
 LONG_S = 3600  # of the longest block
-QUICK = {  # the first line of a block that is part of `make test`: about half a minute, all of them
-    "gradwire download --source pydocs --max_mb 0.3 --output corpus.json",
-    "gradwire compressors int8",
-    "gradwire launch --world_size 2 -- train --data_path tokens/shards --output_dir runs/float32 \\",
-    "gradwire trace --run_dir runs/float32",
-    "gradwire perplexity --model_dir runs/int8/final_model --data_path tokens/shards",
-}
 ELSEWHERE = {"make test": ".ci/run", "make .venv/.ready": "Makefile"}  # first line of a block: what runs it
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"\d[\d.,]*")
@@ -53,11 +46,6 @@ class Block(NamedTuple):
         """Whether it is not run here."""
         return self.first in ELSEWHERE
 
-    @property
-    def quick(self) -> bool:
-        """Whether it is part of `make test`."""
-        return self.first in QUICK
-
 
 def blocks(page: str) -> list[Block]:
     """A page's blocks."""
@@ -74,7 +62,7 @@ def blocks(page: str) -> list[Block]:
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 HERE = [
-    pytest.param(block, id=f"{block.page}:{block.line}", marks=[] if block.quick else pytest.mark.sweep)
+    pytest.param(block, id=f"{block.page}:{block.line}", marks=pytest.mark.full)
     for block in BLOCKS
     if not block.elsewhere
 ]
@@ -90,7 +78,7 @@ def ran(tmp_path_factory) -> Callable[[Block], str]:
         if block.page not in folders:
             folders[block.page] = checkout(tmp_path_factory.mktemp("checkout"))
         for earlier in blocks(block.page):
-            if earlier not in printed and not earlier.elsewhere and (earlier.quick or not block.quick):
+            if earlier not in printed and not earlier.elsewhere:
                 printed[earlier] = execute(earlier.commands, folders[block.page])
             if earlier == block:
                 return printed[block]
@@ -156,8 +144,7 @@ def test_the_commands_run_and_print_what_the_page_shows(ran, block):
 
 
 def test_every_block_has_its_place():
-    known = {block.first for block in BLOCKS}
-    assert known >= QUICK and known >= set(ELSEWHERE)
+    assert {block.first for block in BLOCKS} >= set(ELSEWHERE)
     assert "make test" in (ROOT / ".ci/run").read_text().splitlines()
     assert "test: $(READY)" in (ROOT / "Makefile").read_text().splitlines()
 

@@ -21,6 +21,7 @@ from mkdocs.config import load_config
 from mkdocs.exceptions import Abort, MkDocsException
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.full
 CONTROLS = {"none", "zero"}  # compressors without a paper
 
 

@@ -49,6 +49,7 @@ def traffic(printed: str) -> tuple[int, int]:
 
 # Bytes of a step, uncompressed, sent by rank 0: an all-reduce of 8,705 numbers of 4 bytes; of a reduce-scatter what
 # belongs to rank 1, 128 rows of the first layer with their biases (the last layer has one row, which is rank 0's).
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "raw", "ratio"), [("ddp", 8705 * 4, 3.7), ("fsdp2", 128 * 33 * 4, 20.0)])
 def test_a_script_of_ones_own_learns_through_the_wire(tmp_path, name, raw, ratio):
     printed = run(EXAMPLES / f"{name}.py", tmp_path)
@@ -59,6 +60,7 @@ def test_a_script_of_ones_own_learns_through_the_wire(tmp_path, name, raw, ratio
     assert printed[1] == ""
 
 
+@pytest.mark.full
 def test_the_trainers_gradients_go_through_the_reducer(tmp_path):
     printed = run(EXAMPLES / "trainer.py", tmp_path)[0]
     losses = [float(loss) for loss in re.findall(r"'loss': '([\d.]+)'", printed)]
@@ -67,6 +69,7 @@ def test_the_trainers_gradients_go_through_the_reducer(tmp_path):
     assert "step 8:" in printed and 3.8 < raw / sent < 4, "int8 with a scale per 256 values sends a quarter"
 
 
+@pytest.mark.full
 def test_the_trainer_alone_has_nothing_to_send(tmp_path):
     printed = run(EXAMPLES / "trainer.py", tmp_path, world_size=1)[0]
     assert "'train_loss'" in printed and "bytes sent" not in printed

@@ -18,8 +18,13 @@ from gradwire.launch import links
 
 MEGABYTE = 4 * (2**18 + 1)
 OFFER = links.probe()
-shaped = pytest.mark.skipif(OFFER.way is None, reason=f"no links here: {OFFER.reason}")
+needs_links = pytest.mark.skipif(OFFER.way is None, reason=f"no links here: {OFFER.reason}")
 POWERLESS = ("setpriv", "--bounding-set=-sys_admin,-net_admin")  # root in name only: no namespace, no interface
+
+
+def shaped(test):
+    """A test on shaped links."""
+    return pytest.mark.full(needs_links(test))
 
 
 def transfer(output: Path, *flags: str, launcher: str = "torchrun", before: tuple[str, ...] = ()) -> dict[int, dict]:

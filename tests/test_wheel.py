@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.full
 NEEDED = ("pyproject.toml", "README.md", "LICENSE", "src")  # what a wheel is made of
 
 

@@ -13,7 +13,10 @@ from gradwire.cli import main
 
 sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Debian's package chromium is not installed")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(CHROMIUM is None, reason="Debian's package chromium is not installed"),
+]
 GRAVE = ("serious", "critical")
 
 
