@@ -2,10 +2,10 @@
 # make image [VARIANT=cuda] [MIRROR=URL]  the container image, from what is locked
 # make image-lock [MIRROR=URL]           lock anew what goes into the images
 # make test [WORKERS=2]                  the tests
-# make test-faults                       faults, each injected from outside, and the rerun after each: a table
+# make test-faults [ONLY=expression]     faults, each injected from outside, and the rerun after each: a table
 # make test-sweep                        full products of which `make test` takes a selection
 # make test-full                         wheel, browser, documentation, examples, links, every command of the pages
-# make test-slurm                        the smoke experiment on a Slurm of its own; needs root and Debian's slurm-wlm, munge
+# make test-slurm [ONLY=expression]      the smoke experiment on a Slurm of its own; needs root and Debian's slurm-wlm, munge
 # make test-container                    the smoke experiment in the image, which is built for it
 # make nightly                           all of these, one after another
 # make train ARGS="--data_path ... --output_dir ..." [RANKS=2]   one run by hand: what is here, then its log, shown and kept
@@ -24,7 +24,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 READY_DOCS := .venv/.ready-docs
 
-.PHONY: run train tensorboard image image-lock test test-faults test-sweep test-full nightly test-slurm test-container lint format docs schema lock
+.PHONY: run train tensorboard image image-lock kernels test test-faults test-sweep test-full nightly test-slurm test-container lint format docs schema lock
 
 run: $(READY)
 	@folder=results/$$($(BIN)/python -c "import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))['name'])" $(CONFIG)); \
@@ -51,11 +51,15 @@ image-lock: $(READY)
 	$(BIN)/python containers/lock.py --torch $(TORCH:torch==%=%) $(if $(MIRROR),--mirror $(MIRROR))
 
 # Several files at once: most tests use one core. Fixtures of a file are made once (loadfile).
-test: $(READY)
+test: kernels
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
+# Compiled once, before several workers and their ranks would each do it.
+kernels: $(READY)
+	$(BIN)/python tests/compile_kernels.py
+
 test-faults: $(READY)
-	$(BIN)/python -m pytest -m faults --durations=5 tests/faults
+	$(BIN)/python -m pytest -m faults $(if $(ONLY),-k "$(ONLY)") --durations=5 tests/faults
 
 test-sweep: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m sweep
@@ -70,7 +74,7 @@ nightly: $(READY_DOCS)
 # After the same experiment without Slurm, which has nothing to do if it ran already.
 test-slurm: $(READY)
 	$(BIN)/snakemake --cores $(CORES) --quiet --configfile configs/smoke.yaml
-	$(BIN)/python -m pytest -m slurm tests/slurm
+	$(BIN)/python -m pytest -m slurm $(if $(ONLY),-k "$(ONLY)") tests/slurm
 
 test-container: image
 	$(BIN)/python -m pytest -m container tests/container

@@ -39,7 +39,8 @@ def victim(pid: int, rank: str) -> int | None:
         return pid
     for child in children(pid):
         try:
-            if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+            started = f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            if started or Path(f"/proc/{child}/comm").read_text().strip() == f"rank{rank}":  # a forked one
                 return child
         except (FileNotFoundError, ProcessLookupError):
             continue

@@ -161,7 +161,7 @@ PHASES = {
 @pytest.mark.parametrize("phase", PHASES)
 def test_kill_9_of_a_rank_that_trains(phase, lab, tmp_path, table):
     rank, pattern = PHASES[phase]
-    launcher = "torchrun" if phase == "training" else "spawn"
+    launcher = {"training": "fork", "saving a checkpoint": "torchrun"}.get(phase, "spawn")
     ended = struck(
         lab.train(tmp_path, launcher), lab.folder, rank, "KILL", pattern.format(lab=lab.folder, run=tmp_path)
     )
@@ -220,7 +220,7 @@ def assert_hung(ended: Ended) -> None:
 
 
 def test_a_hung_rank_that_trains_is_found_and_named(lab, tmp_path, table):
-    words = lab.train(tmp_path, timeout=10)
+    words = lab.train(tmp_path, "fork", timeout=10)
     ended = struck(words, lab.folder, "1", "STOP", tmp_path / "checkpoints/step00000002")
     assert_hung(ended)
     table("rank 1 hangs (SIGSTOP), training", f"exit 3: {ended.last}", rerun_trains(lab, tmp_path))

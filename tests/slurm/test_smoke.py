@@ -60,6 +60,17 @@ def test_smoke(slurm, tmp_path, capsys):
     assert same_losses.compare(ROOT / SMOKE, tmp_path / SMOKE) == 3
 
 
+def test_one_cell(slurm, tmp_path):
+    """A rank on each of two nodes; the part of `test_smoke` that CI runs."""
+    with snakemake(tmp_path, 1, "--", str(SMOKE / "runs" / TWO_NODES / "perplexity.json")) as running:
+        pass
+    assert running.returncode == 0, (tmp_path / "snakemake-1.log").read_text()
+    assert [(job.state, job.nodes) for job in trained(jobs(), TWO_NODES)][-1:] == [("COMPLETED", "n[1-2]")]
+    assert same_losses.of_run(tmp_path / SMOKE / "runs" / TWO_NODES) == same_losses.of_run(
+        ROOT / SMOKE / "runs" / TWO_NODES
+    )
+
+
 def run(folder: Path) -> list[Job]:
     """The whole experiment, with what is done to it from outside: all jobs that it took."""
     record = SMOKE / "runs" / TWO_NODES / "record.json"
@@ -128,17 +139,31 @@ def trained(ran: list[Job], run: str) -> list[Job]:
 
 
 def rank(folder: Path, run: str, number: int) -> int | None:
-    """The process of this rank of a run in this working directory: others on this machine may have the same run."""
+    """The process of this rank of a run in this working directory: others on this machine may have the same run.
+
+    torchrun's ranks have their command line and variables; forked ones a name, and a launcher two processes above.
+    """
     for process in Path("/proc").glob("[0-9]*"):
         try:
             here = (process / "cwd").readlink() == folder
-            words = (process / "cmdline").read_bytes().split(b"\0")
+            forked = (process / "comm").read_text().strip() == f"rank{number}"
             variables = (process / "environ").read_bytes().split(b"\0")
+            launched = words(parent(parent(process)) if forked else process)
         except OSError:
             continue
-        if here and f"RANK={number}".encode() in variables and str(SMOKE / "runs" / run).encode() in words:
+        if here and (forked or f"RANK={number}".encode() in variables) and str(SMOKE / "runs" / run) in launched:
             return int(process.name)
     return None
+
+
+def parent(process: Path) -> Path:
+    """The process that started this one."""
+    return process.with_name((process / "stat").read_text().rpartition(")")[2].split()[1])
+
+
+def words(process: Path) -> list[str]:
+    """Its command line."""
+    return (process / "cmdline").read_text().split("\0")
 
 
 def wait_for(look: Callable[[], int | None], running: subprocess.Popen[str]) -> int:

@@ -119,6 +119,7 @@ def _run(channel: socket.socket, words: Sequence[str], variables: dict[str, str]
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.update(variables)
+    Path("/proc/self/comm").write_text(f"rank{variables['RANK']}")  # what top shows
     if words[0] == "-m":
         sys.argv = [words[1], *words[2:]]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
