@@ -11,8 +11,9 @@ import math
 from typing import NamedTuple
 
 import torch
+from lockstep import lockstep
 
-from gradwire.compressors.rounds import Context, lockstep
+from gradwire.compressors.rounds import Context
 
 
 class Piece(NamedTuple):

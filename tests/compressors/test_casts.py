@@ -10,11 +10,12 @@ import torch
 from floats import Format, nearest, turning_points
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lockstep import lockstep
 from samples import FLOAT32, normal
 
 from gradwire.compressors import build, kernels
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.rounds import Context, lockstep
+from gradwire.compressors.rounds import Context
 from gradwire.errors import NonFiniteGradient
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lockstep import lockstep
 from samples import BUILDS, FLOAT32, SHAPES, draws, generator, normal
 
 from gradwire.compressors import build
 from gradwire.compressors.base import Quantizer, Shape
-from gradwire.compressors.rounds import Context, lockstep
+from gradwire.compressors.rounds import Context
 from gradwire.errors import NonFiniteGradient
 
 every_build = pytest.mark.parametrize(("name", "options"), BUILDS, ids=str)

@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lockstep import lockstep
 from samples import FLOAT32, assert_frequencies, assert_unbiased, draws, generator, normal
 
 from gradwire.compressors import build
-from gradwire.compressors.rounds import Context, lockstep
+from gradwire.compressors.rounds import Context
 from gradwire.errors import BadInput
 
 

@@ -6,11 +6,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+from lockstep import lockstep
 from samples import BUILDS, generator, normal
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.compressors import build
-from gradwire.compressors.rounds import Ask, Context, lockstep
+from gradwire.compressors.rounds import Ask, Context
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lockstep import lockstep
 from samples import generator, normal
 
 from gradwire.compressors import build
 from gradwire.compressors.philox import draw_seed
-from gradwire.compressors.rounds import Context, lockstep
+from gradwire.compressors.rounds import Context
 from gradwire.errors import BadInput
 
 

@@ -10,13 +10,14 @@ from itertools import combinations, permutations
 import numpy as np
 import pytest
 import torch
+from lockstep import lockstep
 from samples import FLOAT32, assert_unbiased, draws, generator, normal
 from scipy import stats
 
 from gradwire.compressors import build, kernels
 from gradwire.compressors import permutation as plain
 from gradwire.compressors.kernels.cpu import permutation as fused
-from gradwire.compressors.rounds import Context, lockstep
+from gradwire.compressors.rounds import Context
 
 
 def assert_uniform(counts: Counter, outcomes: list) -> None:

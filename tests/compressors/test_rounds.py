@@ -6,10 +6,11 @@ import io
 
 import pytest
 import torch
+from lockstep import lockstep
 from samples import METHODS, normal
 
 from gradwire.compressors import build
-from gradwire.compressors.rounds import Context, lockstep
+from gradwire.compressors.rounds import Context
 
 ROUNDS = [(name, options) for name, options in METHODS if build(name, **options).has_rounds]
 LINEAR = [case for case in ROUNDS if case[0] in {"none", "randomk", "sketch", "powersgd", "gradiveq"}]

@@ -9,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lockstep import lockstep
 from samples import normal
 
 from gradwire.compressors import build
-from gradwire.compressors.rounds import Context, lockstep
+from gradwire.compressors.rounds import Context
 from gradwire.errors import BadInput
 
 
