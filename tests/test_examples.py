@@ -134,6 +134,80 @@ def test_another_model_is_refused(world):
     assert all("Linear is neither a DistributedDataParallel" in told for told in world(2).run(not_hookable))
 
 
+def on_a_mesh(rank: int, world_size: int, group) -> dict[str, str]:
+    """What `hook` and `wrap` say to models that a framework spreads over 2 x 2 ranks, or over others than the reducer's."""
+    import torch
+    from torch import nn
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    from gradwire import Reducer, build, hook, wrap
+    from gradwire.errors import BadInput
+    from gradwire.parallel import available
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    inside = mesh["shards"].get_group()
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+
+    def sharded(over) -> nn.Module:
+        return fully_shard(model(), mesh=over)
+
+    def hybrid() -> nn.Module:
+        way = ShardingStrategy.HYBRID_SHARD
+        return FullyShardedDataParallel(model(), device_mesh=mesh, sharding_strategy=way, device_id=torch.device("cpu"))
+
+    def told(act) -> str:
+        try:
+            act()
+        except BadInput as error:
+            return str(error)
+        return ""
+
+    hooked = {
+        "hsdp": (sharded(mesh), inside),
+        "hsdp on all ranks": (sharded(mesh), None),
+        "replicate": (replicate(model(), mesh=line), None),
+        "shards of a half": (sharded(mesh["shards"]), None),
+        "ddp of a half": (DistributedDataParallel(model(), process_group=inside), None),
+        "all for a half": (sharded(line), inside),
+        "fsdp1": (hybrid(), inside),
+        "fine": (sharded(line), None),
+        "fine in halves": (DistributedDataParallel(model(), process_group=inside), inside),
+    }
+    answers = {
+        name: told(lambda model=model, of=of: hook(model, Reducer(build("none"), of)))
+        for name, (model, of) in hooked.items()
+    }
+    for way in available():
+        for name, made in (("sharded", sharded(mesh)), ("hybrid", hybrid()), ("ddp", DistributedDataParallel(model()))):
+            options = {"param_compress": "int8"} if way == "fsdp2" else {}
+            answers[f"wrap {name} {way}"] = told(
+                lambda made=made, way=way, options=options: wrap(
+                    made, way, Reducer(build("none")), device="cpu", **options
+                )
+            )
+    return answers
+
+
+def test_a_model_that_is_averaged_over_other_ranks_or_twice_is_refused(world):
+    """Hooked as HSDP, the sums of two replicas would be added up: gradients were twice too large."""
+    for answers in world(4).run(on_a_mesh):
+        hooked = {name: told for name, told in answers.items() if not name.startswith("wrap")}
+        wrapped = {name: told for name, told in answers.items() if name.startswith("wrap")}
+        assert (hooked.pop("fine"), hooked.pop("fine in halves")) == ("", "")
+        for name in ("hsdp", "hsdp on all ranks", "replicate"):
+            assert "or into fully_shard over a mesh of one dimension" in hooked.pop(name), name
+        assert "neither a DistributedDataParallel nor" in hooked.pop("fsdp1")
+        assert "over ranks [0, 1, 2, 3] and the reducer over [0, 1]" in hooked["all for a half"].replace("[2, 3]", "[0, 1]")
+        assert len(hooked) == 3 and all("give Reducer the process group" in told for told in hooked.values()), hooked
+        assert len(wrapped) == 15 and all("wrapped or sharded already" in told for told in wrapped.values()), wrapped
+
+
 def test_the_package_offers_its_names_and_loads_torch_only_for_them():
     script = """if True:
         import sys

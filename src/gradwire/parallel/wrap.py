@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.collectives import Reducer
@@ -59,8 +61,8 @@ def wrap(
     """Prepare a model for training on the reducer's group of ranks (without a reducer: on all of them).
 
     Args:
-        model: On the CPU or on ``device``. It may be changed in place. ``fsdp1`` and ``fsdp2`` need the same weights on
-            every rank; the others give all ranks rank 0's.
+        model: On the CPU or on ``device``, and not wrapped by any framework yet. It may be changed in place. ``fsdp1``
+            and ``fsdp2`` need the same weights on every rank; the others give all ranks rank 0's.
         strategy: ``naive``, ``bucket``, ``ddp``, ``fsdp1`` or ``fsdp2``.
         reducer: Averages the gradients; None leaves the framework's own reduction untouched. With one rank there is
             nothing to average and it is never called.
@@ -74,11 +76,12 @@ def wrap(
         The model to train; the other functions of this room take it.
 
     Raises:
-        BadInput: For an unknown strategy or option, a strategy that cannot leave gradients alone, or if this version of
-            torch lacks what the reducer needs.
+        BadInput: For an unknown strategy or option, a model that is wrapped or sharded already, a strategy that cannot
+            leave gradients alone, or if this version of torch lacks what the reducer needs.
     """
     device = torch.device(device)
     kind = strategy_class(strategy)
+    check_plain(model)
     known = set(inspect.signature(kind).parameters) - {"group", "device"}
     for option in options.keys() - known:
         raise unknown(f"option of strategy {strategy}", option, known)
@@ -101,11 +104,12 @@ def hook(wrapped: nn.Module, reducer: Reducer) -> None:
     backward pass as always. Call ``reducer.finish()`` once per optimizer step. With one rank nothing happens.
 
     Args:
-        wrapped: A `DistributedDataParallel` without a communication hook, or the root of an FSDP2 model.
+        wrapped: A `DistributedDataParallel` without a communication hook, or the root of an FSDP2 model that is sharded
+            over a mesh of one dimension (so not HSDP).
         reducer: Averages the gradients; its group is the one that the model was wrapped with.
 
     Raises:
-        BadInput: For another model, or if this version of torch lacks what the reducer needs.
+        BadInput: For another model or group, or if this version of torch lacks what the reducer needs.
     """
     kind = next((kind for framework, kind in WRAPPERS.items() if isinstance(wrapped, framework)), None)
     if kind is None:
@@ -113,8 +117,51 @@ def hook(wrapped: nn.Module, reducer: Reducer) -> None:
             f"{type(wrapped).__name__} is neither a DistributedDataParallel nor an FSDP2 model (fully_shard); "
             f"let gradwire.wrap wrap it."
         )
+    check_ranks(wrapped, reducer)
     device = next(wrapped.parameters()).device
     put_in(reducer, wrapped, kind(reducer.group, device), trainable(wrapped))
+
+
+def check_plain(model: nn.Module) -> None:
+    """Make sure that no framework has wrapped or sharded the model, or a part of it: it would average a second time.
+
+    Raises:
+        BadInput: If one has.
+    """
+    wrappers = DistributedDataParallel, FullyShardedDataParallel, FSDPModule
+    found = [module for module in model.modules() if isinstance(module, wrappers)]
+    if found or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise BadInput(
+            f"the model is wrapped or sharded already ({type((found or [model])[0]).__name__}): give gradwire.wrap the "
+            f"model itself, or a reducer to what DDP or fully_shard has made of it with gradwire.hook."
+        )
+
+
+def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
+    """Make sure that DDP or FSDP2 averages over the reducer's ranks, and all of them at once.
+
+    Raises:
+        BadInput: If it does not: under HSDP one more all-reduce follows, which the reducer does not see.
+    """
+    reduced = set()
+    for parameter in wrapped.parameters():
+        if isinstance(parameter, DTensor):
+            mesh, placements = parameter.device_mesh, parameter.placements
+            if mesh.ndim > 1 or not placements[0].is_shard():
+                raise BadInput(
+                    f"{type(wrapped).__name__} has parameters placed as {placements} on a mesh of shape "
+                    f"{tuple(mesh.shape)}, as HSDP, replication or tensor parallelism does: a reducer goes only into "
+                    f"plain DDP, or into fully_shard over a mesh of one dimension."
+                )
+            reduced.add(tuple(dist.get_process_group_ranks(mesh.get_group())))
+    if isinstance(wrapped, DistributedDataParallel):
+        reduced.add(tuple(dist.get_process_group_ranks(wrapped.process_group)))
+    own = tuple(dist.get_process_group_ranks(reducer.group or dist.group.WORLD))
+    for ranks in reduced - {own}:
+        raise BadInput(
+            f"the model averages its gradients over ranks {list(ranks)} and the reducer over {list(own)}: give Reducer "
+            f"the process group that the model was wrapped with."
+        )
 
 
 def put_in(reducer: Reducer, wrapped: nn.Module, way: Strategy, numel: int) -> None:
