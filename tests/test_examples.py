@@ -135,7 +135,7 @@ def test_another_model_is_refused(world):
 
 
 def on_a_mesh(rank: int, world_size: int, group) -> dict[str, str]:
-    """What `hook` and `wrap` say to models that a framework spreads over 2 x 2 ranks, or over others than the reducer's."""
+    """What `hook` and `wrap` say to models that are spread over 2 x 2 ranks, or over others than the reducer's."""
     import torch
     from torch import nn
     from torch.distributed._composable.replicate_with_fsdp import replicate
@@ -203,7 +203,7 @@ def test_a_model_that_is_averaged_over_other_ranks_or_twice_is_refused(world):
         for name in ("hsdp", "hsdp on all ranks", "replicate"):
             assert "or into fully_shard over a mesh of one dimension" in hooked.pop(name), name
         assert "neither a DistributedDataParallel nor" in hooked.pop("fsdp1")
-        assert "over ranks [0, 1, 2, 3] and the reducer over [0, 1]" in hooked["all for a half"].replace("[2, 3]", "[0, 1]")
+        assert "gradients over ranks [0, 1, 2, 3] and the reducer over [" in hooked["all for a half"]
         assert len(hooked) == 3 and all("give Reducer the process group" in told for told in hooked.values()), hooked
         assert len(wrapped) == 15 and all("wrapped or sharded already" in told for told in wrapped.values()), wrapped
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -13,6 +14,7 @@ from gradwire.collectives.messages import exchange
 from gradwire.collectives.ranks import Ranks
 from gradwire.compressors import available, build
 from gradwire.compressors.base import Compressor, numel
+from gradwire.compressors.schedule import Schedule
 from gradwire.errors import BadInput, NonFiniteGradient, RunFault
 
 SHAPES = [("matrix", (5, 3)), ("bias", (7,)), ("scalar", (1,)), ("cube", (2, 3, 2)), ("row", (1, 4))]
@@ -297,6 +299,116 @@ def test_a_resumed_reducer_equals_an_unbroken_one(world, size, name, options, re
         for one, other in zip(unbroken, broken, strict=True):
             assert torch.equal(one, other)
         assert not torch.equal(unbroken[2], unbroken[3])
+
+
+def loaded_late(rank, world, group):
+    """Step 2 by the reducer that made steps 0 and 1, and by one that was prepared, used and met NaN before it loads."""
+    layout = Layout.dim0(SHAPES, world)
+
+    def new():
+        return Reducer(build("int8", **STOCHASTIC), group, seed=3, error_feedback=True, nonfinite="skip")
+
+    first, late = new(), new()
+    first.prepare("reduce_scatter", NUMEL)
+    late.prepare("all_reduce", NUMEL)
+    before = first.algorithm, late.algorithm
+    for step in range(2):
+        first.all_reduce(buffer(layout, rank, step), layout)
+        first.finish()
+    late.all_reduce(buffer(layout, rank, 7) * math.nan, layout)
+    late.load_state_dict(copy.deepcopy(first.state_dict()))
+    late.prepare("all_reduce", NUMEL)
+    ops = {op: cost["calls"] for op, cost in late.traffic["by_op"].items()}
+    found = [reducer.all_reduce(buffer(layout, rank, 2), layout) for reducer in (first, late)]
+    after = {op: cost["calls"] - ops.get(op, 0) for op, cost in late.traffic["by_op"].items()}
+    return before, (first.algorithm, late.algorithm), found, after, (first.finish(), late.finish())
+
+
+def test_a_prepared_reducer_runs_the_algorithm_of_the_state_that_it_loads(world):
+    for before, after, (expected, found), calls, finite in world(3).run(loaded_late):
+        assert before == ("exchange", "gather")
+        assert after == ("exchange", "exchange")
+        assert torch.equal(found, expected)
+        assert calls == {"all_gather": 0, "all_to_all": 2}
+        assert finite == (True, True), "the NaN was of the run that was left"
+
+
+def other_options(rank, world, group):
+    """What a reducer says to the states of reducers with one other option, and what it is afterwards."""
+    layout, options = Layout.dim0(SHAPES, world), {"error_feedback": True, "algorithm": "exchange"}
+    reducer = Reducer(build("int8"), group, **options)
+    kept = copy.deepcopy(reducer.state_dict())
+    answers = {}
+    for option, value in OTHERS.items():
+        compressor = build("int8", **value) if option == "compressor" else build("int8")
+        other = Reducer(compressor, group, **{**options, **({} if option == "compressor" else {option: value})})
+        other.all_reduce(buffer(layout, rank), layout)
+        other.finish()
+        with pytest.raises(BadInput) as refused:
+            reducer.load_state_dict(other.state_dict())
+        answers[option] = str(refused.value)
+    changing = Schedule("int8", {}, {"num_bits": {5: 4}})
+    for option, other in {
+        "schedule": Reducer(changing.at(0), group, schedule=changing, **options),
+        "nonfinite": Reducer(build("int8"), group, nonfinite="skip", **options),
+    }.items():
+        try:
+            reducer.load_state_dict(other.state_dict())
+        except BadInput as error:
+            answers[option] = str(error)
+    return answers, kept == reducer.state_dict()
+
+
+OTHERS = {
+    "compressor": {"num_bits": 4},
+    "algorithm": "gather",
+    "error_feedback": False,
+    "residual_dtype": "bf16",
+    "second": "float32",
+    "granularity": "row",
+    "exempt": Exempt(max_ndim=1),
+    "dense_steps": 1,
+    "seed": 1,
+}
+
+
+def test_the_state_of_a_reducer_with_another_option_is_refused(world):
+    for answers, unchanged in world(2).run(other_options):
+        assert unchanged
+        assert "compressor {0: Int8(num_bits=8" in answers.pop("schedule")
+        assert "nonfinite" not in answers
+        for option, told in answers.items():
+            assert f"is of one with {option} " in told, told
+        assert answers.keys() == OTHERS.keys()
+
+
+def of_more_ranks(rank, world, group):
+    """A used reducer takes the state of another world; bytes of its next step, and what it then has kept."""
+    shapes = [("matrix", (40, 50))]
+    layout = Layout.dim0(shapes, world)
+    reducer = Reducer(build("gradiveq", window=2, slice=8, components=2), group, error_feedback=True)
+    flat = torch.randn(layout.numel, generator=torch.Generator().manual_seed(rank))
+    for _ in range(3):
+        reducer.all_reduce(flat, layout)
+        reducer.finish()
+    with pytest.warns(UserWarning, match="of 5 ranks"):
+        reducer.load_state_dict({"world": 5, "step": 40})
+    forgotten = {key: reducer.state_dict()[key] for key in ("residuals", "generators", "states")}
+    rows = []
+    for _ in range(4):
+        before, expected = reducer.traffic["sent"], reducer.closed_form(layout, "all_reduce")
+        reducer.all_reduce(flat, layout)
+        reducer.finish()
+        rows.append((reducer.traffic["sent"] - before, expected))
+    return reducer.step, forgotten, rows
+
+
+def test_a_used_reducer_forgets_what_it_kept_under_another_number_of_ranks(world):
+    results = world(2).run(of_more_ranks)
+    assert all(step == 44 and not any(forgotten.values()) for step, forgotten, _ in results)
+    sent = [sum(one) for one in zip(*[[sent for sent, _ in rows] for _, _, rows in results], strict=True)]
+    assert sent == [expected for _, expected in results[0][2]]
+    assert sent[0] == raw_all_reduce(2000, 2) > sent[2], "it begins with the window of its first steps"
 
 
 def wrong_buffer(rank, world, group):

@@ -64,6 +64,7 @@ class Codec:
         self.seed = seed
         self.rank = rank
         self.step = 0  # optimizer steps finished
+        self.began = 0  # of them, those before anything was kept
         self.plain = False  # for now everything travels as float32, after the first steps too
         self.index_bytes = 0  # of all encodings made so far, each counted once for every rank that it goes to
         self.chosen_elements = 0  # that sparsifiers sent, in all encodings made so far
@@ -134,7 +135,7 @@ class Codec:
     def method_step(self) -> int:
         """Steps that the present compressor has made."""
         began = 0 if self.schedule is None else self.schedule.began(self.step)
-        return self.step - max(began, self.dense_steps)
+        return self.step - max(began, self.dense_steps, self.began)
 
     def note(self, bad: Tensor) -> None:
         """Remember that a value was not finite."""
@@ -167,6 +168,8 @@ class Codec:
         current = {key: generator.get_state() for key, generator in self._generators.items()}
         residuals = {key: feedback.state_dict() for key, feedback in self._feedbacks.items()}
         return {
+            "step": self.step,
+            "began": self.began,
             "generators": {**self._restored, **current},
             "residuals": {**self._residuals, **residuals},
             "states": {name: dict(state) for name, state in self._states.items()},
@@ -174,9 +177,18 @@ class Codec:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what the same rank of an earlier run kept."""
-        self._generators, self._restored = {}, dict(state["generators"])
-        self._feedbacks, self._residuals = {}, dict(state["residuals"])
+        self.begin(state["began"])
+        self.step = state["step"]
+        self._restored, self._residuals = dict(state["generators"]), dict(state["residuals"])
         self._states = {name: dict(kept) for name, kept in state["states"].items()}
+
+    def begin(self, step: int) -> None:
+        """Forget what was kept and met, and go on at an optimizer step."""
+        self.step = self.began = step
+        self.flag = None
+        self._generators, self._restored = {}, {}
+        self._feedbacks, self._residuals = {}, {}
+        self._states = {}
 
     def _of_phase(self, phase: Phase) -> Compressor:
         """What encodes all that is not exempt at the present step; none is always `FLOAT32`, which has no options."""

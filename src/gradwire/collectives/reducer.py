@@ -121,6 +121,14 @@ class Reducer:
         self.nonfinite = nonfinite
         self.loss_scale = 1.0
         self.meter = Meter(METER)
+        kept_for = given | {
+            "compressor": schedule or compressor,
+            "error_feedback": error_feedback,
+            "exempt": exempt,
+            "dense_steps": dense_steps,
+            "seed": seed,
+        }
+        self._options = {option: repr(value) for option, value in kept_for.items() if option != "nonfinite"}
         self.codec = Codec(
             compressor,
             schedule=schedule,
@@ -132,7 +140,7 @@ class Reducer:
             seed=seed,
             rank=self.rank,
         )
-        self._reduction: Algorithm | None = None
+        self._ranks = Ranks(group, self.world, self.rank, self.meter)
         self._kept: list[Reduced] | None = None  # of a `keeping` that has not ended
         self._extra_seconds = 0.0
         self._counts: Counter[str] = Counter()
@@ -150,12 +158,8 @@ class Reducer:
             kind: The collective that the strategy needs.
             numel: Elements of the whole model.
         """
-        if self._reduction is not None:
-            return
         if self.algorithm == "auto":
             self.algorithm = self._chosen(kind, numel)
-        ranks = Ranks(self.group, self.world, self.rank, self.meter)
-        self._reduction = ALGORITHMS[self.algorithm](self.codec, ranks)
 
     def reduce_scatter(self, flat: Tensor, layout: Layout | str) -> Tensor:
         """This rank's row of the mean over the ranks.
@@ -282,25 +286,47 @@ class Reducer:
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
         """Payload in bytes, summed over the ranks, of one call at the present step; None if it depends on the data."""
         self.prepare(kind, sum(piece.numel for piece in layout.pieces))
-        assert self._reduction is not None
         return self._reduction.closed_form(layout, kind)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: with it a resumed run equals an unbroken one."""
-        return {"world": self.world, "step": self.step, "algorithm": self.algorithm, **self.codec.state_dict()}
+        """This rank's state: with it a resumed run equals an unbroken one. Its tensors are not copies."""
+        return {
+            "world": self.world,
+            "options": self._options,
+            "algorithm": self.algorithm,
+            **self.codec.state_dict(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over the state that the same rank of an earlier run left; of another world size only the step counts."""
-        self.codec.step = state["step"]
-        if state["world"] == self.world:
-            self.algorithm = state["algorithm"]
-            self.codec.load_state_dict(state)
+        """Take over the state that the same rank of an earlier run left, before or after `prepare`.
+
+        Of another world size only the step counts: the rest begins anew.
+
+        Raises:
+            BadInput: If that reducer had other options than this one (``nonfinite`` may differ); nothing has changed.
+        """
+        if state["world"] != self.world:
+            warnings.warn(
+                f"the reducer's state is of {state['world']} ranks and this run has {self.world}: "
+                f"residuals, compressor states and generators start anew",
+                stacklevel=2,
+            )
+            self.codec.begin(state["step"])
             return
-        warnings.warn(
-            f"the reducer's state is of {state['world']} ranks and this run has {self.world}: "
-            f"residuals, compressor states and generators start anew",
-            stacklevel=2,
-        )
+        for option, value in self._options.items():
+            if state["options"][option] != value:
+                raise BadInput(
+                    f"the reducer's state is of one with {option} {state['options'][option]}, and this one has "
+                    f"{value}: build it with the same options."
+                )
+        if state["algorithm"] != "auto":
+            self.algorithm = state["algorithm"]
+        self.codec.load_state_dict(state)
+
+    @property
+    def _reduction(self) -> Algorithm:
+        """What `algorithm` says; nothing is kept of it that could say something else."""
+        return ALGORITHMS[self.algorithm](self.codec, self._ranks)
 
     def _chosen(self, kind: Kind, numel: int) -> str:
         """What ``auto`` stands for."""
@@ -351,7 +377,6 @@ class Reducer:
         expected = self.closed_form(layout, kind)
         self._expected = None if expected is None or self._expected is None else self._expected + expected
         self._count(layout, kind)
-        assert self._reduction is not None
         with self.meter.listing() as calls:
             yield self._reduction
         if calls:

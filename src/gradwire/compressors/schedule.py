@@ -35,6 +35,10 @@ class Schedule:
         self._starts = sorted({0, *(step for values in changes.values() for step in values)})
         self.plateaus = [registry.build(name, **{**options, **_values(changes, start)}) for start in self._starts]
 
+    def __repr__(self) -> str:
+        """Each compressor by the step at which it begins."""
+        return repr(dict(zip(self._starts, self.plateaus, strict=True)))
+
     def at(self, step: int) -> Compressor:
         """The compressor of optimizer step ``step``, from 0."""
         return self.plateaus[bisect_right(self._starts, step) - 1]
