@@ -43,6 +43,9 @@ def shards(tmp_path_factory) -> Path:
     return root / "shards"
 
 
+VECTORS = 2 * (128 * 4 + 128 * 3 + 128 + 512 + 128) + 2 * 128  # norms and biases of two blocks, and the last norm
+
+
 def words(shards: Path, folder: Path, *more: str, **changes) -> list[str]:
     """The arguments of ``gradwire train`` for a small run."""
     flags = {"data_path": shards, "output_dir": folder, **SMALL, **changes}
@@ -193,14 +196,13 @@ def test_counted_bytes_are_the_closed_form(world, shards, tmp_path, strategy, me
 def test_exempt_tensors_and_dense_steps_show_in_the_record(world, shards, tmp_path):
     cell = json.dumps({"exempt": {"max_ndim": 1}, "dense_steps": 2})
     _, record = world(2).run(run, words(shards, tmp_path, comm_compress="fp16", comm_config_json=cell))[0]
-    vectors = 2 * (128 * 4 + 128 * 3 + 128 + 512 + 128) + 2 * 128  # norms and biases of two blocks, and the last norm
-    share = vectors / record["parameters"]
+    share = VECTORS / record["parameters"]
     assert record["exempt_fraction"] == pytest.approx(share)
     assert record["compression_ratio_steady"] == pytest.approx(1 / (share + (1 - share) / 2))
     assert record["compression_ratio"] == pytest.approx(6 / (2 + 4 / record["compression_ratio_steady"]))
     assert record["bytes_compressed_total"] == record["bytes_closed_form_total"]
     assert sum(record["bytes_by_op"].values()) == record["bytes_compressed_total"]
-    assert record["fallbacks"] == 0
+    assert (record["fallbacks"], record["fallback_fraction"]) == (0, 0)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
@@ -368,11 +370,16 @@ def test_the_record_of_an_optimizer_that_communicates(world, shards, tmp_path, s
 
 
 def test_a_run_that_was_killed_after_its_last_checkpoint_only_validates(world, shards, tmp_path):
-    whole, record = world(1).run(run, words(shards, tmp_path, checkpoint_every=6))[0]
+    flags = {"checkpoint_every": 6, "comm_compress": "powersgd", "strategy": "ddp"}
+    whole, record = world(2).run(run, words(shards, tmp_path, **flags))[0]
     (tmp_path / "record.json").unlink()
-    resumed, again = world(1).run(run, words(shards, tmp_path, "--resume", checkpoint_every=6))[0]
+    resumed, again = world(2).run(run, words(shards, tmp_path, "--resume", **flags))[0]
     assert losses(resumed) == losses(whole)
-    assert again["val_loss"] == record["val_loss"]
+    for field in ("val_loss", "algorithm", "exempt_fraction", "fallbacks", "fallback_fraction", "bytes_by_op"):
+        assert again[field] == record[field], field
+    assert (record["algorithm"], record["exempt_fraction"]) == ("native", 0)
+    assert record["fallbacks"] == 2 * 6 * (2 * 8 + 2), "on two ranks, six steps: norms and biases of two blocks"
+    assert record["fallback_fraction"] == pytest.approx(VECTORS / record["parameters"])
 
 
 def test_tensorboard_holds_the_loss_of_every_step(world, shards, tmp_path):

@@ -25,6 +25,7 @@ from gradwire.compressors import available, build
 from gradwire.parallel import traffic_unhooked, wrap
 
 STEPS, SEED = 3, 11
+FALL_BACK = ("gradiveq", "powersgd", "sketch")  # send as float32 what they would not make shorter, such as a bias
 
 
 class Rough(nn.Module):
@@ -253,7 +254,8 @@ def check_bytes(case, strategy, traffics, sent, expected):
     total, raw = (sum(traffic[key] for traffic in traffics) for key in ("sent", "raw"))
     for traffic in traffics:
         assert traffic["closed_form"] in (total, None), case
-        assert traffic["fallbacks"] == traffic["exempt_elements"] == 0, case
+        assert (traffic["fallbacks"] > 0) == (case.method in FALL_BACK), case
+        assert traffic["exempt_elements"] == 0, case
         if case.algorithm != "native":  # of native sums `Protocol` does not know how they travel
             assert (total, traffic["closed_form"]) == (sent, expected), case
             assert (traffic["index"] > 0) == case.method.startswith(("topk", "threshold", "randomk")), case

@@ -15,8 +15,10 @@ import pandas as pd
 import pytest
 
 from gradwire.cli import main
+from gradwire.report import gates
 from gradwire.report.figures import pareto
 from gradwire.report.figures.style import looks
+from gradwire.report.record import Result
 
 LABELS = ["none", "bf16-native", "int8", "powersgd"]
 CELL = ["compressor", "strategy", "world_size", "link"]
@@ -32,6 +34,7 @@ def folder(tmp_path_factory) -> Path:
     """A whole experiment with its report: one strategy, three links, three seeds, and a failed and a skipped run."""
     results = made_results.rows(LABELS, ["ddp"])
     results[4] = results[4].model_copy(update={"meter_agrees": False})
+    results[7] = results[7].model_copy(update={"fallback_fraction": 0.5001, "fallbacks": 7, "nonfinite_steps": 2})
     lost = made_results.row("ddp", "int8", 4, "none", 0)
     for status, reason in (
         ("failed", "train failed after step 7 (exit 3): rank 1 was killed"),
@@ -109,6 +112,8 @@ def test_the_table_is_ordered_by_gate_then_speed_and_marks_what_fails(page):
         assert speed.is_monotonic_increasing
     metered = table[table["marks"].str.contains("meter")]
     assert len(metered) == 1
+    dense = table[table["marks"].str.contains("mostly float32")]
+    assert dense["compressor"].tolist() == ["int8"] and "non-finite" in dense["marks"].item()
 
 
 def test_validity_names_failed_and_skipped_runs_with_their_reasons(page):
@@ -118,6 +123,23 @@ def test_validity_names_failed_and_skipped_runs_with_their_reasons(page):
     assert "too &lt;large&gt;" in section
     states = dict(re.findall(r'<li class="([a-z-]+)">.*?<strong>(.*?)</strong>', section, re.DOTALL))
     assert states["failed"] == "every run that was asked for has a result"
+
+
+def test_what_fell_back_to_float32_is_told_and_marked_only_where_it_was_most(folder, page):
+    rows = [Result(**json.loads(line)) for line in (folder / "results.jsonl").read_text().splitlines()]
+    found = {gate.name: gate for gate in gates.gates(rows, None, folder, shared=False)}
+    finite = found["no gradient was non-finite"]
+    assert (finite.state, finite.found) == ("marked", "35 of 36 runs; not: ddp/int8/ws2/none/seed1")
+    encoded = found["compressors encoded at least half of the elements that they were given"]
+    assert encoded.state == "marked"
+    told = "ddp/int8/ws2 50 % of the elements that it was given (7 encodings); ddp/powersgd/ws2 0.9 %"
+    assert (
+        encoded.found.startswith("35 of 36 runs; not: ddp/int8/ws2/none/seed1; sent as float32")
+        and told in encoded.found
+    )
+    others = [row for row in rows if row.compressor != "int8"]
+    encoded = {gate.name: gate for gate in gates.gates(others, None, folder, shared=False)}[encoded.name]
+    assert encoded.state == "passed" and "ddp/powersgd/ws2 0.9 %" in encoded.found
 
 
 def test_each_row_has_a_command_that_makes_its_runs_anew(folder, page):

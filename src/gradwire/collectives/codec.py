@@ -69,6 +69,9 @@ class Codec:
         self.index_bytes = 0  # of all encodings made so far, each counted once for every rank that it goes to
         self.chosen_elements = 0  # that sparsifiers sent, in all encodings made so far
         self.sparse_elements = 0  # among which they chose
+        self.encoded_elements = 0  # that compressors were given, so without what is exempt or in a dense step
+        self.fallbacks = 0  # encodings as float32, of tensors that the compressor would not have made shorter
+        self.fallback_elements = 0  # in them
         self.padding_bytes = 0  # sent by this rank for the sake of equal messages
         self.flag: Tensor | None = None  # uint8 [1]: this rank met a value that is not finite
         self.dropped: Tensor | None = None  # int64 [1]: residuals dropped because of that
@@ -144,7 +147,13 @@ class Codec:
         self.flag.logical_or_(bad)
 
     def count(self, compressor: Compressor, form: tuple[int, ...], wire: Tensor | None = None) -> None:
-        """Count the elements of a tensor, where the compressor sends some of them only."""
+        """Count the elements of a tensor: those given, those sent as float32 all the same, and those chosen."""
+        if compressor is FLOAT32:
+            return
+        self.encoded_elements += math.prod(form)
+        if not compressor.compresses(form):
+            self.fallbacks += 1
+            self.fallback_elements += math.prod(form)
         chosen = compressor.sent_elements(form, wire)
         if chosen is not None:
             self.chosen_elements += chosen

@@ -253,7 +253,8 @@ class Reducer:
         ``raw`` and ``sent``: payload in bytes, as float32 and as it was; ``index``: what of it says places;
         ``closed_form``: the sum of `closed_form` over all calls, so over all ranks, None if one of them was;
         ``agreement``: bytes of the flag and what travelled with it; ``elements`` of all reduced buffers,
-        ``exempt_elements`` of them;
+        ``exempt_elements`` of them; ``fallbacks``: encodings as float32, though neither exempt nor dense, because the
+        method would not have made them shorter: ``fallback_elements`` of ``encoded_elements``, all that it was given;
         ``chosen_elements`` of ``sparse_elements`` that sparsifiers encoded were sent; ``padding``: bytes sent for the
         sake of equal messages; ``extra_collectives`` and ``extra_seconds``: of each reduction's payload collectives all
         but the one that sends the most (the first of equals), which stands for the framework's own;
@@ -270,7 +271,9 @@ class Reducer:
             "agreement": self.meter.sent("agreement"),
             "elements": self._counts["elements"],
             "exempt_elements": self._counts["exempt_elements"],
-            "fallbacks": 0,  # whatever travels as float32 here was asked for: `exempt`, `dense_steps`, `second`
+            "fallbacks": self.codec.fallbacks,
+            "fallback_elements": self.codec.fallback_elements,
+            "encoded_elements": self.codec.encoded_elements,
             "nonfinite_steps": self._counts["nonfinite_steps"],
             "residuals_dropped": 0 if dropped is None else int(dropped),
             "chosen_elements": self.codec.chosen_elements,

@@ -125,6 +125,10 @@ class Compressor(BaseModel, ABC):
         low, high = torch.aminmax(x)  # both are NaN where any value is, and NaN fails every comparison
         return torch.logical_and(low > -self.overflow, high < self.overflow).logical_not_()
 
+    def compresses(self, shape: Shape) -> bool:
+        """Whether the method encodes a tensor of that shape; if not, it travels as float32, which is no longer."""
+        return True
+
     @abstractmethod
     def wire_bytes(self, shape: Shape) -> int | None:
         """Exact size of an encoding in bytes; None only where it depends on the data."""

@@ -46,6 +46,25 @@ def machines(ok: Iterable[Result]) -> list[str]:
     return [told, *(f"{name}: {', '.join(_cells(runs))}" for name, runs in groups.items())]
 
 
+def mostly_float32(row: Result) -> bool:
+    """Whether the compressor encoded less than half of what it was given: the run then says little about it."""
+    return (row.fallback_fraction or 0) > 0.5
+
+
+def fallbacks(ok: Iterable[Result]) -> list[str]:
+    """How much of what they were given compressors sent as float32, because they would not have made it shorter."""
+    shares: defaultdict[str, list[Result]] = defaultdict(list)
+    for row in ok:
+        if row.fallbacks:
+            shares[f"{row.strategy}/{row.compressor}/ws{row.world_size}"].append(row)
+    told = [
+        f"{cell} {100 * max(row.fallback_fraction or 0 for row in rows):.2g} % of the elements that it was given "
+        f"({max(row.fallbacks or 0 for row in rows):,} encodings)"
+        for cell, rows in shares.items()
+    ]
+    return ["sent as float32, because the method would not have made it shorter: " + "; ".join(told)] if told else []
+
+
 def _cells(runs: Sequence[str]) -> list[str]:
     """Run names (``…/seed<S>``), the seeds of one cell together."""
     seeds: defaultdict[str, list[str]] = defaultdict(list)

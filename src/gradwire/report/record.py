@@ -41,6 +41,8 @@ class Result(Row):
 
     - ``extra_collectives``: what a rank's reductions called beyond one payload collective each, over the whole run.
     - ``density``, ``sparsity``: share of the elements that sparsifiers sent of what they encoded, and the rest.
+    - ``fallbacks``: encodings as float32 on all ranks that nobody asked for; ``fallback_fraction``: their share of the
+      elements that the compressor was given, null where it was given none.
     - ``grad_*``: the delivered gradient against the exact mean of the step's gradients, the mean over sampled steps;
       null where the framework reduces, or an optimizer sends something else.
     - ``effective_bw_*_gbps``: Gbit/s of a rank: the bytes of a step, gradients' and gathered parameters', as float32 or
@@ -138,6 +140,7 @@ class Result(Row):
     compute_time_ms: Number = None
     transfer_time_ms: Number = None
     algorithm: Text = None
+    fallback_fraction: Number = None
     loss_digest: Text = None
     target_reached: bool | None = None  # false: censored, it never was as good; null: there is no baseline
     meter_agrees: bool | None = None  # meter and trace on the profiled steps' payload, encoding and decoding

@@ -22,7 +22,7 @@ from gradwire.report.cells import Group, cells_of, command, groups, of_group, on
 from gradwire.report.figures import courses, pareto, scaling, step_time, winners
 from gradwire.report.figures.style import Drawing, Look, looks
 from gradwire.report.markdown import MISSING
-from gradwire.report.notes import privacy
+from gradwire.report.notes import mostly_float32, privacy
 from gradwire.report.predict import cell_of, ppl_percent, usable
 from gradwire.report.quality import Book
 from gradwire.report.record import BF16, Result
@@ -275,7 +275,7 @@ def marks(cell: Mapping[Any, Any], rows: Sequence[Result]) -> str:
             and row.bytes_closed_form_total != row.bytes_compressed_total
             for row in rows
         ),
-        "fallbacks": any(row.fallbacks for row in rows),
+        "mostly float32": any(map(mostly_float32, rows)),
         "non-finite": any(row.nonfinite_steps for row in rows),
     }
     return ", ".join(mark for mark, holds in found.items() if holds)

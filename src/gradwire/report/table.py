@@ -12,7 +12,7 @@ import pandas as pd
 from gradwire.config import BASELINE
 from gradwire.measurement.statistics import estimates, gated
 from gradwire.report.markdown import MISSING, number, table
-from gradwire.report.notes import losses_over_links, machine, machines, privacy
+from gradwire.report.notes import fallbacks, losses_over_links, machine, machines, privacy
 from gradwire.report.record import BF16, Result, Status
 from gradwire.report.traffic import rate
 
@@ -78,7 +78,7 @@ def summary(name: str, results: Sequence[Result], tiers: str = "", notes: Sequen
         if by_op := op_table(ok, by_speed):
             parts += ["## Communication by op, ms per step", by_op]
         parts += [tiers] if tiers else []
-    if notes := [*machines(ok), *losses_over_links(ok), *notes]:
+    if notes := [*machines(ok), *losses_over_links(ok), *fallbacks(ok), *notes]:
         parts += ["## Notes", "\n".join(_item(note) for note in notes)]
     if len(ok) < len(results):
         parts += ["## Runs without a result", complaints(row for row in results if row.status != "ok")]

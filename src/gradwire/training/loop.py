@@ -43,6 +43,10 @@ from gradwire.training.scalars import tensorboard
 from gradwire.training.settings import Settings
 
 Row = dict[str, Any]  # one rank's row of steps.parquet
+COUNTED = (  # of `Reducer.traffic`, step by step
+    *(f"{which}_elements" for which in ("chosen", "sparse", "encoded", "fallback", "exempt")),
+    *("elements", "fallbacks", "extra_collectives"),
+)
 
 
 class Diverged(Exception):
@@ -57,9 +61,7 @@ class Outcome:
         rows: This rank's rows of ``steps.parquet``.
         config: The model's configuration.
         numel: Trainable parameters, tied ones once.
-        exempt_fraction: Share of the elements that were exempt from compression; None where nothing was reduced.
-        fallbacks: How often something travelled uncompressed that was not asked to; None likewise.
-        algorithm: The reducer's, ``auto`` resolved; None likewise.
+        algorithm: The reducer's, ``auto`` resolved; None where nothing was reduced.
         residual_bytes: Memory of this rank's residuals; None without error feedback.
         memory: Peak memory.
         quality: The last evaluation, None for a run that diverged or was not to be evaluated.
@@ -70,8 +72,6 @@ class Outcome:
     rows: list[Row] = field(default_factory=list)
     config: Any = None
     numel: int = 0
-    exempt_fraction: float | None = None
-    fallbacks: int | None = None
     algorithm: str | None = None
     residual_bytes: int | None = None
     memory: PeakMemory = field(default_factory=PeakMemory)
@@ -215,9 +215,7 @@ def train(
         except Exception as error:
             error.step = len(outcome.rows)  # type: ignore[attr-defined]  # the failure file says how far it got
             raise
-    if reducer is not None and reducer.traffic["elements"]:
-        outcome.exempt_fraction = reducer.traffic["exempt_elements"] / reducer.traffic["elements"]
-        outcome.fallbacks = reducer.traffic["fallbacks"]
+    if reducer is not None and reducer.world > 1:
         outcome.algorithm = reducer.algorithm
         outcome.residual_bytes = reducer.codec.residual_bytes if reducer.codec.feedback else None
     return model, optimizer, outcome
@@ -390,7 +388,7 @@ def traffic_since(before: dict[str, Any], reducer: Reducer | None, *, timed: boo
             op: cost["bytes"] - before["by_op"].get(op, {"bytes": 0})["bytes"] for op, cost in now["by_op"].items()
         },
         **{f"bytes_{name}": now[name] - before[name] for name in ("index", "padding")},
-        **{name: now[name] - before[name] for name in ("chosen_elements", "sparse_elements", "extra_collectives")},
+        **{name: now[name] - before[name] for name in COUNTED},
         "extra_ms": milliseconds(now["extra_seconds"] - before["extra_seconds"]),
         "comm_ms": milliseconds(seconds_on_wire(now) - seconds_on_wire(before)),
         "encode_ms": milliseconds(now["encode_seconds"] - before["encode_seconds"]),

@@ -25,7 +25,7 @@ from gradwire.files import digest, write_json, write_with
 from gradwire.models import folder as model_folder
 from gradwire.training import link
 from gradwire.training.environment import environment, same_machine
-from gradwire.training.loop import Outcome, Row
+from gradwire.training.loop import COUNTED, Outcome, Row
 from gradwire.training.privacy import ADJACENCY
 from gradwire.training.sampling import COLUMNS
 from gradwire.training.settings import Settings
@@ -196,8 +196,6 @@ def traffic(settings: Settings, world: World, outcome: Outcome, rows: list[Row])
         "compression_ratio": overall,
         "compression_ratio_steady": steady,
         "compression_ratio_bf16": None if overall is None else overall / 2,
-        "exempt_fraction": outcome.exempt_fraction,
-        "fallbacks": outcome.fallbacks,
     }
 
 
@@ -206,17 +204,22 @@ def codec(settings: Settings, rows: list[Row]) -> Row:
 
     ``extra_collectives`` are one rank's, over the whole run; their time is per measured step, the mean over ranks.
     ``density`` is of what sparsifiers encoded, on all ranks and in both phases. ``residual_norm`` is the root mean
-    square over the ranks, at the last step.
+    square over the ranks, at the last step. ``fallbacks`` are encodings on all ranks, ``fallback_fraction`` is their
+    share of the elements that the compressor was given, null where it was given none.
 
     Args:
         settings: The run.
         rows: All ranks' rows.
     """
-    fields = ("extra_collectives", "extra_collective_time_ms", "padding_bytes", "density", "sparsity", "residual_norm")
+    fields = (
+        *("extra_collectives", "extra_collective_time_ms", "padding_bytes", "density", "sparsity", "residual_norm"),
+        *("exempt_fraction", "fallbacks", "fallback_fraction"),
+    )
     if not settings.cell.hooked or not sum(row["bytes_raw"] for row in rows):
         return dict.fromkeys(fields)
     times = [row["extra_ms"] for row in rows if not row["warmup"] and not row["profiled"]]
-    chosen, among = (sum(row[f"{which}_elements"] for row in rows) for which in ("chosen", "sparse"))
+    total = {name: sum(row[name] for row in rows) for name in COUNTED}
+    chosen, among, encoded = (total[f"{which}_elements"] for which in ("chosen", "sparse", "encoded"))
     norms = [row["residual_norm"] for row in rows if row["step"] == rows[-1]["step"]]
     values = (
         sum(row["extra_collectives"] for row in rows if row["rank"] == 0),
@@ -225,6 +228,9 @@ def codec(settings: Settings, rows: list[Row]) -> Row:
         chosen / among if among else None,
         1 - chosen / among if among else None,
         None if None in norms else math.sqrt(fmean(norm * norm for norm in norms)),
+        total["exempt_elements"] / total["elements"],
+        total["fallbacks"],
+        total["fallback_elements"] / encoded if encoded else None,
     )
     return dict(zip(fields, values, strict=True))
 

@@ -40,13 +40,13 @@ class PowerSGD(Compressor):
     rank: int = Field(4, ge=1, description="columns of the two factors")
     warm_start: bool = Field(True, description="whether rounds begin with the last step's Q; else with random numbers")
 
-    def factors(self, shape: Shape) -> bool:
+    def compresses(self, shape: Shape) -> bool:
         """Whether a tensor of that shape travels as two factors, and not as float32."""
         return not isinstance(shape, int) and len(shape) == 2 and self.rank * sum(shape) < math.prod(shape)
 
     def wire_bytes(self, shape: Shape) -> int:
         """Four bytes per element of the factors, or of the tensor."""
-        if not self.factors(shape):
+        if not self.compresses(shape):
             return 4 * numel(shape)
         assert isinstance(shape, tuple)
         return 4 * self.rank * sum(shape)
@@ -58,7 +58,7 @@ class PowerSGD(Compressor):
 
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """One iteration from a random Q."""
-        if not self.factors(x.shape):
+        if not self.compresses(x.shape):
             return x.view(-1).view(torch.uint8)
         p = orthonormal(x @ self.drawn(x.shape, draw_seed(generator, x.device, self.name)))
         return torch.cat([p, (p.T @ x).T]).view(-1).view(torch.uint8)
@@ -66,7 +66,7 @@ class PowerSGD(Compressor):
     def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Multiply the factors."""
         numbers = as_numbers(wire, torch.float32)
-        if not self.factors(shape):
+        if not self.compresses(shape):
             return numbers
         p, q = numbers.view(-1, self.rank).split(shape)
         return p @ q.T
@@ -78,7 +78,7 @@ class PowerSGD(Compressor):
 
     def new_state(self, shape: Shape, seed: int) -> State:
         """A random Q."""
-        return {"q": self.drawn(shape, torch.tensor([seed]))} if self.warm_start and self.factors(shape) else {}
+        return {"q": self.drawn(shape, torch.tensor([seed]))} if self.warm_start and self.compresses(shape) else {}
 
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
         """Sum ``M Q``, then ``M^T P``.
@@ -86,7 +86,7 @@ class PowerSGD(Compressor):
         A column of Q that becomes 0 or not finite (the gradient was so, or its rank is too small) would stay so: it
         keeps its direction from before.
         """
-        if not self.factors(x.shape):
+        if not self.compresses(x.shape):
             return (yield Ask("sum", x, rows=True)) / context.world, x
         if self.warm_start:
             start = state["q"].to(x.device)
@@ -102,9 +102,8 @@ class PowerSGD(Compressor):
 
     def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:
         """Four bytes per element of the factors, or of the tensor."""
-        return (
-            RoundCost(summed=self.wire_bytes(shape)) if self.factors(shape) else RoundCost(rows=self.wire_bytes(shape))
-        )
+        size = self.wire_bytes(shape)
+        return RoundCost(summed=size) if self.compresses(shape) else RoundCost(rows=size)
 
 
 def orthonormal(p: Tensor) -> Tensor:
