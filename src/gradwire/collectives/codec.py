@@ -18,7 +18,7 @@ from gradwire.collectives.layout import Layout, Piece
 from gradwire.collectives.plan import FLOAT32, Plan, Unit
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.exempt import Exempt
-from gradwire.compressors.feedback import Feedback, FeedbackOptions
+from gradwire.compressors.feedback import Feedback
 from gradwire.compressors.rounds import State
 from gradwire.compressors.schedule import Schedule
 
@@ -49,7 +49,7 @@ class Codec:
         exempt: Exempt,
         dense_steps: int,
         second: str,
-        feedback: FeedbackOptions | None,
+        feedback: str | None,
         granularity: str,
         seed: int,
         rank: int,

@@ -31,7 +31,7 @@ from gradwire.collectives.native import Native
 from gradwire.collectives.ranks import Ranks
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.exempt import Exempt
-from gradwire.compressors.feedback import FeedbackOptions
+from gradwire.compressors.feedback import RESIDUAL_DTYPES
 from gradwire.compressors.schedule import Schedule
 from gradwire.errors import BadInput, NonFiniteGradient, unknown
 
@@ -41,7 +41,7 @@ CHOICES = {
     "second": ("encoded", "float32"),
     "granularity": ("piece", "row"),
     "nonfinite": ("raise", "skip", "propagate"),
-    "residual_dtype": ("float32", "bf16", "int8"),
+    "residual_dtype": RESIDUAL_DTYPES,
 }
 NOTHING = Exempt()
 SMALL = 2**16  # bytes: up to here a collective's latency weighs more than what it carries
@@ -135,7 +135,7 @@ class Reducer:
             exempt=exempt,
             dense_steps=dense_steps,
             second=second,
-            feedback=FeedbackOptions.model_validate({"residual_dtype": residual_dtype}) if error_feedback else None,
+            feedback=residual_dtype if error_feedback else None,
             granularity=granularity,
             seed=seed,
             rank=self.rank,
