@@ -17,6 +17,7 @@ from gradwire.source import PACKAGE, closure, imports, module_file, source_diges
 ROOMS = [
     *(
         "errors",
+        "defaults",
         "units",
         "files",
         "failures",

@@ -1,16 +1,23 @@
 """The experiment as data: grids, cells, flags and the messages for what is wrong."""
 
 import argparse
+import importlib
 import json
 from pathlib import Path
 
 import pytest
 import yaml
+from data_samples import tokenize_words, values, write_corpus
+from pydantic import BaseModel, ValidationError
 
+from gradwire import cli
 from gradwire.compressors.schedule import Schedule
 from gradwire.config import (
     Cell,
+    Dataset,
     Experiment,
+    Gradients,
+    Grid,
     Training,
     add_flags,
     experiment,
@@ -183,3 +190,58 @@ def test_parameters_travel_compressed_under_fsdp2_only():
         experiment({**wide, "grid": {"strategies": ["fsdp2", "ddp"]}})
     without = {"strategies": ["ddp"], "reason": "replicas gather nothing"}
     assert experiment({**wide, "grid": {"strategies": ["fsdp2", "ddp"]}, "exclude": [without]}).runs()
+
+
+# Flags whose defaults are not those of the configuration's field of this name, and why.
+OTHERWISE = {
+    ("grads collect", "split"): "train",  # rows are wanted of what a model was trained on; an experiment takes a few
+    ("norms", "split"): "train",
+    ("grads validate", "recompute"): 0,  # files alone need neither the model nor the data
+    ("grads collect", "strategy"): "ddp",  # whole weights on every rank, unless they are too large
+    ("norms", "strategy"): "ddp",
+    ("norms", "batch_size"): 16,  # what fits into memory, no matter of training
+    ("perplexity", "batch_size"): 32,
+}
+GRID = {"strategy": "strategies", "seed": "seeds", "link": "links"}  # flags that are one value of a list
+
+
+def defaults_of(*models: type[BaseModel]) -> dict[str, object]:
+    return {
+        name: field.get_default(call_default_factory=True)
+        for model in models
+        for name, field in model.model_fields.items()
+        if not field.is_required()
+    }
+
+
+def flag_defaults() -> dict[tuple[str, str], object]:
+    """The default of each verb's each flag, where it has one."""
+    found = {}
+    for name, verb in cli.VERBS.items():
+        parser = argparse.ArgumentParser()
+        importlib.import_module(verb.module).arguments(parser)
+        found |= {(name, action.dest): action.default for action in parser._actions if not action.required}
+    return {key: default for key, default in found.items() if default is not None}
+
+
+def test_a_flag_has_the_default_of_the_configurations_field_of_its_name():
+    fields = defaults_of(Dataset, Training, Gradients, Experiment)
+    of_grid = defaults_of(Grid)
+    fields |= {flag: of_grid[name][0] for flag, name in GRID.items()}
+    compared = {key: fields[key[1]] for key in flag_defaults() if key[1] in fields}
+    differing = {key: default for key, default in flag_defaults().items() if compared.get(key, default) != default}
+    assert {"val_fraction", "save_interval", "strategy", "link", "lr"} <= {flag for _, flag in compared}
+    assert differing == OTHERWISE
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "max_length", "val_fraction"])
+def test_the_configuration_and_tokenize_refuse_the_same_sizes(field, tmp_path, capsys):
+    corpus = write_corpus(tmp_path / "corpus.json", values(9))
+    smallest = {"vocab_size": 258, "max_length": 3, "val_fraction": 0.3}[field]
+    Dataset(**{field: smallest})
+    assert cli.main(tokenize_words(corpus, tmp_path / "out", **{field: smallest})) == 0
+    too_small = smallest - 1 if field != "val_fraction" else 0
+    with pytest.raises(ValidationError, match=field):
+        Dataset(**{field: too_small})
+    assert cli.main(tokenize_words(corpus, tmp_path / "other", **{field: too_small})) == 2
+    assert f"--{field} {too_small}" in capsys.readouterr().err

@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from data_samples import values, write_corpus
 from small_model import make, origin
 
 from gradwire import cli
@@ -237,7 +238,8 @@ def test_none_stores_the_whole_gradient(small, tmp_path, capsys):
 
 
 def test_a_corpus_file_is_read_with_the_models_tokenizer(small, tmp_path):
-    words = options(small, tmp_path / "run", data_path=small.corpus, cache_dir=tmp_path / "cache", max_samples=3)
+    corpus = write_corpus(tmp_path / "corpus.json", values(31))
+    words = options(small, tmp_path / "run", data_path=corpus, cache_dir=tmp_path / "cache", max_samples=3)
     assert cli.main(words) == 0
     assert store.read_ids(tmp_path / "run" / "rank_0" / "dim64" / "all_ids.pkl")
 

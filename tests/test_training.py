@@ -17,6 +17,7 @@ from gradwire.collectives.world import World
 from gradwire.config import Strategy, Training
 from gradwire.data.shards import Shards
 from gradwire.data.tokenization import tokenize
+from gradwire.errors import BadInput
 from gradwire.models import gpt2
 from gradwire.training import loop as training_loop
 from gradwire.training import results, train
@@ -555,6 +556,9 @@ def test_a_corpus_file_is_tokenized_into_the_cache(shards, tmp_path):
     folder = train.shards_folder(args, rank=0)
     assert Shards(folder, "train").meta["finalized"]
     assert train.shards_folder(args, rank=1) == folder
+    for length in (0, 2):  # neither is taken for "none given", and of 2 tokens a sample may be left with one
+        with pytest.raises(BadInput, match=rf"--max_length {length} is too small; at least 3"):
+            train.shards_folder(parsed([*arguments, "--max_length", str(length)]), rank=0)
 
 
 def test_every_field_of_training_is_a_flag_with_a_description():

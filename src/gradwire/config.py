@@ -1,8 +1,8 @@
 """The experiment as typed data: the dataset, the training settings, the compressor cells and the grid over them.
 
-The same classes check ``config.yaml``, give ``gradwire train`` its flags and generate the JSON schema that Snakemake
-fills defaults from (``workflow/schemas/config.schema.json``). torch is imported only where a compressor's own options
-have to be checked.
+The same classes check ``config.yaml``, fill its defaults in, give ``gradwire train`` its flags and generate the JSON
+schema that Snakemake checks a file by (``workflow/schemas/config.schema.json``). torch is imported only where a
+compressor's own options have to be checked.
 """
 
 from __future__ import annotations
@@ -23,6 +23,14 @@ from pydantic.fields import FieldInfo
 from gradwire.compressors import registry
 from gradwire.compressors.exempt import Exempt
 from gradwire.compressors.schedule import Schedule
+from gradwire.defaults import (
+    MAX_LENGTH,
+    SHARD_SIZE,
+    SHORTEST_MAX_LENGTH,
+    SMALLEST_VOCABULARY,
+    VAL_FRACTION,
+    VOCAB_SIZE,
+)
 from gradwire.errors import BadInput, unknown
 from gradwire.files import digest, sha256_file
 from gradwire.units import UNSHAPED
@@ -62,10 +70,10 @@ class Dataset(Strict):
     revision: str | None = Field(None, description="pinned revision of source `wikipedia`")
     max_mb: float | None = Field(None, gt=0, description="stop the download after so many MB of text")
     tokenizer: str = Field("bpe", description="`bpe` trains one on the corpus; else a tokenizer folder such as GPT-2's")
-    vocab_size: int = Field(2048, ge=257, description="vocabulary of a trained tokenizer")
-    max_length: int = Field(128, ge=2, description="tokens of a sample at most")
-    shard_size: int = Field(1024, ge=1, description="samples in a shard file")
-    val_fraction: float = Field(0.05, gt=0, lt=1, description="share of the documents held out for validation")
+    vocab_size: int = Field(VOCAB_SIZE, ge=SMALLEST_VOCABULARY, description="vocabulary of a trained tokenizer")
+    max_length: int = Field(MAX_LENGTH, ge=SHORTEST_MAX_LENGTH, description="tokens of a sample at most")
+    shard_size: int = Field(SHARD_SIZE, ge=1, description="samples in a shard file")
+    val_fraction: float = Field(VAL_FRACTION, gt=0, lt=1, description="share of the documents held out for validation")
 
     @model_validator(mode="after")
     def _path_belongs_to_json(self) -> Self:

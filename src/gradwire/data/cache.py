@@ -11,7 +11,7 @@ from pathlib import Path
 from gradwire.data import tokenizer as tokenizers
 from gradwire.data.shards import META, SPLITS, meta, wait_finalized
 from gradwire.data.tokenization import tokenize
-from gradwire.data.tokenize import MAX_LENGTH, SHARD_SIZE, VAL_FRACTION, VOCAB_SIZE
+from gradwire.defaults import MAX_LENGTH, SHARD_SIZE, SHORTEST_MAX_LENGTH, VAL_FRACTION, VOCAB_SIZE
 from gradwire.errors import BadInput
 from gradwire.files import digest, sha256_file
 
@@ -34,7 +34,7 @@ def shards_of(
         data_path: A shards folder or the folder that holds ``shards/``, returned as it is; or a corpus file.
         tokenizer: A tokenizer's folder, such as a saved model's: shards of another one are refused. Or ``bpe``: shards
             have theirs, for a corpus file one is trained.
-        max_length: Tokens per sample: shards of longer ones are refused. None: theirs, or 128 for a corpus file.
+        max_length: Tokens per sample: shards of longer ones are refused. None: theirs, or the default of a corpus.
         vocab_size: Size of the vocabulary of ``bpe``, for a corpus file.
         cache_dir: Where a corpus file's shards go; None: ``$XDG_CACHE_HOME/gradwire/<digest>``.
         rank: Rank 0 tokenizes, the others poll until it has finished.
@@ -49,7 +49,9 @@ def shards_of(
         if all((folder / split / META).exists() for split in SPLITS):
             check_fit(folder, tokenizer, max_length)
             return folder
-    max_length = max_length or MAX_LENGTH
+    max_length = MAX_LENGTH if max_length is None else max_length
+    if max_length < SHORTEST_MAX_LENGTH:
+        raise BadInput(f"--max_length {max_length} is too small; at least {SHORTEST_MAX_LENGTH}.")
     if not data_path.is_file():
         raise BadInput(f"{data_path} is neither a shards folder nor a corpus file; `gradwire tokenize` makes shards.")
     cache_dir = cache_dir or default_cache(data_path, tokenizer, max_length, vocab_size)
@@ -89,10 +91,11 @@ def check_fit(folder: Path, tokenizer: str, max_length: int | None) -> None:
 
 
 def default_cache(data_path: Path, tokenizer: str, max_length: int, vocab_size: int) -> Path:
-    """A folder for exactly this corpus, tokenizer and length below the user's cache."""
+    """A folder for exactly this corpus, tokenizer and way of cutting below the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     origin = tokenizers.origin(tokenizer, data_path, vocab_size)
-    return cache / "gradwire" / digest([data_path.stem, sha256_file(data_path), origin, max_length])
+    cut = [max_length, SHARD_SIZE, VAL_FRACTION]
+    return cache / "gradwire" / digest([data_path.stem, sha256_file(data_path), origin, *cut])
 
 
 @contextmanager

@@ -5,13 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from gradwire.defaults import MAX_LENGTH, SHARD_SIZE, SHORTEST_MAX_LENGTH, VAL_FRACTION, VOCAB_SIZE
 from gradwire.errors import BadInput
-
-VOCAB_SIZE = 2048
-MAX_LENGTH = 128
-SHARD_SIZE = 4096
-VAL_FRACTION = 0.1
-SHORTEST_MAX_LENGTH = 3  # so that a document can be cut into samples which all have a target
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

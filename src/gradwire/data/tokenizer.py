@@ -17,12 +17,12 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from gradwire.data import corpus
+from gradwire.defaults import SMALLEST_VOCABULARY
 from gradwire.errors import BadInput
 from gradwire.files import read_json, whole_folder, write_json
 
 TOKENIZER, CONFIG, ORIGIN = "tokenizer.json", "tokenizer_config.json", "origin.json"
 END, PAD = "<|endoftext|>", "<|pad|>"
-SMALLEST_VOCABULARY = 256 + 2  # every byte and the two special tokens
 
 
 @dataclass(frozen=True)

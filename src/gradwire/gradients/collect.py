@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from gradwire.config import AdamVariant, GradMethod, GradType, Projection, SampleLoss, Split
+from gradwire.config import AdamVariant, Gradients, GradMethod, GradType, Projection, SampleLoss, Split
 from gradwire.errors import BadInput
 from gradwire.models.shards import shards_folder
 from gradwire.seat import add_rank_arguments, rank_options
@@ -77,7 +77,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--metadata", default="", metavar="NAMES", help="further columns: position,document,n_tokens,n_valid,perplexity"
     )
-    parser.add_argument("--save_interval", type=int, default=160, help="samples per file and rank")
+    interval = Gradients.model_fields["save_interval"].default
+    parser.add_argument("--save_interval", type=int, default=interval, help="samples per file and rank")
     parser.add_argument("--seed", type=int, default=0, help="seed of the projection")
     parser.add_argument(
         "--restart", action="store_true", help="if the folder holds gradients of another configuration, delete them"

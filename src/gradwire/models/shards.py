@@ -26,7 +26,7 @@ def shards_folder(args: argparse.Namespace, rank: int = 0) -> Path:
     return shards_of(
         Path(args.data_path),
         tokenizer=str(model_dir),
-        max_length=args.max_length or saved.max_length(model_dir),
+        max_length=saved.max_length(model_dir) if args.max_length is None else args.max_length,
         cache_dir=args.cache_dir,
         rank=rank,
     )

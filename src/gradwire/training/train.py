@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import get_args
 
 from gradwire.config import CommOptimizer, ParamCompress, Strategy, Training, add_flags
-from gradwire.data.tokenize import VOCAB_SIZE
+from gradwire.defaults import MAX_LENGTH, VOCAB_SIZE
 from gradwire.seat import add_seat_arguments, rank_options, ranks_here
 
 PRELOAD = (
@@ -64,7 +64,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     corpus = parser.add_argument_group("corpus", "how a corpus file is tokenized; shards have been already")
     corpus.add_argument("--tokenizer", default="bpe", metavar="{bpe,DIR}", help="train one, or take a folder's")
     corpus.add_argument("--vocab_size", type=int, default=VOCAB_SIZE, help="tokens that bpe is to have")
-    corpus.add_argument("--max_length", type=int, help="tokens per sample at most (default: the shards', else 128)")
+    corpus.add_argument(
+        "--max_length", type=int, help=f"tokens per sample at most (default: the shards', else {MAX_LENGTH})"
+    )
     corpus.add_argument("--cache_dir", type=Path, help="where the shards go (default: the user's cache)")
     add_flags(parser, Training)
     add_seat_arguments(parser)
