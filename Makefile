@@ -27,8 +27,9 @@ READY_DOCS := .venv/.ready-docs
 .PHONY: run train tensorboard image image-lock kernels test test-faults test-sweep test-full nightly test-slurm test-container lint format docs schema lock
 
 run: $(READY)
-	@folder=results/$$($(BIN)/python -c "import sys, yaml; print(yaml.safe_load(open(sys.argv[1]))['name'])" $(CONFIG)); \
-	status=0; $(BIN)/snakemake --cores $(CORES) --configfile $(CONFIG) \
+	@name=$$($(BIN)/python -c "import sys; from gradwire.parsing import read_yaml; sys.tracebacklimit = 0; \
+	    print(read_yaml(sys.argv[1])['name'])" $(CONFIG)) || exit 2; \
+	folder=results/$$name; status=0; $(BIN)/snakemake --cores $(CORES) --configfile $(CONFIG) \
 	    $(if $(PROFILE),--workflow-profile profiles/$(PROFILE)) || status=$$?; \
 	if [ $$status = 0 ]; then $(BIN)/gradwire summarize --results_dir $$folder --print_only; fi; \
 	if [ -f $$folder/report.html ]; then echo; echo "report: $$folder/report.html"; fi; \

@@ -19,6 +19,7 @@ ROOMS = [
         "errors",
         "defaults",
         "units",
+        "parsing",
         "files",
         "failures",
         "seat",

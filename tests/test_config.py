@@ -27,6 +27,7 @@ from gradwire.config import (
     to_flags,
 )
 from gradwire.errors import BadInput
+from gradwire.gradients import run as grads_run
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"name": "small", "compressors": {"none": {}, "int8": {}}, "grid": {"seeds": [0, 1]}}
@@ -132,6 +133,7 @@ def test_a_cell_gives_back_the_mapping_it_was_read_from():
         ({"method": "int8", "schedule": {"num_bits": {-1: 4}}}, ["num_bits", "from step 0"]),
         ({"method": "int8", "schedule": {"num_bits": {"soon": 4}}}, ["schedule.num_bits.soon", "integer"]),
         ({"method": "int8", "schedule": {"num_bits": {}}}, ["at least one value"]),
+        ({"method": "int8", "schedule": {"num_bits": {5: 8, "5": 4}}}, ["schedule.num_bits", "a step is given twice"]),
         ({"method": "int8+bf16"}, ["a chain is sparsifier+quantizer", "int8 is a quantizer"]),
         ({"method": "int8+bf16+fp16"}, ["a chain has two members"]),
         (["int8"], ["expected a mapping", '["int8"]']),
@@ -157,6 +159,20 @@ def test_a_bad_cell_is_told_in_one_message(mapping, words):
         ({"grid": {"strategies": ["fsdp3"]}}, ["fsdp3", "fsdp2"]),
         ({"dataset": {"source": "json"}}, ["data_path"]),
         ({"name": "a/b"}, ["name", "a/b"]),
+        ({"gradients": {"dim": 0}}, ["gradients.dim", "got 0"]),
+        ({"gradients": {"dim": [16, 0]}}, ["gradients.dim.1", "greater than or equal to 1"]),
+        ({"gradients": {"dim": []}}, ["gradients.dim", "at least 1 item"]),
+        ({"gradients": {"compressors": ["int7"]}}, ["gradients.compressors 'int7'", "Did you mean 'int8'"]),
+        ({"gradients": {"world_sizes": [2, 3]}}, ["gradients.world_sizes '3'", "Available: 2"]),
+        ({"gradients": {"seeds": []}}, ["gradients: it selects none of the grid's 4 runs"]),
+        ({"gradients": {"seeds": [1]}, "exclude": [{"seeds": [1], "reason": "-"}]}, ["gradients: `exclude` leaves"]),
+        ({"exclude": [{"compressors": ["none1"], "reason": "-"}]}, ["exclude.0.compressors 'none1'", "mean 'none'"]),
+        ({"exclude": [{"links": ["3mbit"], "reason": "-"}]}, ["exclude.0.links '3mbit'", "Available: none"]),
+        ({"training": {"global_batch_size": 7}}, ["global_batch_size 7", "2 rank(s) x 1 micro", "a multiple of 2"]),
+        (
+            {"training": {"global_batch_size": 10, "grad_accum_steps": 5}, "grid": [{"world_sizes": [1, 4, 2]}]},
+            ["global_batch_size 10", "4 rank(s) x 5 micro", "a multiple of 20"],
+        ),
     ],
 )
 def test_a_bad_experiment_is_told_in_one_message(change, words):
@@ -165,6 +181,63 @@ def test_a_bad_experiment_is_told_in_one_message(change, words):
     assert "\n" not in str(told.value)
     for word in words:
         assert word in str(told.value)
+
+
+def bomb(kind: str) -> str:
+    """A few lines whose aliases stand for 9^9 values."""
+    inner, outer = {
+        "list": ("[x, x, x, x, x, x, x, x, x]", "[{}]"),
+        "mapping": ("{a: x, b: x, c: x}", "{{k: [{}]}}"),
+        "merge": ("{a: x, b: x, c: x}", "{{<<: [{}]}}"),
+    }[kind]
+    lines = [f"a0: &a0 {inner}"]
+    lines += [f"a{n}: &a{n} " + outer.format(", ".join([f"*a{n - 1}"] * 9)) for n in range(1, 9)]
+    return "\n".join(lines)
+
+
+REFUSED = {
+    "a key twice": ("name: a\ngrid: {seeds: [0]}\nname: b", "line 3: the key 'name' is given twice"),
+    "a key twice, below": ("compressors:\n  none: {}\n  int8: {block: 64, block: 128}", "line 3: the key 'block'"),
+    "a step twice": ("schedule: {num_bits: {5: 8, 0x5: 4}}", "the key 5 is given twice"),
+    "a key twice in what is merged": ("a: {<<: {b: 1, b: 2}}", "the key 'b' is given twice"),
+    "an alias to itself": ("a: &a [1, *a]", "more than 100,000 values"),
+    "nested too deeply": ("[" * 600, "nests too deeply"),
+    "no YAML": ("a: [1", "expected ',' or ']'"),
+    **{f"a {kind} of aliases": (bomb(kind), "more than 100,000 values") for kind in ("list", "mapping", "merge")},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_yaml_that_loses_a_value_or_grows_without_end_is_refused(case, tmp_path):
+    text, words = REFUSED[case]
+    path = tmp_path / "experiment.yaml"
+    path.write_text(text)
+    for read in (load, lambda path: grads_run.read(path, {})):
+        with pytest.raises(BadInput) as told:
+            read(path)
+        assert str(path) in str(told.value) and words in str(told.value) and "\n" not in str(told.value)
+
+
+def test_json_with_a_key_twice_is_refused_and_anchors_are_followed(tmp_path):
+    path = tmp_path / "experiment.json"
+    path.write_text(json.dumps(SMALL)[:-1] + ',\t"name": "other"}')
+    with pytest.raises(BadInput, match=r"experiment\.json .* the key 'name' is given twice"):
+        load(path)
+    path = tmp_path / "experiment.yaml"
+    path.write_text(
+        "name: x\ncompressors:\n  a: &a {method: int8, block: 64}\n  b: &b {<<: *a, block: 128}\n"
+        "  c: {<<: *b, num_bits: 4}\n  d: *a\ngrid: {seeds: [0]}"
+    )
+    cells = load(path).cells()
+    assert [cell.options.get("block") for cell in cells.values()] == [64, 128, 128, 64]
+    assert (cells["c"].options["num_bits"], cells["c"].method) == (4, "int8")
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "7"])
+def test_a_file_that_holds_no_mapping_is_refused(text, tmp_path):
+    (tmp_path / "experiment.yaml").write_text(text)
+    with pytest.raises(BadInput, match=r"configuration: .*valid dictionary"):
+        load(tmp_path / "experiment.yaml")
 
 
 def test_yaml_and_schema_agree_on_the_defaults():

@@ -142,9 +142,7 @@ def test_a_global_batch_is_shared_out_evenly_or_not_at_all(shards, tmp_path, cap
     assert [settings.shared_out(world).training.batch_size for world in (1, 2, 3)] == [6, 3, 2]
     arguments = words(shards, tmp_path, **given, world_size=4, rank=0, master_port=1)
     assert cli.main(["train", *arguments]) == 2
-    message = (
-        "--global_batch_size 12 cannot be shared out evenly to 4 rank(s) x 2 micro-batch(es): give a multiple of 8."
-    )
+    message = "global_batch_size 12 cannot be shared out evenly to 4 rank(s) x 2 micro-batch(es): give a multiple of 8."
     assert message in capsys.readouterr().err
     assert cli.main(["train", *words(shards, tmp_path, verify_sync=-1)]) == 2
     assert "--verify_sync -1" in capsys.readouterr().err
@@ -510,6 +508,15 @@ BAD = {
             '--comm_config_json={"comm_optimizer": "zero_one_adam", "dense_steps": 5, "freeze_step": 4}',
         ],
         ["freeze_step is 4", "5 dense steps"],
+    ),
+    "a key twice": (
+        ["--comm_compress=int8", '--comm_config_json={"block": 64, "exempt": {"max_ndim": 1}, "block": 128}'],
+        ["--comm_config_json is not valid JSON", "key 'block' is given twice"],
+    ),
+    "nested too deeply": (["--comm_config_json", '{"a":' * 100_000], ["--comm_config_json", "nests too deeply"]),
+    "two methods": (
+        ["--comm_compress", "int8", "--comm_config_json", '{"method": "topk", "density": 0.1}'],
+        ["--comm_compress is int8", "--comm_config_json has 'topk'"],
     ),
     "unknown preset": (["--model", "tinny"], ["tinny", "'tiny'"]),
 }

@@ -254,3 +254,13 @@ def test_a_bad_configuration_is_refused_when_it_is_read(checkout, change, expect
     for word in expected:
         assert word in done.stdout
     checkout.configure(SMALL)
+
+
+def test_a_configuration_is_read_strictly_before_anything_follows_its_aliases(checkout):
+    checkout.configure(SMALL)
+    lines = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9))]
+    with (checkout.folder / "experiment.yaml").open("a") as file:
+        file.write("\n".join(lines))
+    done = checkout.snakemake("-n")
+    assert done.returncode != 0 and "more than 100,000 values" in done.stderr + done.stdout
+    checkout.configure(SMALL)

@@ -33,6 +33,7 @@ from gradwire.defaults import (
 )
 from gradwire.errors import BadInput, unknown
 from gradwire.files import digest, sha256_file
+from gradwire.parsing import read_yaml
 from gradwire.units import UNSHAPED
 
 SCHEMA_VERSION = 1  # of record.json and results.jsonl
@@ -52,7 +53,17 @@ Model = TypeVar("Model", bound=BaseModel)
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # becomes a folder
 
 
-Step = Annotated[int, BeforeValidator(lambda key: int(key) if isinstance(key, str) and key.isdecimal() else key)]
+def _by_step(values: Any) -> Any:
+    """A schedule's values by step; JSON has steps as strings."""
+    if not isinstance(values, Mapping):
+        return values
+    steps = [int(key) if isinstance(key, str) and key.isdecimal() else key for key in values]
+    if len(set(steps)) < len(steps):
+        raise ValueError("a step is given twice")
+    return dict(zip(steps, values.values(), strict=True))
+
+
+ByStep = Annotated[dict[int, Any], BeforeValidator(_by_step)]
 
 
 class Strict(BaseModel):
@@ -154,6 +165,22 @@ class Training(Strict):
             )
         return self
 
+    def shared_out(self, world_size: int) -> Training:
+        """The same with its global batch, if it was given one, shared out to the ranks: `batch_size` is set.
+
+        Raises:
+            BadInput: If the ranks and their micro-batches do not divide it.
+        """
+        total, parts = self.global_batch_size, world_size * self.grad_accum_steps
+        if total is None:
+            return self
+        if total % parts:
+            raise BadInput(
+                f"global_batch_size {total} cannot be shared out evenly to {world_size} rank(s) x "
+                f"{self.grad_accum_steps} micro-batch(es): give a multiple of {parts}."
+            )
+        return self.model_copy(update={"batch_size": total // parts})
+
     @property
     def private(self) -> bool:
         """Whether each sample's gradient is clipped."""
@@ -178,7 +205,7 @@ class Reduction(Strict, strict=True):
     exempt: Exempt = Field(default_factory=Exempt, description="tensors sent as float32")
     dense_steps: int = Field(0, ge=0, description="first steps without compression")
     nonfinite: Literal["raise", "skip", "propagate"] = Field("raise", description="what a NaN or infinity does")
-    schedule: dict[str, dict[Step, Any]] = Field(
+    schedule: dict[str, ByStep] = Field(
         default_factory=dict, description="an option's value from a step on, as {density: {0: 0.25, 20: 0.05}}"
     )
 
@@ -349,7 +376,8 @@ def check_private(training: Training, cell: Cell, strategy: str) -> None:
 
 
 OTHERS = ("param_compress",)  # a cell's keys that are neither its method's, nor the reducer's, nor an optimizer's
-FLAGS = ("comm_optimizer", *OTHERS)  # a cell's keys that are flags of `train` too
+# Flags of `train` that are a cell's keys too.
+FLAGS = {"comm_compress": "method", "comm_optimizer": "comm_optimizer", "param_compress": "param_compress"}
 
 
 class Run(NamedTuple):
@@ -381,6 +409,24 @@ class Selection(Strict):
         chosen = (self.strategies, self.compressors, self.world_sizes, self.links, self.seeds)
         return all(values is None or value in values for value, values in zip(run, chosen, strict=True))
 
+    def check(self, runs: Sequence[Run], where: str) -> None:
+        """Refuse a selection that misses what it names.
+
+        Args:
+            runs: The runs of the grid.
+            where: Its place in the configuration.
+
+        Raises:
+            BadInput: If a value is no run's, or all of them together are no run's.
+        """
+        for position, name in enumerate(Selection.model_fields):
+            known = {str(run[position]) for run in runs}
+            for value in getattr(self, name) or ():
+                if str(value) not in known:
+                    raise unknown(f"value of {where}.{name}", str(value), known)
+        if not any(map(self.holds, runs)):
+            raise BadInput(f"{where}: it selects none of the grid's {len(runs)} runs.")
+
 
 class Exclusion(Selection):
     """Runs that are left out, and why; they get a row with status ``skipped``."""
@@ -391,7 +437,9 @@ class Exclusion(Selection):
 class Gradients(Selection):
     """Which runs' per-sample gradients are collected, and how."""
 
-    dim: tuple[int, ...] = Field((256,), description="dimensions of the projections")
+    dim: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (256,), min_length=1, description="dimensions of the projections"
+    )
     grad_type: GradType = Field("sgd", description="what a row is made of")
     adam_variant: AdamVariant = Field("torch", description="Adam's formula, where it is the type")
     loss: SampleLoss = Field("mean", description="of a sample, over the tokens that it predicts")
@@ -539,11 +587,19 @@ def experiment(mapping: Mapping[str, Any]) -> Experiment:
     Raises:
         BadInput: With the first problems found, each with its place in the file.
     """
-    made = checked(Experiment, dict(mapping), "configuration")
+    made = checked(Experiment, mapping, "configuration")
     cells = made.cells()
+    selections: dict[str, Selection] = {f"exclude.{at}": exclusion for at, exclusion in enumerate(made.exclude)}
+    if made.gradients is not None:
+        selections["gradients"] = made.gradients
+    for where, selection in selections.items():
+        selection.check(made.asked(), where)
     if not made.runs():
         raise BadInput("configuration: the grid is empty, or `exclude` leaves nothing of it.")
+    if made.gradients is not None and not made.gradient_runs(made.runs()):
+        raise BadInput("gradients: `exclude` leaves nothing of the runs that it selects.")
     for run in made.runs():
+        made.training.shared_out(run.world_size)
         cells[run.compressor].check_strategy(run.strategy)
         check_private(made.training, cells[run.compressor], run.strategy)
     return made
@@ -604,9 +660,4 @@ def to_flags(settings: BaseModel, *names: str) -> list[str]:
 
 def load(path: Path) -> Experiment:
     """Read and check a configuration file."""
-    import yaml
-
-    try:
-        return experiment(yaml.safe_load(Path(path).read_text(encoding="utf-8")))
-    except (OSError, yaml.YAMLError) as error:
-        raise BadInput(f"{path}: {error}") from None
+    return experiment(read_yaml(path))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from gradwire.errors import BadInput, RunFault
+from gradwire.parsing import parse_json
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 
@@ -138,14 +139,26 @@ def read_json(path: Path) -> Any:
     """Read a JSON file that gradwire wrote.
 
     Raises:
-        BadInput: If the file is missing or is not JSON.
+        BadInput: If the file is missing, is not JSON, or has a key twice.
     """
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        return parse_json(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadInput(f"{path} is missing.") from None
     except ValueError as error:
         raise BadInput(f"{path} is not valid JSON ({error}); delete it and run its step again.") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON file that holds an object.
+
+    Raises:
+        BadInput: If the file is missing, is not JSON, or holds something else.
+    """
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise BadInput(f"{path} must hold a JSON object, such as {{}}; it holds {json.dumps(found)[:60]}.")
+    return found
 
 
 def write_with(path: Path, write: Callable[[Path], object]) -> None:

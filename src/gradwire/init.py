@@ -11,9 +11,10 @@ from typing import Any, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from gradwire.config import Dataset, Experiment, Gradients, Training
+from gradwire.config import Dataset, Experiment, Gradients, Training, experiment
 from gradwire.errors import BadInput
 from gradwire.files import write_text
+from gradwire.parsing import parse_yaml
 
 HEAD = """\
 # An experiment. Run it with `make run CONFIG={file}`, or
@@ -70,11 +71,7 @@ def check(text: str) -> None:
     Raises:
         BadInput: If it is not.
     """
-    import yaml
-
-    from gradwire.config import experiment
-
-    experiment(yaml.safe_load(text))
+    experiment(parse_yaml(text))
 
 
 def template(name: str, file: Path) -> str:

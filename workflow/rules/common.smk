@@ -16,6 +16,7 @@ from gradwire.files import claim, write_json
 from gradwire.image import check_image, crossing, image_file, variant_for
 from gradwire.launch.keeper import KEEPER
 from gradwire.launch.links import probe
+from gradwire.parsing import read_yaml
 from gradwire.source import source_digest
 from gradwire.training.settings import modules
 
@@ -45,9 +46,11 @@ if RANKS_PER_NODE is not None and not (
         f"ranks_per_node: {RANKS_PER_NODE} is not a number of ranks; a profile sets it with `config: ranks_per_node=8`."
     )
 
-# Defaults are not filled in here: gradwire.config does that.
-validate(config, "../schemas/config.schema.json", set_default=False)
 try:
+    for file in workflow.configfiles:  # Snakemake takes the last of two equal keys, and validating follows each alias
+        read_yaml(file)
+    # Defaults are not filled in here: gradwire.config does that.
+    validate(config, "../schemas/config.schema.json", set_default=False)
     EXPERIMENT = experiment(config)
     CELLS = EXPERIMENT.cells()
     TIMED = EXPERIMENT.timed

@@ -10,6 +10,7 @@ from typing import Any
 
 from gradwire.errors import BadInput, unknown
 from gradwire.gradients import collect
+from gradwire.parsing import read_yaml
 from gradwire.seat import Seat
 
 REQUIRED = ("model_dir", "data_path", "dim")
@@ -56,12 +57,7 @@ def read(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         BadInput: If it is missing, is no mapping, lacks an option or has an unknown one.
     """
-    import yaml
-
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise BadInput(f"{path} cannot be read as YAML or JSON: {error}") from error
+    config = read_yaml(path)
     if not isinstance(config, dict):
         raise BadInput(f"{path} holds no mapping of options such as `model_dir: results/…/final_model`.")
     config |= given

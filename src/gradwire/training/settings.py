@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from gradwire.compressors.registry import sources
 from gradwire.config import FLAGS, Cell, Strategy, Training, check_private, from_flags
 from gradwire.errors import BadInput
 from gradwire.files import check_writable, digest, read_json
+from gradwire.parsing import parse_json
 from gradwire.source import source_digest
 
 
@@ -44,21 +44,8 @@ class Settings:
     restart: bool = False
 
     def shared_out(self, world_size: int) -> Settings:
-        """The same run with its global batch, if it was given one, shared out to the ranks: `batch_size` is set.
-
-        Raises:
-            BadInput: If the ranks and their micro-batches do not divide it.
-        """
-        total, parts = self.training.global_batch_size, world_size * self.training.grad_accum_steps
-        if total is None:
-            return self
-        if total % parts:
-            raise BadInput(
-                f"--global_batch_size {total} cannot be shared out evenly to {world_size} rank(s) x "
-                f"{self.training.grad_accum_steps} micro-batch(es): give a multiple of {parts}."
-            )
-        training = self.training.model_copy(update={"batch_size": total // parts})
-        return replace(self, training=training)
+        """The same run with its global batch shared out, as by `Training.shared_out`."""
+        return replace(self, training=self.training.shared_out(world_size))
 
     def identity(self, world_size: int, data: str) -> str:
         """A digest of all that decides the result: two runs with one identity are repetitions of each other.
@@ -104,18 +91,19 @@ def from_arguments(args: argparse.Namespace) -> Settings:
             contradict each other or do not go with the strategy.
     """
     try:
-        options: Any = json.loads(args.comm_config_json)
+        options: Any = parse_json(args.comm_config_json)
     except ValueError as error:
-        raise BadInput(f"--comm_config_json is not valid JSON ({error}): {args.comm_config_json}") from None
+        raise BadInput(f"--comm_config_json is not valid JSON ({error}): {args.comm_config_json[:80]}") from None
     if not isinstance(options, dict):
-        raise BadInput(f"--comm_config_json must be a JSON object such as {{}}, got {args.comm_config_json}.")
+        raise BadInput(f"--comm_config_json must be a JSON object such as {{}}, got {args.comm_config_json[:80]}.")
     if args.verify_sync < 0:
         raise BadInput(f"--verify_sync {args.verify_sync}: it counts steps between two checks; 0 switches them off.")
-    for name in FLAGS:
+    for name, key in FLAGS.items():
         flag = getattr(args, name)
-        if flag is not None and options.setdefault(name, flag) != flag:
-            raise BadInput(f"--{name} is {flag}, and --comm_config_json has {options[name]!r}; leave one of them out.")
-    cell = Cell.parse(args.label or args.comm_compress, {"method": args.comm_compress, **options})
+        if flag is not None and options.setdefault(key, flag) != flag:
+            raise BadInput(f"--{name} is {flag}, and --comm_config_json has {options[key]!r}; leave one of them out.")
+    method = options.setdefault("method", "none")
+    cell = Cell.parse(args.label or str(method), options)
     cell.check_strategy(args.strategy)
     training = from_flags(Training, args)
     check_private(training, cell, args.strategy)

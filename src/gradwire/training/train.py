@@ -27,7 +27,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output_dir", required=True, help="the run's folder")
     parser.add_argument("--model", default="tiny", help="a preset (tiny, 62m) or a saved model's folder")
     parser.add_argument("--strategy", choices=get_args(Strategy), default="fsdp2", help="data-parallel strategy")
-    parser.add_argument("--comm_compress", metavar="NAME", default="none", help="gradient compressor")
+    parser.add_argument("--comm_compress", metavar="NAME", help="gradient compressor (default: the cell's, else none)")
     parser.add_argument(
         "--comm_config_json",
         metavar="JSON",
