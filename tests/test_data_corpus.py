@@ -37,6 +37,7 @@ BAD = {
     "id no string": (b'[{"id": [1], "text": "x"}]', "has [1] as id"),
     "id empty": (b'[{"id": "", "text": "x"}]', 'has "" as id'),
     "id true": (b'[{"id": true, "text": "x"}]', "has true as id"),
+    "a key twice": (b'[%b, {"text": "x", "text": "y"}]' % PART, "document 1 (counted from 0) has the key 'text' twice"),
     "duplicate ids": (b'[{"id": "a", "text": "x"}, %b, {"id": "a", "text": "z"}]' % PART, "documents 0 and 2"),
     "duplicate by number": (b'[{"id": 7, "text": "x"}, {"id": "7", "text": "z"}]', "share the id '7'"),
     "duplicate by index": (b'[{"id": "sample_1", "text": "x"}, %b]' % PART, "documents 0 and 1"),
@@ -185,6 +186,21 @@ def test_wikipedia_loads_a_parquet_of_its_columns(tmp_path, capsys):
     assert main([*words, "--output", str(tmp_path / "d.json")]) == 2
     assert "has no column text, title" in capsys.readouterr().err
     assert not (tmp_path / "d.json").exists()
+
+
+@pytest.mark.parametrize("damage", ["text", "empty", "middle"])
+def test_wikipedia_refuses_a_file_that_is_no_whole_parquet(damage, tmp_path, capfd):
+    file = tmp_path / "wiki.parquet"
+    table = pa.table({"id": [str(n) for n in range(3000)], "title": ["t"] * 3000, "text": ["some text"] * 3000})
+    pq.write_table(table, file, compression="none", use_dictionary=False)
+    whole = file.read_bytes()
+    broken = {"text": b"hello" * 99, "empty": b"", "middle": whole[:5000] + b"\xff" * 20_000 + whole[25_000:]}[damage]
+    file.write_bytes(broken)
+    words = ["download", "--source", "wikipedia", "--max_mb", "9", "--data_path", str(file)]
+    assert main([*words, "--output", str(tmp_path / "c.json")]) == 2
+    told = capfd.readouterr().err.strip()
+    assert "wiki.parquet cannot be read as a Parquet file: " in told and "\n" not in told
+    assert {path.name for path in tmp_path.iterdir()} == {"wiki.parquet", "download.failed.json"}
 
 
 @pytest.mark.parametrize("offline", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])

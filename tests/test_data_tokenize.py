@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -237,6 +238,37 @@ def test_a_folder_without_a_tokenizer(corpus, tmp_path, capsys):
     (tmp_path / "tokenizer.json").write_text("{}")
     assert main(tokenize_words(corpus, tmp_path / "out", tokenizer=tmp_path)) == 2
     assert "can't be read" in capsys.readouterr().err
+
+
+CONFIGURATIONS = {
+    "a list": ("[1]", "must hold a JSON object"),
+    "no content": ('{"eos_token": {"single_word": true}}', "eos_token must be a string, or an object with a string"),
+    "an integer": ('{"pad_token": 3}', "pad_token must be a string, or an object with a string as `content`; it is 3"),
+    "content an integer": ('{"bos_token": {"content": 3}}', "bos_token must be a string"),
+    "half a character": ('{"unk_token": "\\ud800"}', "unk_token must be a string"),
+    "a key twice": ('{"eos_token": "a", "eos_token": "b"}', "the key 'eos_token' is given twice"),
+    "nested too deeply": ("[" * 100_000, "nests too deeply"),
+}
+
+
+@pytest.mark.parametrize("case", CONFIGURATIONS)
+def test_a_tokenizer_with_an_unusable_configuration(case, corpus, output, tmp_path, capsys):
+    text, words = CONFIGURATIONS[case]
+    folder = shutil.copytree(output / "tokenizer", tmp_path / "tokenizer")
+    (folder / "tokenizer_config.json").write_text(text)
+    assert main(tokenize_words(corpus, tmp_path / "out", tokenizer=folder)) == 2
+    told = capsys.readouterr().err
+    assert words in told and "tokenizer_config.json" in told and told.count("\n") == 1 and len(told) < 400
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["tokenize.failed.json"]
+
+
+def test_a_tokenizer_that_knows_no_token(corpus, output, tmp_path, capsys):
+    folder = shutil.copytree(output / "tokenizer", tmp_path / "tokenizer")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"] |= {"vocab": {}, "merges": []}
+    (folder / "tokenizer.json").write_text(json.dumps({**tokenizer, "added_tokens": []}))
+    assert main(tokenize_words(corpus, tmp_path / "out", tokenizer=folder)) == 2
+    assert "has an empty vocabulary" in capsys.readouterr().err
 
 
 def test_check_finds_missing_altered_and_unfinished_shards(corpus, tmp_path):

@@ -44,6 +44,18 @@ class Written(NamedTuple):
     cut: bool
 
 
+class Object(dict[str, Any]):
+    """A decoded JSON object, and a key that it was given twice; ijson would not pass an exception on."""
+
+    twice: str | None = None
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        """Set a key; note it if it was set before."""
+        if key in self:
+            self.twice = key
+        super().__setitem__(key, value)
+
+
 class FirstSeen:
     """Where each key was first met, for any number of keys: a temporary SQLite table, on disk where it is large."""
 
@@ -197,7 +209,9 @@ def _values(path: Path) -> Iterator[Any]:
             if not lines:
                 _require_array(stream.read(256).lstrip(b" \t\r\n"), path)
                 stream.seek(0)
-            for value in ijson.items(stream, "" if lines else "item", multiple_values=lines):
+            for value in ijson.items(stream, "" if lines else "item", multiple_values=lines, map_type=Object):
+                if isinstance(value, Object) and value.twice is not None:
+                    raise BadInput(f"{path}: document {position} (counted from 0) has the key {value.twice!r} twice.")
                 yield value
                 position += 1
     except (ijson.JSONError, UnicodeDecodeError) as error:

@@ -7,6 +7,7 @@ Saved as a Hugging Face folder (``tokenizer.json``, ``tokenizer_config.json``), 
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from gradwire.data import corpus
 from gradwire.defaults import SMALLEST_VOCABULARY
 from gradwire.errors import BadInput
-from gradwire.files import read_json, whole_folder, write_json
+from gradwire.files import read_object, whole_folder, write_json
 
 TOKENIZER, CONFIG, ORIGIN = "tokenizer.json", "tokenizer_config.json", "origin.json"
+ROLES = ("eos_token", "pad_token", "bos_token", "unk_token")  # in the order in which missing ones are added
 END, PAD = "<|endoftext|>", "<|pad|>"
 
 
@@ -56,11 +58,10 @@ def load(folder: Path) -> Tokenizer:
     Raises:
         BadInput: If the folder holds no tokenizer, or one without an end or a padding token.
     """
-    backend, config = _backend(Path(folder)), _config(Path(folder))
+    backend, named = _backend(Path(folder)), _special_tokens(Path(folder))
 
     def id_of(role: str) -> int:
-        token = _content(config.get(role))
-        token_id = None if token is None else backend.token_to_id(token)
+        token_id = backend.token_to_id(named[role]) if role in named else None
         if token_id is None:
             raise BadInput(f"the tokenizer in {folder} has no {role}; `gradwire tokenize --tokenizer` completes it.")
         return token_id
@@ -90,7 +91,7 @@ def prepare(choice: str, folder: Path, corpus_path: Path, vocab_size: int) -> To
         return load(folder)
     wanted = origin(choice, corpus_path, vocab_size)
     if (folder / TOKENIZER).exists():
-        found = read_json(folder / ORIGIN)
+        found = read_object(folder / ORIGIN)
         if found != wanted:
             raise BadInput(
                 f"{folder} holds another tokenizer ({_told(found)}) than the one asked for ({_told(wanted)}); "
@@ -98,8 +99,8 @@ def prepare(choice: str, folder: Path, corpus_path: Path, vocab_size: int) -> To
             )
     else:
         backend = _train(corpus_path, vocab_size) if choice == "bpe" else _backend(Path(choice))
-        config = {} if choice == "bpe" else _config(Path(choice))
-        _save(folder, backend, _complete(backend, config), wanted)
+        named = {} if choice == "bpe" else _special_tokens(Path(choice))
+        _save(folder, backend, _complete(backend, named), wanted)
     return load(folder)
 
 
@@ -160,36 +161,47 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
         raise
     except Exception as error:  # the library raises bare Exception for a file it can't read
         raise BadInput(f"the tokenizer in {folder} can't be read: {error}.") from None
+    if not backend.get_vocab(with_added_tokens=False):
+        raise BadInput(f"the tokenizer in {folder} has an empty vocabulary: no text would give a token.")
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
     return backend
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    return read_json(folder / CONFIG) if (folder / CONFIG).exists() else {}
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """The special tokens that ``tokenizer_config.json`` names: each a string, or an object with ``content``.
+
+    Raises:
+        BadInput: If the file is no JSON object, or one of them is something else.
+    """
+    config = read_object(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    found = {}
+    for role in ROLES:
+        token = config.get(role)
+        content = token.get("content") if isinstance(token, dict) else token
+        if token is None or content == "":
+            continue
+        if not isinstance(content, str) or not _is_text(content):
+            raise BadInput(
+                f"{folder / CONFIG}: {role} must be a string, or an object with a string as `content`; it is "
+                f"{json.dumps(token)[:60]}."
+            )
+        found[role] = content
+    return found
 
 
-def _content(token: str | dict[str, Any] | None) -> str | None:
-    """A special token as ``tokenizer_config.json`` writes it: a string, or an object with ``content``."""
-    return token["content"] if isinstance(token, dict) else token
+def _is_text(content: str) -> bool:
+    """Whether a string can be written as UTF-8: JSON can spell halves of characters."""
+    return not any("\ud800" <= character <= "\udfff" for character in content)
 
 
-def _complete(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> dict[str, Any]:
+def _complete(backend: tokenizers.Tokenizer, named: dict[str, str]) -> dict[str, Any]:
     """Give ``backend`` the special tokens it lacks; return the configuration that names them all."""
-    eos = _content(config.get("eos_token")) or END
-    pad = _content(config.get("pad_token")) or PAD
-    bos = _content(config.get("bos_token")) or eos
-    unk = _content(config.get("unk_token")) or eos
-    backend.add_special_tokens(list(dict.fromkeys([eos, pad, bos, unk])))
-    return {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": eos,
-        "bos_token": bos,
-        "unk_token": unk,
-        "pad_token": pad,
-        "clean_up_tokenization_spaces": False,
-    }
+    eos = named.get("eos_token", END)
+    tokens = {"eos_token": eos, "bos_token": eos, "unk_token": eos, "pad_token": PAD, **named}
+    backend.add_special_tokens(list(dict.fromkeys(tokens[role] for role in ROLES)))
+    return {"tokenizer_class": "PreTrainedTokenizerFast", **tokens, "clean_up_tokenization_spaces": False}
 
 
 def _save(folder: Path, backend: tokenizers.Tokenizer, config: dict[str, Any], origin: dict[str, Any]) -> None:

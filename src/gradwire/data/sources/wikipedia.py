@@ -33,7 +33,8 @@ def source(data_path: Path | None, revision: str | None) -> Source:
         The articles, and the commit that the revision stands for (None for a local file).
 
     Raises:
-        BadInput: If `datasets` is not installed, the Hub can't be reached, or the columns are others.
+        BadInput: If `datasets` is not installed, the Hub can't be reached, the file is no Parquet, or the columns are
+            others.
     """
     if data_path is None:
         commit = _resolve(revision or REVISION)
@@ -41,8 +42,7 @@ def source(data_path: Path | None, revision: str | None) -> Source:
         return Source(name, commit, corpus.parse(_rows(name, path=DATASET, name=CONFIG, revision=commit), name))
     if not data_path.is_file():
         raise BadInput(f"--data_path {data_path} is no file.")
-    name = str(data_path)
-    return Source(name, None, corpus.parse(_rows(name, path="parquet", data_files=name), name))
+    return Source(str(data_path), None, corpus.parse(_rows_of(data_path), str(data_path)))
 
 
 def _resolve(revision: str) -> str | None:
@@ -61,11 +61,23 @@ def _resolve(revision: str) -> str | None:
         ) from None
 
 
+def _rows_of(file: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow
+
+    try:
+        yield from _rows(str(file), path="parquet", data_files=str(file))
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).rstrip(".")
+        raise BadInput(f"--data_path {file} cannot be read as a Parquet file: {reason}.") from None
+
+
 def _rows(table_name: str, **where: Any) -> Iterator[dict[str, Any]]:
     try:
         from datasets import load_dataset
+        from datasets.utils import logging
     except ImportError:
         raise _not_installed() from None
+    logging.set_verbosity(logging.CRITICAL)  # errors are raised too, and told once
     table = load_dataset(**where, split="train", streaming=True)
     missing = set(COLUMNS).difference(table.column_names or COLUMNS)
     if missing:
