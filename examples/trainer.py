@@ -1,4 +1,7 @@
-"""Hugging Face's Trainer with compressed gradients: torchrun --nproc_per_node 2 examples/trainer.py."""
+"""Hugging Face's Trainer with compressed gradients: torchrun --nproc_per_node 2 examples/trainer.py.
+
+It needs accelerate: pip install 'gradwire[trainer]'.
+"""
 
 import tempfile
 from typing import Any

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -80,6 +83,33 @@ def test_an_upward_import_would_be_seen(tmp_path, line):
     (package / "report" / "table.py").touch()
     (package / "data" / "planted.py").write_text(line)
     assert "data/planted.py: gradwire.report" in upward(package)
+
+
+def declared() -> set[str]:
+    """The packages that pyproject.toml asks for, in its dependencies and its extras."""
+    project = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text())["project"]
+    wanted = itertools.chain(project["dependencies"], *project["optional-dependencies"].values())
+    return {normal(re.match(r"[\w.-]+", name)[0]) for name in wanted}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_what_is_imported_is_declared():
+    names = {name.split(".")[0] for file in rooms_of(PACKAGE) for name in imports(file.read_bytes())}
+    found = {normal("pyyaml" if name == "yaml" else name) for name in names - sys.stdlib_module_names}
+    assert {"torch", "pyyaml", "safetensors", "triton"} <= found
+    assert found - declared() == {"gradwire"}
+    assert "accelerate" in declared()  # examples/trainer.py: transformers' Trainer imports it
+
+
+def test_what_is_declared_is_locked():
+    root = PACKAGE.parents[1]
+    asked = {normal(name) for name in re.findall(r"^[\w.-]+", (root / "requirements.in").read_text(), re.M)}
+    assert declared() - asked == {"torch"}  # which the Makefile pins
+    entries = re.findall(r"^([\w.-]+)==.*((?:\n +.*)*)", (root / "requirements.lock").read_text(), re.M)
+    assert {name for name, below in entries if "-r requirements.in" in below} == asked
 
 
 def test_imports_are_absolute():
