@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import inspect
 import json
 from pathlib import Path
 
@@ -11,13 +12,16 @@ from data_samples import tokenize_words, values, write_corpus
 from pydantic import BaseModel, ValidationError
 
 from gradwire import cli
+from gradwire.collectives.reducer import Reducer
 from gradwire.compressors.schedule import Schedule
 from gradwire.config import (
     Cell,
+    Communication,
     Dataset,
     Experiment,
     Gradients,
     Grid,
+    Reduction,
     Training,
     add_flags,
     experiment,
@@ -28,6 +32,7 @@ from gradwire.config import (
 )
 from gradwire.errors import BadInput
 from gradwire.gradients import run as grads_run
+from gradwire.parallel.optimizers.zero_one_adam import ZeroOneAdam
 
 ROOT = Path(__file__).parent.parent
 SMALL = {"name": "small", "compressors": {"none": {}, "int8": {}}, "grid": {"seeds": [0, 1]}}
@@ -305,6 +310,14 @@ def test_a_flag_has_the_default_of_the_configurations_field_of_its_name():
     differing = {key: default for key, default in flag_defaults().items() if compared.get(key, default) != default}
     assert {"val_fraction", "save_interval", "strategy", "link", "lr"} <= {flag for _, flag in compared}
     assert differing == OTHERWISE
+
+
+@pytest.mark.parametrize(("library", "model"), [(Reducer, Reduction), (ZeroOneAdam, Communication)])
+def test_the_library_has_the_configurations_defaults(library, model):
+    fields = {**defaults_of(model), "schedule": None}
+    given = {name: each.default for name, each in inspect.signature(library.__init__).parameters.items()}
+    common = given.keys() & fields.keys()
+    assert len(common) >= 4 and {name: given[name] for name in common} == {name: fields[name] for name in common}
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "max_length", "val_fraction"])

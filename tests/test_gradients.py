@@ -304,6 +304,8 @@ def test_grads_run_refuses_a_configuration_it_does_not_know(small, tmp_path, cap
 
     assert "Did you mean 'projection'" in answer("{model_dir: x, data_path: y, dim: 4, projecton: none}")
     assert "lacks dim" in answer("{model_dir: x, data_path: y}")
+    assert "train must be a string, got 3" in answer("{model_dir: x, data_path: y, dim: 4, train: 3}")
+    assert "launcher must be a string, got None" in answer("{model_dir: x, data_path: y, dim: 4, launcher: }")
     assert "holds no mapping" in answer("[1, 2]")
     assert "cannot be read" in answer("{")
 

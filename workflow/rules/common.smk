@@ -47,7 +47,8 @@ if RANKS_PER_NODE is not None and not (
     )
 
 try:
-    for file in workflow.configfiles:  # Snakemake takes the last of two equal keys, and validating follows each alias
+    # Snakemake takes the last of two equal keys, and validating follows each alias.
+    for file in workflow.configfiles:
         read_yaml(file)
     # Defaults are not filled in here: gradwire.config does that.
     validate(config, "../schemas/config.schema.json", set_default=False)

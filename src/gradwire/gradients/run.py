@@ -65,6 +65,9 @@ def read(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
     for name in config:
         if name not in known:
             raise unknown(f"option in {path}", str(name), known)
+    for name in ("train", "launcher"):
+        if not isinstance(config.get(name, ""), str):
+            raise BadInput(f"{path}: {name} must be a string, got {config[name]!r}.")
     for name in REQUIRED:
         if name not in config:
             raise BadInput(f"{path} lacks {name}.")
