@@ -77,7 +77,7 @@ def _rows(table_name: str, **where: Any) -> Iterator[dict[str, Any]]:
         from datasets.utils import logging
     except ImportError:
         raise _not_installed() from None
-    logging.set_verbosity(logging.CRITICAL)  # errors are raised too, and told once
+    logging.set_verbosity(logging.CRITICAL)  # an error is raised too; one message is enough
     table = load_dataset(**where, split="train", streaming=True)
     missing = set(COLUMNS).difference(table.column_names or COLUMNS)
     if missing:
