@@ -83,7 +83,8 @@ def checkout(tmp_path_factory) -> Iterator[Checkout]:
 
 @pytest.mark.parametrize("timing", [True, False])
 def test_cells_of_a_timing_experiment_have_the_machine_for_themselves(timing, checkout):
-    checkout.configure({**SMALL, "timing": timing, "grid": [{"strategies": ["fsdp2"], "world_sizes": [1]}]})
+    grid = [{"strategies": ["fsdp2"], "world_sizes": [1]}]
+    checkout.configure({**SMALL, "timing": timing, "grid": grid, "gradients": None})
     told = checkout.snakemake("-n", "-p").stdout
     assert told.count(" train ") >= 2
     assert (told.count("--alone"), told.count("threads: 2")) == ((2, 2) if timing else (0, 0))
@@ -262,5 +263,5 @@ def test_a_configuration_is_read_strictly_before_anything_follows_its_aliases(ch
     with (checkout.folder / "experiment.yaml").open("a") as file:
         file.write("\n".join(lines))
     done = checkout.snakemake("-n")
-    assert done.returncode != 0 and "more than 100,000 values" in done.stderr + done.stdout
+    assert done.returncode != 0 and "more than 100,000 values" in done.stdout
     checkout.configure(SMALL)
