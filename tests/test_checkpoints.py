@@ -100,6 +100,7 @@ def test_a_checkpoint_that_was_not_finished_is_not_one(shards, whole, tmp_path, 
     folder = copy_run(whole, tmp_path)
     (folder / "checkpoints/step00000006").rename(folder / "checkpoints/step00000006.part")
     (folder / "checkpoints/step00000006.part/rank0.pt").unlink()
+    (folder / "checkpoints/step00000005.part").mkdir()  # of a run that saved at other steps
     assert train(folder, shards, "--resume") == 0
     assert "is damaged" not in capsys.readouterr().err
     assert weights(folder) == weights(whole)

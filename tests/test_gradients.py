@@ -247,10 +247,42 @@ def test_a_corpus_file_is_read_with_the_models_tokenizer(small, tmp_path):
 # --- going on, and refusing to mix
 
 
+WRITING = """
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from gradwire.files import whole
+with ExitStack() as stack:
+    for path in map(Path, sys.argv[1:]):
+        stack.enter_context(whole(path)).write_text("half a file")
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_aggregating_removes_what_a_killed_call_left_whatever_its_flags(alone, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(alone, run)
+    names = ("all_orig.pt", "all_normalized.pt", "all_orig.safetensors", "all_orig.parquet", "manifest.json")
+    words = [sys.executable, "-c", WRITING, *(str(run / "dim64" / name) for name in (*names, "notes.txt"))]
+    killed, living = (subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2))
+    for process in (killed, living):
+        assert process.stdout.readline() == b"writing\n"
+    killed.kill()
+    killed.communicate()
+    assert len(list((run / "dim64").glob("*.part"))) == 12
+    assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", "64"]) == 0
+    assert len(list((run / "dim64").glob("*.part"))) == 7, "those of the living one, and notes.txt, no file of the verb"
+    living.communicate()
+    assert living.returncode == 0
+    assert len(list((run / "dim64").glob("*.part"))) == 1
+
+
 def test_a_killed_collection_goes_on_to_the_store_of_an_unbroken_one(small, alone, tmp_path):
     run = tmp_path / "run"
     killed = [sys.executable, str(Path(__file__).with_name("killed_collect.py")), "7", *options(small, run)]
     assert subprocess.run(killed, check=False).returncode == -9
+    assert len(list(run.rglob("*.part"))) == 1
     parts = run / "rank_0" / "dim64"
     done = (parts / "grads-4.pt").stat().st_mtime_ns
     assert (parts / "grads-8.pt").exists() and not (run / "rank_0" / "dim100" / "ids-8.pkl").exists()

@@ -7,9 +7,10 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -60,20 +61,15 @@ def _of_the_disk(error: BaseException | None) -> str | None:
 def whole(path: Path) -> Iterator[Path]:
     """Give a ``.part`` path to write to; on success it is flushed to disk and renamed to ``path``.
 
-    On an exception the part is removed and ``path`` is left as it was.
+    The part is to be written in place. On an exception it is removed and ``path`` is left as it was. What a killed
+    process left is removed first.
     """
     path = Path(path)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            yield part
-            with part.open("rb") as written:
-                os.fsync(written.fileno())
-            part.replace(path)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
+    with writing(path), _part(path, Path.touch) as part:
+        yield part
+        with part.open("rb") as written:
+            os.fsync(written.fileno())
+        part.replace(path)
 
 
 @contextmanager
@@ -83,22 +79,60 @@ def whole_folder(path: Path) -> Iterator[Path]:
     On an exception the part is removed and ``path`` is left as it was. What a killed process left is removed first.
     """
     path = Path(path)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with writing(path):
-        for left in path.parent.glob(f"{path.name}.*.part"):
-            shutil.rmtree(left)
-        part.mkdir(parents=True)
+    with writing(path), _part(path, Path.mkdir) as part:
+        yield part
+        for file in filter(Path.is_file, part.rglob("*")):
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        if path.exists():
+            shutil.rmtree(path)
+        part.replace(path)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the parts of ``path`` that killed processes left; those that a living process writes stay."""
+    ours = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{8}}\.part")
+    for part in path.parent.glob("*.part"):
+        if ours.fullmatch(part.name):
+            with suppress(OSError), _opened(part) as lock:  # its writer has it locked, or has renamed it
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(part)
+
+
+@contextmanager
+def _part(path: Path, make: Callable[[Path], None]) -> Iterator[Path]:
+    """A new file or folder ``<name>.<random>.part``, locked as long as this process writes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path)
+    with ExitStack() as stack:
+        part = None
+        while part is None or not part.exists():  # another process took it for a leftover before it was locked
+            part = path.with_name(f"{path.name}.{os.urandom(4).hex()}.part")
+            make(part)
+            with suppress(OSError):  # a file system without locks: there, no part is ever taken for a leftover
+                fcntl.flock(stack.enter_context(_opened(part)), fcntl.LOCK_EX)
         try:
             yield part
-            for file in filter(Path.is_file, part.rglob("*")):
-                with file.open("rb") as written:
-                    os.fsync(written.fileno())
-            if path.exists():
-                shutil.rmtree(path)
-            part.replace(path)
         except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
+            _remove(part)
             raise
+
+
+@contextmanager
+def _opened(part: Path) -> Iterator[int]:
+    """A file descriptor to lock a part by; of a file for writing, as NFS wants it."""
+    descriptor = os.open(part, os.O_RDONLY if part.is_dir() else os.O_RDWR)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _remove(part: Path) -> None:
+    if part.is_dir():
+        shutil.rmtree(part, ignore_errors=True)
+    else:
+        part.unlink(missing_ok=True)
 
 
 def claim(path: Path, *, share: bool = False) -> IO[str]:

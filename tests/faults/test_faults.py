@@ -204,10 +204,12 @@ def test_kill_9_while_collecting_and_while_aggregating(lab, tmp_path, table):
     ended = struck(aggregate[broken], lab.folder, "-", "KILL", broken / "dim8/*.part")
     assert ended.code == -9 and not orphans(broken)
     assert not (broken / "dim8/manifest.json").exists()
+    assert list(broken.glob("dim8/*.part"))
     validate = [*GRADWIRE, "grads", "validate", *flags({"output_dir": broken, "num_gpus": 2, "dim": 8})]
     refused = run([*validate, "--check_aggregated"], lab.folder)
     assert refused.code in (1, 2)
     lab.succeed(aggregate[broken])
+    assert not list(broken.glob("dim8/*.part"))
     assert tree(broken, *results) == tree(reference, *results)
     table("kill -9, aggregating", f"validation: exit {refused.code}: {refused.last}", "same gradients, to the byte")
 

@@ -304,8 +304,6 @@ def _resumed(folder: Path, settings: dict[str, Any], restart: bool) -> dict[str,
             f"{folder} holds shards made with {key} {found.get(key)}, not {settings[key]}; give another --output_dir, "
             "or --restart to replace them."
         )
-    for part in folder.glob("*.part"):
-        part.unlink()
     return found
 
 

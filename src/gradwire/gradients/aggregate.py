@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradwire.errors import BadInput
-from gradwire.files import sha256_file, write_json
+from gradwire.files import remove_leftovers, sha256_file, write_json
 
 if TYPE_CHECKING:
     from gradwire.gradients.merge import Merged
@@ -88,6 +88,8 @@ def write(merged: Merged, names: Names, args: argparse.Namespace) -> None:
     """Write the merged rows wherever they are wanted in one pass over them, then what is known of them."""
     from gradwire.gradients import row_file, store
 
+    for name in (NORMALIZED, *EXPORTS.values()):  # a killed call may have had other flags
+        remove_leftovers(target(args) / name)
     with ExitStack() as stack:
         plain = [stack.enter_context(row_file.tensor_writer(names.rows, merged.shape))]
         scaled = []

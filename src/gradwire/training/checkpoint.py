@@ -96,6 +96,9 @@ class Checkpoints:
         Raises:
             BadInput: If the newest one is another configuration's or was written by other source.
         """
+        if self.world.rank == 0:
+            for part in self.folder.glob("step*.part"):  # a killed run's
+                shutil.rmtree(part)
         for name in reversed(self._agreed(self._names())):
             checkpoint = self.folder / name
             problems = [problem for problem in ops.gather_objects(self._problem(checkpoint, model)) if problem]

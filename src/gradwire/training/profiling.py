@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -45,10 +48,9 @@ def profiling(training: Training, start: int, path: Path, world: World) -> Itera
         return
 
     def save(recorder: profile) -> None:
-        with whole(path) as part:
-            compressed = part.with_suffix(".gz")  # the suffix makes the profiler compress
-            recorder.export_chrome_trace(str(compressed))
-            compressed.replace(part)
+        with whole(path) as part, gzip.open(part, "wb") as compressed, NamedTemporaryFile(suffix=".json") as plain:
+            recorder.export_chrome_trace(plain.name)
+            shutil.copyfileobj(plain, compressed)
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (world.device.type == "cuda")
     timetable = schedule(skip_first=steps.start - start, wait=0, warmup=1, active=len(steps) - 1, repeat=1)
