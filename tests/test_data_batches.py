@@ -108,6 +108,17 @@ def test_rank_0_tokenizes_a_corpus_into_the_cache_while_another_polls(corpus, tm
     assert shards_of(corpus, rank=0, **{**settings, "max_length": 8}) != made
     assert shards_of(corpus, rank=0, cache_dir=tmp_path / "own", **settings) == tmp_path / "own" / "shards"
 
+    settings |= {"whole": True, "cache_dir": tmp_path / "own"}
+    polling = threading.Thread(target=lambda: found.append(shards_of(corpus, rank=1, **settings)))
+    polling.start()
+    made = shards_of(corpus, rank=0, **settings)
+    polling.join()
+    assert found[1:] == [made] and made != tmp_path / "own" / "shards" == shards_of(tmp_path / "own", tokenizer="bpe")
+    parts = [Shards(tmp_path / "own" / "shards", split) for split in ("train", "val")]
+    ids = {sample.sample_id for sample in Shards(made, "all")}
+    assert ids == {sample.sample_id for part in parts for sample in part} and len(ids) > len(parts[0])
+    assert shards_of(made, tokenizer="bpe", max_length=16) == made
+
 
 def test_an_absent_producer_is_a_clear_fault(tmp_path):
     with pytest.raises(RunFault, match="nothing was written"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import pickle
@@ -15,12 +17,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from data_samples import values, write_corpus
-from small_model import make, origin
+from small_model import MAX_LENGTH, make, origin
 
 from gradwire import cli
+from gradwire.data import shards
 from gradwire.data.batches import Batch, collate
+from gradwire.data.corpus import documents
 from gradwire.data.shards import Sample, Shards
+from gradwire.data.tokenizer import load as load_tokenizer
+from gradwire.data.writer import cuts, sample_ids
 from gradwire.errors import BadInput, CheckFailed, NonFiniteGradient
 from gradwire.files import sha256_file
 from gradwire.gradients import checks, merge, provenance, rows, store
@@ -237,11 +242,77 @@ def test_none_stores_the_whole_gradient(small, tmp_path, capsys):
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["grads_collect.failed.json"]
 
 
-def test_a_corpus_file_is_read_with_the_models_tokenizer(small, tmp_path):
-    corpus = write_corpus(tmp_path / "corpus.json", values(31))
-    words = options(small, tmp_path / "run", data_path=corpus, cache_dir=tmp_path / "cache", max_samples=3)
+@pytest.fixture(scope="module")
+def of_corpus(small, tmp_path_factory):
+    """A run of all documents of a corpus file, by one command."""
+    base = tmp_path_factory.mktemp("corpus")
+    config = {"model_dir": str(small.model), "data_path": str(small.corpus), "cache_dir": str(base / "cache"), "dim": 8}
+    (base / "run.json").write_text(json.dumps(config))
+    words = ["grads", "run", "--config_path", str(base / "run.json"), "--output_dir", str(base / "run")]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert cli.main(words) == 0
+    (base / "told").write_text(out.getvalue())
+    return base
+
+
+def test_all_documents_of_a_corpus_file_are_collected(small, of_corpus, capsys):
+    run, ids = of_corpus / "run", merged(of_corpus / "run", 8).ids
+    texts = [document.text for document in documents(small.corpus)]
+    lengths = [len(tokens) + 1 for tokens in load_tokenizer(small.model).encode_batch(texts)]
+    expected = [
+        id_
+        for document, length in zip(documents(small.corpus), lengths, strict=True)
+        for id_ in sample_ids(document.id, len(cuts(length, MAX_LENGTH)))
+    ]
+    assert ids == expected and len(ids) > len(texts) == 17
+    told = f"{len(ids)} samples of 17 documents"
+    assert f"gradients of {told} in {run}" in (of_corpus / "told").read_text()
+
+    words = ["norms", "--model_dir", small.model, "--data_path", small.corpus, "--cache_dir", of_corpus / "cache"]
+    words = [*map(str, words), "--output_dir", str(of_corpus)]
+    assert cli.main([*words, "--split", "val"]) == 2
+    assert f"--split val: {small.corpus} is a corpus file, and all of its documents" in capsys.readouterr().err
     assert cli.main(words) == 0
-    assert store.read_ids(tmp_path / "run" / "rank_0" / "dim64" / "all_ids.pkl")
+    assert f"norms of {told} in {of_corpus / 'norms.parquet'}" in capsys.readouterr().out
+    table = pq.read_table(of_corpus / "norms.parquet")
+    assert table["id"].to_pylist() == ids
+    assert table["norm"].to_pylist() == pytest.approx(merged(run, 8).meta["norm"].to_pylist(), rel=1e-4)
+
+
+def test_validation_compares_with_the_corpus_file(small, of_corpus, tmp_path, capsys):
+    validate = ["grads", "validate", "--output_dir", str(of_corpus / "run")]
+    assert cli.main(validate) == 0
+    assert "every document of the corpus has its samples" in (of_corpus / "run/validation.json").read_text()
+
+    file, moved = tmp_path / "corpus.json", tmp_path / "shards"
+    values = json.loads(small.corpus.read_text())
+    values.insert(1, {"id": "doc/0é#0", "title": "", "text": "new"})
+    file.write_text(json.dumps(values))
+    assert cli.main([*validate, "--corpus", str(file)]) == 2
+    assert f"the corpus {file} is not the one that was collected from" in capsys.readouterr().err
+    shutil.copytree(of_corpus / "cache/all/shards", moved)
+    meta = shards.meta(moved, "all")
+    torch.save({**meta, "dataset_digest": sha256_file(file)}, moved / "all/shards.meta.pt")
+    assert cli.main([*validate, "--corpus", str(file), "--data_path", str(moved)]) == 1
+    assert "document 'doc/0é#0' has no sample" in capsys.readouterr().err
+    assert cli.main([*validate, "--corpus", str(tmp_path / "none")]) == 2
+    assert "cannot read the corpus" in capsys.readouterr().err
+
+
+def test_documents_are_compared_with_samples_in_order():
+    def found(ids, to_the_end=True):
+        return list(checks._other_documents(["a", "a#1", "b", "c"], ids, to_the_end))
+
+    assert not found(["a", "a#1", "b#0", "b#1", "c"])
+    assert not found(["a", "a#1", "b#0"], to_the_end=False)
+    assert found(["a", "a#1", "b#0"]) == ["document 'c' has no sample"]
+    assert found(["a", "b#0", "b#1", "c"]) == ["document 'a#1' has no sample"]
+    assert found(["a", "a#1", "b", "c", "d"]) == ["sample 'd' is of no document"]
+    assert found(["a", "a#1", "b#1", "c"]) == [
+        "document 'b' has no sample",
+        "document 'c' has no sample",
+        "sample 'b#1' is of no document",
+    ]
 
 
 # --- going on, and refusing to mix

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from gradwire.data import tokenizer as tokenizers
-from gradwire.data.shards import META, SPLITS, meta, wait_finalized
+from gradwire.data.shards import ALL, exist, meta, splits, wait_finalized
 from gradwire.data.tokenization import tokenize
 from gradwire.defaults import MAX_LENGTH, SHARD_SIZE, SHORTEST_MAX_LENGTH, VAL_FRACTION, VOCAB_SIZE
 from gradwire.errors import BadInput
@@ -25,6 +25,7 @@ def shards_of(
     max_length: int | None = None,
     vocab_size: int = VOCAB_SIZE,
     cache_dir: Path | None = None,
+    whole: bool = False,
     rank: int = 0,
     timeout: float = TIMEOUT,
 ) -> Path:
@@ -37,6 +38,7 @@ def shards_of(
         max_length: Tokens per sample: shards of longer ones are refused. None: theirs, or the default of a corpus.
         vocab_size: Size of the vocabulary of ``bpe``, for a corpus file.
         cache_dir: Where a corpus file's shards go; None: ``$XDG_CACHE_HOME/gradwire/<digest>``.
+        whole: Take all documents of a corpus file, as the split ``all``; those of ``cache_dir`` go into its ``all/``.
         rank: Rank 0 tokenizes, the others poll until it has finished.
         timeout: Seconds without progress after which they give up.
 
@@ -46,7 +48,7 @@ def shards_of(
     """
     data_path = Path(data_path)
     for folder in (data_path, data_path / "shards"):
-        if all((folder / split / META).exists() for split in SPLITS):
+        if exist(folder):
             check_fit(folder, tokenizer, max_length)
             return folder
     max_length = MAX_LENGTH if max_length is None else max_length
@@ -54,7 +56,11 @@ def shards_of(
         raise BadInput(f"--max_length {max_length} is too small; at least {SHORTEST_MAX_LENGTH}.")
     if not data_path.is_file():
         raise BadInput(f"{data_path} is neither a shards folder nor a corpus file; `gradwire tokenize` makes shards.")
-    cache_dir = cache_dir or default_cache(data_path, tokenizer, max_length, vocab_size)
+    val_fraction = 0.0 if whole else VAL_FRACTION
+    if cache_dir is None:
+        cache_dir = default_cache(data_path, tokenizer, max_length, vocab_size, val_fraction)
+    elif whole:
+        cache_dir = cache_dir / ALL
     if rank == 0:
         with locked(cache_dir):
             tokenize(
@@ -64,7 +70,7 @@ def shards_of(
                 vocab_size=vocab_size,
                 max_length=max_length,
                 shard_size=SHARD_SIZE,
-                val_fraction=VAL_FRACTION,
+                val_fraction=val_fraction,
                 dataset=data_path.stem,
             )
     wait_finalized(cache_dir / "shards", timeout)
@@ -77,7 +83,7 @@ def check_fit(folder: Path, tokenizer: str, max_length: int | None) -> None:
     Raises:
         BadInput: Saying which, and what to do.
     """
-    longest = meta(folder, SPLITS[0])["max_length"]
+    longest = meta(folder, splits(folder)[0])["max_length"]
     if max_length is not None and longest > max_length:
         raise BadInput(
             f"{folder} holds samples of up to {longest} tokens, not {max_length}; run `gradwire tokenize` with "
@@ -90,11 +96,11 @@ def check_fit(folder: Path, tokenizer: str, max_length: int | None) -> None:
         )
 
 
-def default_cache(data_path: Path, tokenizer: str, max_length: int, vocab_size: int) -> Path:
-    """A folder for exactly this corpus, tokenizer and way of cutting below the user's cache."""
+def default_cache(data_path: Path, tokenizer: str, max_length: int, vocab_size: int, val_fraction: float) -> Path:
+    """A folder for exactly this corpus, tokenizer, length and split below the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     origin = tokenizers.origin(tokenizer, data_path, vocab_size)
-    cut = [max_length, SHARD_SIZE, VAL_FRACTION]
+    cut = [max_length, SHARD_SIZE, val_fraction]
     return cache / "gradwire" / digest([data_path.stem, sha256_file(data_path), origin, *cut])
 
 

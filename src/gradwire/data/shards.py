@@ -1,8 +1,9 @@
 """Token shards: their files, and reading them.
 
-A shards folder holds ``train/`` and ``val/``; each has ``shard-00000.pt`` … and ``shards.meta.pt``. A shard is a
-dictionary of ``input_ids`` (``[n, max_length]``, int16 or int32 by vocabulary, right-padded), ``lengths``
-(``[n]`` int32, in tokens) and ``sample_ids`` (a list of n strings). The tokenizer lies beside it in ``tokenizer/``.
+A shards folder holds ``train/`` and ``val/``, or ``all/`` where no document is held out; each has ``shard-00000.pt`` …
+and ``shards.meta.pt``. A shard is a dictionary of ``input_ids`` (``[n, max_length]``, int16 or int32 by vocabulary,
+right-padded), ``lengths`` (``[n]`` int32, in tokens) and ``sample_ids`` (a list of n strings). The tokenizer lies
+beside the folder in ``tokenizer/``.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from gradwire.files import digest, sha256_file
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
+ALL = "all"  # the one split of a corpus none of whose documents validate
 META = "shards.meta.pt"
 POLL_SECONDS = 0.05
 
@@ -56,6 +58,11 @@ class Shards(Dataset[Sample]):
     def digest(self) -> str:
         """A digest of the split's samples: of its shards' checksums, in hex."""
         return digest([shard["sha256"] for shard in self.meta["shards"]], length=64)
+
+    def told(self, count: int) -> str:
+        """The split's first ``count`` samples, in words that name all of its samples and documents."""
+        samples = f"{count} samples" if count == len(self) else f"the first {count} of {len(self)} samples"
+        return f"{samples} of {self.meta['processed_documents']} documents"
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -103,18 +110,28 @@ def tables(folder: Path, meta: dict[str, Any]) -> Iterator[dict[str, Any]]:
     return (read(folder / shard["file"]) for shard in meta["shards"])
 
 
+def splits(folder: Path) -> tuple[str, ...]:
+    """The splits of a shards folder: ``all``, or else train and val."""
+    return (ALL,) if (Path(folder) / ALL / META).exists() else SPLITS
+
+
+def exist(folder: Path) -> bool:
+    """Whether a folder is one of token shards, perhaps not complete ones."""
+    return all((Path(folder) / split / META).exists() for split in splits(folder))
+
+
 def finalized(folder: Path) -> bool:
-    """Whether both splits are complete."""
-    return all((Path(folder) / split / META).exists() and meta(folder, split)["finalized"] for split in SPLITS)
+    """Whether all splits are complete."""
+    return exist(folder) and all(meta(folder, split)["finalized"] for split in splits(folder))
 
 
 def check(folder: Path) -> None:
-    """Read every shard of both splits and compare it with its checksum.
+    """Read every shard of all splits and compare it with its checksum.
 
     Raises:
         BadInput: If a split is missing or incomplete, or a shard is missing or altered.
     """
-    for split in SPLITS:
+    for split in splits(folder):
         shards = Shards(folder, split)
         for shard in shards.meta["shards"]:
             path = shards.folder / shard["file"]
@@ -151,4 +168,4 @@ def wait_finalized(folder: Path, timeout: float) -> None:
 
 
 def _progress(folder: Path) -> list[int]:
-    return [path.stat().st_mtime_ns for split in SPLITS for path in [folder / split / META] if path.exists()]
+    return [path.stat().st_mtime_ns for split in splits(folder) for path in [folder / split / META] if path.exists()]

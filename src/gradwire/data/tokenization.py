@@ -38,7 +38,7 @@ def tokenize(
         vocab_size: Size of the vocabulary of ``bpe``.
         max_length: Tokens per sample, at most.
         shard_size: Samples per shard.
-        val_fraction: Share of the documents that validate.
+        val_fraction: Share of the documents that validate; 0: none does, and the one split is ``all``.
         dataset: The name that records give the corpus.
         tokenizer_only: Stop when the tokenizer is there.
         restart: Replace shards that other settings, another corpus or other source code made.

@@ -23,7 +23,7 @@ import torch
 
 from gradwire.data import corpus, unigram
 from gradwire.data.corpus import Document, FirstSeen
-from gradwire.data.shards import FORMAT_VERSION, META, SPLITS, finalized, meta, tables
+from gradwire.data.shards import ALL, FORMAT_VERSION, META, SPLITS, finalized, meta, tables
 from gradwire.data.tokenizer import Tokenizer
 from gradwire.errors import BadInput
 from gradwire.files import sha256_file, whole
@@ -36,7 +36,9 @@ Encoding = tuple[Waiting, Future[list[list[int]]]]
 
 
 def split_of(document_id: str, val_fraction: float) -> str:
-    """``val`` for about ``val_fraction`` of all ids, else ``train``; depends on the id alone."""
+    """``val`` for about ``val_fraction`` of all ids, else ``train``, by the id alone; ``all`` at fraction 0."""
+    if not val_fraction:
+        return ALL
     place = int.from_bytes(hashlib.blake2b(document_id.encode(), digest_size=8).digest(), "big") / 2**64
     return "val" if place < val_fraction else "train"
 
@@ -155,7 +157,8 @@ def write_shards(
         folder: The shards folder.
         corpus_path: The corpus.
         tokenizer: The tokenizer to use.
-        settings: max_length, shard_size, val_fraction, dataset, dataset_digest, tokenizer_digest and source.
+        settings: max_length, shard_size, val_fraction (0: one split, ``all``), dataset, dataset_digest,
+            tokenizer_digest and source.
         restart: Delete shards of other settings instead of refusing them.
 
     Raises:
@@ -169,7 +172,8 @@ def write_shards(
         "eos_id": tokenizer.eos_id,
         "pad_id": tokenizer.pad_id,
     }
-    writers = {split: SplitWriter(folder / split, {**settings, "split": split}, restart) for split in SPLITS}
+    splits = SPLITS if settings["val_fraction"] else (ALL,)
+    writers = {split: SplitWriter(folder / split, {**settings, "split": split}, restart) for split in splits}
     if finalized(folder):
         return
     try:
@@ -180,8 +184,8 @@ def write_shards(
 
 
 def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokenizer) -> None:
-    """Read the corpus to its end, write what is missing, and finalize both splits."""
-    val_fraction = writers["val"].meta["val_fraction"]
+    """Read the corpus to its end, write what is missing, and finalize all splits."""
+    val_fraction = next(iter(writers.values())).meta["val_fraction"]
     for writer in writers.values():
         writer.count(tables(writer.folder, writer.meta))
     done = {split: writer.meta["processed_documents"] for split, writer in writers.items()}
@@ -199,9 +203,11 @@ def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokeni
             )
     if documents.found:
         refuse_shared_ids(writers.values(), corpus_path)
-    loss = unigram.loss(writers["train"].targets, writers["val"].targets)
-    writers["val"].finalize(unigram_loss=loss, unigram_ppl=math.exp(loss))
-    writers["train"].finalize()
+    if "val" in writers:
+        loss = unigram.loss(writers["train"].targets, writers["val"].targets)
+        writers.pop("val").finalize(unigram_loss=loss, unigram_ppl=math.exp(loss))
+    for writer in writers.values():
+        writer.finalize()
 
 
 class NamedLikeParts:

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gradwire.data import corpus
 from gradwire.data.shards import Shards
+from gradwire.data.writer import split_of
 from gradwire.errors import BadInput
 from gradwire.files import read_json, sha256_file
 from gradwire.gradients import projections, store
@@ -60,6 +62,20 @@ class Audit:
         self.ids = sample_ids(origin, shards)
         self.checks: list[Check] = []
         self.stored: list[Stored] = []
+
+    def corpus(self, path: Path) -> None:
+        """Check that no document of the corpus file is without a sample.
+
+        Raises:
+            BadInput: If the file is gone, or is another one now.
+        """
+        meta = self.shards.meta
+        if corpus.sha256(path) != meta["dataset_digest"]:
+            raise BadInput(f"the corpus {path} is not the one that was collected from; give it as --corpus.")
+        documents = (document.id for document in corpus.documents(path))
+        meant = [id_ for id_ in documents if split_of(id_, meta["val_fraction"]) == meta["split"]]
+        problems = _other_documents(meant, self.ids, self.origin.samples == len(self.shards))
+        self.checks.append(Check("every document of the corpus has its samples", f"{path}", list(problems)))
 
     def rank(self, rank: int, dim: int) -> None:
         """Check what a rank wrote: that its blocks are whole, joined right, and hold the samples it was dealt."""
@@ -150,6 +166,24 @@ class Audit:
     def _keep(self, blocks: dict[Names, Block], whole: Names, dim: int) -> None:
         if whole in blocks:
             self.stored.append(Stored(whole, dim, blocks[whole]))
+
+
+def _other_documents(documents: Sequence[str], ids: Sequence[str], to_the_end: bool) -> Iterator[str]:
+    """Documents without a sample in ``ids``, and the first sample that follows from no document."""
+    at = 0
+    for document in documents:
+        if at == len(ids) and not to_the_end:
+            return
+        first = at
+        if ids[at : at + 1] == [document]:
+            at += 1
+            continue
+        while ids[at : at + 1] == [f"{document}#{at - first}"]:
+            at += 1
+        if at == first:
+            yield f"document {document!r} has no sample"
+    if at < len(ids):
+        yield f"sample {ids[at]!r} is of no document"
 
 
 def _missing(names: Sequence[Names]) -> list[str]:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, get_args
 
 from gradwire.config import AdamVariant, Gradients, GradMethod, GradType, Projection, SampleLoss, Split
 from gradwire.errors import BadInput
-from gradwire.models.shards import shards_folder
+from gradwire.models.shards import samples_of
 from gradwire.seat import add_rank_arguments, rank_options
 
 if TYPE_CHECKING:
     from gradwire.collectives.world import World
+    from gradwire.data.shards import Shards
     from gradwire.gradients.provenance import Provenance
     from gradwire.gradients.rows import RowMaker
 
@@ -29,8 +30,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model_dir", type=Path, required=True, help="a saved model, such as a run's final_model/")
     parser.add_argument("--data_path", type=Path, required=True, help="a shards folder, or a corpus file")
     parser.add_argument("--output_path", type=Path, required=True, help="the run's folder, which gets rank_<r>/dim<D>/")
-    parser.add_argument("--split", choices=get_args(Split), default="train", help="which split of the shards")
-    parser.add_argument("--max_samples", type=int, help="take the split's first N samples (default: all)")
+    parser.add_argument(
+        "--split", choices=get_args(Split), help="of a shards folder (default: train); a corpus file is taken whole"
+    )
+    parser.add_argument("--max_samples", type=int, help="take the first N samples (default: all)")
     parser.add_argument(
         "--dim", type=int, nargs="+", required=True, metavar="N", help="columns of a row; several in one pass"
     )
@@ -99,13 +102,13 @@ def preflight(args: argparse.Namespace) -> None:
     Raises:
         BadInput: With what is wrong, where, and what to do.
     """
-    from gradwire.data import shards
+    from gradwire.data.shards import check
     from gradwire.gradients import provenance
 
     _check_positive(args)
-    folder = shards_folder(args, rank=0)
-    shards.check(folder)
-    intended = _intended(args, folder, args.world_size or 1)
+    shards = samples_of(args)
+    check(shards.folder.parent)
+    intended = _intended(args, shards, args.world_size or 1)
     if args.restart and provenance.differences(args.output_path, intended):
         provenance.discard(args.output_path)
     provenance.agree(args.output_path, intended)
@@ -123,14 +126,12 @@ def _check_positive(args: argparse.Namespace) -> None:
             raise BadInput(f"{flag} is {min(values)}; it must be at least 1.")
 
 
-def _intended(args: argparse.Namespace, folder: Path, world_size: int) -> Provenance:
+def _intended(args: argparse.Namespace, shards: Shards, world_size: int) -> Provenance:
     """What this call would collect, as far as is known before the model is loaded."""
-    from gradwire.data.shards import Shards
     from gradwire.gradients import metadata, provenance
     from gradwire.models import lora, optimizer, saved
     from gradwire.source import source_digest
 
-    shards = Shards(folder, args.split)
     samples = len(shards) if args.max_samples is None else min(args.max_samples, len(shards))
     if world_size > samples:
         raise BadInput(f"{world_size} ranks for {samples} samples of {args.data_path}: start at most {samples} ranks.")
@@ -144,9 +145,9 @@ def _intended(args: argparse.Namespace, folder: Path, world_size: int) -> Proven
         source=source_digest("gradwire.gradients.rows"),
         model_dir=str(args.model_dir),
         model_digest=saved.digest(args.model_dir),
-        data_path=str(folder),
+        data_path=str(shards.folder.parent),
         data_digest=shards.digest,
-        split=args.split,
+        split=shards.meta["split"],
         samples=samples,
         world_size=world_size,
         dims=sorted(set(args.dim)),
@@ -163,6 +164,7 @@ def _intended(args: argparse.Namespace, folder: Path, world_size: int) -> Proven
         lora=adapter,
         lora_dir=args.lora_dir and str(args.lora_dir),
         metadata=metadata.chosen(args.metadata),
+        corpus=str(args.data_path) if args.data_path.is_file() else None,
     )
 
 
@@ -175,9 +177,12 @@ def main(args: argparse.Namespace) -> None:
     from gradwire.collectives.world import process_group
 
     with process_group(**rank_options(args)) as world:
-        intended = _intended(args, shards_folder(args, world.rank), world.world_size)
+        shards = samples_of(args, world.rank)
+        intended = _intended(args, shards, world.world_size)
         with all_alive(world, args.timeout) as check:
             collect(args.output_path, intended, world, args.batch_size, check)
+        if world.rank == 0:
+            print(f"gradients of {shards.told(intended.samples)} in {args.output_path}")
 
 
 def collect(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from gradwire.config import SampleLoss, Split
 from gradwire.errors import BadInput, CheckFailed, NonFiniteGradient
-from gradwire.models.shards import shards_folder
+from gradwire.models.shards import samples_of
 from gradwire.seat import add_rank_arguments, rank_options
 
 if TYPE_CHECKING:
@@ -34,8 +34,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model_dir", type=Path, required=True, help="a saved model, such as a run's final_model/")
     parser.add_argument("--data_path", type=Path, required=True, help="a shards folder, or a corpus file")
     parser.add_argument("--output_dir", type=Path, required=True, help=f"gets {FILE}: id, norm, loss, n_valid")
-    parser.add_argument("--split", choices=get_args(Split), default="train", help="which split of the shards")
-    parser.add_argument("--max_samples", type=int, help="take the split's first N samples (default: all)")
+    parser.add_argument(
+        "--split", choices=get_args(Split), help="of a shards folder (default: train); a corpus file is taken whole"
+    )
+    parser.add_argument("--max_samples", type=int, help="take the first N samples (default: all)")
     parser.add_argument(
         "--distribution",
         choices=("auto", "replicated", "distributed"),
@@ -70,14 +72,14 @@ def preflight(args: argparse.Namespace) -> None:
     Raises:
         BadInput: With what is wrong, where, and what to do.
     """
-    from gradwire.data import shards
+    from gradwire.data.shards import check
 
     for flag, value in (("--batch_size", args.batch_size), ("--max_samples", args.max_samples or 1)):
         if value < 1:
             raise BadInput(f"{flag} is {value}; it must be at least 1.")
-    folder = shards_folder(args, rank=0)
-    shards.check(folder)
-    count = _count(shards.Shards(folder, args.split), args.max_samples)
+    shards = samples_of(args)
+    check(shards.folder.parent)
+    count = _count(shards, args.max_samples)
     if (args.world_size or 1) > count:
         raise BadInput(f"{args.world_size} ranks for {count} samples of {args.data_path}: start at most {count} ranks.")
 
@@ -94,11 +96,10 @@ def main(args: argparse.Namespace) -> None:
 
     from gradwire import parallel
     from gradwire.collectives.world import process_group
-    from gradwire.data.shards import Shards
     from gradwire.models import folder
 
     with process_group(**rank_options(args)) as world:
-        shards = Shards(shards_folder(args, world.rank), args.split)
+        shards = samples_of(args, world.rank)
         model: nn.Module = folder.load_causal(args.model_dir)
         if args.strategy == "fsdp2":
             model = parallel.wrap(model, "fsdp2", device=world.device)
@@ -106,7 +107,7 @@ def main(args: argparse.Namespace) -> None:
         if world.rank == 0:
             _check(rows, shards, args, world)
             _write(args.output_dir / FILE, rows)
-            print(f"{len(rows)} norms in {args.output_dir / FILE}")
+            print(f"norms of {shards.told(len(rows))} in {args.output_dir / FILE}")
 
 
 def collect(model: nn.Module, shards: Shards, args: argparse.Namespace, world: World) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gradwire.persample.batch import Reduction
 
 FILE = "collect.json"
-PLACES = ("model_dir", "data_path", "optimizer_dir", "lora_dir")  # may move; their digests may not
+PLACES = ("model_dir", "data_path", "optimizer_dir", "lora_dir", "corpus")  # may move; their digests may not
 FOUND = ("fingerprints", "computed_by")  # known only once the model is loaded
 
 
@@ -30,7 +30,7 @@ class Provenance:
         model_digest: Digest of its configuration and weights.
         data_path: Folder of the shards.
         data_digest: Digest of the split's samples.
-        split: ``train`` or ``val``.
+        split: ``train`` or ``val``; ``all`` of a corpus file.
         samples: How many samples, from the split's first.
         world_size: Ranks that share the samples.
         dims: Widths of the rows, ascending.
@@ -47,6 +47,7 @@ class Provenance:
         lora: The digest of a saved LoRA adapter, or the rank and the seed of a fresh one; None: the whole model.
         lora_dir: Folder of the saved one.
         metadata: Further columns of the tables.
+        corpus: The corpus file that the shards were made of; None: shards were given.
         fingerprints: The projector's digest by width; empty until the model is loaded.
         computed_by: The method that ``auto`` stood for; empty until then.
     """
@@ -73,6 +74,7 @@ class Provenance:
     lora: str | dict[str, int] | None = None
     lora_dir: str | None = None
     metadata: list[str] = field(default_factory=list)
+    corpus: str | None = None
     fingerprints: dict[str, str] = field(default_factory=dict)
     computed_by: str = ""
 

@@ -31,6 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="which rows --recompute draws")
     parser.add_argument("--model_dir", type=Path, help="where the model is now (default: where it was)")
     parser.add_argument("--data_path", type=Path, help="where the shards are now (default: where they were)")
+    parser.add_argument("--corpus", type=Path, help="where the corpus file is now (default: where it was)")
     parser.add_argument("--optimizer_dir", type=Path, help="where adam's moments are now (default: where they were)")
     parser.add_argument("--lora_dir", type=Path, help="where the LoRA adapter is now (default: where it was)")
     parser.add_argument(
@@ -73,6 +74,8 @@ def _audit(args: argparse.Namespace) -> Audit:
     dims = args.dim or origin.dims
     check_asked(origin, args.output_dir, args.num_gpus, dims)
     audit = Audit(args.output_dir, origin, provenance.samples(origin))
+    if origin.corpus is not None:
+        audit.corpus(Path(origin.corpus))
     all_of_it = args.check_ranks == args.check_aggregated
     for dim in dims:
         if args.check_ranks or all_of_it:

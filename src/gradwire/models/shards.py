@@ -4,16 +4,40 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from gradwire.errors import BadInput
 from gradwire.models import saved
 
+if TYPE_CHECKING:
+    from gradwire.data.shards import Shards
 
-def shards_folder(args: argparse.Namespace, rank: int = 0) -> Path:
+
+def samples_of(args: argparse.Namespace, rank: int = 0) -> Shards:
+    """The samples of a verb that takes ``--split`` too: a split of a shards folder, or all documents of a corpus file.
+
+    Raises:
+        BadInput: As `shards_folder`; or if a split of a corpus file is asked for.
+        RunFault: As `shards_folder`.
+    """
+    from gradwire.data.shards import Shards, splits
+
+    if args.split and Path(args.data_path).is_file():
+        raise BadInput(
+            f"--split {args.split}: {args.data_path} is a corpus file, and all of its documents are taken; leave it "
+            "out, or run `gradwire tokenize` and give the folder of its shards."
+        )
+    folder = shards_folder(args, rank, whole=True)
+    return Shards(folder, args.split or splits(folder)[0])
+
+
+def shards_folder(args: argparse.Namespace, rank: int = 0, *, whole: bool = False) -> Path:
     """The shards of a verb that takes ``--model_dir --data_path --max_length --cache_dir``.
 
     Args:
         args: The verb's arguments.
         rank: Rank 0 tokenizes a corpus file, the others wait for it.
+        whole: Hold none of its documents out for validation.
 
     Raises:
         BadInput: If the model or the data are unusable, or do not fit each other.
@@ -28,5 +52,6 @@ def shards_folder(args: argparse.Namespace, rank: int = 0) -> Path:
         tokenizer=str(model_dir),
         max_length=saved.max_length(model_dir) if args.max_length is None else args.max_length,
         cache_dir=args.cache_dir,
+        whole=whole,
         rank=rank,
     )
