@@ -24,6 +24,7 @@ from gradwire.data.shards import Shards
 from gradwire.data.tokenizer import load
 from gradwire.data.writer import cuts, split_of
 from gradwire.errors import BadInput
+from gradwire.files import sha256_file
 
 COUNT = 40
 
@@ -297,3 +298,85 @@ def test_check_finds_missing_altered_and_unfinished_shards(corpus, tmp_path):
         Shards(folder, "val")
     with pytest.raises(BadInput, match="no folder of token shards"):
         shards.check(tmp_path)
+
+
+def changed(key, change):
+    """A function that replaces one tensor or list of a shard by what ``change`` makes of it."""
+    return lambda shard: {**shard, key: change(shard[key])}
+
+
+def first(values, value):
+    """A copy whose first entry is another."""
+    values = values.clone()
+    values.view(-1)[0] = value
+    return values
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (changed("lengths", lambda lengths: first(lengths, 17)), "a length 17, outside of 1 to 16"),
+        (changed("lengths", lambda lengths: first(lengths, -3)), "a length -3, outside of 1 to 16"),
+        (changed("lengths", lambda lengths: first(lengths, 0)), "a length 0, outside of 1 to 16"),
+        (changed("lengths", lambda lengths: lengths[1:]), "lengths is no int32 vector of 7"),
+        (changed("lengths", lambda lengths: lengths.double()), "lengths is no int32 vector of 7"),
+        (changed("lengths", lambda lengths: lengths.tolist()), "lengths is no int32 vector of 7"),
+        (changed("input_ids", lambda tokens: tokens.float() + 0.5), "input_ids is no int16 or int32 matrix of 7 × 16"),
+        (changed("input_ids", lambda tokens: tokens[:, 1:]), "input_ids is no int16 or int32 matrix of 7 × 16"),
+        (changed("input_ids", lambda tokens: tokens.int().to_sparse()), "input_ids is no int16 or int32 matrix"),
+        (changed("input_ids", lambda tokens: first(tokens, 300)), "a token 300, outside of 0 to 299"),
+        (changed("input_ids", lambda tokens: first(tokens, -1)), "a token -1, outside of 0 to 299"),
+        (changed("sample_ids", lambda ids: ids[1:]), "sample_ids is no list of 7 strings"),
+        (changed("sample_ids", lambda ids: [*ids[1:], 5]), "sample_ids is no list of 7 strings"),
+        (lambda shard: shard["input_ids"], "no dictionary of input_ids, lengths and sample_ids"),
+        (lambda shard: {"input_ids": shard["input_ids"]}, "no dictionary of input_ids, lengths and sample_ids"),
+    ],
+)
+def test_a_shard_that_is_not_as_its_meta_says_is_refused_when_it_is_opened(output, tmp_path, change, message):
+    folder = tmp_path / "shards"
+    shutil.copytree(output / "shards", folder)
+    path, meta = folder / "train" / "shard-00001.pt", shards.meta(folder, "train")
+    torch.save(change(torch.load(path)), path)
+    meta["shards"][1]["sha256"] = sha256_file(path)
+    torch.save(meta, folder / "train" / shards.META)
+    split = Shards(folder, "train")
+    assert split[6].sample_id
+    for read in (lambda: split[7], lambda: shards.check(folder)):
+        with pytest.raises(BadInput, match=f"train/shard-00001.pt is unusable: .*{message}"):
+            read()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda meta: meta["shards"][1].update(file="../val/shard-00000.pt"), "of shard 1"),
+        (lambda meta: meta["shards"][1].update(samples=-7), "of shard 1"),
+        (lambda meta: meta["shards"][1].update(samples="7"), "of shard 1"),
+        (lambda meta: meta["shards"].pop(), "samples in all, it says"),
+        (lambda meta: meta.update(max_length=16.0), "max_length is 16.0"),
+        (lambda meta: meta.update(pad_id=-1), "pad_id is -1"),
+        (lambda meta: meta.update(finalized=1), "finalized is 1"),
+        (lambda meta: meta.update(shards={}), "shards is {}"),
+        (lambda meta: meta.update(split="val"), "it is of the split val"),
+        (lambda meta: meta.pop("vocab_size"), "vocab_size is None"),
+        (lambda meta: meta.clear(), "no meta of format version 1"),
+        (lambda meta: meta.update(tokens=meta["tokens"] - 1), "tokens, their shards.meta.pt says"),
+    ],
+)
+def test_a_meta_that_cannot_be_true_is_refused(corpus, output, tmp_path, change, message, capsys):
+    folder = tmp_path / "shards"
+    shutil.copytree(output / "shards", folder)
+    meta = shards.meta(folder, "train")
+    change(meta)
+    torch.save(meta, folder / "train" / shards.META)
+    with pytest.raises(BadInput, match=message):
+        shards.check(folder)
+
+
+def test_restart_replaces_shards_that_are_unusable(corpus, output, tmp_path, capsys):
+    shutil.copytree(output, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "shards/val/shards.meta.pt").write_bytes(b"")
+    assert main(tokenize_words(corpus, tmp_path)) == 2
+    assert "shards.meta.pt is damaged" in capsys.readouterr().err
+    assert main([*tokenize_words(corpus, tmp_path), "--restart"]) == 0
+    assert files_of(tmp_path) == files_of(output)

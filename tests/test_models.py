@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from small_model import MAX_LENGTH, make
 
 from gradwire import cli
 from gradwire.data import tokenizer
 from gradwire.errors import BadInput
-from gradwire.models import folder, gpt2, sampling
+from gradwire.models import folder, gpt2, lora, optimizer, sampling, saved
 
 
 @pytest.fixture(scope="module")
@@ -119,6 +121,116 @@ def test_a_damaged_model_is_refused_with_its_folder(small, tmp_path, damage, mes
     with pytest.raises(BadInput, match=message) as error:
         folder.load(tmp_path / "m")
     assert str(tmp_path / "m") in str(error.value)
+
+
+def split_weights(path, **index):
+    """Rename the weights and name them in an index, as transformers saves large models."""
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").rename(path / "model-00001-of-00001.safetensors")
+    weight_map = dict.fromkeys(tensors, "model-00001-of-00001.safetensors")
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map, **index}))
+
+
+def test_weights_in_several_files_are_read_by_their_index_unless_there_is_one_file(small, tmp_path):
+    shutil.copytree(small.model, tmp_path / "m")
+    whole = saved.digest(tmp_path / "m")
+    split_weights(tmp_path / "m")
+    weights = folder.load(tmp_path / "m").state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in folder.load(small.model).state_dict().items())
+    assert saved.digest(tmp_path / "m") == whole
+    shutil.copy(small.model / "model.safetensors", tmp_path / "m")
+    (tmp_path / "m" / "model-00001-of-00001.safetensors").write_bytes(b"is not read")
+    assert saved.digest(tmp_path / "m") == whole, "what transformers reads is what is digested"
+    folder.load(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../other/model.safetensors", "{folder}/model.safetensors", "pytorch_model.bin", "..", 5, ["x.safetensors"]],
+)
+def test_an_index_that_leads_elsewhere_is_refused(small, tmp_path, capsys, name):
+    shutil.copytree(small.model, tmp_path / "other")
+    shutil.copytree(small.model, tmp_path / "m")
+    (tmp_path / "m" / "pytorch_model.bin").touch()
+    name = name.format(folder=tmp_path / "other") if isinstance(name, str) else name
+    split_weights(tmp_path / "m", weight_map={"transformer.wte.weight": name})
+    words = ["perplexity", "--model_dir", str(tmp_path / "m"), "--data_path", str(small.shards)]
+    assert cli.main(words) == 2
+    assert f"index.json names {name!r}, which is no safetensors file in that folder" in capsys.readouterr().err
+    assert not (tmp_path / "perplexity.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("model.safetensors.index.json", [], "has no weight_map"),
+        ("model.safetensors.index.json", {"weight_map": []}, "has no weight_map"),
+        ("model.safetensors.index.json", {"weight_map": {"x": "m.safetensors"}}, "cannot be read"),  # no metadata
+        ("config.json", {"transformers_weights": "m.safetensors"}, "names other weights as transformers_weights"),
+        ("config.json", [], "cannot be read"),
+    ],
+)
+def test_a_model_whose_json_is_unusable_is_refused(small, tmp_path, file, content, message):
+    shutil.copytree(small.model, tmp_path / "m")
+    shutil.copy(small.model / "model.safetensors", tmp_path / "m" / "m.safetensors")
+    if file != "config.json":
+        (tmp_path / "m" / "model.safetensors").unlink()
+    elif content:
+        content |= json.loads((tmp_path / "m" / file).read_text())
+    (tmp_path / "m" / file).write_text(json.dumps(content))
+    with pytest.raises(BadInput, match=message):
+        folder.load(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors, facts: facts.update(betas=[0.9]), "not enough values"),
+        (lambda tensors, facts: facts.update(betas="ab"), "could not convert"),
+        (lambda tensors, facts: facts["step"].pop("w"), "KeyError: 'w'"),
+        (lambda tensors, facts: facts.update(eps=[]), "TypeError"),
+        (lambda tensors, facts: tensors.pop("exp_avg_sq/w"), "KeyError: 'w'"),
+        (lambda tensors, facts: tensors.update({"exp_avg_sq/w": torch.ones(4)}), "do not belong together"),
+        (lambda tensors, facts: tensors.update({"exp_avg_sq/v": torch.ones(3)}), "do not belong together"),
+    ],
+)
+def test_moments_that_do_not_belong_together_are_refused(tmp_path, change, message):
+    tensors = {"exp_avg/w": torch.ones(3), "exp_avg_sq/w": torch.full((3,), 2.0)}
+    facts = {"step": {"w": 7}, "betas": [0.9, 0.99], "eps": 1e-8}
+    save_file(tensors, tmp_path / optimizer.FILE, metadata={"adam": json.dumps(facts)})
+    assert optimizer.load(tmp_path).step == {"w": 7}
+    change(tensors, facts)
+    save_file(tensors, tmp_path / optimizer.FILE, metadata={"adam": json.dumps(facts)})
+    with pytest.raises(BadInput, match=f"is unusable: .*{message}"):
+        optimizer.load(tmp_path)
+
+
+def test_an_adapter_beside_a_model_is_refused(small, tmp_path):
+    shutil.copytree(small.model, tmp_path / "m")
+    (tmp_path / "m" / "adapter_config.json").write_text("{}")
+    with pytest.raises(BadInput, match="an adapter beside a model"):
+        saved.digest(tmp_path / "m")
+
+
+@pytest.mark.parametrize("config", [[], {"base_model_name_or_path": 5}])
+def test_an_adapters_configuration_must_be_one(tmp_path, config):
+    (tmp_path / lora.CONFIG).write_text(json.dumps(config))
+    (tmp_path / lora.WEIGHTS).touch()
+    with pytest.raises(BadInput, match="is no adapter's configuration"):
+        lora.check(tmp_path, tmp_path)
+
+
+def test_perplexity_reads_no_altered_shards(small, tmp_path, capsys):
+    data = tmp_path / "data"
+    shutil.copytree(small.shards.parent, data)
+    path = data / "shards/val/shard-00000.pt"
+    shard = torch.load(path)
+    shard["lengths"] -= (shard["lengths"] > 3).int()
+    torch.save(shard, path)
+    words = ["perplexity", "--model_dir", str(small.model), "--data_path", str(data)]
+    assert cli.main([*words, "--output", str(tmp_path / "p.json")]) == 2
+    assert "shard-00000.pt is not what was written" in capsys.readouterr().err
+    assert not (tmp_path / "p.json").exists()
 
 
 def test_max_length_must_be_said(small, tmp_path):

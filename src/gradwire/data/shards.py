@@ -8,7 +8,7 @@ beside the folder in ``tokenizer/``.
 
 from __future__ import annotations
 
-import pickle
+import reprlib
 import time
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -26,6 +26,14 @@ FORMAT_VERSION = 1
 SPLITS = ("train", "val")
 ALL = "all"  # the one split of a corpus none of whose documents validate
 META = "shards.meta.pt"
+META_TYPES: dict[str, type] = {
+    **dict.fromkeys(("split", "dataset", "dataset_digest", "tokenizer_digest", "source"), str),
+    **dict.fromkeys(("max_length", "vocab_size", "eos_id", "pad_id", "tokens"), int),
+    **dict.fromkeys(("processed_documents", "processed_samples", "next_document_samples"), int),
+    "val_fraction": float,
+    "shards": list,
+    "finalized": bool,
+}
 POLL_SECONDS = 0.05
 
 
@@ -72,7 +80,7 @@ class Shards(Dataset[Sample]):
             raise IndexError(f"sample {index} of {len(self)}")
         number = bisect_right(self._ends, index)
         if number not in self._open:
-            self._open[number] = read(self.folder / self.meta["shards"][number]["file"])
+            self._open[number] = table(self.folder, self.meta, number)
         shard = self._open[number]
         row = index - (self._ends[number] - len(shard["sample_ids"]))
         length = int(shard["lengths"][row])
@@ -83,16 +91,86 @@ def meta(folder: Path, split: str) -> dict[str, Any]:
     """What ``tokenize`` noted about a split; ``finalized`` tells whether it is complete.
 
     Raises:
-        BadInput: If there is none.
+        BadInput: If there is none, or one that cannot be true.
     """
     path = Path(folder) / split / META
     if not path.exists():
         raise BadInput(f"{path} is missing: {folder} is no folder of token shards; `gradwire tokenize` makes one.")
-    return read(path)
+    found = read(path)
+    if problem := _wrong_meta(found, split):
+        raise BadInput(f"{path} is unusable: {problem}; run `gradwire tokenize` into a new folder or with --restart.")
+    return found
 
 
-def read(path: Path) -> dict[str, Any]:
-    """Load a shard or a meta file, memory-mapped; nothing in it is executed.
+def _wrong_meta(meta: Any, split: str) -> str | None:
+    """Why a split's meta cannot be true, or None."""
+    if not isinstance(meta, dict) or meta.get("format_version") != FORMAT_VERSION:
+        return f"it is no meta of format version {FORMAT_VERSION}"
+    for name, kind in META_TYPES.items():
+        value: Any = meta.get(name)
+        if type(value) is not kind or (isinstance(value, int) and value < 0):
+            return f"{name} is {reprlib.repr(value)}"
+    if meta["split"] != split:
+        return f"it is of the split {meta['split']}"
+    for number, shard in enumerate(meta["shards"]):
+        named = isinstance(shard, dict) and shard.get("file") == file_name(number) and type(shard.get("sha256")) is str
+        if not named or type(shard.get("samples")) is not int or shard["samples"] < 1:
+            return f"it says {reprlib.repr(shard)} of shard {number}"
+    if meta["finalized"] and split == "val" and type(meta.get("unigram_ppl")) is not float:
+        return f"unigram_ppl is {reprlib.repr(meta.get('unigram_ppl'))}"
+    samples = sum(shard["samples"] for shard in meta["shards"])
+    if samples != meta["processed_samples"] or (meta["finalized"] and not samples):
+        return f"its shards have {samples} samples in all, it says {meta['processed_samples']}"
+    return None
+
+
+def file_name(number: int) -> str:
+    """The name of a split's shard."""
+    return f"shard-{number:05d}.pt"
+
+
+def table(folder: Path, meta: dict[str, Any], number: int) -> dict[str, Any]:
+    """Load a shard of a split folder, memory-mapped.
+
+    Raises:
+        BadInput: If it is missing or damaged, or holds something else than the meta and the format say.
+    """
+    shard, path = read(folder / file_name(number)), folder / file_name(number)
+    if problem := _wrong_shard(shard, meta["shards"][number]["samples"], meta["max_length"], meta["vocab_size"]):
+        raise BadInput(f"the token shard {path} is unusable: {problem}; run `gradwire tokenize` into a new folder.")
+    return shard
+
+
+def _wrong_shard(shard: Any, samples: int, max_length: int, vocab_size: int) -> str | None:
+    """What in a shard is not as it must be, or None."""
+    if not isinstance(shard, dict) or set(shard) != {"input_ids", "lengths", "sample_ids"}:
+        return "it is no dictionary of input_ids, lengths and sample_ids"
+    tokens, lengths, ids = shard["input_ids"], shard["lengths"], shard["sample_ids"]
+    if not isinstance(ids, list) or len(ids) != samples or not all(isinstance(id_, str) for id_ in ids):
+        return f"sample_ids is no list of {samples} strings"
+    if not _numbers(tokens, (samples, max_length), (torch.int16, torch.int32)):
+        return f"input_ids is no int16 or int32 matrix of {samples} × {max_length}"
+    if not _numbers(lengths, (samples,), (torch.int32,)):
+        return f"lengths is no int32 vector of {samples}"
+    for name, values, least, most in (("token", tokens, 0, vocab_size - 1), ("length", lengths, 1, max_length)):
+        for extreme in map(int, values.aminmax()):
+            if not least <= extreme <= most:
+                return f"it has a {name} {extreme}, outside of {least} to {most}"
+    return None
+
+
+def _numbers(value: Any, shape: tuple[int, ...], kinds: tuple[torch.dtype, ...]) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and value.dtype in kinds
+        and value.shape == shape
+    )
+
+
+def read(path: Path) -> Any:
+    """Load a shard or a meta file, memory-mapped; nothing in it is executed, and nothing is known of what it holds.
 
     Raises:
         BadInput: If the file is missing or damaged.
@@ -101,13 +179,16 @@ def read(path: Path) -> dict[str, Any]:
         return torch.load(path, weights_only=True, mmap=True)
     except FileNotFoundError:
         raise BadInput(f"the token shard {path} is missing; run `gradwire tokenize` into a new folder.") from None
-    except (RuntimeError, pickle.UnpicklingError, EOFError) as error:
-        raise BadInput(f"{path} is damaged ({str(error).splitlines()[0]}); run `gradwire tokenize` again.") from None
+    except Exception as error:  # torch raises many kinds for what it cannot read
+        told = (str(error) or type(error).__name__).splitlines()[0]
+        raise BadInput(
+            f"{path} is damaged ({told}); run `gradwire tokenize` into a new folder or with --restart."
+        ) from None
 
 
 def tables(folder: Path, meta: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The shards of one split folder, one after the other."""
-    return (read(folder / shard["file"]) for shard in meta["shards"])
+    """The shards of one split folder, one after the other; errors as in ``table``."""
+    return (table(folder, meta, number) for number in range(len(meta["shards"])))
 
 
 def splits(folder: Path) -> tuple[str, ...]:
@@ -126,10 +207,10 @@ def finalized(folder: Path) -> bool:
 
 
 def check(folder: Path) -> None:
-    """Read every shard of all splits and compare it with its checksum.
+    """Read every shard of all splits and compare it with its checksum, and all of them with the sum of their tokens.
 
     Raises:
-        BadInput: If a split is missing or incomplete, or a shard is missing or altered.
+        BadInput: If a split is missing or incomplete, or a shard is missing, altered or unusable.
     """
     for split in splits(folder):
         shards = Shards(folder, split)
@@ -142,6 +223,12 @@ def check(folder: Path) -> None:
                     f"the token shard {path} is not what was written (its SHA-256 differs); delete {folder} and run "
                     "`gradwire tokenize` again."
                 )
+        tokens = sum(int(shard["lengths"].sum()) for shard in tables(shards.folder, shards.meta))
+        if tokens != shards.meta["tokens"]:
+            raise BadInput(
+                f"the token shards in {shards.folder} hold {tokens} tokens, their {META} says {shards.meta['tokens']}; "
+                f"delete {folder} and run `gradwire tokenize` again."
+            )
 
 
 def wait_finalized(folder: Path, timeout: float) -> None:

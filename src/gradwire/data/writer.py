@@ -23,7 +23,7 @@ import torch
 
 from gradwire.data import corpus, unigram
 from gradwire.data.corpus import Document, FirstSeen
-from gradwire.data.shards import ALL, FORMAT_VERSION, META, SPLITS, finalized, meta, tables
+from gradwire.data.shards import ALL, FORMAT_VERSION, META, SPLITS, file_name, finalized, meta, tables
 from gradwire.data.tokenizer import Tokenizer
 from gradwire.errors import BadInput
 from gradwire.files import sha256_file, whole
@@ -122,7 +122,7 @@ class SplitWriter:
         if not self._ids:
             return
         count = len(self._ids)
-        path = self.folder / f"shard-{len(self.meta['shards']):05d}.pt"
+        path = self.folder / file_name(len(self.meta["shards"]))
         shard = {
             "input_ids": torch.from_numpy(self._tokens[:count].copy()),
             "lengths": torch.tensor(self._lengths, dtype=torch.int32),
@@ -300,7 +300,12 @@ def _batches(waiting: Iterable[tuple[str, Document]]) -> Iterator[Waiting]:
 
 def _resumed(folder: Path, settings: dict[str, Any], restart: bool) -> dict[str, Any] | None:
     """The meta that an earlier writer left; without one, what else lies in the folder is of no use."""
-    found = meta(folder.parent, folder.name) if (folder / META).exists() else None
+    try:
+        found = meta(folder.parent, folder.name) if (folder / META).exists() else None
+    except BadInput:
+        if not restart:
+            raise
+        found = None
     other = [key for key, value in settings.items() if found is not None and found.get(key) != value]
     if found is None or (other and restart):
         shutil.rmtree(folder, ignore_errors=True)

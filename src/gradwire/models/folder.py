@@ -82,8 +82,10 @@ def _load(kind: Any, path: Path) -> Any:
         model, report = kind.from_pretrained(
             path, local_files_only=True, output_loading_info=True, dtype=torch.float32, attn_implementation="sdpa"
         )
-    except (OSError, RuntimeError, ValueError, TypeError, SafetensorError) as error:
+    except (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, SafetensorError) as error:
         raise BadInput(f"the model in {path} cannot be read: {error}") from error
+    if getattr(model.config, "transformers_weights", None) is not None:
+        raise BadInput(f"the config.json in {path} names other weights as transformers_weights: remove that entry.")
     wrong = sorted(report["missing_keys"] | report["unexpected_keys"])
     if wrong:
         raise BadInput(f"the weights in {path} do not fit its config.json: {', '.join(wrong[:3])} …")

@@ -24,9 +24,11 @@ def check(adapter: Path, base: Path) -> None:
         if not (adapter / name).is_file():
             raise BadInput(f"{adapter} holds no LoRA adapter: {name} is missing.")
     made_for = files.read_object(adapter / CONFIG).get("base_model_name_or_path")
-    if not made_for or Path(str(made_for)).name == base.resolve().name:
+    if not isinstance(made_for, str | None):
+        raise BadInput(f"{adapter / CONFIG} is no adapter's configuration with the name of its base model.")
+    if not made_for or Path(made_for).name == base.resolve().name:
         return
-    if (Path(str(made_for)) / saved.CONFIG).is_file() and saved.digest(Path(str(made_for))) == saved.digest(base):
+    if (Path(made_for) / saved.CONFIG).is_file() and saved.digest(Path(made_for)) == saved.digest(base):
         return
     raise BadInput(
         f"the LoRA adapter in {adapter} was made for {made_for}, and --model_dir is {base}: give it that model, or "

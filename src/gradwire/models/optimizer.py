@@ -83,7 +83,12 @@ def load(folder: Path) -> Moments:
             for key in stream.keys():  # noqa: SIM118  # it is no mapping
                 kind, _, name = key.partition("/")
                 found[kind][name] = stream.get_tensor(key)
-    except (SafetensorError, OSError, KeyError, ValueError) as error:
+        first, second = (found[kind] for kind in KINDS)
+        alike = all(first[name].shape == second[name].shape and second[name].is_floating_point() for name in first)
+        if first.keys() != second.keys() or not alike:
+            raise ValueError("first and second moments do not belong together")
+        beta1, beta2 = map(float, facts["betas"])
+        step = {name: int(facts["step"][name]) for name in first}
+        return Moments(path, first, second, step, (beta1, beta2), float(facts["eps"]))
+    except (SafetensorError, OSError, LookupError, ValueError, TypeError) as error:
         raise BadInput(f"{path} is unusable: {type(error).__name__}: {error}") from error
-    beta1, beta2 = facts["betas"]
-    return Moments(path, found["exp_avg"], found["exp_avg_sq"], facts["step"], (beta1, beta2), facts["eps"])

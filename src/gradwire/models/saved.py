@@ -8,6 +8,7 @@ from gradwire import files
 from gradwire.errors import BadInput
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+ADAPTER = "adapter_config.json"  # transformers would load such an adapter with the model
 INDEX = "model.safetensors.index.json"  # of weights in several files
 FACTS = "gradwire.json"
 
@@ -16,21 +17,34 @@ def check(path: Path) -> None:
     """See that a folder holds a model.
 
     Raises:
-        BadInput: If a file of it is missing.
+        BadInput: If a file of it is missing or cannot belong to it.
     """
     if not (Path(path) / CONFIG).is_file():
         raise BadInput(f"{path} holds no model: {CONFIG} is missing.")
+    if (Path(path) / ADAPTER).is_file():
+        raise BadInput(f"{path} holds an adapter beside a model ({ADAPTER}): move it into a folder of its own.")
     for file in weights(path):
         if not file.is_file():
             raise BadInput(f"{path} holds no model: {file.name} is missing.")
 
 
 def weights(path: Path) -> list[Path]:
-    """The files of a model's weights."""
+    """The files of a model's weights; of one file and an index of several, transformers reads the file.
+
+    Raises:
+        BadInput: If the index names something else than safetensors files beside it.
+    """
     index = Path(path) / INDEX
-    if not index.is_file():
+    if (Path(path) / WEIGHTS).is_file() or not index.is_file():
         return [Path(path) / WEIGHTS]
-    return [Path(path) / name for name in sorted(set(files.read_json(index).get("weight_map", {}).values()))]
+    found = files.read_json(index)
+    named = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(named, dict) or not named:
+        raise BadInput(f"{index} has no weight_map, which names the files of the weights.")
+    for name in named.values():
+        if not isinstance(name, str) or Path(name).name != name or Path(name).suffix != ".safetensors":
+            raise BadInput(f"{index} names {name!r}, which is no safetensors file in that folder.")
+    return [Path(path) / name for name in sorted(set(named.values()))]
 
 
 def digest(path: Path) -> str:

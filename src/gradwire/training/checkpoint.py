@@ -146,8 +146,8 @@ class Checkpoints:
 
     def _difference(self, manifest: Mapping[str, Any]) -> str | None:
         """Why the checkpoint is not this run's, or None."""
-        if manifest["world_size"] != self.world.world_size:
-            return f"was written by another world size, {manifest['world_size']}"
+        if manifest.get("world_size") != self.world.world_size:
+            return f"was written by another world size, {manifest.get('world_size')}"
         for name, value in self.run.items():
             if manifest.get(name) != value:
                 return "belongs to a run of another configuration" if name == "identity" else f"is of another {name}"

@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> None:
     """
     from gradwire.collectives.world import process_group
     from gradwire.data.batches import eval_batches
-    from gradwire.data.shards import Shards, splits
+    from gradwire.data.shards import Shards, check, splits
     from gradwire.files import write_json
     from gradwire.models import folder
     from gradwire.models.shards import shards_folder
@@ -51,6 +51,7 @@ def main(args: argparse.Namespace) -> None:
         raise BadInput(f"--batch_size is {args.batch_size}; it must be at least 1.")
     model_dir = Path(args.model_dir)
     shards = shards_folder(args)
+    check(shards)
     chosen = splits(shards) if args.split == "all" else (args.split,)
     batches = [eval_batches(Shards(shards, split), args.batch_size, 0, 1) for split in chosen]
     with process_group(device=args.device) as world:
