@@ -24,7 +24,7 @@ from tabulate import tabulate
 from gradwire.data.batches import collate
 from gradwire.data.shards import Sample
 from gradwire.gradients import merge, projections, row_file, rows, store
-from gradwire.gradients.provenance import Provenance
+from gradwire.gradients.provenance import FORMAT, Provenance
 from gradwire.models import gpt2
 from gradwire.persample.batch import sample_losses
 
@@ -41,20 +41,25 @@ def samples(count: int, length: int, vocabulary: int) -> Samples:
     return Samples(Sample(f"s{row}", tokens[row]) for row in range(count))
 
 
-def maker(args: argparse.Namespace, method: str, projection: str, batch_size: int) -> rows.RowMaker:
-    origin = Provenance(
+def made_from(dim: int, count: int, method: str, projection: str) -> Provenance:
+    return Provenance(
         **dict.fromkeys(("source", "model_dir", "model_digest", "data_path", "data_digest"), ""),
+        format=FORMAT,
         split="train",
-        samples=args.samples,
+        samples=count,
         world_size=1,
-        dims=[args.dim],
+        dims=[dim],
         grad_type="sgd",
         loss="mean",
         method=method,
         projection=projection,
         seed=0,
-        save_interval=args.samples,
+        save_interval=count,
     )
+
+
+def maker(args: argparse.Namespace, method: str, projection: str, batch_size: int) -> rows.RowMaker:
+    origin = made_from(args.dim, args.samples, method, projection)
     model = gpt2.build(args.model, args.vocabulary, args.length, seed=0).to(args.device)
     return rows.RowMaker(model, origin, torch.device(args.device), batch_size=batch_size)
 
@@ -216,11 +221,12 @@ def aggregate(args: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         per_rank = int(args.gigabytes * 1e9 / 4 / args.dim)
         total = per_rank * args.ranks
+        origin = made_from(args.dim, total, "loop", "rademacher")
         for rank in range(args.ranks):
             ids = [f"s{position}" for position in range(rank, total, args.ranks)]
             block = torch.randn(per_rank, args.dim, generator=torch.Generator().manual_seed(rank))
             facts = [{"sample_id": id_, "loss": 1.0, "n_targets": 1, "norm": 1.0, "flag": None} for id_ in ids]
-            store.write(store.all_names(Path(folder) / str(rank)), store.bind(block, facts))
+            store.write(store.all_names(Path(folder) / str(rank)), store.bind(block, facts, origin))
             del block
         words = [
             sys.executable,
@@ -232,6 +238,8 @@ def aggregate(args: argparse.Namespace) -> None:
             str(args.ranks),
             "--dim",
             str(args.dim),
+            "--samples",
+            str(total),
         ]
         told = json.loads(subprocess.check_output(words, text=True))
         began = time.perf_counter()
@@ -249,8 +257,9 @@ def aggregate(args: argparse.Namespace) -> None:
 
 def merge_all(args: argparse.Namespace) -> None:
     began = time.perf_counter()
-    sources = [merge.read_rank(Path(args.folder) / str(rank), args.dim) for rank in range(args.ranks)]
-    ids = [f"s{position}" for position in range(sum(len(source.ids) for source in sources))]
+    origin = made_from(args.dim, args.samples, "loop", "rademacher")
+    sources = [merge.read_rank(Path(args.folder) / str(rank), args.dim, origin) for rank in range(args.ranks)]
+    ids = [f"s{position}" for position in range(args.samples)]
     merged = merge.merge(sources, ids, 1e-4)
     with row_file.tensor_writer(Path(args.folder) / "all_orig.pt", merged.shape) as writer:
         for chunk in merged.chunks():

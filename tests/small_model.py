@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from gradwire.data.tokenization import tokenize
 from gradwire.data.tokenizer import load as load_tokenizer
 from gradwire.files import write_json
-from gradwire.gradients.provenance import Provenance
+from gradwire.gradients.provenance import FORMAT, Provenance
 from gradwire.models import folder, gpt2
 
 MAX_LENGTH = 24
@@ -47,5 +47,13 @@ def make(root: Path) -> Small:
 def origin(samples: int, **given: Any) -> Provenance:
     """What rows are made from, but for where things are: ``sgd`` rows of one rank, in one file."""
     nowhere = dict.fromkeys(("source", "model_dir", "model_digest", "data_path", "data_digest"), "")
-    usual = {"split": "train", "world_size": 1, "dims": [64], "grad_type": "sgd", "loss": "mean", "seed": 0}
+    usual = {
+        "format": FORMAT,
+        "split": "train",
+        "world_size": 1,
+        "dims": [64],
+        "grad_type": "sgd",
+        "loss": "mean",
+        "seed": 0,
+    }
     return Provenance(**{**nowhere, **usual, "samples": samples, "save_interval": samples, **given})

@@ -10,6 +10,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +31,7 @@ from gradwire.errors import BadInput, CheckFailed, NonFiniteGradient
 from gradwire.files import sha256_file
 from gradwire.gradients import checks, merge, provenance, rows, store
 from gradwire.gradients.row_file import RowFile
-from gradwire.models import folder, gpt2
+from gradwire.models import folder, gpt2, saved
 from gradwire.persample import loop
 
 SAMPLES, DIMS, INTERVAL = 11, (64, 100), 4
@@ -364,6 +365,24 @@ def test_a_killed_collection_goes_on_to_the_store_of_an_unbroken_one(small, alon
     assert not list(run.rglob("*.part"))
 
 
+def test_a_collection_does_not_go_on_from_blocks_that_are_not_its_own(small, alone, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(alone, run)
+    (run / "collect.json").unlink()
+    assert cli.main(options(small, run, seed=1)) == 2
+    assert "collect.json is missing, and gradients are there" in capsys.readouterr().err
+    assert not (run / "collect.json").exists()
+    shutil.copy(alone / "collect.json", run)
+    parts = run / "rank_0" / "dim64"
+    names = store.part_names(parts, 8)
+    block = store.read(names)
+    put(names, block.rows + 1e-3, block.ids, block.meta)
+    (parts / "all_ids.pkl").unlink()
+    assert cli.main(options(small, run)) == 2
+    assert f"{names.rows} with {names.ids}" in capsys.readouterr().err
+    assert not (parts / "all_ids.pkl").exists()
+
+
 def test_a_run_folder_of_another_configuration_is_refused_and_restarted_on_request(small, alone, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(alone, run)
@@ -416,9 +435,12 @@ def test_grads_run_refuses_a_configuration_it_does_not_know(small, tmp_path, cap
 # --- merging
 
 
+MERGED = origin(5, dims=[3], method="loop", projection="rademacher")
+
+
 def block_of(ids, rows):
     facts = [{"sample_id": id_, "loss": 1.0, "n_targets": 1, "norm": 1.0, "flag": None} for id_ in ids]
-    return store.bind(rows, facts)
+    return store.bind(rows, facts, MERGED)
 
 
 def test_merging_orders_by_the_data_and_checks_duplicates(tmp_path, monkeypatch):
@@ -426,7 +448,7 @@ def test_merging_orders_by_the_data_and_checks_duplicates(tmp_path, monkeypatch)
 
     def source(name, *block):
         store.write(store.all_names(tmp_path / name), block_of(*block))
-        return merge.read_rank(tmp_path / name, 3)
+        return merge.read_rank(tmp_path / name, 3, MERGED)
 
     first, second = source("0", ["a", "c", "e"], rows[[0, 2, 4]]), source("1", ["b", "d", "a"], rows[[1, 3, 0]])
     for chunk in (1, 24, 1 << 20):
@@ -481,6 +503,28 @@ def test_aggregating_refuses_what_the_run_has_not(pair, tmp_path, capsys):
     assert f"{run / 'rank_1' / 'dim64'} is missing or not complete" in answer("--dim", "64")
 
 
+def test_aggregating_refuses_altered_rows_and_leaves_no_file_of_an_earlier_call(pair, tmp_path, capsys):
+    run, made = tmp_path / "run", tmp_path / "made" / "dim64"
+    shutil.copytree(pair, run)
+    words = ["grads", "aggregate", "--base_path", str(run), "--output_dir", str(made), "--dim", "64"]
+    assert cli.main([*words, "--normalize", "--export", "parquet"]) == 0
+    assert cli.main(words) == 0
+    assert {path.name for path in made.iterdir()} == {
+        *(path.name for path in store.all_names(made)),
+        "manifest.json",
+    }
+    before = {path.name: sha256_file(path) for path in made.iterdir()}
+    names = store.all_names(run / "rank_1" / "dim64")
+    block = store.read(names)
+    rows = block.rows.clone()
+    rows[2, 3] += 1e-3
+    put(names, rows, block.ids, block.meta)
+    assert cli.main(words) == 2
+    assert f"{names.meta}: row 2 is not what was collected for {block.ids[2]!r}" in capsys.readouterr().err
+    (made / "grads_aggregate.failed.json").unlink()
+    assert {path.name: sha256_file(path) for path in made.iterdir()} == before
+
+
 def test_the_output_folder_may_be_the_width_itself(pair, tmp_path):
     for given, meant in ((tmp_path / "a", tmp_path / "a" / "dim64"), (tmp_path / "dim64", tmp_path / "dim64")):
         words = ["--base_path", str(pair), "--output_dir", str(given), "--dim", "64"]
@@ -505,6 +549,12 @@ def sign_again(run):
 
 def put(names, rows, ids, meta):
     store.write(names, store.Block(rows.clone(), ids, meta))
+
+
+def put_bound(run, names, rows, block):
+    """As a forger would who knows what a digest covers."""
+    identity = provenance.read(run).identity
+    put(names, rows, block.ids, store.with_digests(identity, block.meta, rows))
 
 
 def swapped(ids, i=1, j=3):
@@ -546,9 +596,7 @@ def swap_merged_ids_and_sign(run):
 
 def swap_merged_rows_and_bind_again(run):
     names, block = store.all_names(run / "dim64"), merged(run)
-    rows = block.rows[swapped(range(SAMPLES))]
-    meta = block.meta.set_column(5, "digest", pa.array(store.row_digests(block.ids, rows)))
-    put(names, rows, block.ids, meta)
+    put_bound(run, names, block.rows[swapped(range(SAMPLES))], block)
     sign_again(run)
     return names.rows
 
@@ -662,12 +710,125 @@ def shrink_row_and_bind_again(run):
     names, block = store.all_names(run / "dim64"), merged(run)
     rows = block.rows.clone()
     rows[5] /= 3
-    put(names, rows, block.ids, block.meta.set_column(5, "digest", pa.array(store.row_digests(block.ids, rows))))
+    put_bound(run, names, rows, block)
     sign_again(run)
     return names.rows
 
 
+def another_models_ranks(run):
+    """The same samples, projection and seed; the gradients are another model's, and in themselves all is right."""
+    made = provenance.read(run)
+    other = run.parent / "model"
+    model = gpt2.build("tiny", 290, 24, seed=4)
+    folder.save(model.state_dict(), model.config, Path(made.model_dir), other, {})
+    maker = rows.RowMaker.load(
+        replace(made, model_dir=str(other), model_digest=saved.digest(other), dims=[64]), torch.device("cpu")
+    )
+    for rank in range(2):
+        parts, positions = run / f"rank_{rank}" / "dim64", made.dealt(rank)
+        blocks = [maker.blocks(Shards(made.data_path, "train"), part)[64] for part in (positions[:4], positions[4:])]
+        for names, block in zip((store.part_names(parts, 4), store.part_names(parts, 6)), blocks, strict=True):
+            store.write(names, block)
+        store.write(store.all_names(parts), store.concatenated(blocks))
+    cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", "64"])
+    return run / "rank_1" / "dim64" / "all_orig.pt"
+
+
+def extra_rank(run):
+    shutil.copytree(run / "rank_1" / "dim64", run / "rank_2" / "dim64")
+    return run / "rank_2" / "dim64"
+
+
+def extra_width(run):
+    """As if the matrix of another run lay beside this one's, or one of a width that was collected before."""
+    for width in (run / "rank_0" / "dim64", run / "rank_1" / "dim64", run / "dim64"):
+        shutil.copytree(width, width.with_name("dim640"))
+    return run / "dim640"
+
+
+def edit_loss(run):
+    """Of one sample, wherever it is told, and signed."""
+    edited = merged(run).ids[0]
+    for place in ("rank_0/dim64", "rank_1/dim64", "dim64"):
+        for path in (run / place).glob("*meta*.parquet"):
+            table = pq.read_table(path)
+            losses = [7.5 if id_ == edited else loss for id_, loss in _losses(table)]
+            pq.write_table(table.set_column(1, "loss", pa.array(losses, pa.float64())), path)
+    sign_again(run)
+    return run / "dim64" / "all_meta.parquet"
+
+
+def _losses(table):
+    return zip(table["sample_id"].to_pylist(), table["loss"].to_pylist(), strict=True)
+
+
+def alter_normalized(run):
+    assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", "64", "--normalize"]) == 0
+    path = run / "dim64" / "all_normalized.pt"
+    torch.save(merged(run).rows.clone(), path)
+    return path
+
+
+def unlisted_normalized(run):
+    path = run / "dim64" / "all_normalized.pt"
+    shutil.copy(run / "dim64" / "all_orig.pt", path)
+    return path
+
+
+def unlisted_file(run):
+    path = run / "dim64" / "manifest.json"
+    told = json.loads(path.read_text())
+    del told["sha256"]["all_meta.parquet"]
+    path.write_text(json.dumps(told))
+    return run / "dim64" / "all_meta.parquet"
+
+
+def save_with_offset(run):
+    """`torch.load` gives the right rows, and the numbers of the file begin with others."""
+    path = run / "dim64" / "all_orig.pt"
+    rows = merged(run).rows.clone()
+    torch.save(torch.cat([rows.flip(0), rows])[SAMPLES:], path)
+    sign_again(run)
+    return path
+
+
+def save_sparse(run):
+    path = run / "dim64" / "all_orig.pt"
+    torch.save(merged(run).rows.clone().to_sparse(), path)
+    return path
+
+
+def list_manifest(run):
+    path = run / "dim64" / "manifest.json"
+    path.write_text(f"[{path.read_text()}]")
+    return path
+
+
+def number_as_string(run):
+    path = run / "dim64" / "manifest.json"
+    path.write_text(path.read_text().replace('"rows": 11', '"rows": "11"'))
+    return path
+
+
+def checksums_of_a_list(run):
+    path = run / "dim64" / "manifest.json"
+    told = json.loads(path.read_text())
+    path.write_text(json.dumps({**told, "sha256": list(told["sha256"])}))
+    return path
+
+
 FAULTS = [
+    another_models_ranks,
+    extra_rank,
+    edit_loss,
+    alter_normalized,
+    unlisted_normalized,
+    unlisted_file,
+    save_with_offset,
+    save_sparse,
+    list_manifest,
+    number_as_string,
+    checksums_of_a_list,
     swap_rank_ids,
     swap_part_ids,
     swap_rank_ids_everywhere,
@@ -707,15 +868,101 @@ def test_validation_finds_the_fault_and_names_the_file(pair, tmp_path, capsys, p
     assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "100"]) == 0
 
 
+@pytest.mark.parametrize(
+    "changes", [{"seed": 1}, {"projection": "normal"}, {"grad_type": "sign"}, {"model_digest": "other"}, {"lora": "x"}]
+)
+def test_an_edited_provenance_is_not_that_of_the_rows(pair, tmp_path, capsys, changes):
+    run = tmp_path / "run"
+    shutil.copytree(pair, run)
+    for path in (run / "collect.json", run / "dim64" / "manifest.json", run / "dim100" / "manifest.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "64", "--recompute", "1"]) == 1
+    told = capsys.readouterr().err
+    for place in ("rank_0/dim64/grads-4.pt", "rank_1/dim64/grads-6.pt", "dim64/all_orig.pt"):
+        assert f"{run / place} with" in told
+    assert "no row is of this collection" in told
+    assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", "64"]) == 2
+    assert "no row is of this collection" in capsys.readouterr().err
+
+
+def test_a_matrix_of_another_width_beside_the_runs_is_found(pair, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(pair, run)
+    path = extra_width(run)
+    assert cli.main(["grads", "validate", "--output_dir", str(run)]) == 1
+    assert f"{path} is of no rank or width of the run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda told: [told], "object"),
+        (lambda told: None, "object"),
+        (lambda told: {**told, "samples": "11"}, "samples: Input should be a valid integer"),
+        (lambda told: {**told, "samples": 1000}, "says 1000 samples on 2 ranks"),
+        (lambda told: {**told, "world_size": 12}, "says 11 samples on 12 ranks"),
+        (lambda told: {**told, "save_interval": 0}, "save_interval: Input should be greater than or equal to 1"),
+        (lambda told: {**told, "dims": []}, "dims: List should have at least 1 item"),
+        (lambda told: {**told, "dims": [64, "100"]}, "dims.1: Input should be a valid integer"),
+        (lambda told: {**told, "split": ["train"]}, "split: Input should be 'train' or 'val'"),
+        (lambda told: {**told, "projection": "none such"}, "projection: Input should be"),
+        (lambda told: {**told, "seed": 2**80}, "seed: Input should be less than"),
+        (
+            lambda told: {name: told[name] for name in told if name != "format"},
+            "written by another version of gradwire",
+        ),
+        (lambda told: {**told, "format": 1}, "written by another version of gradwire"),
+    ],
+)
+def test_a_provenance_of_other_types_is_bad_input(small, pair, tmp_path, capsys, change, message):
+    run = tmp_path / "run"
+    run.mkdir()
+    told = json.loads((pair / "collect.json").read_text())
+    (run / "collect.json").write_text(json.dumps(change(told)))
+    for verb in (["validate", "--output_dir", str(run)], ["aggregate", "--base_path", str(run), "--dim", "64"]):
+        assert cli.main(["grads", *verb]) == 2
+        told = capsys.readouterr().err
+        assert message in told and "collect.json" in told and "Traceback" not in told
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of types that it does not recommend
+def test_what_is_no_plain_matrix_of_rows_is_refused(tmp_path):
+    path = tmp_path / "rows.pt"
+    rows = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+
+    def refusal(saved_):
+        torch.save(saved_, path)
+        with pytest.raises(BadInput, match=str(path)) as told:
+            RowFile(path)
+        return str(told.value)
+
+    for other in (
+        rows.to_sparse(),
+        torch.nn.Parameter(rows),
+        torch.quantize_per_tensor(rows, 0.1, 0, torch.qint8),
+        rows.to(torch.complex64),
+        rows.double(),
+        rows[0],
+        [rows],
+    ):
+        assert "is no dense float32 matrix" in refusal(other)
+    assert "no plain numbers in memory" in refusal(rows.requires_grad_())
+    rows.requires_grad_(False)
+    assert "no plain numbers in memory" in refusal(torch._neg_view(rows))
+    assert "no plain numbers in memory" in refusal(rows.to("meta"))
+    for part in (rows.T, rows[1:], rows[:2], rows[:, :4]):
+        assert "a part of a larger tensor" in refusal(part)
+    torch.save(rows, path)
+    assert torch.equal(torch.from_numpy(RowFile(path).read(0, 3)), rows)
+
+
 def test_recomputing_finds_rows_that_are_consistently_false(pair, tmp_path, capsys):
     run = tmp_path / "run"
     shutil.copytree(pair, run)
     for folder_ in (run / "rank_0" / "dim64", run / "rank_1" / "dim64", run / "dim64"):
         for names in [store.all_names(folder_), *(store.part_names(folder_, end) for end in store.parts(folder_))]:
             block = store.read(names)
-            rows = block.rows * 1.1
-            digests = pa.array(store.row_digests(block.ids, rows))
-            put(names, rows, block.ids, block.meta.set_column(5, "digest", digests))
+            put_bound(run, names, block.rows * 1.1, block)
     sign_again(run)
     words = ["grads", "validate", "--output_dir", str(run), "--dim", "64"]
     assert cli.main(words) == 0

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from small_model import make
 
 from gradwire import cli
+from gradwire.files import sha256_file
 from gradwire.gradients import store
 
 
@@ -82,3 +85,111 @@ def test_stores_that_do_not_belong_together_are_refused(stores, tmp_path, capsys
     (tmp_path / "corpus.json").write_text('[{"id": "x", "text": "y"}]')
     assert "has no document of sample" in answer([of["train"]], [of["val"]], "--corpus", tmp_path / "corpus.json")
     assert not (tmp_path / "out" / "top.jsonl").exists()
+
+
+def test_what_the_rows_are_of_has_to_agree(stores, tmp_path, capsys):
+    """LoRA adapters, and Adam's moments, of one model: its digest is the same."""
+    _, of = stores
+    for changes, message in (
+        ({"lora": {"rank": 4, "seed": 1}}, "differ in lora"),
+        ({"grad_type": "adam", "optimizer_digest": "one"}, None),
+        ({"optimizer_digest": "other"}, None),
+    ):
+        train = copied(of["train"], tmp_path / "train")
+        edit(train / "manifest.json", **changes)
+        assert influence(tmp_path / "out", [train], [of["val"]]) == 2
+        told = capsys.readouterr().err
+        assert (message or "no row is of this collection") in told
+        shutil.rmtree(train)
+    both = [copied(of[name], tmp_path / name) for name in ("train", "val")]
+    for path, moments in zip(both, ("one", "other"), strict=True):
+        edit(path / "manifest.json", grad_type="adam", optimizer_digest=moments)
+    assert influence(tmp_path / "out", both[:1], both[1:]) == 2
+    assert "differ in optimizer_digest" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "top.jsonl").exists()
+
+
+def swapped_rows(path):
+    rows = store.read_rows(path / "all_orig.pt").clone()
+    torch.save(rows.flip(0).contiguous(), path / "all_orig.pt")
+    return "all_orig.pt", "its SHA-256 differs"
+
+
+def swapped_and_signed(path):
+    swapped_rows(path)
+    sign(path)
+    return "all_orig.pt", "row 0 is not what was collected for"
+
+
+def offset_and_signed(path):
+    """`torch.load` gives the right rows, and the numbers of the file begin with others."""
+    rows = store.read_rows(path / "all_orig.pt").clone()
+    torch.save(torch.cat([rows.flip(0), rows])[len(rows) :], path / "all_orig.pt")
+    sign(path)
+    return "all_orig.pt", "holds a part of a larger tensor"
+
+
+def another_seed(path):
+    edit(path / "manifest.json", seed=1)
+    return "all_orig.pt", "no row is of this collection"
+
+
+def altered_facts(path):
+    (path / "all_meta.parquet").write_bytes((path / "all_meta.parquet").read_bytes() + b"0")
+    return "all_meta.parquet", "its SHA-256 differs"
+
+
+def unlisted_copy(path):
+    shutil.copy(path / "all_orig.pt", path / "all_normalized.pt")
+    return "all_normalized.pt", "is no file of"
+
+
+def list_of_manifests(path):
+    (path / "manifest.json").write_text(f"[{(path / 'manifest.json').read_text()}]")
+    return "manifest.json", "object"
+
+
+def older(path):
+    told = json.loads((path / "manifest.json").read_text())
+    del told["format"]
+    (path / "manifest.json").write_text(json.dumps(told))
+    return "manifest.json", "was written by another version of gradwire; collect the gradients again"
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        swapped_rows,
+        swapped_and_signed,
+        offset_and_signed,
+        another_seed,
+        altered_facts,
+        unlisted_copy,
+        list_of_manifests,
+        older,
+    ],
+)
+def test_a_store_that_is_not_what_its_manifest_says_is_refused(stores, tmp_path, capsys, plant):
+    _, of = stores
+    both = [copied(of["train"], tmp_path / "train"), copied(of["val"], tmp_path / "val")]
+    file, message = plant(both[0])
+    if plant is another_seed:
+        plant(both[1])
+    assert influence(tmp_path / "out", both[:1], both[1:]) == 2
+    told = capsys.readouterr().err
+    assert str(tmp_path) in told and file in told and message in told and "Traceback" not in told
+    assert not (tmp_path / "out" / "top.jsonl").exists()
+
+
+def copied(path, to):
+    shutil.copytree(path, to)
+    return to
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def sign(path):
+    names = json.loads((path / "manifest.json").read_text())["sha256"]
+    edit(path / "manifest.json", sha256={name: sha256_file(path / name) for name in names})

@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradwire.errors import BadInput
-from gradwire.files import remove_leftovers, sha256_file, write_json
+from gradwire.files import remove_leftovers, sha256_file
+from gradwire.gradients.manifest import EXPORTS, NORMALIZED
 
 if TYPE_CHECKING:
     from gradwire.gradients.merge import Merged
     from gradwire.gradients.provenance import Provenance
     from gradwire.gradients.store import Names
-
-MANIFEST = "manifest.json"
-NORMALIZED = "all_normalized.pt"
-EXPORTS = {"safetensors": "all_orig.safetensors", "parquet": "all_orig.parquet"}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,32 +46,31 @@ def main(args: argparse.Namespace) -> None:
     """Merge the ranks, then write the matrix, its ids, its facts, and a manifest of what they are.
 
     Raises:
-        BadInput: If a rank or a sample is missing, or the run's folder holds something else than was asked for.
+        BadInput: If a rank or a sample is missing, a row is not what was collected, or the run's folder holds something
+            else than was asked for.
         CheckFailed: If two rows of one sample disagree.
     """
-    from gradwire.gradients import merge, provenance, store, types
+    from gradwire.gradients import manifest, merge, provenance, store, types
 
     origin = provenance.read(args.base_path)
     check_asked(origin, args.base_path, args.num_gpus, [args.dim])
     ranks = [store.rank_folder(args.base_path, rank, args.dim) for rank in range(origin.world_size)]
     ids = provenance.sample_ids(origin, provenance.samples(origin))
     merged = merge.merge(
-        [merge.read_rank(folder, args.dim) for folder in ranks], ids, types.TOLERANCE[origin.grad_type]
+        [merge.read_rank(folder, args.dim, origin) for folder in ranks], ids, types.TOLERANCE[origin.grad_type]
     )
     names = store.all_names(target(args))
     write(merged, names, args)
-    write_json(
-        target(args) / MANIFEST,
-        {
-            **asdict(origin),
-            "dim": args.dim,
-            "order": "as in the data",
-            "rows": len(merged.ids),
-            "duplicates": merged.duplicates,
-            "duplicates_deviation": merged.deviation,
-            "sha256": {path.name: sha256_file(path) for path in [*names, *further(args)]},
-        },
+    made = manifest.Manifest(
+        **asdict(origin),
+        dim=args.dim,
+        order="as in the data",
+        rows=len(merged.ids),
+        duplicates=merged.duplicates,
+        duplicates_deviation=merged.deviation,
+        sha256={path.name: sha256_file(path) for path in [*names, *further(args)]},
     )
+    manifest.write(target(args), made)
     print(f"{len(merged.ids)} rows of {args.dim} from {origin.world_size} ranks in {target(args)}")
 
 

@@ -9,15 +9,14 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
 import torch
 
 from gradwire.data import corpus
 from gradwire.data.shards import Shards
 from gradwire.data.writer import split_of
 from gradwire.errors import BadInput
-from gradwire.files import read_json, sha256_file
-from gradwire.gradients import projections, store
-from gradwire.gradients.aggregate import MANIFEST
+from gradwire.gradients import manifest, projections, store
 from gradwire.gradients.merge import relative_deviation
 from gradwire.gradients.projections.base import Band
 from gradwire.gradients.provenance import PLACES, Provenance, sample_ids
@@ -77,6 +76,14 @@ class Audit:
         problems = _other_documents(meant, self.ids, self.origin.samples == len(self.shards))
         self.checks.append(Check("every document of the corpus has its samples", f"{path}", list(problems)))
 
+    def folders(self, dims: Sequence[int] | None) -> None:
+        """Check that no folder of some widths, or of any, is there but those of the run."""
+        own = {place / f"dim{dim}" for dim in self.origin.dims for place in (self.run, *self._ranks())}
+        widths = [f"dim{dim}" for dim in dims] if dims else ["dim*"]
+        found = {path for width in widths for name in (width, f"rank_*/{width}") for path in self.run.glob(name)}
+        strange = [f"{path} is of no rank or width of the run" for path in sorted(found - own)]
+        self.checks.append(Check("folders: those of the run", f"{self.run}", strange))
+
     def rank(self, rank: int, dim: int) -> None:
         """Check what a rank wrote: that its blocks are whole, joined right, and hold the samples it was dealt."""
         folder, ends = store.rank_folder(self.run, rank, dim), self.origin.ends()
@@ -90,7 +97,7 @@ class Audit:
             [
                 ("files complete and paired", [*_missing(names), *_strange(folder, ends)]),
                 ("files readable, counts equal, rows finite", unreadable),
-                ("row i belongs to id i", _unbound(blocks)),
+                ("row i belongs to id i", _unbound(blocks, self.origin)),
                 ("norms are those of the gradients", _unlikely(blocks, self._band(dim))),
                 ("all_* is the blocks in order", _not_joined(blocks, whole)),
                 ("ids are those dealt, in order", _other_ids(blocks, whole, dealt)),
@@ -110,8 +117,8 @@ class Audit:
             [
                 ("files complete", _missing([whole])),
                 ("files readable, counts equal, rows finite", unreadable),
-                ("the manifest is true", _denied(folder / MANIFEST, whole, self._manifest(dim))),
-                ("row i belongs to id i", _unbound(blocks)),
+                ("the manifest is true", _denied(folder, self._manifest(dim))),
+                ("row i belongs to id i", _unbound(blocks, self.origin)),
                 ("norms are those of the gradients", _unlikely(blocks, self._band(dim))),
                 ("every id once, in the order of the data", _other_ids(blocks, whole, self.ids)),
             ],
@@ -151,6 +158,9 @@ class Audit:
             except Exception as error:
                 raise BadInput(f"the check {entry.name} ({entry.value}) failed itself: {error!r}") from error
             self.checks.append(Check(entry.name, f"{self.run}", problems))
+
+    def _ranks(self) -> list[Path]:
+        return [self.run / f"rank_{rank}" for rank in range(self.origin.world_size)]
 
     def _band(self, dim: int) -> Band:
         return projections.build(self.origin.projection, {}, self.origin.seed).band(dim)
@@ -214,13 +224,9 @@ def _read(names: Sequence[Names], dim: int) -> tuple[dict[Names, Block], list[st
     return blocks, problems
 
 
-def _unbound(blocks: dict[Names, Block]) -> Iterator[str]:
+def _unbound(blocks: dict[Names, Block], origin: Provenance) -> Iterator[str]:
     for names, block in blocks.items():
-        bound = zip(block.meta["sample_id"].to_pylist(), block.meta["digest"].to_pylist(), strict=True)
-        found = zip(block.ids, store.row_digests(block.ids, block.rows), strict=True)
-        for row, (want, have) in enumerate(zip(bound, found, strict=True)):
-            if want != have:
-                yield f"{names.rows} with {names.ids}: row {row} does not belong to {block.ids[row]!r}"
+        yield from store.unbound(names, block, origin.identity)
 
 
 def _unlikely(blocks: dict[Names, Block], band: Band) -> Iterator[str]:
@@ -237,18 +243,10 @@ def _unlikely(blocks: dict[Names, Block], band: Band) -> Iterator[str]:
 
 
 def _not_joined(blocks: dict[Names, Block], whole: Names) -> Iterator[str]:
-    parts = [block for names, block in blocks.items() if names != whole]
-    if whole not in blocks or not parts:
-        return
-    joined = store.concatenated(parts)
-    equal = (
-        torch.equal(joined.rows, blocks[whole].rows),
-        joined.ids == blocks[whole].ids,
-        joined.meta == blocks[whole].meta,
-    )
-    for path, same in zip(whole, equal, strict=True):
-        if not same:
-            yield f"{path} is not what the blocks are, one after another"
+    """Whether the whole is the parts one after another: of rows that are bound, tables say it all."""
+    parts = [block.meta for names, block in blocks.items() if names != whole]
+    if whole in blocks and parts and pa.concat_tables(parts) != blocks[whole].meta:
+        yield f"{whole.meta} is not what the blocks are, one after another"
 
 
 def _other_ids(blocks: dict[Names, Block], whole: Names, ids: Sequence[str]) -> Iterator[str]:
@@ -259,24 +257,20 @@ def _other_ids(blocks: dict[Names, Block], whole: Names, ids: Sequence[str]) -> 
 
 
 def _not_from(blocks: dict[Names, Block], ranks: Sequence[Block]) -> Iterator[str]:
-    known = {
-        bound for block in ranks for bound in zip(block.ids, store.row_digests(block.ids, block.rows), strict=True)
-    }
+    known = {digest for block in ranks for digest in block.meta["digest"].to_pylist()}
     for names, block in blocks.items():
-        for row, bound in enumerate(zip(block.ids, store.row_digests(block.ids, block.rows), strict=True)):
-            if bound not in known:
+        for row, digest in enumerate(block.meta["digest"].to_pylist()):
+            if digest not in known:
                 yield f"{names.rows}: row {row} is no rank's row of {block.ids[row]!r}"
 
 
-def _denied(manifest: Path, whole: Names, expected: dict[str, Any]) -> Iterator[str]:
+def _denied(folder: Path, expected: dict[str, Any]) -> Iterator[str]:
     try:
-        said = read_json(manifest)
+        said = manifest.read(folder)
     except BadInput as error:
         yield str(error)
         return
     for key, value in expected.items():
-        if said.get(key) != value:
-            yield f"{manifest} says {key} {said.get(key)!r}, not {value!r}"
-    for path in whole:
-        if path.is_file() and said.get("sha256", {}).get(path.name) != sha256_file(path):
-            yield f"{path} is not the file that {manifest} names: its SHA-256 differs"
+        if getattr(said, key) != value:
+            yield f"{folder / manifest.FILE} says {key} {getattr(said, key)!r}, not {value!r}"
+    yield from manifest.differing(folder, said)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from gradwire.data.shards import Shards
     from gradwire.gradients.provenance import Provenance
     from gradwire.gradients.rows import RowMaker
+    from gradwire.gradients.store import Block
 
 
 PRELOAD = ("gradwire.gradients.rows", "gradwire.models.saved")  # what each rank imports and takes long
@@ -142,6 +142,7 @@ def _intended(args: argparse.Namespace, shards: Shards, world_size: int) -> Prov
     elif args.lora_rank:
         adapter = {"rank": args.lora_rank, "seed": args.lora_seed}
     return provenance.Provenance(
+        format=provenance.FORMAT,
         source=source_digest("gradwire.gradients.rows"),
         model_dir=str(args.model_dir),
         model_digest=saved.digest(args.model_dir),
@@ -199,7 +200,7 @@ def collect(
 
     Args:
         run: The run's folder.
-        intended: What to collect; ``fingerprints`` are found here.
+        intended: What to collect; what only the loaded model tells is found here.
         world: This rank among the others.
         batch_size: Samples in the model at once; None: as many as fit.
         check: Called before each file; raises where to go on makes no sense.
@@ -214,7 +215,7 @@ def collect(
     from gradwire.gradients.rows import RowMaker
 
     maker = RowMaker.load(intended, world.device, batch_size, world)
-    intended = replace(intended, fingerprints=maker.fingerprints(), computed_by=maker.method)
+    intended = maker.made_from
     shards = provenance.samples(intended)
     provenance.agree(run, intended)
     provenance.claim(run, intended)
@@ -232,7 +233,14 @@ def collect(
     for folder in folders.values():
         whole = store.all_names(folder)
         if not whole.exist():
-            store.write(whole, store.concatenated(store.read(store.part_names(folder, end)) for end in ends))
+            store.write(whole, store.concatenated(_again(folder, ends, intended)))
+
+
+def _again(folder: Path, ends: list[int], origin: Provenance) -> Iterator[Block]:
+    """A folder's blocks as they lie there; an earlier call may have written some of them."""
+    from gradwire.gradients import store
+
+    return (store.read_bound(store.part_names(folder, end), origin.identity) for end in ends)
 
 
 def _wanted(missing: bool, maker: RowMaker, world: World) -> bool:

@@ -11,19 +11,21 @@ import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradwire.errors import BadInput
-from gradwire.files import read_json, whole, write_json
+from gradwire.files import whole, write_json
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from gradwire.gradients.row_file import RowFile
+    from gradwire.gradients.manifest import Manifest
+    from gradwire.gradients.row_file import BoundRows
 
 CHUNK_BYTES = 1 << 26  # of training rows in memory at once
-SAME = ("dim", "projection", "seed", "fingerprints", "loss")  # of a training and a validation store
+SAME = ("model_digest", "lora", "dim", "projection", "seed", "fingerprints", "loss")  # of training and validation
+SAME_STEP = ("adam_variant", "optimizer_digest")  # where both are Adam's
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,12 +67,12 @@ def main(args: argparse.Namespace) -> None:
     pairs = [(open_store(one), open_store(other)) for one, other in zip(args.train, args.validation, strict=True)]
     for train, validation in pairs:
         check_alike(train, validation)
-        if train.ids != pairs[0][0].ids:
+        if (train.rows.ids, train.manifest.data_digest) != (pairs[0][0].rows.ids, pairs[0][0].manifest.data_digest):
             raise BadInput(f"{train.path} and {pairs[0][0].path} hold other samples, or in another order.")
-    scores = np.zeros(len(pairs[0][0].ids))
+    ids = pairs[0][0].rows.ids
+    scores = np.zeros(len(ids))
     for weight, (train, validation) in zip(weights, pairs, strict=True):
         scores += weight * scored(train.rows, validation.rows, args.metric, args.over)
-    ids = pairs[0][0].ids
     order = np.argsort(-scores, kind="stable")
     best = [(ids[at], float(scores[at])) for at in order[: args.top_k]]
     documents = documents_of([id_ for id_, _ in best], args.corpus) if args.corpus else {}
@@ -99,9 +101,8 @@ class Store(NamedTuple):
     """A merged store."""
 
     path: Path
-    rows: RowFile
-    ids: list[str]
-    manifest: dict[str, Any]
+    rows: BoundRows
+    manifest: Manifest
 
 
 def normalised_weights(given: Sequence[float] | None, train: int, validation: int) -> list[float]:
@@ -125,19 +126,18 @@ def open_store(path: Path) -> Store:
     """Open a ``dim<N>/`` folder.
 
     Raises:
-        BadInput: If it is no merged store.
+        BadInput: If it is no merged store, or its files are not those of its manifest.
     """
-    from gradwire.gradients import store
-    from gradwire.gradients.aggregate import MANIFEST
-    from gradwire.gradients.row_file import RowFile
+    from gradwire.gradients import manifest, store
+    from gradwire.gradients.row_file import BoundRows
 
     names = store.all_names(path)
-    if not (path / MANIFEST).is_file() or not names.exist():
+    if not (path / manifest.FILE).is_file() or not names.exist():
         raise BadInput(f"{path} is no merged store: run `gradwire grads aggregate`, and name its dim<N> folder.")
-    found = Store(path, RowFile(names.rows), store.read_ids(names.ids), read_json(path / MANIFEST))
-    if found.rows.shape[0] != len(found.ids):
-        raise BadInput(f"{names.rows} has {found.rows.shape[0]} rows and {names.ids} {len(found.ids)} ids.")
-    return found
+    made = manifest.read(path)
+    if wrong := manifest.differing(path, made):
+        raise BadInput(f"{wrong[0]}; run `gradwire grads aggregate` again.")
+    return Store(path, BoundRows(names, made.dim, made), made)
 
 
 def check_alike(train: Store, validation: Store) -> None:
@@ -146,16 +146,17 @@ def check_alike(train: Store, validation: Store) -> None:
     Raises:
         BadInput: If they were projected otherwise, or come from another model.
     """
-    for field in (*SAME, "model_digest"):
-        if train.manifest.get(field) != validation.manifest.get(field):
+    both_adam = train.manifest.grad_type == validation.manifest.grad_type == "adam"
+    for field in (*SAME, *(SAME_STEP if both_adam else ())):
+        if getattr(train.manifest, field) != getattr(validation.manifest, field):
             raise BadInput(f"{train.path} and {validation.path} differ in {field}: their gradients cannot be compared.")
 
 
-def scored(train: RowFile, validation: RowFile, metric: str, over: str) -> NDArray[np.float64]:
+def scored(train: BoundRows, validation: BoundRows, metric: str, over: str) -> NDArray[np.float64]:
     """Each training row's score: float64 [n]. Zero rows score 0."""
     import numpy as np
 
-    def chunks(rows: RowFile) -> Iterator[NDArray[np.float64]]:
+    def chunks(rows: BoundRows) -> Iterator[NDArray[np.float64]]:
         for chunk in rows.chunks(max(1, CHUNK_BYTES // (4 * rows.shape[1]))):
             wide = chunk.astype(np.float64)
             norms = np.linalg.norm(wide, axis=1, keepdims=True)

@@ -17,18 +17,11 @@ from torch import Tensor
 
 from gradwire.errors import BadInput, CheckFailed
 from gradwire.gradients import store
-from gradwire.gradients.row_file import RowFile
+from gradwire.gradients.provenance import Provenance
+from gradwire.gradients.row_file import BoundRows
 
 NAMED = 3  # ids that an error names
 CHUNK_BYTES = 1 << 26  # of rows that are in memory at once
-
-
-class Source(NamedTuple):
-    """A rank's whole work."""
-
-    rows: RowFile
-    ids: list[str]
-    meta: pa.Table
 
 
 class Place(NamedTuple):
@@ -50,7 +43,7 @@ class Merged:
         deviation: The largest deviation among those, relative to the row's norm.
     """
 
-    sources: Sequence[Source]
+    sources: Sequence[BoundRows]
     ids: Sequence[str]
     places: Sequence[Place]
     duplicates: int
@@ -59,7 +52,7 @@ class Merged:
     @property
     def shape(self) -> tuple[int, int]:
         """Of the merged matrix."""
-        return len(self.ids), self.sources[0].rows.shape[1]
+        return len(self.ids), self.sources[0].shape[1]
 
     def chunks(self) -> Iterator[NDArray[np.float32]]:
         """The merged rows, some at a time."""
@@ -71,7 +64,7 @@ class Merged:
             for number, source in enumerate(self.sources):
                 here = [at for at, place in enumerate(places) if place.source == number]
                 if here:
-                    chunk[here] = source.rows.take([places[at].row for at in here])
+                    chunk[here] = source.take([places[at].row for at in here])
             yield chunk
 
     @property
@@ -82,7 +75,7 @@ class Merged:
         return pa.concat_tables([source.meta for source in self.sources]).take(pa.array(rows, pa.int64()))
 
 
-def read_rank(folder: Path, dim: int) -> Source:
+def read_rank(folder: Path, dim: int, origin: Provenance) -> BoundRows:
     """A rank's whole work.
 
     Raises:
@@ -93,14 +86,10 @@ def read_rank(folder: Path, dim: int) -> Source:
         raise BadInput(
             f"{folder} is missing or not complete; run `gradwire grads collect` again, it goes on where it stopped."
         )
-    source = Source(RowFile(names.rows), store.read_ids(names.ids), store.read_meta(names.meta))
-    store.check_counts(names, [source.rows.shape[0], len(source.ids), len(source.meta)])
-    if source.rows.shape[1] != dim:
-        raise BadInput(f"{names.rows} has rows of {source.rows.shape[1]} columns, not {dim}.")
-    return source
+    return BoundRows(names, dim, origin)
 
 
-def merge(sources: Sequence[Source], ids: Sequence[str], tolerance: float) -> Merged:
+def merge(sources: Sequence[BoundRows], ids: Sequence[str], tolerance: float) -> Merged:
     """Find every sample's row.
 
     A padded sampler gives some samples to two ranks; such rows must agree, and the first one is kept.
@@ -128,8 +117,8 @@ def merge(sources: Sequence[Source], ids: Sequence[str], tolerance: float) -> Me
     return Merged(sources, ids, [first[id_] for id_ in ids], duplicates, deviation)
 
 
-def _apart(sources: Sequence[Source], one: Place, other: Place) -> float:
-    rows = [np.float64(sources[place.source].rows.take([place.row])[0]) for place in (one, other)]
+def _apart(sources: Sequence[BoundRows], one: Place, other: Place) -> float:
+    rows = [np.float64(sources[place.source].take([place.row])[0]) for place in (one, other)]
     scale = max(float(np.linalg.norm(row)) for row in rows)
     return float(np.linalg.norm(rows[0] - rows[1])) / scale if scale else 0.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -48,7 +48,7 @@ def chosen(names: str) -> list[str]:
     return sorted({name for name in found if name not in ALWAYS})
 
 
-def schema(names: Sequence[str]) -> list[tuple[str, pa.DataType]]:
+def schema(names: Iterable[str]) -> list[tuple[str, pa.DataType]]:
     """Their names and types."""
     return [(name, COLUMNS[name].type) for name in names]
 

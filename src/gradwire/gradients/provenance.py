@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from gradwire.config import AdamVariant
+from pydantic import Field, TypeAdapter, ValidationError
+
+from gradwire.config import AdamVariant, GradMethod, GradType, Projection, SampleLoss, Split
 from gradwire.errors import BadInput
-from gradwire.files import read_json, write_json
+from gradwire.files import digest, write_json
 
 if TYPE_CHECKING:
     from gradwire.data.shards import Shards
-    from gradwire.persample.batch import Reduction
 
 FILE = "collect.json"
+FORMAT: Literal[2] = 2  # of the store; 1 did not bind its rows to what they were made from
 PLACES = ("model_dir", "data_path", "optimizer_dir", "lora_dir", "corpus")  # may move; their digests may not
 FOUND = ("fingerprints", "computed_by")  # known only once the model is loaded
+Positive = Annotated[int, Field(ge=1, lt=2**63)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
@@ -25,6 +30,7 @@ class Provenance:
     """Everything that the rows of a run depend on.
 
     Attributes:
+        format: ``FORMAT``, which other versions of gradwire do not read.
         source: Digest of the source that computes them.
         model_dir: Folder of the model.
         model_digest: Digest of its configuration and weights.
@@ -52,22 +58,23 @@ class Provenance:
         computed_by: The method that ``auto`` stood for; empty until then.
     """
 
+    format: Literal[2]
     source: str
     model_dir: str
     model_digest: str
     data_path: str
     data_digest: str
-    split: str
-    samples: int
-    world_size: int
-    dims: list[int]
-    grad_type: str
-    loss: Reduction
-    method: str
-    projection: str
-    seed: int
-    save_interval: int
-    strategy: str = "ddp"
+    split: Split
+    samples: Positive
+    world_size: Positive
+    dims: Annotated[list[Positive], Field(min_length=1)]
+    grad_type: GradType
+    loss: SampleLoss
+    method: GradMethod
+    projection: Projection
+    seed: Seed
+    save_interval: Positive
+    strategy: Literal["ddp", "fsdp2"] = "ddp"
     adam_variant: AdamVariant = "torch"
     optimizer_dir: str | None = None
     optimizer_digest: str | None = None
@@ -77,6 +84,12 @@ class Provenance:
     corpus: str | None = None
     fingerprints: dict[str, str] = field(default_factory=dict)
     computed_by: str = ""
+
+    @property
+    def identity(self) -> str:
+        """A digest of all of this but `PLACES`: of what a row's own digest binds it to."""
+        bound = [one.name for one in fields(Provenance) if one.name not in PLACES]
+        return digest({name: getattr(self, name) for name in bound}, length=64)
 
     def lora_options(self) -> dict[str, Any]:
         """The arguments of `models.lora.attach`.
@@ -109,14 +122,30 @@ def read(run: Path) -> Provenance:
     """The provenance of a run folder.
 
     Raises:
-        BadInput: If the folder has none, or one of another version of gradwire.
+        BadInput: If the folder has none, or one of another version of gradwire, or one that is damaged.
     """
     if not (run / FILE).is_file():
         raise BadInput(f"{run} is no run folder of gradients: {FILE} is missing; run `gradwire grads collect` first.")
+    return typed(run / FILE, Provenance)
+
+
+def typed(path: Path, kind: type[Record]) -> Record:
+    """Read a JSON object of a dataclass's fields, each of its declared type.
+
+    Raises:
+        BadInput: If the file is something else, or of another ``FORMAT``.
+    """
     try:
-        return Provenance(**read_json(run / FILE))
-    except TypeError as error:
-        raise BadInput(f"{run / FILE} was written by another version of gradwire ({error}); collect anew.") from None
+        return TypeAdapter(kind).validate_json(path.read_bytes(), strict=True)
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror}.") from error
+    except ValidationError as error:
+        problems = {".".join(map(str, one["loc"])): one["msg"] for one in error.errors()}
+        if "format" in problems:
+            raise BadInput(f"{path} was written by another version of gradwire; collect the gradients again.") from None
+        name, problem = next(iter(problems.items()))
+        where = f"{path}, {name}" if name else f"{path}"
+        raise BadInput(f"{where}: {problem}. The file was changed or damaged; collect the gradients again.") from None
 
 
 def agree(run: Path, intended: Provenance) -> None:
@@ -135,13 +164,17 @@ def agree(run: Path, intended: Provenance) -> None:
 
 def differences(run: Path, intended: Provenance) -> list[str]:
     """What a run folder was made from and this call would not use; nothing where the folder is new."""
+    begun = any(run.glob("rank_*/dim*"))  # before the look at FILE, which other ranks write before their first row
     if not (run / FILE).is_file():
-        return []
-    found, wanted = read_json(run / FILE), asdict(intended)
+        return [f"{FILE} is missing, and gradients are there"] if begun else []
+    try:
+        found, wanted = asdict(read(run)), asdict(intended)
+    except BadInput as error:
+        return [f"{error}".removesuffix(".")]
     return [
-        f"{name} is {found.get(name)!r} there and {wanted[name]!r} here"
+        f"{name} is {found[name]!r} there and {wanted[name]!r} here"
         for name in wanted
-        if name not in (*PLACES, *FOUND) and found.get(name) != wanted[name]
+        if name not in PLACES and (wanted[name] or name not in FOUND) and found[name] != wanted[name]
     ]
 
 
@@ -150,7 +183,7 @@ def discard(run: Path) -> None:
     for folder in (*run.glob("rank_*"), *run.glob("dim*")):
         shutil.rmtree(folder)
     (run / "validation.json").unlink(missing_ok=True)
-    (run / FILE).unlink()
+    (run / FILE).unlink(missing_ok=True)
 
 
 def claim(run: Path, provenance: Provenance) -> None:
@@ -172,6 +205,11 @@ def samples(provenance: Provenance) -> Shards:
     found = shards.Shards(folder, provenance.split)
     if found.digest != provenance.data_digest:
         raise BadInput(f"the samples in {folder} are not those that were collected: their digest is another.")
+    if not provenance.world_size <= provenance.samples <= len(found):
+        raise BadInput(
+            f"{FILE} says {provenance.samples} samples on {provenance.world_size} ranks, and {folder} has {len(found)} "
+            "samples: the file was changed; collect the gradients again."
+        )
     return found
 
 

@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -24,7 +24,10 @@ from numpy.typing import NDArray
 
 from gradwire.errors import BadInput
 from gradwire.files import whole
-from gradwire.gradients.store import read_rows
+from gradwire.gradients import store
+
+if TYPE_CHECKING:
+    from gradwire.gradients.provenance import Provenance
 
 FLOAT = 4  # bytes
 NORESERVE = 0x4000  # of Linux: address space without memory behind it
@@ -43,14 +46,9 @@ class RowFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        rows = read_rows(path)
+        rows = store.read_rows(path)
         self.shape = len(rows), rows.shape[1]
-        if not rows.is_contiguous():
-            raise BadInput(f"{path} holds a matrix that is not in row order.")
         self._start = _data_offset(path)
-        del rows
-        if path.stat().st_size < self._start + self.shape[0] * self.shape[1] * FLOAT:
-            raise BadInput(f"{path} is cut off.")
 
     def take(self, positions: Sequence[int]) -> NDArray[np.float32]:
         """The rows at ``positions``, in that order."""
@@ -72,6 +70,38 @@ class RowFile:
         """All rows, at most ``rows`` at a time."""
         for first in range(0, self.shape[0], rows):
             yield self.read(first, min(first + rows, self.shape[0]))
+
+
+class BoundRows(RowFile):
+    """The rows of a folder's whole work, each seen to be what a collection wrote for its id as it is read.
+
+    Args:
+        names: The block's files.
+        dim: The width of the rows.
+        origin: What the collection was made from.
+
+    Attributes:
+        ids: The rows' ids.
+        meta: The rows' facts.
+
+    Raises:
+        BadInput: If a file is missing, damaged or of another width, or, while reading, if a row is another one.
+    """
+
+    def __init__(self, names: store.Names, dim: int, origin: Provenance) -> None:
+        super().__init__(names.rows)
+        self.names, self.identity = names, origin.identity
+        self.ids, self.meta = store.read_ids(names.ids), store.read_meta(names.meta)
+        store.check_counts(names, [self.shape[0], len(self.ids), len(self.meta)])
+        if self.shape[1] != dim:
+            raise BadInput(f"{names.rows} has rows of {self.shape[1]} columns, not {dim}.")
+
+    def read(self, first: int, last: int) -> NDArray[np.float32]:
+        """The rows of ``range(first, last)``."""
+        rows = super().read(first, last)
+        block = store.Block(torch.from_numpy(rows), self.ids[first:last], self.meta.slice(first, last - first))
+        store.check_bound(self.names, block, self.identity, first)
+        return rows
 
 
 class Writer(Protocol):
@@ -157,9 +187,15 @@ def _allocate(path: Path, shape: tuple[int, int]) -> None:
 
 
 def _data_offset(path: Path) -> int:
-    """Where the numbers of the archive's one tensor begin."""
+    """Where the numbers of the archive's one tensor begin.
+
+    Raises:
+        BadInput: If the archive has more than one, or a compressed one.
+    """
     with zipfile.ZipFile(path) as archive, path.open("rb") as stream:
-        entry = next(info for info in archive.infolist() if info.filename.endswith("/data/0"))
+        entry, *others = [info for info in archive.infolist() if "/data/" in info.filename]
+        if others or entry.compress_type != zipfile.ZIP_STORED:
+            raise BadInput(f"{path} holds more than one tensor, or a compressed one.")
         stream.seek(entry.header_offset + 26)  # of the local header, whose two lengths come last
         name, extra = struct.unpack("<HH", stream.read(4))
     return entry.header_offset + 30 + name + extra

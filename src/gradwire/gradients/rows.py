@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -103,9 +104,11 @@ class RowMaker:
         """Entries of a gradient."""
         return sum(parameter.numel() for parameter in trainable(self.model).values())
 
-    def fingerprints(self) -> dict[str, str]:
-        """The projector's digest by width."""
-        return {str(dim): self.projector.fingerprint(dim) for dim in self.dims}
+    @cached_property
+    def made_from(self) -> Provenance:
+        """What rows are made from, with what only the loaded model tells: `provenance.FOUND`."""
+        fingerprints = {str(dim): self.projector.fingerprint(dim) for dim in self.dims}
+        return replace(self.provenance, fingerprints=fingerprints, computed_by=self.method)
 
     def blocks(self, shards: Shards, positions: Sequence[int]) -> dict[int, Block]:
         """The block of each width for the samples at ``positions``, on the CPU.
@@ -182,7 +185,7 @@ class RowMaker:
 
         self._halving(positions, fill)
         projected = self.projector.project(rows, self.dims)
-        return {dim: store.bind(found.cpu(), facts, self.provenance.metadata) for dim, found in projected.items()}
+        return {dim: store.bind(found.cpu(), facts, self.made_from) for dim, found in projected.items()}
 
     def _fused_stack(self, shards: Shards, positions: Sequence[int]) -> dict[int, Block]:
         def make(part: Sequence[int]) -> dict[int, Block]:
@@ -190,7 +193,7 @@ class RowMaker:
             batch = self._batch(shards, samples)
             made = self._fused(batch)
             facts = self._facts(samples, part, made.loss, n_targets(batch.labels), made.square_norm.sqrt())
-            return {dim: store.bind(rows.cpu(), facts, self.provenance.metadata) for dim, rows in made.rows.items()}
+            return {dim: store.bind(rows.cpu(), facts, self.made_from) for dim, rows in made.rows.items()}
 
         made = self._halving(positions, make)
         return {dim: store.concatenated(blocks[dim] for blocks in made) for dim in self.dims}

@@ -2,17 +2,19 @@
 
 ``rank_<r>/dim<D>/grads-<N>.pt, ids-<N>.pkl, meta-<N>.parquet`` hold what a rank collected since its last block, N being
 its samples so far; ``all_orig.pt, all_ids.pkl, all_meta.parquet`` hold a rank's whole work, and beside the ranks'
-folders, in ``dim<D>/``, every sample of the data once. Row i belongs to id i, and ``meta`` binds the two by a digest.
+folders, in ``dim<D>/``, every sample of the data once. Row i belongs to id i: in ``meta`` the rank that computed a row
+notes a digest of it, of its id and facts, and of what the collection was made from.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import pickle
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -22,6 +24,9 @@ from torch import Tensor
 from gradwire.errors import BadInput
 from gradwire.files import whole
 from gradwire.gradients import metadata
+
+if TYPE_CHECKING:
+    from gradwire.gradients.provenance import Provenance
 
 META = pa.schema(  # the columns that every table has; `metadata` knows further ones
     [
@@ -76,11 +81,44 @@ def parts(folder: Path) -> list[int]:
     return sorted({int(match[1]) for match in found if match})
 
 
-def row_digests(ids: Sequence[str], rows: Tensor) -> list[str]:
-    """For each row the SHA-256 of its id (UTF-8) and then its entries (float32, little-endian), in hex."""
-    return [
-        hashlib.sha256(id_.encode() + row.numpy().tobytes()).hexdigest() for id_, row in zip(ids, rows, strict=True)
-    ]
+def row_digests(identity: str, meta: pa.Table, rows: Tensor) -> list[str]:
+    """What binds each row to its id, its facts and its collection.
+
+    Returns:
+        For each row, in hex, the SHA-256 of the collection's `Provenance.identity`, then the row's facts as JSON with
+        sorted keys (all columns but the digest), then its entries (float32, little-endian).
+    """
+    told = (json.dumps(fact, sort_keys=True) for fact in meta.drop_columns("digest").to_pylist())
+    bound = zip(told, rows, strict=True)
+    return [hashlib.sha256(f"{identity}{fact}".encode() + row.numpy().tobytes()).hexdigest() for fact, row in bound]
+
+
+def unbound(names: Names, block: Block, identity: str, first: int = 0) -> list[str]:
+    """What is wrong with the rows of a block that are not what a collection wrote for their ids.
+
+    Args:
+        names: The block's files.
+        block: All of it, or some consecutive rows.
+        identity: The collection's.
+        first: The number of the first of these rows in the files.
+    """
+    noted = zip(block.meta["sample_id"].to_pylist(), block.meta["digest"].to_pylist(), strict=True)
+    found = zip(block.ids, row_digests(identity, block.meta, block.rows), strict=True)
+    wrong = [row for row, (one, other) in enumerate(zip(noted, found, strict=True)) if one != other]
+    files = f"{names.rows} with {names.ids} and {names.meta}"
+    if wrong and len(wrong) == len(block.ids):
+        return [f"{files}: no row is of this collection: they are another's, or what it was made from was edited"]
+    return [f"{files}: row {first + row} is not what was collected for {block.ids[row]!r}" for row in wrong]
+
+
+def check_bound(names: Names, block: Block, identity: str, first: int = 0) -> None:
+    """See that the rows of a block are what a collection wrote for their ids.
+
+    Raises:
+        BadInput: If one is not; the arguments are those of `unbound`.
+    """
+    if wrong := unbound(names, block, identity, first):
+        raise BadInput(f"{wrong[0]}; delete these files and collect again.")
 
 
 def write(names: Names, block: Block) -> None:
@@ -109,6 +147,17 @@ def read(names: Names) -> Block:
     return block
 
 
+def read_bound(names: Names, identity: str) -> Block:
+    """Read a block, and see that a collection wrote it.
+
+    Raises:
+        BadInput: As `read` and `check_bound`.
+    """
+    block = read(names)
+    check_bound(names, block, identity)
+    return block
+
+
 def check_counts(names: Names, counts: Sequence[int]) -> None:
     """See that a block's files have as many rows, ids and facts.
 
@@ -127,14 +176,18 @@ def read_rows(path: Path) -> Tensor:
     """Read float32 rows [n, D] without executing anything.
 
     Raises:
-        BadInput: If the file is missing, damaged or no such tensor.
+        BadInput: If the file is missing, damaged or no such tensor, or holds more than its rows, one after another.
     """
     try:
         rows = torch.load(path, weights_only=True, mmap=True)
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged archive can raise nearly anything
         raise BadInput(f"{path} cannot be read as a tensor: {_first_line(error)}") from error
-    if not isinstance(rows, Tensor) or rows.dtype != torch.float32 or rows.ndim != 2:
-        raise BadInput(f"{path} is no float32 matrix.")
+    if type(rows) is not Tensor or rows.layout != torch.strided or rows.dtype != torch.float32 or rows.ndim != 2:
+        raise BadInput(f"{path} is no dense float32 matrix.")
+    if rows.device.type != "cpu" or rows.requires_grad or rows.is_neg():
+        raise BadInput(f"{path} holds no plain numbers in memory; save `rows.detach().cpu().contiguous()`.")
+    if not rows.is_contiguous() or rows.untyped_storage().nbytes() != rows.numel() * rows.element_size():
+        raise BadInput(f"{path} holds a part of a larger tensor, or columns in the place of rows; save `rows.clone()`.")
     return rows
 
 
@@ -162,7 +215,7 @@ def read_ids(path: Path) -> list[str]:
 
 
 def read_meta(path: Path) -> pa.Table:
-    """Read a table of ``META``'s columns, and perhaps further ones.
+    """Read a table of ``META``'s columns, and perhaps of those that ``metadata`` knows.
 
     Raises:
         BadInput: If the file is missing, damaged or has other columns.
@@ -171,8 +224,9 @@ def read_meta(path: Path) -> pa.Table:
         table = pq.ParquetFile(path).read()
     except (OSError, pa.ArrowException) as error:
         raise BadInput(f"{path} cannot be read as Parquet: {_first_line(error)}") from error
-    if not set(META).issubset(table.schema):
-        raise BadInput(f"{path} has not the columns {', '.join(META.names)}.")
+    columns, known = set(table.schema), {*META, *_further(metadata.COLUMNS)}
+    if not set(META) <= columns <= known or len(columns) != len(table.schema):
+        raise BadInput(f"{path} has not the columns {', '.join(META.names)}, or has unknown ones.")
     return table
 
 
@@ -182,12 +236,20 @@ def concatenated(blocks: Iterable[Block]) -> Block:
     return Block(torch.cat(rows), [id_ for part in ids for id_ in part], pa.concat_tables(meta))
 
 
-def bind(rows: Tensor, facts: Sequence[Mapping[str, Any]], further: Sequence[str] = ()) -> Block:
-    """A block of rows and what is known of each (`META` and the further columns), bound by digests."""
-    ids = [fact["sample_id"] for fact in facts]
-    bound = zip(row_digests(ids, rows), facts, strict=True)
-    schema = pa.schema([*META, *(pa.field(*column) for column in metadata.schema(further))])
-    return Block(rows, ids, pa.Table.from_pylist([{**fact, "digest": digest} for digest, fact in bound], schema))
+def bind(rows: Tensor, facts: Sequence[Mapping[str, Any]], origin: Provenance) -> Block:
+    """A block of rows and what is known of each (`META` and the further columns), bound by digests to each other."""
+    meta = pa.Table.from_pylist(facts, pa.schema([*META, *_further(origin.metadata)]))
+    return Block(rows, [fact["sample_id"] for fact in facts], with_digests(origin.identity, meta, rows))
+
+
+def with_digests(identity: str, meta: pa.Table, rows: Tensor) -> pa.Table:
+    """The table with the digests of these rows."""
+    column = pa.array(row_digests(identity, meta, rows), pa.string())
+    return meta.set_column(meta.schema.get_field_index("digest"), "digest", column)
+
+
+def _further(names: Iterable[str]) -> list[pa.Field]:
+    return [pa.field(*column) for column in metadata.schema(names)]
 
 
 def _first_line(error: Exception) -> str:

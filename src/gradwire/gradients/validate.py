@@ -27,7 +27,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check_aggregated", action="store_true", help="check dim<D>/ (default: both)")
     parser.add_argument("--num_gpus", type=int, help="ranks that collected (default: as the run's folder says)")
     parser.add_argument("--dim", type=int, nargs="+", metavar="N", help="widths to check (default: all of the run's)")
-    parser.add_argument("--recompute", type=int, default=0, metavar="K", help="compute K random rows again and compare")
+    parser.add_argument(
+        "--recompute", type=int, default=0, metavar="K", help="if all else holds, compute K random rows again"
+    )
     parser.add_argument("--seed", type=int, default=0, help="which rows --recompute draws")
     parser.add_argument("--model_dir", type=Path, help="where the model is now (default: where it was)")
     parser.add_argument("--data_path", type=Path, help="where the shards are now (default: where they were)")
@@ -76,6 +78,7 @@ def _audit(args: argparse.Namespace) -> Audit:
     audit = Audit(args.output_dir, origin, provenance.samples(origin))
     if origin.corpus is not None:
         audit.corpus(Path(origin.corpus))
+    audit.folders(args.dim)
     all_of_it = args.check_ranks == args.check_aggregated
     for dim in dims:
         if args.check_ranks or all_of_it:
@@ -84,7 +87,7 @@ def _audit(args: argparse.Namespace) -> Audit:
         if args.check_aggregated or all_of_it:
             audit.aggregated(dim)
     audit.custom()
-    if args.recompute:
+    if args.recompute and not any(check.problems for check in audit.checks):  # else what they are made from is not sure
         drawn = random.Random(args.seed).sample(range(origin.samples), min(args.recompute, origin.samples))
         device = world.choose("auto", args.device, 1, world.detect_gpus()).device_type
         audit.recomputed(RowMaker.load(origin, torch.device(device)), sorted(drawn))

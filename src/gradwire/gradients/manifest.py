@@ -1,0 +1,64 @@
+"""What the matrix of all samples is: ``manifest.json``, with what it was made from and the checksums of its files."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from gradwire.files import sha256_file, write_json
+from gradwire.gradients import provenance
+from gradwire.gradients.provenance import Provenance
+
+FILE = "manifest.json"
+OWN = ("all_orig.pt", "all_ids.pkl", "all_meta.parquet")  # of `store.all_names`
+NORMALIZED = "all_normalized.pt"
+EXPORTS = {"safetensors": "all_orig.safetensors", "parquet": "all_orig.parquet"}
+FURTHER = (NORMALIZED, *EXPORTS.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest(Provenance):
+    """The provenance of the rows, and what became of them.
+
+    Attributes:
+        dim: Columns of a row.
+        order: How the rows are ordered.
+        rows: How many there are.
+        duplicates: Rows of the ranks that repeated another one of the same sample.
+        duplicates_deviation: How far two of them lay apart at most, relative to the row's norm.
+        sha256: The checksum of each file, by name.
+    """
+
+    dim: int
+    order: str
+    rows: int
+    duplicates: int
+    duplicates_deviation: float
+    sha256: dict[str, str]
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of a ``dim<N>/`` folder.
+
+    Raises:
+        BadInput: If it is missing, damaged or of another version of gradwire.
+    """
+    return provenance.typed(folder / FILE, Manifest)
+
+
+def write(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest beside its files; those of an earlier one that are not among them are deleted."""
+    for name in set(FURTHER) - set(manifest.sha256):
+        (folder / name).unlink(missing_ok=True)
+    write_json(folder / FILE, asdict(manifest))
+
+
+def differing(folder: Path, manifest: Manifest) -> list[str]:
+    """The files of a folder that are not those of its manifest, each in a sentence."""
+    there = {name for name in FURTHER if (folder / name).exists()}
+    unnamed = sorted({*OWN, *there} - set(manifest.sha256))
+    return [f"{folder / name} is no file of {folder / FILE}" for name in unnamed] + [
+        f"{folder / name} is not the file that {folder / FILE} names: its SHA-256 differs"
+        for name, checksum in manifest.sha256.items()
+        if not (folder / name).is_file() or sha256_file(folder / name) != checksum
+    ]
