@@ -1048,6 +1048,16 @@ def test_a_malicious_tensor_file_is_not_executed(tmp_path, monkeypatch):
     assert not Path("touched").exists()
 
 
+def test_rows_are_written_without_what_else_their_storage_holds(tmp_path):
+    rows = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    for number, part in enumerate((rows[2:], rows[:3], rows[:, 1:4], rows.T)):
+        names = store.all_names(tmp_path / str(number))
+        ids = [f"s{row}" for row in range(len(part))]
+        store.write(names, block_of(ids, part))
+        assert torch.equal(store.read(names).rows, part)
+        assert torch.equal(torch.from_numpy(RowFile(names.rows).read(0, len(part))), part)
+
+
 def test_ids_are_data(tmp_path):
     ids = ["../../etc/passwd", "line\nbreak", "ünï ✓", "x" * 1_000_000, ""]
     names = store.all_names(tmp_path)

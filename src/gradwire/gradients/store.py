@@ -123,8 +123,9 @@ def check_bound(names: Names, block: Block, identity: str, first: int = 0) -> No
 
 def write(names: Names, block: Block) -> None:
     """Write a block's files, each whole or not at all; the ids come last."""
+    rows = block.rows if _alone(block.rows) else block.rows.clone(memory_format=torch.contiguous_format)
     with whole(names.rows) as part, part.open("wb") as stream:  # a stream, for a path would name itself in the bytes
-        torch.save(block.rows.contiguous(), stream)
+        torch.save(rows, stream)
     write_facts(names, block.meta, block.ids)
 
 
@@ -186,9 +187,14 @@ def read_rows(path: Path) -> Tensor:
         raise BadInput(f"{path} is no dense float32 matrix.")
     if rows.device.type != "cpu" or rows.requires_grad or rows.is_neg():
         raise BadInput(f"{path} holds no plain numbers in memory; save `rows.detach().cpu().contiguous()`.")
-    if not rows.is_contiguous() or rows.untyped_storage().nbytes() != rows.numel() * rows.element_size():
+    if not _alone(rows):
         raise BadInput(f"{path} holds a part of a larger tensor, or columns in the place of rows; save `rows.clone()`.")
     return rows
+
+
+def _alone(rows: Tensor) -> bool:
+    """Whether the storage holds the rows, one after another, and nothing else."""
+    return rows.is_contiguous() and rows.untyped_storage().nbytes() == rows.numel() * rows.element_size()
 
 
 class _StringList(pickle.Unpickler):
