@@ -12,14 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy import stats
 from tabulate import tabulate
 
-
-def interval(values: list[float]) -> str:
-    """Mean and 95 % interval of a mean, from Student's t."""
-    mean, half = float(np.mean(values)), float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
-    return f"{mean:+.1f} % [{mean - half:+.1f}, {mean + half:+.1f}]"
+from gradwire.measurement.statistics import estimate
+from gradwire.report.tiers import worse
 
 
 def whole_ratio(record: dict[str, Any]) -> float:
@@ -38,13 +34,13 @@ def main(path: Path) -> None:
     for (strategy, label), records in found.items():
         base = {seed: record["val_ppl"] for seed, record in found[strategy, "none"].items()}
         seeds = sorted(records.keys() & base.keys())
-        worse = [100 * (records[seed]["val_ppl"] / base[seed] - 1) for seed in seeds]
+        percent = [100 * (records[seed]["val_ppl"] / base[seed] - 1) for seed in seeds]
         first = records[seeds[0]]
         ratios = first["compression_ratio"], first["compression_ratio_steady"], whole_ratio(first)
         ppl = ", ".join(f"{records[seed]['val_ppl']:.2f}" for seed in seeds)
-        within = "–" if label == "none" else interval(worse) if len(worse) > 1 else f"{worse[0]:+.1f} %"
-        verdict = "yes" if np.mean(worse) <= 1 else "no"
-        rows.append(((strategy, np.mean(worse)), [strategy, label, *ratios, ppl, within, verdict]))
+        within = "–" if label == "none" else worse(estimate(percent))
+        verdict = "yes" if np.mean(percent) <= 1 else "no"
+        rows.append(((strategy, np.mean(percent)), [strategy, label, *ratios, ppl, within, verdict]))
     headers = [
         "",
         "compressor",

@@ -7,20 +7,20 @@ import statistics
 
 import numpy as np
 import pytest
-from scipy.stats import bootstrap
+from scipy.stats import ttest_1samp
 
-from gradwire.measurement.statistics import RESAMPLES, estimate, estimates, gated, percent_worse
+from gradwire.measurement.statistics import LEAST, estimate, estimates, gated, percent_worse
 
 
-@pytest.mark.parametrize("size", [2, 3, 5, 31])
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 31])
 def test_an_estimate_is_scipy_s_and_the_standard_library_s(size):
     sample = np.random.default_rng(size).lognormal(4, 0.3, size).tolist()
     found = estimate(sample)
     assert found.n == size
     assert found.mean == pytest.approx(statistics.mean(sample), rel=1e-14)
     assert found.std == pytest.approx(statistics.stdev(sample), rel=1e-12)
-    oracle = bootstrap((sample,), np.mean, method="percentile", n_resamples=RESAMPLES, rng=np.random.default_rng(0))
-    assert found[3:] == pytest.approx(oracle.confidence_interval, rel=1e-12)
+    interval = ttest_1samp(sample, 0).confidence_interval(0.95)
+    assert found[3:] == pytest.approx(interval if size >= 5 else (min(sample), max(sample)), rel=1e-12)
 
 
 def test_an_interval_does_not_depend_on_what_else_is_estimated():
@@ -32,9 +32,9 @@ def test_an_interval_does_not_depend_on_what_else_is_estimated():
 
 
 def test_an_interval_of_the_mean_holds_it_in_about_95_percent_of_cases():
-    draws = np.random.default_rng(5).normal(10, 2, (150, 20))
+    draws = np.random.default_rng(5).normal(10, 2, (4000, LEAST))
     inside = [one.low <= 10 <= one.high for one in estimates(draws.tolist())]
-    assert 0.88 <= np.mean(inside) <= 0.98
+    assert 0.94 <= np.mean(inside) <= 0.96
 
 
 def test_one_seed_has_no_interval_and_none_has_nothing():

@@ -150,11 +150,19 @@ def test_a_row_merges_record_profile_and_perplexity(results, capsys):
     assert (results.folder / "summary.md").read_text().strip() == capsys.readouterr().out.strip()
 
 
-def test_statistics_over_seeds_match_the_statistics_module(results, capsys):
+@pytest.mark.parametrize(("seeds", "title"), [(3, "range"), (5, "95 %")])
+def test_statistics_over_seeds_match_the_statistics_module(results, capsys, seeds, title):
+    def spread(values, form):
+        ends = min(values), max(values)
+        if seeds == 3:
+            return " … ".join(form.format(end) for end in ends)
+        half = 2.7764451 * statistics.stdev(values) / math.sqrt(5)  # Student's t, 4 degrees of freedom
+        return f"[{', '.join(form.format(statistics.mean(values) + sign * half) for sign in (-1, 1))}]"
+
     draw = random.Random(3)
     perplexities = {"none": [], "int8": [], "bad": []}
     for compressor, factor in (("none", 1.0), ("int8", 1.004), ("bad", 1.5)):
-        for seed in range(3):
+        for seed in range(seeds):
             ppl = factor * draw.uniform(298, 302)
             perplexities[compressor].append(ppl)
             closed = 999_999 if compressor == "bad" and seed == 2 else 1_000_000
@@ -169,21 +177,24 @@ def test_statistics_over_seeds_match_the_statistics_module(results, capsys):
     for name, values in perplexities.items():
         paired = [100 * (own / base - 1) for own, base in zip(values, perplexities["none"], strict=True)]
         mark = " !" if name == "bad" else ""
-        worse = [f"{statistics.mean(paired):+.2f} %{mark}", f"[{min(paired):+.2f}, {max(paired):+.2f}]"]
+        worse = [f"{statistics.mean(paired):+.2f} %{mark}", spread(paired, "{:+.2f}")]
         against = ["–", "–"] if name == "none" else worse
-        spread = f"{statistics.stdev(values):.2f}", f"[{min(values):.2f}, {max(values):.2f}]"
-        assert quality["fsdp2", name] == ["3", f"{means[name]:.2f}", *spread, *against, f"{means[name] / 600:.3f}"]
+        own = [f"{means[name]:.2f}", f"{statistics.stdev(values):.2f}", spread(values, "{:.2f}")]
+        assert quality["fsdp2", name] == [str(seeds), *own, *against, f"{means[name] / 600:.3f}"]
         equal = "≠" if name == "bad" else "="
-        assert sent["fsdp2", name] == ["3", "2.000", "2.000", "1.000", f"1.000 {equal}", "3.500"]
-        speed_up = ["–", "–"] if name == "none" else ["1.000 ×", "[1.000, 1.000]"]
-        assert step["fsdp2", name] == ["3", "201.0", "1.0", "[200.0, 202.0]", *speed_up, "5,000"]
-        assert time["fsdp2", name] == ["3", "42.0", "20 %", "40.0", "150.0", "3.5", "1.2"]
+        assert sent["fsdp2", name] == [str(seeds), "2.000", "2.000", "1.000", f"1.000 {equal}", "3.500"]
+        steps = [200.0 + seed for seed in range(seeds)]
+        speed_up = ["–", "–"] if name == "none" else ["1.000 ×", spread([1.0] * seeds, "{:.3f}")]
+        numbers = [f"{statistics.mean(steps):.1f}", f"{statistics.stdev(steps):.1f}", spread(steps, "{:.1f}")]
+        assert step["fsdp2", name] == [str(seeds), *numbers, *speed_up, "5,000"]
+        assert time["fsdp2", name] == [str(seeds), "42.0", "20 %", "40.0", "150.0", "3.5", "1.2"]
     assert quality["ddp", "none"] == ["1", "310.00", *["–"] * 4, "0.517"]
     assert sent["ddp", "none"] == ["1", "–", "–", "0.000", "0.000 =", "3.500"]
     assert step["ddp", "none"] == ["1", "200.0", *["–"] * 4, "5,000"]
     assert time["ddp", "none"] == ["1", *["–"] * 6]
     assert list(quality) == [("ddp", "none"), *(("fsdp2", name) for name in sorted(means, key=means.get))]
-    assert cells(text, "Communication by op")["fsdp2", "int8"] == ["3", "12.0", "30.5"]
+    assert cells(text, "Communication by op")["fsdp2", "int8"] == [str(seeds), "12.0", "30.5"]
+    assert f" {title} |" in text and f" {title} of it |" in text
     assert max(map(len, text.splitlines())) <= 140
 
 

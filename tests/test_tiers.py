@@ -126,7 +126,7 @@ def test_the_tier_table_has_the_law_s_gains(page):
     assert cells["int8"] == {
         "compressor": "int8",
         "n": "3",
-        "ppl": "+0.4 % [+0.3, +0.5]",
+        "ppl": "+0.4 %, +0.3 … +0.5",
         "tier": "1 %",
         "fastest": "1",
         "step ms": f"{int8.step_time_ms_p50:.1f}",

@@ -35,7 +35,7 @@ compressors:
 grid:
   strategies: [fsdp2] # naive, bucket, ddp, fsdp1, fsdp2
   world_sizes: [2] # ranks
-  seeds: [0, 1, 2] # one seed has no interval
+  seeds: [0, 1, 2] # one seed has no range
   links: [none] # or rates, such as 100mbit
   compressors: all
 # Per-sample gradients of some runs:

@@ -1,7 +1,7 @@
-"""Statistics over seeds: means, bootstrap intervals, pairing with a baseline, and the quality gate.
+"""Statistics over seeds: means, their spread, pairing with a baseline, and the quality gate.
 
-Intervals are percentile bootstrap intervals of the mean (Efron and Tibshirani, "An Introduction to the Bootstrap",
-Chapman & Hall 1993, chapter 13), resampled with a fixed seed. Over three seeds such an interval is their range.
+The **spread** of fewer than `LEAST` seeds is their range, from there on Student's 95 % interval of the mean. This is
+the only definition: every table, the page, `gradwire compare` and `benchmarks/quality_table.py` use it.
 """
 
 from __future__ import annotations
@@ -12,22 +12,20 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
-RESAMPLES = 2000
-SEED = 0
+LEAST = 5  # seeds of an interval
 TOLERANCE = 1.0  # percent of perplexity over the baseline's that the quality gate lets pass
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds; without any seed it is NaN, with one there is neither deviation nor interval, both NaN.
+    """A mean over seeds; without any seed it is NaN, with one there is neither deviation nor spread, both NaN.
 
     Attributes:
         n: Seeds.
         mean: Their mean.
         std: The sample standard deviation.
-        low: Lower end of the 95 % interval of the mean.
+        low: Lower end of the spread: of fewer than `LEAST` seeds the lowest, else of the 95 % interval of the mean.
         high: Its upper end.
     """
 
@@ -44,7 +42,9 @@ def estimate(sample: Sequence[float]) -> Estimate:
 
 
 def estimates(samples: Sequence[Sequence[float]]) -> list[Estimate]:
-    """The estimate from each sample; those of one size are resampled at once, which is what makes many of them fast."""
+    """The estimate from each sample; those of one size at once, which is what makes many of them fast."""
+    from scipy.special import stdtrit
+
     found = [Estimate(len(sample), *sample) if len(sample) < 2 else None for sample in samples]
     by_size: defaultdict[int, list[int]] = defaultdict(list)
     for i, sample in enumerate(samples):
@@ -52,27 +52,12 @@ def estimates(samples: Sequence[Sequence[float]]) -> list[Estimate]:
     for size, members in by_size.items():
         if size > 1:
             values = np.array([samples[i] for i in members], dtype=np.float64)
-            columns = values.mean(1), values.std(1, ddof=1), *intervals(values)
-            for i, *numbers in zip(members, *(column.tolist() for column in columns), strict=True):
+            mean, std = values.mean(1), values.std(1, ddof=1)
+            half = stdtrit(size - 1, (1 + CONFIDENCE) / 2) * std / math.sqrt(size)
+            ends = (values.min(1), values.max(1)) if size < LEAST else (mean - half, mean + half)
+            for i, *numbers in zip(members, *(column.tolist() for column in (mean, std, *ends)), strict=True):
                 found[i] = Estimate(size, *numbers)
     return [one for one in found if one is not None]
-
-
-def intervals(values: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """The lower and upper ends of the intervals of the means of the rows of ``values``, at least two columns."""
-    from scipy.stats import bootstrap
-
-    found = bootstrap(
-        (values,),
-        np.mean,
-        axis=-1,
-        n_resamples=RESAMPLES,
-        batch=1000,
-        confidence_level=CONFIDENCE,
-        method="percentile",
-        rng=np.random.default_rng(SEED),
-    ).confidence_interval
-    return found.low, found.high
 
 
 def percent_worse(values: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
@@ -94,7 +79,7 @@ class Paired(NamedTuple):
     Attributes:
         n: Pairs.
         mean: The mean difference: that of the ratios' logarithms, as a percentage.
-        low: Lower end of its 95 % interval, NaN with one pair.
+        low: Lower end of its spread, that of the logarithms' `Estimate`; NaN with one pair.
         high: Its upper end.
         p: Of a two-sided paired t-test on the logarithms (`scipy.stats.ttest_rel`), NaN with one pair. Samples that are
             equal have 1, a difference that is the same in all pairs 0.
@@ -112,16 +97,13 @@ def paired(one: Sequence[float], other: Sequence[float]) -> Paired:
     from scipy.stats import ttest_rel
 
     logs = np.log(other) - np.log(one)
-    if not len(logs):
-        return Paired(0)
-    mean = float(100 * np.expm1(logs.mean()))
-    if len(logs) == 1:
-        return Paired(1, mean)
+    found = estimate(logs.tolist())
+    mean, low, high = (100 * math.expm1(log) for log in (found.mean, found.low, found.high))
+    if found.n < 2:
+        return Paired(found.n, mean)
     if np.ptp(logs) == 0:  # no spread, so no t
-        return Paired(len(logs), mean, mean, mean, 0.0 if mean else 1.0)
-    test = ttest_rel(np.log(other), np.log(one))
-    low, high = 100 * np.expm1(test.confidence_interval(CONFIDENCE))
-    return Paired(len(logs), mean, float(low), float(high), float(test.pvalue))
+        return Paired(found.n, mean, mean, mean, 0.0 if mean else 1.0)
+    return Paired(found.n, mean, low, high, float(ttest_rel(np.log(other), np.log(one)).pvalue))
 
 
 def adjusted(p: Sequence[float]) -> list[float]:

@@ -16,10 +16,10 @@ from gradwire.config import BASELINE
 from gradwire.measurement.statistics import TOLERANCE, estimates
 from gradwire.report.quality import Book
 from gradwire.report.record import OWN_QUALITY, Result
-from gradwire.report.table import CELL, over_seeds
+from gradwire.report.table import CELL, PARTS, over_seeds
 
 GROUP = ["strategy", "world_size", "link"]
-WORSE = ["worse_percent", "worse_percent_std", "worse_percent_low", "worse_percent_high"]
+WORSE = [f"worse_percent{part}" for part in PARTS]
 
 
 class Group(NamedTuple):
@@ -61,7 +61,7 @@ def cells_of(ok: Sequence[Result], quality: Book) -> pd.DataFrame:
             continue
         found = estimates([quality.percent_worse(row, base)])[0]
         if found.n:
-            cells.loc[i, WORSE] = found.mean, found.std, found.low, found.high
+            cells.loc[i, WORSE] = [getattr(found, part) for part in PARTS.values()]
             cells.loc[i, "quality_n"] = found.n
             cells.loc[i, "gated"] = found.mean > TOLERANCE
     cells["standing"] = np.where(cells["worse_percent"].isna(), 1, 2 * cells["gated"].astype(int))

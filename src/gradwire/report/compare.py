@@ -173,7 +173,8 @@ def over_cells(quantity: Quantity, found: Sequence[Difference]) -> list[str]:
 
 def table(quantity: Quantity, found: Sequence[Difference]) -> Table:
     """One quantity's table."""
-    from gradwire.report.tables import Column, Table, entry, interval, word
+    from gradwire.report.markdown import spread_title
+    from gradwire.report.tables import Column, Table, entry, spread, word
 
     columns = {
         Column("compressor", number=False): lambda row: word(row.cell.compressor),
@@ -184,7 +185,9 @@ def table(quantity: Quantity, found: Sequence[Difference]) -> Table:
         Column("A"): lambda row: entry(row.one, quantity.form),
         Column("B"): lambda row: entry(row.other, quantity.form),
         Column("difference"): lambda row: entry(row.found.mean, "{:+z.2f} %"),
-        Column("95 %"): lambda row: interval(row.found.low, row.found.high, "{:+z.2f}"),
+        Column(spread_title(row.found.n for row in found)): lambda row: spread(
+            row.found.n, row.found.low, row.found.high, "{:+z.2f}"
+        ),
         Column("p"): lambda row: entry(row.found.p, "{:.2g}"),
         Column("p adjusted"): lambda row: entry(row.adjusted, "{:.2g}"),
         Column("B is", number=False): lambda row: word(row.verdict),

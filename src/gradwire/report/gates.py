@@ -11,7 +11,7 @@ import pandas as pd
 from gradwire.config import BASELINE
 from gradwire.errors import BadInput
 from gradwire.files import read_json
-from gradwire.measurement.statistics import TOLERANCE
+from gradwire.measurement.statistics import LEAST, TOLERANCE
 from gradwire.report.notes import fallbacks, losses_over_links, machines, mostly_float32
 from gradwire.report.record import Result
 
@@ -121,13 +121,14 @@ def alone(ok: Sequence[Result], shared: bool) -> Gate:
 
 
 def seeds(cells: pd.DataFrame | None) -> Gate:
-    """Whether there are intervals."""
-    name = "every cell has several seeds, and so an interval"
+    """Whether there are ranges or intervals."""
+    name = "every cell has several seeds, and so a range or an interval"
     if cells is None or cells.empty:
         return Gate(name, "not checked", "no cell has a result")
     single = int((cells["n"] < 2).sum())
-    told = f"{single} of {len(cells)} cells have one seed: no interval can be given for them"
-    return Gate(name, "marked" if single else "passed", told if single else f"{int(cells['n'].min())} seeds or more")
+    told = f"{single} of {len(cells)} cells have one seed: neither can be given for them"
+    enough = f"{int(cells['n'].min())} seeds or more (from {LEAST} on an interval)"
+    return Gate(name, "marked" if single else "passed", told if single else enough)
 
 
 def stores(results_dir: Path) -> Gate:

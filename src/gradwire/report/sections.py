@@ -21,13 +21,13 @@ from gradwire.report import curves, gates
 from gradwire.report.cells import Group, cells_of, command, groups, of_group, on_one_link
 from gradwire.report.figures import courses, pareto, scaling, step_time, winners
 from gradwire.report.figures.style import Drawing, Look, looks
-from gradwire.report.markdown import MISSING
+from gradwire.report.markdown import MISSING, spread_title
 from gradwire.report.notes import mostly_float32, privacy
 from gradwire.report.predict import cell_of, ppl_percent, usable
 from gradwire.report.quality import Book
 from gradwire.report.record import BF16, Result
-from gradwire.report.table import one_by_one
-from gradwire.report.tables import Column, Entry, Table, entry, interval, word
+from gradwire.report.table import ESTIMATED, one_by_one
+from gradwire.report.tables import Column, Entry, Table, entry, spread, word
 from gradwire.report.words import WORDS
 
 NO_RESULT = "no run has a result"
@@ -206,17 +206,20 @@ def headline(data: Data) -> Section:
     for cell, rows in zip(records, of_cell, strict=True):
         cell["marks"] = marks(cell, rows)
     base = lambda cell: cell["compressor"] == BASELINE  # noqa: E731
+
+    def spread_of(name: str, form: str, cell: Mapping[Any, Any]) -> Entry:
+        return spread(cell[f"{name}_n"], cell[f"{name}_low"], cell[f"{name}_high"], form)
+
+    kind = {name: spread_title(data.cells[f"{name}_n"]) for name in ESTIMATED}
     columns = CELL_COLUMNS | {
         Column("n", hint="seeds"): lambda cell: entry(cell["n"], "{:d}"),
         Column("perplexity"): lambda cell: entry(cell["val_ppl"], "{:,.2f}"),
-        Column("ppl 95 %"): lambda cell: interval(cell["val_ppl_low"], cell["val_ppl_high"], "{:,.2f}"),
+        Column(f"ppl {kind['val_ppl']}"): partial(spread_of, "val_ppl", "{:,.2f}"),
         Column("ppl vs fp32", hint="perplexity above that of none, paired by seed"): lambda cell: entry(
             None if base(cell) else cell["worse_percent"], "{:+z.2f} %"
         ),
-        Column("vs fp32 95 %"): lambda cell: (
-            Entry(MISSING)
-            if base(cell)
-            else interval(cell["worse_percent_low"], cell["worse_percent_high"], "{:+z.2f}")
+        Column(f"vs fp32 {kind['worse_percent']}"): lambda cell: (
+            Entry(MISSING) if base(cell) else spread_of("worse_percent", "{:+z.2f}", cell)
         ),
         Column("bytes × fp32", hint="gradient bytes: a float32 collective's over those sent"): lambda cell: entry(
             cell["compression_ratio"], "{:.2f}"
@@ -225,14 +228,12 @@ def headline(data: Data) -> Section:
             cell["compression_ratio_bf16"], "{:.2f}"
         ),
         Column("step ms"): lambda cell: entry(cell["step_time_ms_mean"], "{:,.1f}"),
-        Column("step 95 %"): lambda cell: interval(
-            cell["step_time_ms_mean_low"], cell["step_time_ms_mean_high"], "{:,.1f}"
-        ),
+        Column(f"step {kind['step_time_ms_mean']}"): partial(spread_of, "step_time_ms_mean", "{:,.1f}"),
         Column("speed × fp32", hint="step time of none over this one's"): lambda cell: entry(
             None if base(cell) else cell["speed_up"], "{:.3f}"
         ),
-        Column("× fp32 95 %"): lambda cell: (
-            Entry(MISSING) if base(cell) else interval(cell["speed_up_low"], cell["speed_up_high"], "{:.3f}")
+        Column(f"× fp32 {kind['speed_up']}"): lambda cell: (
+            Entry(MISSING) if base(cell) else spread_of("speed_up", "{:.3f}", cell)
         ),
         Column("speed × bf16", hint=f"step time of {BF16} over this one's"): lambda cell: entry(
             None if cell["compressor"] == BF16 else cell["speed_up_bf16"], "{:.3f}"
@@ -252,7 +253,7 @@ def headline(data: Data) -> Section:
         )
     ]
     if (data.cells["n"] < 2).any():
-        made.notes = ["Where n is 1 there is no interval: one seed says nothing about the spread."]
+        made.notes = ["Where n is 1 there is no range: one seed says nothing about the spread."]
     if (data.cells["quality_n"] > data.cells["n"]).any():
         named = sorted({row.quality_from.partition(": ")[0] for row in data.ok if row.quality_from})
         most = int(data.cells["quality_n"].max())

@@ -11,7 +11,7 @@ import pandas as pd
 
 from gradwire.config import BASELINE
 from gradwire.measurement.statistics import estimates, gated
-from gradwire.report.markdown import MISSING, number, table
+from gradwire.report.markdown import MISSING, SPREAD, number, spread, spread_title, table
 from gradwire.report.notes import fallbacks, losses_over_links, machine, machines, privacy
 from gradwire.report.record import BF16, Result, Status
 from gradwire.report.traffic import rate
@@ -39,11 +39,12 @@ MEASURED = [
     "decompress_time_ms",
 ]
 ESTIMATED = ["val_ppl", "worse_percent", "step_time_ms_mean", "speed_up", "speed_up_bf16", "sent_mb"]
+PARTS = {"": "mean", "_n": "n", "_std": "std", "_low": "low", "_high": "high"}  # of an estimate, by its column's ending
 WIDTH = 138
 
 DEFINITIONS = f"""\
-- n seeds; sd: sample standard deviation over them; 95 %: bootstrap interval of the mean before it (percentiles; over
-  three seeds that is their range).
+- n seeds; sd: sample standard deviation over them; range or 95 % interval of what stands before it:
+  {SPREAD}.
 - `vs {BASELINE}`: against `{BASELINE}` (fp32, the framework untouched) under the same strategy and world size W, paired
   by seed: perplexity in percent, step time as a speed-up, that one on the same link and machine only. `!` marks a mean
   perplexity more than 1 % above that of `{BASELINE}`: such a cell stands below all others, however fast it is.
@@ -140,7 +141,7 @@ def over_seeds(ok: Sequence[Result]) -> pd.DataFrame:
     for column in ESTIMATED:
         samples = [sample.dropna().tolist() for _, sample in groups[column]]
         found = pd.DataFrame(estimates(samples), index=cells.index)
-        cells[[f"{column}{part}" for part in ("", "_std", "_low", "_high")]] = found[["mean", "std", "low", "high"]]
+        cells[[f"{column}{part}" for part in PARTS]] = found[list(PARTS.values())]
     cells = cells.reset_index()
     baseline = _baseline(cells, "val_ppl", ["strategy", "world_size"])
     cells["gated"] = [gated(*pair) for pair in zip(cells["val_ppl"], baseline, strict=True)]
@@ -163,9 +164,9 @@ def quality_table(cells: pd.DataFrame) -> str:
         {
             "val ppl": _column("val_ppl", "{:,.2f}"),
             "sd": _column("val_ppl_std", "{:,.2f}"),
-            "95 %": _interval("val_ppl", "{:,.2f}"),
+            spread_title(cells["val_ppl_n"]): _spread("val_ppl", "{:,.2f}"),
             f"vs {BASELINE}": _against_baseline,
-            "95 % of it": _interval("worse_percent", "{:+z.2f}"),
+            f"{spread_title(cells['worse_percent_n'])} of it": _spread("worse_percent", "{:+z.2f}"),
             "× unigram": _column("over_unigram", "{:.3f}"),
         },
     )
@@ -192,9 +193,9 @@ def step_table(cells: pd.DataFrame) -> str:
         {
             "step ms": _column("step_time_ms_mean", "{:,.1f}"),
             "sd": _column("step_time_ms_mean_std", "{:,.1f}"),
-            "95 %": _interval("step_time_ms_mean", "{:,.1f}"),
+            spread_title(cells["step_time_ms_mean_n"]): _spread("step_time_ms_mean", "{:,.1f}"),
             f"vs {BASELINE}": lambda cell: MISSING if cell["compressor"] == BASELINE else _speed_up(cell),
-            "95 % of it": _interval("speed_up", "{:.3f}"),
+            f"{spread_title(cells['speed_up_n'])} of it": _spread("speed_up", "{:.3f}"),
             "tokens/s": _column("tokens_per_s", "{:,.0f}"),
         },
     )
@@ -259,12 +260,11 @@ def _column(name: str, form: str) -> Callable[[Any], str]:
     return lambda cell: number(cell[name], form)
 
 
-def _interval(name: str, form: str) -> Callable[[Any], str]:
+def _spread(name: str, form: str) -> Callable[[Any], str]:
     def text(cell: Any) -> str:
         if cell["compressor"] == BASELINE and name in ("worse_percent", "speed_up"):
             return MISSING
-        low, high = cell[f"{name}_low"], cell[f"{name}_high"]
-        return MISSING if pd.isna(low) else f"[{form.format(low)}, {form.format(high)}]"
+        return spread(cell[f"{name}_n"], cell[f"{name}_low"], cell[f"{name}_high"], form)
 
     return text
 

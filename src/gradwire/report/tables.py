@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import tabulate
 
 from gradwire.files import write_text
+from gradwire.report import markdown
 from gradwire.report.markdown import MISSING, table
 
 
@@ -41,11 +42,10 @@ def entry(value: float | None, form: str) -> Entry:
     return Entry(form.format(value) if known else MISSING, value if known else None)
 
 
-def interval(low: float, high: float, form: str) -> Entry:
-    """An interval, sorted by its lower end; a dash where there is none."""
-    if math.isnan(low):
-        return Entry(MISSING)
-    return Entry(f"[{form.format(low)}, {form.format(high)}]", low, f"[{low}, {high}]")
+def spread(n: int, low: float, high: float, form: str) -> Entry:
+    """A spread, sorted by its lower end; a dash where there is none."""
+    text = markdown.spread(n, low, high, form)
+    return Entry(text) if text == MISSING else Entry(text, low, markdown.spread(n, low, high, "{}"))
 
 
 def word(text: str) -> Entry:

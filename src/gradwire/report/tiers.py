@@ -16,7 +16,7 @@ import numpy as np
 
 from gradwire.config import BASELINE
 from gradwire.measurement.statistics import Estimate, estimates
-from gradwire.report.markdown import MISSING, number, table
+from gradwire.report.markdown import MISSING, SPREAD, number, spread, table
 from gradwire.report.notes import machine
 from gradwire.report.quality import Book
 from gradwire.report.record import Result
@@ -28,10 +28,11 @@ WIDTH = 120
 Table = list[list[str]]
 
 TIER_DEFINITIONS = f"""\
-Fastest first. `ppl`: perplexity against that of `{BASELINE}` (fp32), paired by seed, with the 95 % bootstrap interval
-of the mean over n seeds; `tier`: the tightest of {", ".join(map(str, TIERS))} % that the mean is within, `fastest`:
-those in which it is the fastest. `step ms`: the median. `transfer ms`: communication per step without waiting for
-ranks that are late. Against the cell `{BASELINE}`: `×`, transfer so many times shorter; `bytes ×`, so many times
+Fastest first. `ppl`: perplexity against that of `{BASELINE}` (fp32), paired by seed, the mean over n seeds:
+{SPREAD}.
+`tier`: the tightest of {", ".join(map(str, TIERS))} % that the mean is within, `fastest`: those in which it is the
+fastest. `step ms`: the median. `transfer ms`: communication per step without waiting for ranks that are late.
+Against the cell `{BASELINE}`: `×`, transfer so many times shorter; `bytes ×`, so many times
 fewer (gradients and parameters, after the dense steps); `÷`, the first over the second. `speed-up` of the step;
 `ceiling` is Amdahl's, (1 + m) / (1 + m / r) with m = transfer ÷ compute of `{BASELINE}` and r = `bytes ×`; `of it`,
 the share reached."""
@@ -172,7 +173,7 @@ def line(gain: Gain, fastest: Sequence[int]) -> list[str]:
     return [
         gain.cell.row.compressor,
         str(gain.worse.n or MISSING),
-        MISSING if itself else spread(gain.worse),
+        MISSING if itself else worse(gain.worse),
         f"{gain.tier} %" if gain.tier else MISSING,
         ", ".join(map(str, fastest)),
         number(gain.cell.step, "{:,.1f}"),
@@ -251,7 +252,7 @@ def quotient(one: float, other: float) -> float:
     return one / other if other else math.nan
 
 
-def spread(found: Estimate) -> str:
-    """A mean in percent with its interval, where there is one."""
-    interval = "" if math.isnan(found.low) else f" [{found.low:+.1f}, {found.high:+.1f}]"
-    return number(found.mean, "{:+.1f} %") + interval
+def worse(found: Estimate) -> str:
+    """A mean in percent with its spread, where there is one."""
+    ends = spread(found.n, found.low, found.high, "{:+.1f}")
+    return number(found.mean, "{:+.1f} %") + f", {ends}" * (ends != MISSING)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gradwire.config import BASELINE
+from gradwire.measurement.statistics import LEAST
+from gradwire.report.markdown import SPREAD
 from gradwire.report.record import BF16
 
 
@@ -25,7 +27,7 @@ WORDS = {
     "cells": Words(
         "All cells",
         "Cells",
-        "One row per cell, means over n seeds with 95 % bootstrap intervals of the mean. Sorted by strategy, world "
+        f"One row per cell, means over n seeds; {SPREAD}. Sorted by strategy, world "
         "size and link; within these, cells that pass the quality gate come first, and fast ones first. Perplexity "
         f"and step time are compared seed by seed with {BASELINE} (fp32, the framework untouched) and {BF16}, "
         "speed on the same link and like machines only. “×” is how many times smaller or shorter: above 1 is better.",
@@ -34,7 +36,8 @@ WORDS = {
         "Quality against cost",
         "Pareto",
         f"Perplexity above that of {BASELINE}, over the gradient bytes that a rank sends in a step, and over the "
-        "step's time. Bars are 95 % intervals of the mean, small dots single seeds. Filled markers lie on the "
+        f"step's time. Bars are ranges of seeds, from {LEAST} seeds on 95 % intervals of the mean; small dots are "
+        "single seeds. Filled markers lie on the "
         "front: no other cell is both cheaper and better. The dashed line is the quality gate, 1 %. Bytes do not "
         "depend on the link, and are drawn for one.",
     ),
@@ -86,7 +89,7 @@ WORDS = {
         "Against {other}",
         "Comparison",
         "Cells that both experiments have, paired by seed. The difference is that of {other} from {name} in percent, "
-        "the mean of the ratios' logarithms with its 95 % interval; p is that of a paired t-test on them "
+        f"the mean of the ratios' logarithms over the pairs; {SPREAD}. p is that of a paired t-test on the logarithms "
         "(two-sided), adjusted for the number of cells by Benjamini and Hochberg. One pair gives no test.",
     ),
 }

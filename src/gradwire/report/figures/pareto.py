@@ -60,7 +60,7 @@ def draw(cost: str, group: Group, cells: pd.DataFrame, runs: pd.DataFrame, looks
     ax.step(x[best], y[best], where="post", color=MUTED, lw=1)
     seeds = runs[runs["compressor"].isin(cells["compressor"])]
     ax.scatter(seeds[column], seeds["worse_percent"], s=6, c=colours(seeds), alpha=0.55, lw=0)
-    wide = cells.dropna(subset=f"{column}_low")  # one seed has no interval
+    wide = cells.dropna(subset=f"{column}_low")  # one seed has no spread
     tall = cells.dropna(subset="worse_percent_low")
     ax.hlines(wide["worse_percent"], wide[f"{column}_low"], wide[f"{column}_high"], colours(wide), lw=1)
     ax.vlines(tall[column], tall["worse_percent_low"], tall["worse_percent_high"], colours(tall), lw=1)
