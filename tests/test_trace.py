@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 from traces import event, profile_of, steps, write_trace
 
 from gradwire.cli import main
+from gradwire.errors import BadInput
+from gradwire.measurement import quality
 from gradwire.measurement.events import Cover, Span, Trace, op_of, read
 from gradwire.measurement.intervals import difference, intersection, intervals, length, near, union
 from gradwire.measurement.trace import transfer_ms
+from gradwire.report import curves
 
 pairs = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)).map(sorted).map(tuple), max_size=8)
 
@@ -215,10 +218,11 @@ def test_ranges_are_told_apart_by_purpose_and_what_follows_a_step_is_left_out(tm
     assert {name: profile[name] for name in expected} == pytest.approx(expected)
 
 
-def write_steps(run_dir, metered):
+def write_steps(run_dir, metered, around=0.0):
     """A ``steps.parquet``: for each rank, the meter's times of the steps, of which the first was not recorded."""
     rows = [
-        {"step": 3 + i, "rank": rank, "profiled": i < 3, "comm_ms": comm, "encode_ms": encode, "decode_ms": decode}
+        {"step": i, "rank": rank, "profiled": i < 3, "comm_ms": comm, "encode_ms": encode, "decode_ms": decode}
+        | {"around_ms": around}
         for rank, times in metered.items()
         for i, (comm, encode, decode) in enumerate(times)
     ]
@@ -237,18 +241,23 @@ RIGHT = [(9.0, 9.0, 9.0), (0.111, 0.071, 0.0), (0.131, 0.088, 0.0), (8.0, 8.0, 8
 
 
 @pytest.mark.parametrize(
-    ("second", "agrees", "quotients"),
+    ("second", "around", "agrees", "quotients"),
     [
-        (RIGHT, True, {"communication": 0.242 / 0.24, "encode": 0.159 / 0.16}),
-        ([RIGHT[0], (0.121, 0.071, 0.0), (0.147, 0.088, 0.0)], False, {"communication": 0.268 / 0.24}),
-        ([RIGHT[0], (0.111, 0.0, 0.0), (0.131, 0.07, 0.0)], False, {"encode": 0.07 / 0.16}),
-        ([RIGHT[0], (0.111, 0.071, 0.001), (0.131, 0.088, 0.0)], False, {"decode": 1e9}),
+        (RIGHT, 0.0, True, {"communication": 0.242 / 0.24, "encode": 0.159 / 0.16}),
+        ([RIGHT[0], (0.121, 0.071, 0.0), (0.147, 0.088, 0.0)], 0.0, False, {"communication": 0.268 / 0.24}),
+        ([RIGHT[0], (0.111, 0.0, 0.0), (0.131, 0.07, 0.0)], 0.0, False, {"encode": 0.07 / 0.16}),
+        ([RIGHT[0], (0.111, 0.071, 0.001), (0.131, 0.088, 0.0)], 0.0, False, {"decode": 1e9}),
+        # The range was open for longer than the meter's clock ran, and the meter knows for how long: twice 20 µs.
+        ([RIGHT[0], (0.111, 0.071, 0.0), (0.082, 0.088, 0.0)], 0.02, True, {"communication": 0.193 / 0.24}),
+        ([RIGHT[0], (0.111, 0.071, 0.0), (0.082, 0.088, 0.0)], 0.01, False, {"communication": 0.193 / 0.24}),
+        # That the meter has more than the trace, it explains not.
+        ([RIGHT[0], (0.121, 0.071, 0.0), (0.147, 0.088, 0.0)], 0.02, False, {"communication": 0.268 / 0.24}),
     ],
 )
-def test_a_meter_that_disagrees_with_the_trace_of_any_rank_is_told(tmp_path, second, agrees, quotients):
+def test_a_meter_that_disagrees_with_the_trace_of_any_rank_is_told(tmp_path, second, around, agrees, quotients):
     for rank in (0, 1):
         write_trace(tmp_path, rank, RECORDED)
-    write_steps(tmp_path, {0: RIGHT, 1: second})
+    write_steps(tmp_path, {0: RIGHT, 1: second}, around)
     profile = profile_of(tmp_path)
     assert profile["meter_agrees"] is agrees
     assert profile["meter_over_trace"] == pytest.approx(profile["meter_over_trace"] | quotients)
@@ -262,6 +271,51 @@ def test_where_nothing_was_metered_there_is_nothing_to_agree_with(tmp_path, caps
     write_steps(tmp_path, {0: RIGHT[:1]})
     assert main(["trace", "--run_dir", str(tmp_path)]) == 2
     assert "1 profiled steps of rank 0, its trace 2" in capsys.readouterr().err
+
+
+def spoilt(**columns):
+    """Change columns of a file: an array replaces one, None takes it away."""
+
+    def spoil(path):
+        table = pq.read_table(path)
+        for name, values in columns.items():
+            table = table.drop_columns(name)
+            table = table if values is None else table.append_column(name, pa.array(values))
+        pq.write_table(table, path)
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda path: path.write_bytes(path.read_bytes()[:-9]),
+        lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"PAR1" + b"\xff" * 40 + b"PAR1"),
+        spoilt(step=None),
+        spoilt(step=["zero", "one", "two"]),
+        spoilt(step=[0, 1, None]),
+        spoilt(step=[0, 1, 10**12]),
+        spoilt(step=[0, 1, -1]),
+        spoilt(step=[[0], [1], [2]]),
+    ],
+)
+def test_a_damaged_steps_parquet_is_one_clear_message_wherever_it_is_read(tmp_path, capsys, spoil):
+    numbers = (0.5, 7.25, 1.75)
+    floats = ("step_ms", "comm_ms", "encode_ms", "decode_ms", "around_ms", *curves.COLUMNS)
+    good = {"step": range(3), "rank": [0] * 3, "profiled": [True] * 3, **dict.fromkeys(floats, numbers)}
+    path = tmp_path / "steps.parquet"
+    pq.write_table(pa.table(good), path)
+    assert curves.read(path).seconds[-1] == quality.read(path).total_s == 0.0095
+    spoil(path)
+    for reader in (curves.read, quality.read):
+        with pytest.raises(BadInput, match=f"{path} is unusable .*train this cell again"):
+            reader(path)
+    write_trace(tmp_path, 0, RECORDED, world_size=1)
+    assert main(["trace", "--run_dir", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert f"{path} is unusable" in message and "Traceback" not in message and len(message.splitlines()) == 1
 
 
 def test_a_group_of_one_communicates_with_nobody(tmp_path):

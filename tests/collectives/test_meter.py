@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -109,6 +110,24 @@ def test_cpu_work_is_timed_by_the_host_always(meters):
         time.sleep(0.02)
     assert 0.02 <= meter.totals["encode", "codec"].seconds < 1
     assert clock.made == []
+
+
+def test_what_opening_and_closing_a_range_takes_is_no_time_of_the_work(meters, monkeypatch):
+    """As where the machine takes the core away: the profiler's range is then longer than the meter's time."""
+    meter, parent, _ = meters
+
+    @contextmanager
+    def slow_range(name):
+        time.sleep(0.01)
+        yield
+        time.sleep(0.02)
+
+    monkeypatch.setattr("gradwire.collectives.meter.record_function", slow_range)
+    for _ in range(2):
+        with meter.span("encode", "codec", device=CPU):
+            pass
+    assert parent.around == meter.around >= 0.06
+    assert meter.totals["encode", "codec"].seconds < 0.06 <= meter.totals["encode", "codec"].around
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

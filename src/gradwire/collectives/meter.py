@@ -23,16 +23,21 @@ CPU = torch.device("cpu")
 
 @dataclass
 class Cost:
-    """Sums over the calls of one operation for one purpose."""
+    """Sums over the calls of one operation for one purpose.
+
+    ``around``: host seconds from opening a call's profiler range to closing it, without its ``seconds``.
+    """
 
     bytes: int = 0
     seconds: float = 0.0
     calls: int = 0
+    around: float = 0.0
 
     def __iadd__(self, other: Cost) -> Cost:
         self.bytes += other.bytes
         self.seconds += other.seconds
         self.calls += other.calls
+        self.around += other.around
         return self
 
 
@@ -106,14 +111,16 @@ class Meter:
         if running is not None:
             first, last = self.event(), self.event()
             first.record()
+        entered = time.perf_counter()
         with record_function(f"gradwire/{purpose}/{op}"):
             start = time.perf_counter()
             yield
-            seconds = time.perf_counter() - start if device.type == "cpu" else 0.0
+            seconds = time.perf_counter() - start
+        around = time.perf_counter() - entered - seconds
         if running is not None:
             last.record()
             running.append(Running(self, op, purpose, first, last))
-        self.add(op, purpose, Cost(sent, seconds, calls))
+        self.add(op, purpose, Cost(sent, seconds, calls, around) if device.type == "cpu" else Cost(sent, calls=calls))
 
     def _measured(self) -> list[Running] | None:
         """Where a GPU span is noted: with the nearest ancestor that measures; None if none does."""
@@ -124,6 +131,11 @@ class Meter:
     def by_op(self, purpose: str) -> dict[str, Cost]:
         """Costs of one purpose, by operation."""
         return {op: cost for (op, of), cost in self.totals.items() if of == purpose}
+
+    @property
+    def around(self) -> float:
+        """Seconds that opening and closing profiler ranges took, of all purposes."""
+        return sum(cost.around for cost in self.totals.values())
 
     def sent(self, purpose: str) -> int:
         """Bytes sent for one purpose."""

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwire.config import BASELINE, Run
-from gradwire.errors import BadInput
+from gradwire.measurement import steps
 
 TARGET = 1.05  # of the baseline's final perplexity
 
@@ -57,13 +57,7 @@ def read(path: Path) -> Curve:
     Raises:
         BadInput: If it is none.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.ParquetFile(path).read(columns=["step", "step_ms", "val_loss"], use_threads=False)
-    except (pa.ArrowException, OSError) as error:
-        raise BadInput(f"{path} is unusable ({error}); train this cell again.") from None
+    table = steps.read(path, ["step", "step_ms", "val_loss"])
     step, ms, loss = (table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names)
     slowest = np.zeros(int(step.max()) + 1 if len(step) else 0)
     np.maximum.at(slowest, step, ms)

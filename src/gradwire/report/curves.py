@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwire.errors import BadInput
+from gradwire.measurement.steps import read as read_steps
 from gradwire.report.record import Result
 
 COLUMNS = ("loss", "val_loss", "grad_rel_error", "residual_norm")
@@ -35,13 +36,7 @@ def read(path: Path) -> Course:
     Raises:
         BadInput: If it is none.
     """
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        table = pq.ParquetFile(path).read(columns=["step", "step_ms", *COLUMNS], use_threads=False)
-    except (pa.ArrowException, OSError) as error:
-        raise BadInput(f"{path} is unusable ({error}); train this cell again.") from None
+    table = read_steps(path, ["step", "step_ms", *COLUMNS])
     step, ms, *columns = (table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names)
     steps = int(step.max()) + 1 if len(step) else 0
     slowest = np.zeros(steps)

@@ -41,7 +41,12 @@ def gates(results: Sequence[Result], cells: pd.DataFrame | None, results_dir: Pa
         finished(results),
         quality(cells),
         of_runs("bytes sent are those that the encoding's formula gives", ok, _bytes, "failed"),
-        of_runs("the meter and the profiler's trace agree within 10 %", ok, lambda row: row.meter_agrees, "marked"),
+        of_runs(
+            "the meter and the profiler's trace of the same steps agree within 10 %",
+            ok,
+            lambda row: row.meter_agrees,
+            "marked",
+        ),
         links(ok),
         of_runs("no gradient was non-finite", ok, _finite, "marked"),
         shortened(ok),

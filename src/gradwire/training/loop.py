@@ -168,7 +168,7 @@ def train(
                 evaluated = due(training.eval_every, step) or (training.evaluate and step + 1 == training.steps)
                 lr = set_learning_rate(optimizer, training, step)
                 sync.before(step)
-                sent, transmitted = METER.sent("parameters"), link.transmitted()
+                sent, around, transmitted = METER.sent("parameters"), METER.around, link.transmitted()
                 before = reducer.traffic if reducer is not None else {}
                 measured = METER.measuring() if step in profiled else nullcontext()
                 with sampled(reducer if evaluated and averages else None, outcome.memory) as sample:
@@ -179,6 +179,7 @@ def train(
                     row["bytes_interface"] = link.transmitted_since(transmitted)
                 row |= sample | traffic_since(before, reducer, timed=world.device.type == "cpu" or step in profiled)
                 row["bytes_parameters"] = METER.sent("parameters") - sent
+                row["around_ms"] = 1000 * (METER.around - around)
                 row["bytes_parameters_raw"] = parallel.parameters_unhooked(
                     settings.strategy,
                     sizes,

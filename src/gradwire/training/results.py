@@ -43,7 +43,7 @@ STEPS = pa.schema(
         *((name, pa.float64()) for name in ("residual_norm", "grad_rel_error", "grad_rel_error_linf", "grad_cos_sim")),
         *((name, pa.bool_()) for name in ("warmup", "profiled")),
         ("val_loss", pa.float64()),
-        *((name, pa.float64()) for name in ("clipped_fraction", "sample_norm_mean", "epsilon")),
+        *((name, pa.float64()) for name in ("clipped_fraction", "sample_norm_mean", "epsilon", "around_ms")),
     ]
 )
 

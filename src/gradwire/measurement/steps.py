@@ -1,0 +1,41 @@
+"""Reading ``steps.parquet``: what is wrong with it is one message, whoever reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradwire.errors import BadInput
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+INTEGERS, FLAGS = ("step", "rank"), ("profiled",)  # all other columns are float64
+KNOWN = (*INTEGERS, *FLAGS, "step_ms")  # of every row; others are null where they were not measured
+
+
+def read(path: Path, columns: Sequence[str]) -> pa.Table:
+    """Columns of a run's ``steps.parquet``, one row per step and rank, in no order.
+
+    Raises:
+        BadInput: If it is no such file.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    types = {**dict.fromkeys(INTEGERS, pa.int64()), **dict.fromkeys(FLAGS, pa.bool_())}
+    try:
+        with pq.ParquetFile(path) as file:
+            table = file.read(columns=list(columns), use_threads=False).select(columns)
+        table = table.cast(pa.schema([(name, types.get(name, pa.float64())) for name in columns]))
+        for name in set(columns) & set(KNOWN):
+            if table.column(name).null_count:
+                raise ValueError(f"{name} is null")
+        for name in set(columns) & set(INTEGERS):
+            if len(table) and not (0 <= pc.min(table[name]).as_py() <= pc.max(table[name]).as_py() < len(table)):
+                raise ValueError(f"{name} is out of range")
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        raise BadInput(f"{path} is unusable ({' '.join(str(error).split())}); train this cell again.") from None
+    return table
