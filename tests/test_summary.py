@@ -15,8 +15,11 @@ from gradwire.cli import main
 from gradwire.collectives.world import World
 from gradwire.config import Run
 from gradwire.files import write_json
+from gradwire.report.gates import gates
 from gradwire.report.record import RESULT_FIELDS
+from gradwire.report.sections import marks
 from gradwire.report.summarize import collect
+from gradwire.report.table import over_seeds
 from gradwire.training.environment import environment
 
 REQUIRED = """
@@ -189,13 +192,35 @@ def test_statistics_over_seeds_match_the_statistics_module(results, capsys, seed
         assert step["fsdp2", name] == [str(seeds), *numbers, *speed_up, "5,000"]
         assert time["fsdp2", name] == [str(seeds), "42.0", "20 %", "40.0", "150.0", "3.5", "1.2"]
     assert quality["ddp", "none"] == ["1", "310.00", *["–"] * 4, "0.517"]
-    assert sent["ddp", "none"] == ["1", "–", "–", "0.000", "0.000 =", "3.500"]
+    assert sent["ddp", "none"] == ["1", "–", "–", "0.000", "0.000", "3.500"], "one rank sends nothing to be compared"
     assert step["ddp", "none"] == ["1", "200.0", *["–"] * 4, "5,000"]
     assert time["ddp", "none"] == ["1", *["–"] * 6]
     assert list(quality) == [("ddp", "none"), *(("fsdp2", name) for name in sorted(means, key=means.get))]
     assert cells(text, "Communication by op")["fsdp2", "int8"] == [str(seeds), "12.0", "30.5"]
     assert f" {title} |" in text and f" {title} of it |" in text
     assert max(map(len, text.splitlines())) <= 140
+
+
+@pytest.mark.parametrize(
+    ("traced", "sign", "mark", "state"),
+    [
+        ((20_000, 20_000), " =", "valid", "passed"),
+        ((20_000, 20_004), " ≠", "bytes ≠ formula", "failed"),
+        ((20_000, None), " =", "valid", "passed"),
+        ((None, None), "", "valid", "not checked"),
+    ],
+)
+def test_a_framework_s_bytes_have_a_sign_only_where_its_traces_tell_them(results, capsys, traced, sign, mark, state):
+    for seed, bytes_per_step in enumerate(traced):
+        profile = {**PROFILE, "reduced_bytes_per_step": bytes_per_step}
+        results(Run("ddp", "none", 2, "none", seed), profile, sent=1_200_000, bytes_source="closed_form")
+    assert main(["summarize", "--results_dir", str(results.folder)]) == 0
+    assert cells(capsys.readouterr().out, "Bytes")["ddp", "none"][4] == f"1.200{sign}"
+    rows = collect(results.folder)
+    assert [row.bytes_traced_total for row in rows] == [one and 60 * one for one in traced]
+    assert marks({"gated": False, "val_ppl": 1.0, "n": 2}, rows) == mark.removeprefix("valid")
+    found = {gate.name: gate.state for gate in gates(rows, over_seeds(rows), results.folder, shared=False)}
+    assert found["bytes sent, as metered or traced, are those that the formula gives"] == state
 
 
 def test_a_gated_cell_does_not_head_the_table_however_fast_it_is(results, capsys):

@@ -14,11 +14,13 @@ from data_samples import values, write_corpus
 
 from gradwire import cli
 from gradwire.collectives.world import World
-from gradwire.config import Strategy, Training
+from gradwire.config import Run, Strategy, Training
 from gradwire.data.shards import Shards
 from gradwire.data.tokenization import tokenize
 from gradwire.errors import BadInput
 from gradwire.models import gpt2
+from gradwire.report.record import result
+from gradwire.report.traffic import as_computed
 from gradwire.training import loop as training_loop
 from gradwire.training import results, train
 from gradwire.training import settings as run_settings
@@ -190,6 +192,24 @@ def test_counted_bytes_are_the_closed_form(world, shards, tmp_path, strategy, me
         assert sum(steps) == record["bytes_compressed_total"]
     assert record["steps"] == 3
     assert record["measured_steps"] == 2
+
+
+@pytest.mark.parametrize(("strategy", "size", "padded"), [("ddp", 2, False), ("fsdp1", 3, True), ("fsdp2", 3, True)])
+def test_what_a_framework_reduces_by_itself_is_seen_in_its_traces(world, shards, tmp_path, strategy, size, padded):
+    given = {"strategy": strategy, "steps": 4, "profile": True, "profile_steps": 1, "eval_every": 0, "batch_size": 1}
+    world(size).run(run, words(shards, tmp_path, **given))
+    untraced = result(tmp_path, Run(strategy, "none", size, "none", 0))
+    assert cli.main(["trace", "--run_dir", str(tmp_path)]) == 0
+    row = result(tmp_path, Run(strategy, "none", size, "none", 0))
+    assert (row.bytes_source, as_computed(untraced), as_computed(row)) == ("closed_form", None, True)
+    numel = row.parameters
+    if strategy == "fsdp2":  # rows of every parameter, until three ranks divide them
+        model = gpt2.build("tiny", 300, 24, seed=0)
+        numel = sum(3 * math.ceil(len(p) / 3) * p[0].numel() for p in model.parameters())
+    if strategy != "fsdp1":
+        assert row.bytes_traced_total == 4 * (2 if strategy == "ddp" else 1) * 4 * (size - 1) * numel
+    assert (row.bytes_traced_total > row.bytes_raw_total) is padded
+    assert (row.compression_ratio < 1) is (row.compression_ratio_steady < 1) is padded
 
 
 def test_exempt_tensors_and_dense_steps_show_in_the_record(world, shards, tmp_path):

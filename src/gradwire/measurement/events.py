@@ -9,6 +9,7 @@ What such traces contain (torch 2.13, looked at on real ones):
   issued it as a CPU op ``c10d::<op>``. gloo runs a reduce-scatter as an all-reduce and calls it ``gloo:all_reduce``:
   only the call tells the two apart. A collective whose end the profiler missed is drawn until the end of the trace
   (``finished: false``).
+- A call's ``Input Dims`` are the shapes of its tensors (``record_shapes``); of tensors in a list no type is recorded.
 - NCCL's work is in kernels ``ncclDevKernel_*`` (before NCCL 2.19 ``ncclKernel_*``), whose ``Collective name`` names the
   op where the kernel's own name does not (``SendRecv``); ``nccl:<op>`` annotations and calls are launches only.
 - A CPU op of a library (``aten::addmm``) computes. ``autograd::…`` and ``…Backward0`` wrap what hooks do, waiting for
@@ -18,6 +19,7 @@ What such traces contain (torch 2.13, looked at on real ones):
 from __future__ import annotations
 
 import gzip
+import math
 import re
 import zlib
 from array import array
@@ -42,13 +44,17 @@ WRAPPERS = ("autograd", "torch", "c10d", "_c10d_functional")  # libraries whose 
 
 
 class Span(NamedTuple):
-    """A named event: its name or op, the thread or stream it lies on, start and end in nanoseconds, what it is for."""
+    """A named event: its name or op, the thread or stream it lies on, start and end in nanoseconds, what it is for.
+
+    ``numel``: of a call of a collective, the elements that it was given; None where shapes were not recorded.
+    """
 
     name: str
     lane: Any
     start: int
     end: int
     purpose: str = ""
+    numel: int | None = None
 
 
 class Cover:
@@ -108,7 +114,7 @@ class Trace:
         if category == "cpu_op":
             library, _, op = name.partition("::")
             if library == "c10d":
-                self.calls.append(Span(op_of(op), lane, start, end))
+                self.calls.append(Span(op_of(op), lane, start, end, numel=numel(arguments.get("Input Dims", []))))
             elif op and library not in WRAPPERS:
                 self.ops[lane].add(start, end)
         elif category == "kernel":
@@ -128,6 +134,16 @@ class Trace:
                 self.ranges.append(own(name, lane, start, end))
         elif category == "gpu_user_annotation" and name.startswith(OWN) and name != STEP:
             self.device_ranges.append(own(name, lane, start, end))
+
+
+def numel(shapes: list[Any]) -> int | None:
+    """Elements of a call's largest argument, a tensor or a list of them; None without any.
+
+    Args:
+        shapes: Of each argument: a tensor's shape, a list of tensors' shapes, or ``[]``.
+    """
+    tensors = [one if isinstance(one[0], list) else [one] for one in shapes if one]
+    return max((sum(map(math.prod, shapes)) for shapes in tensors), default=None)
 
 
 def own(name: str, lane: Any, start: int, end: int) -> Span:

@@ -42,6 +42,11 @@ from gradwire.measurement.intervals import Intervals, difference, intersection, 
 
 SCHEMA_VERSION = 1
 CODEC = ("encode", "decode")
+REDUCTIONS = {
+    "all_reduce": 2,
+    "reduce_scatter": 1,
+}  # how often (W - 1) / W of the buffer travel from each rank, at best
+FLOAT32 = 4  # bytes
 RUNS_AS = {"reduce_scatter": "all_reduce"}  # what gloo runs in place of an op
 PATTERN = "rank[0-9]*.pt.trace.json.gz"
 
@@ -156,6 +161,7 @@ def profile(run_dir: Path) -> dict[str, Any]:
         "steps": len(steps[0]),
         **mean(means.values()).as_dict(),
         "transfer_ms_per_step": transfer_ms([*traces.values()]),
+        "reduced_bytes_per_step": reduced_bytes([*traces.values()]),
         "unfinished": sum(trace.unfinished for trace in traces.values()),
         **against_meter(
             run_dir / "steps.parquet", {rank: [one.metered() for one in own.values()] for rank, own in steps.items()}
@@ -278,6 +284,38 @@ def transfer_ms(traces: Sequence[Trace]) -> float | None:
         ends = [[(span.end - shortest[which], span.end) for which, span in rank.items()] for rank in ranks]
         times += [length(intervals(of_rank)) / 1e6 for of_rank in ends]
     return fmean(times)
+
+
+def reduced_bytes(traces: Sequence[Trace]) -> float | None:
+    """Bytes of gradients per step and over all ranks, from the shapes that reductions were called with.
+
+    They are counted as bandwidth-optimal collectives of float32, like the closed form of what a framework reduces;
+    encodings are not float32, and are metered. Calls for other purposes than gradients lie in the package's ranges.
+
+    Returns:
+        None where the trace does not tell the shapes, or there was no reduction.
+    """
+    world = len(traces)
+    found = []
+    for trace in traces:
+        own = [span for span in trace.ranges if span.name in OPS]
+        for call in trace.calls:
+            if call.name in REDUCTIONS and within_steps(trace, call) and purpose_of(call, own) == "payload":
+                if call.numel is None:
+                    return None
+                found.append(REDUCTIONS[call.name] * FLOAT32 * call.numel)
+    return (world - 1) * sum(found) / world / len(traces[0].steps) if found else None
+
+
+def within_steps(trace: Trace, span: Span) -> bool:
+    """Whether a span begins in what the steps' times cover."""
+    return any(step.start <= span.start < step.end for step in trace.windows or trace.steps)
+
+
+def purpose_of(call: Span, own: list[Span]) -> str:
+    """The purpose of the package's own range around a call; a call without one is the framework's, for gradients."""
+    around = (span.purpose for span in own if span.lane == call.lane and span.start <= call.start < span.end)
+    return next(around, "payload")
 
 
 def collectives_of_steps(trace: Trace) -> list[dict[tuple[str, int], Span]]:

@@ -12,7 +12,7 @@ from gradwire.parallel.state import (
 )
 from gradwire.parallel.step import accumulation, clip_grad_norm
 from gradwire.parallel.strategy import unit_sizes
-from gradwire.parallel.wrap import available, hook, parameters_unhooked, traffic_unhooked, wrap
+from gradwire.parallel.wrap import available, hook, parameters_unhooked, reduced_numel, traffic_unhooked, wrap
 
 __all__ = [
     "accumulation",
@@ -27,6 +27,7 @@ __all__ = [
     "named_parameters",
     "own_part",
     "parameters_unhooked",
+    "reduced_numel",
     "replicated",
     "traffic_unhooked",
     "unit_sizes",

@@ -47,10 +47,13 @@ class FSDP1(Strategy):
         """Register the hook, and give each unit its own state."""
         assert isinstance(wrapped, FullyShardedDataParallel)
         wrapped.register_comm_hook(None, reduce_unit)
-        for name, module in wrapped.named_modules():
-            if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
-                layout = Layout.cut(flat_shapes(f"{name}.".removeprefix("."), module), reducer.world)
-                module._comm_hook_state = Unit(reducer, layout)
+        for module, layout in layouts(wrapped, reducer.world):
+            module._comm_hook_state = Unit(reducer, layout)
+
+    def reduced_numel(self, wrapped: nn.Module) -> int:
+        """Flat parameters are padded: their parts for alignment, and the whole until the ranks divide it."""
+        world = dist.get_world_size(self.group)
+        return super().reduced_numel(wrapped) if world == 1 else sum(of.numel for _, of in layouts(wrapped, world))
 
     def accumulation(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[object]:
         """`no_sync` but for the last micro-batch: gradients stay whole until then."""
@@ -61,6 +64,13 @@ class FSDP1(Strategy):
 def reduce_unit(unit: Unit, gradient: Tensor, shard: Tensor) -> None:
     """FSDP1's hook: write this rank's part of the unit's mean gradient into ``shard``."""
     shard.copy_(unit.reducer.reduce_scatter(gradient, unit.layout))
+
+
+def layouts(wrapped: nn.Module, world: int) -> Iterator[tuple[FullyShardedDataParallel, Layout]]:
+    """Every unit, and the layout of its flat parameter."""
+    for name, module in wrapped.named_modules():
+        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+            yield module, Layout.cut(flat_shapes(f"{name}.".removeprefix("."), module), world)
 
 
 def flat_shapes(prefix: str, module: FullyShardedDataParallel) -> Iterator[tuple[str | None, tuple[int, ...]]]:

@@ -55,6 +55,11 @@ class FSDP2(Strategy):
                 module.set_gradient_divide_factor(1.0)
                 module.set_custom_reduce_scatter(ReduceScatter(reducer, Layout.dim0(shapes, reducer.world)))
 
+    def reduced_numel(self, wrapped: nn.Module) -> int:
+        """Rows are padded until the ranks divide them."""
+        shapes = [(name, tuple(p.shape)) for name, p in wrapped.named_parameters() if p.requires_grad]
+        return Layout.dim0(shapes, dist.get_world_size(self.group)).numel
+
     def accumulation(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[object]:
         """Reduce in the last micro-batch only: gradients stay whole until then."""
         assert isinstance(wrapped, FSDPModule)

@@ -51,6 +51,10 @@ class Strategy(ABC):
             BadInput: If this version of torch does not offer what that takes.
         """
 
+    def reduced_numel(self, wrapped: nn.Module) -> int:
+        """Elements of the buffers that the framework's own reduction is given in a step, its padding included."""
+        return sum(parameter.numel() for parameter in wrapped.parameters() if parameter.requires_grad)
+
     @abstractmethod
     def accumulation(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[object]:
         """See `parallel.accumulation`."""

@@ -21,7 +21,7 @@ from gradwire.parallel.ddp import DDP
 from gradwire.parallel.fsdp1 import FSDP1
 from gradwire.parallel.fsdp2 import FSDP2
 from gradwire.parallel.naive import Naive
-from gradwire.parallel.strategy import Strategy, attach
+from gradwire.parallel.strategy import Strategy, attach, strategy_of
 
 STRATEGIES: dict[str, type[Strategy]] = {
     "naive": Naive,
@@ -176,11 +176,16 @@ def trainable(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
+def reduced_numel(wrapped: nn.Module) -> int:
+    """Elements that the framework's own reduction is given in one optimizer step, its padding included."""
+    return strategy_of(wrapped).reduced_numel(wrapped)
+
+
 def traffic_unhooked(numel: int, strategy: str, world: int) -> int:
     """Bytes over all ranks that the framework's own float32 reduction sends per optimizer step (closed form).
 
     Args:
-        numel: Trainable elements of the model.
+        numel: Trainable elements of the model, or with padding `reduced_numel`.
         strategy: Name of the strategy.
         world: Number of ranks.
     """

@@ -14,6 +14,7 @@ from gradwire.files import read_json
 from gradwire.measurement.statistics import LEAST, TOLERANCE
 from gradwire.report.notes import fallbacks, losses_over_links, machines, mostly_float32
 from gradwire.report.record import Result
+from gradwire.report.traffic import as_computed
 
 State = Literal["passed", "failed", "marked", "not checked"]
 SHOWN = 12  # names in one sentence
@@ -40,7 +41,7 @@ def gates(results: Sequence[Result], cells: pd.DataFrame | None, results_dir: Pa
     return [
         finished(results),
         quality(cells),
-        of_runs("bytes sent are those that the encoding's formula gives", ok, _bytes, "failed"),
+        of_runs("bytes sent, as metered or traced, are those that the formula gives", ok, as_computed, "failed"),
         of_runs(
             "the meter and the profiler's trace of the same steps agree within 10 %",
             ok,
@@ -164,12 +165,6 @@ def listed(names: Sequence[str]) -> str:
     """Names in a sentence, not too many."""
     more = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
-def _bytes(row: Result) -> bool | None:
-    if row.bytes_closed_form_total is None or row.bytes_compressed_total is None:
-        return None
-    return row.bytes_compressed_total == row.bytes_closed_form_total
 
 
 def _finite(row: Result) -> bool | None:

@@ -136,6 +136,7 @@ class Result(Row):
     measured_steps: Count = None
     unigram_ppl: Number = None
     bytes_closed_form_total: Count = None
+    bytes_traced_total: Count = None  # where the framework reduces: those of the mean profiled step, times the steps
     bytes_by_op: dict[str, int] | None = None
     compute_time_ms: Number = None
     transfer_time_ms: Number = None
@@ -176,6 +177,7 @@ class Profile(Row):
     decode_ms_per_step: float
     exposed_comm_ms: float
     overlap_ratio: Number
+    reduced_bytes_per_step: Number = None
     meter_agrees: bool | None = None
     meter_over_trace: dict[str, float] | None = None
 
@@ -196,9 +198,16 @@ class Profile(Row):
             "effective_bw_compressed_gbps": self.gbps(
                 record, record.bytes_compressed_total, record.bytes_parameters_total
             ),
+            "bytes_traced_total": self.traced(record),
             "meter_agrees": self.meter_agrees,
             "meter_over_trace": self.meter_over_trace,
         }
+
+    def traced(self, record: Record) -> int | None:
+        """Gradient bytes of the whole run by its trace, where the framework reduced and nothing else counted them."""
+        if self.reduced_bytes_per_step is None or record.steps is None or record.bytes_source != "closed_form":
+            return None
+        return round(record.steps * self.reduced_bytes_per_step)
 
     def gbps(self, record: Record, gradients: int | None, parameters: int | None) -> float | None:
         """Gbit/s of a rank that sends its share of a run's bytes in the communication time; None without either."""

@@ -28,6 +28,7 @@ from gradwire.report.quality import Book
 from gradwire.report.record import BF16, Result
 from gradwire.report.table import ESTIMATED, one_by_one
 from gradwire.report.tables import Column, Entry, Table, entry, spread, word
+from gradwire.report.traffic import as_computed
 from gradwire.report.words import WORDS
 
 NO_RESULT = "no run has a result"
@@ -271,11 +272,7 @@ def marks(cell: Mapping[Any, Any], rows: Sequence[Result]) -> str:
         "no perplexity": pd.isna(cell["val_ppl"]),
         "one seed": cell["n"] < 2,
         "meter ≠ trace": any(row.meter_agrees is False for row in rows),
-        "bytes ≠ formula": any(
-            None not in (row.bytes_closed_form_total, row.bytes_compressed_total)
-            and row.bytes_closed_form_total != row.bytes_compressed_total
-            for row in rows
-        ),
+        "bytes ≠ formula": any(as_computed(row) is False for row in rows),
         "mostly float32": any(map(mostly_float32, rows)),
         "non-finite": any(row.nonfinite_steps for row in rows),
     }

@@ -14,7 +14,7 @@ from gradwire.measurement.statistics import estimates, gated
 from gradwire.report.markdown import MISSING, SPREAD, number, spread, spread_title, table
 from gradwire.report.notes import fallbacks, losses_over_links, machine, machines, privacy
 from gradwire.report.record import BF16, Result, Status
-from gradwire.report.traffic import rate
+from gradwire.report.traffic import as_computed, rate
 
 CELL = ["strategy", "world_size", "compressor", "link"]
 NAMES = {"strategy": "strategy", "world_size": "W", "compressor": "compressor", "link": "link", "n": "n"}
@@ -40,6 +40,7 @@ MEASURED = [
 ]
 ESTIMATED = ["val_ppl", "worse_percent", "step_time_ms_mean", "speed_up", "speed_up_bf16", "sent_mb"]
 PARTS = {"": "mean", "_n": "n", "_std": "std", "_low": "low", "_high": "high"}  # of an estimate, by its column's ending
+SIGNS = {None: "", True: "=", False: "≠"}  # of bytes against their closed form; the worst is the greatest
 WIDTH = 138
 
 DEFINITIONS = f"""\
@@ -50,8 +51,10 @@ DEFINITIONS = f"""\
   perplexity more than 1 % above that of `{BASELINE}`: such a cell stands below all others, however fast it is.
   `× unigram`: perplexity over that of a model that knows only how often each token occurs.
 - Bytes of gradient reduction, summed over ranks and all steps; `ratio` is against a bandwidth-optimal float32
-  collective, `steady` that after the dense steps; `MB closed form` is what the encoding's formula says: `=` equal to
-  the byte, `≠` not. `MB parameters`: what FSDP's gathers of parameters send.
+  collective, `steady` that after the dense steps; `MB closed form` is what the formula says: `=` what was measured is
+  equal to the byte, `≠` it is not, no sign: nothing was measured. A reducer's messages are metered; where the
+  framework reduces, `MB sent` is the formula's, and the sign is of the profiled steps, by their traces.
+  `MB parameters`: what FSDP's gathers of parameters send, by formula unless `param_compress` encodes them.
 - Step time and tokens/s leave out warm-up and profiled steps. The other times are of the mean profiled step:
   `comm` is the union of all collectives (parameters, control and waiting for other ranks included), `share` its part
   of the step, `exposed` what no computation of the same rank covers. Two ops may run at once."""
@@ -117,7 +120,7 @@ def one_by_one(ok: Sequence[Result]) -> pd.DataFrame:
     runs["machine"] = [machine(row) for row in ok]
     runs["comm_ms"] = runs["comm_time_ms_total"] / runs["measured_steps"]
     runs["over_unigram"] = runs["val_ppl"] / runs["unigram_ppl"]
-    runs["as_computed"] = runs["bytes_compressed_total"] == runs["bytes_closed_form_total"]
+    runs["sign"] = [SIGNS[as_computed(row)] for row in ok]
     quality = _baseline(runs, "val_ppl", ["strategy", "world_size", "seed"])
     runs["worse_percent"] = 100 * (runs["val_ppl"] / quality - 1)
     alike = ["strategy", "world_size", "link", "seed", "machine"]
@@ -137,7 +140,7 @@ def over_seeds(ok: Sequence[Result]) -> pd.DataFrame:
     groups = runs.groupby(CELL)
     cells = groups[[*MEASURED, "comm_ms", "over_unigram"]].mean()
     cells["n"] = groups.size()
-    cells["as_computed"] = groups["as_computed"].all()
+    cells["sign"] = groups["sign"].max()  # one run that differs makes a cell that does
     for column in ESTIMATED:
         samples = [sample.dropna().tolist() for _, sample in groups[column]]
         found = pd.DataFrame(estimates(samples), index=cells.index)
@@ -283,7 +286,7 @@ def _megabytes(value: float) -> str:
 
 def _closed_form(cell: Any) -> str:
     text = _megabytes(cell["bytes_closed_form_total"])
-    return text if text == MISSING else f"{text} {'=' if cell['as_computed'] else '≠'}"
+    return text if text == MISSING else f"{text} {cell['sign']}".rstrip()
 
 
 def _against_baseline(cell: Any) -> str:

@@ -25,6 +25,17 @@ def hooked(row: Result) -> bool:
     return row.bytes_source == "metered"
 
 
+def as_computed(row: Result) -> bool | None:
+    """Whether the gradient bytes that were measured are the closed form's; None where none were measured.
+
+    A reducer's messages are counted in all steps, those of the framework in the profiled ones, by the trace.
+    """
+    measured = row.bytes_compressed_total if hooked(row) else row.bytes_traced_total
+    if row.world_size == 1 or measured is None or row.bytes_closed_form_total is None:
+        return None
+    return measured == row.bytes_closed_form_total
+
+
 def gradient_op(row: Result) -> str:
     """The collective that carries the gradients, or most of them."""
     if row.bytes_by_op:

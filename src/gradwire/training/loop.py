@@ -61,6 +61,7 @@ class Outcome:
         rows: This rank's rows of ``steps.parquet``.
         config: The model's configuration.
         numel: Trainable parameters, tied ones once.
+        reduced_numel: Elements that the framework's own reduction is given in a step, its padding included.
         algorithm: The reducer's, ``auto`` resolved; None where nothing was reduced.
         residual_bytes: Memory of this rank's residuals; None without error feedback.
         memory: Peak memory.
@@ -72,6 +73,7 @@ class Outcome:
     rows: list[Row] = field(default_factory=list)
     config: Any = None
     numel: int = 0
+    reduced_numel: int = 0
     algorithm: str | None = None
     residual_bytes: int | None = None
     memory: PeakMemory = field(default_factory=PeakMemory)
@@ -120,6 +122,8 @@ def train(
     averages = settings.cell.communication.averages_gradients
     model = parallel.wrap(model, settings.strategy, reducer, device=world.device, average=averages, **options)
     optimizer = build_optimizer(settings, model, matrices, reducer)
+    if reducer is None:
+        outcome.reduced_numel = parallel.reduced_numel(model)
 
     run = {"identity": identity, "source": settings.source()}
     checkpoints = Checkpoints(settings.output_dir, run, world, training.keep_checkpoints)

@@ -54,5 +54,5 @@ def profiling(training: Training, start: int, path: Path, world: World) -> Itera
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (world.device.type == "cuda")
     timetable = schedule(skip_first=steps.start - start, wait=0, warmup=1, active=len(steps) - 1, repeat=1)
-    with profile(activities=activities, schedule=timetable, on_trace_ready=save) as recorder:
+    with profile(activities=activities, schedule=timetable, record_shapes=True, on_trace_ready=save) as recorder:
         yield Profiler(recorder)

@@ -164,7 +164,7 @@ def traffic(settings: Settings, world: World, outcome: Outcome, rows: list[Row])
     """Bytes of gradient reduction over all ranks and optimizer steps, warm-up included.
 
     Raw is what a bandwidth-optimal float32 collective of the same kind would send, sent is what was handed over; where
-    the framework was left untouched both are the closed form.
+    the framework was left untouched both are closed forms, sent with its padding: `trace` measures the profiled steps.
 
     Args:
         settings: The run.
@@ -178,10 +178,12 @@ def traffic(settings: Settings, world: World, outcome: Outcome, rows: list[Row])
         closed, source = None if None in steps else sum(steps), "metered"
         steady = ratio([row for row in rows if row["step"] >= settings.cell.reduction.dense_steps])
     else:
-        each = parallel.traffic_unhooked(outcome.numel, settings.strategy, world.world_size)
-        raw = sent = closed = len(outcome.rows) * each
-        agreement, source = 0, "closed_form"
-        steady = 1.0 if sent else None
+        raw, sent = (
+            len(outcome.rows) * parallel.traffic_unhooked(numel, settings.strategy, world.world_size)
+            for numel in (outcome.numel, outcome.reduced_numel)
+        )
+        agreement, source, closed = 0, "closed_form", sent
+        steady = raw / sent if sent else None
     index = sum(row["bytes_index"] for row in rows) if settings.cell.hooked else None
     overall = raw / sent if sent else None
     return {
