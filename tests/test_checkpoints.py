@@ -13,13 +13,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch
-from test_training import losses, run, shards, words  # noqa: F401  a fixture
+from test_training import SMALL, losses, run, shards, words  # noqa: F401  a fixture
 
 from gradwire import cli
 from gradwire.files import sha256_file, write_json
 from gradwire.launch.ranks import THREADS
+from gradwire.training import results
 
 FEEDBACK = json.dumps({"rounding": "stochastic", "error_feedback": True, "schedule": {"block": {"0": 128, "4": 64}}})
 OPTIONS = {"comm_compress": "int8", "comm_config_json": FEEDBACK, "checkpoint_every": 2, "keep_checkpoints": 3}
@@ -229,6 +231,30 @@ def test_sigterm_saves_and_exits_75_and_the_run_goes_on_as_if_unbroken(
 
     resumed = world(2).run(run, words(shards, folder, "--resume", **LONG))
     assert (losses(resumed[0][0]), weights(folder)) == unbroken
+
+
+def test_a_signal_while_results_are_written_does_not_break_them_off(shards, tmp_path, monkeypatch):  # noqa: F811
+    """Training is over by then: nothing would be left to resume, and a part of a file would stay."""
+    write_table, parts = results.pq.write_table, []
+
+    def told_to_stop(table, path):
+        path.write_bytes(b"half a file")
+        signal.raise_signal(signal.SIGTERM)
+        parts.append(path)
+        write_table(table, path)
+
+    def ended(number, frame):  # as the signal's default action, but not of this whole process
+        raise SystemExit(-number)
+
+    monkeypatch.setattr(results.pq, "write_table", told_to_stop)
+    before = signal.signal(signal.SIGTERM, ended)
+    try:
+        assert train(tmp_path, shards) == 0
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(parts) == 1 and not list(tmp_path.glob("*.part"))
+    assert (tmp_path / "record.json").exists()
+    assert pq.read_table(tmp_path / "steps.parquet").num_rows == SMALL["steps"]
 
 
 def test_a_run_stopped_after_its_profiled_steps_keeps_its_trace(shards, tmp_path):  # noqa: F811

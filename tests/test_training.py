@@ -25,6 +25,7 @@ from gradwire.training import loop as training_loop
 from gradwire.training import results, train
 from gradwire.training import settings as run_settings
 from gradwire.training.environment import same_machine
+from gradwire.training.preemption import Preemption
 
 SMALL = {"batch_size": 2, "steps": 6, "warmup_steps": 1, "eval_every": 3, "profile": False, "device": "cpu"}
 
@@ -69,7 +70,7 @@ def run(rank: int, world_size: int, group: object, arguments: list[str]) -> tupl
     world = World(rank, rank, world_size, "gloo", torch.device("cpu"))
     splits = Shards(Path(args.data_path), "train"), Shards(Path(args.data_path), "val")
     identity = settings.identity(world_size, splits[0].digest)
-    model, optimizer, outcome = training_loop.train(settings, splits, world, identity)
+    model, optimizer, outcome = training_loop.train(settings, splits, world, identity, Preemption())
     results.write(settings, identity, splits, world, model, optimizer, outcome)
     path = settings.output_dir / "record.json"
     return outcome.rows, json.loads(path.read_text()) if rank == 0 else None

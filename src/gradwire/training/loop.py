@@ -35,7 +35,7 @@ from gradwire.training.checkpoint import Checkpoints
 from gradwire.training.environment import PeakMemory
 from gradwire.training.evaluate import Quality, evaluate
 from gradwire.training.objective import Plain, Private
-from gradwire.training.preemption import Preemption, preemption
+from gradwire.training.preemption import Preemption
 from gradwire.training.profiling import profiled_range, profiling, trace_file
 from gradwire.training.progress import progress
 from gradwire.training.sampling import sampled
@@ -83,7 +83,7 @@ class Outcome:
 
 
 def train(
-    settings: Settings, shards: tuple[Shards, Shards], world: World, identity: str
+    settings: Settings, shards: tuple[Shards, Shards], world: World, identity: str, asked: Preemption
 ) -> tuple[nn.Module, torch.optim.Optimizer, Outcome]:
     """Train one cell and return the wrapped model, its optimizer and what was measured.
 
@@ -92,6 +92,7 @@ def train(
         shards: The training and the validation split.
         world: This rank's place.
         identity: ``Settings.identity``; a checkpoint of another one is refused.
+        asked: Notes signals; training stops after the step in which one came.
 
     Raises:
         Stopped: If a signal came; a checkpoint has been written.
@@ -162,7 +163,6 @@ def train(
 
     model.train()
     with (
-        preemption() as asked,
         progress(settings.output_dir, training.steps, start, world) as tell,
         profiling(training, start, trace, world) as profiler,
         tensorboard(settings.output_dir / "logs" / "tensorboard", outcome.rows, world) as log,

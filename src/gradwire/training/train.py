@@ -127,6 +127,7 @@ def main(args: argparse.Namespace) -> None:
     from gradwire.training import results
     from gradwire.training import settings as run_settings
     from gradwire.training.loop import train
+    from gradwire.training.preemption import preemption
 
     settings = run_settings.from_arguments(args)
     with process_group(**rank_options(args)) as world:
@@ -135,7 +136,8 @@ def main(args: argparse.Namespace) -> None:
         splits = Shards(folder, "train"), Shards(folder, "val")
         run_settings.check_enough_data(len(splits[0]), settings.training.batch_size, world.world_size)
         identity = settings.identity(world.world_size, splits[0].digest)
-        model, optimizer, outcome = train(settings, splits, world, identity)
-        record = results.write(settings, identity, splits, world, model, optimizer, outcome)
+        with preemption() as asked:  # a signal after the last step does not break off the writing
+            model, optimizer, outcome = train(settings, splits, world, identity, asked)
+            record = results.write(settings, identity, splits, world, model, optimizer, outcome)
     if record is not None:
         print(results.told(record))
