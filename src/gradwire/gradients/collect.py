@@ -47,7 +47,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--adam_variant",
         choices=get_args(AdamVariant),
         default="torch",
-        help="torch: as torch.optim.Adam; less: without bias correction, 1e-8 inside of the root",
+        help="torch: as torch.optim.Adam; less: LESS's, without bias correction, 1e-8 inside of the root, betas 0.9, 0.999",
     )
     parser.add_argument("--optimizer_dir", type=Path, help="where adam's moments are (default: --model_dir)")
     parser.add_argument(

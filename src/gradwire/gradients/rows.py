@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -282,7 +281,7 @@ def kind_of(provenance: Provenance, model: nn.Module, device: torch.device) -> g
     if provenance.grad_type == "sgd":
         return gradient_types.sgd
     if provenance.grad_type == "sign":
-        return gradient_types.Sign([math.prod(shape) for shape in shapes(model).values()])
+        return gradient_types.Sign([*shapes(model).values()])
     found = optimizer.load(Path(provenance.optimizer_dir or provenance.model_dir))
     if optimizer.digest(found.path.parent) != provenance.optimizer_digest:
         raise BadInput(f"the moments in {found.path} are not those that were collected with.")

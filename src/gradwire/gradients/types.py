@@ -6,6 +6,7 @@ the learning rate: by the moments that training left (``models.optimizer``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -17,8 +18,8 @@ from gradwire.config import AdamVariant
 from gradwire.errors import BadInput
 from gradwire.models.optimizer import Moments
 
-LESS_EPS = 1e-8
-NOISE = 1e-5  # ten to a hundred times what float32 leaves of a sum that is zero
+LESS_BETAS, LESS_EPS = (0.9, 0.999), 1e-8  # constants of LESS's code, whatever the training took
+NOISE = 2e-6  # ten times what float32 leaves of a sum that is zero, of the RMS of its row
 CHUNK = 1 << 22  # entries that are worked on at once
 
 
@@ -41,21 +42,24 @@ def sgd(rows: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Sign:
-    """The signs of the gradient's entries, 0 for those that are no larger than `NOISE` times their parameter's RMS.
+    """The signs of the gradient's entries, 0 for those that are no larger than `NOISE` times the RMS of their row.
 
     Some gradients are zero but for rounding, such as that of a key's bias in attention, which softmax takes away again.
-    The signs of those would be another draw in every batch, at any number of threads.
+    The signs of those would be another draw in every batch, at any number of threads. A row is what lies along a
+    parameter's last dimension: the rows of an embedding differ by the probabilities of their tokens, by any power of
+    ten, and the small ones are as exact as the large ones.
 
     Attributes:
-        sizes: Entries of each parameter, in the order of the rows' columns.
+        shapes: The shape of each parameter, in the order of the columns.
     """
 
-    sizes: Sequence[int]
+    shapes: Sequence[tuple[int, ...]]
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Turn gradients [samples, n] into signs, in place."""
-        for part in rows.split(list(self.sizes), dim=1):
-            rms = part.square().mean(1, keepdim=True).sqrt()
+        for columns, shape in zip(rows.split([math.prod(shape) for shape in self.shapes], 1), self.shapes, strict=True):
+            part = columns.unflatten(1, (-1, *shape[-1:])) if shape else columns
+            rms = part.square().mean(-1, keepdim=True).sqrt()
             part.masked_fill_(part.abs() <= NOISE * rms, 0.0).sign_()
         return rows
 
@@ -65,7 +69,8 @@ class Adam:
     """Adam's direction (Kingma & Ba, 2015, algorithm 1): with m' = β₁m + (1 - β₁)g and v' = β₂v + (1 - β₂)g²,
 
     - ``torch``: m' / (1 - β₁ᵗ) / (√(v' / (1 - β₂ᵗ)) + ε), t the steps made and this one: as `torch.optim.Adam`;
-    - ``less``: m' / √(v' + 1e-8), uncorrected, ε in the root (Xia et al., 2024, "LESS", as published in code).
+    - ``less``: m' / √(v' + 1e-8), uncorrected, ε in the root, β₁ = 0.9 and β₂ = 0.999 whatever the training took
+      (Xia et al., 2024, "LESS", as published in code).
 
     Attributes:
         exp_avg: m, [n], in the order of the rows' columns.
@@ -111,7 +116,8 @@ class Adam:
             return torch.cat([values[name].flatten() for name in shapes]).to(device)
 
         steps = {name: torch.full(tuple(shape), float(moments.step[name])) for name, shape in shapes.items()}
-        return cls(flat(moments.exp_avg), flat(moments.exp_avg_sq), flat(steps), *moments.betas, moments.eps, variant)
+        betas = LESS_BETAS if variant == "less" else moments.betas
+        return cls(flat(moments.exp_avg), flat(moments.exp_avg_sq), flat(steps), *betas, moments.eps, variant)
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Turn gradients [samples, n] into directions, in place."""
