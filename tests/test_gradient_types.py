@@ -18,7 +18,7 @@ from gradwire.errors import BadInput, RunFault
 from gradwire.gradients import rows, store, types
 from gradwire.gradients.projections import build
 from gradwire.models import folder, gpt2, lora, optimizer
-from gradwire.persample import loop
+from gradwire.persample import hooks, loop
 from gradwire.persample.batch import trainable
 
 SAMPLES = 7
@@ -267,12 +267,12 @@ def test_out_of_memory_halves_the_batch_and_is_told(small, monkeypatch, capsys, 
 @pytest.mark.parametrize("projection", ["rademacher", "factored"])
 def test_a_method_that_is_wrong_for_a_model_is_found_out(small, monkeypatch, projection):
     shards = Shards(small.shards, "train")
-    maker(small, projection).check(shards, 0)
+    maker(small, projection).check(shards, [0, 1])
     made = maker(small, projection)
-    plain = torch.nn.LayerNorm.forward
-    monkeypatch.setattr(torch.nn.LayerNorm, "forward", lambda self, x: plain(self, x) * 1.5)
+    plain = hooks.layer_normalisation
+    monkeypatch.setitem(hooks.OF_TORCH, torch.nn.LayerNorm.forward, lambda m, x, grad: plain(m, x, 1.5 * grad))
     with pytest.raises(RunFault, match="--method hooks gives another gradient"):
-        made.check(shards, 0)
+        made.check(shards, [0, 1])
 
 
 def test_a_batch_fits_the_free_memory(small, monkeypatch):

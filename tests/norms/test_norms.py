@@ -203,7 +203,8 @@ def test_an_unknown_layer_is_not_skipped(capsys):
 
 
 def test_an_unknown_layer_with_sharded_weights_is_refused(world):
-    assert "is not known, and its weights are sharded" in world(1).run(sharded_and_odd)[0]
+    (told,) = world(1).run(sharded_and_odd)
+    assert "scale is used by a layer that is not known, or past its layer, and its weights are sharded" in told
 
 
 def sharded_and_odd(rank, world, group):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from gradwire.data.batches import Batch
 from gradwire.errors import BadInput
 from gradwire.gradients.rows import resolved
 from gradwire.models import gpt2, lora
-from gradwire.persample import hooks, loop, vmap
+from gradwire.persample import hooks, loop, norms, vmap
 from gradwire.persample.batch import trainable
 from gradwire.persample.uses import Direct, Outer, Use, inner, square_norm
 
@@ -107,19 +109,24 @@ def test_hooks_leave_the_model_as_it_was(build):
 def test_norms_are_exact_without_the_gradients(build):
     model, batch = build().double(), batch_of(9, 6, 1, 4)
     met: dict[str, list[Use]] = {}
-    hooks.backward(model, batch, lambda name, use: met.setdefault(name, []).append(use))
+    ended: list[str] = []
+
+    def take(name: str, use: Use, last: bool) -> None:
+        assert name not in ended
+        met.setdefault(name, []).append(use)
+        ended.extend([name] * last)
+
+    assert hooks.backward(model, batch, take).unseen == []
     wanted = loop.gradients(model, batch).gradient
-    assert set(met) == set(wanted)
-    counts = hooks.uses(model)
+    assert set(met) == set(wanted) == set(ended)
     for name, uses in met.items():
-        assert len(uses) == counts[name]
         exact = wanted[name].flatten(1).square().sum(1)
         torch.testing.assert_close(square_norm(uses), exact, rtol=1e-6 if build is llama else 1e-9, atol=1e-15)
 
 
 def test_a_tied_weights_uses_are_not_independent():
     met: dict[str, list[Use]] = {}
-    hooks.backward(gpt().double(), batch_of(9, 6, 5), lambda name, use: met.setdefault(name, []).append(use))
+    hooks.backward(gpt().double(), batch_of(9, 6, 5), lambda name, use, last: met.setdefault(name, []).append(use))
     both = met["transformer.wte.weight"]
     assert len(both) == 2 and [use.one_hot for use in both] == [False, True]
     apart = square_norm(both[:1]) + square_norm(both[1:])
@@ -174,3 +181,96 @@ def test_auto_takes_hooks_where_every_layer_is_known(capsys):
         resolved("hooks", model)
     batch = batch_of(9, 6)
     close(vmap.gradients(model.double(), batch).gradient, loop.gradients(model, batch).gradient)
+
+
+SMALL = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+DEEP = {**SMALL, "intermediate_size": 24, "max_position_embeddings": LENGTH}
+ROTARY = {**DEEP, "num_key_value_heads": 1}
+BART = {"decoder_ffn_dim": 24, "decoder_layers": 1, "decoder_attention_heads": 2, "is_encoder_decoder": False}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
+FOREIGN = {  # model_type: its configuration, and a layer that computes otherwise than its base class
+    "gemma": ({**ROTARY, "head_dim": 8}, "model.embed_tokens"),
+    "opt": ({**SMALL, "ffn_dim": 24, "word_embed_proj_dim": 16, "max_position_embeddings": LENGTH}, "fc1"),
+    "biogpt": (DEEP, "biogpt.embed_positions"),
+    "bart": ({"vocab_size": VOCABULARY, "d_model": 16, "max_position_embeddings": LENGTH, **BART}, "embed_positions"),
+    "qwen2_moe": ({**ROTARY, **EXPERTS}, "experts.down_proj"),
+    "phi": ({**DEEP, "qk_layernorm": True}, None),  # its norms see [B, T, heads, features]
+}
+
+
+def foreign(kind: str) -> torch.nn.Module:
+    """Models whose layers compute otherwise than their classes say."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, pad_token_id=1, **FOREIGN[kind][0]))
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            torch.nn.init.normal_(parameter, 0.5, 0.3)
+    return model if kind == "qwen2_moe" else model.double()  # its experts' kernel knows no float64
+
+
+def squares(found) -> torch.Tensor:
+    return sum(gradient.double().flatten(1).square().sum(1) for gradient in found.gradient.values())
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_layer_is_known_by_what_it_computes(kind, capfd):
+    model, batch = foreign(kind), batch_of(9, 6, 1, 4)
+    before = {name: p.requires_grad for name, p in model.named_parameters()}
+    exact = loop.gradients(model, batch)
+    found = norms.norms(model, batch)
+    tolerance = 1e-5 if kind == "qwen2_moe" else 1e-9
+    torch.testing.assert_close(found.square, squares(exact), rtol=tolerance, atol=1e-15)
+    torch.testing.assert_close(found.loss, exact.loss.to(found.loss), rtol=1e-5, atol=1e-7)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert {name: p.requires_grad for name, p in model.named_parameters()} == before
+    seen = hooks.backward(model, batch, lambda name, use, last: None)
+    unknown = FOREIGN[kind][1]
+    assert bool(seen.unseen) is bool(unknown)
+    if unknown is None:
+        close(hooks.gradients(model, batch).gradient, exact.gradient)
+    else:
+        assert any(unknown in name for name in seen.unseen)
+        with pytest.raises(BadInput, match=f"--method hooks does not see every use of {seen.unseen[0]}"):
+            norms.norms(model, batch, method="hooks")
+    for method in ("vmap", "loop") if kind == "gemma" else ():
+        torch.testing.assert_close(norms.norms(model, batch, method=method).square, squares(exact), rtol=1e-5, atol=0)
+
+
+class Reused(torch.nn.Module):
+    """A model that uses one layer twice, one past itself, and drops what a third gives."""
+
+    def __init__(self, functional: bool) -> None:
+        super().__init__()
+        self.embedding, self.layer = torch.nn.Embedding(VOCABULARY, 12), torch.nn.Linear(12, 12)
+        self.dropped, self.functional = torch.nn.Linear(12, 3), functional
+
+    def forward(self, input_ids, use_cache=False):
+        x = self.layer(input=torch.tanh(self.layer(self.embedding(input_ids))))
+        self.dropped(x)
+        weight = self.embedding.weight if self.functional else self.embedding.weight.detach()
+        return SimpleNamespace(logits=torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.parametrize("functional", [False, True])
+def test_every_use_of_a_parameter_counts(functional):
+    """One that a layer claims and that is used past it, too, would have half a gradient."""
+    torch.manual_seed(0)
+    model, batch = Reused(functional).double(), batch_of(9, 6, 4)
+    exact = loop.gradients(model, batch)
+    torch.testing.assert_close(norms.norms(model, batch).square, squares(exact), rtol=1e-9, atol=0)
+    if functional:
+        with pytest.raises(BadInput, match=r"does not see every use of embedding\.weight"):
+            hooks.gradients(model, batch)
+    else:
+        close(hooks.gradients(model, batch).gradient, exact.gradient)
+
+
+def test_what_vmap_cannot_trace_goes_by_the_loop(monkeypatch, capfd):
+    def untraceable(*_):
+        raise RuntimeError("vmap: data-dependent control flow")
+
+    model, batch = foreign("gemma"), batch_of(9, 6)
+    wanted = squares(loop.gradients(model, batch))
+    monkeypatch.setattr(vmap, "gradients", untraceable)
+    torch.testing.assert_close(norms.norms(model, batch).square, wanted, rtol=1e-9, atol=0)
+    assert "by the loop: hooks do not see every use of them, and vmap fails: vmap: data-" in capfd.readouterr().err

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -47,7 +47,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--adam_variant",
         choices=get_args(AdamVariant),
         default="torch",
-        help="torch: as torch.optim.Adam; less: LESS's, without bias correction, 1e-8 inside of the root, betas 0.9, 0.999",
+        help="torch: as torch.optim.Adam; less: LESS's, betas 0.9 and 0.999, uncorrected, 1e-8 in the root",
     )
     parser.add_argument("--optimizer_dir", type=Path, help="where adam's moments are (default: --model_dir)")
     parser.add_argument(
@@ -215,13 +215,14 @@ def collect(
     from gradwire.gradients.rows import RowMaker
 
     maker = RowMaker.load(intended, world.device, batch_size, world)
-    intended = maker.made_from
     shards = provenance.samples(intended)
+    with_target = (at for at in range(intended.samples) if len(shards[at].input_ids) > 1)
+    maker.check(shards, list(islice(with_target, 2)) or [0])
+    intended = maker.made_from
     provenance.agree(run, intended)
     provenance.claim(run, intended)
 
     dealt, ends = intended.dealt(world.rank), intended.ends()
-    maker.check(shards, next((at for at in dealt if len(shards[at].input_ids) > 1), dealt[0]))  # one with a target
     folders = {dim: store.rank_folder(run, world.rank, dim) for dim in intended.dims}
     quiet = None if world.rank == 0 else True  # None: a bar where the terminal is one
     for start, end in tqdm(list(pairwise([0, *ends])), desc="gradients", unit="file", disable=quiet):

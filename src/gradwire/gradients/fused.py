@@ -26,17 +26,21 @@ class Fused(NamedTuple):
 def fused_rows(
     model: nn.Module, batch: Batch, projector: Factored, dims: Sequence[int], reduction: Reduction = "mean"
 ) -> Fused:
-    """Project each layer's factors as the backward pass meets them."""
+    """Project each layer's factors as the backward pass meets them.
+
+    Raises:
+        Unseen: If a parameter has a use that the hooks do not see.
+    """
     batch = padded_width(batch)
     samples, device = len(batch.labels), batch.labels.device
     image = Image(projector, samples, dims, device)
-    squares = SquareNorms(model, samples, device)
+    squares = SquareNorms(samples, device)
 
-    def take(name: str, use: Use) -> None:
+    def take(name: str, use: Use, last: bool) -> None:
         image.add(name, use)
-        squares.take(name, use)
+        squares.take(name, use, last)
 
-    losses = hooks.backward(model, batch, take, reduction)
+    losses = hooks.all_seen(hooks.backward(model, batch, take, reduction))
     empty = no_targets(batch)
     rows = {dim: zeroed(found, empty) for dim, found in image.finished().items()}
     return Fused(rows, losses, zeroed(squares.total(), empty))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from gradwire.config import SampleLoss, Split
+from gradwire.config import GradMethod, SampleLoss, Split
 from gradwire.errors import BadInput, CheckFailed, NonFiniteGradient
 from gradwire.models.shards import samples_of
 from gradwire.seat import add_rank_arguments, rank_options
@@ -50,6 +50,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--loss", choices=get_args(SampleLoss), default="mean", help="of a sample: over its valid tokens"
+    )
+    parser.add_argument(
+        "--method",
+        choices=get_args(GradMethod),
+        default="auto",
+        help="as in grads collect; auto: hooks, and what they do not see by vmap or the loop",
     )
     parser.add_argument("--batch_size", type=int, default=16, help="samples in the model at once, on each rank")
     parser.add_argument(
@@ -123,7 +129,7 @@ def collect(model: nn.Module, shards: Shards, args: argparse.Namespace, world: W
     facts: dict[str, tuple[float, int]] = {}
     for batch in batches(shards, count, args.batch_size, world, replicated):
         batch = batch.to(world.device)
-        found = norms.norms(model, batch, args.loss, names)
+        found = norms.norms(model, batch, args.loss, names, args.method)
         spread = norms.spread_of(batch, args.distribution)
         _merge(squares, norms.combined(batch.sample_id, found.square, held, spread))
         told = zip(batch.sample_id, found.loss.tolist(), found.n_targets.tolist(), strict=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from gradwire.collectives import ops
 from gradwire.collectives.world import World
 from gradwire.data.batches import Batch, collate
 from gradwire.data.shards import Sample, Shards
-from gradwire.errors import BadInput, NonFiniteGradient, RunFault
+from gradwire.errors import BadInput, GradwireError, NonFiniteGradient, RunFault
 from gradwire.gradients import metadata, projections, store
 from gradwire.gradients import types as gradient_types
 from gradwire.gradients.fused import Fused, fused_rows
@@ -27,7 +28,7 @@ from gradwire.gradients.provenance import Provenance
 from gradwire.gradients.store import Block
 from gradwire.models import folder, lora, optimizer, saved
 from gradwire.persample import hooks, loop, vmap
-from gradwire.persample.batch import PerSample, n_targets, trainable
+from gradwire.persample.batch import PerSample, n_targets, note, out_of_memory, trainable
 
 STACK_BYTES = 1 << 29  # of gradients that wait for one projection: each sign that is generated serves them all
 BATCH_AT_MOST = {"cpu": 16, "cuda": 64}  # more samples at once gain nothing
@@ -39,6 +40,7 @@ METHODS: dict[str, Callable[..., PerSample]] = {
     "vmap": vmap.gradients,
     "hooks": hooks.gradients,
 }
+FALLBACKS = {"hooks": "vmap", "vmap": "loop"}
 Result = TypeVar("Result")
 
 
@@ -64,9 +66,9 @@ class RowMaker:
     ) -> None:
         self.model, self.provenance, self.device, self.kind, self.sharded = model, provenance, device, kind, sharded
         self.dims = provenance.dims
-        self.method = resolved(provenance.method, model)
+        self.method = provenance.computed_by or resolved(provenance.method, model)
         self.projector = projections.build(provenance.projection, shapes(model), provenance.seed)
-        self.batch_size = batch_size
+        self.batch_size, self.height = batch_size, sys.maxsize
         if sharded and not self.fused:
             raise BadInput(
                 "--strategy fsdp2 keeps a part of each weight on a rank, so whole gradients are never formed: it needs "
@@ -116,36 +118,82 @@ class RowMaker:
             NonFiniteGradient: If a sample's gradient is not finite.
             RunFault: If the memory does not suffice for a single sample.
         """
-        if self.batch_size is None:
-            self.batch_size = self.fitting(shards, positions[0])
-        height = len(positions) if self.fused else max(1, STACK_BYTES // (4 * self.numel))
-        work = self._fused_stack if self.fused else self._stack
-        stacks = [work(shards, positions[first : first + height]) for first in range(0, len(positions), height)]
+        with self._sufficient_memory():
+            if self.batch_size is None:
+                self.batch_size = self.fitting(shards, positions[0])
+            if self.fused:
+                stacks, self.batch_size = self._halving(positions, self.batch_size, partial(self._fused_stack, shards))
+            else:
+                height = min(self.height, max(1, STACK_BYTES // (4 * self.numel)))
+                stacks, fitted = self._halving(positions, height, partial(self._stack, shards))
+                self.height = fitted if fitted < height else self.height
         return {dim: store.concatenated(stack[dim] for stack in stacks) for dim in self.dims}
 
-    def check(self, shards: Shards, position: int) -> None:
-        """See that the method gives what the loop gives, for one sample in a batch of two.
+    def check(self, shards: Shards, positions: Sequence[int]) -> None:
+        """See that the method gives what the loop gives; if it was chosen by ``auto``, take the next one that does.
+
+        Args:
+            shards: The samples.
+            positions: Some that have a target and differ: in one batch, which finds a layer that mixes them. The same
+                on all ranks.
 
         Raises:
-            RunFault: If it does not, as for a layer that computes otherwise than its class says.
+            BadInput: If the method cannot do the model.
+            NonFiniteGradient: If a sample's gradient is not finite, whatever the method.
+            RunFault: If the method gives another gradient.
         """
-        if self.method == "loop" or self.sharded:
-            return
-        batch = self._batch(shards, [shards[position]] * 2)
-        exact = flattened(loop.gradients(self.model, self._batch(shards, [shards[position]]), self.provenance.loss))
+        with self._sufficient_memory():
+            self._halving(positions, len(positions), partial(self._check, shards))
+
+    def _check(self, shards: Shards, positions: Sequence[int]) -> None:
+        batch = self._batch(shards, [shards[position] for position in positions])
+        while self.method != "loop":
+            try:
+                self._compare(batch)
+                break
+            except Exception as error:
+                if out_of_memory(error) or isinstance(error, NonFiniteGradient):
+                    raise
+                if self.provenance.method != "auto" or self.sharded:
+                    if isinstance(error, GradwireError):
+                        raise
+                    raise BadInput(f"--method {self.method} cannot do this model, give loop: {error}") from error
+                failed, self.method = self.method, FALLBACKS[self.method]
+                note(f"--method auto takes {self.method}, because {failed} fails: {error}")
+
+    def _compare(self, batch: Batch) -> None:
+        wanted = self._looped(batch)
         if self.fused:
             made = self._fused(batch).rows
-            wanted = self.projector.project(exact, self.dims)
         else:
             made = {0: flattened(METHODS[self.method](self.model, batch, self.provenance.loss))}
-            wanted = {0: exact}
         for dim, rows in made.items():
-            apart = float((rows - wanted[dim]).norm(dim=1).max())
-            if not apart <= CHECKED * float(wanted[dim].norm()):
-                raise RunFault(
-                    f"--method {self.method} gives another gradient of sample {batch.sample_id[0]!r} than one backward "
-                    f"pass does, off by {apart:.1e} of {float(wanted[dim].norm()):.1e}: give --method vmap or loop."
-                )
+            norms, apart = wanted[dim].norm(dim=1).tolist(), (rows - wanted[dim]).norm(dim=1).tolist()
+            for id_, norm, off in zip(batch.sample_id, norms, apart, strict=True):
+                if not norm < float("inf"):
+                    raise NonFiniteGradient(f"the gradient of sample {id_!r} is not finite.")
+                if not off <= CHECKED * norm:
+                    raise RunFault(
+                        f"--method {self.method} gives another gradient of sample {id_!r} than one backward pass does, "
+                        f"off by {off:.1e} of {norm:.1e}: give --method vmap or loop."
+                    )
+
+    def _looped(self, batch: Batch) -> dict[int, Tensor]:
+        """What `_compare` compares, by one backward pass per sample: rows if they are fused, whole gradients if not."""
+        if not self.fused:
+            return {0: flattened(loop.gradients(self.model, batch, self.provenance.loss))}
+        assert isinstance(self.projector, Factored)
+        if not self.sharded:
+            found = loop.gradients(self.model, batch, self.provenance.loss).gradient
+            return self.projector.project_each(found.items(), self.dims)
+        parts = zip(batch.input_ids.split(1), batch.labels.split(1), batch.sample_id, strict=True)
+        alone = [
+            self.projector.project_each(
+                loop.of_sharded(self.model, Batch(tokens, labels, [id_]), self.provenance.loss), self.dims
+            )
+            for tokens, labels, id_ in parts
+        ]
+        return {dim: torch.cat([rows[dim] for rows in alone]) for dim in self.dims}
 
     def fitting(self, shards: Shards, position: int) -> int:
         """How many samples go through the model at once: by what one keeps for its backward pass, and is free."""
@@ -182,49 +230,55 @@ class RowMaker:
             norms = torch.linalg.vector_norm(own, dim=1, dtype=torch.float64)
             facts.extend(self._facts(samples, part, found.loss, found.n_targets, norms))
 
-        self._halving(positions, fill)
+        assert self.batch_size is not None
+        _, self.batch_size = self._halving(positions, self.batch_size, fill)
         projected = self.projector.project(rows, self.dims)
         return {dim: store.bind(found.cpu(), facts, self.made_from) for dim, found in projected.items()}
 
     def _fused_stack(self, shards: Shards, positions: Sequence[int]) -> dict[int, Block]:
-        def make(part: Sequence[int]) -> dict[int, Block]:
-            samples = [shards[position] for position in part]
-            batch = self._batch(shards, samples)
-            made = self._fused(batch)
-            facts = self._facts(samples, part, made.loss, n_targets(batch.labels), made.square_norm.sqrt())
-            return {dim: store.bind(rows.cpu(), facts, self.made_from) for dim, rows in made.rows.items()}
-
-        made = self._halving(positions, make)
-        return {dim: store.concatenated(blocks[dim] for blocks in made) for dim in self.dims}
+        samples = [shards[position] for position in positions]
+        batch = self._batch(shards, samples)
+        made = self._fused(batch)
+        facts = self._facts(samples, positions, made.loss, n_targets(batch.labels), made.square_norm.sqrt())
+        return {dim: store.bind(rows.cpu(), facts, self.made_from) for dim, rows in made.rows.items()}
 
     def _fused(self, batch: Batch) -> Fused:
         assert isinstance(self.projector, Factored)
         return fused_rows(self.model, batch, self.projector, self.dims, self.provenance.loss)
 
-    def _halving(self, positions: Sequence[int], work: Callable[[Sequence[int]], Result]) -> list[Result]:
-        """``work`` done on batches, which are halved as often as the memory does not suffice."""
+    def _halving(
+        self, positions: Sequence[int], size: int, work: Callable[[Sequence[int]], Result]
+    ) -> tuple[list[Result], int]:
+        """``work`` done on ``size`` samples at a time, halved as often as memory does not suffice; and that size."""
         results = []
         at = 0
-        assert self.batch_size is not None
         while at < len(positions):
-            part = positions[at : at + self.batch_size]
+            part = positions[at : at + size]
             try:
                 results.append(work(part))
                 at += len(part)
                 continue
             except RuntimeError as error:
-                if not out_of_memory(error):
+                if not out_of_memory(error) or len(part) == 1 or self.sharded:
                     raise
-                if len(part) == 1 or self.sharded:
-                    raise RunFault(
-                        f"{len(part)} samples do not fit into the memory of {self.device}: take a smaller --batch_size "
-                        "or --save_interval, a smaller model, or --strategy fsdp2 on more ranks."
-                    ) from error
-            self.batch_size = len(part) // 2  # outside of the handler, which holds what failed
-            print(f"gradwire grads collect: out of memory; {self.batch_size} samples at once now", file=sys.stderr)
+            size = len(part) // 2  # outside of the handler, which holds what failed
+            print(f"gradwire grads collect: out of memory; {size} samples at once now", file=sys.stderr)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-        return results
+        return results, size
+
+    @contextmanager
+    def _sufficient_memory(self) -> Iterator[None]:
+        """Where memory runs out although nothing can be halved any more."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not out_of_memory(error):
+                raise
+            raise RunFault(
+                f"{self.batch_size if self.sharded else 1} samples do not fit into the memory of {self.device}: take a "
+                "smaller --batch_size or --save_interval, a smaller model, or --strategy fsdp2 on more ranks."
+            ) from error
 
     def _facts(
         self, samples: Sequence[Sample], positions: Sequence[int], losses: Tensor, targets: Tensor, norms: Tensor
@@ -291,12 +345,6 @@ def kind_of(provenance: Provenance, model: nn.Module, device: torch.device) -> g
 def flattened(found: PerSample, out: Tensor | None = None) -> Tensor:
     """The gradients as rows, [B, n], the parameters one after another."""
     return torch.cat([gradient.flatten(1) for gradient in found.gradient.values()], dim=1, out=out)
-
-
-def out_of_memory(error: RuntimeError) -> bool:
-    """Whether an allocator gave up, the GPU's or the CPU's."""
-    told = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in told or "can't allocate memory" in told
 
 
 def free_memory(device: torch.device) -> int:

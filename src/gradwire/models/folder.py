@@ -69,11 +69,15 @@ def load_causal(path: Path) -> PreTrainedModel:
     """Read a folder of any causal language model that transformers knows, as `load` reads a GPT-2's.
 
     Raises:
-        BadInput: As `load`.
+        BadInput: As `load`, and if a weight is not finite: then every gradient is NaN.
     """
     from transformers import AutoModelForCausalLM
 
-    return _load(AutoModelForCausalLM, path)
+    model = _load(AutoModelForCausalLM, path)
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight.detach()).all():
+            raise BadInput(f"{name} of the model in {path} is not finite: its training diverged, or it is damaged.")
+    return model
 
 
 def _load(kind: Any, path: Path) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -74,19 +76,6 @@ def evaluation(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-@contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter has a gradient, so that a backward pass does not compute any."""
-    parameters = list(trainable(model).values())
-    for parameter in parameters:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-
-
 def no_targets(batch: Batch) -> Tensor:
     """Which samples have no valid target: bool [B]."""
     return n_targets(batch.labels) == 0
@@ -95,3 +84,15 @@ def no_targets(batch: Batch) -> Tensor:
 def zeroed(values: Tensor, rows: Tensor) -> Tensor:
     """``values`` with the chosen rows set to exact zeros, whatever they held."""
     return torch.where(rows.view(-1, *[1] * (values.ndim - 1)), torch.zeros_like(values), values)
+
+
+@cache
+def note(text: str) -> None:
+    """Say something on stderr, once."""
+    print(f"gradwire: {text}", file=sys.stderr)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocator gave up, the GPU's or the CPU's."""
+    told = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in told or "can't allocate memory" in told

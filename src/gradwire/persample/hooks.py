@@ -1,25 +1,29 @@
 """Per-sample gradients from what enters and leaves each layer: one backward pass that forms no parameter's gradient.
 
-Parameters are frozen while it runs. What the embeddings look up takes their place as the leaves of the graph, so the
-backward pass goes through every layer's input and output and through nothing else.
+A known layer's parameters are frozen while it runs, so a parameter that is in the graph afterwards has a use that the
+hooks did not see: in a layer that is not known, or past its layer. Such a parameter is reported, never left out. What
+the first layers give takes the place of the parameters as the leaves of the graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import layer_norm, rms_norm
 
 from gradwire.data.batches import Batch
+from gradwire.errors import BadInput
 from gradwire.persample.batch import (
     PerSample,
     Reduction,
     evaluation,
-    frozen,
     n_targets,
     no_targets,
     padded_width,
@@ -29,8 +33,9 @@ from gradwire.persample.batch import (
 )
 from gradwire.persample.uses import Direct, Outer, Use
 
+# Of a module and what enters and leaves it, [B, N, *features]; ids are [B, N].
 Rule: TypeAlias = Callable[[Any, Tensor, Tensor], dict[str, Use]]
-Take: TypeAlias = Callable[[str, Use], None]
+Take: TypeAlias = Callable[[str, Use, bool], None]
 
 
 def linear(module: nn.Linear, x: Tensor, grad: Tensor) -> dict[str, Use]:
@@ -58,25 +63,35 @@ def layer_normalisation(module: nn.LayerNorm, x: Tensor, grad: Tensor) -> dict[s
 
 def rms_normalisation(module: Any, x: Tensor, grad: Tensor) -> dict[str, Use]:
     """y = γ ∘ x / rms(x)."""
-    eps = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None) or torch.finfo(x.dtype).eps
-    normalised = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return {"weight": Direct((grad * normalised).sum(1))}
+    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
+    return {"weight": Direct((grad * rms_norm(x, module.weight.shape, None, eps)).sum(1))}
+
+
+OF_TORCH: dict[Callable[..., Any], Rule] = {
+    nn.Linear.forward: linear,
+    nn.Embedding.forward: embedding,
+    nn.LayerNorm.forward: layer_normalisation,
+    nn.RMSNorm.forward: rms_normalisation,
+}
+OF_TRANSFORMERS: dict[tuple[str, str], Rule] = {  # which need not be imported for it
+    ("transformers.pytorch_utils", "Conv1D"): conv1d,
+    ("transformers.models.falcon.modeling_falcon", "FalconLinear"): linear,
+    ("transformers.models.llama.modeling_llama", "LlamaRMSNorm"): rms_normalisation,
+}
 
 
 def rule_of(module: nn.Module) -> Rule | None:
-    """How a layer's parameters get their gradients, or None for a layer that is not known."""
-    name = type(module).__name__
-    if isinstance(module, nn.Linear):
-        return linear
-    if isinstance(module, nn.Embedding):
-        return embedding
-    if isinstance(module, nn.LayerNorm):
-        return layer_normalisation
-    if name == "Conv1D":  # transformers', which need not be imported for it
-        return conv1d
-    if isinstance(module, nn.RMSNorm) or name == "LlamaRMSNorm":
-        return rms_normalisation
-    return None
+    """How a layer's parameters get their gradients, or None for a layer that is not known.
+
+    A layer is known by its ``forward``: a subclass with one of its own computes something else.
+    """
+    if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
+        return None
+    forward = getattr(module.forward, "__func__", None)
+    for (place, name), rule in OF_TRANSFORMERS.items():
+        if place in sys.modules and forward is getattr(sys.modules[place], name).forward:
+            return rule
+    return OF_TORCH.get(forward) if forward is not None else None
 
 
 def unsupported(model: nn.Module) -> list[str]:
@@ -90,80 +105,171 @@ def unsupported(model: nn.Module) -> list[str]:
     ]
 
 
-def uses(model: nn.Module) -> dict[str, int]:
-    """How many layers use each trainable parameter: two for a tied one."""
-    names = {id(parameter): name for name, parameter in trainable(model).items()}
-    counts = dict.fromkeys(names.values(), 0)
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            if id(parameter) in names:
-                counts[names[id(parameter)]] += 1
-    return counts
+class Seen(NamedTuple):
+    """What a pass saw: the samples' losses [B], and the parameters, by name, of which it did not see every use."""
+
+    losses: Tensor
+    unseen: list[str]
 
 
-def backward(model: nn.Module, batch: Batch, take: Take, reduction: Reduction = "mean") -> Tensor:
-    """Hand each use of each trainable parameter to ``take(name, use)``, in the order of the backward pass.
+def backward(model: nn.Module, batch: Batch, take: Take, reduction: Reduction = "mean") -> Seen:
+    """Hand each use of a trainable parameter to ``take(name, use, last)``, in the order of the backward pass.
 
     Args:
-        model: A causal language model that returns ``logits``, its token embedding an `nn.Embedding`, without trainable
-            parameters that are `unsupported`.
+        model: A causal language model that returns ``logits``.
         batch: Samples of any length, padded on the right; one without a target gives zeros.
-        take: Called inside of the backward pass.
+        take: Called inside of the backward pass, ``last`` with a parameter's last use; not for one that is ``unseen``.
         reduction: What a sample's loss is.
 
-    Returns:
-        The losses, ``[B]``.
+    Raises:
+        BadInput: If a parameter is unseen, and the weights are sharded.
     """
-    names = {id(parameter): name for name, parameter in trainable(model).items()}
-    owned = {
-        module: {local: names[id(p)] for local, p in module.named_parameters(recurse=False) if id(p) in names}
-        for module in model.modules()
-    }
-    with evaluation(model), frozen(model), _hooked(owned, len(batch.labels), take):
+    watch = _Watch(model, len(batch.labels), take)
+    with evaluation(model), watch.hooked():
         losses = sample_losses(model(batch.input_ids, use_cache=False).logits, batch.labels, reduction)
-        losses.sum().backward()
-    return losses.detach()
+        leaves = _leaves(losses)
+        watch.unseen = {watch.names[id(leaf)] for leaf in leaves if id(leaf) in watch.names}
+        if watch.unseen and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            raise BadInput(
+                f"{min(watch.unseen)} is used by a layer that is not known, or past its layer, and its weights are "
+                "sharded: give --strategy ddp."
+            )
+        if leaves:
+            torch.autograd.grad(losses.sum(), leaves)
+    return Seen(losses.detach(), [name for name in trainable(model) if name in watch.unseen])
 
 
-@contextmanager
-def _hooked(owned: Mapping[nn.Module, Mapping[str, str]], samples: int, take: Take) -> Iterator[None]:
-    """Every layer tells what its parameters' gradients are made of."""
+class _Watch:
+    """Follows the trainable parameters through one forward and one backward pass.
 
-    def after(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Tensor:
-        if isinstance(module, nn.Embedding):  # one row of positions serves all samples: each gets its own
-            output = output.detach().expand(samples, *output.shape[1:]).clone().requires_grad_()
-        rule = rule_of(module)
-        if owned[module] and rule is not None:
-            x = inputs[0].detach()
+    Attributes:
+        names: Parameter names by identity: under FSDP2 a layer has other parameters while it runs.
+        unseen: Of which parameters a use was not seen; to be set between the passes.
+    """
 
-            def tell(grad: Tensor) -> None:
-                of_sample = x.expand(samples, *x.shape[1:])
-                for local, use in rule(module, of_sample, grad.detach()).items():
-                    if local in owned[module]:
-                        take(owned[module][local], use)
+    def __init__(self, model: nn.Module, samples: int, take: Take) -> None:
+        self.names = {id(parameter): name for name, parameter in trainable(model).items()}
+        self.unseen: set[str] = set()
+        self._parameters = list(trainable(model).values())
+        self._owned = {
+            module: {local: self.names[id(p)] for local, p in module.named_parameters(recurse=False) if p.requires_grad}
+            for module in model.modules()
+        }
+        self._samples, self._take, self._open = samples, take, Counter[str]()
 
-            output.register_hook(tell)
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Hooks on every layer with parameters of its own."""
+        owners = [module for module, own in self._owned.items() if own]
+        handles = [module.register_forward_pre_hook(self._before, with_kwargs=True) for module in owners]
+        handles += [module.register_forward_hook(self._after, with_kwargs=True) for module in owners]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for parameter in self._parameters:
+                parameter.requires_grad_(True)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for local, name in self._owned[module].items():
+            parameter = getattr(module, local)
+            self.names[id(parameter)] = name
+            parameter.requires_grad_(self._rule(module, args, kwargs) is None)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        own = self._owned[module]
+        for local in own:
+            getattr(module, local).requires_grad_(True)
+        rule = self._rule(module, args, kwargs)
+        if rule is None or not torch.is_grad_enabled():
+            return output
+        if len(output) != self._samples:  # one row of positions serves all samples: each gets its own
+            output = output.expand(self._samples, *output.shape[1:]).clone()
+        if not output.requires_grad:
+            output = output.detach().requires_grad_().clone()  # no leaf itself: the model may change it in place
+        x = _entering(args, kwargs).detach()
+        self._open.update(own.values())
+
+        def tell(grad: Tensor) -> None:
+            found = rule(module, self._by_sample(module, x), self._by_sample(module, grad.detach(), output=True))
+            for local, name in own.items():
+                self._open[name] -= 1
+                if name not in self.unseen:
+                    self._take(name, found[local], not self._open[name])
+
+        output.register_hook(tell)
         return output
 
-    chosen = [module for module, own in owned.items() if own or isinstance(module, nn.Embedding)]
-    handles = [module.register_forward_hook(after) for module in chosen]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    def _rule(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | None:
+        """The layer's rule, if each sample's part of what enters can be told: ``[B, ..., *features]``."""
+        x = _entering(args, kwargs)
+        apart = x.ndim >= 2 + _features(module) and len(x) in (1, self._samples)
+        return rule_of(module) if apart and self._owned[module].keys() <= {"weight", "bias"} else None
+
+    def _by_sample(self, module: nn.Module, values: Tensor, output: bool = False) -> Tensor:
+        """``[B, N, *features]``, whatever lies between the samples and the features."""
+        features = max(_features(module), int(output))
+        values = values.expand(self._samples, *values.shape[1:])
+        return values.reshape(self._samples, -1, *values.shape[values.ndim - features :])
+
+
+def _entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The one argument of a known layer."""
+    return args[0] if args else next(iter(kwargs.values()), torch.empty(()))
+
+
+def _features(module: nn.Module) -> int:
+    """How many of the last dimensions of what enters a known layer are its features: none of an embedding's ids."""
+    return 0 if isinstance(module, nn.Embedding) else len(getattr(module, "normalized_shape", (1,)))
+
+
+def _leaves(output: Tensor) -> list[Tensor]:
+    """The leaves of the graph that ``output`` was computed by."""
+    found, met, ahead = [], set(), [output.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in met:
+            continue
+        met.add(node)
+        if isinstance(node, torch._C._functions.AccumulateGrad):
+            found.append(node.variable)
+        ahead += [following for following, _ in node.next_functions]
+    return found
+
+
+class Unseen(BadInput):
+    """The method ``hooks`` does not see every use of a parameter."""
+
+
+def all_seen(seen: Seen) -> Tensor:
+    """The losses of a pass that saw everything.
+
+    Raises:
+        Unseen: If it did not.
+    """
+    if seen.unseen:
+        raise Unseen(
+            f"--method hooks does not see every use of {', '.join(seen.unseen[:3])}: its layer is not known, or it is "
+            "used past its layer: give --method vmap or loop."
+        )
+    return seen.losses
 
 
 def gradients(model: nn.Module, batch: Batch, reduction: Reduction = "mean") -> PerSample:
-    """The gradients of a batch's samples, formed layer by layer."""
+    """The gradients of a batch's samples, formed layer by layer.
+
+    Raises:
+        Unseen: If a parameter has a use that the hooks do not see.
+    """
     batch = padded_width(batch)
     found: dict[str, Tensor] = {}
 
-    def take(name: str, use: Use) -> None:
+    def take(name: str, use: Use, last: bool) -> None:
         gradient = use.gradient()
         found[name] = found[name] + gradient if name in found else gradient
 
-    losses = backward(model, batch, take, reduction)
+    losses = all_seen(backward(model, batch, take, reduction))
     empty = no_targets(batch)
     ordered = {
         name: zeroed(found[name], empty) if name in found else parameter.new_zeros(len(losses), *parameter.shape)

@@ -18,7 +18,6 @@ of unrelated samples with distributed ones.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple, cast
 
@@ -27,10 +26,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gradwire.collectives import ops
+from gradwire.config import GradMethod
 from gradwire.data.batches import Batch
 from gradwire.errors import BadInput, CheckFailed
-from gradwire.persample import hooks, vmap
-from gradwire.persample.batch import Reduction, n_targets, no_targets, padded_width, trainable, zeroed
+from gradwire.persample import hooks, loop, vmap
+from gradwire.persample.batch import (
+    PerSample,
+    Reduction,
+    n_targets,
+    no_targets,
+    note,
+    out_of_memory,
+    padded_width,
+    trainable,
+    zeroed,
+)
 from gradwire.persample.square_norms import SquareNorms
 from gradwire.persample.uses import Use
 
@@ -38,6 +48,7 @@ Held = Literal["complete", "partial", "averaged"]
 Spread = Literal["replicated", "distributed"]
 Distribution = Literal["auto", "replicated", "distributed"]
 TOLERANCE = 1e-4  # of two computations of one norm, relative
+OTHERS = {"vmap": vmap.gradients, "loop": loop.gradients}
 
 
 class Norms(NamedTuple):
@@ -54,40 +65,77 @@ class Norms(NamedTuple):
     n_targets: Tensor
 
 
-def norms(model: nn.Module, batch: Batch, reduction: Reduction = "mean", names: Collection[str] | None = None) -> Norms:
+def norms(
+    model: nn.Module,
+    batch: Batch,
+    reduction: Reduction = "mean",
+    names: Collection[str] | None = None,
+    method: GradMethod = "auto",
+) -> Norms:
     """The norms of each sample's own gradient.
-
-    Layers that the hooks do not know are taken by vmap, never left out.
 
     Args:
         model: A causal language model.
         batch: Samples of any length, padded on the right.
         reduction: What a sample's loss is.
         names: The parameters whose squares are summed; None: all trainable ones.
+        method: ``hooks``, ``vmap``, ``loop``, or ``auto``: hooks, and what they do not see by vmap, or by the loop
+            where vmap cannot trace the model.
 
     Raises:
-        BadInput: If a layer mixes samples, as BatchNorm does: then a sample has no gradient of its own. Or if one is
-            not known and its weights are sharded.
+        BadInput: If a layer mixes samples, as BatchNorm does: then a sample has no gradient of its own. Or if hooks do
+            not see every use of a parameter, and are asked for or the weights are sharded.
     """
     check_unmixed(model)
     batch = padded_width(batch)
     wanted = set(trainable(model)) if names is None else set(names)
-    unknown = [name for name in hooks.unsupported(model) if name in wanted]
-    growing = SquareNorms(model, len(batch.labels), batch.labels.device)
+    empty = no_targets(batch)
+    if method in OTHERS:
+        check_whole(model, method)
+        found = OTHERS[method](model, batch, reduction, wanted)
+        return Norms(zeroed(_squares(found), empty), found.loss, found.n_targets)
+    growing = SquareNorms(len(batch.labels), batch.labels.device)
 
-    def take(name: str, use: Use) -> None:
+    def take(name: str, use: Use, last: bool) -> None:
         if name in wanted:
-            growing.take(name, use)
+            growing.take(name, use, last)
 
-    losses = hooks.backward(model, batch, take, reduction)
+    seen = hooks.backward(model, batch, take, reduction)
+    losses = seen.losses if method == "auto" else hooks.all_seen(seen)
     squares = growing.total()
-    if unknown:
-        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-            raise BadInput(f"the layer of {unknown[0]} is not known, and its weights are sharded: give --strategy ddp.")
-        print(f"gradwire: norms of {', '.join(unknown)} by vmap: their layers are not known", file=sys.stderr)
-        for gradient in vmap.gradients(model, batch, reduction, unknown).gradient.values():
-            squares.add_(gradient.flatten(1).square().sum(1, dtype=torch.float64))
-    return Norms(zeroed(squares, no_targets(batch)), losses, n_targets(batch.labels))
+    if unseen := [name for name in seen.unseen if name in wanted]:
+        squares.add_(_squares(_otherwise(model, batch, reduction, unseen)))
+    return Norms(zeroed(squares, empty), losses, n_targets(batch.labels))
+
+
+def _squares(found: PerSample) -> Tensor:
+    """Squared norms over all parameters, float64 [B]."""
+    each = [gradient.flatten(1).square().sum(1, dtype=torch.float64) for gradient in found.gradient.values()]
+    return sum(each, torch.zeros(len(found.loss), dtype=torch.float64, device=found.loss.device))
+
+
+def _otherwise(model: nn.Module, batch: Batch, reduction: Reduction, names: list[str]) -> PerSample:
+    """The gradients of the parameters that hooks do not see."""
+    of = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''}"
+    try:
+        found = vmap.gradients(model, batch, reduction, names)
+    except Exception as error:  # whatever a model does that torch.func cannot trace
+        if out_of_memory(error):
+            raise
+        note(f"norms of {of} by the loop: hooks do not see every use of them, and vmap fails: {error}")
+        return loop.gradients(model, batch, reduction, names)
+    note(f"norms of {of} by vmap: hooks do not see every use of them")
+    return found
+
+
+def check_whole(model: nn.Module, method: str) -> None:
+    """See that every rank has whole weights.
+
+    Raises:
+        BadInput: If they are sharded.
+    """
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise BadInput(f"--method {method} needs whole weights on each rank: give --strategy ddp, or --method hooks.")
 
 
 def check_unmixed(model: nn.Module) -> None:

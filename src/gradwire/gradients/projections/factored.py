@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from gradwire.errors import BadInput
 from gradwire.gradients.projections import hashing
 from gradwire.gradients.projections.base import Band, Projector, Shapes, chi2_band
 from gradwire.gradients.projections.sjlt import SLOTS, Sjlt
-from gradwire.persample.uses import Outer, Use
+from gradwire.persample.uses import Direct, Outer, Use
 
 
 class Factors(NamedTuple):
@@ -45,12 +45,15 @@ class Factored(Projector):
 
     def project(self, rows: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
         """Project rows [samples, n], which were formed all the same, to float32 [samples, dim] for each dim."""
-        image = Image(self, len(rows), dims, rows.device)
-        for name, start, end in self.parameters():
-            if name in self.matrices:
-                image.add_matrix(name, rows[:, start:end].float().view(-1, *self.matrices[name]))
-            else:
-                image.add_vector(name, rows[:, start:end])
+        return self.project_each(((name, rows[:, start:end]) for name, start, end in self.parameters()), dims)
+
+    def project_each(self, gradients: Iterable[tuple[str, Tensor]], dims: Sequence[int]) -> dict[int, Tensor]:
+        """Project gradients [samples, *shape] that come one parameter after another."""
+        image = None
+        for name, gradient in gradients:
+            image = image or Image(self, len(gradient), dims, gradient.device)
+            image.add(name, Direct(gradient))
+        assert image is not None
         return image.finished()
 
     def factors(self, name: str, dim: int, device: torch.device) -> Factors:
@@ -109,7 +112,10 @@ class Image:
     def add(self, name: str, use: Use) -> None:
         """Add one use of a parameter, without forming its gradient."""
         if not isinstance(use, Outer):
-            self.add_vector(name, use.value.flatten(1))
+            if name in self._projector.matrices:
+                self.add_matrix(name, use.value.float().reshape(-1, *self._projector.matrices[name]))
+            else:
+                self.add_vector(name, use.value.flatten(1))
             return
         for dim, rows in self._rows.items():
             left, right = self._projector.factors(name, dim, self._device)
