@@ -18,6 +18,7 @@ from gradwire.errors import BadInput, RunFault
 from gradwire.gradients import rows, store, types
 from gradwire.gradients.projections import build
 from gradwire.models import folder, gpt2, lora, optimizer
+from gradwire.parallel import wrap
 from gradwire.persample import hooks, loop
 from gradwire.persample.batch import trainable
 
@@ -262,6 +263,86 @@ def test_out_of_memory_halves_the_batch_and_is_told(small, monkeypatch, capsys, 
     monkeypatch.setattr(rows, "collate", hopeless)
     with pytest.raises(RunFault, match=r"1 samples do not fit into the memory of cpu"):
         maker(small, projection).blocks(shards, range(SAMPLES))
+
+
+@pytest.mark.parametrize("where", ["stacked", "projected"])
+def test_memory_that_runs_out_while_rows_are_stacked_or_projected_is_halved_too(small, monkeypatch, where):
+    shards = Shards(small.shards, "train")
+    wanted = maker(small, "sjlt").blocks(shards, range(SAMPLES))[36]
+    made, most = maker(small, "sjlt"), 2
+    empty, project = torch.empty, made.projector.project
+
+    def scarce(allocate):
+        def allocating(rows, *args, **kwargs):
+            if (rows if isinstance(rows, int) else len(rows)) > most:
+                raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate")
+            return allocate(rows, *args, **kwargs)
+
+        return allocating
+
+    monkeypatch.setattr(made.projector, "project", scarce(project) if where == "projected" else project)
+    monkeypatch.setattr(rows.torch, "empty", scarce(empty) if where == "stacked" else empty)
+    found = made.blocks(shards, range(SAMPLES))[36]
+    assert made.height <= 2 and found.ids == wanted.ids
+    assert ((found.rows - wanted.rows).norm(dim=1) <= types.TOLERANCE["sgd"] * wanted.rows.norm(dim=1)).all()
+    most = 0
+    with pytest.raises(RunFault, match=r"1 samples do not fit into the memory of cpu"):
+        made.blocks(shards, range(2))
+
+
+def wrong_under_fsdp2(rank, world, group, small, rule):
+    """A check of a sharded model, its LayerNorm's rule perhaps wrong."""
+    made_from = origin(SAMPLES, dims=[36], method="auto", projection="factored", strategy="fsdp2")
+    model = wrap(folder.load(small.model), "fsdp2", device="cpu")
+    made = rows.RowMaker(model, made_from, torch.device("cpu"), batch_size=2, sharded=True)
+    plain = hooks.OF_TORCH[torch.nn.LayerNorm.forward]
+    hooks.OF_TORCH[torch.nn.LayerNorm.forward] = lambda m, x, grad: plain(m, x, rule * grad)
+    try:
+        made.check(Shards(small.shards, "train"), [1, 4])
+    except RunFault as error:
+        return str(error)
+    finally:
+        hooks.OF_TORCH[torch.nn.LayerNorm.forward] = plain
+    assert all(parameter.grad is None for parameter in model.parameters())
+    return made.method
+
+
+def test_a_method_is_checked_where_weights_are_sharded(world, small):
+    assert world(2).run(wrong_under_fsdp2, small, 1.0) == ["hooks"] * 2
+    for told in world(2).run(wrong_under_fsdp2, small, 1.5):
+        assert "--method hooks gives another gradient of sample" in told
+
+
+def test_auto_takes_the_next_method_where_one_fails(small, monkeypatch, capfd):
+    shards = Shards(small.shards, "train")
+    plain = hooks.layer_normalisation
+    monkeypatch.setitem(hooks.OF_TORCH, torch.nn.LayerNorm.forward, lambda m, x, grad: plain(m, x, 1.5 * grad))
+    made = maker(small, "factored", "auto")
+    made.check(shards, [1, 4])
+    assert made.method == "vmap" and not made.fused
+    monkeypatch.setitem(rows.METHODS, "vmap", lambda *_: 1 / 0)
+    made = maker(small, "factored", "auto")
+    made.check(shards, [1, 4])
+    assert made.method == "loop"
+    told = capfd.readouterr().err
+    assert "takes vmap, because hooks fails: --method hooks gives another gradient of sample" in told
+    assert "takes loop, because vmap fails: division by zero" in told
+    with pytest.raises(BadInput, match="--method vmap cannot do this model, give loop: division by zero"):
+        maker(small, method="vmap").check(shards, [1, 4])
+
+
+class Mean(torch.nn.Module):
+    """Takes the mean over the batch away."""
+
+    def forward(self, x):
+        return x - 0.5 * x.mean(0, keepdim=True)
+
+
+def test_a_layer_that_mixes_samples_is_found_by_the_check(small):
+    made = maker(small, "factored")
+    made.model.transformer.drop = Mean()
+    with pytest.raises(RunFault, match="--method hooks gives another gradient"):
+        made.check(Shards(small.shards, "train"), [1, 4])
 
 
 @pytest.mark.parametrize("projection", ["rademacher", "factored"])

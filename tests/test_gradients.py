@@ -20,7 +20,7 @@ import pytest
 import torch
 from small_model import MAX_LENGTH, make, origin
 
-from gradwire import cli
+from gradwire import cli, failures
 from gradwire.data import shards
 from gradwire.data.batches import Batch, collate
 from gradwire.data.corpus import documents
@@ -182,6 +182,29 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_its_sample():
     torch.nn.init.constant_(model.transformer.ln_f.weight, math.nan)
     with pytest.raises(NonFiniteGradient, match="sample 'three'"):
         maker_of(model).blocks(FakeShards([Sample("three", torch.tensor([7, 8, 9]))]), [0])
+    with pytest.raises(NonFiniteGradient, match="sample 'three'"):
+        maker_of(model, "hooks").check(FakeShards([Sample("three", torch.tensor([7, 8, 9]))]), [0])
+
+
+def test_weights_that_are_not_finite_are_the_models_fault(small, tmp_path, capsys):
+    shutil.copytree(small.model, tmp_path / "nan")
+    model = folder.load(small.model)
+    torch.nn.init.constant_(model.transformer.ln_f.weight, math.nan)
+    model.save_pretrained(tmp_path / "nan")
+    assert cli.main(options(small, tmp_path / "run", model_dir=tmp_path / "nan")) == 2
+    told = capsys.readouterr().err
+    assert "transformer.ln_f.weight of the model in" in told and "is not finite" in told and "--method" not in told
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["grads_collect.failed.json"]
+
+
+@pytest.mark.parametrize("id_", ["é" * 100_000, "a word " * 20_000], ids=["one word", "many"])
+def test_a_long_id_makes_no_long_message(tmp_path, id_):
+    told = str(NonFiniteGradient(f"the gradients of {id_!r}, {id_!r} and {id_!r} are not finite: remove them."))
+    assert told.startswith(f"the gradients of '{id_[:20]}") and told.endswith("are not finite: remove them.")
+    assert len(told) < 11_000 and " characters) …" in told
+    failures.write_failure(tmp_path, "norms", KeyError(id_))
+    assert (tmp_path / "norms.failed.json").stat().st_size < 100_000
+    assert len(checks.Check("rows", "", [f"{id_!r} is missing"] * 9).report()["detail"]) < 11_000
 
 
 # --- the store over ranks

@@ -7,18 +7,29 @@ where there was one.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
+WORD, MESSAGE = 500, 10_000  # characters of one word, and in all, that are shown whole
 DONE, CHECK_FAILED, BAD_INPUT, FAULT, STOPPED = 0, 1, 2, 3, 75
 
 
+def bounded(message: str, most: int = MESSAGE) -> str:
+    """A message without the middle of what nobody reads to its end, such as an id of a hundred kilobytes."""
+
+    def cut(text: str, most: int, kept: int) -> str:
+        return text if len(text) <= most else f"{text[:kept]}… ({len(text):,} characters) …{text[-kept:]}"
+
+    return cut(re.sub(r"\S+", lambda word: cut(word[0], WORD, 60), message), most, most // 2)
+
+
 class GradwireError(Exception):
-    """Base of every error that gradwire raises on purpose; the exit code is the class's."""
+    """Base of every error that gradwire raises on purpose, its message `bounded`; the exit code is the class's."""
 
     exit_code = FAULT
 
     def __init__(self, message: str, *, step: int | None = None) -> None:
-        super().__init__(message)
+        super().__init__(bounded(message))
         self.step = step
 
 

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from gradwire.errors import FAULT, BadInput, GradwireError, RunFault
+from gradwire.errors import FAULT, BadInput, GradwireError, RunFault, bounded
 from gradwire.files import read_json, write_json
 
 RANK_FAILURES = "GRADWIRE_RANK_FAILURES"  # a folder, set by `gradwire launch` for the ranks it starts
 
 # How gloo, NCCL and the store say that the other side is gone, silent or elsewhere in the program.
 LOST_PEER = ("gloo/transport/", "ncclRemoteError", "DistNetworkError", "DistStoreError")
+
+TRACEBACK = 40_000  # characters of one that are kept
 
 TIMED_OUT = ("Timed out", "timed out", "timeout", "Timeout")
 
@@ -30,7 +32,7 @@ def reason(error: BaseException) -> str:
     """One message for a person: our own errors speak for themselves, others need their type."""
     if isinstance(error, GradwireError):
         return str(error)
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return bounded(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
 
 def unexpected(error: BaseException) -> bool:
@@ -41,7 +43,7 @@ def unexpected(error: BaseException) -> bool:
 
 def where(error: BaseException) -> str:
     """Where in the program it happened: a rank's own traceback, or this process's."""
-    return getattr(error, "traceback", "") or "".join(traceback.format_exception(error))
+    return getattr(error, "traceback", "") or bounded("".join(traceback.format_exception(error)), TRACEBACK)
 
 
 def lost_peer(error: BaseException) -> bool:

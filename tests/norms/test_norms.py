@@ -14,10 +14,10 @@ from gradwire import cli
 from gradwire.collectives import ops
 from gradwire.data.batches import Batch
 from gradwire.data.shards import Shards
-from gradwire.errors import BadInput, CheckFailed
+from gradwire.errors import BadInput, CheckFailed, NonFiniteGradient
 from gradwire.models import gpt2, lora
 from gradwire.parallel import wrap
-from gradwire.persample import loop, norms
+from gradwire.persample import hooks, loop, norms
 from gradwire.persample.batch import trainable
 
 VOCABULARY, LENGTH, SAMPLES = 64, 9, 7
@@ -256,6 +256,29 @@ def test_the_verb_writes_one_table_whatever_the_ranks(small, tmp_path, capsys):
             assert (one["id"], one["n_valid"]) == (two["id"], two["n_valid"])
             assert two["norm"] == pytest.approx(one["norm"], rel=1e-4)
             assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+
+
+def test_a_method_of_choice_and_halved_batches_give_the_same_norms(small, tmp_path, monkeypatch, capfd):
+    assert cli.main(words(small, tmp_path / "hooks", "--method", "hooks", "--recompute", "0")) == 0
+    plain = hooks.backward
+    monkeypatch.setattr(hooks, "backward", None)
+    for method in ("vmap", "loop"):
+        assert cli.main(words(small, tmp_path / method, "--method", method, "--recompute", "0")) == 0
+
+    def scarce(model, batch, *args):
+        if len(batch.labels) > 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return plain(model, batch, *args)
+
+    monkeypatch.setattr(hooks, "backward", scarce)
+    assert cli.main(words(small, tmp_path / "halves")) == 0
+    table = pq.read_table(tmp_path / "hooks" / "norms.parquet").to_pylist()
+    for name in ("vmap", "loop", "halves"):
+        for one, two in zip(table, pq.read_table(tmp_path / name / "norms.parquet").to_pylist(), strict=True):
+            assert one["id"] == two["id"] and two["norm"] == pytest.approx(one["norm"], rel=1e-4)
+    assert "norms: out of memory; 3 samples in two halves now" in capfd.readouterr().err
+    with pytest.raises(NonFiniteGradient, match=r"sample 'a' is not finite"):
+        norms.check_agree("a", math.nan, math.nan)
 
 
 def test_bad_input_of_the_verb(small, tmp_path, capsys):

@@ -38,6 +38,12 @@ class Batch:
         """Number of predicted tokens."""
         return int((self.labels[:, 1:] != IGNORED).sum())
 
+    def split(self, size: int) -> list[Batch]:
+        """The same rows as batches of ``size``, the last one perhaps smaller."""
+        starts = range(0, len(self.sample_id), size)
+        parts = zip(self.input_ids.split(size), self.labels.split(size), starts, strict=True)
+        return [Batch(tokens, labels, self.sample_id[start : start + size]) for tokens, labels, start in parts]
+
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on another device."""
         return replace(

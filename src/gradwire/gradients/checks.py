@@ -15,7 +15,7 @@ import torch
 from gradwire.data import corpus
 from gradwire.data.shards import Shards
 from gradwire.data.writer import split_of
-from gradwire.errors import BadInput
+from gradwire.errors import BadInput, bounded
 from gradwire.gradients import manifest, projections, store
 from gradwire.gradients.merge import relative_deviation
 from gradwire.gradients.projections.base import Band
@@ -42,7 +42,7 @@ class Check(NamedTuple):
             *self.problems[:NAMED],
             *([f"{len(self.problems)} problems in all"] if self.problems[NAMED:] else []),
         ]
-        return {"name": self.name, "passed": not self.problems, "detail": "; ".join(spelled) or self.scope}
+        return {"name": self.name, "passed": not self.problems, "detail": bounded("; ".join(spelled) or self.scope)}
 
 
 class Stored(NamedTuple):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from gradwire.config import GradMethod, SampleLoss, Split
-from gradwire.errors import BadInput, CheckFailed, NonFiniteGradient
+from gradwire.errors import BadInput, CheckFailed, NonFiniteGradient, RunFault
 from gradwire.models.shards import samples_of
 from gradwire.seat import add_rank_arguments, rank_options
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gradwire.collectives.world import World
     from gradwire.data.batches import Batch
     from gradwire.data.shards import Shards
+    from gradwire.persample.norms import Norms
 
 FILE = "norms.parquet"
 TOLERANCE = 1e-4  # of a norm against the same sample alone on one rank, relative
@@ -129,7 +130,7 @@ def collect(model: nn.Module, shards: Shards, args: argparse.Namespace, world: W
     facts: dict[str, tuple[float, int]] = {}
     for batch in batches(shards, count, args.batch_size, world, replicated):
         batch = batch.to(world.device)
-        found = norms.norms(model, batch, args.loss, names, args.method)
+        found = _norms(model, batch, args, names)
         spread = norms.spread_of(batch, args.distribution)
         _merge(squares, norms.combined(batch.sample_id, found.square, held, spread))
         told = zip(batch.sample_id, found.loss.tolist(), found.n_targets.tolist(), strict=True)
@@ -138,6 +139,30 @@ def collect(model: nn.Module, shards: Shards, args: argparse.Namespace, world: W
         facts |= of_rank
     ids = [shards[position].sample_id for position in range(count)]
     return [_row(id_, squares[id_], *facts[id_]) for id_ in ids]
+
+
+def _norms(model: nn.Module, batch: Batch, args: argparse.Namespace, names: list[str] | None) -> Norms:
+    """The norms of a batch, of its halves where the memory does not suffice.
+
+    Raises:
+        RunFault: If it does not suffice for a single sample.
+    """
+    import torch
+
+    from gradwire.persample import norms
+    from gradwire.persample.batch import note, out_of_memory
+
+    count = len(batch.sample_id)
+    try:
+        return norms.norms(model, batch, args.loss, names, args.method)
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        if count == 1 or args.strategy == "fsdp2":
+            raise RunFault(f"{count} samples do not fit into the memory: take a smaller --batch_size.") from error
+    note(f"norms: out of memory; {count} samples in two halves now")
+    halves = [_norms(model, half, args, names) for half in batch.split(-(-count // 2))]
+    return norms.Norms(*(torch.cat(columns) for columns in zip(*halves, strict=True)))
 
 
 def batches(shards: Shards, count: int, batch_size: int, world: World, replicated: bool) -> Iterator[Batch]:

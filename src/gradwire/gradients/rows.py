@@ -186,12 +186,9 @@ class RowMaker:
         if not self.sharded:
             found = loop.gradients(self.model, batch, self.provenance.loss).gradient
             return self.projector.project_each(found.items(), self.dims)
-        parts = zip(batch.input_ids.split(1), batch.labels.split(1), batch.sample_id, strict=True)
         alone = [
-            self.projector.project_each(
-                loop.of_sharded(self.model, Batch(tokens, labels, [id_]), self.provenance.loss), self.dims
-            )
-            for tokens, labels, id_ in parts
+            self.projector.project_each(loop.of_sharded(self.model, one, self.provenance.loss), self.dims)
+            for one in batch.split(1)
         ]
         return {dim: torch.cat([rows[dim] for rows in alone]) for dim in self.dims}
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from gradwire.data.batches import IGNORED, Batch
+from gradwire.errors import bounded
 
 Reduction = Literal["mean", "sum"]
 
@@ -89,7 +90,7 @@ def zeroed(values: Tensor, rows: Tensor) -> Tensor:
 @cache
 def note(text: str) -> None:
     """Say something on stderr, once."""
-    print(f"gradwire: {text}", file=sys.stderr)
+    print(f"gradwire: {bounded(text)}", file=sys.stderr)
 
 
 def out_of_memory(error: BaseException) -> bool:

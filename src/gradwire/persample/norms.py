@@ -18,6 +18,7 @@ of unrelated samples with distributed ones.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple, cast
 
@@ -28,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from gradwire.collectives import ops
 from gradwire.config import GradMethod
 from gradwire.data.batches import Batch
-from gradwire.errors import BadInput, CheckFailed
+from gradwire.errors import BadInput, CheckFailed, NonFiniteGradient
 from gradwire.persample import hooks, loop, vmap
 from gradwire.persample.batch import (
     PerSample,
@@ -257,7 +258,10 @@ def check_agree(id_: str, one: float, other: float) -> None:
     """See that two computations of a squared norm agree.
 
     Raises:
+        NonFiniteGradient: If one is not finite, which no computation is to blame for.
         CheckFailed: If they do not.
     """
+    if not math.isfinite(one + other):
+        raise NonFiniteGradient(f"the gradient of sample {id_!r} is not finite (squared norms {one} and {other}).")
     if not abs(one - other) <= TOLERANCE * max(one, other):
         raise CheckFailed(f"two squared norms of sample {id_!r} differ, {one:.6g} and {other:.6g}: they must agree.")
