@@ -268,8 +268,8 @@ def test_out_of_memory_halves_the_batch_and_is_told(small, monkeypatch, capsys, 
 @pytest.mark.parametrize("where", ["stacked", "projected"])
 def test_memory_that_runs_out_while_rows_are_stacked_or_projected_is_halved_too(small, monkeypatch, where):
     shards = Shards(small.shards, "train")
-    wanted = maker(small, "sjlt").blocks(shards, range(SAMPLES))[36]
-    made, most = maker(small, "sjlt"), 2
+    wanted = maker(small, "factored", "vmap").blocks(shards, range(SAMPLES))[36]
+    made, most = maker(small, "factored", "vmap"), 2
     empty, project = torch.empty, made.projector.project
 
     def scarce(allocate):
