@@ -272,8 +272,6 @@ def test_parameters_travel_compressed_under_fsdp2_only():
 
 # Flags whose defaults are not those of the configuration's field of this name, and why.
 OTHERWISE = {
-    ("grads collect", "split"): "train",  # rows are wanted of what a model was trained on; an experiment takes a few
-    ("norms", "split"): "train",
     ("grads validate", "recompute"): 0,  # files alone need neither the model nor the data
     ("grads collect", "strategy"): "ddp",  # whole weights on every rank, unless they are too large
     ("norms", "strategy"): "ddp",

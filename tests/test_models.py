@@ -216,7 +216,7 @@ def test_an_adapter_beside_a_model_is_refused(small, tmp_path):
 def test_an_adapters_configuration_must_be_one(tmp_path, config):
     (tmp_path / lora.CONFIG).write_text(json.dumps(config))
     (tmp_path / lora.WEIGHTS).touch()
-    with pytest.raises(BadInput, match="is no adapter's configuration"):
+    with pytest.raises(BadInput, match=r"is no adapter's configuration|must hold a JSON object"):
         lora.check(tmp_path, tmp_path)
 
 

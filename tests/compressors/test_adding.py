@@ -110,4 +110,4 @@ def test_the_pages_compressor_is_found_everywhere(running, way):
     assert running[way].returncode == 0, printed
     assert "dither (quantizer): Sends a sign and a power of two per element; unbiased." in printed
     assert "levels  integer >= 1, <= 7 [7]  powers of two" in printed
-    assert int(re.findall(r"(\d+) passed|$", printed)[0] or 0) >= 15, printed
+    assert re.findall(r"(\d+) passed", printed) == ["6"], printed

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from gradwire.config import AdamVariant, GradMethod, GradType, Projection, SampleLoss, Split
+from gradwire.config import AdamVariant, GradMethod, GradType, Projection, SampleLoss
 from gradwire.errors import BadInput
 from gradwire.files import digest, write_json
 
@@ -64,7 +64,7 @@ class Provenance:
     model_digest: str
     data_path: str
     data_digest: str
-    split: Split
+    split: Literal["train", "val", "all"]
     samples: Positive
     world_size: Positive
     dims: Annotated[list[Positive], Field(min_length=1)]

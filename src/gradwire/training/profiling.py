@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import NamedTemporaryFile
+from tempfile import TemporaryDirectory
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
@@ -48,9 +48,11 @@ def profiling(training: Training, start: int, path: Path, world: World) -> Itera
         return
 
     def save(recorder: profile) -> None:
-        with whole(path) as part, gzip.open(part, "wb") as compressed, NamedTemporaryFile(suffix=".json") as plain:
-            recorder.export_chrome_trace(plain.name)
-            shutil.copyfileobj(plain, compressed)
+        with whole(path) as part, gzip.open(part, "wb") as compressed, TemporaryDirectory() as folder:
+            plain = Path(folder) / "trace.json"
+            recorder.export_chrome_trace(str(plain))
+            with plain.open("rb") as trace:
+                shutil.copyfileobj(trace, compressed)
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (world.device.type == "cuda")
     timetable = schedule(skip_first=steps.start - start, wait=0, warmup=1, active=len(steps) - 1, repeat=1)
