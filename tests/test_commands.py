@@ -1,4 +1,4 @@
-"""Every command block of README.md and of the tutorial runs, in a copy of the repository, in the order of the page.
+"""Every command block of ``PAGES`` runs, in a copy of the repository for each page, in the order of the page.
 
 A block is a fence with the language ``sh``. Where one with ``text`` follows it at once, the page shows what is printed:
 these lines must be printed in that order, numbers aside; a line ``…`` stands for any others. `make test-full` runs
@@ -21,9 +21,20 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/tutorial.md")
+PAGES = (
+    "README.md",
+    "docs/tutorial.md",
+    "docs/running.md",
+    "docs/how-to/links.md",
+    "docs/how-to/report.md",
+    "docs/how-to/verbs.md",
+)
 LONG_S = 3600  # of the longest block
-ELSEWHERE = {"make test": ".ci/run", "make .venv/.ready": "Makefile"}  # first line of a block: what runs it
+ELSEWHERE = {  # first line of a block: what runs it
+    "make test": ".ci/run",
+    "make .venv/.ready": "Makefile",
+    "pip install .": "tests/test_wheel.py",
+}
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"\d[\d.,]*")
 
