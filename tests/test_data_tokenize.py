@@ -230,7 +230,7 @@ def test_a_hash_in_an_id_is_no_clash_where_all_samples_differ(tmp_path):
 )
 def test_numbers_out_of_range(flag, value, corpus, tmp_path, capsys):
     assert main(tokenize_words(corpus, tmp_path / "out", **{flag: value})) == 2
-    assert f"--{flag} {value}" in capsys.readouterr().err
+    assert f"--{flag} is {value}; it must be" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_tokenizer(corpus, tmp_path, capsys):
