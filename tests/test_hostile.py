@@ -153,7 +153,7 @@ TOKENIZE = {
     f"--max_length {10**9}": f"--max_length is {10**9}; it must be at most {2**20}",
     f"--shard_size {10**11}": f"--shard_size is {10**11}; it must be at most {2**31 - 1}",
     f"--shard_size {10**8}": f"max_length 128 times shard_size {10**8} is {128 * 10**8} tokens in a shard",
-    f"--max_length {2**20}": f"is {2**32} tokens in a shard; it must be at most {2**30}",
+    f"--max_length {2**20} --shard_size {2**12}": f"is {2**32} tokens in a shard; it must be at most {2**30}",
 }
 OTHERS = {
     "download --max_mb nan": "--max_mb is nan; it must be a finite number",
