@@ -24,6 +24,7 @@ ROOMS = [
         "units",
         "parsing",
         "files",
+        "flags",
         "failures",
         "seat",
         "source",

@@ -328,4 +328,4 @@ def test_the_configuration_and_tokenize_refuse_the_same_sizes(field, tmp_path, c
     with pytest.raises(ValidationError, match=field):
         Dataset(**{field: too_small})
     assert cli.main(tokenize_words(corpus, tmp_path / "other", **{field: too_small})) == 2
-    assert f"--{field} {too_small}" in capsys.readouterr().err
+    assert f"--{field} is {too_small}" in capsys.readouterr().err

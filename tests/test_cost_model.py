@@ -234,8 +234,8 @@ def test_sharded_states_shrink_with_the_ranks(tmp_path, capsys):
         (experiment(links=("none",)), ["1gbit", "--world_size", "4"], "on links of at least two rates, and has none"),
         (experiment(links=("none", "1gbit")), ["1gbit", "--world_size", "4"], "at least two rates, and has only 1gbit"),
         (experiment(("ddp",))[3:], ["1gbit", "--world_size", "4"], "no cell `none` of ddp"),
-        (experiment(("ddp",)), ["fast", "--world_size", "4"], "'fast' is no rate"),
-        (experiment(("ddp",)), ["1gbit", "--world_size", "4", "--latency", "soon"], "'soon' is no time"),
+        (experiment(("ddp",)), ["fast", "--world_size", "4"], "invalid rate 'fast'"),
+        (experiment(("ddp",)), ["1gbit", "--world_size", "4", "--latency", "soon"], "invalid time 'soon'"),
         (experiment(("ddp",)), ["1gbit", "--world_size", "1"], "for 2 to 4096 ranks"),
     ],
 )  # fmt: skip

@@ -226,11 +226,11 @@ def test_a_hash_in_an_id_is_no_clash_where_all_samples_differ(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"), [("max_length", 2), ("shard_size", 0), ("val_fraction", 1), ("vocab_size", 257)]
+    ("flag", "value"), [("max_length", 2), ("shard_size", 0), ("val_fraction", 1.0), ("vocab_size", 257)]
 )
 def test_numbers_out_of_range(flag, value, corpus, tmp_path, capsys):
     assert main(tokenize_words(corpus, tmp_path / "out", **{flag: value})) == 2
-    assert f"--{flag} {value}" in capsys.readouterr().err
+    assert f"--{flag} is {value}; it must be" in capsys.readouterr().err
 
 
 def test_a_folder_without_a_tokenizer(corpus, tmp_path, capsys):

@@ -438,6 +438,7 @@ def test_a_run_folder_of_another_configuration_is_refused_and_restarted_on_reque
     ("changes", "message"),
     [
         ({"dim": 0}, "--dim is 0"),
+        ({"dim": 10**9}, "--dim 1000000000: the model's gradients have "),
         ({"save_interval": 0}, "--save_interval is 0"),
         ({"max_samples": 0}, "--max_samples is 0"),
         ({"model_dir": "nowhere"}, "nowhere holds no model"),

@@ -79,7 +79,7 @@ def test_stores_that_do_not_belong_together_are_refused(stores, tmp_path, capsys
 
     assert "differ in seed: their gradients cannot be compared" in answer([of["train"]], [of["other"]])
     assert "give one of each for every checkpoint" in answer([of["train"]], [of["val"], of["val"]])
-    assert "learning rates are above 0" in answer([of["train"]], [of["val"]], "--weights", "-1")
+    assert "--weights is -1.0; it must be above 0." in answer([of["train"]], [of["val"]], "--weights", "-1")
     assert "hold other samples" in answer([of["train"], of["val"]], [of["val"], of["val"]])
     assert "is no merged store" in answer([of["train"].parent], [of["val"]])
     (tmp_path / "corpus.json").write_text('[{"id": "x", "text": "y"}]')

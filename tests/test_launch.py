@@ -195,11 +195,11 @@ def test_a_second_attempt_at_a_fault_runs(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--world_size", "0"], "at least one rank"),
+        (["--world_size", "0"], "--world_size is 0; it must be at least 1."),
         (["--gpus", "1"], "2 ranks need a GPU each and 1 were granted"),
         (["--master_addr", "192.0.2.1"], "192.0.2.1"),
         (["--nodes", "3"], "--nodes 3 cannot share --world_size 2 evenly"),
-        (["--nodes", "0"], "--nodes 0 cannot share"),
+        (["--nodes", "0"], "--nodes is 0; it must be at least 1."),
         (["--launcher", "fork", "--link", "10mbit"], "--launcher fork starts ranks on the CPU of one machine"),
         (["--nodes", "2"], "--launcher spawn knows one machine only"),
         (["--nodes", "2", "--launcher", "torchrun"], "no Slurm job"),

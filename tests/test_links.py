@@ -119,7 +119,7 @@ def test_nothing_is_left_however_it_ends(tmp_path, number):
 def test_a_rate_that_is_none(tmp_path, rate):
     done = subprocess.run(command(tmp_path, {}, f"--link={rate}"), env=CLEAN, capture_output=True, text=True)
     assert done.returncode == 2
-    assert f"{rate!r} is no rate" in done.stderr
+    assert f"invalid rate {rate!r}" in done.stderr
     assert failure(tmp_path)["exit_code"] == 2
     assert not list(tmp_path.glob("started*"))
 

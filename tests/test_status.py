@@ -67,7 +67,7 @@ def test_bad_input_is_one_message(results, tmp_path, capsys):
     assert cli.main(["status", "--results_dir", str(tmp_path / "nowhere")]) == 2
     assert "holds no experiment" in capsys.readouterr().err
     assert cli.main(["status", "--results_dir", str(results), "--watch", "0"]) == 2
-    assert "--watch 0" in capsys.readouterr().err
+    assert "--watch is 0.0; it must be at least 0.001" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -148,7 +148,7 @@ def test_a_global_batch_is_shared_out_evenly_or_not_at_all(shards, tmp_path, cap
     message = "global_batch_size 12 cannot be shared out evenly to 4 rank(s) x 2 micro-batch(es): give a multiple of 8."
     assert message in capsys.readouterr().err
     assert cli.main(["train", *words(shards, tmp_path, verify_sync=-1)]) == 2
-    assert "--verify_sync -1" in capsys.readouterr().err
+    assert "--verify_sync is -1; it must be at least 0." in capsys.readouterr().err
 
 
 def test_seeds_give_different_curves_and_one_seed_gives_the_same_curve_twice(world, shards, tmp_path):
@@ -447,6 +447,9 @@ def test_perplexity_of_the_final_model_is_the_last_evaluation_of_the_run(world, 
     assert written["avg_loss"] == pytest.approx(record["val_loss"], rel=1e-6)
     assert written["ppl"] == pytest.approx(math.exp(written["avg_loss"]))
     assert f"ppl {written['ppl']:.4f}" in capsys.readouterr().out
+    perplexity = ["perplexity", "--model_dir", str(tmp_path / "final_model"), "--data_path", str(shards)]
+    assert cli.main([*perplexity, "--batch_size", str(2**31 - 1)]) == 0  # no more rows than samples
+    assert json.loads((tmp_path / "perplexity.json").read_text())["avg_loss"] == pytest.approx(written["avg_loss"])
 
 
 def test_perplexity_refuses_shards_that_the_model_cannot_read(shards, tmp_path, capsys):

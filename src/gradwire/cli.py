@@ -30,6 +30,7 @@ from gradwire.failures import (
     where,
     write_failure,
 )
+from gradwire.flags import COUNT, check_numbers, check_paths, check_words, writable
 from gradwire.launch import keeper
 
 
@@ -90,7 +91,12 @@ def verb_of(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def parse(words: Sequence[str]) -> tuple[str, ModuleType, argparse.Namespace]:
-    """Parse a whole command into its verb, the verb's module and its arguments."""
+    """Parse a whole command into its verb, the verb's module and its arguments.
+
+    Raises:
+        BadInput: If there is no such verb, or an argument is not text.
+    """
+    check_words(words)
     name, rest = verb_of(words)
     module = importlib.import_module(VERBS[name].module)
     parser = argparse.ArgumentParser(
@@ -101,11 +107,14 @@ def parse(words: Sequence[str]) -> tuple[str, ModuleType, argparse.Namespace]:
     )
     module.arguments(parser)
     parser.add_argument(
-        "--attempt", type=int, default=1, help="above 1, do not try again what ended by bad input (Snakemake's attempt)"
+        "--attempt",
+        type=COUNT,
+        default=1,
+        help="above 1, do not try again what ended by bad input (Snakemake's attempt)",
     )
     parser.add_argument("--debug", action="store_true", help="after a failure, show where in the program it happened")
     args = parser.parse_args(rest)
-    args.parse = parse  # for `launch`, whose argument is another command
+    args.parser, args.parse = parser, parse  # for `launch`, whose argument is another command
     return name, module, args
 
 
@@ -119,9 +128,11 @@ def main(words: Sequence[str]) -> int:
             return DONE if words else BAD_INPUT
         name, module, args = parse(words)
         program = f"gradwire {name}"
-        folder = module.beside(args) if hasattr(module, "beside") else None
+        check_paths(args)
+        folder = writable(module.beside(args)) if hasattr(module, "beside") else None
         if folder is not None and args.attempt > 1:
             refuse_again(folder, name)
+        check_numbers(args)
         code = module.main(args) or DONE
     except (Exception, KeyboardInterrupt) as error:
         if report_rank_failure(error):  # `launch` tells it, once for all ranks

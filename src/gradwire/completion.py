@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Iterator
-from pathlib import Path
 
 from gradwire.cli import VERBS
 from gradwire.errors import BadInput
+from gradwire.flags import CHECKS, output_folder
 
 SHELLS = ("bash", "fish", "zsh")  # shtab's script for tcsh knows no flags of verbs
 EXAMPLES = """where to put it:
@@ -50,8 +50,9 @@ def script(shell: str) -> str:
     for action in actions(parser):
         if action.dest == "comm_compress":
             action.choices = available()
-        elif action.type is Path or action.dest.endswith(("_path", "_dir")):
-            action.complete = shtab.DIRECTORY if action.dest.endswith("_dir") else shtab.FILE  # type: ignore[attr-defined]
+        elif action.type in CHECKS or action.dest.endswith(("_path", "_dir")):
+            folder = action.type is output_folder or action.dest.endswith("_dir")
+            action.complete = shtab.DIRECTORY if folder else shtab.FILE  # type: ignore[attr-defined]
     return shtab.complete(parser, shell)
 
 

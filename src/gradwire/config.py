@@ -17,7 +17,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from gradwire.compressors import registry
@@ -26,22 +26,20 @@ from gradwire.compressors.schedule import Schedule
 from gradwire.defaults import (
     MAX_LENGTH,
     SHARD_SIZE,
-    SHORTEST_MAX_LENGTH,
-    SMALLEST_VOCABULARY,
     VAL_FRACTION,
     VOCAB_SIZE,
 )
 from gradwire.errors import BadInput, unknown
-from gradwire.files import digest, sha256_file
+from gradwire.files import check_length, digest, sha256_file
+from gradwire.flags import COUNT, LENGTH, NATURAL, RANKS, SEED, VOCABULARY, check_shard
 from gradwire.parsing import read_yaml
-from gradwire.units import UNSHAPED
+from gradwire.units import UNSHAPED, bits_per_second
 
 SCHEMA_VERSION = 1  # of record.json and results.jsonl
 BASELINE = "none"  # the label of the framework untouched in fp32
 
 Strategy = Literal["naive", "bucket", "ddp", "fsdp1", "fsdp2"]
 CommOptimizer = Literal["gradient", "onebit_adam", "zero_one_adam"]
-Link = Annotated[str, Field(pattern=r"^(none|\d+(\.\d+)?[kmgt]?bit)$")]  # a rate as tc spells it
 ParamCompress = Literal["none", "bf16", "int8"]
 Split = Literal["train", "val"]
 SampleLoss = Literal["mean", "sum"]
@@ -50,7 +48,7 @@ AdamVariant = Literal["torch", "less"]
 Projection = Literal["rademacher", "normal", "sjlt", "srht", "factored", "none"]
 GradMethod = Literal["auto", "loop", "vmap", "hooks"]
 Model = TypeVar("Model", bound=BaseModel)
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$")]  # becomes a folder
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", max_length=100)]  # becomes a folder
 
 
 def _by_step(values: Any) -> Any:
@@ -63,13 +61,28 @@ def _by_step(values: Any) -> Any:
     return dict(zip(steps, values.values(), strict=True))
 
 
+def _rate(link: str) -> str:
+    """A link that `tc` can make, or none."""
+    try:
+        if link != UNSHAPED:
+            bits_per_second(link)
+    except BadInput as error:
+        raise ValueError(str(error).rstrip(".")) from None
+    return link
+
+
 ByStep = Annotated[dict[int, Any], BeforeValidator(_by_step)]
+Link = Annotated[str, Field(pattern=r"^(none|\d+(\.\d+)?[kmgt]?bit)$"), AfterValidator(_rate)]  # as tc spells it
+Count = Annotated[int, Field(**COUNT.limits)]
+Natural = Annotated[int, Field(**NATURAL.limits)]
+Seed = Annotated[int, Field(**SEED.limits)]
+Ranks = Annotated[int, Field(**RANKS.limits)]
 
 
 class Strict(BaseModel):
-    """A frozen mapping that refuses keys it does not know."""
+    """A frozen mapping that refuses keys it does not know, and numbers that are not finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Dataset(Strict):
@@ -81,15 +94,23 @@ class Dataset(Strict):
     revision: str | None = Field(None, description="pinned revision of source `wikipedia`")
     max_mb: float | None = Field(None, gt=0, description="stop the download after so many MB of text")
     tokenizer: str = Field("bpe", description="`bpe` trains one on the corpus; else a tokenizer folder such as GPT-2's")
-    vocab_size: int = Field(VOCAB_SIZE, ge=SMALLEST_VOCABULARY, description="vocabulary of a trained tokenizer")
-    max_length: int = Field(MAX_LENGTH, ge=SHORTEST_MAX_LENGTH, description="tokens of a sample at most")
-    shard_size: int = Field(SHARD_SIZE, ge=1, description="samples in a shard file")
+    vocab_size: int = Field(VOCAB_SIZE, **VOCABULARY.limits, description="vocabulary of a trained tokenizer")
+    max_length: int = Field(MAX_LENGTH, **LENGTH.limits, description="tokens of a sample at most")
+    shard_size: Count = Field(SHARD_SIZE, description="samples in a shard file")
     val_fraction: float = Field(VAL_FRACTION, gt=0, lt=1, description="share of the documents held out for validation")
 
     @model_validator(mode="after")
     def _path_belongs_to_json(self) -> Self:
         if (self.source == "json") != (self.data_path is not None):
             raise ValueError("`data_path` goes with `source: json`, and that source needs it")
+        return self
+
+    @model_validator(mode="after")
+    def _a_shard_fits_into_memory(self) -> Self:
+        try:
+            check_shard(self.max_length, self.shard_size)
+        except BadInput as error:
+            raise ValueError(str(error).rstrip(".")) from None
         return self
 
     @property
@@ -102,6 +123,7 @@ class Dataset(Strict):
         if self.data_path is None:
             return f"{self.source}/{digest([self.source, self.revision, self.max_mb])}"
         path = Path(self.data_path)
+        check_length(path, "dataset.data_path")
         if not path.is_file():
             raise BadInput(f"dataset.data_path: there is no file {path}.")
         stem = re.sub(r"[^A-Za-z0-9._+-]+", "_", path.stem)  # it becomes a folder
@@ -116,23 +138,23 @@ class Dataset(Strict):
 class Training(Strict):
     """How every cell of the experiment is trained. Each field is also a flag of ``gradwire train``."""
 
-    batch_size: int = Field(8, ge=1, description="samples per rank and micro-batch")
+    batch_size: Count = Field(8, description="samples per rank and micro-batch")
     global_batch_size: int | None = Field(
-        None, ge=1, description="samples of all ranks per optimizer step; if given it sets batch_size"
+        None, **COUNT.limits, description="samples of all ranks per optimizer step; if given it sets batch_size"
     )
-    grad_accum_steps: int = Field(1, ge=1, description="micro-batches per optimizer step")
-    steps: int = Field(60, ge=1, description="optimizer steps")
-    warmup_steps: int = Field(3, ge=0, description="first steps left out of step times")
+    grad_accum_steps: Count = Field(1, description="micro-batches per optimizer step")
+    steps: Count = Field(60, description="optimizer steps")
+    warmup_steps: Natural = Field(3, description="first steps left out of step times")
     lr: float = Field(3e-3, gt=0, description="peak learning rate of AdamW")
-    lr_warmup_steps: int = Field(6, ge=0, description="steps of linear warm-up before the cosine decay")
+    lr_warmup_steps: Natural = Field(6, description="steps of linear warm-up before the cosine decay")
     weight_decay: float = Field(0.1, ge=0, description="AdamW's weight decay, on matrices only")
     clip_grad_norm: float = Field(1.0, gt=0, description="the global gradient norm is clipped to this")
-    eval_every: int = Field(20, ge=0, description="steps between evaluations; 0: only at the end")
-    checkpoint_every: int = Field(0, ge=0, description="steps between checkpoints; 0: only when stopped by a signal")
-    keep_checkpoints: int = Field(2, ge=1, description="newest checkpoints that stay")
+    eval_every: Natural = Field(20, description="steps between evaluations; 0: only at the end")
+    checkpoint_every: Natural = Field(0, description="steps between checkpoints; 0: only when stopped by a signal")
+    keep_checkpoints: Count = Field(2, description="newest checkpoints that stay")
     evaluate: bool = Field(True, description="evaluate after the last step; off where only times are of interest")
     profile: bool = Field(True, description="profile some steps on every rank")
-    profile_steps: int = Field(3, ge=1, description="steps to profile")
+    profile_steps: Count = Field(3, description="steps to profile")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     dp_max_grad_norm: float | None = Field(
         None, gt=0, description="train privately (DP-SGD): each sample's gradient is clipped to this"
@@ -203,7 +225,7 @@ class Reduction(Strict, strict=True):
     granularity: Literal["piece", "row"] = Field("piece", description="what is encoded at once")
     second: Literal["encoded", "float32"] = Field("encoded", description="second half of an all-reduce")
     exempt: Exempt = Field(default_factory=Exempt, description="tensors sent as float32")
-    dense_steps: int = Field(0, ge=0, description="first steps without compression")
+    dense_steps: Natural = Field(0, description="first steps without compression")
     nonfinite: Literal["raise", "skip", "propagate"] = Field("raise", description="what a NaN or infinity does")
     schedule: dict[str, ByStep] = Field(
         default_factory=dict, description="an option's value from a step on, as {density: {0: 0.25, 20: 0.05}}"
@@ -214,10 +236,12 @@ class Communication(Strict, strict=True):
     """What of a gradient travels, as a cell says; ``parallel.optimizers`` explains the options."""
 
     comm_optimizer: CommOptimizer = Field("gradient", description="what travels: gradients, or an optimizer's momenta")
-    freeze_step: int | None = Field(None, ge=1, description="0/1 Adam updates the variance until here")
-    variance_kappa: int = Field(16, ge=1, description="updates before their interval doubles")
-    local_doubling: int | None = Field(None, ge=1, description="steps before the local steps' interval doubles")
-    max_local_steps: int = Field(16, ge=1, description="largest interval between synchronisations")
+    freeze_step: int | None = Field(None, **COUNT.limits, description="0/1 Adam updates the variance until here")
+    variance_kappa: Count = Field(16, description="updates before their interval doubles")
+    local_doubling: int | None = Field(
+        None, **COUNT.limits, description="steps before the local steps' interval doubles"
+    )
+    max_local_steps: Count = Field(16, description="largest interval between synchronisations")
 
     @property
     def averages_gradients(self) -> bool:
@@ -283,7 +307,7 @@ class Cell(Strict):
         Raises:
             BadInput: If it is no mapping, or names an unknown method or option, or an option has the wrong type.
         """
-        where = f"compressor cell {label!r}"
+        where = f"compressor cell {_short(label)!r}"
         if not isinstance(mapping, Mapping):
             raise BadInput(f"{where}: expected a mapping of options such as {{}}, got {json.dumps(mapping)}.")
         given = dict(mapping)
@@ -400,9 +424,9 @@ class Selection(Strict):
 
     strategies: tuple[Strategy, ...] | None = None
     compressors: tuple[str, ...] | None = None
-    world_sizes: tuple[int, ...] | None = None
+    world_sizes: tuple[Ranks, ...] | None = None
     links: tuple[Link, ...] | None = None
-    seeds: tuple[int, ...] | None = None
+    seeds: tuple[Seed, ...] | None = None
 
     def holds(self, run: Run) -> bool:
         """Whether ``run`` is selected."""
@@ -437,18 +461,16 @@ class Exclusion(Selection):
 class Gradients(Selection):
     """Which runs' per-sample gradients are collected, and how."""
 
-    dim: tuple[Annotated[int, Field(ge=1)], ...] = Field(
-        (256,), min_length=1, description="dimensions of the projections"
-    )
+    dim: tuple[Count, ...] = Field((256,), min_length=1, description="dimensions of the projections")
     grad_type: GradType = Field("sgd", description="what a row is made of")
     adam_variant: AdamVariant = Field("torch", description="Adam's formula, where it is the type")
     loss: SampleLoss = Field("mean", description="of a sample, over the tokens that it predicts")
     projection: Projection = Field("rademacher", description="how gradients are projected")
     method: GradMethod = Field("auto", description="how gradients are computed")
     split: Split = Field("val", description="whose samples")
-    max_samples: int | None = Field(None, ge=1, description="stop after so many samples")
-    save_interval: int = Field(64, ge=1, description="samples between two files")
-    recompute: int = Field(4, ge=0, description="rows that validation computes again")
+    max_samples: int | None = Field(None, **COUNT.limits, description="stop after so many samples")
+    save_interval: Count = Field(64, description="samples between two files")
+    recompute: Natural = Field(4, description="rows that validation computes again")
     norms: bool = Field(False, description="write norms.parquet too: the norm of every sample's gradient")
 
 
@@ -456,8 +478,8 @@ class Grid(Strict):
     """One product of settings."""
 
     strategies: tuple[Strategy, ...] = ("fsdp2",)
-    world_sizes: tuple[Annotated[int, Field(ge=1)], ...] = (2,)
-    seeds: tuple[Annotated[int, Field(ge=0)], ...] = (0,)
+    world_sizes: tuple[Ranks, ...] = (2,)
+    seeds: tuple[Seed, ...] = (0,)
     links: tuple[Link, ...] = (UNSHAPED,)
     compressors: tuple[str, ...] | Literal["all"] = "all"
 
@@ -553,7 +575,7 @@ def checked(model: type[Model], value: Any, where: str) -> Model:
 
 
 def _explain(model: type[BaseModel], problem: Any) -> str:
-    place = ".".join(str(part) for part in problem["loc"])
+    place = ".".join(_short(str(part)) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         *parents, key = problem["loc"]
         inside = f" in {'.'.join(map(str, parents))}" if parents else ""
@@ -561,7 +583,12 @@ def _explain(model: type[BaseModel], problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "missing" or not place:
         return f"{place}: {message}" if place else message
-    return f"{place}: {message}, got {json.dumps(problem['input'], default=str)}"
+    return f"{place}: {message}, got {_short(json.dumps(problem['input'], default=str))}"
+
+
+def _short(text: str) -> str:
+    """A value as a message shows it: of a long one the beginning."""
+    return text if len(text) <= 100 else f"{text[:100]}..."
 
 
 def _fields(model: type[BaseModel], path: Sequence[str | int]) -> Iterable[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gradwire.errors import BadInput, CheckFailed, GradwireError
+from gradwire.flags import PORT
 from gradwire.launch.ranks import FORK, LAUNCHERS
 
 RANKS, SAMPLES, DIM = 2, 16, 64
@@ -35,7 +36,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help=f"collect {SAMPLES} samples' gradients on {RANKS} ranks, and check devices, port and pairing",
     )
-    parser.add_argument("--master_port", type=int, default=0, help="the port to try; 0 takes a free one")
+    parser.add_argument("--master_port", type=PORT, default=0, help="the port to try; 0 takes a free one")
     parser.add_argument("--launcher", choices=(FORK, *LAUNCHERS), help="how ranks are started")
 
 

@@ -79,7 +79,7 @@ def write_failure(folder: Path, verb: str, error: BaseException) -> None:
     try:
         told = {"verb": verb, "rank": getattr(error, "rank", None), **_told(error)}
         write_json(path, told | {"traceback": where(error) if unexpected(error) else ""})
-    except RunFault as problem:
+    except (RunFault, OSError) as problem:
         print(f"gradwire: NOTE: {problem}", file=sys.stderr)
 
 
@@ -108,7 +108,7 @@ def report_rank_failure(error: BaseException) -> bool:
         Whether a launcher will tell it, so that the rank itself stays quiet.
     """
     folder = os.environ.get(RANK_FAILURES)
-    if folder is None:
+    if folder is None or not os.environ.get("RANK", "").isdecimal():  # without a number nobody would find it
         return False
     rank = int(os.environ["RANK"])
     write_json(

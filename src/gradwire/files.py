@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -17,7 +18,9 @@ from typing import IO, Any
 from gradwire.errors import BadInput, RunFault
 from gradwire.parsing import parse_json
 
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+BROKEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+DISK = (*BROKEN, errno.EROFS, errno.EACCES, errno.EPERM)
+LONGEST_NAME, LONGEST_SUFFIX = 200, 40  # of what verbs write below a folder, and beside a file while it is written
 
 
 @contextmanager
@@ -35,15 +38,65 @@ def writing(path: Path) -> Iterator[None]:
         raise RunFault(f"{path} cannot be written: {cause}.") from error
 
 
-def check_writable(folder: Path) -> None:
-    """Find out whether files can be made in ``folder``, which is made if need be.
+def check_folder(path: Path, name: str = "") -> None:
+    """Find out whether files can be made in a folder, which is made if need be.
+
+    Args:
+        path: The folder.
+        name: What names it, such as a flag, for the message.
 
     Raises:
-        RunFault: If not.
+        BadInput: If not, whatever the reason, such as a file in its place or a name that is too long.
+        RunFault: If the disk is full or broken.
     """
-    with whole(Path(folder) / ".writable") as part:
-        part.touch()
-    (Path(folder) / ".writable").unlink()
+    _check(path, path, path / ("x" * LONGEST_NAME), name)
+
+
+def check_file(path: Path, name: str = "") -> None:
+    """Find out whether a file can be written; arguments and errors as in `check_folder`."""
+    if os.path.isdir(path) or not path.name:  # noqa: PTH112 (`is_dir` raises where a name is too long)
+        raise BadInput(f"{_said(path, name)} is a folder; give a file.")
+    _check(path, path.parent, path.with_name(f"{path.name}{'x' * LONGEST_SUFFIX}"), name)
+
+
+def check_length(path: Path, name: str = "") -> None:
+    """Refuse a path that no file can have; arguments and errors as in `check_folder`."""
+    try:
+        os.lstat(path)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise BadInput(f"{_said(path, name)} cannot be read: {error.strerror}.") from None
+
+
+def _check(path: Path, folder: Path, longest: Path, name: str) -> None:
+    """Make ``folder`` and a file in it that goes at once, and see that ``longest`` may exist.
+
+    Where that fails, the folders that were made are removed.
+    """
+    missing = []
+    try:
+        for each in (folder, *folder.parents):
+            if os.path.lexists(each):
+                break
+            missing.append(each)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder), suppress(FileNotFoundError):
+            os.lstat(longest)
+    except OSError as error:
+        for each in missing:
+            with suppress(OSError):
+                each.rmdir()
+        blocked = isinstance(error, FileExistsError | NotADirectoryError)
+        reason = f"{_said(path, name)} cannot be written: {'a file is in the way' if blocked else error.strerror}"
+        raise (
+            RunFault(f"{reason}.") if error.errno in BROKEN else BadInput(f"{reason}; give another path.")
+        ) from error
+
+
+def _said(path: Path, name: str) -> str:
+    """A path as a message names it; of a long one the end, which says more."""
+    text = str(path)
+    return (f"{name}: " if name else "") + (text if len(text) <= 200 else f"...{text[-200:]}")
 
 
 def _of_the_disk(error: BaseException | None) -> str | None:
@@ -173,12 +226,14 @@ def read_json(path: Path) -> Any:
     """Read a JSON file that gradwire wrote.
 
     Raises:
-        BadInput: If the file is missing, is not JSON, or has a key twice.
+        BadInput: If the file is missing, cannot be read, is not JSON, or has a key twice.
     """
     try:
         return parse_json(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise BadInput(f"{path} is missing.") from None
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror}.") from None
     except ValueError as error:
         raise BadInput(f"{path} is not valid JSON ({error}); delete it and run its step again.") from None
 

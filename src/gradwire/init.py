@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from gradwire.config import Dataset, Experiment, Gradients, Training, experiment
 from gradwire.errors import BadInput
 from gradwire.files import write_text
+from gradwire.flags import output_file
 from gradwire.parsing import parse_yaml
 
 HEAD = """\
@@ -47,7 +48,7 @@ grid:
 
 def arguments(parser: ArgumentParser) -> None:
     """Declare the verb's flags."""
-    parser.add_argument("--output", type=Path, default=Path("experiment.yaml"), help="the file to write")
+    parser.add_argument("--output", type=output_file, default=Path("experiment.yaml"), help="the file to write")
     parser.add_argument("--name", default="experiment", help="the experiment's name: its folder under results/")
 
 

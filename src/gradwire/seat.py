@@ -9,6 +9,7 @@ from ipaddress import ip_address
 from typing import Any, NamedTuple
 
 from gradwire.errors import BadInput
+from gradwire.flags import PORT, RANK, RANKS, SECONDS, Number
 
 BACKENDS = ("auto", "nccl", "gloo")
 DEVICES = ("auto", "cpu", "cuda")
@@ -36,13 +37,13 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
 def add_seat_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say which rank this process is."""
     group = parser.add_argument_group("ranks", "set by `gradwire launch` and torchrun; for ranks started by hand")
-    group.add_argument("--world_size", type=int, help="number of ranks (default: 1)")
-    group.add_argument("--rank", type=int, help="this process, counted from 0")
-    group.add_argument("--local_rank", type=int, help="its GPU on this machine (default: the rank)")
+    group.add_argument("--world_size", type=RANKS, help="number of ranks (default: 1)")
+    group.add_argument("--rank", type=RANK, help="this process, counted from 0")
+    group.add_argument("--local_rank", type=RANK, help="its GPU on this machine (default: the rank)")
     group.add_argument("--master_addr", help="where rank 0 listens (default: 127.0.0.1)")
-    group.add_argument("--master_port", type=int, help="the port rank 0 listens on")
+    group.add_argument("--master_port", type=PORT, help="the port rank 0 listens on")
     group.add_argument(
-        "--timeout", type=float, default=TIMEOUT, metavar="S", help="seconds that a rank waits for the others"
+        "--timeout", type=SECONDS, default=TIMEOUT, metavar="S", help="seconds that a rank waits for the others"
     )
 
 
@@ -53,8 +54,6 @@ def rank_options(args: argparse.Namespace) -> dict[str, Any]:
         BadInput: If the flags disagree with torchrun's environment, are incomplete or out of range.
     """
     given = {name: getattr(args, name) for name in Seat._fields}
-    if args.timeout <= 0:
-        raise BadInput(f"--timeout {args.timeout:g}: a rank waits for the others for more than 0 seconds.")
     here = seat(given, os.environ)
     return {"backend": args.backend, "device": args.device, "here": here, "timeout": args.timeout}
 
@@ -85,8 +84,27 @@ def seat(given: Mapping[str, Any], environment: Mapping[str, str]) -> Seat:
 
 
 def ranks_here(world_size: int) -> int:
-    """How many of the ranks are on this machine: what torchrun or the launcher says, else all of them."""
-    return int(os.environ.get(LOCAL_WORLD_SIZE, world_size))
+    """How many of the ranks are on this machine: what torchrun or the launcher says, else all of them.
+
+    Raises:
+        BadInput: If the environment says something else than a number of ranks.
+    """
+    return variable(os.environ, LOCAL_WORLD_SIZE, RANKS) if LOCAL_WORLD_SIZE in os.environ else world_size
+
+
+def variable(environment: Mapping[str, str], name: str, kind: Number) -> int:
+    """The number that an environment variable holds.
+
+    Raises:
+        BadInput: If it holds none, or one out of bounds.
+        KeyError: If it is not set.
+    """
+    try:
+        value = int(environment[name])
+    except ValueError:
+        raise BadInput(f"{name} in the environment is {environment[name]!r}; it must be a number.") from None
+    kind.check(f"{name} in the environment", value)
+    return value
 
 
 def is_loopback(address: str) -> bool:
@@ -101,14 +119,19 @@ def _from_environment(chosen: Mapping[str, Any], environment: Mapping[str, str])
     """The place that torchrun's variables name, after a check that no flag says otherwise."""
     try:
         found = Seat(
-            rank=int(environment["RANK"]),
-            local_rank=int(environment["LOCAL_RANK"]),
-            world_size=int(environment["WORLD_SIZE"]),
+            rank=variable(environment, "RANK", RANK),
+            local_rank=variable(environment, "LOCAL_RANK", RANK),
+            world_size=variable(environment, "WORLD_SIZE", RANKS),
             master_addr=environment["MASTER_ADDR"],
-            master_port=int(environment["MASTER_PORT"]),
+            master_port=variable(environment, "MASTER_PORT", PORT),
         )
-    except KeyError as variable:
-        raise BadInput(f"RANK is set in the environment but {variable} is not: set all five, or none.") from None
+    except KeyError as missing:
+        raise BadInput(f"RANK is set in the environment but {missing} is not: set all five, or none.") from None
+    if found.rank >= found.world_size:
+        raise BadInput(
+            f"RANK is {found.rank} and WORLD_SIZE {found.world_size} in the environment: ranks count from 0 below the "
+            "size."
+        )
     for name, value in chosen.items():
         if value != getattr(found, name):
             raise BadInput(

@@ -9,6 +9,8 @@ from gradwire.errors import BadInput
 
 UNSHAPED = "none"  # instead of a rate: whatever link the machine has
 RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+SLOWEST, FASTEST = 8.0, 1e15  # bits per second: a byte, which tc counts in, and more than any network
+LONGEST = 32  # characters of a rate or a time: it becomes a folder's name
 TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
@@ -16,11 +18,15 @@ def bits_per_second(text: str) -> float:
     """A rate, such as ``100mbit`` or ``2.5Gbit``, in bits per second; prefixes are powers of 1,000.
 
     Raises:
-        BadInput: If it is no rate above 0.
+        BadInput: If it is not a rate, or not one of `SLOWEST` to `FASTEST`.
     """
     rate = _read(text, RATES)
-    if not rate:
-        raise BadInput(f"{text!r} is no rate: give a number above 0 and one of {', '.join(RATES)}, such as 100mbit.")
+    if rate is None:
+        raise BadInput(f"invalid rate {text!r}: give a number and one of {', '.join(RATES)}, such as 100mbit.")
+    if not SLOWEST <= rate <= FASTEST:
+        raise BadInput(
+            f"invalid rate {text!r}: a rate is between {rate_text(SLOWEST)} and {rate_text(FASTEST)}, such as 100mbit."
+        )
     return rate
 
 
@@ -34,15 +40,15 @@ def seconds(text: str) -> float:
     """A time, such as ``50us`` or ``0.2ms``, in seconds.
 
     Raises:
-        BadInput: If it is no time.
+        BadInput: If it is not a time.
     """
     time = _read(text, TIMES)
     if time is None:
-        raise BadInput(f"{text!r} is no time: give a number and one of {', '.join(TIMES)}, such as 50us.")
+        raise BadInput(f"invalid time {text!r}: give a number and one of {', '.join(TIMES)}, such as 50us.")
     return time
 
 
 def _read(text: str, units: Mapping[str, float]) -> float | None:
     """A number with its unit, or None if it is not that."""
     found = re.fullmatch(rf"(\d+(?:\.\d+)?|\.\d+)\s*({'|'.join(units)})", text.strip().lower(), re.ASCII)
-    return float(found[1]) * units[found[2]] if found else None
+    return float(found[1]) * units[found[2]] if found and len(text) <= LONGEST else None

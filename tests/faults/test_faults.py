@@ -288,10 +288,10 @@ def test_a_read_only_output_folder(lab, tmp_path, table):
         ended = run(lab.train(folder), lab.folder)
     finally:
         subprocess.run(["umount", str(folder)], check=True)
-    assert ended.code == 3
-    assert "cannot be written: Read-only file system." in ended.last
+    assert ended.code == 2
+    assert "cannot be written: Read-only file system; give another path." in ended.last
     assert "Traceback" not in ended.told
-    table("read-only output folder", f"exit 3, before any rank starts: {ended.last}", rerun_trains(lab, folder))
+    table("read-only output folder", f"exit 2, before any rank starts: {ended.last}", rerun_trains(lab, folder))
 
 
 # ------------------------------------------------------------------------------------------------------ checksums

@@ -249,8 +249,10 @@ def test_the_verb_writes_one_table_whatever_the_ranks(small, tmp_path, capsys):
     for name, more in (
         ("distributed", ["--strategy", "fsdp2"]),
         ("replicated", ["--distribution", "replicated"]),
+        ("in one batch", ["--batch_size", str(2**31 - 1)]),
     ):
-        assert cli.main([*launch, *words(small, tmp_path / name, *more)]) == 0
+        ranks = [] if name == "in one batch" else launch
+        assert cli.main([*ranks, *words(small, tmp_path / name, *more)]) == 0
         other = pq.read_table(tmp_path / name / "norms.parquet").to_pylist()
         for one, two in zip(table, other, strict=True):
             assert (one["id"], one["n_valid"]) == (two["id"], two["n_valid"])

@@ -131,8 +131,8 @@ def _join(here: Seat, backend: str, device: torch.device, timeout: timedelta) ->
             device_id=bound,
         )
         del host  # the group has a hold of it now
-    except OSError as error:
-        raise BadInput(f"{address} is in use, or not this machine's: give another ({error.strerror}).") from None
+    except (OSError, UnicodeError) as error:
+        raise BadInput(f"{address} is in use, or not this machine's: give another ({error}).") from None
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise RunFault(
             f"not all {here.world_size} ranks met at {address} within {timeout.total_seconds():g} s."

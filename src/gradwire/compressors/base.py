@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from gradwire.compressors import kernels
 from gradwire.compressors.rounds import Context, RoundCost, Rounds, State
 from gradwire.errors import NonFiniteGradient
+from gradwire.flags import COUNT
 
 Shape = int | tuple[int, ...]
+Count = Annotated[int, Field(**COUNT.limits)]  # a type of options
+Block = Annotated[int, Field(ge=1, le=2**24)]  # likewise, of elements: the plain forms fill up the last block
 
 
 def numel(shape: Shape) -> int:
@@ -38,7 +41,7 @@ class Compressor(BaseModel, ABC):
     An encoding is self-contained: who has the bytes and the shape can decode it. The wire is little-endian.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     name: ClassVar[str]
     use: ClassVar[str] = ""

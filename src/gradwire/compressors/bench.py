@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from gradwire import __version__
 from gradwire.errors import FAULT, BadInput
 from gradwire.files import write_json
+from gradwire.flags import COUNT, ELEMENTS, SEED, output_file
 
 if TYPE_CHECKING:
     import torch
@@ -60,24 +61,23 @@ def arguments(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--numel",
-        type=int,
+        type=ELEMENTS,
         help="elements of the timed tensor, a matrix as square as can be (rounded down to fill it); "
         "by default 2^22 on a CPU core, 2^26 on CUDA",
     )
     parser.add_argument("--methods", nargs="+", help="methods and chains to time; by default all, and PyTorch's own")
-    parser.add_argument("--repeats", type=int, default=15, help="rounds")
-    parser.add_argument("--seed", type=int, default=0, help="of the timed tensor, the codes and the sample gradient")
+    parser.add_argument("--repeats", type=COUNT, default=15, help="rounds")
+    parser.add_argument("--seed", type=SEED, default=0, help="of the timed tensor, the codes and the sample gradient")
     parser.add_argument(
         "--gradient",
         type=Path,
         help="tensor saved by torch.save, whose relative error is shown; by default a small model's gradient",
     )
-    parser.add_argument("--json", type=Path, help="file to write the results to")
+    parser.add_argument("--json", type=output_file, help="file to write the results to")
 
 
 def main(args: Namespace) -> int | None:
     """Measure, print the table and write the JSON."""
-    check(args)
     result = bench(args.device, args.numel, args.methods, args.repeats, args.seed, args.gradient)
     if args.json:
         write_json(args.json, result)
@@ -86,19 +86,6 @@ def main(args: Namespace) -> int | None:
     if failed:
         print(f"gradwire bench compressors: failed: {', '.join(failed)}", file=sys.stderr)
     return FAULT if failed else None
-
-
-def check(args: Namespace) -> None:
-    """Refuse what cannot be measured.
-
-    Raises:
-        BadInput: If a number is too small, or the JSON file's place is a folder.
-    """
-    for flag, value in (("--numel", args.numel), ("--repeats", args.repeats)):
-        if value is not None and value < 1:
-            raise BadInput(f"{flag} is {value}; it must be at least 1.")
-    if args.json and args.json.is_dir():
-        raise BadInput(f"--json: {args.json} is a folder; give a file.")
 
 
 def bench(

@@ -7,14 +7,16 @@ from fnmatch import fnmatchcase
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from gradwire.flags import NATURAL
+
 
 class Exempt(BaseModel):
     """A parameter is exempt if any of the given conditions holds; by default none is."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    max_numel: int | None = Field(None, ge=0, description="exempt parameters of at most so many elements")
-    max_ndim: int | None = Field(None, ge=0, description="exempt parameters of at most so many dimensions")
+    max_numel: int | None = Field(None, ge=0, le=2**63 - 1, description="exempt parameters of at most so many elements")
+    max_ndim: int | None = Field(None, **NATURAL.limits, description="exempt parameters of at most so many dimensions")
     names: tuple[str, ...] = Field(
         (), strict=False, description="exempt parameters whose name matches a pattern (* ? [])"
     )

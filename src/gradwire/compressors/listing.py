@@ -85,5 +85,5 @@ def taken(option: dict[str, Any]) -> str:
     if "anyOf" in option:
         return " | ".join(map(taken, option["anyOf"]))
     bounds = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
-    limits = ", ".join(f"{sign} {option[key]:g}" for key, sign in bounds.items() if key in option)
+    limits = ", ".join(f"{sign} {option[key]:.10g}" for key, sign in bounds.items() if key in option)
     return f"{option.get('type', 'any')} {limits}".rstrip()

@@ -13,7 +13,7 @@ from gradwire.data.shards import ALL, exist, meta, splits, wait_finalized
 from gradwire.data.tokenization import tokenize
 from gradwire.defaults import MAX_LENGTH, SHARD_SIZE, SHORTEST_MAX_LENGTH, VAL_FRACTION, VOCAB_SIZE
 from gradwire.errors import BadInput
-from gradwire.files import digest, sha256_file
+from gradwire.files import check_folder, digest, sha256_file
 
 TIMEOUT = 600.0  # seconds without progress until the other ranks give rank 0 up
 
@@ -62,6 +62,7 @@ def shards_of(
     elif whole:
         cache_dir = cache_dir / ALL
     if rank == 0:
+        check_folder(cache_dir, "the cache of a corpus file's shards (--cache_dir)")
         with locked(cache_dir):
             tokenize(
                 data_path,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from gradwire.errors import BadInput
 from gradwire.files import sha256_file, write_json
+from gradwire.flags import POSITIVE, output_file
 
 SOURCES = {"pydocs": "pydocs", "wikipedia": "wikipedia", "json": "json_file"}  # name -> module of data/sources
 
@@ -18,10 +19,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--source", choices=sorted(SOURCES), default="pydocs", help="pydocs needs no network; json takes --data_path"
     )
-    parser.add_argument("--output", type=Path, required=True, metavar="FILE", help="the corpus file to write")
+    parser.add_argument("--output", type=output_file, required=True, metavar="FILE", help="the corpus file to write")
     parser.add_argument(
         "--max_mb",
-        type=float,
+        type=POSITIVE,
         metavar="N",
         help="stop before the file is larger than N MB (10^6 bytes); None: no limit",
     )
@@ -53,8 +54,6 @@ def main(args: argparse.Namespace) -> None:
     """Write the corpus and, beside it, ``<name>.source.json``: what it was made of."""
     from gradwire.data import corpus
 
-    if args.max_mb is not None and args.max_mb <= 0:
-        raise BadInput(f"--max_mb {args.max_mb:g} leaves no room for a document.")
     if args.source == "wikipedia" and args.max_mb is None:
         raise BadInput("--source wikipedia is about 20 GB as a whole; say how much of it you want: --max_mb N.")
     module = importlib.import_module(f"gradwire.data.sources.{SOURCES[args.source]}")

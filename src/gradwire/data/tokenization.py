@@ -10,6 +10,7 @@ from gradwire.data import tokenizer as tokenizers
 from gradwire.data.writer import write_shards
 from gradwire.errors import BadInput
 from gradwire.files import sha256_file
+from gradwire.flags import check_shard
 from gradwire.source import source_digest
 
 
@@ -46,6 +47,7 @@ def tokenize(
     Raises:
         BadInput: If the corpus, a setting, or what lies in ``output_dir`` is unusable.
     """
+    check_shard(max_length, shard_size)
     tokenizer_folder, shards = output_dir / "tokenizer", output_dir / "shards"
     kept = tokenizer_folder.exists()
     try:

@@ -5,24 +5,26 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradwire.defaults import MAX_LENGTH, SHARD_SIZE, SHORTEST_MAX_LENGTH, VAL_FRACTION, VOCAB_SIZE
-from gradwire.errors import BadInput
+from gradwire.defaults import MAX_LENGTH, SHARD_SIZE, VAL_FRACTION, VOCAB_SIZE
+from gradwire.flags import COUNT, FRACTION, LENGTH, VOCABULARY, output_folder
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's flags."""
     parser.add_argument("--data_path", type=Path, required=True, metavar="FILE", help="corpus: a JSON array or .jsonl")
     parser.add_argument(
-        "--output_dir", type=Path, required=True, metavar="DIR", help="gets tokenizer/ and shards/{train,val}/"
+        "--output_dir", type=output_folder, required=True, metavar="DIR", help="gets tokenizer/ and shards/{train,val}/"
     )
     parser.add_argument(
         "--tokenizer", default="bpe", metavar="{bpe,DIR}", help="train byte-level BPE, or take a folder such as GPT-2's"
     )
-    parser.add_argument("--vocab_size", type=int, default=VOCAB_SIZE, metavar="N", help="tokens that bpe is to have")
-    parser.add_argument("--max_length", type=int, default=MAX_LENGTH, metavar="N", help="tokens per sample, at most")
-    parser.add_argument("--shard_size", type=int, default=SHARD_SIZE, metavar="N", help="samples per shard")
     parser.add_argument(
-        "--val_fraction", type=float, default=VAL_FRACTION, metavar="F", help="share of the documents for validation"
+        "--vocab_size", type=VOCABULARY, default=VOCAB_SIZE, metavar="N", help="tokens that bpe is to have"
+    )
+    parser.add_argument("--max_length", type=LENGTH, default=MAX_LENGTH, metavar="N", help="tokens per sample, at most")
+    parser.add_argument("--shard_size", type=COUNT, default=SHARD_SIZE, metavar="N", help="samples per shard")
+    parser.add_argument(
+        "--val_fraction", type=FRACTION, default=VAL_FRACTION, metavar="F", help="share of the documents for validation"
     )
     parser.add_argument("--tokenizer_only", action="store_true", help="stop when DIR/tokenizer is there")
     parser.add_argument(
@@ -36,26 +38,11 @@ def beside(args: argparse.Namespace) -> Path:
     return args.output_dir
 
 
-def preflight(args: argparse.Namespace) -> None:
-    """Check the numbers.
-
-    Raises:
-        BadInput: If one is out of range.
-    """
-    if args.max_length < SHORTEST_MAX_LENGTH:
-        raise BadInput(f"--max_length {args.max_length} is too small; at least {SHORTEST_MAX_LENGTH}.")
-    if args.shard_size < 1:
-        raise BadInput(f"--shard_size {args.shard_size} is too small; at least 1 sample.")
-    if not 0 < args.val_fraction < 1:
-        raise BadInput(f"--val_fraction {args.val_fraction:g} must lie between 0 and 1, both excluded.")
-
-
 def main(args: argparse.Namespace) -> None:
     """Make the tokenizer and, without ``--tokenizer_only``, the shards."""
     from gradwire.data.shards import SPLITS, meta
     from gradwire.data.tokenization import tokenize
 
-    preflight(args)
     tokenize(
         args.data_path,
         args.output_dir,

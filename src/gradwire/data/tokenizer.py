@@ -18,9 +18,9 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from gradwire.data import corpus
-from gradwire.defaults import SMALLEST_VOCABULARY
 from gradwire.errors import BadInput
 from gradwire.files import read_object, whole_folder, write_json
+from gradwire.flags import VOCABULARY
 
 TOKENIZER, CONFIG, ORIGIN = "tokenizer.json", "tokenizer_config.json", "origin.json"
 ROLES = ("eos_token", "pad_token", "bos_token", "unk_token")  # in the order in which missing ones are added
@@ -117,11 +117,7 @@ def _told(origin: dict[str, Any]) -> str:
 
 def _train(corpus_path: Path, vocab_size: int) -> tokenizers.Tokenizer:
     """Byte-level BPE as GPT-2's: every byte is a token, so no text is unknown."""
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise BadInput(
-            f"--vocab_size {vocab_size} is too small: byte-level BPE needs at least {SMALLEST_VOCABULARY} "
-            "(256 bytes and two special tokens)."
-        )
+    VOCABULARY.check("--vocab_size", vocab_size)
     backend = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from gradwire.errors import BadInput
 from gradwire.files import remove_leftovers, sha256_file
+from gradwire.flags import COUNT, RANKS, output_folder
 from gradwire.gradients.manifest import EXPORTS, NORMALIZED
 
 if TYPE_CHECKING:
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Define the verb's flags."""
     parser.add_argument("--base_path", type=Path, required=True, help="the run's folder, with rank_<r>/dim<D>/")
-    parser.add_argument("--output_dir", type=Path, help="where dim<D>/ goes, or dim<D> itself (default: --base_path)")
-    parser.add_argument("--num_gpus", type=int, help="ranks that collected (default: as the run's folder says)")
-    parser.add_argument("--dim", type=int, required=True, metavar="N", help="columns of a row")
+    parser.add_argument(
+        "--output_dir", type=output_folder, help="where dim<D>/ goes, or dim<D> itself (default: --base_path)"
+    )
+    parser.add_argument("--num_gpus", type=RANKS, help="ranks that collected (default: as the run's folder says)")
+    parser.add_argument("--dim", type=COUNT, required=True, metavar="N", help="columns of a row")
     parser.add_argument("--normalize", action="store_true", help="write all_normalized.pt too: rows of norm 1")
     parser.add_argument(
         "--export", nargs="+", choices=tuple(EXPORTS), default=[], help="write all_orig.<format> with the same rows too"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, get_args
 
 from gradwire.config import AdamVariant, Gradients, GradMethod, GradType, Projection, SampleLoss, Split
 from gradwire.errors import BadInput
+from gradwire.flags import COUNT, LENGTH, LORA_RANK, SEED, output_folder
 from gradwire.models.shards import samples_of
 from gradwire.seat import add_rank_arguments, rank_options
 
@@ -29,13 +30,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Define the verb's flags."""
     parser.add_argument("--model_dir", type=Path, required=True, help="a saved model, such as a run's final_model/")
     parser.add_argument("--data_path", type=Path, required=True, help="a shards folder, or a corpus file")
-    parser.add_argument("--output_path", type=Path, required=True, help="the run's folder, which gets rank_<r>/dim<D>/")
+    parser.add_argument(
+        "--output_path", type=output_folder, required=True, help="the run's folder, which gets rank_<r>/dim<D>/"
+    )
     parser.add_argument(
         "--split", choices=get_args(Split), help="of a shards folder (default: train); a corpus file is taken whole"
     )
-    parser.add_argument("--max_samples", type=int, help="take the first N samples (default: all)")
+    parser.add_argument("--max_samples", type=COUNT, help="take the first N samples (default: all)")
     parser.add_argument(
-        "--dim", type=int, nargs="+", required=True, metavar="N", help="columns of a row; several in one pass"
+        "--dim", type=COUNT, nargs="+", required=True, metavar="N", help="columns of a row; several in one pass"
     )
     parser.add_argument(
         "--grad_type",
@@ -66,7 +69,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="loop: one backward pass per sample; vmap: torch.func; hooks: by layer; auto: hooks, else vmap",
     )
-    parser.add_argument("--batch_size", type=int, help="samples in the model at once (default: by free memory)")
+    parser.add_argument("--batch_size", type=COUNT, help="samples in the model at once (default: by free memory)")
     parser.add_argument(
         "--strategy",
         choices=("ddp", "fsdp2"),
@@ -75,18 +78,18 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     adapter = parser.add_mutually_exclusive_group()
     adapter.add_argument("--lora_dir", type=Path, help="gradients of this LoRA adapter's parameters")
-    adapter.add_argument("--lora_rank", type=int, metavar="R", help="gradients of a fresh LoRA adapter's")
-    parser.add_argument("--lora_seed", type=int, default=0, help="draws the fresh adapter")
+    adapter.add_argument("--lora_rank", type=LORA_RANK, metavar="R", help="gradients of a fresh LoRA adapter's")
+    parser.add_argument("--lora_seed", type=SEED, default=0, help="draws the fresh adapter")
     parser.add_argument(
         "--metadata", default="", metavar="NAMES", help="further columns: position,document,n_tokens,n_valid,perplexity"
     )
     interval = Gradients.model_fields["save_interval"].default
-    parser.add_argument("--save_interval", type=int, default=interval, help="samples per file and rank")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the projection")
+    parser.add_argument("--save_interval", type=COUNT, default=interval, help="samples per file and rank")
+    parser.add_argument("--seed", type=SEED, default=0, help="seed of the projection")
     parser.add_argument(
         "--restart", action="store_true", help="if the folder holds gradients of another configuration, delete them"
     )
-    parser.add_argument("--max_length", type=int, help="tokens per sample of a corpus file (default: the model's)")
+    parser.add_argument("--max_length", type=LENGTH, help="tokens per sample of a corpus file (default: the model's)")
     parser.add_argument("--cache_dir", type=Path, help="where a corpus file's shards go (default: the user's cache)")
     add_rank_arguments(parser)
 
@@ -104,26 +107,17 @@ def preflight(args: argparse.Namespace) -> None:
     """
     from gradwire.data.shards import check
     from gradwire.gradients import provenance
+    from gradwire.gradients.projections import check_width
+    from gradwire.models import saved
 
-    _check_positive(args)
     shards = samples_of(args)
     check(shards.folder.parent)
+    if not (args.lora_dir or args.lora_rank):  # an adapter's parameters are counted when the model is loaded
+        check_width(args.dim, saved.entries(args.model_dir))
     intended = _intended(args, shards, args.world_size or 1)
     if args.restart and provenance.differences(args.output_path, intended):
         provenance.discard(args.output_path)
     provenance.agree(args.output_path, intended)
-
-
-def _check_positive(args: argparse.Namespace) -> None:
-    for flag, values in (
-        ("--dim", args.dim),
-        ("--save_interval", [args.save_interval]),
-        ("--max_samples", [1 if args.max_samples is None else args.max_samples]),
-        ("--batch_size", [1 if args.batch_size is None else args.batch_size]),
-        ("--lora_rank", [1 if args.lora_rank is None else args.lora_rank]),
-    ):
-        if min(values) < 1:
-            raise BadInput(f"{flag} is {min(values)}; it must be at least 1.")
 
 
 def _intended(args: argparse.Namespace, shards: Shards, world_size: int) -> Provenance:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradwire.errors import BadInput
 from gradwire.files import whole, write_json
+from gradwire.flags import COUNT, POSITIVE, output_folder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -37,13 +38,15 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--validation", type=Path, nargs="+", required=True, metavar="DIR", help="as many, of the same checkpoints"
     )
     parser.add_argument(
-        "--weights", type=float, nargs="+", metavar="W", help="the checkpoints' learning rates (default: all equal)"
+        "--weights", type=POSITIVE, nargs="+", metavar="W", help="the checkpoints' learning rates (default: all equal)"
     )
     parser.add_argument("--metric", choices=("cosine", "dot"), default="cosine", help="of two gradients")
     parser.add_argument("--over", choices=("mean", "max"), default="mean", help="of a sample's scores, over validation")
-    parser.add_argument("--top_k", type=int, default=100, help="samples to select")
+    parser.add_argument("--top_k", type=COUNT, default=100, help="samples to select")
     parser.add_argument("--corpus", type=Path, help="the corpus file to take the selected samples' documents from")
-    parser.add_argument("--output_dir", type=Path, required=True, help="gets scores.parquet, top.jsonl, influence.json")
+    parser.add_argument(
+        "--output_dir", type=output_folder, required=True, help="gets scores.parquet, top.jsonl, influence.json"
+    )
 
 
 def beside(args: argparse.Namespace) -> Path:
@@ -61,8 +64,6 @@ def main(args: argparse.Namespace) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    if args.top_k < 1:
-        raise BadInput(f"--top_k is {args.top_k}; it must be at least 1.")
     weights = normalised_weights(args.weights, len(args.train), len(args.validation))
     pairs = [(open_store(one), open_store(other)) for one, other in zip(args.train, args.validation, strict=True)]
     for train, validation in pairs:
@@ -109,7 +110,7 @@ def normalised_weights(given: Sequence[float] | None, train: int, validation: in
     """The checkpoints' weights, of sum 1.
 
     Raises:
-        BadInput: If there are not as many of each, or the weights are not positive.
+        BadInput: If there are not as many of each.
     """
     weights = list(given) if given else [1.0] * train
     if not train == validation == len(weights):
@@ -117,8 +118,6 @@ def normalised_weights(given: Sequence[float] | None, train: int, validation: in
             f"--train names {train} stores, --validation {validation} and --weights {len(weights)}: "
             "give one of each for every checkpoint, in one order."
         )
-    if not all(0 < weight < float("inf") for weight in weights):
-        raise BadInput(f"--weights {' '.join(map(str, weights))}: learning rates are above 0.")
     return [weight / sum(weights) for weight in weights]
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from gradwire.config import GradMethod, SampleLoss, Split
 from gradwire.errors import BadInput, CheckFailed, NonFiniteGradient, RunFault
+from gradwire.flags import COUNT, LENGTH, NATURAL, SEED, output_folder
 from gradwire.models.shards import samples_of
 from gradwire.seat import add_rank_arguments, rank_options
 
@@ -34,11 +35,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Define the verb's flags."""
     parser.add_argument("--model_dir", type=Path, required=True, help="a saved model, such as a run's final_model/")
     parser.add_argument("--data_path", type=Path, required=True, help="a shards folder, or a corpus file")
-    parser.add_argument("--output_dir", type=Path, required=True, help=f"gets {FILE}: id, norm, loss, n_valid")
+    parser.add_argument("--output_dir", type=output_folder, required=True, help=f"gets {FILE}: id, norm, loss, n_valid")
     parser.add_argument(
         "--split", choices=get_args(Split), help="of a shards folder (default: train); a corpus file is taken whole"
     )
-    parser.add_argument("--max_samples", type=int, help="take the first N samples (default: all)")
+    parser.add_argument("--max_samples", type=COUNT, help="take the first N samples (default: all)")
     parser.add_argument(
         "--distribution",
         choices=("auto", "replicated", "distributed"),
@@ -58,12 +59,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="as in grads collect; auto: hooks, and what they do not see by vmap or the loop",
     )
-    parser.add_argument("--batch_size", type=int, default=16, help="samples in the model at once, on each rank")
+    parser.add_argument("--batch_size", type=COUNT, default=16, help="samples in the model at once, on each rank")
     parser.add_argument(
-        "--recompute", type=int, default=4, metavar="K", help="check K random norms by one backward pass each"
+        "--recompute", type=NATURAL, default=4, metavar="K", help="check K random norms by one backward pass each"
     )
-    parser.add_argument("--seed", type=int, default=0, help="which ones")
-    parser.add_argument("--max_length", type=int, help="tokens per sample of a corpus file (default: the model's)")
+    parser.add_argument("--seed", type=SEED, default=0, help="which ones")
+    parser.add_argument("--max_length", type=LENGTH, help="tokens per sample of a corpus file (default: the model's)")
     parser.add_argument("--cache_dir", type=Path, help="where a corpus file's shards go (default: the user's cache)")
     add_rank_arguments(parser)
 
@@ -81,9 +82,6 @@ def preflight(args: argparse.Namespace) -> None:
     """
     from gradwire.data.shards import check
 
-    for flag, value in (("--batch_size", args.batch_size), ("--max_samples", args.max_samples or 1)):
-        if value < 1:
-            raise BadInput(f"{flag} is {value}; it must be at least 1.")
     shards = samples_of(args)
     check(shards.folder.parent)
     count = _count(shards, args.max_samples)
@@ -171,6 +169,7 @@ def batches(shards: Shards, count: int, batch_size: int, world: World, replicate
 
     positions: Sequence[int] = range(count) if replicated else range(world.rank, count, world.world_size)
     longest = count if replicated else -(-count // world.world_size)
+    batch_size = min(batch_size, longest)
     for first in range(0, longest, batch_size):
         samples = [shards[position] for position in positions[first : first + batch_size]]
         yield collate(samples, shards.meta["pad_id"], batch_size)

@@ -69,6 +69,7 @@ class RowMaker:
         self.method = provenance.computed_by or resolved(provenance.method, model)
         self.projector = projections.build(provenance.projection, shapes(model), provenance.seed)
         self.batch_size, self.height = batch_size, sys.maxsize
+        projections.check_width(self.dims, self.numel)
         if sharded and not self.fused:
             raise BadInput(
                 "--strategy fsdp2 keeps a part of each weight on a rank, so whole gradients are never formed: it needs "

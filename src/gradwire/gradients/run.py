@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import BadInput, unknown
+from gradwire.flags import COUNT, RANKS, check_numbers, check_paths, output_folder
 from gradwire.gradients import collect
 from gradwire.parsing import read_yaml
 from gradwire.seat import Seat
@@ -27,9 +28,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "validate`, `launcher: NAME` as of `gradwire launch`, and `train: OPTIONS` to train the model first, with "
         "these words after `gradwire train`",
     )
-    parser.add_argument("--output_dir", type=Path, required=True, help="the run's folder")
-    parser.add_argument("--num_gpus", type=int, default=1, help="ranks that train and collect")
-    parser.add_argument("--dim", type=int, nargs="+", metavar="N", help="columns of a row (default: the file's `dim`)")
+    parser.add_argument("--output_dir", type=output_folder, required=True, help="the run's folder")
+    parser.add_argument("--num_gpus", type=RANKS, default=1, help="ranks that train and collect")
+    parser.add_argument(
+        "--dim", type=COUNT, nargs="+", metavar="N", help="columns of a row (default: the file's `dim`)"
+    )
     parser.add_argument("--skip_training", action="store_true", help="do not train, whatever the file says")
 
 
@@ -48,6 +51,8 @@ def main(args: argparse.Namespace) -> None:
     config = read(args.config_path, {"dim": args.dim} if args.dim else {})
     for words in commands(config, args.output_dir, args.num_gpus, args.skip_training):
         _, verb, child = args.parse(words)
+        check_paths(child)
+        check_numbers(child)
         verb.main(child)
 
 
@@ -78,7 +83,7 @@ def _options() -> set[str]:
     """What a configuration file may say."""
     parser = argparse.ArgumentParser(add_help=False)
     collect.arguments(parser)
-    return {*vars(parser.parse_args(["--model_dir=", "--data_path=", "--output_path=", "--dim=1"])), *OWN} - {
+    return {*vars(parser.parse_args(["--model_dir=", "--data_path=", "--output_path=.", "--dim=1"])), *OWN} - {
         "output_path",
         *Seat._fields,
     }

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gradwire.errors import CheckFailed
 from gradwire.files import write_json
+from gradwire.flags import COUNT, NATURAL, RANKS, SEED
 from gradwire.gradients.aggregate import check_asked
 from gradwire.seat import DEVICES
 
@@ -25,12 +26,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output_dir", type=Path, required=True, help="the run's folder; gets validation.json")
     parser.add_argument("--check_ranks", action="store_true", help="check rank_<r>/dim<D>/ (default: both)")
     parser.add_argument("--check_aggregated", action="store_true", help="check dim<D>/ (default: both)")
-    parser.add_argument("--num_gpus", type=int, help="ranks that collected (default: as the run's folder says)")
-    parser.add_argument("--dim", type=int, nargs="+", metavar="N", help="widths to check (default: all of the run's)")
+    parser.add_argument("--num_gpus", type=RANKS, help="ranks that collected (default: as the run's folder says)")
+    parser.add_argument("--dim", type=COUNT, nargs="+", metavar="N", help="widths to check (default: all of the run's)")
     parser.add_argument(
-        "--recompute", type=int, default=0, metavar="K", help="if all else holds, compute K random rows again"
+        "--recompute", type=NATURAL, default=0, metavar="K", help="if all else holds, compute K random rows again"
     )
-    parser.add_argument("--seed", type=int, default=0, help="which rows --recompute draws")
+    parser.add_argument("--seed", type=SEED, default=0, help="which rows --recompute draws")
     parser.add_argument("--model_dir", type=Path, help="where the model is now (default: where it was)")
     parser.add_argument("--data_path", type=Path, help="where the shards are now (default: where they were)")
     parser.add_argument("--corpus", type=Path, help="where the corpus file is now (default: where it was)")

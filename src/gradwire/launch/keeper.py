@@ -24,11 +24,11 @@ def watch() -> None:
     When it is gone, this process gets a SIGTERM, as a scheduler would send it, and a SIGKILL after ``GRACE`` seconds.
     """
     keeper = os.environ.get(KEEPER)
-    if keeper is None or not hasattr(os, "pidfd_open"):
+    if keeper is None or not keeper.isdecimal() or not hasattr(os, "pidfd_open"):
         return
     try:
         handle = os.pidfd_open(int(keeper))
-    except OSError:  # gone already; or in another namespace, where it cannot be seen
+    except (OSError, OverflowError):  # gone already; or in another namespace, where it cannot be seen
         if os.getppid() == 1:
             _end(keeper)
         return

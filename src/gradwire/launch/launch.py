@@ -11,6 +11,7 @@ from types import ModuleType
 
 from gradwire.errors import BadInput
 from gradwire.failures import clear_failure, refuse_again, write_failure
+from gradwire.flags import NATURAL, PORT, RANKS, check_numbers, check_paths
 from gradwire.launch import leases, links, nodes
 from gradwire.launch.fork import Template
 from gradwire.launch.ranks import FORK, LAUNCHERS, check_address, environment, start, threads
@@ -23,9 +24,9 @@ RANK = (sys.executable, "-m", "gradwire")  # what starts `gradwire` in a rank
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of ``gradwire launch``."""
     parser.usage = "gradwire launch --world_size N [options] -- VERB ..."
-    parser.add_argument("--world_size", type=int, required=True, help="number of ranks")
+    parser.add_argument("--world_size", type=RANKS, required=True, help="number of ranks")
     parser.add_argument(
-        "--nodes", type=int, default=1, help="nodes of this Slurm job that share the ranks, which srun starts there"
+        "--nodes", type=RANKS, default=1, help="nodes of this Slurm job that share the ranks, which srun starts there"
     )
     parser.add_argument(
         "--launcher",
@@ -37,14 +38,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--torchrun", dest="launcher", action="store_const", const="torchrun", help="the same as --launcher torchrun"
     )
     parser.add_argument("--master_addr", default="127.0.0.1", help="where rank 0 listens")
-    parser.add_argument("--master_port", type=int, default=0, help="the port rank 0 listens on; 0 takes a free one")
+    parser.add_argument("--master_port", type=PORT, default=0, help="the port rank 0 listens on; 0 takes a free one")
     parser.add_argument(
         "--link",
         metavar="RATE",
         default=UNSHAPED,
         help="give each rank a network of its own and a cable of this rate (such as 100mbit); none: the machine's own",
     )
-    parser.add_argument("--gpus", type=int, help="GPUs that a scheduler granted; fewer than --world_size are refused")
+    parser.add_argument(
+        "--gpus", type=NATURAL, help="GPUs that a scheduler granted; fewer than --world_size are refused"
+    )
     parser.add_argument(
         "--alone",
         action="store_true",
@@ -62,11 +65,14 @@ def main(args: argparse.Namespace) -> None:
         GradwireError: What the checks found, or the first failing rank's own message and exit code.
     """
     verb, module, child = args.parse(args.command)
+    check_paths(child)
     folder = module.beside(child) if hasattr(module, "beside") else None
     if args.attempt > 1 and folder is not None:
         refuse_again(folder, verb)
     try:
+        check_numbers(child)
         _check_size(args, child)
+        leases.folder()  # found usable before the verb's data are looked at
         if args.link != UNSHAPED:
             links.enter(args.link)
         child.world_size = args.world_size
@@ -134,8 +140,6 @@ def _start(args: argparse.Namespace, folder: Path | None, launcher: str | Templa
 
 def _check_size(args: argparse.Namespace, child: argparse.Namespace) -> None:
     """Refuse a number of ranks that is none, that has too few GPUs, or that the verb's own flag contradicts."""
-    if args.world_size < 1:
-        raise BadInput(f"--world_size {args.world_size}: there must be at least one rank.")
     if args.nodes != 1:
         _check_nodes(args)
     if args.gpus is not None and args.gpus < args.world_size:
@@ -152,7 +156,7 @@ def _check_size(args: argparse.Namespace, child: argparse.Namespace) -> None:
 
 def _check_nodes(args: argparse.Namespace) -> None:
     """Refuse nodes that cannot share the ranks, and what only one machine has."""
-    if args.nodes < 1 or args.world_size % args.nodes:
+    if args.world_size % args.nodes:
         raise BadInput(f"--nodes {args.nodes} cannot share --world_size {args.world_size} evenly.")
     if args.link != UNSHAPED:
         raise BadInput(f"--link {args.link} makes links inside of one machine: leave --nodes {args.nodes} out.")

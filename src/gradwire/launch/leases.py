@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from gradwire.errors import BadInput
+from gradwire.files import check_folder
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 FOLDER = "GRADWIRE_LOCKS"
@@ -101,11 +102,11 @@ def folder() -> Path:
     """Where the locks are; by default a folder of this user alone, the same for all of its processes.
 
     Raises:
-        BadInput: If another user made the default folder, or may write to it.
+        BadInput: If it cannot be written to; if another user made the default folder, or may write to it.
     """
     if FOLDER in os.environ:
         path = Path(os.environ[FOLDER])
-        path.mkdir(parents=True, exist_ok=True)
+        check_folder(path, FOLDER)
         return path
     path = Path("/tmp") / f"gradwire-{os.getuid()}"  # not TMPDIR, which Snakemake and Slurm set for each job
     path.mkdir(mode=0o700, exist_ok=True)

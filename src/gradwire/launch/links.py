@@ -32,6 +32,7 @@ DEVICE = "eth0"  # in each rank's namespace
 SWITCH, FIRST = IPv4Address("10.231.255.254"), IPv4Address("10.231.0.1")
 PORT = 29500  # free in a namespace that is empty
 BURST = 16_000  # bytes that may leave a cable's end at once, at least
+LARGEST_BURST = 2**31  # tc counts them in 32 bits
 TRY = """
 ip link add switch type bridge
 ip link add port type veth peer name eth0
@@ -167,7 +168,7 @@ def shaping(link: str) -> str:
     timer cannot keep the rate, with more small messages would travel for nothing.
     """
     rate = bits_per_second(link)
-    return f"tbf rate {rate:.0f}bit burst {max(BURST, int(rate / 8 / 1000))} latency 100ms"
+    return f"tbf rate {rate:.0f}bit burst {min(max(BURST, int(rate / 8 / 1000)), LARGEST_BURST)} latency 100ms"
 
 
 def _run(command: str) -> None:

@@ -60,7 +60,7 @@ def check_address(master_addr: str, master_port: int) -> None:
     """
     try:
         socket.create_server((master_addr, master_port)).close()
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         raise BadInput(
             f"--master_addr {master_addr} --master_port {master_port}: {error}. "
             "Give another port, or leave --master_port out: a free one is taken."

@@ -36,6 +36,7 @@ from typing import Any
 
 from gradwire.errors import BadInput
 from gradwire.files import read_json, write_json
+from gradwire.flags import output_file
 from gradwire.measurement.crosscheck import against_meter
 from gradwire.measurement.events import OPS, Span, Trace, read
 from gradwire.measurement.intervals import Intervals, difference, intersection, intervals, length, near, union
@@ -110,7 +111,7 @@ class Breakdown:
 def arguments(parser: ArgumentParser) -> None:
     """Declare the verb's flags."""
     parser.add_argument("--run_dir", type=Path, required=True, help="a run's folder, which holds profiler/")
-    parser.add_argument("--output", type=Path, help="file to write; by default RUN_DIR/profile.json")
+    parser.add_argument("--output", type=output_file, help="file to write; by default RUN_DIR/profile.json")
 
 
 def beside(args: Namespace) -> Path | None:

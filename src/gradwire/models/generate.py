@@ -7,30 +7,29 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from gradwire.errors import BadInput
+from gradwire.flags import COUNT, NOT_NEGATIVE, SEED, SHARE
 from gradwire.seat import DEVICES
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """The verb's flags."""
     parser.add_argument("--model_dir", type=Path, required=True, help="folder of a saved model, with its tokenizer")
-    parser.add_argument("--max_new_tokens", type=int, default=50, help="tokens to add at most")
+    parser.add_argument("--max_new_tokens", type=COUNT, default=50, help="tokens to add at most")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, help="divides the logits; 0 takes the likeliest token"
+        "--temperature", type=NOT_NEGATIVE, default=0.8, help="divides the logits; 0 takes the likeliest token"
     )
     parser.add_argument(
         "--top_p",
-        type=float,
+        type=SHARE,
         default=0.95,
         help="sample among the likeliest tokens that hold this share of probability",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling")
+    parser.add_argument("--seed", type=SEED, default=0, help="seed of the sampling")
     parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one")
 
 
 def main(args: argparse.Namespace) -> None:
     """Load the model, then answer each prompt with its continuation."""
-    _check(args)
     import torch
 
     from gradwire.collectives import world
@@ -51,15 +50,6 @@ def main(args: argparse.Namespace) -> None:
     else:
         prompt = sys.stdin.read().removesuffix("\n")
         print(prompt + answer(prompt))
-
-
-def _check(args: argparse.Namespace) -> None:
-    if args.max_new_tokens < 1:
-        raise BadInput(f"--max_new_tokens is {args.max_new_tokens}; it must be at least 1.")
-    if args.temperature < 0:
-        raise BadInput(f"--temperature is {args.temperature}; it must be 0 (greedy) or more.")
-    if not 0 < args.top_p <= 1:
-        raise BadInput(f"--top_p is {args.top_p}; it must be above 0 and at most 1.")
 
 
 def _converse(answer: Callable[[str], str]) -> None:

@@ -11,6 +11,7 @@ from transformers.models.gpt2.configuration_gpt2 import GPT2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 
 from gradwire.errors import BadInput, unknown
+from gradwire.files import check_length
 from gradwire.models import folder
 
 INITIAL_STD, INITIAL_WIDTH = 0.02, 768  # GPT-2's own; a narrower model needs larger weights for the same activations
@@ -73,6 +74,7 @@ def build(preset: str, vocab_size: int, max_length: int, seed: int) -> GPT2LMHea
     Raises:
         BadInput: If the preset is unknown, or the saved model is unusable, too short or has too small a vocabulary.
     """
+    check_length(Path(preset), "--model")
     if Path(preset).is_dir():
         model = folder.load(Path(preset))
         _check_size(model.config, vocab_size, max_length, preset)

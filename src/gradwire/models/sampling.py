@@ -53,6 +53,6 @@ def draw(logits: torch.Tensor, temperature: float, top_p: float, generator: torc
     """Draw one token from ``logits`` [vocabulary] by temperature and nucleus sampling."""
     if temperature == 0:
         return int(logits.argmax())
-    probability, token = torch.softmax(logits.float() / temperature, dim=0).sort(descending=True)
+    probability, token = torch.softmax((logits.float() - logits.max()) / temperature, dim=0).sort(descending=True)
     nucleus = probability.cumsum(0) - probability < top_p  # the fewest tokens that reach top_p; never none
     return int(token[torch.multinomial(probability * nucleus, 1, generator=generator)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from gradwire import files
@@ -45,6 +46,24 @@ def weights(path: Path) -> list[Path]:
         if not isinstance(name, str) or Path(name).name != name or Path(name).suffix != ".safetensors":
             raise BadInput(f"{index} names {name!r}, which is no safetensors file in that folder.")
     return [Path(path) / name for name in sorted(set(named.values()))]
+
+
+def entries(path: Path) -> int:
+    """How many numbers a model's weights hold; its gradient has as many, or fewer where some are not trained.
+
+    Raises:
+        BadInput: If a file of them cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    count = 0
+    for file in weights(path):
+        try:
+            with safe_open(file, framework="numpy") as stream:
+                count += sum(math.prod(stream.get_slice(name).get_shape()) for name in stream.keys())  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise BadInput(f"{file} cannot be read as safetensors: {error}.") from None
+    return count
 
 
 def digest(path: Path) -> str:

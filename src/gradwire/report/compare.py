@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gradwire.config import Run
 from gradwire.errors import BadInput
+from gradwire.flags import output_folder
 from gradwire.report.notes import machine
 from gradwire.report.record import Result, run_of
 
@@ -78,7 +79,7 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("one", type=Path, metavar="A", help="the first experiment's folder, results/<name>")
     parser.add_argument("other", type=Path, metavar="B", help="the second one's: differences are of B from A")
     parser.add_argument(
-        "--tables", type=Path, metavar="DIR", help="also write the tables there, as CSV, LaTeX and Markdown"
+        "--tables", type=output_folder, metavar="DIR", help="also write the tables there, as CSV, LaTeX and Markdown"
     )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from gradwire.config import BASELINE
 from gradwire.errors import BadInput
+from gradwire.flags import RANKS
 from gradwire.report.markdown import MISSING, number, table
 from gradwire.report.notes import machines
 from gradwire.report.quality import Book, book
@@ -45,7 +46,7 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--results_dir", type=Path, default=Path("results/links"), help="a folder with results.jsonl of cells on links"
     )
-    parser.add_argument("--world_size", type=int, required=True, metavar="N", help=f"ranks, 2 to {MOST}")
+    parser.add_argument("--world_size", type=RANKS, required=True, metavar="N", help=f"ranks, 2 to {MOST}")
     parser.add_argument("--bandwidth", required=True, metavar="RATE", help="of each rank's link, such as 10gbit")
     parser.add_argument("--latency", default="50us", metavar="T", help="of each message, such as 50us")
     parser.add_argument("--memory", action="store_true", help="predict each rank's peak memory as well")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from gradwire.config import Run
 from gradwire.errors import BadInput
 from gradwire.files import read_json
+from gradwire.flags import SECONDS
 from gradwire.report.summarize import EXPECTED, asked_for
 
 PROGRESS = "progress.json"  # of a run that goes on, in its folder (training.progress; this room imports no torch)
@@ -39,7 +40,7 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--results_dir", type=Path, required=True, help="the experiment's folder, results/<name>")
     parser.add_argument(
         "--watch",
-        type=float,
+        type=SECONDS,
         metavar="SECONDS",
         help="a view that renews itself until all runs ended; plain lines where nobody sits at a terminal",
     )
@@ -52,8 +53,6 @@ def main(args: Namespace) -> None:
     Raises:
         BadInput: If there is no experiment.
     """
-    if args.watch is not None and args.watch <= 0:
-        raise BadInput(f"--watch {args.watch:g}: it is the time between two looks, in seconds, and above 0.")
     while True:
         states = look(args.results_dir)
         view = told(states, args.results_dir, quiet=args.quiet)

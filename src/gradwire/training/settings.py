@@ -10,7 +10,7 @@ from typing import Any
 from gradwire.compressors.registry import sources
 from gradwire.config import FLAGS, Cell, Strategy, Training, check_private, from_flags
 from gradwire.errors import BadInput
-from gradwire.files import check_writable, digest, read_json
+from gradwire.files import digest, read_json
 from gradwire.parsing import parse_json
 from gradwire.source import source_digest
 
@@ -96,8 +96,6 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         raise BadInput(f"--comm_config_json is not valid JSON ({error}): {args.comm_config_json[:80]}") from None
     if not isinstance(options, dict):
         raise BadInput(f"--comm_config_json must be a JSON object such as {{}}, got {args.comm_config_json[:80]}.")
-    if args.verify_sync < 0:
-        raise BadInput(f"--verify_sync {args.verify_sync}: it counts steps between two checks; 0 switches them off.")
     for name, key in FLAGS.items():
         flag = getattr(args, name)
         if flag is not None and options.setdefault(key, flag) != flag:
@@ -135,11 +133,10 @@ def check_enough_data(n_samples: int, batch_size: int, world_size: int) -> None:
 
 
 def check_run_folder(folder: Path, identity: str) -> None:
-    """Refuse to write over the finished run of another configuration, or where nothing can be written.
+    """Refuse to write over the finished run of another configuration.
 
     Raises:
         BadInput: If ``folder`` holds the record of a run with another identity.
-        RunFault: If it is read-only.
     """
     record = folder / "record.json"
     if record.exists() and read_json(record).get("identity") != identity:
@@ -147,4 +144,3 @@ def check_run_folder(folder: Path, identity: str) -> None:
             f"{folder} is a run folder of another configuration (its record.json differs in settings or data); "
             "choose another --output_dir or delete it."
         )
-    check_writable(folder)

@@ -9,6 +9,7 @@ from typing import get_args
 
 from gradwire.config import CommOptimizer, ParamCompress, Strategy, Training, add_flags
 from gradwire.defaults import MAX_LENGTH, VOCAB_SIZE
+from gradwire.flags import LENGTH, NATURAL, SEED, VOCABULARY, output_folder
 from gradwire.seat import add_seat_arguments, rank_options, ranks_here
 
 PRELOAD = (
@@ -23,8 +24,10 @@ PRELOAD = (
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Define the verb's flags; those of ``config.Training`` come from its fields."""
-    parser.add_argument("--data_path", required=True, help="a shards folder, or a corpus file (JSON array or .jsonl)")
-    parser.add_argument("--output_dir", required=True, help="the run's folder")
+    parser.add_argument(
+        "--data_path", type=Path, required=True, help="a shards folder, or a corpus file (JSON or .jsonl)"
+    )
+    parser.add_argument("--output_dir", type=output_folder, required=True, help="the run's folder")
     parser.add_argument("--model", default="tiny", help="a preset (tiny, 62m) or a saved model's folder")
     parser.add_argument("--strategy", choices=get_args(Strategy), default="fsdp2", help="data-parallel strategy")
     parser.add_argument("--comm_compress", metavar="NAME", help="gradient compressor (default: the cell's, else none)")
@@ -45,7 +48,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="how fsdp2 sends parameters to the ranks that compute with them (default: the cell's, else none)",
     )
     parser.add_argument("--label", help="the cell's name in tables (default: the compressor's)")
-    parser.add_argument("--seed", type=int, default=0, help="of the model, the data order and the compressor")
+    parser.add_argument("--seed", type=SEED, default=0, help="of the model, the data order and the compressor")
     parser.add_argument(
         "--resume", action="store_true", help="go on from the newest whole checkpoint of --output_dir, if there is one"
     )
@@ -56,16 +59,16 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--verify_sync",
-        type=int,
+        type=NATURAL,
         default=0,
         metavar="K",
         help="every K steps, name a rank that is missing or whose parameters differ; 0: never",
     )
     corpus = parser.add_argument_group("corpus", "how a corpus file is tokenized; shards have been already")
     corpus.add_argument("--tokenizer", default="bpe", metavar="{bpe,DIR}", help="train one, or take a folder's")
-    corpus.add_argument("--vocab_size", type=int, default=VOCAB_SIZE, help="tokens that bpe is to have")
+    corpus.add_argument("--vocab_size", type=VOCABULARY, default=VOCAB_SIZE, help="tokens that bpe is to have")
     corpus.add_argument(
-        "--max_length", type=int, help=f"tokens per sample at most (default: the shards', else {MAX_LENGTH})"
+        "--max_length", type=LENGTH, help=f"tokens per sample at most (default: the shards', else {MAX_LENGTH})"
     )
     corpus.add_argument("--cache_dir", type=Path, help="where the shards go (default: the user's cache)")
     add_flags(parser, Training)

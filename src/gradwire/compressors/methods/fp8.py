@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gradwire.compressors.base import Quantizer, Shape, as_numbers, numel
+from gradwire.compressors.base import Block, Quantizer, Shape, as_numbers, numel
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal blocks, and zeros at zero
 
@@ -36,7 +36,7 @@ class Float8(Quantizer):
     use = "A quarter of the bytes where values within a block differ by orders of magnitude."
 
     format: Literal["e4m3", "e5m2"] = Field("e4m3", description="more precision (e4m3) or more range (e5m2)")
-    block: int = Field(256, ge=1, description="consecutive elements that share one scale")
+    block: Block = Field(256, description="consecutive elements that share one scale")
 
     @property
     def dtype(self) -> torch.dtype:

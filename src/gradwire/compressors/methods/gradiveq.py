@@ -22,7 +22,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from gradwire.compressors.base import Compressor, Shape, as_numbers, numel
+from gradwire.compressors.base import Compressor, Count, Shape, as_numbers, numel
 from gradwire.compressors.rounds import Ask, Context, RoundCost, Rounds, State
 
 TILE = 4096  # slices whose moment is computed at a time
@@ -53,10 +53,10 @@ class GradiVeQ(Compressor):
     use = "Convolutions, whose neighbouring gradients correlate; natively summed between the basis steps."
     linear = True
 
-    slice: int = Field(64, ge=2, description="consecutive elements in a slice (K)")
-    components: int = Field(8, ge=1, description="coefficients per slice (k), fewer than its elements")
-    window: int = Field(10, ge=1, description="uncompressed steps, in rounds, that a basis is computed from")
-    refresh: int = Field(100, ge=2, description="steps from one window to the next, more than the window has")
+    slice: int = Field(64, ge=2, le=2**13, description="consecutive elements in a slice (K)")
+    components: Count = Field(8, description="coefficients per slice (k), fewer than its elements")
+    window: Count = Field(10, description="uncompressed steps, in rounds, that a basis is computed from")
+    refresh: Count = Field(100, description="steps from one window to the next, more than the window has")
 
     @model_validator(mode="after")
     def _fewer(self) -> GradiVeQ:

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gradwire.compressors.base import Quantizer, Shape, as_numbers, numel
+from gradwire.compressors.base import Block, Quantizer, Shape, as_numbers, numel
 from gradwire.compressors.packing import pack, packed_bytes, unpack
 from gradwire.compressors.philox import draw_seed, uniforms
 from gradwire.compressors.rounds import Ask, Context, RoundCost, Rounds, State
@@ -41,7 +41,7 @@ class Int8(Quantizer):
     use = "A quarter of the bytes or an eighth (`num_bits: 4`), safe without error feedback."
 
     num_bits: Literal[8, 4, 2] = Field(8, description="bits of a code")
-    block: int = Field(256, ge=1, description="consecutive elements that share one scale")
+    block: Block = Field(256, description="consecutive elements that share one scale")
     rounding: Literal["nearest", "stochastic"] = Field("nearest", description="how a value becomes an integer")
 
     @property

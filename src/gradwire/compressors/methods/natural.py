@@ -22,7 +22,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gradwire.compressors.base import Quantizer, Shape, numel
+from gradwire.compressors.base import Block, Quantizer, Shape, numel
 from gradwire.compressors.packing import pack, packed_bytes, unpack
 from gradwire.compressors.philox import draw_seed, words
 
@@ -46,7 +46,7 @@ class Natural(Quantizer):
     overflow = 2.0**127 * (1 + 2.0**-MANTISSA)  # the next number after 2^127 may be rounded up to 2^128
 
     bits: Literal[8, 9] = Field(8, description="bits per element: 7 or 8 of them for the exponent")
-    block: int = Field(512, ge=1, description="consecutive elements that share a lowest exponent, with 8 bits")
+    block: Block = Field(512, description="consecutive elements that share a lowest exponent, with 8 bits")
 
     @property
     def unbiased(self) -> bool:

@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gradwire.compressors.base import Quantizer, Shape, as_numbers, numel
+from gradwire.compressors.base import Block, Quantizer, Shape, as_numbers, numel
 from gradwire.compressors.packing import pack, packed_bytes, unpack
 
 
@@ -34,7 +34,7 @@ class OneBit(Quantizer):
     means: Literal["block", "column"] = Field(
         "block", description="what shares two means: consecutive elements, or a column of the matrix (a vector is one)"
     )
-    block: int = Field(256, ge=1, description="consecutive elements of a block")
+    block: Block = Field(256, description="consecutive elements of a block")
 
     def groups(self, shape: Shape) -> int:
         """Number of blocks, the last one perhaps shorter, or of columns."""

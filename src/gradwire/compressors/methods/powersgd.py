@@ -20,7 +20,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradwire.compressors.base import Compressor, Shape, as_numbers, numel
+from gradwire.compressors.base import Compressor, Count, Shape, as_numbers, numel
 from gradwire.compressors.philox import draw_seed, uniforms
 from gradwire.compressors.rounds import Ask, Context, RoundCost, Rounds, State
 
@@ -37,7 +37,7 @@ class PowerSGD(Compressor):
     use = "Large matrices on slow links, with error feedback; all ranks sum its factors natively."
     linear = True
 
-    rank: int = Field(4, ge=1, description="columns of the two factors")
+    rank: Count = Field(4, description="columns of the two factors")
     warm_start: bool = Field(True, description="whether rounds begin with the last step's Q; else with random numbers")
 
     def compresses(self, shape: Shape) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gradwire.compressors import elias
-from gradwire.compressors.base import Quantizer, Shape, as_numbers, numel
+from gradwire.compressors.base import Block, Quantizer, Shape, as_numbers, numel
 from gradwire.compressors.packing import pack, packed_bytes, unpack
 from gradwire.compressors.philox import draw_seed, uniforms
 
@@ -47,7 +47,7 @@ class Qsgd(Quantizer):
     norm: Literal["l2", "max"] = Field(
         "l2", description="what of a bucket is sent: its 2-norm or its largest magnitude"
     )
-    block: int = Field(512, ge=1, description="consecutive elements of a bucket, which share one norm")
+    block: Block = Field(512, description="consecutive elements of a bucket, which share one norm")
     coding: Literal["dense", "elias"] = Field(
         "dense", description="equally many bits for all, or few for small numbers"
     )

@@ -37,7 +37,7 @@ class RandomK(Sparsifier):
     use = "Unbiased, and a seed stands for the places; topk loses less at the same size."
     linear = True
 
-    density: float = Field(0.01, gt=0, le=1, allow_inf_nan=False, description="part of the elements that is sent")
+    density: float = Field(0.01, gt=0, le=1, description="part of the elements that is sent")
     scaled: bool = Field(True, description="multiply by n / k, which makes it unbiased; off for error feedback")
 
     @property

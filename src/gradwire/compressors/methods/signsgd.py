@@ -23,7 +23,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gradwire.compressors.base import Quantizer, Shape, as_numbers, numel
+from gradwire.compressors.base import Block, Quantizer, Shape, as_numbers, numel
 from gradwire.compressors.packing import pack, packed_bytes, unpack
 from gradwire.compressors.rounds import Ask, Context, RoundCost, Rounds, State
 
@@ -37,7 +37,7 @@ class SignSGD(Quantizer):
     scale: Literal["mean", "none"] = Field(
         "mean", description="magnitude of a sign: the block's mean |x|, or 1 (then ranks can vote)"
     )
-    block: int = Field(256, ge=1, description="consecutive elements that share one scale")
+    block: Block = Field(256, description="consecutive elements that share one scale")
 
     @property
     def has_rounds(self) -> bool:

@@ -34,7 +34,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradwire.compressors import kernels
-from gradwire.compressors.base import Compressor, Shape, as_numbers, numel
+from gradwire.compressors.base import Compressor, Count, Shape, as_numbers, numel
 from gradwire.compressors.philox import WORD, draw_seed, words
 from gradwire.compressors.rounds import Ask, Context, RoundCost, Rounds, State
 from gradwire.compressors.sparse import magnitudes, share
@@ -56,7 +56,7 @@ class Sketch(Compressor):
     rows: Literal[1, 3, 5, 7, 9] = Field(5, description="rows of the table; odd, so that the median is one of them")
     width: float = Field(0.02, gt=0, le=1, description="columns of the table, as a fraction of the elements")
     density: float = Field(0.01, gt=0, le=1, description="fraction of the elements that is recovered")
-    candidates: int = Field(4, ge=1, description="in rounds, elements looked at exactly for each one that is kept")
+    candidates: Count = Field(4, description="in rounds, elements looked at exactly for each one that is kept")
 
     def columns(self, shape: Shape) -> int:
         """Columns of the table."""

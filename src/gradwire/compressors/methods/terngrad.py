@@ -21,7 +21,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gradwire.compressors.base import Quantizer, Shape, as_numbers, numel
+from gradwire.compressors.base import Block, Quantizer, Shape, as_numbers, numel
 from gradwire.compressors.packing import pack, pack_trits, packed_bytes, trit_bytes, unpack, unpack_trits
 from gradwire.compressors.philox import draw_seed, uniforms
 
@@ -37,9 +37,9 @@ class Terngrad(Quantizer):
     name = "terngrad"
     use = "Unbiased at about two bits per element, where its large variance averages out over many ranks."
 
-    block: int = Field(256, ge=1, description="consecutive elements that share one scale")
+    block: Block = Field(256, description="consecutive elements that share one scale")
     packing: Literal["2bit", "base3"] = Field("2bit", description="2 bits per element, or five elements per byte")
-    clip: float | None = Field(None, gt=0, allow_inf_nan=False, description="largest scale, in root mean squares")
+    clip: float | None = Field(None, gt=0, description="largest scale, in root mean squares")
 
     @property
     def unbiased(self) -> bool:

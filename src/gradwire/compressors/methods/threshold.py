@@ -32,7 +32,7 @@ class Threshold(Sparsifier):
     name = "threshold"
     use = "When few gradients are large and their number may vary from step to step."
 
-    threshold: float = Field(2.5, gt=0, allow_inf_nan=False, description="the least magnitude sent, in units of scale")
+    threshold: float = Field(2.5, gt=0, description="the least magnitude sent, in units of scale")
     scale: Literal["rms", "max", "absolute"] = Field(
         "rms", description="unit of the threshold: the tensor's root mean square, its largest magnitude, or 1"
     )

@@ -27,7 +27,7 @@ class TopK(Sparsifier):
     name = "topk"
     use = "Slow links and SGD with error feedback, after some dense steps; a chain such as topk+int8 packs the values."
 
-    density: float = Field(0.01, gt=0, le=1, allow_inf_nan=False, description="part of the elements that is sent")
+    density: float = Field(0.01, gt=0, le=1, description="part of the elements that is sent")
     indices: CodeName = Field("auto", description="how the places are written; auto: the shortest code of known size")
 
     def kept(self, shape: Shape) -> int:

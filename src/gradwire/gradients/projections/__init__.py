@@ -6,9 +6,9 @@ arithmetic, so one seed gives one matrix on every device, rank, batch and tile s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from gradwire.errors import unknown
+from gradwire.errors import BadInput, unknown
 from gradwire.gradients.projections.base import Projector, Shapes
 from gradwire.gradients.projections.dense import Normal, Rademacher
 from gradwire.gradients.projections.factored import Factored
@@ -16,7 +16,7 @@ from gradwire.gradients.projections.sjlt import Sjlt
 from gradwire.gradients.projections.srht import Srht
 from gradwire.gradients.projections.whole import Whole
 
-__all__ = ["PROJECTORS", "Projector", "Shapes", "build"]
+__all__ = ["PROJECTORS", "Projector", "Shapes", "build", "check_width"]
 
 PROJECTORS: dict[str, Callable[[Shapes, int], Projector]] = {
     "rademacher": Rademacher,
@@ -42,3 +42,15 @@ def build(projection: str, shapes: Shapes, seed: int) -> Projector:
     if projection not in PROJECTORS:
         raise unknown("projection", projection, PROJECTORS)
     return PROJECTORS[projection](shapes, seed)
+
+
+def check_width(dims: Sequence[int], entries: int) -> None:
+    """Check that rows are not wider than what is projected.
+
+    Raises:
+        BadInput: If they are.
+    """
+    if max(dims) > entries:
+        raise BadInput(
+            f"--dim {max(dims)}: the model's gradients have {entries} entries; give at most as many columns."
+        )

@@ -1,0 +1,169 @@
+"""Types of flags: numbers with stated bounds, and paths that a verb writes to. Free of heavy imports.
+
+A type converts its word; `check_paths` and `check_numbers` look at all flags of a verb before anything else runs, so
+no verb checks a bound or a path itself. Fields of the configuration take their bounds from the same numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradwire.defaults import SHORTEST_MAX_LENGTH, SMALLEST_VOCABULARY
+from gradwire.errors import BadInput
+from gradwire.files import check_file, check_folder, check_length
+
+
+@dataclass(frozen=True)
+class Number:
+    """A type of flag: a finite number within bounds.
+
+    Attributes:
+        kind: ``int`` or ``float``.
+        least: The smallest value.
+        most: The largest value; infinity leaves it open, and then any finite number will do.
+        above: Whether the smallest value is itself excluded.
+        below: Whether the largest value is.
+    """
+
+    kind: type[int] | type[float]
+    least: float
+    most: float = math.inf
+    above: bool = False
+    below: bool = False
+
+    def __call__(self, word: str) -> float:
+        """Convert a word; `check` looks at the bounds."""
+        return self.kind(word)
+
+    @property
+    def __name__(self) -> str:  # argparse says "invalid int value"
+        return self.kind.__name__
+
+    @property
+    def limits(self) -> dict[str, Any]:
+        """The bounds as keyword arguments of pydantic's ``Field``."""
+        most = {} if self.most == math.inf else {"lt" if self.below else "le": self.most}
+        return {"gt" if self.above else "ge": self.least, **most}
+
+    def check(self, name: str, value: float) -> None:
+        """Check that ``value`` is within the bounds.
+
+        Raises:
+            BadInput: If not, with ``name`` and the bound.
+        """
+        form = "d" if self.kind is int else "g"
+        if not (isinstance(value, int) or math.isfinite(value)):
+            broken = "a finite number"
+        elif value < self.least or (self.above and value == self.least):
+            broken = f"{'above' if self.above else 'at least'} {self.least:{form}}"
+        elif value > self.most or (self.below and value == self.most):
+            broken = f"{'below' if self.below else 'at most'} {self.most:{form}}"
+        else:
+            return
+        raise BadInput(f"{name} is {value}; it must be {broken}.")
+
+
+COUNT = Number(int, 1, 2**31 - 1)  # 32 bits hold every count
+NATURAL = Number(int, 0, 2**31 - 1)
+SEED = Number(int, 0, 2**63 - 1)  # what a column of int64 holds, and torch takes without wrapping
+RANKS = Number(int, 1, 2**16)  # the addresses of a testbed's network, and the ports of a machine
+RANK = Number(int, 0, 2**16 - 1)
+PORT = Number(int, 0, 2**16 - 1)
+VOCABULARY = Number(int, SMALLEST_VOCABULARY, 2**20)  # to four times the largest in use
+LENGTH = Number(int, SHORTEST_MAX_LENGTH, 2**20)  # tokens of a sample
+LORA_RANK = Number(int, 1, 2**14)  # the widest matrices in use have as many columns
+ELEMENTS = Number(int, 1, 2**30)  # of a tensor in memory: 4 GiB
+POSITIVE = Number(float, 0, above=True)
+NOT_NEGATIVE = Number(float, 0)
+SHARE = Number(float, 0, 1, above=True)
+FRACTION = Number(float, 0, 1, above=True, below=True)
+SECONDS = Number(float, 0.001, 1e6)  # gloo and the store count a timeout in milliseconds of 31 bits
+
+
+def output_file(word: str) -> Path:
+    """A type of flag: a file that the verb writes."""
+    if not word:
+        raise argparse.ArgumentTypeError("the path is empty")
+    return Path(word)
+
+
+def writable(folder: Path | None) -> Path | None:
+    """A folder that was found writable, or None; errors as in `gradwire.files.check_folder`."""
+    if folder is not None:
+        check_folder(folder)
+    return folder
+
+
+def output_folder(word: str) -> Path:
+    """A type of flag: a folder that the verb writes to."""
+    return output_file(word)
+
+
+CHECKS: dict[Any, Callable[[Path, str], None]] = {
+    output_file: check_file,
+    output_folder: check_folder,
+    Path: check_length,
+}
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuse arguments that are not text: results and messages, which name them, are UTF-8.
+
+    Raises:
+        BadInput: If one holds bytes that are not UTF-8.
+    """
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise BadInput(f"the argument {os.fsencode(word)!r} is not valid UTF-8: rename the path.") from None
+
+
+def check_paths(args: argparse.Namespace) -> None:
+    """Check that every path that the verb writes to can be written, and that those it reads may exist.
+
+    Raises:
+        BadInput: If not, with the flag.
+    """
+    for flag, kind, path in _given(args):
+        if kind in CHECKS:
+            CHECKS[kind](path, flag)
+
+
+def check_numbers(args: argparse.Namespace) -> None:
+    """Check every number against the bounds of its flag.
+
+    Raises:
+        BadInput: If one is out of bounds, with its flag.
+    """
+    for flag, kind, number in _given(args):
+        if isinstance(kind, Number):
+            kind.check(flag, number)
+
+
+def check_shard(max_length: int, shard_size: int) -> None:
+    """Check that a shard of ``shard_size`` samples of ``max_length`` tokens, written as a whole, fits into memory.
+
+    Raises:
+        BadInput: If it does not.
+    """
+    if max_length * shard_size > ELEMENTS.most:
+        raise BadInput(
+            f"max_length {max_length} times shard_size {shard_size} is {max_length * shard_size} tokens in a shard; it "
+            f"must be at most {ELEMENTS.most}: give a smaller one."
+        )
+
+
+def _given(args: argparse.Namespace) -> Iterator[tuple[str, Any, Any]]:
+    """Every value that a flag has: the flag, its type, the value."""
+    for action in args.parser._actions:
+        value = getattr(args, action.dest, None)
+        for each in value if isinstance(value, list) else [value]:
+            if each is not None:
+                yield action.option_strings[0] if action.option_strings else action.dest, action.type, each

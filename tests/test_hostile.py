@@ -1,0 +1,351 @@
+"""Numbers, paths and variables that no run can use: exit code 2, one message, nothing left behind."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradwire import cli, config
+from gradwire.compressors import registry
+from gradwire.errors import BadInput
+from gradwire.failures import RANK_FAILURES
+from gradwire.flags import Number, output_file, output_folder
+from gradwire.launch import leases
+from gradwire.models import gpt2
+from gradwire.seat import LOCAL_WORLD_SIZE, rank_options, ranks_here
+
+INTEGERS = ["-1", str(2**80)]  # what no flag takes, whatever it counts
+FLOATS = ["nan", "inf", "-inf", "-1"]
+WRITTEN = {"output", "output_dir", "output_path", "json", "tables"}  # what such flags are called
+
+
+@pytest.fixture(autouse=True)
+def no_rank(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", LOCAL_WORLD_SIZE, RANK_FAILURES):
+        monkeypatch.delenv(name, raising=False)
+
+
+def actions(verb: str) -> list[argparse.Action]:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(cli.VERBS[verb].module).arguments(parser)
+    return [action for action in parser._actions if action.dest != "help"]
+
+
+EVERY = [(verb, action) for verb in cli.VERBS for action in actions(verb)]
+NUMBERS = [(verb, action) for verb, action in EVERY if isinstance(action.type, Number)]
+PATHS = [(verb, action) for verb, action in EVERY if action.type in (output_file, output_folder)]
+
+
+def named(case: tuple[str, argparse.Action]) -> str:
+    return f"{case[0]} {case[1].dest}".replace(" ", "-")
+
+
+def required(verb: str, folder: Path, *but: str) -> list[str]:
+    """The flags without which a verb does not start; what they name does not exist."""
+    words = []
+    for action in actions(verb):
+        if action.option_strings and action.required and action.dest not in but:
+            words += [
+                f"--{action.dest}",
+                "3" if isinstance(action.type, Number) else str(folder / "given" / action.dest),
+            ]
+    return words
+
+
+def positional(verb: str, folder: Path) -> list[str]:
+    given = {"launch": ["--", "compressors"], "compare": [str(folder), str(folder)], "completion": ["bash"]}
+    return given.get(verb, [])
+
+
+def left(folder: Path) -> set[str]:
+    """What is in a folder, apart from the failure files of verbs, which are meant to be there."""
+    return {str(path) for path in folder.rglob("*") if path.is_file() and not path.name.endswith(".failed.json")}
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """What a command says, which must be one line under exit code 2."""
+    assert cli.main(words) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err.count("\n") == 1 and len(told.err) < 600, told
+    return told.err
+
+
+def test_every_number_of_every_verb_has_bounds():
+    of_training = set(config.Training.model_fields)  # pydantic looks at these
+    open_ended = [
+        named((verb, action))
+        for verb, action in EVERY
+        if action.type in (int, float) and not (verb == "train" and action.dest in of_training)
+    ]
+    assert open_ended == []
+    assert len(NUMBERS) > 50
+
+
+@pytest.mark.parametrize("case", NUMBERS, ids=named)
+def test_a_number_out_of_bounds_is_named(case, tmp_path, capsys):
+    verb, action = case
+    for word in INTEGERS if action.type.kind is int else FLOATS:
+        words = [*verb.split(), *required(verb, tmp_path, action.dest), f"--{action.dest}={word}"]
+        told = refused([*words, *positional(verb, tmp_path)], capsys)
+        assert told.startswith(f"gradwire {verb}: --{action.dest} is {float(word)}" if "n" in word else "gradwire ")
+        assert f"--{action.dest} is " in told and "it must be " in told
+    assert left(tmp_path) == set()
+
+
+def fields(model: Any) -> Iterator[dict[str, Any]]:
+    """Every part of a JSON schema."""
+    if isinstance(model, dict):
+        yield model
+        model = list(model.values())
+    for part in model if isinstance(model, list) else ():
+        yield from fields(part)
+
+
+@pytest.mark.parametrize("name", ["configuration", "cell", *registry.built_in()])
+def test_every_integer_of_the_configuration_has_bounds(name):
+    schemas = {
+        "configuration": [config.json_schema()],
+        "cell": [config.Reduction.model_json_schema(), config.Communication.model_json_schema()],
+    }
+    for part in fields(schemas.get(name) or [registry.option_schema(name)]):
+        if part.get("type") == "integer" and "enum" not in part:
+            assert ("maximum" in part or "exclusiveMaximum" in part) and "minimum" in part, part
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_every_fraction_of_the_configuration_is_finite(value):
+    floats = [
+        (kind, key)
+        for kind in (config.Dataset, config.Training, *map(registry.method_class, registry.built_in()))
+        for key, field in kind.model_fields.items()
+        if field.annotation in (float, float | None)
+    ]
+    assert len(floats) >= 14
+    for kind, key in floats:
+        with pytest.raises(BadInput, match=key):
+            config.checked(kind, {key: value}, "")
+
+
+TRAIN = {
+    "--timeout nan": "--timeout is nan; it must be a finite number",
+    "--timeout 1e9": "--timeout is 1000000000.0; it must be at most 1e+06",
+    f"--seed {2**63}": f"--seed is {2**63}; it must be at most {2**63 - 1}",
+    f"--seed {2**70}": f"--seed is {2**70}; it must be at most {2**63 - 1}",
+    "--lr inf": "lr: Input should be a finite number, got Infinity",
+    "--weight_decay inf": "weight_decay: Input should be a finite number, got Infinity",
+    f"--steps {10**12}": f"steps: Input should be less than or equal to {2**31 - 1}, got {10**12}",
+    f"--batch_size {2**80}": "batch_size: Input should be less than or equal to",
+    f"--vocab_size {10**12}": f"--vocab_size is {10**12}; it must be at most {2**20}",
+    "--label " + "x" * 5000: "label: String should have at most 100 characters",
+    f'--comm_compress int8 --comm_config_json {{"block":{2**62}}}': "int8 option 'block'",
+    f'--comm_compress onebit --comm_config_json {{"block":{2**80}}}': "onebit option 'block'",
+    '--comm_compress topk --comm_config_json {"density":NaN}': "topk option 'density' is nan",
+    '--comm_compress sketch --comm_config_json {"width":Infinity}': "sketch option 'width' is inf",
+    f'--comm_compress int8 --comm_config_json {{"dense_steps":{2**63}}}': "dense_steps: Input should be less than",
+}  # fmt: skip
+TOKENIZE = {
+    f"--vocab_size {10**12}": f"--vocab_size is {10**12}; it must be at most {2**20}",
+    f"--max_length {10**9}": f"--max_length is {10**9}; it must be at most {2**20}",
+    f"--shard_size {10**11}": f"--shard_size is {10**11}; it must be at most {2**31 - 1}",
+    f"--shard_size {10**8}": f"max_length 128 times shard_size {10**8} is {128 * 10**8} tokens in a shard",
+    f"--max_length {2**20} --shard_size {2**12}": f"is {2**32} tokens in a shard; it must be at most {2**30}",
+}
+OTHERS = {
+    "download --max_mb nan": "--max_mb is nan; it must be a finite number",
+    "download --max_mb inf": "--max_mb is inf; it must be a finite number",
+    "launch --world_size 2 --link 0.0000001bit -- compressors": "invalid rate '0.0000001bit'",
+    f"launch --world_size 2 --link {'9' * 80}bit -- compressors": "invalid rate '9999",
+    f"predict --world_size 4 --bandwidth {'0' * 80}1gbit": "invalid rate '0000",
+    f"init --name {'x' * 5000}": "name: String should have at most 100 characters",
+}
+CASES = [
+    *((f"train --data_path nowhere --output_dir OUT/run {flags}", told) for flags, told in TRAIN.items()),
+    *((f"tokenize --data_path nowhere --output_dir OUT/run {flags}", told) for flags, told in TOKENIZE.items()),
+    *((command.replace("download", "download --output OUT/c.json"), told) for command, told in OTHERS.items()),
+]
+
+
+@pytest.mark.parametrize(("command", "told"), CASES, ids=[command[:60] for command, _ in CASES])
+def test_a_number_that_no_run_can_use(command, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert told in refused(command.replace("OUT", str(tmp_path)).split(), capsys)
+    assert left(tmp_path) == set()
+
+
+GRID = {"name": "x", "compressors": {"none": {}}, "grid": {}}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"training": {"lr": float("inf")}}, "training.lr: Input should be a finite number"),
+        ({"training": {"weight_decay": float("nan")}}, "training.weight_decay: Input should be a finite number"),
+        ({"dataset": {"max_mb": float("inf")}}, "dataset.max_mb: Input should be a finite number"),
+        ({"dataset": {"vocab_size": 10**12}}, "dataset.vocab_size: Input should be less than or equal to 1048576"),
+        ({"dataset": {"max_length": 10**9}}, "dataset.max_length: Input should be less than or equal to 1048576"),
+        ({"dataset": {"shard_size": 10**8}}, "dataset: max_length 128 times shard_size 100000000"),
+        ({"gradients": {"dim": [0]}}, "gradients.dim.0: Input should be greater than or equal to 1"),
+        ({"gradients": {"dim": [10**12]}}, "gradients.dim.0: Input should be less than or equal to"),
+        ({"grid": {"seeds": [2**63]}}, "Input should be less than or equal to 9223372036854775807"),
+        ({"grid": {"world_sizes": [2**80]}}, "Input should be less than or equal to 65536"),
+        ({"grid": {"links": ["0.0000001bit"]}}, "invalid rate '0.0000001bit'"),
+        ({"grid": {"links": ["9" * 80 + "bit"]}}, "invalid rate '9999"),
+        ({"compressors": {"x" * 5000: {"method": "none"}}}, "String should have at most 100 characters"),
+        ({"compressors": {"int8": {"block": 2**80}}}, "int8 option 'block'"),
+    ],
+)
+def test_the_configuration_refuses_the_same_numbers(change, told):
+    with pytest.raises(BadInput) as refusal:
+        config.experiment(GRID | change)
+    assert told in str(refusal.value) and len(str(refusal.value)) < 1000
+
+
+def test_every_output_is_checked():
+    unchecked = [
+        named((verb, action)) for verb, action in EVERY if action.dest in WRITTEN and (verb, action) not in PATHS
+    ]
+    assert unchecked == ["grads-validate-output_dir"]  # which has to exist; `beside` names it
+    assert len(PATHS) >= 12
+
+
+def hostile(folder: Path) -> dict[str, str]:
+    """Paths that cannot be written to, and what is said of each."""
+    return {
+        f"{folder}/file/below": "a file is in the way; give another path.",
+        f"{folder}/file/far/below": "a file is in the way; give another path.",
+        "/proc/x": "; give another path.",
+        f"{folder}/new/{'x' * 300}": "File name too long; give another path.",
+        f"{folder}/new/{'x' * 240}/{'y' * 300}": "File name too long; give another path.",
+        f"{folder}/" + "/".join(["x" * 200] * 30): "File name too long; give another path.",
+        f"{folder}/caf\udce9": r"caf\xe9' is not valid UTF-8",
+    }
+
+
+@pytest.mark.parametrize("case", PATHS, ids=named)
+def test_an_output_that_cannot_be_written(case, tmp_path, capsys):
+    verb, action = case
+    (tmp_path / "file").write_text("kept")
+    paths = hostile(tmp_path)
+    if action.type is output_file:
+        paths |= {"/": "/ is a folder; give a file.", str(tmp_path): "is a folder; give a file."}
+    else:
+        paths |= {f"{tmp_path}/file": "a file is in the way; give another path."}
+    others = [*required(verb, tmp_path, action.dest), *positional(verb, tmp_path)]
+    for path, told in paths.items():
+        message = refused([*verb.split(), f"--{action.dest}={path}", *others], capsys)
+        assert told in message and ("UTF-8" in told or message.startswith(f"gradwire {verb}: --{action.dest}: "))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "kept"
+
+
+@pytest.mark.parametrize("verb", ["grads validate --output_dir", "grads aggregate --dim 3 --base_path"])
+def test_a_run_folder_that_is_a_file(verb, tmp_path, capsys):
+    (tmp_path / "file").write_text("kept")
+    assert "cannot be written: " in refused([*verb.split(), str(tmp_path / "file")], capsys)
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+def test_an_empty_path_is_no_output(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train", "--data_path", "x", "--output_dir", ""])
+    assert end.value.code == 2 and "the path is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("by", ["flag", "variable"])
+def test_a_cache_that_cannot_be_written(by, tmp_path, monkeypatch, capsys):
+    (tmp_path / "corpus.json").write_text('[{"id": "a", "text": "b"}]')
+    words = ["train", "--data_path", f"{tmp_path}/corpus.json", "--output_dir", f"{tmp_path}/run"]
+    if by == "flag":
+        words += ["--cache_dir", f"{tmp_path}/corpus.json"]
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", f"{tmp_path}/corpus.json")
+    assert "--cache_dir" in refused(words, capsys)
+    assert left(tmp_path) == {f"{tmp_path}/corpus.json"}
+
+
+def test_launch_looks_at_the_outputs_and_numbers_of_its_verb(tmp_path, capsys):
+    launch = ["launch", "--world_size", "2", "--", "train", "--data_path", "nowhere", "--output_dir"]
+    assert "--output_dir: /proc/x cannot be written" in refused([*launch, "/proc/x"], capsys)
+    assert "--seed is -1" in refused([*launch, str(tmp_path), "--seed", "-1"], capsys)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.failed.json"]
+
+
+def test_a_check_leaves_nothing_but_the_folder(tmp_path):
+    assert cli.main(["tokenize", "--data_path", "nowhere", "--output_dir", f"{tmp_path}/a/b"]) == 2
+    assert [path.name for path in (tmp_path / "a" / "b").iterdir()] == ["tokenize.failed.json"]
+
+
+TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        *(({name: value}, f"{name} in the environment is {value!r}; it must be a number") for name, value in (
+            ("RANK", "x"), ("RANK", ""), ("RANK", "1.0"), ("LOCAL_RANK", "one"), ("WORLD_SIZE", "2 3"),
+            ("MASTER_PORT", "http"),
+        )),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE in the environment is 0; it must be at least 1"),
+        ({"RANK": "-1"}, "RANK in the environment is -1; it must be at least 0"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT in the environment is 65536; it must be at most 65535"),
+        ({"WORLD_SIZE": str(2**80)}, "it must be at most 65536"),
+        ({"RANK": "3"}, "RANK is 3 and WORLD_SIZE 3 in the environment: ranks count from 0"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK is 5 and WORLD_SIZE 2 in the environment"),
+    ],
+)  # fmt: skip
+def test_an_environment_that_is_no_ranks(change, told, tmp_path, monkeypatch, capsys):
+    for name, value in (TORCHRUN | change).items():
+        monkeypatch.setenv(name, value)
+    given = {"world_size": None, "rank": None, "local_rank": None, "master_addr": None, "master_port": None}
+    with pytest.raises(BadInput) as refusal:
+        rank_options(argparse.Namespace(**given, backend="auto", device="cpu", timeout=60.0))
+    assert told in str(refusal.value)
+    words = ["train", "--data_path", "nowhere", "--output_dir", str(tmp_path / "run"), "--device", "cpu"]
+    assert told in refused(words, capsys)  # at once: nobody waits for ranks that never come
+
+
+@pytest.mark.parametrize("value", ["many", "0", "-2", str(2**80)])
+def test_a_number_of_local_ranks_that_is_none(value, monkeypatch):
+    monkeypatch.setenv(LOCAL_WORLD_SIZE, value)
+    with pytest.raises(BadInput, match=f"{LOCAL_WORLD_SIZE} in the environment is '?{value}'?; it must be"):
+        ranks_here(2)
+
+
+def test_a_rank_without_a_number_tells_its_failure_itself(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(RANK_FAILURES, str(tmp_path))
+    monkeypatch.setenv("RANK", "x")
+    told = refused(["train", "--data_path", "nowhere", "--output_dir", str(tmp_path / "run")], capsys)
+    assert "RANK" in told and not list(tmp_path.glob("rank*.json"))
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/x"])
+def test_a_folder_of_locks_that_cannot_be_written(place, tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("kept")
+    monkeypatch.setenv(leases.FOLDER, str(tmp_path / place))
+    told = refused(["launch", "--world_size", "2", "--launcher", "spawn", "--", "compressors"], capsys)
+    assert told.startswith(f"gradwire launch: {leases.FOLDER}: ") and "cannot be written" in told
+    assert (tmp_path / "file").read_text() == "kept"
+
+
+INPUTS = [(verb, action) for verb, action in EVERY if action.type is Path and action.option_strings]
+
+
+@pytest.mark.parametrize("case", INPUTS, ids=named)
+def test_an_input_that_cannot_be(case, tmp_path, capsys):
+    verb, action = case
+    (tmp_path / "file").write_text("kept")
+    for path in (f"{tmp_path}/{'x' * 300}", f"{tmp_path}/file/below", "/proc/x/y"):
+        words = [*verb.split(), *required(verb, tmp_path, action.dest), f"--{action.dest}={path}"]
+        told = refused([*words, *positional(verb, tmp_path)], capsys)
+        assert "x" * 300 not in path or told.startswith(f"gradwire {verb}: --{action.dest}: ")
+
+
+def test_a_model_and_a_corpus_whose_names_are_too_long():
+    with pytest.raises(BadInput, match=r"--model: \.\.\.x+ cannot be read: File name too long"):
+        gpt2.build("x" * 300, 258, 8, seed=1)
+    with pytest.raises(BadInput, match=r"dataset.data_path: .* cannot be read: File name too long"):
+        _ = config.Dataset(source="json", data_path="x" * 300).corpus_folder
