@@ -222,7 +222,7 @@ def hostile(folder: Path) -> dict[str, str]:
         f"{folder}/new/{'x' * 300}": "File name too long; give another path.",
         f"{folder}/new/{'x' * 240}/{'y' * 300}": "File name too long; give another path.",
         f"{folder}/" + "/".join(["x" * 200] * 30): "File name too long; give another path.",
-        f"{folder}/caf\udce9": r"caf\xe9' is not valid UTF-8",
+        f"{folder}/ol\udce9": r"ol\xe9' is not valid UTF-8",
     }
 
 
