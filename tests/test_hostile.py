@@ -152,8 +152,8 @@ TOKENIZE = {
     f"--vocab_size {10**12}": f"--vocab_size is {10**12}; it must be at most {2**20}",
     f"--max_length {10**9}": f"--max_length is {10**9}; it must be at most {2**20}",
     f"--shard_size {10**11}": f"--shard_size is {10**11}; it must be at most {2**31 - 1}",
-    f"--shard_size {10**8}": f"max_length 128 times shard_size {10**8} is {128 * 10**8} tokens in a shard",
-    f"--max_length {2**20} --shard_size {2**12}": f"is {2**32} tokens in a shard; it must be at most {2**30}",
+    f"--shard_size {10**8}": f"max_length 128 times shard_size {10**8} is {128 * 10**8} tokens per shard",
+    f"--max_length {2**20} --shard_size {2**12}": f"is {2**32} tokens per shard; it must be at most {2**30}",
 }
 OTHERS = {
     "download --max_mb nan": "--max_mb is nan; it must be a finite number",
@@ -285,7 +285,7 @@ TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "1
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        *(({name: value}, f"{name} in the environment is {value!r}; it must be a number") for name, value in (
+        *(({name: value}, f"{name} in the environment is {value!r}; it must be an integer") for name, value in (
             ("RANK", "x"), ("RANK", ""), ("RANK", "1.0"), ("LOCAL_RANK", "one"), ("WORLD_SIZE", "2 3"),
             ("MASTER_PORT", "http"),
         )),
@@ -293,8 +293,8 @@ TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "1
         ({"RANK": "-1"}, "RANK in the environment is -1; it must be at least 0"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT in the environment is 65536; it must be at most 65535"),
         ({"WORLD_SIZE": str(2**80)}, "it must be at most 65536"),
-        ({"RANK": "3"}, "RANK is 3 and WORLD_SIZE 3 in the environment: ranks count from 0"),
-        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK is 5 and WORLD_SIZE 2 in the environment"),
+        ({"RANK": "3"}, "RANK is 3 and WORLD_SIZE is 3 in the environment; RANK must be less than WORLD_SIZE"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK is 5 and WORLD_SIZE is 2 in the environment"),
     ],
 )  # fmt: skip
 def test_an_environment_that_is_no_ranks(change, told, tmp_path, monkeypatch, capsys):

@@ -1,7 +1,7 @@
-"""Errors that say what went wrong, where, and what to do; and the exit codes they carry.
+"""Exceptions and their exit codes.
 
-An error's message is meant for the person who typed the command. ``step`` is the last optimizer step that finished,
-where there was one.
+A message is for the user of the command line: what went wrong, where, and what to do. ``step`` is the last completed
+optimizer step, if any.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import difflib
 import re
 from collections.abc import Iterable
 
-WORD, MESSAGE = 500, 10_000  # characters of one word, and in all, that are shown whole
+WORD, MESSAGE = 500, 10_000  # characters of a word and of a message that are shown in full
 DONE, CHECK_FAILED, BAD_INPUT, FAULT, STOPPED = 0, 1, 2, 3, 75
 
 
 def bounded(message: str, most: int = MESSAGE) -> str:
-    """A message without the middle of what nobody reads to its end, such as an id of a hundred kilobytes."""
+    """Shorten a message in the middle, and each long word in it, such as an id of a hundred kilobytes."""
 
     def cut(text: str, most: int, kept: int) -> str:
         return text if len(text) <= most else f"{text[:kept]}… ({len(text):,} characters) …{text[-kept:]}"
@@ -24,7 +24,7 @@ def bounded(message: str, most: int = MESSAGE) -> str:
 
 
 class GradwireError(Exception):
-    """Base of every error that gradwire raises on purpose, its message `bounded`; the exit code is the class's."""
+    """Base class of gradwire's errors. The message is `bounded`; each subclass has an exit code."""
 
     exit_code = FAULT
 
@@ -34,19 +34,19 @@ class GradwireError(Exception):
 
 
 class CheckFailed(GradwireError):
-    """A check ran and its answer is no (``grads validate``, a gate): exit code 1."""
+    """A check failed, such as ``grads validate`` or a gate: exit code 1."""
 
     exit_code = CHECK_FAILED
 
 
 class BadInput(GradwireError):
-    """An argument, a configuration or a file is unusable: exit code 2, nothing was written."""
+    """Invalid argument, configuration or file: exit code 2. Nothing was written."""
 
     exit_code = BAD_INPUT
 
 
 class RunFault(GradwireError):
-    """The run broke: a killed rank, a timeout, a full disk: exit code 3."""
+    """The run failed, such as by a killed rank, a timeout or a full disk: exit code 3."""
 
     exit_code = FAULT
 
@@ -56,18 +56,18 @@ class NonFiniteGradient(GradwireError):
 
 
 class Stopped(GradwireError):
-    """A signal stopped the run after a checkpoint was written; it can be resumed: exit code 75."""
+    """A signal stopped the run after it wrote a checkpoint; it can be resumed: exit code 75."""
 
     exit_code = STOPPED
 
 
 def unknown(kind: str, word: str, known: Iterable[str]) -> BadInput:
-    """The error for a name that is not known, with the nearest known names and the whole list.
+    """Return the error for an unknown name, with close matches and all valid names.
 
     Args:
-        kind: What the word should have named, for example ``"compressor"``.
-        word: What was given.
-        known: Every name that would have been accepted.
+        kind: What the name should be, for example ``"compressor"``.
+        word: The unknown name.
+        known: All valid names.
     """
     names = sorted(known)
     near = difflib.get_close_matches(word, names, n=2, cutoff=0.5)

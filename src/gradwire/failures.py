@@ -1,4 +1,4 @@
-"""How a failure is told: a file beside the verb's outputs, and a rank's own message to its launcher."""
+"""Failure reports: a file beside the verb's outputs, and a message from each rank to its launcher."""
 
 from __future__ import annotations
 
@@ -15,49 +15,49 @@ from gradwire.files import read_json, write_json
 
 RANK_FAILURES = "GRADWIRE_RANK_FAILURES"  # a folder, set by `gradwire launch` for the ranks it starts
 
-# How gloo, NCCL and the store say that the other side is gone, silent or elsewhere in the program.
+# In messages of gloo, NCCL and the store about a peer that exited, hangs or runs another collective.
 LOST_PEER = ("gloo/transport/", "ncclRemoteError", "DistNetworkError", "DistStoreError")
 
-TRACEBACK = 40_000  # characters of one that are kept
+TRACEBACK = 40_000  # characters that are kept
 
 TIMED_OUT = ("Timed out", "timed out", "timeout", "Timeout")
 
 
 def exit_code(error: BaseException) -> int:
-    """The exit code that ends a verb which raised ``error``."""
+    """The exit code of a verb that raised ``error``."""
     return error.exit_code if isinstance(error, GradwireError) else FAULT
 
 
 def reason(error: BaseException) -> str:
-    """One message for a person: our own errors speak for themselves, others need their type."""
+    """The message for the user: gradwire's own errors as they are, others with their type."""
     if isinstance(error, GradwireError):
         return str(error)
     return bounded(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
 
 
 def unexpected(error: BaseException) -> bool:
-    """Whether this is none of the failures that gradwire knows and tells, so that where it happened matters."""
+    """Whether gradwire does not handle this error, so that the traceback matters."""
     known = isinstance(error, GradwireError) and not getattr(error, "traceback", "")
     return isinstance(error, Exception) and not known
 
 
 def where(error: BaseException) -> str:
-    """Where in the program it happened: a rank's own traceback, or this process's."""
+    """The traceback of the failed rank, or of this process."""
     return getattr(error, "traceback", "") or bounded("".join(traceback.format_exception(error)), TRACEBACK)
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether ``error``, or what led to it, says only that another rank did not answer: never the first cause."""
+    """Whether ``error`` or its cause only says that another rank did not respond; this is never the root cause."""
     return any(sign in f"{type(link).__name__}: {link}" for link in _chain(error) for sign in LOST_PEER)
 
 
 def timed_out(error: BaseException) -> bool:
-    """Whether another rank was not lost but silent."""
+    """Whether another rank did not respond in time, rather than disconnect."""
     return lost_peer(error) and any(sign in str(link) for link in _chain(error) for sign in TIMED_OUT)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and what led to it, as far as a traceback would show it."""
+    """The error and its causes, as a traceback shows them."""
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
@@ -69,11 +69,10 @@ def failure_file(folder: Path, verb: str) -> Path:
 
 
 def write_failure(folder: Path, verb: str, error: BaseException) -> None:
-    """Write why a verb failed, its exit code, the rank (null if there were none), the last finished step.
+    """Write why a verb failed, its exit code, the rank (null without ranks) and the last completed step.
 
-    Of a failure that nobody expected the traceback is kept there too.
-
-    Where that cannot be written, as on a full disk, it is said, and the failure itself is what counts.
+    An unexpected error includes its traceback. If the file cannot be written, such as on a full disk, a note is
+    printed to stderr.
     """
     path = failure_file(folder, verb)
     try:
@@ -84,17 +83,17 @@ def write_failure(folder: Path, verb: str, error: BaseException) -> None:
 
 
 def clear_failure(folder: Path, verb: str) -> None:
-    """Remove the file that an earlier failure of this verb left."""
+    """Remove this verb's failure file, if any."""
     path = failure_file(folder, verb)
     if path.exists():
-        path.unlink(missing_ok=True)  # another rank may be quicker
+        path.unlink(missing_ok=True)  # another rank may remove it first
 
 
 def refuse_again(folder: Path, verb: str) -> None:
-    """End a repeated attempt at what failed by bad input: it would only fail again.
+    """Refuse to retry a verb that failed on bad input: it would fail again.
 
     Raises:
-        BadInput: With the reason of the earlier attempt, if that one ended with exit code 2.
+        BadInput: If the earlier attempt ended with exit code 2, with its reason.
     """
     path = failure_file(folder, verb)
     if path.exists() and (failure := read_json(path))["exit_code"] == BadInput.exit_code:
@@ -102,13 +101,13 @@ def refuse_again(folder: Path, verb: str) -> None:
 
 
 def report_rank_failure(error: BaseException) -> bool:
-    """In a rank started by ``gradwire launch``: leave the message where the launcher finds it.
+    """Write this rank's failure for ``gradwire launch``, if that started it.
 
     Returns:
-        Whether a launcher will tell it, so that the rank itself stays quiet.
+        Whether a launcher reports the failure, so that the rank prints nothing.
     """
     folder = os.environ.get(RANK_FAILURES)
-    if folder is None or not os.environ.get("RANK", "").isdecimal():  # without a number nobody would find it
+    if folder is None or not os.environ.get("RANK", "").isdecimal():  # the launcher looks files up by rank
         return False
     rank = int(os.environ["RANK"])
     write_json(
@@ -125,11 +124,11 @@ def report_rank_failure(error: BaseException) -> bool:
 
 
 def rank_failures(folder: Path) -> dict[int, dict[str, Any]]:
-    """What the ranks left in ``folder``, by rank."""
+    """The failures that ranks wrote to ``folder``, by rank."""
     return {failure["rank"]: failure for failure in map(read_json, Path(folder).glob("rank*.json"))}
 
 
 def _told(error: BaseException) -> dict[str, Any]:
-    """What a failure file and a rank's message both say."""
+    """The fields that a failure file and a rank's message share."""
     step = getattr(error, "step", None)
     return {"reason": reason(error), "exit_code": exit_code(error), "last_step": step, "time": time.time()}

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and digests of what they hold."""
+"""Atomic writes of files and folders, and digests of their contents."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from gradwire.parsing import parse_json
 
 BROKEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 DISK = (*BROKEN, errno.EROFS, errno.EACCES, errno.EPERM)
-LONGEST_NAME, LONGEST_SUFFIX = 200, 40  # of what verbs write below a folder, and beside a file while it is written
+LONGEST_NAME, LONGEST_SUFFIX = 200, 40  # of a file in an output folder, and of a temporary file
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Tell in one line that the disk or its permissions forbid to write ``path``, whichever library met that.
+    """Turn disk and permission errors, from any library, into a one-line error about ``path``.
 
     Raises:
-        RunFault: Then.
+        RunFault: If the disk is full, read-only or broken, or permission is denied.
     """
     try:
         yield
@@ -39,28 +39,28 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_folder(path: Path, name: str = "") -> None:
-    """Find out whether files can be made in a folder, which is made if need be.
+    """Check that files can be created in a folder; create the folder if it is missing.
 
     Args:
         path: The folder.
-        name: What names it, such as a flag, for the message.
+        name: Where the path comes from, such as a flag, for the message.
 
     Raises:
-        BadInput: If not, whatever the reason, such as a file in its place or a name that is too long.
+        BadInput: If not, for example because a file has this path or the name is too long.
         RunFault: If the disk is full or broken.
     """
     _check(path, path, path / ("x" * LONGEST_NAME), name)
 
 
 def check_file(path: Path, name: str = "") -> None:
-    """Find out whether a file can be written; arguments and errors as in `check_folder`."""
+    """Check that a file can be written; arguments and errors as in `check_folder`."""
     if os.path.isdir(path) or not path.name:  # noqa: PTH112 (`is_dir` raises where a name is too long)
         raise BadInput(f"{_said(path, name)} is a folder; give a file.")
     _check(path, path.parent, path.with_name(f"{path.name}{'x' * LONGEST_SUFFIX}"), name)
 
 
 def check_length(path: Path, name: str = "") -> None:
-    """Refuse a path that no file can have; arguments and errors as in `check_folder`."""
+    """Check that a path is not too long; arguments and errors as in `check_folder`."""
     try:
         os.lstat(path)
     except OSError as error:
@@ -69,9 +69,9 @@ def check_length(path: Path, name: str = "") -> None:
 
 
 def _check(path: Path, folder: Path, longest: Path, name: str) -> None:
-    """Make ``folder`` and a file in it that goes at once, and see that ``longest`` may exist.
+    """Create ``folder`` and a temporary file in it, and check that ``longest`` is a valid path.
 
-    Where that fails, the folders that were made are removed.
+    On failure, the folders created here are removed.
     """
     missing = []
     try:
@@ -94,13 +94,13 @@ def _check(path: Path, folder: Path, longest: Path, name: str) -> None:
 
 
 def _said(path: Path, name: str) -> str:
-    """A path as a message names it; of a long one the end, which says more."""
+    """A path in a message; a long one is shortened to its end."""
     text = str(path)
     return (f"{name}: " if name else "") + (text if len(text) <= 200 else f"...{text[-200:]}")
 
 
 def _of_the_disk(error: BaseException | None) -> str | None:
-    """The system's word, if the disk is what an error is about; libraries wrap it, or only quote it."""
+    """The system's message if a disk error caused ``error``, even where a library wraps or quotes it; else None."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in DISK:
             return os.strerror(error.errno)
@@ -112,10 +112,10 @@ def _of_the_disk(error: BaseException | None) -> str | None:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Give a ``.part`` path to write to; on success it is flushed to disk and renamed to ``path``.
+    """Yield a ``.part`` path to write to; on success it is flushed to disk and renamed to ``path``.
 
-    The part is to be written in place. On an exception it is removed and ``path`` is left as it was. What a killed
-    process left is removed first.
+    Write the part in place. On an exception it is removed and ``path`` is unchanged. Parts of killed processes are
+    removed first.
     """
     path = Path(path)
     with writing(path), _part(path, Path.touch) as part:
@@ -127,9 +127,9 @@ def whole(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Give a ``.part`` folder to fill; on success its files are flushed to disk and it takes the place of ``path``.
+    """Yield a ``.part`` folder to fill; on success its files are flushed to disk and it replaces ``path``.
 
-    On an exception the part is removed and ``path`` is left as it was. What a killed process left is removed first.
+    On an exception the part is removed and ``path`` is unchanged. Parts of killed processes are removed first.
     """
     path = Path(path)
     with writing(path), _part(path, Path.mkdir) as part:
@@ -143,26 +143,26 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove the parts of ``path`` that killed processes left; those that a living process writes stay."""
+    """Remove parts of ``path`` left by killed processes; parts of running processes stay."""
     ours = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{8}}\.part")
     for part in path.parent.glob("*.part"):
         if ours.fullmatch(part.name):
-            with suppress(OSError), _opened(part) as lock:  # its writer has it locked, or has renamed it
+            with suppress(OSError), _opened(part) as lock:  # its writer holds the lock or has renamed it
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 _remove(part)
 
 
 @contextmanager
 def _part(path: Path, make: Callable[[Path], None]) -> Iterator[Path]:
-    """A new file or folder ``<name>.<random>.part``, locked as long as this process writes it."""
+    """Create a file or folder ``<name>.<random>.part``, locked while this process writes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path)
     with ExitStack() as stack:
         part = None
-        while part is None or not part.exists():  # another process took it for a leftover before it was locked
+        while part is None or not part.exists():  # another process removed it before it was locked
             part = path.with_name(f"{path.name}.{os.urandom(4).hex()}.part")
             make(part)
-            with suppress(OSError):  # a file system without locks: there, no part is ever taken for a leftover
+            with suppress(OSError):  # without file locks, no part is removed as a leftover
                 fcntl.flock(stack.enter_context(_opened(part)), fcntl.LOCK_EX)
         try:
             yield part
@@ -173,7 +173,7 @@ def _part(path: Path, make: Callable[[Path], None]) -> Iterator[Path]:
 
 @contextmanager
 def _opened(part: Path) -> Iterator[int]:
-    """A file descriptor to lock a part by; of a file for writing, as NFS wants it."""
+    """A file descriptor to lock a part with; opened for writing if it is a file, as NFS requires."""
     descriptor = os.open(part, os.O_RDONLY if part.is_dir() else os.O_RDWR)
     try:
         yield descriptor
@@ -189,10 +189,10 @@ def _remove(part: Path) -> None:
 
 
 def claim(path: Path, *, share: bool = False) -> IO[str]:
-    """Lock a file until it is closed or this process ends; ``share`` admits others that share.
+    """Lock a file until it is closed or this process exits; ``share`` takes a shared lock.
 
     Raises:
-        BadInput: If another process has it, with that process's number.
+        BadInput: If another process holds the lock, with its process id.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     stream = path.open("a+")
@@ -212,13 +212,13 @@ def claim(path: Path, *, share: bool = False) -> IO[str]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` as UTF-8, whole or not at all."""
+    """Write ``text`` as UTF-8, atomically."""
     with whole(path) as part:
         part.write_text(text, encoding="utf-8")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` as indented JSON, whole or not at all; NaN and infinity are refused, not written."""
+    """Write ``value`` as indented JSON, atomically; NaN and infinity raise ``ValueError``."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -226,7 +226,7 @@ def read_json(path: Path) -> Any:
     """Read a JSON file that gradwire wrote.
 
     Raises:
-        BadInput: If the file is missing, cannot be read, is not JSON, or has a key twice.
+        BadInput: If the file is missing, unreadable or invalid JSON, or has a duplicate key.
     """
     try:
         return parse_json(Path(path).read_text(encoding="utf-8"))
@@ -239,10 +239,10 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object.
+    """Read a JSON object from a file.
 
     Raises:
-        BadInput: If the file is missing, is not JSON, or holds something else.
+        BadInput: As in `read_json`, and if the file does not hold an object.
     """
     found = read_json(path)
     if not isinstance(found, dict):
@@ -251,7 +251,7 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def write_with(path: Path, write: Callable[[Path], object]) -> None:
-    """Call ``write(part)`` and rename the part to ``path``: for libraries that want a file name."""
+    """Call ``write(part)`` and rename the part to ``path``, for libraries that take a file name."""
     with whole(path) as part:
         write(part)
 

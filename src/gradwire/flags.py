@@ -1,7 +1,7 @@
-"""Types of flags: numbers with stated bounds, and paths that a verb writes to. Free of heavy imports.
+"""Types of flags: numbers with bounds, and output paths. Free of heavy imports.
 
-A type converts its word; `check_paths` and `check_numbers` look at all flags of a verb before anything else runs, so
-no verb checks a bound or a path itself. Fields of the configuration take their bounds from the same numbers.
+A type converts the text of a flag. `check_paths` and `check_numbers` check all flags before a verb runs, so verbs
+check neither bounds nor paths. Fields of the configuration use the same bounds.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from gradwire.files import check_file, check_folder, check_length
 
 @dataclass(frozen=True)
 class Number:
-    """A type of flag: a finite number within bounds.
+    """Type of a flag that takes a finite number within bounds.
 
     Attributes:
         kind: ``int`` or ``float``.
-        least: The smallest value.
-        most: The largest value; infinity leaves it open, and then any finite number will do.
-        above: Whether the smallest value is itself excluded.
-        below: Whether the largest value is.
+        least: The lower bound.
+        most: The upper bound; infinity for none. The number must be finite in any case.
+        above: Whether the lower bound is exclusive.
+        below: Whether the upper bound is exclusive.
     """
 
     kind: type[int] | type[float]
@@ -38,7 +38,7 @@ class Number:
     below: bool = False
 
     def __call__(self, word: str) -> float:
-        """Convert a word; `check` looks at the bounds."""
+        """Convert text to a number; `check` checks its bounds."""
         return self.kind(word)
 
     @property
@@ -52,10 +52,10 @@ class Number:
         return {"gt" if self.above else "ge": self.least, **most}
 
     def check(self, name: str, value: float) -> None:
-        """Check that ``value`` is within the bounds.
+        """Check that ``value`` is within bounds.
 
         Raises:
-            BadInput: If not, with ``name`` and the bound.
+            BadInput: If not; the message has ``name`` and the bound.
         """
         form = "d" if self.kind is int else "g"
         if not (isinstance(value, int) or math.isfinite(value)):
@@ -71,37 +71,37 @@ class Number:
 
 COUNT = Number(int, 1, 2**31 - 1)  # 32 bits hold every count
 NATURAL = Number(int, 0, 2**31 - 1)
-SEED = Number(int, 0, 2**63 - 1)  # what a column of int64 holds, and torch takes without wrapping
-RANKS = Number(int, 1, 2**16)  # the addresses of a testbed's network, and the ports of a machine
+SEED = Number(int, 0, 2**63 - 1)  # fits an int64 column, and torch does not wrap it
+RANKS = Number(int, 1, 2**16)  # addresses in a testbed's network, and ports of a machine
 RANK = Number(int, 0, 2**16 - 1)
 PORT = Number(int, 0, 2**16 - 1)
-VOCABULARY = Number(int, SMALLEST_VOCABULARY, 2**20)  # to four times the largest in use
+VOCABULARY = Number(int, SMALLEST_VOCABULARY, 2**20)  # four times the largest in use
 LENGTH = Number(int, SHORTEST_MAX_LENGTH, 2**20)  # tokens of a sample
-LORA_RANK = Number(int, 1, 2**14)  # the widest matrices in use have as many columns
-ELEMENTS = Number(int, 1, 2**30)  # of a tensor in memory: 4 GiB
+LORA_RANK = Number(int, 1, 2**14)  # columns of the widest matrices in use
+ELEMENTS = Number(int, 1, 2**30)  # of a tensor: 4 GiB
 POSITIVE = Number(float, 0, above=True)
 NOT_NEGATIVE = Number(float, 0)
 SHARE = Number(float, 0, 1, above=True)
 FRACTION = Number(float, 0, 1, above=True, below=True)
-SECONDS = Number(float, 0.001, 1e6)  # gloo and the store count a timeout in milliseconds of 31 bits
+SECONDS = Number(float, 0.001, 1e6)  # gloo and the store keep timeouts as milliseconds in 31 bits
 
 
 def output_file(word: str) -> Path:
-    """A type of flag: a file that the verb writes."""
+    """Type of a flag that takes an output file."""
     if not word:
         raise argparse.ArgumentTypeError("the path is empty")
     return Path(word)
 
 
 def writable(folder: Path | None) -> Path | None:
-    """A folder that was found writable, or None; errors as in `gradwire.files.check_folder`."""
+    """Return ``folder`` after `gradwire.files.check_folder`, with its errors; None is not checked."""
     if folder is not None:
         check_folder(folder)
     return folder
 
 
 def output_folder(word: str) -> Path:
-    """A type of flag: a folder that the verb writes to."""
+    """Type of a flag that takes an output folder."""
     return output_file(word)
 
 
@@ -113,10 +113,10 @@ CHECKS: dict[Any, Callable[[Path, str], None]] = {
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Refuse arguments that are not text: results and messages, which name them, are UTF-8.
+    """Check that arguments are valid UTF-8, as results and messages contain them.
 
     Raises:
-        BadInput: If one holds bytes that are not UTF-8.
+        BadInput: If one is not.
     """
     for word in words:
         try:
@@ -126,10 +126,10 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def check_paths(args: argparse.Namespace) -> None:
-    """Check that every path that the verb writes to can be written, and that those it reads may exist.
+    """Check that output paths can be written, and that input paths are not too long.
 
     Raises:
-        BadInput: If not, with the flag.
+        BadInput: If not; the message has the flag.
     """
     for flag, kind, path in _given(args):
         if kind in CHECKS:
@@ -140,7 +140,7 @@ def check_numbers(args: argparse.Namespace) -> None:
     """Check every number against the bounds of its flag.
 
     Raises:
-        BadInput: If one is out of bounds, with its flag.
+        BadInput: If one is out of bounds; the message has its flag.
     """
     for flag, kind, number in _given(args):
         if isinstance(kind, Number):
@@ -148,20 +148,20 @@ def check_numbers(args: argparse.Namespace) -> None:
 
 
 def check_shard(max_length: int, shard_size: int) -> None:
-    """Check that a shard of ``shard_size`` samples of ``max_length`` tokens, written as a whole, fits into memory.
+    """Check that a shard of ``shard_size`` samples of ``max_length`` tokens fits into memory.
 
     Raises:
         BadInput: If it does not.
     """
     if max_length * shard_size > ELEMENTS.most:
         raise BadInput(
-            f"max_length {max_length} times shard_size {shard_size} is {max_length * shard_size} tokens in a shard; it "
-            f"must be at most {ELEMENTS.most}: give a smaller one."
+            f"max_length {max_length} times shard_size {shard_size} is {max_length * shard_size} tokens per shard; it "
+            f"must be at most {ELEMENTS.most}: reduce either."
         )
 
 
 def _given(args: argparse.Namespace) -> Iterator[tuple[str, Any, Any]]:
-    """Every value that a flag has: the flag, its type, the value."""
+    """Yield flag, type and value of every flag that has a value."""
     for action in args.parser._actions:
         value = getattr(args, action.dest, None)
         for each in value if isinstance(value, list) else [value]:

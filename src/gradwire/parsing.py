@@ -1,4 +1,4 @@
-"""JSON and YAML that people write: a key given twice is an error, and so are aliases that stand for too much."""
+"""Parsing of user-written JSON and YAML. Duplicate keys and aliases that expand to too many values are errors."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from gradwire.errors import BadInput
 if TYPE_CHECKING:
     import yaml
 
-LARGEST = 100_000  # values in a YAML file, each alias counted as what it stands for
+LARGEST = 100_000  # values in a YAML file, with aliases expanded
 Node = Any  # a yaml.Node, whose subclasses have an `id`
-MERGE = "tag:yaml.org,2002:merge"  # the key `<<`, which may come again
+MERGE = "tag:yaml.org,2002:merge"  # the key `<<`, which may repeat
 
 
 def read_yaml(path: Path) -> Any:
-    """The value of a YAML file, or of a JSON file if its name ends in ``.json``.
+    """Read a YAML file, or a JSON file if its name ends in ``.json``.
 
     Raises:
-        BadInput: If it can't be read, is neither, has a key twice, or holds more than ``LARGEST`` values.
+        BadInput: If it is unreadable or invalid, has a duplicate key, or holds more than ``LARGEST`` values.
     """
     path = Path(path)
     try:
@@ -33,10 +33,10 @@ def read_yaml(path: Path) -> Any:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text.
+    """Parse JSON.
 
     Raises:
-        ValueError: If it isn't JSON, nests too deeply, or has a key twice.
+        ValueError: If it is invalid, nests too deeply, or has a duplicate key.
     """
     try:
         return json.loads(text, object_pairs_hook=_distinct)
@@ -45,10 +45,10 @@ def parse_json(text: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text.
+    """Parse YAML.
 
     Raises:
-        ValueError: If it isn't YAML, nests too deeply, has a key twice, or holds more than ``LARGEST`` values.
+        ValueError: If it is invalid, nests too deeply, has a duplicate key, or holds more than ``LARGEST`` values.
     """
     import yaml
 
@@ -58,7 +58,7 @@ def parse_yaml(text: str) -> Any:
         if node is None:
             return None
         if _values(loader, node, {}) > LARGEST:
-            raise ValueError(f"it holds more than {LARGEST:,} values, each alias counted as what it stands for")
+            raise ValueError(f"it holds more than {LARGEST:,} values, with aliases expanded")
         return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
@@ -76,13 +76,13 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _values(loader: yaml.SafeLoader, node: Node, known: dict[Node, float]) -> float:
-    """How many values a node holds, itself included; infinitely many if it holds an alias to itself.
+    """Count the values in a node, itself included; infinity if it contains an alias to itself.
 
     Raises:
-        ValueError: If a mapping in it has a key twice.
+        ValueError: If it contains a mapping with a duplicate key.
     """
     if node not in known:
-        known[node] = math.inf  # while it is counted
+        known[node] = math.inf  # until it is counted
         if node.id == "mapping":
             _check_keys(loader, [key for key, _ in node.value])
         known[node] = 1 + sum(_values(loader, part, known) for part in _parts(node))
@@ -90,14 +90,14 @@ def _values(loader: yaml.SafeLoader, node: Node, known: dict[Node, float]) -> fl
 
 
 def _parts(node: Node) -> list[Node]:
-    """What stands directly in a node."""
+    """The direct children of a node."""
     if node.id == "mapping":
         return [part for pair in node.value for part in pair]
     return node.value if node.id == "sequence" else []
 
 
 def _check_keys(loader: yaml.SafeLoader, nodes: list[Node]) -> None:
-    """Refuse a key that comes twice, as a string or as a number; a key that is a list fails later on."""
+    """Check that no string or number is a key twice; a list as a key fails later."""
     seen: set[Hashable] = set()
     for node in nodes:
         if node.id != "scalar" or node.tag == MERGE:

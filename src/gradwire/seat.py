@@ -1,4 +1,4 @@
-"""Which rank this process is: the flags of a distributed verb and torchrun's environment. Free of torch."""
+"""The rank of this process, from a distributed verb's flags or torchrun's environment. Free of torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from gradwire.flags import PORT, RANK, RANKS, SECONDS, Number
 
 BACKENDS = ("auto", "nccl", "gloo")
 DEVICES = ("auto", "cpu", "cuda")
-LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"  # how many of the ranks are on this machine; set by torchrun
-TIMEOUT = 60.0  # seconds for starting up and for each collective
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"  # number of ranks on this machine; set by torchrun
+TIMEOUT = 60.0  # seconds for startup and for each collective
 
 
 class Seat(NamedTuple):
-    """The place of one process among all ranks; ``master_port`` is None where a process is alone."""
+    """The rank of one process; ``master_port`` is None for a single process."""
 
     rank: int = 0
     local_rank: int = 0
@@ -31,24 +31,22 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that :func:`rank_options` reads."""
     add_seat_arguments(parser)
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="auto: nccl with a GPU per rank, else gloo")
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda where there is a GPU, else cpu")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda with a GPU, else cpu")
 
 
 def add_seat_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that say which rank this process is."""
-    group = parser.add_argument_group("ranks", "set by `gradwire launch` and torchrun; for ranks started by hand")
+    """Add the flags that set this process's rank."""
+    group = parser.add_argument_group("ranks", "for ranks started by hand; `gradwire launch` and torchrun set them")
     group.add_argument("--world_size", type=RANKS, help="number of ranks (default: 1)")
-    group.add_argument("--rank", type=RANK, help="this process, counted from 0")
-    group.add_argument("--local_rank", type=RANK, help="its GPU on this machine (default: the rank)")
-    group.add_argument("--master_addr", help="where rank 0 listens (default: 127.0.0.1)")
-    group.add_argument("--master_port", type=PORT, help="the port rank 0 listens on")
-    group.add_argument(
-        "--timeout", type=SECONDS, default=TIMEOUT, metavar="S", help="seconds that a rank waits for the others"
-    )
+    group.add_argument("--rank", type=RANK, help="rank of this process, from 0")
+    group.add_argument("--local_rank", type=RANK, help="index of its GPU on this machine (default: the rank)")
+    group.add_argument("--master_addr", help="address of rank 0 (default: 127.0.0.1)")
+    group.add_argument("--master_port", type=PORT, help="port of rank 0")
+    group.add_argument("--timeout", type=SECONDS, default=TIMEOUT, metavar="S", help="seconds to wait for other ranks")
 
 
 def rank_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of :func:`gradwire.collectives.world.process_group` that a verb's arguments give.
+    """Keyword arguments for :func:`gradwire.collectives.world.process_group` from a verb's arguments.
 
     Raises:
         BadInput: If the flags disagree with torchrun's environment, are incomplete or out of range.
@@ -59,14 +57,14 @@ def rank_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def seat(given: Mapping[str, Any], environment: Mapping[str, str]) -> Seat:
-    """Find this process's place: torchrun's environment wins, else what was given, else a single process.
+    """Determine this process's rank from torchrun's environment, else from ``given``, else as a single process.
 
     Args:
-        given: Values by the names of :class:`Seat`'s fields; None or missing where not given.
+        given: Values by the names of :class:`Seat`'s fields; None or missing if unset.
         environment: The process's environment variables.
 
     Raises:
-        BadInput: If the two disagree, or if either is incomplete.
+        BadInput: If the two disagree, or either is incomplete.
     """
     chosen = {name: value for name, value in given.items() if value is not None}
     if "RANK" in environment:
@@ -76,39 +74,41 @@ def seat(given: Mapping[str, Any], environment: Mapping[str, str]) -> Seat:
     if found.world_size > 1 and missing:
         raise BadInput(
             f"--world_size {found.world_size} without {' and '.join(missing)}: "
-            f"start the ranks with `gradwire launch --world_size {found.world_size} -- VERB ...`, or give each its own."
+            f"start the ranks with `gradwire launch --world_size {found.world_size} -- VERB ...`, or pass them to each."
         )
     if not 0 <= found.rank < found.world_size:
-        raise BadInput(f"--rank {found.rank} with --world_size {found.world_size}: ranks count from 0 below the size.")
+        raise BadInput(
+            f"--rank {found.rank} with --world_size {found.world_size}: the rank must be from 0 to world_size - 1."
+        )
     return found
 
 
 def ranks_here(world_size: int) -> int:
-    """How many of the ranks are on this machine: what torchrun or the launcher says, else all of them.
+    """Number of ranks on this machine, from torchrun or the launcher, else all ranks.
 
     Raises:
-        BadInput: If the environment says something else than a number of ranks.
+        BadInput: If the environment variable is not a number of ranks.
     """
     return variable(os.environ, LOCAL_WORLD_SIZE, RANKS) if LOCAL_WORLD_SIZE in os.environ else world_size
 
 
 def variable(environment: Mapping[str, str], name: str, kind: Number) -> int:
-    """The number that an environment variable holds.
+    """Read an integer from an environment variable.
 
     Raises:
-        BadInput: If it holds none, or one out of bounds.
+        BadInput: If it is not an integer or is out of bounds.
         KeyError: If it is not set.
     """
     try:
         value = int(environment[name])
     except ValueError:
-        raise BadInput(f"{name} in the environment is {environment[name]!r}; it must be a number.") from None
+        raise BadInput(f"{name} in the environment is {environment[name]!r}; it must be an integer.") from None
     kind.check(f"{name} in the environment", value)
     return value
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address can be reached from this machine alone."""
+    """Whether an address can only be reached from this machine."""
     try:
         return ip_address(address).is_loopback
     except ValueError:
@@ -116,7 +116,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _from_environment(chosen: Mapping[str, Any], environment: Mapping[str, str]) -> Seat:
-    """The place that torchrun's variables name, after a check that no flag says otherwise."""
+    """Read torchrun's variables and check that no flag contradicts them."""
     try:
         found = Seat(
             rank=variable(environment, "RANK", RANK),
@@ -129,8 +129,8 @@ def _from_environment(chosen: Mapping[str, Any], environment: Mapping[str, str])
         raise BadInput(f"RANK is set in the environment but {missing} is not: set all five, or none.") from None
     if found.rank >= found.world_size:
         raise BadInput(
-            f"RANK is {found.rank} and WORLD_SIZE {found.world_size} in the environment: ranks count from 0 below the "
-            "size."
+            f"RANK is {found.rank} and WORLD_SIZE is {found.world_size} in the environment; RANK must be less than "
+            "WORLD_SIZE."
         )
     for name, value in chosen.items():
         if value != getattr(found, name):

@@ -1,4 +1,4 @@
-"""A digest of the source that a module stands on, so that an edit re-runs what depends on it and nothing else."""
+"""Digests of the source that a module depends on: an edit re-runs only the rules that depend on it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ PACKAGE = Path(__file__).parent
 
 
 def source_digest(*modules: str, package: Path = PACKAGE) -> str:
-    """Digest of the files of some modules and of all that they import from this package, at any depth.
+    """Digest of the source of modules and of all that they import from this package, at any depth.
 
-    Imports are read, not executed: those inside functions count, names put together at run time do not. Compressors
-    are found by name, so whoever depends on one gives its module here too.
+    Imports are parsed, not executed: imports inside functions count, names computed at run time do not. Compressors
+    are looked up by name, so a caller that depends on one passes its module too.
 
     Args:
         modules: Full module names, such as ``"gradwire.training.train"``.
@@ -31,7 +31,7 @@ def source_digest(*modules: str, package: Path = PACKAGE) -> str:
 
 
 def closure(modules: tuple[str, ...], package: Path = PACKAGE) -> dict[str, bytes]:
-    """The source, by name, of the modules, of what they import from the package, and of the packages around them.
+    """The source, by module name, of the modules, their imports from the package, and their parent packages.
 
     Raises:
         BadInput: If there is no such module.
@@ -52,8 +52,8 @@ def closure(modules: tuple[str, ...], package: Path = PACKAGE) -> dict[str, byte
 
 
 def module_file(name: str, package: Path = PACKAGE) -> Path | None:
-    """The file of a module or package by its full name; None if this package has none of that name."""
-    if name.partition(".")[0] != package.name:  # like most imports: no look at the disk
+    """The file of a module or package by its full name; None if it is not in this package."""
+    if name.partition(".")[0] != package.name:  # as for most imports: saves a disk access
         return None
     path = package.parent.joinpath(*name.split("."))
     candidates = (path.with_name(f"{path.name}.py"), path / "__init__.py")
@@ -62,7 +62,7 @@ def module_file(name: str, package: Path = PACKAGE) -> Path | None:
 
 @cache
 def imports(source: bytes) -> frozenset[str]:
-    """Every name that a module's source imports, in full: ``from a import b`` gives ``a`` and ``a.b``."""
+    """Full names of all imports in a module's source: ``from a import b`` gives ``a`` and ``a.b``."""
     return frozenset(_imports(ast.parse(source)))
 
 

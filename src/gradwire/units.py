@@ -1,4 +1,4 @@
-"""Rates and times as ``tc`` spells them: ``100mbit`` and ``50us``."""
+"""Rates and times in the notation of ``tc``: ``100mbit`` and ``50us``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from collections.abc import Mapping
 
 from gradwire.errors import BadInput
 
-UNSHAPED = "none"  # instead of a rate: whatever link the machine has
+UNSHAPED = "none"  # in place of a rate: the machine's own network
 RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
-SLOWEST, FASTEST = 8.0, 1e15  # bits per second: a byte, which tc counts in, and more than any network
-LONGEST = 32  # characters of a rate or a time: it becomes a folder's name
+SLOWEST, FASTEST = 8.0, 1e15  # bits per second: tc counts whole bytes; no network is faster
+LONGEST = 32  # characters of a rate or a time, which names a folder
 TIMES = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
@@ -18,7 +18,7 @@ def bits_per_second(text: str) -> float:
     """A rate, such as ``100mbit`` or ``2.5Gbit``, in bits per second; prefixes are powers of 1,000.
 
     Raises:
-        BadInput: If it is not a rate, or not one of `SLOWEST` to `FASTEST`.
+        BadInput: If it is invalid or outside `SLOWEST` to `FASTEST`.
     """
     rate = _read(text, RATES)
     if rate is None:
@@ -40,7 +40,7 @@ def seconds(text: str) -> float:
     """A time, such as ``50us`` or ``0.2ms``, in seconds.
 
     Raises:
-        BadInput: If it is not a time.
+        BadInput: If it is invalid.
     """
     time = _read(text, TIMES)
     if time is None:
@@ -49,6 +49,6 @@ def seconds(text: str) -> float:
 
 
 def _read(text: str, units: Mapping[str, float]) -> float | None:
-    """A number with its unit, or None if it is not that."""
+    """Parse a number with its unit; None if it is invalid."""
     found = re.fullmatch(rf"(\d+(?:\.\d+)?|\.\d+)\s*({'|'.join(units)})", text.strip().lower(), re.ASCII)
     return float(found[1]) * units[found[2]] if found and len(text) <= LONGEST else None
