@@ -201,9 +201,9 @@ def test_a_second_attempt_at_a_fault_runs(tmp_path):
         (["--nodes", "3"], "--nodes 3 cannot share --world_size 2 evenly"),
         (["--nodes", "0"], "--nodes is 0; it must be at least 1."),
         (["--launcher", "fork", "--link", "10mbit"], "--launcher fork starts ranks on the CPU of one machine"),
-        (["--nodes", "2"], "--launcher spawn knows one machine only"),
+        (["--nodes", "2"], "--launcher spawn supports one machine only"),
         (["--nodes", "2", "--launcher", "torchrun"], "no Slurm job"),
-        (["--nodes", "2", "--launcher", "torchrun", "--link", "10mbit"], "inside of one machine"),
+        (["--nodes", "2", "--launcher", "torchrun", "--link", "10mbit"], "within one machine"),
     ],
 )
 def test_what_cannot_be_is_refused_before_any_rank_starts(tmp_path, flags, complaint):
@@ -242,7 +242,7 @@ def test_forked_ranks_end_with_their_template_and_their_launcher(tmp_path, kille
     os.kill(int(template) if killed == "template" else running.pid, signal.SIGKILL)
     _, stderr = running.communicate(timeout=30)
     assert running.returncode == code
-    assert killed == "launcher" or "the process that forks the ranks ended early" in stderr
+    assert killed == "launcher" or "the process that forks the ranks exited early" in stderr
     wait_until(lambda: not left_behind(tmp_path))
 
 

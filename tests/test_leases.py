@@ -89,7 +89,7 @@ def test_more_than_the_machine_has_is_refused(machine):
     _, told = refused.communicate(timeout=60)
     assert refused.returncode == 2
     assert told == (
-        "gradwire launch: 5 ranks need a GPU each and this machine offers 4: take a smaller world size, or --device "
+        "gradwire launch: 5 ranks need a GPU each and this machine has 4: use a smaller world size or --device "
         "cpu.\n"
     )
     assert not machine.started("five")
@@ -103,21 +103,21 @@ def test_only_what_is_visible_is_leased_whatever_it_is_called(machine):
     until(lambda: machine.started("three"))
     assert machine.seen("three")[0] == ",".join(UUIDS[index] for index in (0, 1, 3))
     by_name = machine.launch("by_name", 1, **{leases.VISIBLE: UUIDS[3]})
-    assert waiting(by_name) == "gradwire launch: waiting for 1 of 1 GPUs, which other cells hold ...\n"
+    assert waiting(by_name) == "gradwire launch: waiting for 1 of 1 GPUs, in use by other cells ...\n"
 
 
 def test_a_killed_holder_frees_its_lease_and_the_first_that_waits_gets_it(machine):
     holder = machine.launch("holder", 4)
     until(lambda: machine.started("holder"))
     large = machine.launch("large", 3)
-    assert waiting(large) == "gradwire launch: waiting for 3 of 4 GPUs, which other cells hold ...\n"
+    assert waiting(large) == "gradwire launch: waiting for 3 of 4 GPUs, in use by other cells ...\n"
     small = machine.launch("small", 2)
     assert waiting(small) == "gradwire launch: waiting for cells that wait for GPUs ...\n"
     assert not machine.started("large") and not machine.started("small")
     holder.send_signal(signal.SIGKILL)
     until(lambda: machine.started("large"))
     assert len(machine.seen("large")[0].split(",")) == 3
-    assert waiting(small) == "gradwire launch: waiting for 1 of 4 GPUs, which other cells hold ...\n"
+    assert waiting(small) == "gradwire launch: waiting for 1 of 4 GPUs, in use by other cells ...\n"
     large.send_signal(signal.SIGKILL)
     until(lambda: machine.started("small"))
 
@@ -136,7 +136,7 @@ def test_a_cell_that_is_timed_runs_alone(machine):
     timed = machine.launch("timed", 1, "--alone", device="cpu")
     assert waiting(timed) == "gradwire launch: waiting for the cells that run here ...\n"
     late = machine.launch("late", 1, device="cpu")
-    assert waiting(late) == "gradwire launch: waiting for a cell whose times are taken ...\n"
+    assert waiting(late) == "gradwire launch: waiting for a timed cell ...\n"
     assert not machine.started("timed")
     for process in machine.running[:2]:
         process.send_signal(signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Ranks forked from one process that has already imported what each of them needs.
+"""Forks ranks from one process that has already imported their modules.
 
-Importing torch and transformers takes a rank longer than many a run. The template imports them once, beside the
-launcher's own checks, and forks a rank for each command that it is sent. It holds no torch state: nothing is computed
-before the fork, and no CUDA context exists, so ranks on GPUs are started by torchrun.
+Importing torch and transformers in each rank takes longer than many runs. The template imports them once, during the
+launcher's own checks, and then forks all ranks. Nothing is computed before the fork, so there is no torch state to
+inherit. CUDA does not survive a fork, so torchrun starts ranks on GPUs.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pathlib import Path
 from gradwire.errors import RunFault
 from gradwire.launch.keeper import KEEPER, RANK_GRACE
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the ranks' business; the template outlives them
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ignored by the template, which outlives its ranks
 
 
 class Template:
-    """The process that forks ranks. It imports at once, and waits for `start` or the end of the ``with`` block.
+    """The process that forks ranks. It imports modules, then waits for `start` or the end of the ``with`` block.
 
     Args:
-        modules: What the ranks need and takes long to import.
+        modules: The slow imports of the ranks.
     """
 
     def __init__(self, modules: Sequence[str]) -> None:
@@ -47,47 +47,47 @@ class Template:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._channel.close()  # the template sees it, ends the ranks that are left, and exits
+        self._channel.close()  # the template ends the remaining ranks and exits
         if not self._started:
             self._process.kill()  # it may still be importing
         self._process.wait()
 
     def start(self, command: Sequence[str], ranks: Sequence[dict[str, str]]) -> None:
-        """Fork a rank for each of ``ranks``, its environment variables beside this process's; all run ``command``.
+        """Fork one rank per item of ``ranks``; all run ``command``.
 
         Args:
             command: The command line of a rank: Python, then ``-m MODULE`` or a script, then its arguments.
-            ranks: Variables of each rank's own.
+            ranks: Environment variables of each rank, in addition to this process's.
         """
         job = {"command": list(command), "environment": dict(os.environ), "ranks": list(ranks)}
         self._started = True
         self._channel.sendall(json.dumps(job).encode() + b"\n")
 
     def stop(self) -> None:
-        """Ask the ranks to end; `wait` returns when they have."""
+        """Ask the ranks to exit; `wait` returns when they have."""
         self.stopped = True
         self._channel.shutdown(socket.SHUT_WR)
 
     def wait(self) -> list[int]:
-        """The ranks' exit codes, once they have ended: all with 0, or the first with another one and then the others.
+        """Wait for the ranks and return their exit codes. If one fails, the others are ended.
 
         Raises:
-            RunFault: If the template itself ended.
+            RunFault: If the template itself exited.
         """
         with self._channel.makefile() as answer:
             line = answer.readline()
         if not line:
-            raise RunFault("the process that forks the ranks ended early (out of memory?); its own output says more.")
+            raise RunFault("the process that forks the ranks exited early (out of memory?); see its output.")
         codes: list[int] = json.loads(line)
         return codes
 
 
 def serve(channel: socket.socket, modules: Sequence[str]) -> None:
-    """Be the template: import, wait for one job, run it, and answer with the ranks' exit codes.
+    """Run the template: import, wait for one job, run it, and send the ranks' exit codes.
 
     Args:
-        channel: To the launcher. Its end is a request to stop: the launcher has shut it, or is gone.
-        modules: What to import.
+        channel: Socket to the launcher. End of file means stop: the launcher shut it down or exited.
+        modules: The modules to import.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -108,12 +108,12 @@ def serve(channel: socket.socket, modules: Sequence[str]) -> None:
         _wait(ranks, channel)
     finally:
         _end(ranks)
-    with suppress(BrokenPipeError):  # the launcher is gone
+    with suppress(BrokenPipeError):  # the launcher has exited
         channel.sendall(json.dumps([rank.exitcode for rank in ranks]).encode() + b"\n")
 
 
 def _run(channel: socket.socket, words: Sequence[str], variables: dict[str, str]) -> None:
-    """Be a rank: run what ``python WORDS`` would."""
+    """Run ``python WORDS`` in a forked rank."""
     channel.close()
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -129,7 +129,7 @@ def _run(channel: socket.socket, words: Sequence[str], variables: dict[str, str]
 
 
 def _wait(ranks: Sequence[BaseProcess], channel: socket.socket) -> None:
-    """Return when all ranks have ended, one has failed, or the launcher asks to stop."""
+    """Wait until all ranks have exited, one has failed, or the launcher asks to stop."""
     while running := [rank for rank in ranks if rank.exitcode is None]:
         ready = connection.wait([channel, *(rank.sentinel for rank in running)])
         if channel in ready or any(rank.exitcode for rank in ranks):
@@ -137,7 +137,7 @@ def _wait(ranks: Sequence[BaseProcess], channel: socket.socket) -> None:
 
 
 def _end(ranks: Sequence[BaseProcess]) -> None:
-    """Ask the ranks that still run to end; kill those that have not after ``RANK_GRACE`` seconds."""
+    """Terminate running ranks; kill those that have not exited after ``RANK_GRACE`` seconds."""
     started = [rank for rank in ranks if rank.pid is not None]
     for rank in started:
         rank.terminate()

@@ -1,7 +1,7 @@
-"""No orphans: a process ends when the one that it works for is gone, however that ended.
+"""Exits when the parent process dies, so that no orphans are left.
 
-Snakemake's jobs work for Snakemake, a launcher's ranks for the launcher. A process that was killed cannot stop those
-that it started, so they watch it themselves.
+The parent is Snakemake for its jobs, and the launcher for its ranks. A killed parent cannot stop its children, so they
+watch it.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ import sys
 import threading
 import time
 
-KEEPER = "GRADWIRE_KEEPER"  # the process id of whom this process works for
-GRACE = 45.0  # seconds to save and end
-RANK_GRACE = 30.0  # as many for a rank that its launcher ends; torchrun gives as many
+KEEPER = "GRADWIRE_KEEPER"  # process id of the parent to watch
+GRACE = 45.0  # seconds to save and exit
+RANK_GRACE = 30.0  # seconds for a rank that its launcher ends; the same as torchrun's
 
 
 def watch() -> None:
-    """Watch the process that the environment names, from a thread; nothing where it names none that can be seen.
+    """Watch the parent process named in the environment, from a thread; do nothing if it is unset or not visible.
 
-    When it is gone, this process gets a SIGTERM, as a scheduler would send it, and a SIGKILL after ``GRACE`` seconds.
+    When the parent exits, this process gets a SIGTERM, as from a scheduler, and a SIGKILL ``GRACE`` seconds later.
     """
     keeper = os.environ.get(KEEPER)
     if keeper is None or not keeper.isdecimal() or not hasattr(os, "pidfd_open"):
         return
     try:
         handle = os.pidfd_open(int(keeper))
-    except (OSError, OverflowError):  # gone already; or in another namespace, where it cannot be seen
+    except (OSError, OverflowError):  # already gone, or not visible from this namespace
         if os.getppid() == 1:
             _end(keeper)
         return
@@ -43,5 +43,5 @@ def _wait(handle: int, keeper: str) -> None:
 
 
 def _end(keeper: str) -> None:
-    print(f"gradwire: process {keeper}, for which this one works, is gone: stopping.", file=sys.stderr, flush=True)
+    print(f"gradwire: parent process {keeper} has exited: stopping.", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""``gradwire launch``: check a verb's input before any rank starts, run it on several, tell the first failure once."""
+"""The verb ``launch``: checks a verb's input, runs the verb on several ranks and reports the first failure once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradwire.launch.ranks import FORK, LAUNCHERS, check_address, environment, s
 from gradwire.seat import LOCAL_WORLD_SIZE
 from gradwire.units import UNSHAPED
 
-RANK = (sys.executable, "-m", "gradwire")  # what starts `gradwire` in a rank
+RANK = (sys.executable, "-m", "gradwire")  # command line of `gradwire` in a rank
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,32 +26,30 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "gradwire launch --world_size N [options] -- VERB ..."
     parser.add_argument("--world_size", type=RANKS, required=True, help="number of ranks")
     parser.add_argument(
-        "--nodes", type=RANKS, default=1, help="nodes of this Slurm job that share the ranks, which srun starts there"
+        "--nodes", type=RANKS, default=1, help="nodes of this Slurm job to start the ranks on, with srun"
     )
     parser.add_argument(
         "--launcher",
         choices=(FORK, *LAUNCHERS),
-        help="fork: from one process that has imported torch; torchrun; spawn: plain processes "
+        help="fork: fork ranks from one process that has imported torch; torchrun; spawn: start plain processes "
         "(default: fork on the CPU of one machine without --link, else torchrun)",
     )
     parser.add_argument(
-        "--torchrun", dest="launcher", action="store_const", const="torchrun", help="the same as --launcher torchrun"
+        "--torchrun", dest="launcher", action="store_const", const="torchrun", help="same as --launcher torchrun"
     )
-    parser.add_argument("--master_addr", default="127.0.0.1", help="where rank 0 listens")
-    parser.add_argument("--master_port", type=PORT, default=0, help="the port rank 0 listens on; 0 takes a free one")
+    parser.add_argument("--master_addr", default="127.0.0.1", help="address of rank 0")
+    parser.add_argument("--master_port", type=PORT, default=0, help="port of rank 0; 0 picks a free one")
     parser.add_argument(
         "--link",
         metavar="RATE",
         default=UNSHAPED,
-        help="give each rank a network of its own and a cable of this rate (such as 100mbit); none: the machine's own",
+        help="rate of each rank's link, such as 100mbit, in a simulated network; none: the machine's own network",
     )
-    parser.add_argument(
-        "--gpus", type=NATURAL, help="GPUs that a scheduler granted; fewer than --world_size are refused"
-    )
+    parser.add_argument("--gpus", type=NATURAL, help="GPUs granted by a scheduler; an error if fewer than --world_size")
     parser.add_argument(
         "--alone",
         action="store_true",
-        help="for times: start when no other cell runs on this machine, and let none start before this one ends",
+        help="for timings: run while no other cell runs on this machine; wait if necessary",
     )
     parser.add_argument(
         "command", nargs="+", metavar="VERB", help="the verb to run on each rank, with its flags, after --"
@@ -59,10 +57,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Run the command on all ranks; a failure is written beside the outputs of the verb that it runs.
+    """Run the command on all ranks; a failure is written beside the verb's outputs.
 
     Raises:
-        GradwireError: What the checks found, or the first failing rank's own message and exit code.
+        GradwireError: If a check fails, or with the message and exit code of the first rank that failed.
     """
     verb, module, child = args.parse(args.command)
     check_paths(child)
@@ -72,7 +70,7 @@ def main(args: argparse.Namespace) -> None:
     try:
         check_numbers(child)
         _check_size(args, child)
-        leases.folder()  # found usable before the verb's data are looked at
+        leases.folder()  # checked before the verb's data
         if args.link != UNSHAPED:
             links.enter(args.link)
         child.world_size = args.world_size
@@ -94,9 +92,9 @@ def main(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _leased(args: argparse.Namespace, child: argparse.Namespace) -> Iterator[None]:
-    """Hold what the ranks use: this machine, alone or with other cells, and a GPU for each where the verb uses any.
+    """Hold this machine, alone or shared with other cells, and a GPU per rank if the verb uses GPUs.
 
-    On several nodes Slurm has granted the devices.
+    On several nodes Slurm assigns the devices.
     """
     with leases.machine(args.alone), leases.gpus(_wanted_gpus(args, child)) as variables, environment(variables):
         yield
@@ -108,9 +106,9 @@ def _wanted_gpus(args: argparse.Namespace, child: argparse.Namespace) -> int:
 
 @contextmanager
 def _launcher(args: argparse.Namespace, child: argparse.Namespace, module: ModuleType) -> Iterator[str | Template]:
-    """How the ranks are started; a template that forks them imports what they need from now on.
+    """Yield the launcher's name, or the template that forks the ranks, which starts its imports here.
 
-    GPUs are left to torchrun: CUDA does not survive a fork.
+    Ranks on GPUs are started by torchrun, as CUDA does not survive a fork.
     """
     simple = args.nodes == 1 and args.link == UNSHAPED and not _wanted_gpus(args, child)
     chosen = args.launcher or (FORK if simple else "torchrun")
@@ -118,13 +116,13 @@ def _launcher(args: argparse.Namespace, child: argparse.Namespace, module: Modul
         yield chosen
         return
     if not simple:
-        raise BadInput(f"--launcher {FORK} starts ranks on the CPU of one machine, without --link: take torchrun.")
+        raise BadInput(f"--launcher {FORK} starts ranks on the CPU of one machine, without --link: use torchrun.")
     with environment(threads(args.world_size)), Template(getattr(module, "PRELOAD", ())) as template:
         yield template
 
 
 def _start(args: argparse.Namespace, folder: Path | None, launcher: str | Template) -> None:
-    """Run the command on all ranks; those of several nodes leave their messages in ``folder``."""
+    """Run the command on all ranks; with several nodes, they write their messages to ``folder``."""
     command = [*RANK, *args.command]
     if args.nodes > 1:
         nodes.start(command, args.world_size, args.nodes, folder or Path(), args.master_port)
@@ -133,33 +131,31 @@ def _start(args: argparse.Namespace, folder: Path | None, launcher: str | Templa
         check_address(args.master_addr, args.master_port)
         start(command, args.world_size, launcher, args.master_addr, args.master_port)
         return
-    assert isinstance(launcher, str)  # no template goes through a link
+    assert isinstance(launcher, str)  # no template with links
     with links.testbed(args.link, args.world_size) as testbed, environment(testbed.environment):
         start(testbed.command(command), args.world_size, launcher, *testbed.meeting_point(launcher))
 
 
 def _check_size(args: argparse.Namespace, child: argparse.Namespace) -> None:
-    """Refuse a number of ranks that is none, that has too few GPUs, or that the verb's own flag contradicts."""
+    """Raise if the ranks cannot be split over the nodes, lack GPUs, or disagree with the verb's own flag."""
     if args.nodes != 1:
         _check_nodes(args)
     if args.gpus is not None and args.gpus < args.world_size:
         raise BadInput(
             f"{args.world_size} ranks need a GPU each and {args.gpus} were granted: raise the limit "
-            "(snakemake --resources gpu=N) if the machine has more, else take a smaller world size."
+            "(snakemake --resources gpu=N) if the machine has more, else use a smaller world size."
         )
     own = getattr(child, "world_size", None)
     if own not in (None, args.world_size):
-        raise BadInput(
-            f"`launch --world_size {args.world_size}` but --world_size {own} for the verb: leave the second out."
-        )
+        raise BadInput(f"`launch --world_size {args.world_size}` but --world_size {own} for the verb: omit the second.")
 
 
 def _check_nodes(args: argparse.Namespace) -> None:
-    """Refuse nodes that cannot share the ranks, and what only one machine has."""
+    """Raise if the nodes cannot share the ranks evenly, or with options for a single machine."""
     if args.world_size % args.nodes:
         raise BadInput(f"--nodes {args.nodes} cannot share --world_size {args.world_size} evenly.")
     if args.link != UNSHAPED:
-        raise BadInput(f"--link {args.link} makes links inside of one machine: leave --nodes {args.nodes} out.")
+        raise BadInput(f"--link {args.link} makes links within one machine: omit --nodes {args.nodes}.")
     if args.launcher not in (None, "torchrun"):
-        raise BadInput(f"--launcher {args.launcher} knows one machine only: ranks of several nodes need torchrun.")
+        raise BadInput(f"--launcher {args.launcher} supports one machine only: ranks on several nodes need torchrun.")
     nodes.check_allocation(args.nodes)

@@ -1,10 +1,9 @@
-"""Who may use this machine's GPUs, and when: file locks that the kernel lets go of with their holder.
+"""Leases of this machine and its GPUs: file locks, which the kernel releases when their holder exits.
 
-A cell leases exactly as many GPUs as it has ranks, and sees no others. A cell that is run for its times has the machine
-for itself, while other cells share it. Whoever has to wait does so in a queue: a cell which needs much is not overtaken
-for ever by those that need little, and no two wait for each other.
+A cell leases one GPU per rank and sees no others. A timed cell has the machine to itself; other cells share it.
+Waiting cells queue, so a large cell does not starve behind small ones, and there are no deadlocks.
 
-The locks are a user's: cells of several users see each other where all of them set GRADWIRE_LOCKS to one folder.
+Locks are per user. To share them between users, all set GRADWIRE_LOCKS to the same folder.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ from gradwire.files import check_folder
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 FOLDER = "GRADWIRE_LOCKS"
-POLL = 0.2  # seconds between two looks at what is held by others
+POLL = 0.2  # seconds between attempts to lock
 LIST = ("nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader")
 
 
 def devices() -> list[str]:
-    """The GPUs that this process may use, by UUID: the machine's, or what CUDA_VISIBLE_DEVICES leaves of them.
+    """UUIDs of the GPUs that this process may use: all, or those in CUDA_VISIBLE_DEVICES.
 
-    What that variable holds and nvidia-smi does not list, such as part of a GPU, is taken by its name.
+    Entries that nvidia-smi does not list, such as a part of a GPU, are used as they are.
     """
     try:
         listed = subprocess.run(LIST, capture_output=True, text=True, check=False)
@@ -47,16 +46,16 @@ def devices() -> list[str]:
 
 
 def wanted_gpus(device: str | None, world_size: int) -> int:
-    """How many GPUs a command leases: one for each of its ranks where its ``--device``, if it has one, uses any."""
+    """Number of GPUs that a command leases: one per rank if its ``--device`` uses GPUs, else none."""
     return world_size if device == "cuda" or (device == "auto" and devices()) else 0
 
 
 @contextmanager
 def gpus(wanted: int) -> Iterator[dict[str, str]]:
-    """Hold ``wanted`` of this machine's GPUs; waits while others hold too many.
+    """Lease ``wanted`` of this machine's GPUs; wait while too few are free.
 
     Yields:
-        The environment variables that show ranks these GPUs and no others; none where none are wanted.
+        Environment variables that restrict ranks to these GPUs; empty if none are wanted.
 
     Raises:
         BadInput: If the machine has fewer.
@@ -68,7 +67,7 @@ def gpus(wanted: int) -> Iterator[dict[str, str]]:
     if len(offered) < wanted:
         seen = f" ({VISIBLE} is {os.environ[VISIBLE]!r})" if VISIBLE in os.environ else ""
         raise BadInput(
-            f"{wanted} ranks need a GPU each and this machine offers {len(offered)}{seen}: take a smaller world size, "
+            f"{wanted} ranks need a GPU each and this machine has {len(offered)}{seen}: use a smaller world size "
             "or --device cpu."
         )
     with ExitStack() as held:
@@ -82,7 +81,7 @@ def gpus(wanted: int) -> Iterator[dict[str, str]]:
                         mine.append(device)
                 if len(mine) < wanted:
                     if not told:
-                        _tell(f"waiting for {wanted - len(mine)} of {len(offered)} GPUs, which other cells hold")
+                        _tell(f"waiting for {wanted - len(mine)} of {len(offered)} GPUs, in use by other cells")
                     told = True
                     time.sleep(POLL)
         yield {VISIBLE: ",".join(device for device in offered if device in mine)}
@@ -90,8 +89,8 @@ def gpus(wanted: int) -> Iterator[dict[str, str]]:
 
 @contextmanager
 def machine(alone: bool) -> Iterator[None]:
-    """Use this machine together with others, or ``alone``; waits until that can be."""
-    whose = "the cells that run here" if alone else "a cell whose times are taken"
+    """Lease this machine, ``alone`` or shared with other cells; wait until it is available."""
+    whose = "the cells that run here" if alone else "a timed cell"
     with ExitStack() as held:
         with _locked("queue-machine", whose):
             held.enter_context(_locked("machine", whose, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
@@ -99,16 +98,16 @@ def machine(alone: bool) -> Iterator[None]:
 
 
 def folder() -> Path:
-    """Where the locks are; by default a folder of this user alone, the same for all of its processes.
+    """The folder of the locks; by default one folder per user.
 
     Raises:
-        BadInput: If it cannot be written to; if another user made the default folder, or may write to it.
+        BadInput: If it is not writable, or if another user owns the default folder or may write to it.
     """
     if FOLDER in os.environ:
         path = Path(os.environ[FOLDER])
         check_folder(path, FOLDER)
         return path
-    path = Path("/tmp") / f"gradwire-{os.getuid()}"  # not TMPDIR, which Snakemake and Slurm set for each job
+    path = Path("/tmp") / f"gradwire-{os.getuid()}"  # not TMPDIR, which Snakemake and Slurm set per job
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
@@ -121,7 +120,7 @@ def _open(name: str) -> IO[str]:
 
 
 def _try(name: str) -> IO[str] | None:
-    """The open, locked file, or None where another process holds it."""
+    """Return the open, locked file, or None if another process holds the lock."""
     stream = _open(name)
     try:
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -133,7 +132,7 @@ def _try(name: str) -> IO[str] | None:
 
 @contextmanager
 def _locked(name: str, whose: str, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
-    """Hold a lock, and say so where that has to wait."""
+    """Hold a lock; print a message if it has to wait."""
     with _open(name) as stream:
         try:
             fcntl.flock(stream, kind | fcntl.LOCK_NB)
