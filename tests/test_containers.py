@@ -205,7 +205,7 @@ def test_rules_ask_for_the_image_of_the_locks_and_say_how_to_get_it(tmp_path, de
     )
     assert done.returncode != 0
     said = " ".join((done.stdout + done.stderr).split())
-    assert f"{image_name(device, tmp_path / 'containers')}.sif: run `make image VARIANT={device}`" in said
+    assert f"{image_name(device, tmp_path / 'containers')}.sif is missing: run `make image VARIANT={device}`" in said
 
 
 def test_a_missing_apptainer_is_told_with_how_to_get_it(monkeypatch, tmp_path):

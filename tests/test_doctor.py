@@ -17,7 +17,7 @@ def test_two_ranks_collect_and_every_row_is_proven(capsys):
 def test_what_is_missing_is_named_with_the_way_to_get_it_and_is_no_failure(capsys, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert cli.main(["doctor"]) == 0
-    there, missing = capsys.readouterr().out.split("missing, if you want it")
+    there, missing = capsys.readouterr().out.split("optional, not found")
     for name, advice in {
         "links": "root or user namespaces",
         "containers": "containers/get-apptainer",
@@ -29,7 +29,7 @@ def test_what_is_missing_is_named_with_the_way_to_get_it_and_is_no_failure(capsy
 
 def test_what_is_there_is_not_missing(capsys):
     assert cli.main(["doctor"]) == 0
-    there, _, missing = capsys.readouterr().out.partition("missing, if you want it")
+    there, _, missing = capsys.readouterr().out.partition("optional, not found")
     assert "Snakemake 9." in there and "gloo" in there
     assert "workflow" not in missing
 
@@ -41,5 +41,5 @@ def test_a_port_in_use_is_told(capsys):
         port = taken.getsockname()[1]
         assert cli.main(["doctor", "--multi_gpu", "--master_port", str(port)]) == 1
     captured = capsys.readouterr()
-    assert "failed       2 ranks collect 16 gradients" in captured.out
+    assert "failed       collect 16 gradients on 2 ranks" in captured.out
     assert str(port) in captured.err

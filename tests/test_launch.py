@@ -173,7 +173,7 @@ def test_a_port_in_use_is_named(tmp_path, launcher):
         port = str(taken.getsockname()[1])
         ended = launch(tmp_path, {}, "--master_port", port, launcher=launcher)
     assert ended.returncode == 2
-    assert f"--master_port {port}" in ended.stderr and "Give another port" in ended.stderr
+    assert f"--master_port {port}" in ended.stderr and "Use another port" in ended.stderr
     assert ended.stderr.count("\n") == 1 and not started(tmp_path)
 
 
@@ -202,7 +202,7 @@ def test_a_second_attempt_at_a_fault_runs(tmp_path):
         (["--nodes", "0"], "--nodes is 0; it must be at least 1."),
         (["--launcher", "fork", "--link", "10mbit"], "--launcher fork starts ranks on the CPU of one machine"),
         (["--nodes", "2"], "--launcher spawn supports one machine only"),
-        (["--nodes", "2", "--launcher", "torchrun"], "no Slurm job"),
+        (["--nodes", "2", "--launcher", "torchrun"], "not a Slurm job"),
         (["--nodes", "2", "--launcher", "torchrun", "--link", "10mbit"], "within one machine"),
     ],
 )
@@ -288,7 +288,7 @@ def test_a_rank_that_others_waited_for_in_vain_hung_unless_it_was_killed():
     waited = {0: told(3, 1.0, lost_peer=True, timed_out=True)}
     cause = first_cause(Ended({0: 3, 1: -9}), waited)
     assert (cause.rank, cause.exit_code) == (1, 3)
-    assert "rank 1: hung: rank 0 waited for it in vain (code 3.)" in str(cause)
+    assert "rank 1: hung: rank 0 timed out waiting for it (code 3.)" in str(cause)
     lost = {0: told(3, 1.0, lost_peer=True)}
     assert "was killed by SIGKILL" in str(first_cause(Ended({0: 3, 1: -9}), lost))
 

@@ -148,5 +148,5 @@ def test_no_permission_is_told(tmp_path):
     environment = CLEAN | {"PATH": f"{folder}:{os.environ['PATH']}"}
     done = subprocess.run(command(tmp_path, {}, "--link", "1gbit"), env=environment, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "allows no network namespaces" in done.stderr
+    assert "does not permit network namespaces" in done.stderr
     assert "Operation not permitted" in done.stderr

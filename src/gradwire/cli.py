@@ -1,9 +1,8 @@
-"""The command line: one verb per step of the DAG. Arguments in, function called; no work of its own.
+"""The command line: one verb per step of the DAG. Parses arguments and calls the verb.
 
-A verb is a module with ``arguments(parser)`` and ``main(args)``, and where they apply ``preflight(args)`` (what can be
-checked before any rank starts), ``beside(args)`` (the folder of its outputs, where ``<verb>.failed.json`` goes) and
-``PRELOAD`` (what each rank imports and takes long, which `launch` imports once).
-Those modules keep their heavy imports inside their functions, so that ``gradwire --help`` and Snakemake stay quick.
+A verb is a module with ``arguments(parser)`` and ``main(args)``, and optionally ``preflight(args)`` (checks before any
+rank starts), ``beside(args)`` (the output folder, for ``<verb>.failed.json``) and ``PRELOAD`` (slow imports of each
+rank, which `launch` imports once). Heavy imports are inside functions to keep ``gradwire --help`` and Snakemake fast.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from gradwire.launch import keeper
 
 
 class Verb(NamedTuple):
-    """Where a verb lives and the line that ``--help`` shows."""
+    """A verb's module and its line in ``--help``."""
 
     module: str
     help: str
@@ -44,44 +43,46 @@ class Verb(NamedTuple):
 VERBS = {
     "init": Verb("gradwire.init", "write a configuration with every field, its default and its meaning"),
     "download": Verb("gradwire.data.download", "fetch or extract a corpus as a JSON array of id, title, text"),
-    "tokenize": Verb("gradwire.data.tokenize", "train or take a tokenizer and write token shards"),
-    "launch": Verb("gradwire.launch.launch", "check a verb's input, then run it on several ranks"),
+    "tokenize": Verb("gradwire.data.tokenize", "train or load a tokenizer and write token shards"),
+    "launch": Verb("gradwire.launch.launch", "check a verb's input and run it on several ranks"),
     "train": Verb("gradwire.training.train", "train a GPT-2 model under a compressor and a strategy"),
     "trace": Verb("gradwire.measurement.trace", "read a run's profiler traces into profile.json"),
-    "perplexity": Verb("gradwire.training.perplexity", "token-weighted perplexity of a saved model"),
+    "perplexity": Verb("gradwire.training.perplexity", "compute the token-weighted perplexity of a saved model"),
     "generate": Verb("gradwire.models.generate", "continue a prompt with a saved model"),
-    "grads collect": Verb("gradwire.gradients.collect", "projected per-sample gradients with their sample ids"),
+    "grads collect": Verb("gradwire.gradients.collect", "collect projected per-sample gradients with their sample ids"),
     "grads aggregate": Verb("gradwire.gradients.aggregate", "merge the ranks' gradients into one matrix"),
-    "grads validate": Verb("gradwire.gradients.validate", "prove that row i belongs to id i"),
-    "grads influence": Verb("gradwire.gradients.influence", "training samples by their effect on validation samples"),
+    "grads validate": Verb("gradwire.gradients.validate", "check that row i is the gradient of sample id i"),
+    "grads influence": Verb(
+        "gradwire.gradients.influence", "rank training samples by their influence on validation samples"
+    ),
     "grads run": Verb("gradwire.gradients.run", "collect, aggregate and validate in one call"),
-    "norms": Verb("gradwire.gradients.norms", "the norm of every sample's gradient"),
-    "compressors": Verb("gradwire.compressors.listing", "every compressor with its options"),
-    "bench compressors": Verb("gradwire.compressors.bench", "time every compressor against the memory's speed"),
-    "predict": Verb("gradwire.report.predict", "step times and crossovers at any world size and bandwidth"),
-    "doctor": Verb("gradwire.doctor", "what this machine offers, and whether several ranks work on it"),
-    "report": Verb("gradwire.report.page", "one page of figures and tables over all runs of an experiment"),
-    "compare": Verb("gradwire.report.compare", "how two experiments differ, paired by seed, and with which test"),
+    "norms": Verb("gradwire.gradients.norms", "compute the norm of every sample's gradient"),
+    "compressors": Verb("gradwire.compressors.listing", "list compressors and their options"),
+    "bench compressors": Verb("gradwire.compressors.bench", "time every compressor and compare with memory bandwidth"),
+    "predict": Verb("gradwire.report.predict", "predict step times and crossovers at any world size and bandwidth"),
+    "doctor": Verb("gradwire.doctor", "show what this machine supports, and test several ranks on it"),
+    "report": Verb("gradwire.report.page", "write a page of figures and tables over all runs of an experiment"),
+    "compare": Verb("gradwire.report.compare", "compare two experiments, paired by seed, with statistical tests"),
     "completion": Verb("gradwire.completion", "complete verbs and flags in bash, fish or zsh"),
-    "status": Verb("gradwire.report.status", "which runs are done, running, failed or to come, and how long is left"),
-    "summarize": Verb("gradwire.report.summarize", "one table over all runs of an experiment"),
+    "status": Verb("gradwire.report.status", "show which runs are done, running, failed or pending, and the time left"),
+    "summarize": Verb("gradwire.report.summarize", "write one table over all runs of an experiment"),
 }
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows the defaults that say something."""
+    """Shows defaults other than None and False."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        """The help of an option, with its default unless that is None or False."""
+        """Return the help of an option with its default, if shown."""
         silent = action.default is None or action.default is False
         return action.help if silent else super()._get_help_string(action)
 
 
 def verb_of(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Split a command into its verb (one word or two) and the verb's arguments.
+    """Split a command into its verb (one or two words) and the verb's arguments.
 
     Raises:
-        BadInput: If there is no such verb.
+        BadInput: If the verb is unknown.
     """
     for length in (2, 1):
         name = " ".join(words[:length])
@@ -94,7 +95,7 @@ def parse(words: Sequence[str]) -> tuple[str, ModuleType, argparse.Namespace]:
     """Parse a whole command into its verb, the verb's module and its arguments.
 
     Raises:
-        BadInput: If there is no such verb, or an argument is not text.
+        BadInput: If the verb is unknown, or an argument is not valid UTF-8.
     """
     check_words(words)
     name, rest = verb_of(words)
@@ -110,16 +111,16 @@ def parse(words: Sequence[str]) -> tuple[str, ModuleType, argparse.Namespace]:
         "--attempt",
         type=COUNT,
         default=1,
-        help="above 1, do not try again what ended by bad input (Snakemake's attempt)",
+        help="Snakemake's attempt; above 1, do not retry after bad input",
     )
-    parser.add_argument("--debug", action="store_true", help="after a failure, show where in the program it happened")
+    parser.add_argument("--debug", action="store_true", help="on failure, show the traceback")
     args = parser.parse_args(rest)
     args.parser, args.parse = parser, parse  # for `launch`, whose argument is another command
     return name, module, args
 
 
 def main(words: Sequence[str]) -> int:
-    """Run a command and return its exit code; a failure is told once and written beside the verb's outputs."""
+    """Run a command and return its exit code; a failure is printed once and written beside the verb's outputs."""
     program = "gradwire"
     folder = None
     try:
@@ -135,15 +136,15 @@ def main(words: Sequence[str]) -> int:
         check_numbers(args)
         code = module.main(args) or DONE
     except (Exception, KeyboardInterrupt) as error:
-        if report_rank_failure(error):  # `launch` tells it, once for all ranks
+        if report_rank_failure(error):  # `launch` reports it once for all ranks
             return exit_code(error)
         if isinstance(error, BrokenPipeError) and reader_left() and folder is None:
-            return FAULT  # such as `| head`, which has what it wanted
-        if "--debug" in words:  # also where they could not be parsed, and for a verb that `launch` runs
+            return FAULT  # such as `| head`
+        if "--debug" in words:  # also if parsing failed, and for a verb that `launch` runs
             sys.stderr.write(where(error))
         print(f"{program}: {reason(error)}", file=sys.stderr)
         if unexpected(error) and "--debug" not in words:
-            print("gradwire did not expect this: --debug shows where it happened.", file=sys.stderr)
+            print("Unexpected error: rerun with --debug for the traceback.", file=sys.stderr)
         if folder is not None:
             write_failure(folder, name, error)
         return exit_code(error)
@@ -153,7 +154,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def reader_left() -> bool:
-    """Whether whoever read our standard output is gone; then what is left for it goes nowhere."""
+    """Whether the reader of standard output is gone; if so, discard further output."""
     output = select.poll()
     output.register(sys.stdout, 0)  # errors are always reported
     gone = any(event & select.POLLERR for _, event in output.poll(0))
@@ -167,9 +168,9 @@ def usage() -> str:
     width = max(map(len, VERBS))
     lines = "\n".join(f"  {name:<{width}}  {verb.help}" for name, verb in VERBS.items())
     return (
-        f"gradwire {__version__}: what gradients cost on the wire, what compressing them buys, what it takes away\n\n"
-        f"usage: gradwire VERB [options]     `gradwire VERB --help` documents each option\n\nverbs:\n{lines}\n\n"
-        "exit codes: 0 done, 1 a check failed, 2 bad input, 3 a fault in the run, 75 stopped and resumable"
+        f"gradwire {__version__}: a benchmark and library for gradient compression in data-parallel training\n\n"
+        f"usage: gradwire VERB [options]     `gradwire VERB --help` lists a verb's options\n\nverbs:\n{lines}\n\n"
+        "exit codes: 0 success, 1 check failed, 2 bad input, 3 run failed, 75 stopped and resumable"
     )
 
 
@@ -182,6 +183,6 @@ def entry() -> NoReturn:
     sys.stderr.flush()
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
-        os._exit(code)  # a process group that a failure left standing would wait for its peers when it is destroyed
-    gc.freeze()  # what is left goes with the process; a last collection among torch's modules takes a second
+        os._exit(code)  # destroying a process group after a failure would wait for peers
+    gc.freeze()  # skip the final garbage collection, which takes a second with torch
     sys.exit(code)

@@ -1,7 +1,6 @@
-"""The verb ``completion``: a script that completes verbs, flags and their values in a shell.
+"""The verb ``completion``: prints a shell script that completes verbs, flags and their values.
 
-It stands above the command line, whose verbs it lists; `shtab` writes the script from their parsers. The script itself
-starts no Python, so a key press costs nothing.
+`shtab` generates the script from the parsers of all verbs. The script does not start Python, so completion is instant.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from gradwire.cli import VERBS
 from gradwire.errors import BadInput
 from gradwire.flags import CHECKS, output_folder
 
-SHELLS = ("bash", "fish", "zsh")  # shtab's script for tcsh knows no flags of verbs
-EXAMPLES = """where to put it:
+SHELLS = ("bash", "fish", "zsh")  # shtab's script for tcsh does not complete flags of verbs
+EXAMPLES = """installation:
   bash   gradwire completion bash > ~/.local/share/bash-completion/completions/gradwire
   zsh    gradwire completion zsh > ~/.zfunc/_gradwire     with fpath+=~/.zfunc before compinit in ~/.zshrc
   fish   gradwire completion fish > ~/.config/fish/completions/gradwire.fish"""
@@ -25,7 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Define the verb's arguments."""
     parser.epilog = EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("shell", choices=SHELLS, help="the shell that is to read the script")
+    parser.add_argument("shell", choices=SHELLS, help="the shell to write the script for")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -57,7 +56,7 @@ def script(shell: str) -> str:
 
 
 def every_verb() -> argparse.ArgumentParser:
-    """All verbs as one parser, those of two words below their first word."""
+    """One parser for all verbs; verbs of two words are nested."""
     parser = argparse.ArgumentParser(prog="gradwire", allow_abbrev=False)
     below = {"": parser.add_subparsers()}
     for name, verb in VERBS.items():
@@ -70,12 +69,12 @@ def every_verb() -> argparse.ArgumentParser:
 
 
 def group_help(group: str) -> str:
-    """What verbs with this first word there are."""
+    """The verbs that start with this word."""
     return ", ".join(name.removeprefix(f"{group} ") for name in VERBS if name.startswith(f"{group} "))
 
 
 def actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Every argument of a parser and of those below it."""
+    """Every argument of a parser and its subparsers."""
     for action in parser._actions:
         yield action
         if isinstance(action, argparse._SubParsersAction):

@@ -1,4 +1,4 @@
-"""The verb ``doctor``: what this machine offers, what is missing and how to get it, and whether ranks work here."""
+"""The verb ``doctor``: shows what this machine supports and what is missing, and tests ranks on it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANKS, SAMPLES, DIM = 2, 16, 64
 
 
 class Finding(NamedTuple):
-    """What was looked for, what is there, and how to get it where it is not."""
+    """What was checked, what was found, and how to install it if it is missing."""
 
     name: str
     told: str
@@ -34,23 +34,23 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--multi_gpu",
         action="store_true",
-        help=f"collect {SAMPLES} samples' gradients on {RANKS} ranks, and check devices, port and pairing",
+        help=f"collect the gradients of {SAMPLES} samples on {RANKS} ranks, and check devices, port and sample ids",
     )
-    parser.add_argument("--master_port", type=PORT, default=0, help="the port to try; 0 takes a free one")
+    parser.add_argument("--master_port", type=PORT, default=0, help="port to try; 0 picks a free one")
     parser.add_argument("--launcher", choices=(FORK, *LAUNCHERS), help="how ranks are started")
 
 
 def main(args: argparse.Namespace) -> None:
-    """Print what is there; with ``--multi_gpu`` run a collection from end to end.
+    """Print what was found; with ``--multi_gpu`` collect gradients from end to end.
 
     Raises:
-        CheckFailed: If a step of it does not work, with what it said.
+        CheckFailed: If a step fails, with its message.
     """
     found = list(findings())
     for name, told, _ in found:
         print(f"{name:<12} {told}")
     if missing := [finding for finding in found if finding.advice]:
-        print("\nmissing, if you want it")
+        print("\noptional, not found")
         for name, _, advice in missing:
             print(f"  {name:<12} {advice}")
     if args.multi_gpu:
@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def findings() -> Iterator[Finding]:
-    """All of them, in the order in which they are told."""
+    """Yield all findings in the order of output."""
     import torch
 
     from gradwire import __version__
@@ -86,14 +86,16 @@ def gpus() -> Finding:
     if names:
         return Finding("GPUs", f"{len(names)}: " + ", ".join(dict.fromkeys(names)))
     if not Path("/proc/driver/nvidia").is_dir():
-        return Finding("GPUs", "no: no NVIDIA driver here", "a machine with one; everything runs on the CPU, slower.")
+        return Finding(
+            "GPUs", "no: no NVIDIA driver", "a machine with an NVIDIA GPU; everything also runs on the CPU, slower."
+        )
     if torch.version.cuda is None:
-        return Finding("GPUs", f"no: torch {torch.__version__} knows no CUDA", "`pip install torch` as built for CUDA.")
-    return Finding("GPUs", "no: torch sees none", "look at `nvidia-smi` and at CUDA_VISIBLE_DEVICES.")
+        return Finding("GPUs", f"no: torch {torch.__version__} is built without CUDA", "`pip install torch` with CUDA.")
+    return Finding("GPUs", "no: torch finds none", "check `nvidia-smi` and CUDA_VISIBLE_DEVICES.")
 
 
 def backends() -> Finding:
-    """The backends of collectives that can be used, the one that is taken first."""
+    """The usable collective backends, the default first."""
     import torch.distributed as dist
 
     from gradwire.collectives.world import detect_gpus
@@ -103,7 +105,7 @@ def backends() -> Finding:
 
 
 def shaped_links() -> Finding:
-    """Whether ranks can be joined by links of a given rate."""
+    """Whether ranks can be connected by links of a given rate."""
     from gradwire.launch import links
 
     offer = links.probe()
@@ -113,21 +115,21 @@ def shaped_links() -> Finding:
 
 
 def workflow() -> Finding:
-    """Snakemake."""
+    """Whether Snakemake is installed."""
     try:
         return Finding("workflow", f"Snakemake {version('snakemake')}")
     except PackageNotFoundError:
-        return Finding("workflow", "no: no Snakemake beside this Python", "`pip install 'gradwire[workflow]'`.")
+        return Finding("workflow", "no: Snakemake is not installed", "`pip install 'gradwire[workflow]'`.")
 
 
 def containers() -> Finding:
-    """Apptainer, and the images that the checkout's recipe and locks ask for."""
+    """Apptainer, and the images of this checkout's recipe and locks."""
     from gradwire.image import CONTAINERS, VARIANTS, check_apptainer, image_file
 
     try:
         check_apptainer()
     except BadInput as error:
-        return Finding("containers", "no: no Apptainer", str(error).partition(". ")[2])
+        return Finding("containers", "no: Apptainer is not installed", str(error).partition(". ")[2])
     apptainer = _says("apptainer", "--version")
     if not CONTAINERS.is_dir():
         return Finding("containers", f"{apptainer}, no checkout", "images are built in a checkout of gradwire.")
@@ -140,21 +142,23 @@ def containers() -> Finding:
 
 
 def slurm() -> Finding:
-    """Slurm's client, Snakemake's plugin for it, and whether a cluster answers."""
+    """Slurm's client, Snakemake's plugin for it, and whether a cluster responds."""
     if shutil.which("sbatch") is None:
         return Finding("Slurm", "no: no sbatch", "a cluster's login node (docs/clusters.md).")
     try:
         version("snakemake-executor-plugin-slurm")
     except PackageNotFoundError:
-        return Finding("Slurm", "no: Snakemake has no plugin for it", "`pip install 'gradwire[slurm]'`.")
+        return Finding("Slurm", "no: Snakemake's plugin is not installed", "`pip install 'gradwire[slurm]'`.")
     told = _says("sinfo", "--noheader", "--format=%R: %D nodes")
     if not told:
-        return Finding("Slurm", "no: sbatch is here, no cluster answers", "a cluster's login node (docs/clusters.md).")
+        return Finding(
+            "Slurm", "no: sbatch is installed, but no cluster responds", "a cluster's login node (docs/clusters.md)."
+        )
     return Finding("Slurm", told)
 
 
 def _says(*command: str) -> str:
-    """What a command prints, on one line; empty where it fails or does not answer soon."""
+    """A command's output on one line; empty if it fails or times out."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
     except (OSError, subprocess.SubprocessError):
@@ -163,15 +167,15 @@ def _says(*command: str) -> str:
 
 
 def multi_gpu(args: argparse.Namespace) -> None:
-    """Two ranks on a corpus and a model made up here.
+    """Collect gradients on two ranks with a generated corpus and model.
 
     Raises:
-        CheckFailed: If a step does not work.
+        CheckFailed: If a step fails.
     """
     from gradwire.collectives.world import detect_gpus
 
     if detect_gpus() < RANKS:
-        print(f"{detect_gpus()} GPUs for {RANKS} ranks: they share what there is, over gloo")
+        print(f"{detect_gpus()} GPUs for {RANKS} ranks: ranks share devices and use gloo")
     with tempfile.TemporaryDirectory(prefix="gradwire-doctor-") as folder:
         run = Path(folder) / "run"
         collect = ["grads", "collect", "--model_dir", f"{folder}/final_model", "--data_path", f"{folder}/shards"]
@@ -183,20 +187,20 @@ def multi_gpu(args: argparse.Namespace) -> None:
             _, module, own = args.parse(words)
             module.main(own)
 
-        step("a model and its data", lambda: make(Path(folder)))
-        step(f"{RANKS} ranks collect {SAMPLES} gradients", lambda: verb([*launch, *collect]))
-        step("their rows are merged", lambda: verb(["grads", "aggregate", "--base_path", str(run), "--dim", str(DIM)]))
+        step("create a model and data", lambda: make(Path(folder)))
+        step(f"collect {SAMPLES} gradients on {RANKS} ranks", lambda: verb([*launch, *collect]))
+        step("merge their rows", lambda: verb(["grads", "aggregate", "--base_path", str(run), "--dim", str(DIM)]))
         step(
-            "every row is its sample's",
+            "check every row's sample",
             lambda: verb(["grads", "validate", "--output_dir", str(run), "--recompute", "4"]),
         )
 
 
 def step(told: str, work: Callable[[], None]) -> None:
-    """Do a step and say how it went.
+    """Run a step and print the result.
 
     Raises:
-        CheckFailed: If it failed.
+        CheckFailed: If it fails.
     """
     try:
         work()
@@ -207,7 +211,7 @@ def step(told: str, work: Callable[[], None]) -> None:
 
 
 def make(folder: Path) -> None:
-    """A small corpus with its shards, and an untrained model."""
+    """Create a small corpus with its shards, and an untrained model."""
     from gradwire.data.tokenization import tokenize
     from gradwire.data.tokenizer import load
     from gradwire.files import write_json

@@ -1,6 +1,6 @@
-"""The container image that rules run in: its name follows from its recipe and locks, so another image is another file.
+"""The container image that rules run in. Its file name has a digest of its recipe and locks.
 
-The image holds what gradwire needs, not gradwire: jobs in it import the checkout's own ``src/``.
+The image holds gradwire's dependencies, not gradwire: jobs import the checkout's ``src/``.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from gradwire.files import digest, sha256_file
 
 CONTAINERS = Path(__file__).parents[2] / "containers"
 VARIANTS = ("cpu", "cuda")
-RECIPE = ("gradwire.def", "rootfs", "check.py")  # every file that decides what is in an image, but for the locks
-# What jobs in an image see of the variables around it. Snakemake's numbers of threads are in profiles/container.
+RECIPE = ("gradwire.def", "rootfs", "check.py")  # every file that determines an image, besides the locks
+# The host's environment variables that jobs in an image see. profiles/container sets Snakemake's numbers of threads.
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "NVIDIA_", "NCCL_", "GLOO_", "SLURM_", "GRADWIRE_", "HF_")
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
-CROSSING = (*VARIABLES, *PROXIES)  # names, and beginnings of names
+CROSSING = (*VARIABLES, *PROXIES)  # names and prefixes
 OWN = ("GRADWIRE_IMAGE",)  # set by the image itself
 
 
 class Package(NamedTuple):
-    """A line of ``lock/debian.txt``: a Debian package that goes into an image."""
+    """A Debian package of an image: a line of ``lock/debian.txt``."""
 
     name: str
     version: str
@@ -33,19 +33,19 @@ class Package(NamedTuple):
 
 
 def variant_for(device: str) -> str:
-    """The image for ``training.device``. With ``auto`` no GPU is asked for, so that is ``cpu`` too."""
+    """The image variant for ``training.device``; ``auto`` requests no GPU, so it is ``cpu`` too."""
     return "cuda" if device == "cuda" else "cpu"
 
 
 def packages(variant: str, folder: Path = CONTAINERS) -> list[Package]:
-    """The Debian packages of an image, as locked."""
+    """The locked Debian packages of an image."""
     lines = (folder / "lock" / "debian.txt").read_text().splitlines()
     locked = [Package(*line.split()) for line in lines if line and not line.startswith("#")]
     return [package for package in locked if variant in package.variants.split(",")]
 
 
 def inputs(variant: str, folder: Path = CONTAINERS) -> dict[str, str]:
-    """Digests of all that decides what is in an image: its recipe, its Debian packages, its wheels."""
+    """Digests of all that determines an image: its recipe, Debian packages and wheels."""
     recipe = {name: sha256_file(folder / name) for name in RECIPE}
     debian = [package[:3] for package in packages(variant, folder)]
     return {
@@ -61,19 +61,19 @@ def image_name(variant: str, folder: Path = CONTAINERS) -> str:
 
 
 def image_file(variant: str, folder: Path = CONTAINERS) -> Path:
-    """Where ``make image`` puts an image and the rules look for it."""
+    """The file that ``make image`` writes and the rules use."""
     return folder / "images" / f"{image_name(variant, folder)}.sif"
 
 
 def check_apptainer() -> None:
-    """Check that there is an Apptainer.
+    """Check that Apptainer is installed.
 
     Raises:
-        BadInput: If there is none, with how to get it.
+        BadInput: If not; the message says how to install it.
     """
     if shutil.which("apptainer") is None:
         raise BadInput(
-            "Apptainer is missing. On Debian 12 `containers/get-apptainer` installs it (as root); elsewhere it is the "
+            "Apptainer is not installed. On Debian 12, run `containers/get-apptainer` as root; elsewhere, install the "
             "distribution's package `apptainer`. On a cluster it is often a module."
         )
 
@@ -82,25 +82,25 @@ def check_image(variant: str, folder: Path = CONTAINERS) -> None:
     """Check that rules can run in an image.
 
     Raises:
-        BadInput: If there is no Apptainer or no such image, with how to get it.
+        BadInput: If Apptainer or the image is missing; the message says how to get it.
     """
     check_apptainer()
     file = image_file(variant, folder)
     if not file.is_file():
         others = ", ".join(sorted(found.name for found in file.parent.glob(f"gradwire-{variant}-*.sif")))
         raise BadInput(
-            f"there is no {file}: run `make image VARIANT={variant}`."
-            + (f" Images of other recipes or locks are here: {others}." if others else "")
+            f"{file} is missing: run `make image VARIANT={variant}`."
+            + (f" Found images of other recipes or locks: {others}." if others else "")
         )
 
 
 def crossing(variables: Mapping[str, str], source: Path, *, gpus: bool = False) -> dict[str, str]:
-    """Variables that tell Apptainer what jobs see of the world around their image.
+    """Environment variables that make Apptainer pass the host's variables and source to jobs.
 
     Args:
-        variables: The environment; of it, what ``CROSSING`` names or begins.
-        source: The folder that holds the package, which jobs import from there.
-        gpus: Whether jobs need the host's driver.
+        variables: The host's environment; only variables in ``CROSSING`` are passed.
+        source: The folder with the package, which jobs import.
+        gpus: Whether jobs need the host's GPU driver.
     """
     seen = {name: value for name, value in variables.items() if name.startswith(CROSSING) and name not in OWN}
     binds = [bind for bind in variables.get("APPTAINER_BIND", "").split(",") if bind and bind != str(source)]

@@ -1,4 +1,4 @@
-"""The verb ``init``: a configuration with every field, its default and what it means, to be changed by hand."""
+"""The verb ``init``: writes a configuration with every field, its default and its meaning."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from gradwire.parsing import parse_yaml
 HEAD = """\
 # An experiment. Run it with `make run CONFIG={file}`, or
 #     snakemake --cores all --configfile {file}
-# Every field stands here with its default; what is commented out has none, or is off.
+# Every field with its default; fields without a default, or off by default, are commented out.
 name: {name} # {says}
 model: tiny # {model}
 dataset:
 {dataset}
 training:
 {training}
-# Each label is a cell: a method of `gradwire compressors` (by default the label), its options, and the reducer's.
+# Each label is a cell: a method of `gradwire compressors` (default: the label), its options, and the reducer's.
 compressors:
-  none: {{}} # the framework untouched in float32: what all others are compared with
+  none: {{}} # the framework's own float32 reduction: the baseline
   int8: {{}}
   # topk10: {{method: topk, density: 0.1, error_feedback: true}}
-# One product, or a list of them whose union is run.
+# One product, or a list of products whose union is run.
 grid:
   strategies: [fsdp2] # naive, bucket, ddp, fsdp1, fsdp2
   world_sizes: [2] # ranks
@@ -47,19 +47,19 @@ grid:
 
 
 def arguments(parser: ArgumentParser) -> None:
-    """Declare the verb's flags."""
+    """Define the verb's flags."""
     parser.add_argument("--output", type=output_file, default=Path("experiment.yaml"), help="the file to write")
     parser.add_argument("--name", default="experiment", help="the experiment's name: its folder under results/")
 
 
 def main(args: Namespace) -> None:
-    """Write the file, and tell what to do with it.
+    """Write the file and print the next command.
 
     Raises:
-        BadInput: If the file exists, or the name is none.
+        BadInput: If the file exists, or the name is invalid.
     """
     if args.output.exists():
-        raise BadInput(f"{args.output} exists and is left as it is; give another --output.")
+        raise BadInput(f"{args.output} already exists; give another --output.")
     text = template(args.name, args.output)
     check(text)
     write_text(args.output, text)
@@ -67,7 +67,7 @@ def main(args: Namespace) -> None:
 
 
 def check(text: str) -> None:
-    """See that it is an experiment.
+    """Check that ``text`` is a valid experiment.
 
     Raises:
         BadInput: If it is not.
@@ -76,7 +76,7 @@ def check(text: str) -> None:
 
 
 def template(name: str, file: Path) -> str:
-    """The configuration of an experiment of this name."""
+    """The configuration text of an experiment with this name."""
     fields = Experiment.model_fields
     return HEAD.format(
         file=file,
@@ -90,7 +90,7 @@ def template(name: str, file: Path) -> str:
 
 
 def commented(model: type[BaseModel]) -> str:
-    """A line for each field that is described: its default, what it means, what else it takes."""
+    """One line per field with a description: its default, meaning and choices."""
     lines = []
     for name, field in model.model_fields.items():
         if field.description is None:
@@ -102,7 +102,7 @@ def commented(model: type[BaseModel]) -> str:
 
 
 def _choices(field: FieldInfo) -> str:
-    """The values of a literal, unless its description names them."""
+    """The choices of a literal, as text."""
     values: Any = get_args(field.annotation) if get_origin(field.annotation) is not None else ()
     named = [value for value in values if isinstance(value, str)]
     return f" ({', '.join(named)})" if named else ""

@@ -217,7 +217,7 @@ def test_kill_9_while_collecting_and_while_aggregating(lab, tmp_path, table):
 # -------------------------------------------------------------------------------------------------- a rank hangs
 def assert_hung(ended: Ended) -> None:
     assert ended.code == 3
-    assert ended.last.startswith("gradwire launch: rank 1: hung: rank 0 waited for it in vain (")
+    assert ended.last.startswith("gradwire launch: rank 1: hung: rank 0 timed out waiting for it (")
     assert ended.last.endswith("it was ended.")
 
 

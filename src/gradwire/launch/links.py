@@ -1,11 +1,10 @@
-"""Links of a chosen rate between the ranks of one machine: ``gradwire launch --link 100mbit``.
+"""Links of a given rate between the ranks of one machine: ``gradwire launch --link 100mbit``.
 
-Each rank gets a network namespace of its own. Its one interface is joined by a veth pair to a bridge, the switch, and
-both ends of the pair are shaped by ``tc tbf``: a full-duplex cable of that rate to each rank.
+Each rank has its own network namespace with one interface. A veth pair connects it to a bridge, the switch, and
+``tc tbf`` shapes both ends of the pair: a full-duplex cable of that rate to each rank.
 
-First of all the launcher moves into a network and a mount namespace of its own (where it is not root, in a user
-namespace too) and builds everything in there. So nothing has to be torn down: the kernel does it with the last process
-inside, however that ends, and no testbed can be left over. Nothing outside is changed.
+The launcher first moves to a new network and mount namespace (without root, also a user namespace) and builds the
+testbed there. The kernel removes it when the last process inside exits, however that exits. Nothing outside changes.
 """
 
 from __future__ import annotations
@@ -24,15 +23,15 @@ from typing import NamedTuple
 from gradwire.errors import BadInput, RunFault
 from gradwire.units import bits_per_second
 
-LINK, INTERFACE = "GRADWIRE_LINK", "GRADWIRE_INTERFACE"  # tell a rank its link and its interface
-INSIDE = "GRADWIRE_TESTBED"  # set where the launcher has moved already
+LINK, INTERFACE = "GRADWIRE_LINK", "GRADWIRE_INTERFACE"  # a rank's link and network interface
+INSIDE = "GRADWIRE_TESTBED"  # set once the launcher has moved
 TOOLS = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "tc": "iproute2"}
 WAYS: tuple[list[str], ...] = ([], ["--user", "--map-root-user"])  # as root, and rootless
 DEVICE = "eth0"  # in each rank's namespace
 SWITCH, FIRST = IPv4Address("10.231.255.254"), IPv4Address("10.231.0.1")
-PORT = 29500  # free in a namespace that is empty
-BURST = 16_000  # bytes that may leave a cable's end at once, at least
-LARGEST_BURST = 2**31  # tc counts them in 32 bits
+PORT = 29500  # free in an empty namespace
+BURST = 16_000  # the smallest burst, in bytes
+LARGEST_BURST = 2**31  # tc counts bytes in 32 bits
 TRY = """
 ip link add switch type bridge
 ip link add port type veth peer name eth0
@@ -42,12 +41,12 @@ unshare --net true
 
 
 class Offer(NamedTuple):
-    """What this machine can do.
+    """Support for links on this machine.
 
     Attributes:
-        way: Options of ``unshare`` that are allowed here; None if none are.
-        reason: Why there can be no link; empty if there can.
-        delay: Whether the kernel could add a delay (``netem``), beside the rate.
+        way: Permitted options of ``unshare``; None if links are not supported.
+        reason: Why links are not supported; empty if they are.
+        delay: Whether the kernel also supports delays (``netem``).
     """
 
     way: list[str] | None
@@ -56,7 +55,7 @@ class Offer(NamedTuple):
 
 
 def probe() -> Offer:
-    """Try, in namespaces that are gone afterwards, what a testbed needs."""
+    """Try what a testbed needs, in temporary namespaces."""
     missing = [f"{tool} ({package})" for tool, package in TOOLS.items() if shutil.which(tool) is None]
     if missing:
         return Offer(None, f"{', '.join(missing)} not installed", False)
@@ -76,10 +75,10 @@ def _inside(way: Sequence[str], script: str) -> subprocess.CompletedProcess[str]
 
 
 def enter(link: str) -> None:
-    """Move this process into namespaces of its own; it starts anew in there and comes here a second time.
+    """Restart this process in its own namespaces; return at once if it is already there.
 
     Raises:
-        BadInput: If ``link`` is no rate, or namespaces are not allowed here.
+        BadInput: If ``link`` is an invalid rate, or namespaces are not permitted here.
     """
     bits_per_second(link)
     if INSIDE in os.environ:
@@ -87,10 +86,10 @@ def enter(link: str) -> None:
     offer = probe()
     if offer.way is None:
         raise BadInput(
-            f"--link {link}: this machine allows no network namespaces of our own ({offer.reason}); run it as root, or "
-            "where user namespaces are allowed, or leave --link out."
+            f"--link {link}: this machine does not permit network namespaces ({offer.reason}); run as root or "
+            "where user namespaces are permitted, or omit --link."
         )
-    delay = "netem adds a delay" if offer.delay else "this kernel has no netem, so no delay could be added"
+    delay = "netem is available for delays" if offer.delay else "without netem in this kernel, no delays"
     how = "user namespace" if offer.way else "root"
     print(f"gradwire launch: links of {link} by tc tbf ({how}; {delay})", file=sys.stderr, flush=True)
     sys.stdout.flush()
@@ -99,12 +98,12 @@ def enter(link: str) -> None:
 
 
 class Testbed:
-    """Ranks in namespaces of their own, joined by a switch.
+    """Ranks in separate network namespaces, connected by a switch.
 
     Args:
         link: The rate of each rank's cable.
         world_size: Number of ranks.
-        folder: Where the namespaces' files go.
+        folder: The folder for the namespaces' files.
     """
 
     def __init__(self, link: str, world_size: int, folder: Path) -> None:
@@ -118,7 +117,7 @@ class Testbed:
             self._add(rank)
 
     def _add(self, rank: int) -> None:
-        """A rank's namespace and its cable."""
+        """Create a rank's namespace and cable."""
         namespace, port = self.folder / f"rank{rank}", f"port{rank}"
         namespace.touch()
         inside = f"nsenter --net={namespace}"
@@ -132,40 +131,40 @@ class Testbed:
         _run(f"{inside} tc qdisc add dev {DEVICE} root {shaping(self.link)}")
 
     def command(self, words: Sequence[str]) -> list[str]:
-        """The command line that runs ``words`` in its rank's namespace; the variable RANK says which that is."""
+        """The command line that runs ``words`` in the namespace of the rank in the variable RANK."""
         return ["sh", "-c", 'exec nsenter --net="$0/rank$RANK" "$@"', str(self.folder), *words]
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables that ranks need: what they run on, and which interface is theirs."""
+        """Environment variables of the ranks: the link and the network interface."""
         interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), DEVICE)
         return {LINK: self.link, INTERFACE: DEVICE, **interfaces}
 
     def meeting_point(self, launcher: str) -> tuple[str, int]:
-        """Where the ranks meet: torchrun's agent listens at the switch, else rank 0 does."""
+        """Address and port of the rendezvous: torchrun's agent at the switch, else rank 0."""
         return str(SWITCH if launcher == "torchrun" else FIRST), PORT
 
 
 @contextmanager
 def testbed(link: str, world_size: int) -> Iterator[Testbed]:
-    """Build the testbed in the namespaces that `enter` moved to.
+    """Build the testbed in the namespaces that `enter` created.
 
     Raises:
-        RunFault: If a command that `probe` found to work fails.
+        RunFault: If a command fails that worked in `probe`.
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-link-") as folder:
         try:
             yield Testbed(link, world_size, Path(folder))
         finally:
-            for namespace in Path(folder).iterdir():  # where building broke off, the last one may not be mounted
+            for namespace in Path(folder).iterdir():  # after a failed build, the last one may not be mounted
                 subprocess.run(["umount", namespace], capture_output=True, check=False)
 
 
 def shaping(link: str) -> str:
-    """The queueing discipline of one end of a cable.
+    """The queueing discipline at one end of a cable.
 
-    What may leave at once after a pause is a millisecond's worth, and at least a few packets: with less the kernel's
-    timer cannot keep the rate, with more small messages would travel for nothing.
+    The burst is a millisecond's worth of bytes, at least a few packets. With less, the kernel's timer cannot sustain
+    the rate; with more, small messages would be free.
     """
     rate = bits_per_second(link)
     return f"tbf rate {rate:.0f}bit burst {min(max(BURST, int(rate / 8 / 1000)), LARGEST_BURST)} latency 100ms"

@@ -1,8 +1,7 @@
 """Ranks on several nodes: ``gradwire launch --nodes N`` in a Slurm allocation.
 
-The launcher hosts the store where all ranks meet (c10d), and ``srun`` starts this module once per node: torchrun's
-agent for the ranks of that node. How they ended is one file per node, beside the ranks' own messages, in a folder that
-all nodes see.
+The launcher hosts the c10d store for the rendezvous, and ``srun`` starts this module once per node as torchrun's agent
+for that node's ranks. Each node writes how its ranks ended to a file beside the ranks' messages, in a shared folder.
 """
 
 from __future__ import annotations
@@ -25,37 +24,37 @@ from gradwire.launch.keeper import KEEPER
 from gradwire.launch.ranks import Ended, agent, environment, first_cause, on, threads
 
 STEP = "step"  # the file with the job step's id
-LAST_WORDS = 10  # seconds that the other nodes have to say how their ranks ended, once a node has
+LAST_WORDS = 10  # seconds for the other nodes to report after the first node has ended
 SRUN = ("srun", "--ntasks-per-node=1", "--cpu-bind=none", f"--wait={LAST_WORDS}", "--unbuffered")
-ITS_OWN = ("srun: ", "slurmstepd")  # how lines begin that Slurm writes, not a rank
+ITS_OWN = ("srun: ", "slurmstepd")  # prefixes of lines that Slurm writes, not a rank
 
 
 def check_allocation(nodes: int) -> None:
-    """Check that there is a Slurm job to start ranks in.
+    """Check that this is a Slurm job with ``srun``.
 
     Raises:
-        BadInput: If there is none.
+        BadInput: If not.
     """
     if "SLURM_JOB_ID" not in os.environ or shutil.which("srun") is None:
         raise BadInput(
-            f"--nodes {nodes} starts the ranks by srun, and this is no Slurm job with srun on its PATH: run it in one "
-            f"(sbatch --nodes={nodes}, or snakemake --workflow-profile profiles/slurm), outside of a container."
+            f"--nodes {nodes} starts the ranks with srun, but this is not a Slurm job with srun on its PATH: run it in "
+            f"one (sbatch --nodes={nodes}, or snakemake --workflow-profile profiles/slurm), outside of a container."
         )
 
 
 def start(command: Sequence[str], world_size: int, nodes: int, folder: Path, port: int = 0) -> None:
-    """Run ``command`` on ``world_size`` ranks, equally many on each node of this Slurm job, and wait for all of them.
+    """Run ``command`` on ``world_size`` ranks, split evenly over the nodes of this Slurm job, and wait for them.
 
     Args:
-        command: The whole command line of a rank.
+        command: The full command line of a rank.
         world_size: Number of ranks on all nodes.
-        nodes: How many nodes share them.
-        folder: A folder that all nodes see; what ranks and nodes say is in there while they run.
-        port: The port that the launcher listens on; 0 takes a free one.
+        nodes: Number of nodes.
+        folder: A shared folder; it holds the messages of ranks and nodes while they run.
+        port: The port that the launcher listens on; 0 picks a free one.
 
     Raises:
         RankFailure: If a rank failed; the others have ended too.
-        RunFault: If ``srun`` could not start them, or a signal stopped them and none says that it can be resumed.
+        RunFault: If ``srun`` could not start the ranks, or a signal stopped them and none can be resumed.
     """
     from gradwire.collectives.world import host_store
 
@@ -74,9 +73,9 @@ class End(NamedTuple):
     """How ``srun`` ended.
 
     Attributes:
-        code: Its exit code, the largest of any node's.
-        stopped: Whether the launcher was told to stop, and told the ranks.
-        words: What Slurm itself had to say.
+        code: Its exit code, the largest of all nodes.
+        stopped: Whether a signal stopped the launcher, which stopped the ranks.
+        words: Slurm's own messages.
     """
 
     code: int
@@ -85,7 +84,7 @@ class End(NamedTuple):
 
 
 def srun(command: Sequence[str], folder: Path) -> End:
-    """Run a job step; what ranks write to stderr is passed on, what Slurm writes is kept for want of other reasons."""
+    """Run a job step. Forward the ranks' stderr; keep Slurm's messages in case there is no other reason."""
     stops: list[bool] = []
     words = []
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as step:
@@ -109,7 +108,7 @@ def srun(command: Sequence[str], folder: Path) -> End:
 
 
 def _cause(end: End, folder: Path) -> GradwireError:
-    """The failure that made the others happen, out of what ranks and nodes left in ``folder``."""
+    """The root cause, from what ranks and nodes wrote to ``folder``."""
     nodes = [read_json(path) for path in folder.glob("node*.json")]
     told = rank_failures(folder)
     codes = {int(rank): code for node in nodes for rank, code in node["codes"].items()}
@@ -120,11 +119,11 @@ def _cause(end: End, folder: Path) -> GradwireError:
 
 
 def main(words: Sequence[str]) -> int:
-    """On one node: start its ranks, wait for them, and write down how they ended."""
+    """Start this node's ranks, wait for them, and write how they ended."""
     parser = argparse.ArgumentParser(prog="python -m gradwire.launch.nodes")
     parser.add_argument("ranks", type=int, help="ranks on this node")
-    parser.add_argument("nodes", type=int, help="nodes that meet")
-    parser.add_argument("port", type=int, help="where the launcher listens")
+    parser.add_argument("nodes", type=int, help="number of nodes")
+    parser.add_argument("port", type=int, help="port of the launcher's store")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the command line of a rank")
     args = parser.parse_args(words)
     folder = Path(os.environ[RANK_FAILURES])

@@ -1,4 +1,4 @@
-"""Starting one command on several ranks, and finding out which of them failed first and why."""
+"""Starts a command on several ranks and reports which rank failed first, and why."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from gradwire.launch.fork import Template
 from gradwire.launch.keeper import KEEPER, RANK_GRACE
 from gradwire.seat import is_loopback
 
-# A rank's threads. Snakemake sets all of these to the whole job's, and MKL heeds its own before OpenMP's; ranks that
-# take more than their share of the cores take several times as long.
+# Threads per rank. Snakemake sets all of these to the job's threads, and MKL's own variable overrides OpenMP's. Ranks
+# with more threads than their share of the cores are several times slower.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
-# Ranks of one machine meet on the loopback device alone; NCCL takes "=" to mean no other whose name begins so.
+# Ranks of one machine only use the loopback device. "=" makes NCCL match the whole name, not a prefix.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
-POLL = 0.02  # seconds between two looks at the ranks
-HINTS = {signal.SIGKILL: " (out of memory?)", signal.SIGABRT: " (ranks out of step? its own output says more)"}
+POLL = 0.02  # seconds between polls of the ranks
+HINTS = {signal.SIGKILL: " (out of memory?)", signal.SIGABRT: " (ranks out of step? see its output)"}
 
 
 class RankFailure(GradwireError):
-    """The failure of the rank that failed first, under that rank's own exit code."""
+    """The failure of the rank that failed first, with that rank's exit code."""
 
     def __init__(self, rank: int, message: str, exit_code: int, step: int | None = None, traceback: str = "") -> None:
         super().__init__(f"rank {rank}: {message}", step=step)
@@ -44,8 +44,8 @@ class Ended(NamedTuple):
     """How the ranks ended.
 
     Attributes:
-        codes: Exit codes other than 0 by rank, a signal's number negative; those that the launcher ended count too.
-        stopped: Whether the launcher was told to stop, and stopped them.
+        codes: Nonzero exit codes by rank, negative for signals, including ranks that the launcher ended.
+        stopped: Whether a signal stopped the launcher, which stopped the ranks.
     """
 
     codes: Mapping[int, int]
@@ -53,7 +53,7 @@ class Ended(NamedTuple):
 
 
 def check_address(master_addr: str, master_port: int) -> None:
-    """Check that rank 0 can listen there; port 0 stands for a free one.
+    """Check that rank 0 can listen at this address and port; 0 is any free port.
 
     Raises:
         BadInput: If the port is in use or the address is not this machine's.
@@ -63,7 +63,7 @@ def check_address(master_addr: str, master_port: int) -> None:
     except (OSError, OverflowError, UnicodeError) as error:
         raise BadInput(
             f"--master_addr {master_addr} --master_port {master_port}: {error}. "
-            "Give another port, or leave --master_port out: a free one is taken."
+            "Use another port, or omit --master_port to pick a free one."
         ) from None
 
 
@@ -77,17 +77,17 @@ def start(
     """Run ``command`` on ``world_size`` ranks of this machine and wait for all of them.
 
     Args:
-        command: The whole command line of a rank.
+        command: The full command line of a rank.
         world_size: Number of ranks.
         launcher: A key of ``LAUNCHERS``, or the template that forks the ranks.
-        master_addr: Where rank 0 listens.
-        master_port: The port rank 0 listens on; 0 takes a free one.
+        master_addr: Address of rank 0.
+        master_port: Port of rank 0; 0 picks a free one.
 
     Raises:
         RankFailure: If a rank failed; the others have ended too.
-        RunFault: If a signal stopped the ranks and none of them says that it can be resumed.
+        RunFault: If a signal stopped the ranks and none can be resumed.
     """
-    # Whatever stops the launcher, the ranks are stopped by SIGTERM.
+    # Ranks get SIGTERM, whichever signal stops the launcher.
     to_sigterm = on((signal.SIGINT, signal.SIGHUP), lambda: signal.raise_signal(signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="gradwire-launch-") as folder, to_sigterm:
         mine = {RANK_FAILURES: folder, KEEPER: str(os.getpid()), **threads(world_size)}
@@ -101,7 +101,7 @@ def start(
 
 
 def forked(template: Template, command: list[str], world_size: int, master_addr: str, master_port: int) -> Ended:
-    """Have the ranks forked from a process that has imported torch and transformers already."""
+    """Fork the ranks from a process that has already imported torch and transformers."""
     template.start(command, places(world_size, master_addr, master_port))
     with on((signal.SIGTERM,), template.stop):
         codes = template.wait()
@@ -126,7 +126,7 @@ def spawn(command: list[str], world_size: int, master_addr: str, master_port: in
 
 
 def torchrun(command: list[str], world_size: int, master_addr: str, master_port: int) -> Ended:
-    """Start the ranks as ``torchrun --nproc_per_node`` does, in this process so that torch is imported once."""
+    """Start the ranks as ``torchrun --nproc_per_node`` does, in this process to import torch only once."""
     from gradwire.collectives.world import host_store
 
     store = host_store(master_addr, master_port)
@@ -135,16 +135,14 @@ def torchrun(command: list[str], world_size: int, master_addr: str, master_port:
 
 
 def agent(command: list[str], ranks: int, endpoint: str, nodes: int = 1, **rendezvous: Any) -> Ended:
-    """Be torchrun's agent for the ranks of this node.
-
-    There are no restarts, and the agent's own log is silent.
+    """Run torchrun's agent for the ranks of this node, without restarts and logging.
 
     Args:
-        command: The whole command line of a rank.
-        ranks: How many to start here.
-        endpoint: ``address:port`` where a store is hosted.
-        nodes: How many agents meet there.
-        rendezvous: How they meet: ``rdzv_backend`` and what it needs.
+        command: The full command line of a rank.
+        ranks: Number of ranks on this node.
+        endpoint: ``address:port`` of the store.
+        nodes: Number of nodes, each with an agent.
+        rendezvous: ``rdzv_backend`` and its options.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -176,7 +174,7 @@ def agent(command: list[str], ranks: int, endpoint: str, nodes: int = 1, **rende
 
 
 def _address_towards(endpoint: str) -> str:
-    """This machine's own address on the way to ``address:port``; nothing is sent."""
+    """The local address of the route to ``address:port``; nothing is sent."""
     host, port = endpoint.rsplit(":", 1)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
         way.connect((host, int(port)))
@@ -184,17 +182,17 @@ def _address_towards(endpoint: str) -> str:
 
 
 LAUNCHERS: dict[str, Callable[[list[str], int, str, int], Ended]] = {"torchrun": torchrun, "spawn": spawn}
-FORK = "fork"  # the launcher whose template starts before the verb's input is checked
+FORK = "fork"  # the launcher whose template starts before the input is checked
 
 
 def threads(ranks: int) -> dict[str, str]:
-    """The variables that give each rank its share of this process's cores, or what OMP_NUM_THREADS says."""
+    """Environment variables that limit each rank to OMP_NUM_THREADS threads, or its share of the cores if unset."""
     share = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     return dict.fromkeys(THREADS, share)
 
 
 def places(world_size: int, master_addr: str, master_port: int) -> list[dict[str, str]]:
-    """torchrun's variables of each rank of this machine; port 0 takes a free one."""
+    """torchrun's variables for each rank of this machine; port 0 picks a free one."""
     shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": master_addr}
     shared["MASTER_PORT"] = str(master_port or _free_port(master_addr))
     return [{"RANK": str(rank), "LOCAL_RANK": str(rank), **shared} for rank in range(world_size)]
@@ -207,7 +205,7 @@ def _free_port(address: str) -> int:
 
 @contextmanager
 def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables, which child processes inherit, and restore the old ones."""
+    """Set environment variables, which child processes inherit, and restore the old ones on exit."""
     before = dict(os.environ)
     os.environ.update(variables)
     try:
@@ -219,7 +217,7 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def on(numbers: Sequence[signal.Signals], act: Callable[[], None]) -> Iterator[None]:
-    """Do ``act`` when one of these signals comes, and restore the old handlers afterwards."""
+    """Call ``act`` on these signals; restore the old handlers on exit."""
     before = {number: signal.signal(number, lambda *_: act()) for number in numbers}
     try:
         yield
@@ -229,7 +227,7 @@ def on(numbers: Sequence[signal.Signals], act: Callable[[], None]) -> Iterator[N
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ask the ranks that still run to end; kill those that have not after ``RANK_GRACE`` seconds."""
+    """Terminate running ranks; kill those that have not exited after ``RANK_GRACE`` seconds."""
     for rank in ranks:
         rank.terminate()
     deadline = time.monotonic() + RANK_GRACE
@@ -242,7 +240,7 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def first_cause(ended: Ended, told: Mapping[int, Mapping[str, Any]]) -> GradwireError:
-    """The failure that made the others happen, or, after a stop, what can be resumed."""
+    """The root cause, or after a stop the rank that can be resumed."""
     if ended.stopped:
         resumable = [rank for rank in told if told[rank]["exit_code"] == Stopped.exit_code]
         if not resumable:
@@ -250,10 +248,10 @@ def first_cause(ended: Ended, told: Mapping[int, Mapping[str, Any]]) -> Gradwire
         return _failure(resumable[0], told[resumable[0]], 0)
     hung = [rank for rank, code in ended.codes.items() if code == -signal.SIGKILL and rank not in told]
     waited = [rank for rank in told if told[rank]["timed_out"]]
-    if hung and waited:  # who is killed is missed at once; who does not answer is missed after a while, and ended by us
+    if hung and waited:  # a killed peer is lost at once; a hung one times out and is ended by the launcher
         return RankFailure(
             hung[0],
-            f"hung: {_listed(waited)} waited for it in vain ({told[waited[0]]['reason']}); it was ended.",
+            f"hung: {_listed(waited)} timed out waiting for it ({told[waited[0]]['reason']}); it was ended.",
             FAULT,
         )
     failures = [(rank, told.get(rank), ended.codes.get(rank, 0)) for rank in {*told, *ended.codes}]
@@ -265,10 +263,10 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _precedence(told: Mapping[str, Any] | None, code: int) -> tuple[int, float]:
-    """Sorts first causes before what follows from them, and within a kind by time.
+    """Sort key: root causes before their consequences, each kind by time.
 
-    The kinds: a rank's word on itself; a rank that was killed; one that only lost a peer, or ended without a word; one
-    that was asked to end, as the launcher does when another has failed, and saved; one that was and did not.
+    The kinds are: ranks with an error of their own; killed ranks; ranks that lost a peer or left no message; ranks that
+    the launcher terminated after a failure elsewhere and that saved a checkpoint; those that did not.
     """
     if told is None:
         return 4 if code == -signal.SIGTERM else 1 if code < 0 else 2, 0.0
@@ -276,11 +274,11 @@ def _precedence(told: Mapping[str, Any] | None, code: int) -> tuple[int, float]:
 
 
 def _failure(rank: int, told: Mapping[str, Any] | None, code: int) -> RankFailure:
-    """What there is to say of one rank."""
+    """The failure of one rank."""
     if told is None and code < 0:
         number = signal.Signals(-code)
         return RankFailure(rank, f"was killed by {number.name}{HINTS.get(number, '')} and left no message.", FAULT)
     if told is None:
-        return RankFailure(rank, f"ended with code {code} and left no message but its own output.", FAULT)
-    lost = "waited in vain for another rank, which ended, hangs or is out of step: " if told["lost_peer"] else ""
+        return RankFailure(rank, f"exited with code {code} and left no message; see its output.", FAULT)
+    lost = "lost contact with another rank, which exited, hangs or is out of step: " if told["lost_peer"] else ""
     return RankFailure(rank, lost + told["reason"], told["exit_code"], told["last_step"], told["traceback"])
