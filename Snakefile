@@ -4,7 +4,7 @@ from snakemake.utils import min_version
 min_version("9.20")
 
 
-# Another experiment (--configfile configs/smoke.yaml) takes the place of this one instead of lying on top of it.
+# --configfile (such as configs/smoke.yaml) replaces config.yaml; Snakemake would merge the two.
 if "name" not in config:
 
     configfile: "config.yaml"
@@ -31,7 +31,7 @@ rule all:
     input:
         rules.report.output,
         rules.summarize.output,
-        rules.summarize.input,  # the table may stand although a cell is missing (`onerror`), so each is a target
+        rules.summarize.input,  # `onerror` writes a table without failed cells, so each is a target
 
 
 onstart:
@@ -39,7 +39,7 @@ onstart:
     write_expected()
 
 
-onerror:  # table and page exist after a failure too; dated before their inputs, so that the next call makes them anew
+onerror:  # write table and page after a failure too; the old date makes the next run write them again
     shell(
         f"{SUMMARIZE} && {REPORT} && touch --date=2000-01-01 {rules.summarize.output}"
     )

@@ -111,7 +111,7 @@ def test_nodes_follow_from_the_ranks_that_a_node_takes(checkout):
     shown = checkout.snakemake("-n", "-p", "--config", "ranks_per_node=2")
     assert "mpi=srun" not in shown.stdout
     refused = checkout.snakemake("-n", "--config", "ranks_per_node=0")
-    assert refused.returncode and "ranks_per_node: 0 is not a number of ranks" in refused.stdout
+    assert refused.returncode and "invalid ranks_per_node 0: set a positive integer" in refused.stdout
 
 
 def test_the_default_experiment_lists_its_jobs(tmp_path):

@@ -25,7 +25,7 @@ def source_digest(*modules: str, package: Path = PACKAGE) -> str:
         package: The package's folder; its name is the first part of the module names.
 
     Raises:
-        BadInput: If there is no such module.
+        BadInput: If a module does not exist.
     """
     return digest({name: hashlib.sha256(source).hexdigest() for name, source in closure(modules, package).items()})
 
@@ -34,7 +34,7 @@ def closure(modules: tuple[str, ...], package: Path = PACKAGE) -> dict[str, byte
     """The source, by module name, of the modules, their imports from the package, and their parent packages.
 
     Raises:
-        BadInput: If there is no such module.
+        BadInput: If a module does not exist.
     """
     found: dict[str, bytes] = {}
     pending = list(modules)

@@ -1,4 +1,4 @@
-# Names, folders and small helpers that the rules share. What is asked for is decided in gradwire.config, not here.
+# Names, folders and helpers that the rules share. gradwire.config decides which runs there are.
 import json
 import os
 import sys
@@ -22,7 +22,7 @@ from gradwire.training.settings import modules
 
 
 def why_left_out(run):
-    """Why there will be no result of `run`: the experiment says so, or this machine cannot shape links; or None."""
+    """Why `run` is left out: the experiment excludes it or this machine cannot shape links; None if it is not."""
     no_link = f"no link of {run.link} here: {NO_LINKS}"
     return EXPERIMENT.excluded(run) or (
         no_link if NO_LINKS and run.link != "none" else None
@@ -31,26 +31,26 @@ def why_left_out(run):
 
 IN_IMAGE = DeploymentMethod.APPTAINER in workflow.deployment_settings.deployment_method
 
-# `gradwire` stands beside Snakemake's own Python; an image has one of its own, which runs the same source. Either ends
-# with the Snakemake that started it.
+# `gradwire` is installed beside Snakemake's Python; an image has its own, which runs the same source. Either exits when
+# the Snakemake that started it does.
 shell.prefix(
     f"[ -e /.singularity.d ] || PATH=$PATH:{Path(sys.executable).parent}; export {KEEPER}={os.getpid()}; "
 )
 
-# How many ranks a node takes is a matter of the machine, so a profile says it (`config: ranks_per_node=8`).
+# The number of ranks per node depends on the machine, so a profile sets it (`config: ranks_per_node=8`).
 RANKS_PER_NODE = config.pop("ranks_per_node", None)
 if RANKS_PER_NODE is not None and not (
     isinstance(RANKS_PER_NODE, int) and RANKS_PER_NODE > 0
 ):
     raise WorkflowError(
-        f"ranks_per_node: {RANKS_PER_NODE} is not a number of ranks; a profile sets it with `config: ranks_per_node=8`."
+        f"invalid ranks_per_node {RANKS_PER_NODE}: set a positive integer in a profile (`config: ranks_per_node=8`)."
     )
 
 try:
-    # Snakemake takes the last of two equal keys, and validating follows each alias.
+    # Rejects duplicate keys, of which Snakemake takes the last, and aliases that are too large to validate.
     for file in workflow.configfiles:
         read_yaml(file)
-    # Defaults are not filled in here: gradwire.config does that.
+    # gradwire.config fills in the defaults.
     validate(config, "../schemas/config.schema.json", set_default=False)
     EXPERIMENT = experiment(config)
     CELLS = EXPERIMENT.cells()
@@ -64,7 +64,7 @@ try:
 except BadInput as error:
     raise WorkflowError(str(error)) from None
 
-# Named as seen from here, so that neither another image nor another folder passes for this one.
+# A relative path: neither another image nor another folder has the same name.
 IMAGE = os.path.relpath(image_file(VARIANT))
 os.environ.update(
     crossing(os.environ, Path(workflow.basedir) / "src", gpus=VARIANT == "cuda")
@@ -77,7 +77,7 @@ RUN = f"{RESULTS}/runs/{CELL}"
 GRADIENTS = f"{RESULTS}/gradients/{CELL}"
 LOGS = f"{RESULTS}/logs"
 PRIORITIES = {run.path: len(RUNS) - at for at, run in enumerate(RUNS)}
-CLAIMED = []  # locks, which hold as long as somebody keeps them
+CLAIMED = []  # locks, held while referenced
 SUMMARIZE = f"gradwire summarize --results_dir {RESULTS}"
 REPORT = f"gradwire report --results_dir {RESULTS}"
 
@@ -92,12 +92,12 @@ wildcard_constraints:
 
 
 def of_runs(pattern, runs):
-    """`pattern` filled in for each of `runs`."""
+    """`pattern` formatted for each of `runs`."""
     return [pattern.format(**run._asdict()) for run in runs]
 
 
 def literal(value):
-    """`value` as a param in which Snakemake looks for no wildcards, for it may hold braces."""
+    """`value` as a param without wildcards, as it may contain braces."""
 
     def param(wildcards):
         return value
@@ -117,42 +117,42 @@ def cell_json(wildcards):
 
 @cache
 def source_of_cell(label):
-    """A digest of the source that a cell's training stands on."""
+    """A digest of the source that a cell's training depends on."""
     return source_digest("gradwire.launch.launch", *modules(CELLS[label]))
 
 
 def train_source(wildcards):
-    """The same of a job's cell."""
+    """The source digest of a job's cell."""
     return source_of_cell(wildcards.compressor)
 
 
 def priority_of(wildcards):
-    """Cells start in the order that the experiment draws: the earlier, the higher."""
+    """The priority of a cell: cells start in the order that the experiment draws."""
     return PRIORITIES[CELL.format(**wildcards)]
 
 
 def world_size_of(wildcards):
-    """The number of ranks: a core for each."""
+    """The number of ranks, with one core each."""
     return int(wildcards.world_size)
 
 
 def train_threads(wildcards):
-    """A core for each rank; the whole machine where times are what the experiment is about."""
+    """One core per rank; all cores in a timing experiment."""
     whole = workflow.cores if TIMED else None
     return whole or world_size_of(
         wildcards
-    )  # executors other than the local one know no cores
+    )  # `cores` is set for the local executor only
 
 
 def ranks_at_most(wildcards):
-    """How many ranks share the cores; the most of any run in a timing experiment, or fewer ranks would be faster ones."""
+    """Number of ranks that share the cores; in a timing experiment the most of any run, for equal shares."""
     if TIMED:
         return max(run.world_size for run in RUNS)
     return int(wildcards.world_size)
 
 
 def nodes_needed(wildcards):
-    """The fewest nodes that share the ranks evenly, none with more than it takes; a shaped link lives on one machine."""
+    """The fewest nodes that share the ranks evenly, with at most RANKS_PER_NODE each; one for a shaped link."""
     ranks = int(wildcards.world_size)
     if RANKS_PER_NODE is None or wildcards.link != "none":
         return 1
@@ -164,7 +164,7 @@ def nodes_needed(wildcards):
 
 
 def on_many_nodes(value):
-    """A resource that only ranks on several nodes ask for: `value` of the wildcards, the nodes and the threads."""
+    """A resource for ranks on several nodes only: `value` of the wildcards, the nodes and the threads."""
 
     def resource(wildcards, threads):
         nodes = nodes_needed(wildcards)
@@ -174,40 +174,40 @@ def on_many_nodes(value):
 
 
 def gpus_needed(wildcards):
-    """A GPU for each rank, where the experiment asks for GPUs; several nodes ask by `gres`, which counts per node."""
+    """One GPU per rank if the experiment uses GPUs; several nodes request them with `gres`, which counts per node."""
     cuda = EXPERIMENT.training.device == "cuda"
     return int(wildcards.world_size) if cuda and nodes_needed(wildcards) == 1 else None
 
 
 def gpus_per_node(wildcards, nodes, threads):
-    """The same for each of several nodes, as Slurm writes it."""
+    """GPUs of each of several nodes, in Slurm's notation."""
     if EXPERIMENT.training.device != "cuda":
         return None
     return f"gpu:{int(wildcards.world_size) // nodes}"
 
 
 def granted_gpus(wildcards, resources):
-    """Snakemake shrinks a request to what there is, so `launch` is told what was granted and refuses too few."""
+    """The GPUs that Snakemake granted, which may be fewer than requested; `launch` then raises an error."""
     return f"--gpus {resources.gpu}" if gpus_needed(wildcards) else ""
 
 
 def alone_of(wildcards):
-    """A timing experiment's cells have the machine for themselves, also from other experiments' cells."""
+    """The flag for timing experiments, whose cells have the machine to themselves, even among experiments."""
     return "--alone" if TIMED else ""
 
 
 def dataset_flags(*names):
-    """Some fields of the dataset as flags."""
+    """Fields of the dataset as flags."""
     return literal(to_flags(EXPERIMENT.dataset, *names))
 
 
 def attempt_of(wildcards, attempt):
-    """The number of the try, so that a verb does not repeat what ended by bad input."""
+    """The number of the attempt; a verb does not retry after bad input."""
     return attempt
 
 
-# What a rule that starts ranks asks for. On several nodes Slurm gives the job one task per node, and leaves it to `launch`
-# to start something there (`mpi`).
+# Resources of rules that start ranks. On several nodes Slurm gives the job one task per node, which `launch` starts
+# (`mpi`).
 RANKS = dict(
     attempt=attempt_of,
     gpu=gpus_needed,
@@ -221,9 +221,9 @@ RANKS = dict(
 
 
 def claim_folders():
-    """One Snakemake at a time works on an experiment, and none on data that others read.
+    """Lock the experiment for this Snakemake, and its data against changes while others read them.
 
-    Snakemake's own locks would be left behind by one that was killed.
+    A killed Snakemake would leave its own locks behind.
     """
     jobs = {job.rule.name for job in workflow.dag.needrun_jobs()}
     reads_only = not jobs & {"download", "tokenizer", "shards"}
@@ -235,9 +235,9 @@ def claim_folders():
 
 
 def write_expected():
-    """Tell `summarize` which runs were asked for, so that a run that never started is a row too; keep what asked for them.
+    """Write the requested runs, so that `summarize` has a row for runs that never started, and the configuration.
 
-    The report's commands to reproduce a cell read the configuration there.
+    The report's commands to reproduce a cell read this configuration.
     """
     asked = [
         {

@@ -1,4 +1,4 @@
-# download -> tokenizer -> shards. The folders carry digests of what made them, so experiments share them.
+# download -> tokenizer -> shards. Folder names have digests of their inputs, so experiments share them.
 
 
 rule download:
@@ -43,7 +43,7 @@ rule shards:
         corpus=rules.download.output,
         tokenizer=rules.tokenizer.output,
     output:
-        # Not the shards themselves: Snakemake would delete them before a second try, which goes on where one stopped.
+        # Not the shards themselves: Snakemake would delete them before a retry, which resumes from them.
         complete=touch(f"{TOKENS}/shards/complete"),
     log:
         f"{LOGS}/shards.log",

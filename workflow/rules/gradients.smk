@@ -1,4 +1,4 @@
-# Per-sample gradients of trained runs, tied to their sample ids: collect -> aggregate -> validate.
+# Per-sample gradients of trained runs with their sample ids: collect -> aggregate -> validate.
 if EXPERIMENT.gradients is not None:
 
     rule grads_collect:

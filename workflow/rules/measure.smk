@@ -1,4 +1,4 @@
-# What a trained run is asked afterwards: its profiler traces and its perplexity.
+# Measurements of a trained run: profiler traces and perplexity.
 
 
 rule trace:

@@ -1,4 +1,4 @@
-# One table over every run that the experiment asks for, and one page.
+# A table and a page over all runs of the experiment.
 from gradwire.report.page import template_digests
 
 

@@ -1,7 +1,7 @@
 """Leases of this machine and its GPUs: file locks, which the kernel releases when their holder exits.
 
 A cell leases one GPU per rank and sees no others. A timed cell has the machine to itself; other cells share it.
-Waiting cells queue, so a large cell does not starve behind small ones, and there are no deadlocks.
+Waiting cells queue, so a large cell does not starve behind small ones, and deadlocks cannot occur.
 
 Locks are per user. To share them between users, all set GRADWIRE_LOCKS to the same folder.
 """
