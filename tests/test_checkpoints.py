@@ -84,7 +84,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(damage, shards
     told = [line for line in capsys.readouterr().err.splitlines() if "NOTE" in line]
     assert len(told) == 1
     assert str(newest) in told[0]
-    assert "the checkpoint is damaged and is not used" in told[0]
+    assert "the checkpoint is damaged and is skipped" in told[0]
     assert weights(folder) == weights(whole)
     assert names(folder) == ["step00000002", "step00000004", "step00000006"]
 
@@ -128,7 +128,7 @@ def test_a_checkpoint_of_another_configuration_or_source_is_refused_or_left_behi
     folder = copy_run(whole, tmp_path / "source")
     monkeypatch.setattr("gradwire.training.settings.Settings.source", lambda self: "edited")
     assert train(folder, shards, "--resume") == 2
-    assert "is of another source" in capsys.readouterr().err
+    assert "has another source" in capsys.readouterr().err
     assert train(folder, shards, "--resume", "--restart") == 0
     assert "another source: starting over" in capsys.readouterr().err
 
@@ -223,7 +223,7 @@ def test_sigterm_saves_and_exits_75_and_the_run_goes_on_as_if_unbroken(
     _, told = running.communicate(timeout=60)
     assert running.returncode == 75, told
     assert told.count("\n") == 1
-    assert "with a checkpoint; --resume goes on from there." in told
+    assert "with a checkpoint; continue with --resume." in told
     failure = json.loads((folder / "train.failed.json").read_text())
     assert failure["exit_code"] == 75
     assert failure["last_step"] == int(names(folder)[-1].removeprefix("step")) < 16

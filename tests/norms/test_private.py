@@ -480,7 +480,7 @@ def test_parameter_gathers_of_private_steps_are_counted(world, shards, tmp_path)
         ),
         ((*PRIVATE, "--dp_delta", "0.5"), "is not below 1 /"),
         ((*PRIVATE, "--grad_accum_steps", "100"), "a private step takes"),
-        ((*PRIVATE, "--dp_sampling", "shuffled", "--grad_accum_steps", "3"), "one could hold a sample twice"),
+        ((*PRIVATE, "--dp_sampling", "shuffled", "--grad_accum_steps", "3"), "could hold a sample twice"),
         (("--dp_max_grad_norm", "-1"), "dp_max_grad_norm"),
     ],
 )
@@ -502,10 +502,10 @@ class PastTheLayer(torch.nn.Module):
 
 
 def test_a_parameter_that_would_get_no_noise_is_refused():
-    with pytest.raises(BadInput, match=r"second\.weight: no forward pass"), noisy(PastTheLayer(), 1.0, 0, 0, 0):
+    with pytest.raises(BadInput, match=r"second\.weight: the layer that"), noisy(PastTheLayer(), 1.0, 0, 0, 0):
         pass
     model = PastTheLayer()
-    with pytest.raises(BadInput, match=r"^second\.weight: no forward pass"), noisy(model, 1.0, 0, 0, 0):
+    with pytest.raises(BadInput, match=r"^second\.weight: the layer that"), noisy(model, 1.0, 0, 0, 0):
         model(torch.ones(2, 3))
 
 

@@ -1,9 +1,9 @@
-"""Checkpoints of a run: written by all ranks, whole or not at all, and checked before they are believed.
+"""Checkpoints of a run: all ranks write them atomically, and they are verified before use.
 
-``checkpoints/step<N>/`` holds ``rank<R>.pt`` (what is that rank's own), ``state.pt`` (model and optimizer, where every
-rank has the whole; else each rank's part in ``state<R>.pt``) and ``checkpoint.json``: whose run it is, and the SHA-256
-of every file. All of it is written to ``step<N>.part``, which rank 0 renames when every rank is done. Nothing in a
-checkpoint is executed when it is read.
+``checkpoints/step<N>/`` holds ``rank<R>.pt`` (state of that rank only), ``state.pt`` (model and optimizer if they are
+replicated; else each rank's shard in ``state<R>.pt``) and ``checkpoint.json`` (the run's identity and the SHA-256 of
+every file). The files are written to ``step<N>.part``, which rank 0 renames when every rank has finished. Reading a
+checkpoint never executes code from it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ MANIFEST = "checkpoint.json"
 
 
 class Checkpoints:
-    """The checkpoints in a run's folder, as one rank sees them; all methods are called by all ranks together.
+    """The checkpoints in a run's folder; every public method is collective.
 
     Args:
         run_folder: The run's folder.
-        run: What tells this run from others, such as its identity and the source that trains it.
-        world: This rank's place.
-        keep: Whole checkpoints that stay, at least 1.
+        run: What identifies the run, such as its identity and the digest of its source.
+        world: The process group and this rank's position in it.
+        keep: Number of checkpoints to keep, at least 1.
     """
 
     def __init__(self, run_folder: Path, run: Mapping[str, str], world: World, keep: int) -> None:
@@ -45,16 +45,16 @@ class Checkpoints:
         self.keep = keep
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> None:
-        """Write ``step<N>``, and remove what it supersedes.
+        """Write ``step<N>`` and remove old checkpoints.
 
         Args:
-            step: Optimizer steps made.
+            step: Number of completed optimizer steps.
             model: The wrapped model.
             optimizer: Its optimizer.
-            own: What is this rank's alone: tensors and plain data.
+            own: State of this rank only: tensors and plain data.
 
         Raises:
-            RunFault: If a file cannot be written; nothing of the checkpoint is left then.
+            RunFault: If a file cannot be written; the partial checkpoint is removed.
         """
         target = self.folder / f"step{step:08d}"
         part = target.with_name(f"{target.name}.part")
@@ -72,7 +72,7 @@ class Checkpoints:
             if self.world.rank == 0:
                 run = self.run | {"world_size": self.world.world_size, "step": step, "sha256": files}
                 write_json(part / MANIFEST, run)
-                shutil.rmtree(target, ignore_errors=True)  # a damaged one that this run did not go on from
+                shutil.rmtree(target, ignore_errors=True)  # a damaged checkpoint of the same step
                 part.replace(target)
                 self._prune(target)
         except BaseException:
@@ -81,29 +81,29 @@ class Checkpoints:
         self._barrier()
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, restart: bool) -> dict[str, Any] | None:
-        """Restore the model and the optimizer from the newest whole checkpoint, in place.
+        """Restore the model and the optimizer in place from the newest valid checkpoint.
 
-        A damaged one is named on standard error, and the one before it is taken.
+        Damaged checkpoints are reported on standard error and skipped.
 
         Args:
             model: The wrapped model.
             optimizer: Its optimizer.
-            restart: Delete checkpoints of another configuration or source instead of refusing them.
+            restart: Delete checkpoints of another configuration or source instead of raising an error.
 
         Returns:
-            This rank's own state, or None where there is no checkpoint to go on from.
+            This rank's own state, or None if there is no checkpoint to resume from.
 
         Raises:
-            BadInput: If the newest one is another configuration's or was written by other source.
+            BadInput: If the newest valid checkpoint has another configuration or source.
         """
         if self.world.rank == 0:
-            for part in self.folder.glob("step*.part"):  # a killed run's
+            for part in self.folder.glob("step*.part"):  # left by a killed run
                 shutil.rmtree(part)
         for name in reversed(self._agreed(self._names())):
             checkpoint = self.folder / name
             problems = [problem for problem in ops.gather_objects(self._problem(checkpoint, model)) if problem]
             if problems:
-                self._tell(f"{problems[0]}: the checkpoint is damaged and is not used.")
+                self._tell(f"{problems[0]}: the checkpoint is damaged and is skipped.")
                 continue
             if difference := self._agreed(self._difference(read_json(checkpoint / MANIFEST))):
                 if restart:
@@ -118,20 +118,20 @@ class Checkpoints:
         return None
 
     def discard(self) -> None:
-        """Remove all checkpoints: the run starts over."""
+        """Remove all checkpoints."""
         if self.world.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
         self._barrier()
 
     def _names(self) -> list[str]:
-        """The checkpoints that were written to their end, the oldest first."""
+        """Names of the complete checkpoints, oldest first."""
         return sorted(path.name for path in self.folder.glob("step*") if path.suffix != ".part")
 
     def _state_name(self, model: nn.Module) -> str:
         return "state.pt" if parallel.replicated(model) else f"state{self.world.rank}.pt"
 
     def _problem(self, checkpoint: Path, model: nn.Module) -> str | None:
-        """What is wrong with this rank's files, or None."""
+        """The problem with this rank's files, or None."""
         try:
             written = read_json(checkpoint / MANIFEST)["sha256"]
         except (BadInput, KeyError, TypeError) as error:
@@ -141,16 +141,16 @@ class Checkpoints:
             if name in written and not path.is_file():
                 return f"{path} is missing"
             if name in written and sha256_file(path) != written[name]:
-                return f"{path} is not what was written (its SHA-256 differs)"
+                return f"{path} does not match its SHA-256"
         return None
 
     def _difference(self, manifest: Mapping[str, Any]) -> str | None:
-        """Why the checkpoint is not this run's, or None."""
+        """How the checkpoint differs from this run, or None."""
         if manifest.get("world_size") != self.world.world_size:
-            return f"was written by another world size, {manifest.get('world_size')}"
+            return f"was written at another world size, {manifest.get('world_size')}"
         for name, value in self.run.items():
             if manifest.get(name) != value:
-                return "belongs to a run of another configuration" if name == "identity" else f"is of another {name}"
+                return "belongs to a run of another configuration" if name == "identity" else f"has another {name}"
         return None
 
     def _load(self, checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -160,14 +160,14 @@ class Checkpoints:
         return _read(checkpoint / f"rank{self.world.rank}.pt", self.world.device)
 
     def _prune(self, newest: Path) -> None:
-        """Keep the newest ``keep``; a later step's is damaged, or this run would have gone on from it."""
+        """Keep ``keep`` checkpoints up to ``newest``; later ones are damaged, else the run had resumed from them."""
         names = self._names()
         at = names.index(newest.name) + 1
         for name in names[: max(0, at - self.keep)] + names[at:]:
             shutil.rmtree(self.folder / name)
 
     def _agreed(self, value: Any) -> Any:
-        """Rank 0's value, on all ranks."""
+        """Return rank 0's value on all ranks."""
         return ops.gather_objects(value)[0]
 
     def _barrier(self) -> None:
@@ -179,7 +179,7 @@ class Checkpoints:
 
 
 def _write(path: Path, value: dict[str, Any]) -> str:
-    """Write tensors and plain data to disk; returns the file's SHA-256."""
+    """Write tensors and plain data to ``path`` and return the file's SHA-256."""
     with writing(path), path.open("wb") as stream:
         torch.save(value, stream)
         stream.flush()
@@ -188,7 +188,7 @@ def _write(path: Path, value: dict[str, Any]) -> str:
 
 
 def _read(path: Path, device: Any, mmap: bool = False) -> dict[str, Any]:
-    """Read what `_write` wrote; nothing in it is executed."""
+    """Read a file written by `_write`, without executing code from it."""
     try:
         return torch.load(path, weights_only=True, map_location=device, mmap=mmap)
     except (RuntimeError, EOFError, pickle.UnpicklingError) as error:

@@ -1,4 +1,4 @@
-"""What each rank ran on: versions, processor, threads, clocks, devices; and how much memory it took."""
+"""Each rank's environment (versions, processor, threads, clocks, devices) and its peak memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba", "triton", "
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMBA_NUM_THREADS")
 CPUINFO = Path("/proc/cpuinfo")
 CPUFREQ = Path("/sys/devices/system/cpu/cpu0/cpufreq")
-NVIDIA_SMI = {  # what `nvidia-smi --query-gpu` calls it: the manifest's name
+NVIDIA_SMI = {  # field of `nvidia-smi --query-gpu`: key in the manifest
     "driver_version": "driver",
     "clocks.sm": "sm_clock",
     "clocks.mem": "memory_clock",
@@ -30,11 +30,11 @@ NVIDIA_SMI = {  # what `nvidia-smi --query-gpu` calls it: the manifest's name
     "power.limit": "power_limit",
 }
 CPU = torch.device("cpu")
-MACHINE = ("processor", "cores", "device")  # where these differ, times are of unlike machines
+MACHINE = ("processor", "cores", "device")  # if these differ, times are not comparable
 
 
 def environment(world: World) -> dict[str, Any]:
-    """The software and hardware of this rank, as JSON; null where it cannot be told or does not apply."""
+    """The software and hardware of this rank as JSON; null if unknown or not applicable."""
     cuda = world.device.type == "cuda"
     return {
         "rank": world.rank,
@@ -63,12 +63,12 @@ def environment(world: World) -> dict[str, Any]:
 
 
 def same_machine(environments: list[dict[str, Any]]) -> bool:
-    """Whether ranks' manifests are of machines that cannot be told apart."""
+    """Whether all ranks report the same hardware."""
     return all(one[key] == environments[0][key] for one in environments for key in MACHINE)
 
 
 def installed(package: str) -> str | None:
-    """A package's version, if it is there."""
+    """The version of an installed package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -76,7 +76,7 @@ def installed(package: str) -> str | None:
 
 
 def distribution() -> str | None:
-    """The operating system around this process, a container's where it runs in one."""
+    """The operating system's name, inside a container if the process runs in one."""
     try:
         return platform.freedesktop_os_release()["PRETTY_NAME"]
     except OSError:
@@ -84,7 +84,7 @@ def distribution() -> str | None:
 
 
 def libraries(cuda: bool) -> dict[str, str]:
-    """Versions of what torch was built with or loads."""
+    """Versions of the libraries that torch was built with or loads."""
     found = dict(re.findall(r"(oneAPI Math Kernel Library|MKL-DNN) (?:Version |v)(\S+)", torch.__config__.show()))
     if cuda:
         found["cudnn"] = str(torch.backends.cudnn.version())
@@ -93,13 +93,13 @@ def libraries(cuda: bool) -> dict[str, str]:
 
 
 def processor() -> str:
-    """The processor's model as the kernel names it."""
+    """The processor's model name as the kernel reports it."""
     names = re.findall(r"^(?:model name|Model)\s*:\s*(.+)$", text(CPUINFO) or "", re.MULTILINE)
     return names[0].strip() if names else platform.processor() or platform.machine()
 
 
 def clocks() -> dict[str, str | None]:
-    """The processor's frequencies at the moment, lowest and highest over its cores, and who sets them."""
+    """The processor's current lowest and highest core frequency, its maximum, and its frequency governor."""
     now = sorted(float(mhz) for mhz in re.findall(r"^cpu MHz\s*:\s*([\d.]+)$", text(CPUINFO) or "", re.MULTILINE))
     return {
         "mhz": f"{now[0]:.0f} to {now[-1]:.0f}" if now else None,
@@ -109,7 +109,7 @@ def clocks() -> dict[str, str | None]:
 
 
 def gpu(device: torch.device) -> dict[str, str]:
-    """The device, and its driver and clocks where ``nvidia-smi`` tells them."""
+    """The device's properties, with driver and clocks if ``nvidia-smi`` reports them."""
     properties = torch.cuda.get_device_properties(device)
     found = {
         "name": properties.name,
@@ -130,7 +130,7 @@ def gpu(device: torch.device) -> dict[str, str]:
 
 
 def text(path: Path) -> str | None:
-    """What a file of the kernel says, if this one may read it."""
+    """The stripped text of a kernel file, or None if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -146,7 +146,7 @@ class PeakMemory:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """What is allocated on CUDA in here does not count; a resident set's peak cannot be taken back."""
+        """Exclude CUDA allocations made in this context; the peak resident set on CPU cannot be reset."""
         self._look()
         try:
             yield
@@ -155,7 +155,7 @@ class PeakMemory:
                 torch.cuda.reset_peak_memory_stats(self.device)
 
     def gb(self) -> tuple[float, float | None]:
-        """Allocated and reserved in GB; on CPU the resident set and None."""
+        """Peak allocated and reserved memory in GB; on CPU the resident set and None."""
         if self.device.type != "cuda":
             return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, None
         self._look()

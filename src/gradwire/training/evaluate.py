@@ -1,4 +1,4 @@
-"""Token-weighted loss of a model over a split: every target counts once, whatever the batch or the world size."""
+"""Token-weighted loss of a model over a split, independent of batch size and world size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Quality(NamedTuple):
 
 
 def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
-    """Sum of the cross-entropy over the batch's targets, in nats: scalar, differentiable.
+    """Sum of the cross-entropy over the batch's targets in nats, a differentiable scalar.
 
     Samples are right-padded and attention is causal, so no target sees padding and no attention mask is needed.
     """

@@ -1,4 +1,4 @@
-"""The link of this rank, as ``gradwire launch --link`` gave it one: its rate, and what its interface transmitted."""
+"""The network link that ``gradwire launch --link`` gave this rank: its rate and the bytes transmitted."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from gradwire.errors import RunFault
 from gradwire.launch.links import INTERFACE, LINK
 from gradwire.units import UNSHAPED
 
-COUNTERS = Path("/proc/self/net/dev")  # of the network namespace that this process lives in
-TRANSMITTED = 8  # column of the bytes sent, counted from the first one after the interface's name
+COUNTERS = Path("/proc/self/net/dev")  # of this process's network namespace
+TRANSMITTED = 8  # index of the bytes sent among the columns after the interface's name
 
 
 def link() -> str:
@@ -19,10 +19,10 @@ def link() -> str:
 
 
 def transmitted() -> int | None:
-    """Bytes that this rank's own interface has sent so far, headers included; None where ranks share an interface.
+    """Bytes sent so far by this rank's own interface, headers included; None if ranks share an interface.
 
     Raises:
-        RunFault: If that interface is not there.
+        RunFault: If the interface does not exist.
     """
     interface = os.environ.get(INTERFACE)
     if interface is None:
@@ -31,10 +31,10 @@ def transmitted() -> int | None:
         name, _, counters = line.partition(":")
         if name.strip() == interface:
             return int(counters.split()[TRANSMITTED])
-    raise RunFault(f"{INTERFACE} names {interface}, and {COUNTERS} has no such interface.")
+    raise RunFault(f"{INTERFACE} is {interface}, but {COUNTERS} has no such interface.")
 
 
 def transmitted_since(before: int | None) -> int | None:
-    """Bytes that it has sent since it had sent ``before``."""
+    """Bytes sent since `transmitted` returned ``before``; None if ranks share an interface."""
     now = transmitted()
     return None if now is None or before is None else now - before

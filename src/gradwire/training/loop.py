@@ -1,6 +1,6 @@
-"""The training loop, to be read from top to bottom.
+"""The training loop.
 
-Shape legend: B = samples of a micro-batch, T = tokens of the longest of them, W = world size.
+Shape legend: B = samples of a micro-batch, T = tokens of its longest sample, W = world size.
 """
 
 from __future__ import annotations
@@ -43,31 +43,31 @@ from gradwire.training.scalars import tensorboard
 from gradwire.training.settings import Settings
 
 Row = dict[str, Any]  # one rank's row of steps.parquet
-COUNTED = (  # of `Reducer.traffic`, step by step
+COUNTED = (  # counters of `Reducer.traffic`, recorded per step
     *(f"{which}_elements" for which in ("chosen", "sparse", "encoded", "fallback", "exempt")),
     *("elements", "fallbacks", "extra_collectives"),
 )
 
 
 class Diverged(Exception):
-    """The loss or a gradient is no longer finite: the end of the run, and a result."""
+    """The loss or a gradient is not finite. Ends the run; divergence is a result, not a failure."""
 
 
 @dataclass
 class Outcome:
-    """What a run leaves in memory.
+    """The results of a run in memory.
 
     Args:
         rows: This rank's rows of ``steps.parquet``.
         config: The model's configuration.
-        numel: Trainable parameters, tied ones once.
-        reduced_numel: Elements that the framework's own reduction is given in a step, its padding included.
-        algorithm: The reducer's, ``auto`` resolved; None where nothing was reduced.
+        numel: Number of trainable parameters; tied ones count once.
+        reduced_numel: Elements that the framework's own reduction handles in a step, including padding.
+        algorithm: The reducer's algorithm, with ``auto`` resolved; None if nothing was reduced.
         residual_bytes: Memory of this rank's residuals; None without error feedback.
         memory: Peak memory.
-        quality: The last evaluation, None for a run that diverged or was not to be evaluated.
+        quality: The last evaluation; None if the run diverged or was not evaluated.
         diverged: Why the run diverged, or None.
-        guarantee: Of private training.
+        guarantee: The privacy guarantee of private training.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -85,17 +85,17 @@ class Outcome:
 def train(
     settings: Settings, shards: tuple[Shards, Shards], world: World, identity: str, asked: Preemption
 ) -> tuple[nn.Module, torch.optim.Optimizer, Outcome]:
-    """Train one cell and return the wrapped model, its optimizer and what was measured.
+    """Train one cell and return the wrapped model, its optimizer and the measurements.
 
     Args:
         settings: The run.
-        shards: The training and the validation split.
-        world: This rank's place.
-        identity: ``Settings.identity``; a checkpoint of another one is refused.
-        asked: Notes signals; training stops after the step in which one came.
+        shards: The training and validation splits.
+        world: The process group and this rank's position in it.
+        identity: ``Settings.identity``; checkpoints with another identity are rejected.
+        asked: Records signals; training stops after the step in which one arrives.
 
     Raises:
-        Stopped: If a signal came; a checkpoint has been written.
+        Stopped: If a signal arrived, after a checkpoint is written.
     """
     training = settings.training
     torch.manual_seed(settings.seed)
@@ -218,7 +218,7 @@ def train(
         except (Diverged, NonFiniteGradient) as error:
             outcome.diverged = str(error)
         except Exception as error:
-            error.step = len(outcome.rows)  # type: ignore[attr-defined]  # the failure file says how far it got
+            error.step = len(outcome.rows)  # type: ignore[attr-defined]  # recorded in the failure file
             raise
     if reducer is not None and reducer.world > 1:
         outcome.algorithm = reducer.algorithm
@@ -227,7 +227,7 @@ def train(
 
 
 def micro_batches(settings: Settings, split: Shards, world: World, start: int) -> Iterator[list[Batch]]:
-    """This rank's micro-batches of each optimizer step from ``start`` on, without end."""
+    """Yield this rank's micro-batches of each optimizer step from ``start`` on, indefinitely."""
     training, place = settings.training, (world.rank, world.world_size, settings.seed)
     per_step = training.grad_accum_steps
     if training.private and training.dp_sampling == "poisson":
@@ -237,25 +237,25 @@ def micro_batches(settings: Settings, split: Shards, world: World, start: int) -
 
 
 class Feed:
-    """The micro-batches of this optimizer step, and those of the next, whose number of targets travels with its loss.
+    """Prefetches the next step's micro-batches; their target count is reduced together with the current step's loss.
 
     Args:
-        steps: This rank's micro-batches of each step, without end.
-        device: Where they are trained on.
+        steps: Endless iterator of this rank's micro-batches, one list per step.
+        device: The device to move them to.
     """
 
     def __init__(self, steps: Iterator[list[Batch]], device: torch.device) -> None:
         self._steps, self._device = prefetch(steps), device
         self._coming = self._read()
-        self.n_targets = ops.all_reduce(self.coming_targets(), purpose="control")  # of all ranks in the coming step
+        self.n_targets = ops.all_reduce(self.coming_targets(), purpose="control")  # of all ranks in the next step
 
     def take(self) -> list[Batch]:
-        """The micro-batches of the step that begins; from now on the next ones are coming."""
+        """Return the current step's micro-batches and read the next step's."""
         taken, self._coming = self._coming, self._read()
         return taken
 
     def coming_targets(self) -> Tensor:
-        """This rank's number of targets in the coming step."""
+        """This rank's number of targets in the next step."""
         return torch.tensor(float(sum(batch.n_targets for batch in self._coming)), device=self._device)
 
     def _read(self) -> list[Batch]:
@@ -263,7 +263,7 @@ class Feed:
 
 
 def due(every: int, step: int) -> bool:
-    """Whether what happens every so many steps (0: never) happens after ``step``, counted from 0."""
+    """Whether an action with period ``every`` (0: never) is due after ``step``, counted from 0."""
     return every > 0 and (step + 1) % every == 0
 
 
@@ -279,16 +279,16 @@ def optimizer_step(
     asked: Preemption,
     step: int,
 ) -> Row:
-    """One optimizer step over its micro-batches; returns what was measured in it.
+    """Run one optimizer step over its micro-batches and return its measurements.
 
-    The loss is the mean over the targets of all ranks and micro-batches: each rank's sum is divided by the global
-    number of targets. What the gradient is of says the objective; it is multiplied by W, because the strategies
-    average gradients over ranks. Afterwards the loss travels with the next step's number of targets, whether a rank was
-    told to stop and, where there is a reducer, its flag.
+    The reported loss is the mean over the targets of all ranks and micro-batches: each rank's sum is divided by the
+    global number of targets. The objective defines the loss to differentiate, which is multiplied by W because the
+    strategies average gradients over ranks. One small all-reduce then sums the loss, the next step's number of targets,
+    the stop requests and, with a reducer, its flag.
 
     Raises:
         Diverged: If the loss or the gradient's norm is not finite.
-        NonFiniteGradient: If the reducer saw a gradient that is not finite, under ``nonfinite: raise``.
+        NonFiniteGradient: If the reducer found a non-finite gradient, with ``nonfinite: raise``.
     """
     clock.start()
     n_targets, micro_batches = feed.n_targets, feed.take()
@@ -342,39 +342,39 @@ def optimizer_step(
 
 
 def stopped(step: int) -> Stopped:
-    """The end of a run that was told to stop after so many steps."""
-    return Stopped(f"stopped by a signal after step {step}, with a checkpoint; --resume goes on from there.")
+    """The error that ends a run after ``step`` steps because of a signal."""
+    return Stopped(f"stopped by a signal after step {step}, with a checkpoint; continue with --resume.")
 
 
 def generators(world: World) -> dict[str, Tensor]:
-    """The states of torch's own generators on this rank; a model with dropout draws from them."""
+    """The states of torch's global random generators on this rank, which dropout uses."""
     states = {"cpu": torch.get_rng_state()}
     return states | ({"cuda": torch.cuda.get_rng_state(world.device)} if world.device.type == "cuda" else {})
 
 
 def set_generators(states: dict[str, Tensor], world: World) -> None:
-    """Set torch's generators to what `generators` gave."""
+    """Restore the states returned by `generators`."""
     torch.set_rng_state(states["cpu"].cpu())
     if "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"].cpu(), world.device)
 
 
 def residual_norm(reducer: Reducer | None) -> float | None:
-    """Euclidean norm of what this rank's error feedback still holds back; looked at with the evaluations only."""
+    """Euclidean norm of this rank's error-feedback residuals, computed at evaluations only."""
     return None if reducer is None else reducer.codec.residual_norm
 
 
 def check_finite(value: float, what: str) -> None:
-    """Raise ``Diverged`` if ``value``, equal on all ranks, is not finite."""
+    """Raise `Diverged` if ``value``, which is equal on all ranks, is not finite."""
     if not math.isfinite(value):
         raise Diverged(f"{what} is {value}")
 
 
 def traffic_since(before: dict[str, Any], reducer: Reducer | None, *, timed: bool) -> Row:
-    """What this rank's reducer did in one step: bytes, elements and times; None where there is no reducer.
+    """Bytes, elements and times of this rank's reducer in one step; all None without a reducer.
 
-    ``bytes_closed_form`` is over all ranks, and None where a size depended on the data. Times are None where the meter
-    did not measure them: on a GPU it would have to wait, and does so in profiled steps only.
+    ``bytes_closed_form`` is over all ranks, and None if a size depended on the data. Times are None unless ``timed``:
+    on a GPU, measuring them needs a synchronization, which the meter does in profiled steps only.
     """
     if reducer is None:
         return dict.fromkeys(("bytes_raw", "bytes_sent", "bytes_index", "comm_ms", "encode_ms", "decode_ms"))
@@ -402,12 +402,12 @@ def traffic_since(before: dict[str, Any], reducer: Reducer | None, *, timed: boo
 
 
 def seconds_on_wire(traffic: dict[str, Any]) -> float:
-    """Seconds in the collectives that carry gradients."""
+    """Seconds spent in the collectives that carry gradients."""
     return sum(cost["seconds"] for cost in traffic["by_op"].values())
 
 
 def build_reducer(settings: Settings) -> Reducer | None:
-    """The cell's reducer, or None where the framework is left untouched."""
+    """Build the cell's reducer; None if the framework's own reduction is used."""
     cell = settings.cell
     if not cell.hooked:
         return None
@@ -421,9 +421,9 @@ def build_reducer(settings: Settings) -> Reducer | None:
 def build_optimizer(
     settings: Settings, model: nn.Module, matrices: set[str], reducer: Reducer | None
 ) -> torch.optim.Optimizer:
-    """AdamW, or the cell's optimizer that communicates.
+    """Build AdamW, or the cell's communicating optimizer.
 
-    Weight decay is on matrices only, as GPT-2 is trained; ``matrices`` are names before wrapping.
+    Weight decay applies to matrices only, as in GPT-2; ``matrices`` holds parameter names before wrapping.
     """
     training, communication = settings.training, settings.cell.communication
     named = list(parallel.named_parameters(model))
@@ -442,7 +442,7 @@ def build_optimizer(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, training: Training, step: int) -> float:
-    """Set and return the learning rate of ``step``; it depends on nothing else, so a resumed run needs no state."""
+    """Set and return the learning rate of ``step``, a function of the step only, so resuming needs no state."""
     lr = learning_rate(training, step)
     for group in optimizer.param_groups:
         group["lr"] = lr
@@ -450,7 +450,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, training: Training, step
 
 
 def learning_rate(training: Training, step: int) -> float:
-    """Linear warm-up to ``lr``, then a cosine down to a tenth of it."""
+    """Linear warm-up to ``lr``, then cosine decay to a tenth of it."""
     if step < training.lr_warmup_steps:
         return training.lr * (step + 1) / training.lr_warmup_steps
     done = (step - training.lr_warmup_steps) / max(1, training.steps - training.lr_warmup_steps)
@@ -458,9 +458,9 @@ def learning_rate(training: Training, step: int) -> float:
 
 
 class Clock:
-    """Times of one step in milliseconds. Phases are timed on CPU only: on CUDA they would need a synchronisation.
+    """Times of one step in milliseconds. Phases are timed on CPU only: on CUDA they would need a synchronization.
 
-    The step itself ends with a number read back from the device, so its wall time is right everywhere.
+    A step ends by reading a number from the device, so its wall time is correct on every device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -470,7 +470,7 @@ class Clock:
         self.started_s = 0.0
 
     def start(self) -> None:
-        """Begin a step."""
+        """Start a step."""
         self._started = self._last = time.perf_counter()
         self.started_s = self._started - self._origin
         self.times = dict.fromkeys(("data_ms", "forward_ms", "backward_ms", "optimizer_ms"))
@@ -483,5 +483,5 @@ class Clock:
         self._last = now
 
     def stop(self) -> None:
-        """End the step."""
+        """End the step and record ``step_ms``."""
         self.times["step_ms"] = 1000 * (time.perf_counter() - self._started)

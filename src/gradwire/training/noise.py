@@ -1,7 +1,7 @@
-"""Gaussian noise on gradients that no framework has to know of.
+"""Gaussian noise on gradients, independent of the data-parallel framework.
 
-The noise is the gradient of a term that is linear in the parameters. So it joins a rank's own gradient inside of the
-backward pass, before DDP's buckets, FSDP's reduce-scatter or a compressor see it.
+The noise is the gradient of a term that is linear in the parameters. The backward pass therefore adds it to a rank's
+local gradient before DDP's buckets, FSDP's reduce-scatter or a compressor see it.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ Draw = Callable[[str, Tensor, torch.device], Tensor]
 
 @contextmanager
 def noisy(model: nn.Module, std: float, seed: int, step: int, rank: int) -> Iterator[None]:
-    """A forward pass in here has noise of standard deviation ``std`` in the gradient of every trainable parameter.
+    """Add noise of standard deviation ``std`` to the gradients of forward passes in this context.
 
-    A parameter's noise depends on the arguments and its name alone: a resumed run draws it again. A tied parameter
-    gets it once, in the first of its layers.
+    A parameter's noise depends on the arguments and its name only, so a resumed run draws the same noise. A tied
+    parameter gets it once, in the first of its layers.
 
     Args:
-        model: Its layers return tensors; under FSDP2 each draws the noise of a whole parameter, in the backward pass.
-        std: Of each element.
-        seed: The run's; who knows it can subtract the noise.
+        model: A model whose layers return tensors; under FSDP2 every rank draws noise for the unsharded parameter.
+        std: Standard deviation of each element.
+        seed: The run's seed. Anyone who knows it can subtract the noise.
         step: The optimizer step.
-        rank: Ranks draw independently.
+        rank: This rank; ranks draw independently.
 
     Raises:
-        BadInput: If the pass left a layer out, or used its parameters past it: they would have no noise.
+        BadInput: If a layer was not called, or its parameters were used without calling it: they would get no noise.
     """
 
     def draw(name: str, like: Tensor, device: torch.device) -> Tensor:
@@ -44,7 +44,7 @@ def noisy(model: nn.Module, std: float, seed: int, step: int, rank: int) -> Iter
 
     def after(module: nn.Module, _: Any, output: Tensor) -> Tensor:
         own = owned[module]
-        parameters = [getattr(module, local) for local in own]  # under FSDP2: whole, now
+        parameters = [getattr(module, local) for local in own]  # unsharded at this point under FSDP2
         passed.add(module)
         added: Tensor = _Added.apply(output, draw, tuple(own.values()), *parameters)
         return added
@@ -59,13 +59,13 @@ def noisy(model: nn.Module, std: float, seed: int, step: int, rank: int) -> Iter
     left_out = [name for module, own in owned.items() if module not in passed for name in own.values()]
     if left_out:
         raise BadInput(
-            f"{', '.join(left_out)}: no forward pass of the layer that has them, so private training can neither clip "
-            "nor add noise there. Freeze them, or call the layer itself."
+            f"{', '.join(left_out)}: the layer that owns them is never called, so private training cannot clip their "
+            "gradients or add noise. Freeze them, or call the layer itself."
         )
 
 
 class _Added(torch.autograd.Function):
-    """The identity on a layer's output; in the backward pass each of its parameters gets what is drawn for it."""
+    """The identity on a layer's output; its backward adds drawn noise to the gradient of each parameter."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, draw: Draw, names: tuple[str, ...], *parameters: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class _Added(torch.autograd.Function):
 
 
 def _owned(model: nn.Module) -> dict[nn.Module, dict[str, str]]:
-    """The trainable parameters' names by the first layer that has them and their name in it."""
+    """Names of the trainable parameters, by the first layer that owns them and their local name in it."""
     names = {id(parameter): name for name, parameter in trainable(model).items()}
     found: dict[nn.Module, dict[str, str]] = {}
     for module in model.modules():

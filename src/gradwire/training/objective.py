@@ -1,6 +1,6 @@
-"""What the backward passes of an optimizer step start from: the plain loss, or that of private training.
+"""The loss that an optimizer step differentiates: the plain mean, or the clipped loss of private training.
 
-Shape legend: B = samples of a micro-batch, W = world size, N = samples of a private step over all ranks, expected.
+Shape legend: B = samples of a micro-batch, W = world size, N = expected samples of a private step over all ranks.
 """
 
 from __future__ import annotations
@@ -31,43 +31,43 @@ class Plain:
     """Forward and backward passes over a micro-batch."""
 
     def begin(self, model: nn.Module, micro_batches: Sequence[Batch], step: int) -> None:
-        """Look at the step's micro-batches before the first of them."""
+        """Prepare the step from its micro-batches, before the first forward pass."""
 
     def loss(self, model: nn.Module, batch: Batch, n_targets: Tensor, last: bool) -> tuple[Tensor, Tensor]:
-        """A micro-batch's share of what the gradient is of, and of the step's mean loss per target.
+        """Return a micro-batch's share of the loss to differentiate and of the step's mean loss per target.
 
         Args:
             model: The wrapped model.
-            batch: The next of the micro-batches that `begin` saw.
-            n_targets: Of all ranks and micro-batches in this step.
-            last: Whether it is the step's last one.
+            batch: The next of the micro-batches passed to `begin`.
+            n_targets: Targets of all ranks and micro-batches in this step.
+            last: Whether this is the step's last micro-batch.
         """
         loss = loss_sum(model, batch) / n_targets
         return loss, loss.detach()
 
     def totals(self) -> list[Tensor]:
-        """What this rank tells of the step, to be summed over the ranks."""
+        """This rank's statistics of the step, to be summed over ranks."""
         return []
 
     def told(self, totals: Sequence[float]) -> dict[str, Any]:
-        """The step's columns, from the sums of `totals`."""
+        """The step's columns, from the sums of `totals` over ranks."""
         return {}
 
 
 class Private(Plain):
-    """DP-SGD: each sample's gradient, of the mean over its own targets, is clipped to C; the sum gets noise; over N.
+    """DP-SGD: the sum of per-sample gradients clipped to C, plus noise, divided by N.
 
-    N is a constant, so that nothing but the noisy sum depends on the samples. Each rank draws noise of standard
-    deviation σC/√W, which makes σC in the sum over ranks. A rank's samples are its own, so that its norms are complete.
+    A sample's loss is the mean over its own targets. N is a constant, so only the noisy sum depends on the samples.
+    Each rank draws noise of standard deviation σC/√W, which makes σC in the sum over ranks.
 
     Args:
-        model: Unwrapped; must not mix samples nor drop activations.
-        training: C and σ.
-        seed: Of the noise.
-        world: This rank's place.
+        model: The unwrapped model; it must not mix samples or use dropout.
+        training: The settings, with C and σ.
+        seed: Seed of the noise.
+        world: The process group and this rank's position in it.
 
     Raises:
-        BadInput: If the model will not do.
+        BadInput: If the model mixes samples or its forward pass is not repeatable.
     """
 
     passes = 2
@@ -84,7 +84,7 @@ class Private(Plain):
         self._totals = torch.zeros(3)
 
     def begin(self, model: nn.Module, micro_batches: Sequence[Batch], step: int) -> None:
-        """Clip by the norms of all samples, told before any gradient accumulates."""
+        """Compute every sample's norm and clipping coefficient, before any gradient accumulates."""
         self._step = step
         inner = getattr(model, "module", model)  # DDP's own forward would wait for gradients
         found = [norms(inner, batch).square.sqrt() for batch in micro_batches]
@@ -95,20 +95,20 @@ class Private(Plain):
         self._totals = torch.stack([count.to(of_samples.device, torch.float32) for count in counts])
 
     def loss(self, model: nn.Module, batch: Batch, n_targets: Tensor, last: bool) -> tuple[Tensor, Tensor]:
-        """The micro-batch's clipped losses; in the last one's backward pass the step's noise is added."""
+        """The micro-batch's clipped loss; the backward pass of the last micro-batch adds the step's noise."""
         coefficient = self._coefficients.popleft()
         with noisy(model, self.std, self.seed, self._step, self.rank) if last and self.std else nullcontext():
             losses = clipping.losses(model, batch)
         loss = (coefficient.to(losses.dtype) * losses).sum() / self.expected
         total = (losses.detach() * targets_of(batch.labels)).sum()
-        return loss, total / n_targets.clamp(min=1)  # Poisson may draw no sample at all
+        return loss, total / n_targets.clamp(min=1)  # Poisson sampling may draw no sample
 
     def totals(self) -> list[Tensor]:
-        """Samples, clipped ones, the sum of norms."""
+        """Number of samples, number of clipped samples and sum of norms."""
         return list(self._totals)
 
     def told(self, totals: Sequence[float]) -> dict[str, Any]:
-        """``samples``, and of them ``clipped_fraction`` and ``sample_norm_mean``."""
+        """``samples``, ``clipped_samples``, ``clipped_fraction`` and ``sample_norm_mean``."""
         samples, clipped, total = totals
         fields = {"samples": int(samples), "clipped_samples": int(clipped)}
         of_each = (clipped / samples, total / samples) if samples else (None, None)

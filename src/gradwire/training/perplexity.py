@@ -20,11 +20,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", choices=("val", "train", "all"), default="val", help="all: both splits")
     parser.add_argument("--batch_size", type=COUNT, default=32, help="samples per forward pass")
     parser.add_argument(
-        "--output", type=output_file, help="where to write (default: perplexity.json beside --model_dir)"
+        "--output", type=output_file, help="file to write (default: perplexity.json beside --model_dir)"
     )
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda where there is a GPU, else cpu")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda if there is a GPU, else cpu")
     parser.add_argument("--max_length", type=LENGTH, help="tokens per sample of a corpus file (default: the model's)")
-    parser.add_argument("--cache_dir", type=Path, help="where a corpus file's shards go (default: the user's cache)")
+    parser.add_argument("--cache_dir", type=Path, help="folder for a corpus file's shards (default: the user's cache)")
 
 
 def output(args: argparse.Namespace) -> Path:
@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> None:
         model = folder.load(args.model_dir).to(world.device)
         quality = evaluate(model, chain(*batches), world.device)
     print(f"avg_loss {quality.loss:.6f}  ppl {quality.ppl:.4f}  over {quality.n_targets} targets of {args.split}")
-    finite = math.isfinite(quality.ppl)  # a diverged model's perplexity is null, which JSON can carry
+    finite = math.isfinite(quality.ppl)  # JSON has no infinity: a diverged model's perplexity is null
     write_json(
         output(args),
         {

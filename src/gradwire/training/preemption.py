@@ -1,4 +1,4 @@
-"""Being told to stop: a signal is noted, and acted on when all ranks are between two optimizer steps."""
+"""Graceful preemption: a signal is recorded, and training stops after the current optimizer step on all ranks."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)  # a scheduler's, and Ctrl-C
+SIGNALS = (signal.SIGTERM, signal.SIGINT)  # from a scheduler, and Ctrl-C
 
 
 class Preemption:
-    """Whether this process was told to stop, and whether all ranks know that one of them was."""
+    """Stop request: ``requested`` on this rank, ``agreed`` once all ranks know of a request."""
 
     def __init__(self) -> None:
         self.requested = False
         self.agreed = False
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal; a second Ctrl-C does not wait."""
+        """Record a signal; a second Ctrl-C raises KeyboardInterrupt at once."""
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
@@ -26,9 +26,9 @@ class Preemption:
 
 @contextmanager
 def preemption() -> Iterator[Preemption]:
-    """Note signals instead of ending by them; from the main thread only.
+    """Record termination signals instead of exiting on them; main thread only.
 
-    Where one came they are noted to the end of the process, which is about to end by itself.
+    After a signal the handlers stay installed, because the process is about to exit.
     """
     asked = Preemption()
     before = {number: signal.signal(number, asked.note) for number in SIGNALS}

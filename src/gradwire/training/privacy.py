@@ -1,18 +1,18 @@
-"""What a private run guarantees: (ε, δ)-differential privacy for one sample, under zero-out adjacency.
+"""The guarantee of private training: (ε, δ)-differential privacy per sample, under zero-out adjacency.
 
-Neighbouring data sets have as many samples, and in one of them one sample contributes nothing: its gradient is zero.
-So their size may decide rates, epochs and which rank has which sample, as it does here. The sum of clipped gradients
-changes by at most C for one sample, so noise of standard deviation σC on it is a Gaussian mechanism of multiplier σ;
-what happens to the noisy sum afterwards costs nothing. Opacus's accountant composes steps.
+Neighboring data sets have the same size; in one of them, the gradient of one sample is zero. The size may therefore
+determine rates, epochs and the assignment of samples to ranks. One sample changes the sum of clipped gradients by
+at most C, so noise of standard deviation σC makes it a Gaussian mechanism with multiplier σ; post-processing of the
+noisy sum costs nothing. Opacus's accountant composes steps.
 
-- Sampling. `poisson`: each sample is in each step by a toss of its own coin, so most steps say nothing of it, which
-  makes them cheaper ("amplification"). `shuffled`: a sample is in one step of each epoch. No amplification is claimed
-  for that: an epoch costs as much as one step on all samples. To account for shuffled batches as if they were Poisson's
-  gives too small an ε (Chua et al., "How Private are DP-SGD Implementations?", ICML 2024).
-- Compression. W ranks draw noise of standard deviation σC/√W each, which makes σC in their sum, whatever W. A sum of
-  encodings is no function of that sum unless encodings are exact: each rank's own message must be private by itself,
-  and it carries a multiplier of σ/√W only. That is accounted then. It asks that a sample is in one rank's message of a
-  step, and that drawing it moves no other sample to another rank: `data.batches.poisson_steps`.
+- Sampling. `poisson`: each sample joins each step independently at random, so the accountant applies amplification by
+  subsampling. `shuffled`: a sample is in one step of each epoch. No amplification is claimed: an epoch costs as much as
+  one step on all samples. Accounting for shuffled batches as if they were Poisson-sampled gives too small an ε
+  (Chua et al., "How Private are DP-SGD Implementations?", ICML 2024).
+- Compression. Each of W ranks draws noise of standard deviation σC/√W, which makes σC in their sum for any W. A sum of
+  lossy encodings is not a function of that sum, so each rank's message must be private by itself, with a multiplier of
+  only σ/√W, which is the one accounted. This requires that a sample is in one rank's message per step and that drawing
+  it moves no other sample to another rank: `data.batches.poisson_steps`.
 
 Zero-out adjacency: Kairouz et al., "Practical and Private (Deep) Learning without Sampling or Shuffling" (ICML 2021).
 """
@@ -28,18 +28,18 @@ from gradwire.config import Cell, Training
 from gradwire.errors import BadInput
 
 ADJACENCY = "zero-out"
-TIGHT_FROM = 0.5  # multipliers below are accounted by Rényi bounds: the tight accountant's grid would need gigabytes
+TIGHT_FROM = 0.5  # smaller multipliers use Rényi bounds: the tight accountant's grid would need gigabytes
 
 
 @dataclass(frozen=True)
 class Guarantee:
-    """What determines ε.
+    """The parameters that determine ε.
 
     Args:
         multiplier: The noise's standard deviation over C, as accounted.
         delta: δ.
-        sample_rate: With Poisson sampling, the probability that a sample is in a step; None if shuffled.
-        steps_per_epoch: Optimizer steps in which shuffling shows no sample twice.
+        sample_rate: The probability that a sample is in a step with Poisson sampling; None if shuffled.
+        steps_per_epoch: Optimizer steps per epoch; shuffling repeats no sample within one.
     """
 
     multiplier: float
@@ -49,11 +49,11 @@ class Guarantee:
 
     @property
     def accountant(self) -> str:
-        """What ε is computed by: ``prv`` (tight), or ``rdp`` where that would need too much memory."""
+        """The accountant: ``prv`` (tight), or ``rdp`` if that would need too much memory."""
         return "prv" if self.multiplier >= TIGHT_FROM else "rdp"
 
     def epsilon(self, steps: int) -> float | None:
-        """ε after so many optimizer steps, an upper bound; None where nothing is guaranteed, as without noise."""
+        """An upper bound on ε after ``steps`` optimizer steps; None without a guarantee, such as without noise."""
         if not self.multiplier:
             return None
         if not steps:
@@ -64,39 +64,40 @@ class Guarantee:
         rate, times = (self.sample_rate, steps) if self.sample_rate else (1.0, math.ceil(steps / self.steps_per_epoch))
         accountant: Any = PRVAccountant() if self.accountant == "prv" else RDPAccountant()
         accountant.history = [(self.multiplier, rate, times)]
-        with np.errstate(divide="ignore", over="ignore"):  # the logarithm of 1 - rate, with a rate of 1
+        with np.errstate(divide="ignore", over="ignore"):  # log(1 - rate) with a rate of 1
             found = float(accountant.get_epsilon(delta=self.delta))
         return found if math.isfinite(found) else None
 
 
 def guarantee(training: Training, cell: Cell, samples: int, world_size: int) -> Guarantee:
-    """What a run of these settings guarantees.
+    """Return the privacy guarantee of a run.
 
     Args:
-        training: The settings, private ones, with their batch size.
-        cell: How gradients travel.
-        samples: Of the training split.
+        training: Settings of private training, with the batch size.
+        cell: The compressor setting.
+        samples: Samples in the training split.
         world_size: Number of ranks.
 
     Raises:
-        BadInput: If δ is no better than to publish a sample, if a step takes more samples than there are, or could take
-            one twice; if Opacus is not installed.
+        BadInput: If δ is too large, a step takes more samples than there are or could take one twice, or Opacus is not
+            installed.
     """
     if training.dp_noise_multiplier and find_spec("opacus") is None:
-        raise BadInput("private training asks Opacus what it spends: pip install 'gradwire[private]'.")
+        raise BadInput("private training needs Opacus: pip install 'gradwire[private]'.")
     batch = training.batch_size * training.grad_accum_steps * world_size
     if batch > samples:
-        raise BadInput(f"a private step takes {batch} samples, and the training split has {samples}: take fewer.")
+        raise BadInput(f"a private step takes {batch} samples, but the training split has {samples}; take fewer.")
     per_epoch, cut = divmod(samples // world_size // training.batch_size, training.grad_accum_steps)
     if cut and training.dp_sampling == "shuffled":
         raise BadInput(
-            f"an epoch has {per_epoch * training.grad_accum_steps + cut} micro-batches, which do not make whole "
-            f"private steps of {training.grad_accum_steps}: one could hold a sample twice. Take --dp_sampling poisson."
+            f"an epoch has {per_epoch * training.grad_accum_steps + cut} micro-batches, not a multiple of "
+            f"--grad_accum_steps {training.grad_accum_steps}: a private step could hold a sample twice; use "
+            "--dp_sampling poisson."
         )
     if training.dp_delta * samples >= 1:
         raise BadInput(
-            f"--dp_delta {training.dp_delta:g} is not below 1 / {samples}, the training samples: it would allow to "
-            f"publish one of them. Give one well below {1 / samples:.1g}."
+            f"--dp_delta {training.dp_delta:g} is not below 1 / {samples} (samples), so publishing one would be "
+            f"allowed; use a value well below {1 / samples:.1g}."
         )
     exact = world_size == 1 or cell.method == "none"
     return Guarantee(

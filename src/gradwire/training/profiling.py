@@ -1,4 +1,4 @@
-"""torch.profiler over a few optimizer steps, one trace per rank, loadable in TensorBoard and Perfetto."""
+"""Profile a few optimizer steps with torch.profiler: one trace per rank, for TensorBoard and Perfetto."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from gradwire.files import whole
 
 
 def profiled_range(training: Training, start: int) -> range:
-    """The steps whose times the profiler disturbs, after the run's warm-up; ``start`` is the first step made here."""
+    """The profiled steps, after the run's warm-up; ``start`` is the first step of this process."""
     first = max(training.warmup_steps, start)
     return range(first, min(first + training.profiled_steps, training.steps))
 
 
 def trace_file(run_folder: Path, world: World) -> Path:
-    """Where this rank's trace goes."""
+    """Path of this rank's trace."""
     return run_folder / "profiler" / f"rank{world.rank}.pt.trace.json.gz"
 
 
 class Profiler:
-    """Records the steps of ``profiled_range``; ``step()`` is called at the end of every optimizer step."""
+    """Records the steps of `profiled_range`; call `step` after every optimizer step."""
 
     def __init__(self, recorder: profile | None) -> None:
         self._recorder = recorder
 
     def step(self) -> None:
-        """Tell the profiler that an optimizer step ended."""
+        """Mark the end of an optimizer step."""
         if self._recorder is not None:
             self._recorder.step()
 
 
 @contextmanager
 def profiling(training: Training, start: int, path: Path, world: World) -> Iterator[Profiler]:
-    """Profile the steps of ``profiled_range`` into ``path``, `trace_file`."""
+    """Profile the steps of `profiled_range` and write the trace to ``path``."""
     steps = profiled_range(training, start)
     if len(steps) < 2:  # the profiler's warm-up step alone records nothing
         yield Profiler(None)

@@ -1,4 +1,4 @@
-"""How far a run is, while it goes on: a bar where somebody looks, and ``progress.json`` for `gradwire status`."""
+"""Progress of a running run: a progress bar on terminals, and ``progress.json`` for `gradwire status`."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from tqdm import tqdm
 from gradwire.collectives.world import World
 from gradwire.files import write_json
 
-FILE = "progress.json"  # in the run's folder, as long as it runs
-EVERY = 1.0  # seconds between two writings
+FILE = "progress.json"  # in the run's folder while it runs
+EVERY = 1.0  # seconds between writes
 
 
 @contextmanager
 def progress(folder: Path, steps: int, start: int, world: World) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Give a function that is told each step's row; on ranks other than 0 it does nothing.
+    """Yield a function that takes each step's row; on ranks other than 0 it does nothing.
 
     Args:
         folder: The run's folder.
         steps: Optimizer steps of the whole run.
-        start: The first that is made here.
-        world: This rank's place.
+        start: First step of this process.
+        world: The process group and this rank's position in it.
     """
     if world.rank != 0:
         yield lambda row: None

@@ -1,6 +1,6 @@
-"""What a finished run leaves on disk: ``steps.parquet``, environment, ``final_model/``, ``record.json``.
+"""Files of a finished run: ``steps.parquet``, ``environment/``, ``final_model/`` and ``record.json``.
 
-The record is written last: where it stands, everything else does.
+The record is written last, so its presence means that all other files are complete.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ def write(
     optimizer: torch.optim.Optimizer,
     outcome: Outcome,
 ) -> Row | None:
-    """Gather what the ranks measured and write it; called by all ranks.
+    """Gather the ranks' measurements and write the run's files; a collective operation.
 
     Returns:
-        The record, on rank 0, which writes all files but the ranks' own.
+        The record on rank 0, which writes the shared files; None on other ranks.
     """
     folder = settings.output_dir
     here = environment(world)
@@ -128,7 +128,7 @@ def write(
 
 
 def told(record: Row) -> str:
-    """A record in one line."""
+    """Summarize a record in one line."""
     if record["status"] == "diverged":
         return f"{record['run_name']}: diverged ({record['reason']})"
     ratio = "nothing sent" if record["compression_ratio"] is None else f"ratio {record['compression_ratio']:.3f}"
@@ -138,7 +138,7 @@ def told(record: Row) -> str:
 
 
 def times(rows: list[Row]) -> Row:
-    """Step times over the steps that are neither warm-up nor profiled; a step takes as long as its slowest rank."""
+    """Statistics of step times, without warm-up and profiled steps; a step's time is its slowest rank's."""
     slowest: dict[int, float] = {}
     tokens: dict[int, int] = {}
     for row in rows:
@@ -163,13 +163,14 @@ def times(rows: list[Row]) -> Row:
 def traffic(settings: Settings, world: World, outcome: Outcome, rows: list[Row]) -> Row:
     """Bytes of gradient reduction over all ranks and optimizer steps, warm-up included.
 
-    Raw is what a bandwidth-optimal float32 collective of the same kind would send, sent is what was handed over; where
-    the framework was left untouched both are closed forms, sent with its padding: `trace` measures the profiled steps.
+    Raw bytes are those of a bandwidth-optimal float32 collective of the same kind; sent bytes are those passed to
+    collectives. Without a reducer both are closed forms, and sent includes the framework's padding; `trace` measures
+    the profiled steps.
 
     Args:
         settings: The run.
-        world: This rank's place.
-        outcome: What this rank, 0, measured.
+        world: The process group.
+        outcome: Rank 0's measurements.
         rows: All ranks' rows.
     """
     if settings.cell.hooked:
@@ -202,12 +203,12 @@ def traffic(settings: Settings, world: World, outcome: Outcome, rows: list[Row])
 
 
 def codec(settings: Settings, rows: list[Row]) -> Row:
-    """What the reducer did besides sending: null where there was none, and at a world size of 1.
+    """Codec statistics of the reducer; all null without a reducer and at world size 1.
 
-    ``extra_collectives`` are one rank's, over the whole run; their time is per measured step, the mean over ranks.
-    ``density`` is of what sparsifiers encoded, on all ranks and in both phases. ``residual_norm`` is the root mean
-    square over the ranks, at the last step. ``fallbacks`` are encodings on all ranks, ``fallback_fraction`` is their
-    share of the elements that the compressor was given, null where it was given none.
+    ``extra_collectives`` counts one rank's over the whole run; their time is per measured step, averaged over ranks.
+    ``density`` covers what sparsifiers encoded on all ranks, in both phases. ``residual_norm`` is the root mean square
+    over ranks at the last step. ``fallbacks`` counts encodings on all ranks; ``fallback_fraction`` is their share of
+    the elements passed to the compressor, null if there were none.
 
     Args:
         settings: The run.
@@ -238,17 +239,17 @@ def codec(settings: Settings, rows: list[Row]) -> Row:
 
 
 def fidelity(settings: Settings, rows: list[Row]) -> Row:
-    """The mean over the sampled steps after the dense ones; null where none was sampled."""
+    """Means over the sampled steps after the dense ones; null if no step was sampled."""
     steady = [row for row in rows if row["step"] >= settings.cell.reduction.dense_steps]
     found = {name: [row[name] for row in steady if row[name] is not None] for name in COLUMNS}
     return {name: fmean(values) if values else None for name, values in found.items()}
 
 
 def private(settings: Settings, outcome: Outcome) -> Row:
-    """The privacy budget spent; null where training was not private, and ε where nothing is guaranteed.
+    """The privacy budget spent; all null without private training, and ε null without a guarantee.
 
-    ``noise_multiplier`` is of the sum over ranks, ``noise_multiplier_accounted`` what ε stands on. The step in which a
-    run diverged has no row and may have changed the weights: it counts.
+    ``noise_multiplier`` is that of the sum over ranks; ε is computed from ``noise_multiplier_accounted``. The step in
+    which a run diverged has no row but counts, because it may have changed the weights.
     """
     fields = (
         "epsilon",
@@ -278,7 +279,7 @@ def private(settings: Settings, outcome: Outcome) -> Row:
 
 
 def by_op(rows: list[Row]) -> dict[str, int]:
-    """Bytes of gradient reduction by collective."""
+    """Bytes of gradient reduction per collective."""
     total: Counter[str] = Counter()
     for row in rows:
         total.update(row["bytes_by_op"])
@@ -286,9 +287,9 @@ def by_op(rows: list[Row]) -> dict[str, int]:
 
 
 def parameter_traffic(settings: Settings, outcome: Outcome, rows: list[Row]) -> Row:
-    """Bytes of FSDP's parameter all-gathers over all ranks and optimizer steps, as float32 and as they were sent.
+    """Bytes of FSDP's parameter all-gathers over all ranks and optimizer steps, in float32 and as sent.
 
-    The framework's own gathers are float32, in closed form; replicas gather nothing, and both are null.
+    The framework's own gathers are float32, in closed form. Replicas gather nothing, so both are null.
     """
     each = [row["bytes_parameters_raw"] for row in outcome.rows]  # over all ranks
     raw = None if None in each else sum(each)
@@ -300,19 +301,19 @@ def parameter_traffic(settings: Settings, outcome: Outcome, rows: list[Row]) -> 
 
 
 def interface_traffic(rows: list[Row]) -> int | None:
-    """Bytes that the ranks' own interfaces transmitted in all optimizer steps; None where they have none."""
+    """Bytes that the ranks' own interfaces transmitted in all optimizer steps; None if ranks share an interface."""
     each = [row["bytes_interface"] for row in rows]
     return None if not each or None in each else sum(each)
 
 
 def ratio(rows: list[Row]) -> float | None:
-    """Float32 bytes over the bytes sent in ``rows``; None where nothing was sent."""
+    """Float32 bytes over bytes sent in ``rows``; None if nothing was sent."""
     sent = sum(row["bytes_sent"] for row in rows)
     return sum(row["bytes_raw"] for row in rows) / sent if sent else None
 
 
 def quality(outcome: Outcome) -> Row:
-    """Losses of the last step and the last evaluation, null for a run that diverged; and of all steps a digest."""
+    """Losses of the last step and evaluation, null for a diverged run, and a digest of all steps' losses."""
     last = outcome.rows[-1]["loss"] if outcome.rows else None
     return {
         "train_loss": None if outcome.diverged else last,
@@ -324,7 +325,7 @@ def quality(outcome: Outcome) -> Row:
 
 
 def write_steps(folder: Any, rows: list[Row]) -> None:
-    """Write ``steps.parquet``: one row per step and rank, columns that were not measured null."""
+    """Write ``steps.parquet``: one row per step and rank, with null for columns that were not measured."""
     complete = [{name: row.get(name) for name in STEPS.names} for row in rows]
     table = pa.Table.from_pylist(complete, schema=STEPS)
     write_with(folder / "steps.parquet", lambda part: pq.write_table(table, part))

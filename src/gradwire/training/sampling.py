@@ -1,4 +1,4 @@
-"""The delivered gradient against the exact mean, at the steps that are evaluated."""
+"""Compare the reduced gradient with the exact mean, at evaluated steps."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ COLUMNS = ("grad_rel_error", "grad_rel_error_linf", "grad_cos_sim")
 
 @contextmanager
 def sampled(reducer: Reducer | None, memory: PeakMemory) -> Iterator[dict[str, float | None]]:
-    """Compare what the reducer delivers in here; the columns are filled at the end, after the step was timed.
+    """Compare the gradients reduced in this context; the columns are filled on exit, after the step is timed.
 
-    Training goes on as if nobody had looked: the gradients are kept, not copied, what is compared are copies of their
-    blocks, and nothing draws a random number.
+    Sampling does not affect training: gradients are kept by reference, the comparison copies them block by block, and
+    no random numbers are drawn.
 
     Args:
-        reducer: None, in a step that is not sampled: the columns stay null.
-        memory: What the sample needs is left out of it where that is possible.
+        reducer: The reducer, or None in a step that is not sampled; the columns are null then.
+        memory: Peak memory, which excludes the sample's own memory where possible.
     """
     columns: dict[str, Any] = dict.fromkeys(COLUMNS)
     if reducer is None:

@@ -1,4 +1,4 @@
-"""TensorBoard scalars while a run goes on, under the names of ``steps.parquet``."""
+"""TensorBoard scalars of a running run, named after the columns of ``steps.parquet``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gradwire.collectives.world import World
 def tensorboard(
     folder: Path, rows: Sequence[dict[str, Any]], world: World
 ) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Give a function that logs the numbers of a row at the row's ``step``; on ranks other than 0 it does nothing.
+    """Yield a function that logs a row's numbers at the row's ``step``; on ranks other than 0 it does nothing.
 
     Args:
-        folder: Where the event files go, instead of those that are there.
-        rows: Those of the steps that an earlier process made.
-        world: This rank's place.
+        folder: Folder for the event files; an existing one is replaced.
+        rows: Rows of the steps of earlier processes.
+        world: The process group and this rank's position in it.
     """
     if world.rank != 0:
         yield lambda row: None

@@ -1,4 +1,4 @@
-"""What one training run is: the parsed arguments of ``gradwire train``, checked together with the data they name."""
+"""Settings of one training run: the parsed arguments of ``gradwire train``, checked against the data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradwire.source import source_digest
 
 @dataclass(frozen=True)
 class Settings:
-    """One run, as asked for.
+    """Settings of one run.
 
     Args:
         training: Steps, learning rate and the like.
@@ -27,9 +27,9 @@ class Settings:
         seed: Seeds the model, the order of the data and the compressor.
         data_path: A shards folder or a corpus file.
         output_dir: The run's folder.
-        resume: Go on from the newest checkpoint in ``output_dir``.
-        restart: Where that is another configuration's, start over instead of refusing it.
-        verify_sync: Steps between two checks that the ranks agree; 0 means none.
+        resume: Resume from the newest checkpoint in ``output_dir``.
+        restart: Start over if that checkpoint has another configuration or source, instead of raising an error.
+        verify_sync: Steps between checks that the ranks agree; 0 disables them.
     """
 
     training: Training
@@ -44,11 +44,11 @@ class Settings:
     restart: bool = False
 
     def shared_out(self, world_size: int) -> Settings:
-        """The same run with its global batch shared out, as by `Training.shared_out`."""
+        """The same run with the global batch divided among ranks; see `Training.shared_out`."""
         return replace(self, training=self.training.shared_out(world_size))
 
     def identity(self, world_size: int, data: str) -> str:
-        """A digest of all that decides the result: two runs with one identity are repetitions of each other.
+        """A digest of everything that determines the result; runs with equal identities are repetitions.
 
         Args:
             world_size: Number of ranks.
@@ -72,10 +72,10 @@ class Settings:
 
 
 def modules(cell: Cell) -> list[str]:
-    """The modules that a cell's training stands on.
+    """The modules that a cell's training depends on.
 
-    Methods and optimizers are imported by name, so no import leads to them; methods of other packages are not ours to
-    watch.
+    Methods and optimizers are imported by name, so following imports does not find them. Methods of other packages are
+    not tracked.
     """
     named = [source for name in cell.methods for source in sources(name)]
     if not cell.communication.averages_gradients:
@@ -84,11 +84,11 @@ def modules(cell: Cell) -> list[str]:
 
 
 def from_arguments(args: argparse.Namespace) -> Settings:
-    """The run that the command line describes.
+    """Build the settings from the command line.
 
     Raises:
-        BadInput: For an unknown compressor or option, JSON that is no object, a value out of range, or options that
-            contradict each other or do not go with the strategy.
+        BadInput: For an unknown compressor or option, JSON that is not an object, a value out of range, or options that
+            contradict each other or the strategy.
     """
     try:
         options: Any = parse_json(args.comm_config_json)
@@ -99,7 +99,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     for name, key in FLAGS.items():
         flag = getattr(args, name)
         if flag is not None and options.setdefault(key, flag) != flag:
-            raise BadInput(f"--{name} is {flag}, and --comm_config_json has {options[key]!r}; leave one of them out.")
+            raise BadInput(f"--{name} is {flag}, and --comm_config_json has {options[key]!r}; omit one of them.")
     method = options.setdefault("method", "none")
     cell = Cell.parse(args.label or str(method), options)
     cell.check_strategy(args.strategy)
@@ -120,10 +120,10 @@ def from_arguments(args: argparse.Namespace) -> Settings:
 
 
 def check_enough_data(n_samples: int, batch_size: int, world_size: int) -> None:
-    """Refuse a world that the data cannot feed.
+    """Check that the training split has a batch for every rank.
 
     Raises:
-        BadInput: If there is less than one batch for each rank.
+        BadInput: If there is less than one batch per rank.
     """
     if n_samples < batch_size * world_size:
         raise BadInput(
@@ -133,14 +133,14 @@ def check_enough_data(n_samples: int, batch_size: int, world_size: int) -> None:
 
 
 def check_run_folder(folder: Path, identity: str) -> None:
-    """Refuse to write over the finished run of another configuration.
+    """Check that the run folder does not hold a finished run of another configuration.
 
     Raises:
-        BadInput: If ``folder`` holds the record of a run with another identity.
+        BadInput: If ``folder`` holds a record with another identity.
     """
     record = folder / "record.json"
     if record.exists() and read_json(record).get("identity") != identity:
         raise BadInput(
             f"{folder} is a run folder of another configuration (its record.json differs in settings or data); "
-            "choose another --output_dir or delete it."
+            "choose another --output_dir or delete the folder."
         )

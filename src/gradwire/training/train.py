@@ -19,11 +19,11 @@ PRELOAD = (
     "torch.utils.tensorboard",
     "transformers.models.gpt2.modeling_gpt2",
 )
-"""What each rank imports and takes long."""
+"""Modules that each rank imports and that are slow to import."""
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the verb's flags; those of ``config.Training`` come from its fields."""
+    """Define the verb's flags; the fields of ``config.Training`` define theirs."""
     parser.add_argument(
         "--data_path", type=Path, required=True, help="a shards folder, or a corpus file (JSON or .jsonl)"
     )
@@ -40,37 +40,37 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--comm_optimizer",
         choices=get_args(CommOptimizer),
-        help="what travels: gradients, or an optimizer's momenta (default: the cell's, else gradient)",
+        help="what ranks exchange: gradients, or an optimizer's momenta (default: the cell's, else gradient)",
     )
     parser.add_argument(
         "--param_compress",
         choices=get_args(ParamCompress),
-        help="how fsdp2 sends parameters to the ranks that compute with them (default: the cell's, else none)",
+        help="compression of fsdp2's parameter all-gathers (default: the cell's, else none)",
     )
-    parser.add_argument("--label", help="the cell's name in tables (default: the compressor's)")
-    parser.add_argument("--seed", type=SEED, default=0, help="of the model, the data order and the compressor")
+    parser.add_argument("--label", help="the cell's name in tables (default: the compressor's name)")
+    parser.add_argument("--seed", type=SEED, default=0, help="seed of the model, the data order and the compressor")
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest whole checkpoint of --output_dir, if there is one"
+        "--resume", action="store_true", help="resume from the newest valid checkpoint in --output_dir, if any"
     )
     parser.add_argument(
         "--restart",
         action="store_true",
-        help="with --resume: if that is another configuration's or was written by other source, start over",
+        help="with --resume: start over if the checkpoint has another configuration or source",
     )
     parser.add_argument(
         "--verify_sync",
         type=NATURAL,
         default=0,
         metavar="K",
-        help="every K steps, name a rank that is missing or whose parameters differ; 0: never",
+        help="every K steps, report ranks that are missing or whose parameters differ; 0: never",
     )
-    corpus = parser.add_argument_group("corpus", "how a corpus file is tokenized; shards have been already")
-    corpus.add_argument("--tokenizer", default="bpe", metavar="{bpe,DIR}", help="train one, or take a folder's")
-    corpus.add_argument("--vocab_size", type=VOCABULARY, default=VOCAB_SIZE, help="tokens that bpe is to have")
+    corpus = parser.add_argument_group("corpus", "how to tokenize a corpus file; shards are already tokenized")
+    corpus.add_argument("--tokenizer", default="bpe", metavar="{bpe,DIR}", help="train one, or load a folder's")
+    corpus.add_argument("--vocab_size", type=VOCABULARY, default=VOCAB_SIZE, help="vocabulary size of bpe")
     corpus.add_argument(
-        "--max_length", type=LENGTH, help=f"tokens per sample at most (default: the shards', else {MAX_LENGTH})"
+        "--max_length", type=LENGTH, help=f"maximum tokens per sample (default: the shards', else {MAX_LENGTH})"
     )
-    corpus.add_argument("--cache_dir", type=Path, help="where the shards go (default: the user's cache)")
+    corpus.add_argument("--cache_dir", type=Path, help="folder for the shards (default: the user's cache)")
     add_flags(parser, Training)
     add_seat_arguments(parser)
 
@@ -86,7 +86,7 @@ def preflight(args: argparse.Namespace) -> None:
     A corpus file is tokenized here, so that the ranks find its shards.
 
     Raises:
-        BadInput: With what is wrong, where, and what to do.
+        BadInput: If any of them is invalid.
     """
     from gradwire.collectives import world
     from gradwire.data import shards
@@ -107,7 +107,7 @@ def preflight(args: argparse.Namespace) -> None:
 
 
 def shards_folder(args: argparse.Namespace, rank: int) -> Path:
-    """The shards of ``--data_path``; rank 0 makes those of a corpus file."""
+    """The shards of ``--data_path``; rank 0 tokenizes a corpus file."""
     from gradwire.data.cache import shards_of
 
     return shards_of(
@@ -121,7 +121,7 @@ def shards_folder(args: argparse.Namespace, rank: int) -> Path:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Train, and write ``record.json``, ``steps.parquet``, ``final_model/`` and what belongs to them."""
+    """Train one cell and write ``record.json``, ``steps.parquet``, ``final_model/`` and the other files of the run."""
     if "RANK" not in os.environ:
         preflight(args)
 
@@ -139,7 +139,7 @@ def main(args: argparse.Namespace) -> None:
         splits = Shards(folder, "train"), Shards(folder, "val")
         run_settings.check_enough_data(len(splits[0]), settings.training.batch_size, world.world_size)
         identity = settings.identity(world.world_size, splits[0].digest)
-        with preemption() as asked:  # a signal after the last step does not break off the writing
+        with preemption() as asked:  # a signal after the last step does not interrupt writing
             model, optimizer, outcome = train(settings, splits, world, identity, asked)
             record = results.write(settings, identity, splits, world, model, optimizer, outcome)
     if record is not None:
