@@ -310,7 +310,7 @@ def test_all_documents_of_a_corpus_file_are_collected(small, of_corpus, capsys):
     words = ["norms", "--model_dir", small.model, "--data_path", small.corpus, "--cache_dir", of_corpus / "cache"]
     words = [*map(str, words), "--output_dir", str(of_corpus)]
     assert cli.main([*words, "--split", "val"]) == 2
-    assert f"--split val: {small.corpus} is a corpus file, and all of its documents" in capsys.readouterr().err
+    assert f"--split val: {small.corpus} is a corpus file, which is used whole" in capsys.readouterr().err
     assert cli.main(words) == 0
     assert f"norms of {told} in {of_corpus / 'norms.parquet'}" in capsys.readouterr().out
     table = pq.read_table(of_corpus / "norms.parquet")

@@ -1,4 +1,4 @@
-"""A model on disk: Hugging Face's files, the tokenizer's, and ``gradwire.json`` with what neither of them says."""
+"""Save and load model folders: Hugging Face's files, the tokenizer's files, and ``gradwire.json``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["load", "load_causal", "max_length", "save"]
 
 TIED = "lm_head.weight"  # the embedding's second name
 
-logging.disable_progress_bar()  # 28 tensors need no bar
+logging.disable_progress_bar()  # 28 tensors need no progress bar
 
 
 def save(
@@ -35,15 +35,15 @@ def save(
     extra: Mapping[str, Any],
     optimizer_state: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a model folder, whole or not at all; a folder that is there already is replaced.
+    """Write a model folder atomically, replacing an existing one.
 
     Args:
-        model_state: The full state by the unwrapped model's names, on the CPU; a tied weight may have both names.
+        model_state: The full CPU state by the unwrapped model's names; a tied weight may appear under both names.
         config: The model's configuration.
-        tokenizer_dir: The folder whose files go beside the weights.
+        tokenizer_dir: The tokenizer's folder, whose files are copied.
         output: The folder to write.
-        extra: What ``gradwire.json`` holds beside ``max_length`` (positions, in tokens).
-        optimizer_state: Adam's whole state by parameter name, whose moments go beside the weights.
+        extra: Entries of ``gradwire.json`` in addition to ``max_length`` (positions, in tokens).
+        optimizer_state: Adam's full state by parameter name; its moments are saved with the weights.
     """
     tied = {TIED} if config.tie_word_embeddings else set()
     weights = {name: tensor.contiguous() for name, tensor in model_state.items() if name not in tied}
@@ -57,26 +57,26 @@ def save(
 
 
 def load(path: Path) -> GPT2LMHeadModel:
-    """Read a folder of a GPT-2: on the CPU, float32, in evaluation mode.
+    """Load a GPT-2 from a folder, on the CPU, in float32 and evaluation mode.
 
     Raises:
-        BadInput: If the folder or one of its files is missing, is damaged, or does not fit the configuration.
+        BadInput: If the folder or a file is missing or damaged, or the weights do not match the configuration.
     """
     return _load(GPT2LMHeadModel, path)
 
 
 def load_causal(path: Path) -> PreTrainedModel:
-    """Read a folder of any causal language model that transformers knows, as `load` reads a GPT-2's.
+    """Load any causal language model that transformers supports, as `load` does.
 
     Raises:
-        BadInput: As `load`, and if a weight is not finite: then every gradient is NaN.
+        BadInput: As `load`, and if a weight is not finite, because every gradient would be NaN.
     """
     from transformers import AutoModelForCausalLM
 
     model = _load(AutoModelForCausalLM, path)
     for name, weight in model.named_parameters():
         if not torch.isfinite(weight.detach()).all():
-            raise BadInput(f"{name} of the model in {path} is not finite: its training diverged, or it is damaged.")
+            raise BadInput(f"{name} of the model in {path} is not finite: training diverged, or the file is damaged.")
     return model
 
 
@@ -92,5 +92,5 @@ def _load(kind: Any, path: Path) -> Any:
         raise BadInput(f"the config.json in {path} names other weights as transformers_weights: remove that entry.")
     wrong = sorted(report["missing_keys"] | report["unexpected_keys"])
     if wrong:
-        raise BadInput(f"the weights in {path} do not fit its config.json: {', '.join(wrong[:3])} …")
+        raise BadInput(f"the weights in {path} do not match its config.json: {', '.join(wrong[:3])} …")
     return model

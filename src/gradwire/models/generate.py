@@ -1,4 +1,4 @@
-"""The verb ``generate``: continue prompts typed at a terminal, or one read from standard input."""
+"""The verb ``generate``: continue prompts typed at a terminal, or a prompt from standard input."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from gradwire.seat import DEVICES
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """The verb's flags."""
+    """Define the verb's flags."""
     parser.add_argument("--model_dir", type=Path, required=True, help="folder of a saved model, with its tokenizer")
-    parser.add_argument("--max_new_tokens", type=COUNT, default=50, help="tokens to add at most")
+    parser.add_argument("--max_new_tokens", type=COUNT, default=50, help="maximum number of tokens to generate")
     parser.add_argument(
-        "--temperature", type=NOT_NEGATIVE, default=0.8, help="divides the logits; 0 takes the likeliest token"
+        "--temperature", type=NOT_NEGATIVE, default=0.8, help="divides the logits; 0 takes the most likely token"
     )
     parser.add_argument(
         "--top_p",
         type=SHARE,
         default=0.95,
-        help="sample among the likeliest tokens that hold this share of probability",
+        help="sample from the most likely tokens with this total probability",
     )
     parser.add_argument("--seed", type=SEED, default=0, help="seed of the sampling")
     parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one")
 
 
 def main(args: argparse.Namespace) -> None:
-    """Load the model, then answer each prompt with its continuation."""
+    """Load the model and print the continuation of each prompt."""
     import torch
 
     from gradwire.collectives import world
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _converse(answer: Callable[[str], str]) -> None:
-    print("Type the beginning of a text; an empty line or Ctrl-D ends.", file=sys.stderr)
+    print("Type a prompt; an empty line or Ctrl-D exits.", file=sys.stderr)
     try:
         while prompt := input("> "):
             print(prompt + answer(prompt))

@@ -1,4 +1,4 @@
-"""GPT-2 language models by preset: random initialisation that depends on the seed and on nothing else."""
+"""GPT-2 language models by preset; random initialization depends on the seed only."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from gradwire.errors import BadInput, unknown
 from gradwire.files import check_length
 from gradwire.models import folder
 
-INITIAL_STD, INITIAL_WIDTH = 0.02, 768  # GPT-2's own; a narrower model needs larger weights for the same activations
-VOCABULARY_MULTIPLE = 64  # rows of the tied embedding: whole tensor-core tiles, and an even cut over the ranks
+INITIAL_STD, INITIAL_WIDTH = 0.02, 768  # GPT-2's; a narrower model needs larger weights for the same activations
+VOCABULARY_MULTIPLE = 64  # rows of the tied embedding: fills tensor-core tiles and shards evenly
 
 
 class Preset(NamedTuple):
-    """The sizes of a model that the vocabulary and the context length do not fix."""
+    """Sizes of a model, apart from vocabulary and context length."""
 
     n_layer: int
     n_embd: int
@@ -33,15 +33,15 @@ PRESETS = {
 
 
 def configuration(preset: str, vocab_size: int, max_length: int) -> GPT2Config:
-    """The configuration of a preset, without dropout and with the vocabulary rounded up to a multiple of 64.
+    """Return a preset's configuration, without dropout and with the vocabulary rounded up to a multiple of 64.
 
     Args:
         preset: A name in ``PRESETS``.
-        vocab_size: Tokens that the tokenizer knows.
+        vocab_size: Size of the tokenizer's vocabulary.
         max_length: Positions, in tokens.
 
     Raises:
-        BadInput: If there is no such preset.
+        BadInput: If the preset is unknown.
     """
     if preset not in PRESETS:
         raise unknown("model preset (or folder of a saved model)", preset, PRESETS)
@@ -61,18 +61,18 @@ def configuration(preset: str, vocab_size: int, max_length: int) -> GPT2Config:
 
 
 def build(preset: str, vocab_size: int, max_length: int, seed: int) -> GPT2LMHeadModel:
-    """A model on the CPU in float32: a preset initialised from ``seed``, or the model saved in a folder.
+    """Build a float32 model on the CPU: a preset initialized from ``seed``, or the model saved in a folder.
 
-    The global random state is left as it was.
+    The global random state does not change.
 
     Args:
         preset: A name in ``PRESETS``, or the path of a folder written by ``models.folder.save``.
-        vocab_size: Tokens that the model must know.
-        max_length: Positions that the model must have, in tokens.
-        seed: Draws a preset's weights; a saved model has its own.
+        vocab_size: Smallest vocabulary size required.
+        max_length: Smallest number of positions required, in tokens.
+        seed: Seed of a preset's weights; ignored for a saved model.
 
     Raises:
-        BadInput: If the preset is unknown, or the saved model is unusable, too short or has too small a vocabulary.
+        BadInput: If the preset is unknown, or the saved model is unusable or has too few positions or tokens.
     """
     check_length(Path(preset), "--model")
     if Path(preset).is_dir():
@@ -87,6 +87,6 @@ def build(preset: str, vocab_size: int, max_length: int, seed: int) -> GPT2LMHea
 
 def _check_size(config: GPT2Config, vocab_size: int, max_length: int, path: str) -> None:
     if config.vocab_size < vocab_size:
-        raise BadInput(f"the model in {path} knows {config.vocab_size} tokens, the data have {vocab_size}.")
+        raise BadInput(f"{path} has a vocabulary of {config.vocab_size} tokens, the data have {vocab_size}.")
     if config.n_positions < max_length:
-        raise BadInput(f"the model in {path} reads {config.n_positions} tokens, the data have {max_length}.")
+        raise BadInput(f"{path} has {config.n_positions} positions, the data need {max_length}.")

@@ -1,4 +1,4 @@
-"""Adam's moments beside a saved model: ``optimizer.safetensors``, by the names of the model's parameters."""
+"""Adam's moments of a saved model: ``optimizer.safetensors``, keyed by parameter name."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ KINDS = ("exp_avg", "exp_avg_sq")
 
 
 class Moments(NamedTuple):
-    """What Adam knows of each parameter.
+    """Adam's state of each parameter.
 
     Attributes:
-        path: Where it stands.
+        path: The file.
         exp_avg: First moments, by parameter name.
-        exp_avg_sq: Second moments.
-        step: Steps made.
-        betas: β₁ and β₂, of all parameters.
-        eps: ε, of all parameters.
+        exp_avg_sq: Second moments, by parameter name.
+        step: Completed steps, by parameter name.
+        betas: β₁ and β₂, shared by all parameters.
+        eps: ε, shared by all parameters.
     """
 
     path: Path
@@ -37,9 +37,9 @@ class Moments(NamedTuple):
 
 
 def save(state: Mapping[str, Any], folder: Path) -> None:
-    """Write the moments of a whole optimizer state (as ``parallel.full_optimizer_state`` gives it) into ``folder``.
+    """Write the moments of a full optimizer state (from ``parallel.full_optimizer_state``) into ``folder``.
 
-    Parameters without moments, which never made a step, are left out.
+    Parameters without moments, which were never updated, are omitted.
     """
     from safetensors.torch import save_file
 
@@ -55,18 +55,18 @@ def save(state: Mapping[str, Any], folder: Path) -> None:
 
 
 def digest(folder: Path) -> str:
-    """A digest of the moments beside a saved model, in hex.
+    """A digest of a saved model's moments, in hex.
 
     Raises:
-        BadInput: If there are none.
+        BadInput: If the file is missing.
     """
     if not (folder / FILE).is_file():
-        raise BadInput(f"{folder} has no {FILE}: gradients of type adam need the moments that its training left.")
+        raise BadInput(f"{folder} has no {FILE}: gradients of type adam need the moments from training.")
     return files.sha256_file(folder / FILE)
 
 
 def load(folder: Path) -> Moments:
-    """Read the moments beside a saved model.
+    """Load a saved model's moments.
 
     Raises:
         BadInput: If they are missing or damaged.
@@ -80,13 +80,13 @@ def load(folder: Path) -> Moments:
         with safe_open(path, framework="pt") as stream:
             facts = json.loads((stream.metadata() or {})["adam"])
             found: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
-            for key in stream.keys():  # noqa: SIM118  # it is no mapping
+            for key in stream.keys():  # noqa: SIM118  # not a mapping
                 kind, _, name = key.partition("/")
                 found[kind][name] = stream.get_tensor(key)
         first, second = (found[kind] for kind in KINDS)
         alike = all(first[name].shape == second[name].shape and second[name].is_floating_point() for name in first)
         if first.keys() != second.keys() or not alike:
-            raise ValueError("first and second moments do not belong together")
+            raise ValueError("first and second moments do not match")
         beta1, beta2 = map(float, facts["betas"])
         step = {name: int(facts["step"][name]) for name in first}
         return Moments(path, first, second, step, (beta1, beta2), float(facts["eps"]))

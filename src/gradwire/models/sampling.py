@@ -1,4 +1,4 @@
-"""Sampling text from a language model, one token at a time."""
+"""Sample text from a language model, one token at a time."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def continuation(
     top_p: float,
     generator: torch.Generator,
 ) -> str:
-    """The text that the model adds to a prompt, up to its end-of-text token.
+    """Return the continuation of a prompt, up to the end-of-text token.
 
-    The model sees the last ``n_positions`` tokens at most.
+    The model reads at most the last ``n_positions`` tokens.
 
     Args:
         model: A language model in evaluation mode.
         tokenizer: The model's tokenizer.
         prompt: The text to continue.
-        max_new_tokens: Tokens to add at most.
-        temperature: Divides the logits; 0 takes the likeliest token.
-        top_p: The share of probability to sample from (Holtzman et al., 2020: nucleus sampling).
-        generator: Draws the tokens; on the model's device.
+        max_new_tokens: Maximum number of tokens to generate.
+        temperature: Divides the logits; 0 takes the most likely token.
+        top_p: Total probability of the tokens to sample from (nucleus sampling, Holtzman et al., 2020).
+        generator: The random generator, on the model's device.
 
     Raises:
-        BadInput: If the prompt has no token.
+        BadInput: If the prompt has no tokens.
     """
     tokens = tokenizer.encode_batch([prompt])[0]
     if not tokens:
@@ -54,5 +54,5 @@ def draw(logits: torch.Tensor, temperature: float, top_p: float, generator: torc
     if temperature == 0:
         return int(logits.argmax())
     probability, token = torch.softmax((logits.float() - logits.max()) / temperature, dim=0).sort(descending=True)
-    nucleus = probability.cumsum(0) - probability < top_p  # the fewest tokens that reach top_p; never none
+    nucleus = probability.cumsum(0) - probability < top_p  # the fewest tokens that reach top_p, at least one
     return int(token[torch.multinomial(probability * nucleus, 1, generator=generator)])

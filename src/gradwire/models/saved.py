@@ -1,4 +1,4 @@
-"""What can be known of a saved model without loading it, nor the libraries that would."""
+"""Facts about a saved model, read without loading it or importing torch or transformers."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ FACTS = "gradwire.json"
 
 
 def check(path: Path) -> None:
-    """See that a folder holds a model.
+    """Check that a folder holds a model.
 
     Raises:
-        BadInput: If a file of it is missing or cannot belong to it.
+        BadInput: If a file is missing or invalid, or an adapter is beside the model.
     """
     if not (Path(path) / CONFIG).is_file():
         raise BadInput(f"{path} holds no model: {CONFIG} is missing.")
     if (Path(path) / ADAPTER).is_file():
-        raise BadInput(f"{path} holds an adapter beside a model ({ADAPTER}): move it into a folder of its own.")
+        raise BadInput(f"{path} has an adapter beside a model ({ADAPTER}): move it to a separate folder.")
     for file in weights(path):
         if not file.is_file():
             raise BadInput(f"{path} holds no model: {file.name} is missing.")
 
 
 def weights(path: Path) -> list[Path]:
-    """The files of a model's weights; of one file and an index of several, transformers reads the file.
+    """The files of a model's weights; like transformers, prefers a single file to an index of shards.
 
     Raises:
-        BadInput: If the index names something else than safetensors files beside it.
+        BadInput: If the index lists anything but safetensors files in the same folder.
     """
     index = Path(path) / INDEX
     if (Path(path) / WEIGHTS).is_file() or not index.is_file():
@@ -41,18 +41,18 @@ def weights(path: Path) -> list[Path]:
     found = files.read_json(index)
     named = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(named, dict) or not named:
-        raise BadInput(f"{index} has no weight_map, which names the files of the weights.")
+        raise BadInput(f"{index} has no weight_map, which lists the weight files.")
     for name in named.values():
         if not isinstance(name, str) or Path(name).name != name or Path(name).suffix != ".safetensors":
-            raise BadInput(f"{index} names {name!r}, which is no safetensors file in that folder.")
+            raise BadInput(f"{index} names {name!r}, which is not a safetensors file in that folder.")
     return [Path(path) / name for name in sorted(set(named.values()))]
 
 
 def entries(path: Path) -> int:
-    """How many numbers a model's weights hold; its gradient has as many, or fewer where some are not trained.
+    """Number of elements in a model's weights, an upper bound on the elements of its gradient.
 
     Raises:
-        BadInput: If a file of them cannot be read.
+        BadInput: If a file cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -67,24 +67,24 @@ def entries(path: Path) -> int:
 
 
 def digest(path: Path) -> str:
-    """A digest of what the model computes: its configuration and its weights, in hex.
+    """A digest of the model's configuration and weights, in hex.
 
     Raises:
-        BadInput: If one of the two is missing.
+        BadInput: If either is missing.
     """
     check(path)
     return files.digest([files.sha256_file(file) for file in (Path(path) / CONFIG, *weights(path))], length=64)
 
 
 def max_length(path: Path) -> int:
-    """The tokens that the model reads at once: by ``gradwire.json``, else by its ``config.json``.
+    """The model's context length in tokens, from ``gradwire.json`` or else ``config.json``.
 
     Raises:
-        BadInput: If neither says.
+        BadInput: If neither file has it.
     """
     for name, key in ((FACTS, "max_length"), (CONFIG, "n_positions"), (CONFIG, "max_position_embeddings")):
         file = Path(path) / name
         facts = files.read_json(file) if file.is_file() else {}
         if isinstance(facts, dict) and isinstance(facts.get(key), int):
             return facts[key]
-    raise BadInput(f"neither {FACTS} nor {CONFIG} in {path} says how many tokens the model reads: give --max_length.")
+    raise BadInput(f"neither {FACTS} nor {CONFIG} in {path} gives the context length: set --max_length.")

@@ -1,4 +1,4 @@
-"""The shards that a saved model reads: those of ``--data_path``, tokenized by the model's own tokenizer."""
+"""The shards of ``--data_path``, tokenized by a saved model's tokenizer."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ if TYPE_CHECKING:
 
 
 def samples_of(args: argparse.Namespace, rank: int = 0) -> Shards:
-    """The samples of a verb that takes ``--split`` too: a split of a shards folder, or all documents of a corpus file.
+    """The samples for a verb that also takes ``--split``: a split of a shards folder, or a whole corpus file.
 
     Raises:
-        BadInput: As `shards_folder`; or if a split of a corpus file is asked for.
+        BadInput: As `shards_folder`, and for a split of a corpus file.
         RunFault: As `shards_folder`.
     """
     from gradwire.data.shards import Shards, splits
 
     if args.split and Path(args.data_path).is_file():
         raise BadInput(
-            f"--split {args.split}: {args.data_path} is a corpus file, and all of its documents are taken; leave it "
-            "out, or run `gradwire tokenize` and give the folder of its shards."
+            f"--split {args.split}: {args.data_path} is a corpus file, which is used whole; omit --split, or run "
+            "`gradwire tokenize` and pass its shards folder."
         )
     folder = shards_folder(args, rank, whole=True)
     return Shards(folder, args.split or splits(folder)[0])
 
 
 def shards_folder(args: argparse.Namespace, rank: int = 0, *, whole: bool = False) -> Path:
-    """The shards of a verb that takes ``--model_dir --data_path --max_length --cache_dir``.
+    """The shards folder for a verb that takes ``--model_dir --data_path --max_length --cache_dir``.
 
     Args:
         args: The verb's arguments.
-        rank: Rank 0 tokenizes a corpus file, the others wait for it.
-        whole: Hold none of its documents out for validation.
+        rank: This rank. Rank 0 tokenizes a corpus file, the others wait for it.
+        whole: Hold no documents out for validation.
 
     Raises:
-        BadInput: If the model or the data are unusable, or do not fit each other.
+        BadInput: If the model or the data are unusable, or do not match.
         RunFault: If rank 0 makes no progress.
     """
     from gradwire.data.cache import shards_of
