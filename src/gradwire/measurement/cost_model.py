@@ -1,16 +1,16 @@
-"""What a step costs on a link that was not measured, at a world size that was not: fitted from cells on a few links.
+"""Predict step times on unmeasured links and world sizes, with a model fitted to cells on a few links.
 
-A collective takes T = α + B · √(h² + (8 f / R)²): it starts in α, and each of the B bytes that a rank hands over costs
-h on the host and f times its time on a link of R bit/s. h is what a link without limit leaves to see, f the backend's
-own factor (how often it sends a byte, how badly both directions overlap). The two overlap in part; the root of their
-squares lies between full overlap (the larger) and none (the sum). α belongs to a strategy and a collective, because it
-holds the number of calls and the waiting for other ranks; h and f to the collective. The rest of a step (computation,
-encoding, decoding, Python) is each compressor's own.
+A collective takes T = α + B · √(h² + (8 f / R)²): a startup time α, and for each of the B bytes that a rank sends, h on
+the host and f times its time on a link of R bit/s. h is the cost on an unlimited link; f is the backend's factor (how
+often it sends a byte, how badly both directions overlap). Both costs overlap partially: the root of their squares lies
+between full overlap (the maximum) and no overlap (the sum). α depends on strategy and collective, because it includes
+the number of calls and the waiting for other ranks; h and f depend on the collective. The rest of a step (computation,
+encoding, decoding, Python) is fitted per compressor.
 
 After Hockney's model ("The communication challenge for MPP: Intel Paragon and Meiko CS-2", Parallel Computing 20,
 1994). Bytes and messages of the collectives are the closed forms in Thakur, Rabenseifner and Gropp ("Optimization of
 Collective Communication Operations in MPICH", IJHPCA 19, 2005); in two levels as in Mikami et al. ("Massively
-Distributed SGD: ImageNet/ResNet-50 Training in a Flash", arXiv 1811.05233): within groups first, then between them.
+Distributed SGD: ImageNet/ResNet-50 Training in a Flash", arXiv 1811.05233): within groups, then between them.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Key = tuple[str, str]
 
-WEIGHT_OF_PRIOR = 0.02  # a number that the cells tell nothing of stays where it begins
-GRID = np.logspace(4, 13, 577)  # bits per second: where crossovers are looked for
+WEIGHT_OF_PRIOR = 0.02  # keeps parameters that the cells do not determine at their initial values
+GRID = np.logspace(4, 13, 577)  # bits per second at which crossovers are searched
 WAYS = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "all-gather", "all_to_all": "all-to-all"}
 
 
 class Flow(NamedTuple):
-    """What a rank sends in a step by one collective.
+    """Data that a rank sends per step in one collective.
 
     Attributes:
         op: The collective.
-        bytes: Handed over by one rank, as a bandwidth-optimal algorithm would send them.
-        seconds: How long it took.
+        bytes: Bytes per rank, as a bandwidth-optimal algorithm would send them.
+        seconds: Duration.
     """
 
     op: str
@@ -53,18 +53,18 @@ class Cell:
     """One measured run.
 
     Args:
-        strategy: Its strategy.
-        label: Its compressor.
-        sharded: Whether the strategy shards gradients, so that they are scattered, and not all-reduced.
-        fixed: Whether its algorithm was chosen by hand, so that gradients go by the measured collective only.
-        world: Its world size, at least 2.
-        link: Its link's name.
-        rate: The link's bits per second, infinite where nothing limits it.
-        step: Seconds of a step.
-        exposed: Seconds of it in which the rank communicates and does not compute.
-        decode: Seconds of it spent on decoding.
-        gradients: How gradients travel.
-        parameters: How parameters do, where that is another collective.
+        strategy: The data-parallel strategy.
+        label: The compressor.
+        sharded: Whether the strategy shards gradients, so that they are reduce-scattered instead of all-reduced.
+        fixed: Whether the configuration fixes the algorithm, so that gradients use the measured collective only.
+        world: World size, at least 2.
+        link: The link's name.
+        rate: The link's bits per second, infinite without a limit.
+        step: Seconds per step.
+        exposed: Seconds per step in which the rank communicates and does not compute.
+        decode: Seconds per step spent on decoding.
+        gradients: The flow of gradients.
+        parameters: The flow of parameters, if they use a separate collective.
     """
 
     strategy: str
@@ -82,63 +82,63 @@ class Cell:
 
     @property
     def flows(self) -> tuple[Flow, ...]:
-        """All that travels."""
+        """All flows of the cell."""
         return (self.gradients,) if self.parameters is None else (self.gradients, self.parameters)
 
     @property
     def communication(self) -> float:
-        """Seconds of all its collectives."""
+        """Seconds of all collectives per step."""
         return sum(flow.seconds for flow in self.flows)
 
     @property
     def rest(self) -> float:
-        """Seconds of a step beside exposed communication."""
+        """Seconds of a step without exposed communication."""
         return self.step - self.exposed
 
     @property
     def hidden(self) -> float:
-        """Seconds of communication behind computation, or beside other communication."""
+        """Seconds of communication hidden behind computation or other communication."""
         return max(self.communication - self.exposed, 0.0)
 
 
 class Sends(NamedTuple):
-    """What one rank sends in a collective: bytes, in so many messages one after another."""
+    """Bytes and number of sequential messages that one rank sends in a collective."""
 
     bytes: float
     messages: int
 
 
 def reduce_scatter(size: float, world: int) -> Sends:
-    """A ring: a part of the buffer of ``size`` bytes in each of W − 1 messages."""
+    """A ring: W − 1 messages, each 1/W of a buffer of ``size`` bytes."""
     return Sends((world - 1) / world * size, world - 1)
 
 
 def all_reduce(size: float, world: int) -> Sends:
-    """A ring: a reduce-scatter, then an all-gather of its parts."""
+    """A ring: a reduce-scatter, then an all-gather of the shards."""
     half = reduce_scatter(size, world)
     return Sends(2 * half.bytes, 2 * half.messages)
 
 
 def all_gather(size: float, world: int) -> Sends:
-    """A ring: W − 1 messages of ``size``, each rank's own bytes."""
+    """A ring: W − 1 messages of ``size`` bytes, each rank's contribution."""
     return Sends((world - 1) * size, world - 1)
 
 
 def all_to_all(size: float, world: int) -> Sends:
-    """A part of a buffer of ``size`` bytes to each of W − 1 ranks."""
+    """1/W of a buffer of ``size`` bytes to each of W − 1 ranks."""
     return Sends((world - 1) / world * size, world - 1)
 
 
 def two_levels(world: int) -> tuple[int, int]:
-    """Ranks in a group and number of groups, as near to each other as W's divisors allow."""
+    """Group size and number of groups: the divisors of W that are closest to each other."""
     group = max(size for size in range(1, math.isqrt(world) + 1) if world % size == 0)
     return group, world // group
 
 
 def hierarchical(op: str, size: float, world: int) -> Sends:
-    """A collective within groups, then one between them: fewer messages.
+    """A collective within groups, then one between groups, which needs fewer messages.
 
-    The bytes are those of one level; only an all-to-all sends what leaves a group twice.
+    The bytes equal those of the flat collective, except for an all-to-all, which sends data leaving a group twice.
     """
     group, groups = two_levels(world)
     messages = group - 1 + groups - 1
@@ -153,12 +153,12 @@ FLAT = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather"
 
 @dataclass(frozen=True)
 class Fit:
-    """The law of the module's text, in numbers.
+    """Fitted parameters of the model in the module's docstring.
 
     Args:
         alpha: Seconds per step, by strategy and collective.
         host: Seconds per byte, by collective.
-        factor: The backend's factor, by collective.
+        factor: The backend's factor f, by collective.
     """
 
     alpha: dict[Key, float]
@@ -167,7 +167,7 @@ class Fit:
 
     @classmethod
     def of(cls, cells: Sequence[Cell]) -> Fit:
-        """The numbers that leave the least relative error in the cells' times, robustly (a smooth absolute error)."""
+        """Fit the cells' times by robust least squares of relative errors (soft L1 loss)."""
         from scipy.optimize import least_squares
 
         points = [(cell, flow) for cell in cells for flow in cell.flows]
@@ -209,18 +209,18 @@ class Fit:
         return cls(alpha, host, factor)
 
     def seconds(self, strategy: str, op: str, sent: float, rate: Any) -> Any:
-        """What a collective of ``sent`` bytes takes in a step on links of ``rate``, a number or an array of them."""
+        """Seconds per step of a collective of ``sent`` bytes at ``rate``, a number or an array in bits per second."""
         return self.alpha[strategy, op] + sent * np.hypot(self.host[op], 8 * self.factor[op] / rate)
 
 
 class Way(NamedTuple):
-    """One way for gradients or parameters to travel.
+    """One way to communicate gradients or parameters.
 
     Attributes:
-        name: Its name.
+        name: Name of the algorithm.
         op: The collective.
-        sends: What one rank sends.
-        decodings: How many encodings of the whole buffer a rank decodes.
+        sends: Bytes and messages per rank.
+        decodings: Encodings of the whole buffer that a rank decodes.
     """
 
     name: str
@@ -230,7 +230,7 @@ class Way(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """A step at one rate: its way, seconds of it, seconds of communication."""
+    """A predicted step: the way of communicating, seconds per step and seconds of communication."""
 
     way: str
     step: float
@@ -239,17 +239,17 @@ class Prediction(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """The fit, and of each compressor what the fit does not hold.
+    """The fit, and the measured remainder of a step for each compressor.
 
     Args:
-        cells: What it is made from, all of one world size.
+        cells: The measured cells, all of one world size.
     """
 
     cells: tuple[Cell, ...]
 
     @cached_property
     def fit(self) -> Fit:
-        """The collectives' law."""
+        """The fitted model of collectives."""
         return Fit.of(self.cells)
 
     @cached_property
@@ -261,30 +261,30 @@ class Model:
         return dict(found)
 
     def communication(self, cell: Cell) -> float:
-        """Seconds of communication that the fit expects of a cell's bytes on its link."""
+        """Seconds of communication that the fit predicts for a cell."""
         return sum(self._expected(cell, flow) for flow in cell.flows)
 
     def _expected(self, cell: Cell, flow: Flow) -> float:
-        """Seconds that the fit expects of one of them."""
+        """Seconds that the fit predicts for one flow of a cell."""
         return float(self.fit.seconds(cell.strategy, flow.op, flow.bytes, cell.rate))
 
     def step(self, cell: Cell, communication: Any) -> Any:
-        """Seconds of a step in which the cell's compressor communicates for so long.
+        """Seconds of a step with the cell's compressor and ``communication`` seconds of communication.
 
-        Computation hides as much of it as it hid on the link that showed the most.
+        Computation hides as much communication as on the link where it hid the most.
         """
         runs = self.runs[cell.strategy, cell.label]
         hidden = max(run.hidden for run in runs)
         return fmean(run.rest for run in runs) + np.maximum(communication - hidden, 0)
 
     def steps(self, key: Key, world: int, rates: Array, latency: float) -> tuple[list[str], Array, Array]:
-        """Each way's name, steps and communication in seconds ``[ways, rates]`` at another world size and other rates.
+        """Names of the ways, and their step and communication seconds ``[ways, rates]``.
 
         Args:
             key: Strategy and label.
             world: The world size.
             rates: Bits per second.
-            latency: Seconds that each message takes beside its bytes.
+            latency: Additional seconds per message.
         """
         cell = self.runs[key][0]
         decode = fmean(run.decode for run in self.runs[key])
@@ -306,20 +306,20 @@ class Model:
         return self.fit.seconds(strategy, way.op, way.sends.bytes, rates) + latency * way.sends.messages
 
     def predict(self, key: Key, world: int, rate: float, latency: float) -> Prediction:
-        """The step of a strategy and label by the fastest way."""
+        """Predict the step of a strategy and label with the fastest way."""
         names, steps, times = self.steps(key, world, np.array([rate]), latency)
         best = int(steps[:, 0].argmin())
         return Prediction(names[best], float(steps[best, 0]), float(times[best, 0]))
 
     def fastest(self, key: Key, world: int, latency: float) -> Array:
-        """Seconds of a step by the fastest way, at every rate of `GRID`."""
+        """Seconds of a step with the fastest way, at every rate of `GRID`."""
         return self.steps(key, world, GRID, latency)[1].min(0)
 
     def resampled(self, times: int, seed: int = 0) -> Iterator[Model]:
-        """Models that other cells of the same law might have given: a bootstrap of the residuals.
+        """Yield models of resampled cells: a bootstrap of the residuals.
 
-        Each collective's time is the fit's, times a relative residual drawn from all; each step's rest is drawn from
-        the cells of its strategy and label.
+        Each collective's time is the fitted time multiplied by a relative residual drawn from all cells; the rest of
+        each step is drawn from the cells of its strategy and label.
         """
         draw = np.random.default_rng(seed)
         flows = [(flow, self._expected(cell, flow)) for cell in self.cells for flow in cell.flows]
@@ -341,26 +341,26 @@ class Model:
 
 
 def ways(cell: Cell, world: int) -> list[Way]:
-    """How a cell's gradients may travel between ``world`` ranks: what can be summed in sums, else as encodings."""
+    """Ways to communicate a cell's gradients between ``world`` ranks: reductions of summable data, else encodings."""
     op, sent, _ = cell.gradients
     if cell.sharded:
         size = sent / all_to_all(1, cell.world).bytes
         return _levels(op, size, world, 1)
     if op == "all_reduce":
         return _levels(op, sent / all_reduce(1, cell.world).bytes, world, 1)
-    size = sent / (all_gather if op == "all_gather" else all_reduce)(1, cell.world).bytes  # of one encoded buffer
+    size = sent / (all_gather if op == "all_gather" else all_reduce)(1, cell.world).bytes  # bytes of one encoded buffer
     both = [*_levels("all_to_all", size, world, 2), *_levels("all_gather", size, world, 1, decodings=world)]
     return [way for way in both if way.op == op or not cell.fixed]
 
 
 def parameter_ways(flow: Flow, measured: int, world: int) -> list[Way]:
-    """How a step's parameters may travel between ``world`` ranks, each of which holds its part of them."""
+    """Ways to communicate a step's parameters between ``world`` ranks, each of which holds a shard."""
     size = flow.bytes / all_to_all(1, measured).bytes
     return _levels(flow.op, size / world if flow.op == "all_gather" else size, world, 1)
 
 
 def _levels(op: str, size: float, world: int, halves: int, decodings: int = 2) -> list[Way]:
-    """A collective in one level and, where the ranks make groups, in two; done ``halves`` times."""
+    """A flat collective and, if the ranks form groups, a hierarchical one; each runs ``halves`` times."""
     found = [(WAYS[op], FLAT[op](size, world))]
     if min(two_levels(world)) > 1:
         found.append((f"{WAYS[op]}, hierarchical", hierarchical(op, size, world)))
@@ -368,10 +368,10 @@ def _levels(op: str, size: float, world: int, halves: int, decodings: int = 2) -
 
 
 def crossover(own: Array, baseline: Array) -> float:
-    """The rate below which a step is shorter than the baseline's, both over `GRID`.
+    """The rate below which a step is shorter than the baseline's; both arrays are over `GRID`.
 
     Returns:
-        Bits per second; 0 if it is never shorter, infinite if it always is (between 10 kbit/s and 10 Tbit/s).
+        Bits per second; 0 if never shorter, infinite if always shorter (between 10 kbit/s and 10 Tbit/s).
     """
     slower = own >= baseline
     if not slower.any():
@@ -385,7 +385,7 @@ def crossover(own: Array, baseline: Array) -> float:
 
 
 class LeftOut(NamedTuple):
-    """A cell, and what cells on the other links predict of it: seconds of a step and of its communication."""
+    """A cell and its step and communication seconds, predicted from cells on other links."""
 
     cell: Cell
     step: float
@@ -393,12 +393,12 @@ class LeftOut(NamedTuple):
 
     @property
     def errors(self) -> tuple[float, float]:
-        """The relative errors of both."""
+        """Relative errors of step and communication time."""
         return self.step / self.cell.step - 1, self.communication / self.cell.communication - 1
 
 
 def leave_one_link_out(cells: Iterable[Cell]) -> list[LeftOut]:
-    """Each cell on a link of a given rate, predicted from those on all other links."""
+    """Predict each cell on a rate-limited link from the cells on all other links."""
     cells = list(cells)
     found = []
     for link in dict.fromkeys(cell.link for cell in cells if math.isfinite(cell.rate)):

@@ -1,10 +1,10 @@
-"""The meter against the trace: both saw the profiled steps, each with its own clock.
+"""Compare the meter's times of profiled steps with the trace's.
 
-The meter's times of a step stand in ``steps.parquet``; the trace has the same spans as ranges. Their sums over the same
-profiled steps of a rank must agree, or one of the two counts what the other does not. A range opens before the meter's
-clock starts and closes after it stops, so where the machine took a rank's core away in between, the trace has more. The
-meter times that as well (``around_ms``), and a trace may be longer by so much. A framework's own reductions have no
-meter, and nothing to compare.
+``steps.parquet`` holds the meter's times; the trace holds the same spans as ranges. Their sums over a rank's profiled
+steps must agree, otherwise one of them counts something the other does not. A range opens before the meter's clock
+starts and closes after it stops, so the trace is longer if the rank loses its core in between. The meter measures this
+time (``around_ms``), and the trace may be longer by that much. A framework's own reductions are not metered, so there
+is nothing to compare.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradwire.measurement.steps import read
 
 TOLERANCE = 0.1  # of the trace's time
 QUANTITIES = {"communication": "comm_ms", "encode": "encode_ms", "decode": "decode_ms"}  # columns of steps.parquet
-AROUND = "around_ms"  # that opening and closing the ranges took
+AROUND = "around_ms"  # time to open and close the ranges
 Times = Mapping[str, float]  # milliseconds by quantity
 
 
@@ -26,16 +26,16 @@ def against_meter(steps: Path, traced: Mapping[int, list[Times]]) -> dict[str, A
     """Compare every rank's sums over its profiled steps.
 
     Args:
-        steps: A run's ``steps.parquet``; it need not exist.
-        traced: Each rank's recorded steps, in order: what the trace says that the reducer took.
+        steps: A run's ``steps.parquet``, which may be missing.
+        traced: The reducer's times in the trace, for each rank's recorded steps in order.
 
     Returns:
-        ``meter_over_trace``: for each quantity, and of all ranks, the quotient that is furthest from 1; without what
-        did not occur. ``meter_agrees``: whether every trace is at least the meter's time and at most this and
-        ``around_ms``, give or take `TOLERANCE`. Both None where nothing was metered.
+        ``meter_over_trace``: for each quantity that occurred, the ranks' quotient furthest from 1. ``meter_agrees``:
+        whether every trace time lies between the meter's time and that plus ``around_ms``, within `TOLERANCE`. Both are
+        None if nothing was metered.
 
     Raises:
-        BadInput: If ``steps`` is unusable, or does not have as many profiled steps of a rank as the trace.
+        BadInput: If ``steps`` is unusable, or has fewer profiled steps of a rank than the trace.
     """
     metered = profiled_steps(steps) if steps.exists() else {}
     quotients: dict[str, list[float]] = {}
@@ -61,7 +61,7 @@ def against_meter(steps: Path, traced: Mapping[int, list[Times]]) -> dict[str, A
 
 
 def profiled_steps(path: Path) -> dict[int, list[dict[str, Any]]]:
-    """Each rank's profiled rows, in the order of their steps."""
+    """Profiled rows by rank, in step order."""
     table = read(path, ["step", "rank", "profiled", *QUANTITIES.values(), AROUND])
     found: dict[int, list[dict[str, Any]]] = {}
     for row in sorted(table.to_pylist(), key=lambda row: row["step"]):

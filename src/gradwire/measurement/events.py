@@ -1,19 +1,19 @@
-"""One rank's torch.profiler trace, streamed and sorted into the few kinds of event that the analysis needs.
+"""Stream one rank's torch.profiler trace and sort its events into the kinds that the analysis needs.
 
-What such traces contain (torch 2.13, looked at on real ones):
+Contents of such traces (torch 2.13, from real traces):
 
-- Steps are ``ProfilerStep#N`` annotations on the main thread; the package's range ``gradwire/step`` lies in each of
-  them and leaves out what follows a step (evaluations, checkpoints).
+- Steps are ``ProfilerStep#N`` annotations on the main thread; each contains a range ``gradwire/step`` of the
+  package, which excludes what follows a step (evaluations, checkpoints).
 - The package's other ranges are ``gradwire/<purpose>/<name>``.
-- gloo runs each collective on a worker thread, as an annotation ``gloo:<op>``; the calling thread shows the call that
-  issued it as a CPU op ``c10d::<op>``. gloo runs a reduce-scatter as an all-reduce and calls it ``gloo:all_reduce``:
-  only the call tells the two apart. A collective whose end the profiler missed is drawn until the end of the trace
+- gloo runs each collective on a worker thread, as an annotation ``gloo:<op>``; the call that issued it is a CPU op
+  ``c10d::<op>`` on the calling thread. gloo runs a reduce-scatter as an all-reduce named ``gloo:all_reduce``: only the
+  call distinguishes the two. A collective whose end the profiler missed extends to the end of the trace
   (``finished: false``).
-- A call's ``Input Dims`` are the shapes of its tensors (``record_shapes``); of tensors in a list no type is recorded.
-- NCCL's work is in kernels ``ncclDevKernel_*`` (before NCCL 2.19 ``ncclKernel_*``), whose ``Collective name`` names the
-  op where the kernel's own name does not (``SendRecv``); ``nccl:<op>`` annotations and calls are launches only.
-- A CPU op of a library (``aten::addmm``) computes. ``autograd::…`` and ``…Backward0`` wrap what hooks do, waiting for
-  a collective included, and compute nothing themselves.
+- A call's ``Input Dims`` are the shapes of its tensors (``record_shapes``); tensor lists have no recorded type.
+- NCCL runs as kernels ``ncclDevKernel_*`` (before NCCL 2.19 ``ncclKernel_*``), whose ``Collective name`` gives the
+  op if the kernel's own name does not (``SendRecv``); ``nccl:<op>`` annotations and calls are launches only.
+- A CPU op of a library (``aten::addmm``) computes. ``autograd::…`` and ``…Backward0`` wrap hooks, including
+  waits for collectives, and compute nothing themselves.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ijson.backends.yajl2_c as ijson  # the C backend or none: the others are too slow for a trace
+import ijson.backends.yajl2_c as ijson  # C backend only: the others are too slow for a trace
 import numpy as np
 from ijson.common import JSONError
 
@@ -40,13 +40,13 @@ OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 OWN = "gradwire/"
 STEP = "gradwire/step"
 MANY = 2**18  # edges of one thread's or stream's intervals
-WRAPPERS = ("autograd", "torch", "c10d", "_c10d_functional")  # libraries whose ops wait or wrap, and do not compute
+WRAPPERS = ("autograd", "torch", "c10d", "_c10d_functional")  # libraries whose ops only wait or wrap other ops
 
 
 class Span(NamedTuple):
-    """A named event: its name or op, the thread or stream it lies on, start and end in nanoseconds, what it is for.
+    """A named event: name or op, thread or stream, start and end in nanoseconds, and purpose.
 
-    ``numel``: of a call of a collective, the elements that it was given; None where shapes were not recorded.
+    ``numel``: elements passed to a collective's call; None if shapes were not recorded.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Span(NamedTuple):
 
 
 class Cover:
-    """The union of a growing number of intervals; those within others are forgotten now and then."""
+    """The union of a growing number of intervals, compacted from time to time."""
 
     def __init__(self) -> None:
         self._edges = array("q")  # start, end, start, …
@@ -78,20 +78,20 @@ class Cover:
 
 @dataclass
 class Trace:
-    """What one rank's trace holds.
+    """Events of one rank's trace.
 
     Args:
-        world_size: Ranks of the run as the trace tells it; None where no process group was made.
+        world_size: World size in the trace's header; None without a process group.
         steps: ``ProfilerStep#N`` annotations.
         windows: ``gradwire/step`` ranges on the CPU.
         ranges: The package's other ranges on the CPU.
-        device_ranges: The same ranges as the device ran them.
+        device_ranges: The same ranges on the device.
         calls: Calls that issue a collective, by op.
-        gloo: Collectives that gloo ran, by gloo's name of the op.
+        gloo: Collectives that gloo ran, by gloo's name for the op.
         nccl: NCCL's kernels, by op.
-        ops: When CPU ops computed, by thread.
-        kernels: When device kernels did, by stream.
-        unfinished: Events whose end the profiler did not see.
+        ops: Intervals of CPU ops that compute, by thread.
+        kernels: Intervals of device kernels, by stream.
+        unfinished: Number of events whose end the profiler missed.
     """
 
     world_size: int | None = None
@@ -107,7 +107,7 @@ class Trace:
     unfinished: int = 0
 
     def add(self, event: dict[str, Any]) -> None:
-        """Sort one complete event (``ph: X``) into its kind; other events are of no interest here."""
+        """Sort one complete event (``ph: X``) into its kind and ignore other events."""
         category, name, lane = event.get("cat"), event["name"], event["tid"]
         arguments = event.get("args", {})
         start, end = round(1000 * event["ts"]), round(1000 * (event["ts"] + event["dur"]))
@@ -137,23 +137,23 @@ class Trace:
 
 
 def numel(shapes: list[Any]) -> int | None:
-    """Elements of a call's largest argument, a tensor or a list of them; None without any.
+    """Number of elements in a call's largest tensor or list of tensors; None without tensors.
 
     Args:
-        shapes: Of each argument: a tensor's shape, a list of tensors' shapes, or ``[]``.
+        shapes: For each argument, a tensor's shape, a list of tensors' shapes, or ``[]``.
     """
     tensors = [one if isinstance(one[0], list) else [one] for one in shapes if one]
     return max((sum(map(math.prod, shapes)) for shapes in tensors), default=None)
 
 
 def own(name: str, lane: Any, start: int, end: int) -> Span:
-    """One of the package's ranges."""
+    """Parse one of the package's ranges."""
     purpose, _, what = name.removeprefix(OWN).rpartition("/")
     return Span(what, lane, start, end, purpose)
 
 
 def op_of(*names: str) -> str:
-    """The collective that the first telling name means, in torch's, gloo's or NCCL's spelling, or ``other``."""
+    """The collective named by the first recognized name, in torch's, gloo's or NCCL's spelling, or ``other``."""
     for name in names:
         letters = re.sub("[^a-z]", "", name.lower())
         for op in OPS:
@@ -163,10 +163,10 @@ def op_of(*names: str) -> str:
 
 
 def read(path: Path) -> Trace:
-    """Stream a ``.pt.trace.json.gz``; memory grows by 16 bytes per op that lies in no other, whatever else there is.
+    """Stream a ``.pt.trace.json.gz``; memory grows only by 16 bytes per outermost op.
 
     Raises:
-        BadInput: If the file is truncated, is no trace, or holds no profiled step.
+        BadInput: If the file is truncated, is not a trace, or has no profiled step.
     """
     trace = Trace()
     try:
@@ -176,7 +176,7 @@ def read(path: Path) -> Trace:
                 trace.add(event)
     except (OSError, EOFError, zlib.error, JSONError, LookupError, TypeError) as error:
         raise BadInput(
-            f"{path} is truncated or is no profiler trace ({type(error).__name__}: {error}); train this cell again."
+            f"{path} is truncated or not a profiler trace ({type(error).__name__}: {error}); train this cell again."
         ) from None
     if not trace.steps:
         raise BadInput(f"{path} holds no profiled step (ProfilerStep#N); train this cell again with --profile.")
@@ -189,7 +189,7 @@ def _events(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _world_size(path: Path) -> int | None:
-    """The world size that the trace's header tells; the header stands before the events."""
+    """The world size in the trace's header, which precedes the events."""
     with gzip.open(path) as stream:
         for prefix, _, value in ijson.parse(stream):
             if prefix == "distributedInfo.world_size":

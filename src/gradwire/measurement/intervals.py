@@ -1,7 +1,7 @@
 """Sets of time intervals: union, intersection, difference and length, exact in whole nanoseconds.
 
-An interval set is an int64 array of shape [n, 2]: half-open intervals [start, end). The operations accept them in any
-order, overlapping or empty, and return them sorted, disjoint, non-empty and with touching ones joined.
+An interval set is an int64 array of shape [n, 2]: half-open intervals [start, end). Operations accept intervals in any
+order, overlapping or empty, and return them sorted, disjoint, non-empty and with adjacent ones merged.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ def intervals(pairs: Iterable[tuple[int, int]]) -> Intervals:
 
 
 def union(*sets: Intervals) -> Intervals:
-    """What at least one of ``sets`` covers."""
+    """The time covered by at least one of ``sets``."""
     return _covered([(1, one) for one in sets], level=1)
 
 
 def intersection(first: Intervals, second: Intervals) -> Intervals:
-    """What both sets cover."""
+    """The time covered by both sets."""
     return _covered([(1, union(first)), (1, union(second))], level=2)
 
 
 def difference(first: Intervals, second: Intervals) -> Intervals:
-    """What ``first`` covers and ``second`` does not."""
+    """The time covered by ``first`` but not by ``second``."""
     return _covered([(1, union(first)), (-1, union(second))], level=1)
 
 
 def near(one: Intervals, start: int, end: int) -> Intervals:
-    """The intervals of a set, sorted and disjoint, that reach into [start, end): a view."""
+    """The intervals of a sorted, disjoint set that overlap [start, end), as a view."""
     return one[np.searchsorted(one[:, 1], start, "right") : np.searchsorted(one[:, 0], end, "left")]
 
 
 def length(one: Intervals) -> int:
-    """The time that a set covers, in nanoseconds."""
+    """The total length of a set in nanoseconds."""
     merged = union(one)
     return int((merged[:, 1] - merged[:, 0]).sum())
 
 
 def _covered(weighted: list[tuple[int, Intervals]], level: int) -> Intervals:
-    """Where the weights of the covering intervals add up to ``level`` or more, found in one sweep over all edges."""
+    """Where the weights of the covering intervals sum to ``level`` or more, by one sweep over all edges."""
     edges = np.concatenate([np.empty(0, np.int64), *(one.ravel() for _, one in weighted)])
     changes = np.concatenate(
         [np.empty(0, np.int64), *(np.tile([weight, -weight], len(one)) for weight, one in weighted)]

@@ -1,7 +1,7 @@
-"""Quality against time: when a run was as good as the baseline, and how good it was when the fastest had ended.
+"""Quality against time: time to the baseline's quality, and quality at the fastest run's end.
 
-A run's time is that of its steps, the slowest rank's each; evaluations and checkpoints are left out. A run that never
-reaches the target is censored, not dropped: its time is null and ``target_reached`` false.
+A run's time is the sum of its step times, each the slowest rank's, without evaluations and checkpoints. A run that
+never reaches the target is censored, not dropped: its time is null and ``target_reached`` is false.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Curve(NamedTuple):
     """A run's evaluations.
 
     Attributes:
-        steps: Optimizer steps made before each.
-        seconds: What those steps took.
+        steps: Optimizer steps before each evaluation.
+        seconds: Time of those steps.
         losses: Mean negative log-likelihood in nats.
-        total_s: What all steps took.
+        total_s: Time of all steps in seconds.
     """
 
     steps: NDArray[np.int64]
@@ -37,25 +37,25 @@ class Curve(NamedTuple):
 
     @property
     def target(self) -> float | None:
-        """The loss that other runs are to reach where this is the baseline; None without an evaluation."""
+        """The target loss of other runs if this is the baseline; None without an evaluation."""
         return float(self.losses[-1]) + math.log(TARGET) if len(self.losses) else None
 
     def reaches(self, loss: float) -> int | None:
-        """The first evaluation that is as good."""
+        """Index of the first evaluation with at most this loss, or None."""
         good = np.flatnonzero(self.losses <= loss)
         return int(good[0]) if len(good) else None
 
     def ppl_at(self, seconds: float) -> float | None:
-        """Perplexity of the last evaluation by that time; None if there was none yet."""
+        """Perplexity of the last evaluation within ``seconds``; None if there is none."""
         done = int(np.searchsorted(self.seconds, seconds, side="right"))
         return math.exp(self.losses[done - 1]) if done else None
 
 
 def read(path: Path) -> Curve:
-    """The curve in a ``steps.parquet``.
+    """Read the curve from a ``steps.parquet``.
 
     Raises:
-        BadInput: If it is none.
+        BadInput: If the file is invalid.
     """
     table = steps.read(path, ["step", "step_ms", "val_loss"])
     step, ms, loss = (table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names)
@@ -69,14 +69,14 @@ def read(path: Path) -> Curve:
 
 
 def against_time(curves: Mapping[Run, Curve], finished: set[Run]) -> dict[Run, dict[str, Any]]:
-    """The fields of every run that have to do with both.
+    """The time-to-target and fixed-time fields of every run.
 
     The target is `TARGET` times the final perplexity of the baseline with the same strategy, world size, link and seed.
-    The fixed time is that of the shortest finished run with the same world size, link and seed, of any strategy.
+    The fixed time is that of the fastest finished run with the same world size, link and seed, of any strategy.
 
     Args:
         curves: The experiment's runs.
-        finished: Those that did not diverge; the others have neither baselines nor fixed times among them.
+        finished: Runs that did not diverge; only these serve as baselines or determine fixed times.
     """
     fixed: dict[tuple[int, str, int], float] = {}
     for run in finished & curves.keys():

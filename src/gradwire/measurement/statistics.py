@@ -1,7 +1,7 @@
-"""Statistics over seeds: means, their spread, pairing with a baseline, and the quality gate.
+"""Statistics over seeds: means, spreads, paired differences, and the quality gate.
 
-The **spread** of fewer than `LEAST` seeds is their range, from there on Student's 95 % interval of the mean. This is
-the only definition: every table, the page, `gradwire compare` and `benchmarks/quality_table.py` use it.
+The **spread** of fewer than `LEAST` seeds is their range; with more seeds, Student's 95 % interval of the mean. All
+tables, the page, `gradwire compare` and `benchmarks/quality_table.py` use this definition.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import NamedTuple
 import numpy as np
 
 CONFIDENCE = 0.95
-LEAST = 5  # seeds of an interval
-TOLERANCE = 1.0  # percent of perplexity over the baseline's that the quality gate lets pass
+LEAST = 5  # fewest seeds for an interval
+TOLERANCE = 1.0  # percent above the baseline's perplexity that the quality gate allows
 
 
 class Estimate(NamedTuple):
-    """A mean over seeds; without any seed it is NaN, with one there is neither deviation nor spread, both NaN.
+    """A mean over seeds and its spread; NaN without seeds. With one seed, deviation and spread are NaN.
 
     Attributes:
-        n: Seeds.
-        mean: Their mean.
+        n: Number of seeds.
+        mean: The mean.
         std: The sample standard deviation.
-        low: Lower end of the spread: of fewer than `LEAST` seeds the lowest, else of the 95 % interval of the mean.
-        high: Its upper end.
+        low: Lower end of the spread: the minimum of fewer than `LEAST` seeds, else of the 95 % interval of the mean.
+        high: Upper end of the spread.
     """
 
     n: int
@@ -37,12 +37,12 @@ class Estimate(NamedTuple):
 
 
 def estimate(sample: Sequence[float]) -> Estimate:
-    """The estimate from one sample."""
+    """Estimate the mean and spread of one sample."""
     return estimates([sample])[0]
 
 
 def estimates(samples: Sequence[Sequence[float]]) -> list[Estimate]:
-    """The estimate from each sample; those of one size at once, which is what makes many of them fast."""
+    """Estimate each sample; samples of equal size are vectorized."""
     from scipy.special import stdtrit
 
     found = [Estimate(len(sample), *sample) if len(sample) < 2 else None for sample in samples]
@@ -61,28 +61,28 @@ def estimates(samples: Sequence[Sequence[float]]) -> list[Estimate]:
 
 
 def percent_worse(values: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
-    """By how many percent each seed's value is above the baseline's, for the seeds that both have, in order."""
+    """Percent by which each seed's value exceeds the baseline's, for common seeds in ascending order."""
     return [100 * (values[seed] / baseline[seed] - 1) for seed in sorted(values.keys() & baseline.keys())]
 
 
 def gated(mean: float, baseline: float) -> bool:
     """The quality gate: whether a mean perplexity is more than 1 % above the baseline's, so that it cannot win.
 
-    A perplexity that is not known (NaN) is not gated; it has not passed either.
+    An unknown perplexity (NaN) is not gated, but has not passed either.
     """
     return 100 * (mean / baseline - 1) > TOLERANCE
 
 
 class Paired(NamedTuple):
-    """How one sample differs from another, pair by pair, in percent of the first.
+    """Pairwise difference of two samples, in percent of the first.
 
     Attributes:
-        n: Pairs.
-        mean: The mean difference: that of the ratios' logarithms, as a percentage.
-        low: Lower end of its spread, that of the logarithms' `Estimate`; NaN with one pair.
-        high: Its upper end.
-        p: Of a two-sided paired t-test on the logarithms (`scipy.stats.ttest_rel`), NaN with one pair. Samples that are
-            equal have 1, a difference that is the same in all pairs 0.
+        n: Number of pairs.
+        mean: The mean of the ratios' logarithms, as a percentage.
+        low: Lower end of the spread of the logarithms (see `Estimate`); NaN with one pair.
+        high: Upper end of the spread.
+        p: p-value of a two-sided paired t-test on the logarithms (`scipy.stats.ttest_rel`); NaN with one pair, 1 for
+            equal samples, 0 for a constant non-zero difference.
     """
 
     n: int
@@ -93,7 +93,7 @@ class Paired(NamedTuple):
 
 
 def paired(one: Sequence[float], other: Sequence[float]) -> Paired:
-    """The difference of positive numbers, ``other`` from ``one``; without any pair it is NaN."""
+    """Compare ``other`` with ``one``, both positive, pair by pair; NaN without pairs."""
     from scipy.stats import ttest_rel
 
     logs = np.log(other) - np.log(one)
@@ -107,9 +107,9 @@ def paired(one: Sequence[float], other: Sequence[float]) -> Paired:
 
 
 def adjusted(p: Sequence[float]) -> list[float]:
-    """p-values of several tests, adjusted after Benjamini and Hochberg; NaN stays NaN and counts as no test.
+    """Adjust p-values by the Benjamini-Hochberg procedure; NaN stays NaN and is not counted as a test.
 
-    After "Controlling the False Discovery Rate", Journal of the Royal Statistical Society B 57, 1995.
+    Benjamini and Hochberg, "Controlling the False Discovery Rate", Journal of the Royal Statistical Society B 57, 1995.
     """
     from scipy.stats import false_discovery_control
 

@@ -1,4 +1,4 @@
-"""Reading ``steps.parquet``: what is wrong with it is one message, whoever reads it."""
+"""Read ``steps.parquet``; every reader reports the same message for an invalid file."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 INTEGERS, FLAGS = ("step", "rank"), ("profiled",)  # all other columns are float64
-KNOWN = (*INTEGERS, *FLAGS, "step_ms")  # of every row; others are null where they were not measured
+KNOWN = (*INTEGERS, *FLAGS, "step_ms")  # never null; other columns are null if not measured
 
 
 def read(path: Path, columns: Sequence[str]) -> pa.Table:
-    """Columns of a run's ``steps.parquet``, one row per step and rank, in no order.
+    """Read columns of a run's ``steps.parquet``, one row per step and rank, unordered.
 
     Raises:
-        BadInput: If it is no such file.
+        BadInput: If the file is not a valid ``steps.parquet``.
     """
     import pyarrow as pa
     import pyarrow.compute as pc

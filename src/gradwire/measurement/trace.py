@@ -1,25 +1,25 @@
-"""The verb ``trace``: where a profiled step's time went, from every rank's trace into ``profile.json``.
+"""The verb ``trace``: break down the time of profiled steps, from all ranks' traces into ``profile.json``.
 
-Definitions, per rank and step; a step is what of its ``ProfilerStep#N`` annotation the range ``gradwire/step`` covers
-(all of it where there is none), a time is the union of its intervals within the step, and training ends a step with a
-number read from the device, so a step holds its device's work:
+Definitions, per rank and step. A step is the part of its ``ProfilerStep#N`` annotation inside the range
+``gradwire/step`` (the whole annotation without such a range). A time is the length of the union of its intervals within
+the step. Training ends a step by reading a number from the device, so a step includes its device work.
 
-- **communication**, by op: on gloo, from the call that issues a collective until gloo has run it; on NCCL, its kernels.
-  The package's own ranges ``gradwire/<purpose>/<op>`` (start to wait) belong to it as well, except where NCCL runs:
-  there they time the launch. A collective inside such a range counts under the range's op. It includes waiting for
-  slower ranks and the loss's small all-reduces. At world size 1 there is none: a group of one has no peer.
-  Two ops may run at once, so the ops' times may add up to more than the communication time.
-- **encode, decode**: of gradients, the ranges ``gradwire/codec/…``, as the device ran them where there is one; those of
-  parameters, ``gradwire/parameters/…``, together are the **parameter codec**.
-- **payload**: the ranges ``gradwire/payload/<op>``, likewise, which is what the meter calls communication.
-- **compute**: kernels other than NCCL's where the rank has a device, else CPU ops; without those inside the package's
-  ranges, calls and collectives of the same thread or stream. So a codec's work is no compute and hides nothing.
+- **communication**, by op: on gloo, from the call that issues a collective until gloo completes it; on NCCL, its
+  kernels. The package's own ranges ``gradwire/<purpose>/<op>`` (start to wait) also count, except with NCCL, where they
+  time the launch. A collective inside such a range counts under the range's op. Communication includes waiting for
+  slower ranks and the small all-reduces of the loss. At world size 1 it is zero. Ops may run concurrently, so their
+  times may add up to more than the communication time.
+- **encode, decode** of gradients: the ranges ``gradwire/codec/…``, timed on the device if there is one; the ranges
+  ``gradwire/parameters/…`` together are the **parameter codec**.
+- **payload**: the ranges ``gradwire/payload/<op>``, timed likewise; the meter calls this communication.
+- **compute**: kernels other than NCCL's if the rank has a device, else CPU ops, excluding those inside the package's
+  ranges, calls and collectives on the same thread or stream. Codec work is therefore not compute and hides nothing.
 - **transfer**: communication without waiting for ranks that call late (`transfer_ms`).
-- **overlap** = compute ∩ communication; **exposed** = communication − compute; **idle**: none of all these (Python,
-  the autograd engine, data loading).
+- **overlap** = compute ∩ communication; **exposed** = communication − compute; **idle**: none of these (Python, the
+  autograd engine, data loading).
 
 `crosscheck` compares payload, encode and decode with the meter's times of the same steps.
-A collective whose end the profiler did not see ends with its step; such events are counted in ``unfinished``.
+A collective whose end is missing from the trace ends with its step; such events are counted in ``unfinished``.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ CODEC = ("encode", "decode")
 REDUCTIONS = {
     "all_reduce": 2,
     "reduce_scatter": 1,
-}  # how often (W - 1) / W of the buffer travel from each rank, at best
+}  # lower bound on bytes sent per rank, in multiples of (W - 1) / W of the buffer
 FLOAT32 = 4  # bytes
-RUNS_AS = {"reduce_scatter": "all_reduce"}  # what gloo runs in place of an op
+RUNS_AS = {"reduce_scatter": "all_reduce"}  # gloo's substitute for an op
 PATTERN = "rank[0-9]*.pt.trace.json.gz"
 
 
 @dataclass(frozen=True)
 class Activity:
-    """When one rank did what."""
+    """Intervals in which one rank communicated, computed, encoded and decoded."""
 
     communication: dict[str, Intervals]
     compute: Intervals
@@ -64,7 +64,7 @@ class Activity:
     payload: Intervals
 
     def near(self, step: Span) -> Activity:
-        """What of it may lie in a step."""
+        """The intervals that may overlap a step."""
 
         def part(one: Intervals) -> Intervals:
             return near(one, step.start, step.end)
@@ -77,7 +77,7 @@ class Activity:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Where the time of a step, or of the mean step, went: milliseconds."""
+    """Time breakdown of a step or of the mean step, in milliseconds."""
 
     step_ms: float
     comm_time_ms_per_step: float
@@ -92,7 +92,7 @@ class Breakdown:
     idle_ms_per_step: float
 
     def metered(self) -> dict[str, float]:
-        """The times that the meter takes as well."""
+        """The times that the meter also measures."""
         return {
             "communication": self.payload_ms_per_step,
             "encode": self.encode_ms_per_step,
@@ -100,7 +100,7 @@ class Breakdown:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """The times, and the ratios they make: ``overlap_ratio`` is None where nothing was communicated."""
+        """The times and their ratios; ``overlap_ratio`` is None without communication."""
         communication = self.comm_time_ms_per_step
         return asdict(self) | {
             "comm_ratio": communication / self.step_ms,
@@ -109,22 +109,22 @@ class Breakdown:
 
 
 def arguments(parser: ArgumentParser) -> None:
-    """Declare the verb's flags."""
-    parser.add_argument("--run_dir", type=Path, required=True, help="a run's folder, which holds profiler/")
-    parser.add_argument("--output", type=output_file, help="file to write; by default RUN_DIR/profile.json")
+    """Define the verb's flags."""
+    parser.add_argument("--run_dir", type=Path, required=True, help="a run's folder, with profiler/")
+    parser.add_argument("--output", type=output_file, help="file to write (default: RUN_DIR/profile.json)")
 
 
 def beside(args: Namespace) -> Path | None:
-    """The run's folder; a folder that does not exist is not made for the sake of telling so."""
+    """The run's folder, or None if it does not exist."""
     return args.run_dir if args.run_dir.is_dir() else None
 
 
 def main(args: Namespace) -> None:
     """Read all ranks' traces and write the profile."""
     output = args.output or args.run_dir / "profile.json"
-    if diverged(args.run_dir):  # a result, not a fault; its steps are broken off and prove nothing
+    if diverged(args.run_dir):  # a result, not a fault; its steps are incomplete
         write_json(output, {"schema_version": SCHEMA_VERSION, "steps": 0, "ranks": {}})
-        print(f"{output}: the run diverged, its steps are not analysed")
+        print(f"{output}: the run diverged; its steps are not analyzed")
         return
     result = profile(args.run_dir)
     write_json(output, result)
@@ -135,13 +135,13 @@ def main(args: Namespace) -> None:
 
 
 def diverged(run_dir: Path) -> bool:
-    """Whether the run's record says so."""
+    """Whether the run's record says that it diverged."""
     record = run_dir / "record.json"
     return record.exists() and read_json(record)["status"] == "diverged"
 
 
 def profile(run_dir: Path) -> dict[str, Any]:
-    """The mean over ranks, and under ``ranks`` each rank's mean and its steps.
+    """Return the mean breakdown over ranks and, under ``ranks``, each rank's mean and steps.
 
     Raises:
         BadInput: If a trace is missing or unusable.
@@ -175,10 +175,10 @@ def profile(run_dir: Path) -> dict[str, Any]:
 
 
 def trace_files(run_dir: Path) -> dict[int, Path]:
-    """The trace of each rank that left one, in the ranks' order.
+    """Trace files by rank, in rank order.
 
     Raises:
-        BadInput: If there is none.
+        BadInput: If there are none.
     """
     found = {int(re.findall(r"\d+", path.name)[0]): path for path in (run_dir / "profiler").glob(PATTERN)}
     if not found:
@@ -189,7 +189,7 @@ def trace_files(run_dir: Path) -> dict[int, Path]:
 
 
 def breakdowns(trace: Trace) -> dict[str, Breakdown]:
-    """Each profiled step's breakdown, by the step's name, in order."""
+    """Breakdowns of the profiled steps by step name, in order."""
     when = activity(trace)
     steps = sorted(trace.steps, key=lambda step: step.start)
     inside = covered(trace.windows or steps)
@@ -197,7 +197,7 @@ def breakdowns(trace: Trace) -> dict[str, Breakdown]:
 
 
 def breakdown(when: Activity, step: Intervals) -> Breakdown:
-    """How a rank spent the time of one step."""
+    """Break down the time of one step on one rank."""
 
     def ms(time: Intervals) -> float:
         return length(intersection(time, step)) / 1e6
@@ -220,7 +220,7 @@ def breakdown(when: Activity, step: Intervals) -> Breakdown:
 
 
 def mean(those: Iterable[Breakdown]) -> Breakdown:
-    """The mean of breakdowns; an op that one of them does not have took no time there."""
+    """The mean of breakdowns; a missing op counts as zero."""
     rows = [asdict(one) for one in those]
     by_op = [row.pop("comm_time_ms_by_op_per_step") for row in rows]
     ops = sorted({op for times in by_op for op in times})
@@ -231,7 +231,7 @@ def mean(those: Iterable[Breakdown]) -> Breakdown:
 
 
 def activity(trace: Trace) -> Activity:
-    """When a rank communicated, computed, encoded and decoded."""
+    """Compute a rank's activity from its trace."""
     if trace.kernels or trace.nccl:
         lanes, ranges, foreign = trace.kernels, trace.device_ranges, trace.device_ranges
     else:
@@ -252,13 +252,13 @@ def activity(trace: Trace) -> Activity:
 
 
 def communication(trace: Trace) -> dict[str, Intervals]:
-    """When each op's collectives ran."""
+    """Intervals of each op's collectives."""
     spans = collectives(trace, trace.gloo)
     return {op: covered(span for span in spans if span.name == op) for op in sorted({span.name for span in spans})}
 
 
 def collectives(trace: Trace, gloo: list[Span]) -> list[Span]:
-    """Every collective, those of gloo among ``gloo``; the package's own range around one is a collective as well."""
+    """All collectives, including those in ``gloo`` and the package's own ranges around collectives."""
     if trace.world_size in (None, 1):
         return []
     if trace.nccl:
@@ -268,14 +268,14 @@ def collectives(trace: Trace, gloo: list[Span]) -> list[Span]:
 
 
 def transfer_ms(traces: Sequence[Trace]) -> float | None:
-    """Milliseconds of communication per step, the mean over ranks and steps, without waiting for ranks that call late.
+    """Milliseconds of communication per step without waiting for late ranks, averaged over ranks and steps.
 
-    A collective moves data when its last rank has called it, and that rank does not wait. So of each rank's time in it
-    the end is transfer, as long as the shortest of all ranks', and what comes before is waiting. No rank's clock is
-    compared with another's.
+    A collective moves data once the last rank has called it, and that rank does not wait. Its time, the shortest of all
+    ranks', is therefore the transfer time; each rank's earlier time in the collective is waiting. Clocks of different
+    ranks are not compared.
 
     Returns:
-        None where the ranks' collectives do not match one to one.
+        The time, or None if the ranks' collectives do not match one to one.
     """
     times = []
     for ranks in zip_longest(*map(collectives_of_steps, traces), fillvalue=None):
@@ -288,13 +288,13 @@ def transfer_ms(traces: Sequence[Trace]) -> float | None:
 
 
 def reduced_bytes(traces: Sequence[Trace]) -> float | None:
-    """Bytes of gradients per step and over all ranks, from the shapes that reductions were called with.
+    """Gradient bytes per step over all ranks, from the shapes passed to reductions.
 
-    They are counted as bandwidth-optimal collectives of float32, like the closed form of what a framework reduces;
-    encodings are not float32, and are metered. Calls for other purposes than gradients lie in the package's ranges.
+    They are counted as bandwidth-optimal float32 collectives, like the closed form of a framework's own reduction;
+    encodings are not float32 and are metered instead. Calls for other purposes lie in the package's ranges.
 
     Returns:
-        None where the trace does not tell the shapes, or there was no reduction.
+        The bytes, or None if the trace has no shapes or no reduction.
     """
     world = len(traces)
     found = []
@@ -309,18 +309,18 @@ def reduced_bytes(traces: Sequence[Trace]) -> float | None:
 
 
 def within_steps(trace: Trace, span: Span) -> bool:
-    """Whether a span begins in what the steps' times cover."""
+    """Whether a span starts within a step."""
     return any(step.start <= span.start < step.end for step in trace.windows or trace.steps)
 
 
 def purpose_of(call: Span, own: list[Span]) -> str:
-    """The purpose of the package's own range around a call; a call without one is the framework's, for gradients."""
+    """The purpose of the package's range around a call; without one, the call is the framework's, for gradients."""
     around = (span.purpose for span in own if span.lane == call.lane and span.start <= call.start < span.end)
     return next(around, "payload")
 
 
 def collectives_of_steps(trace: Trace) -> list[dict[tuple[str, int], Span]]:
-    """The collectives that begin in each step, by op and number; messages between two ranks are left out."""
+    """The collectives that start in each step, by op and index; point-to-point messages are excluded."""
     spans = sorted(collectives(trace, [span for span in trace.gloo if span.name in OPS]), key=lambda span: span.start)
     found = []
     for step in sorted(trace.steps, key=lambda step: step.start):
@@ -332,10 +332,10 @@ def collectives_of_steps(trace: Trace) -> list[dict[tuple[str, int], Span]]:
 
 
 def gloo_collectives(calls: list[Span], events: list[Span], own: list[Span]) -> list[Span]:
-    """Each collective from its call to the end of gloo's event, under the op that was asked for.
+    """Spans from each collective's call to the end of gloo's event, named by the requested op.
 
-    gloo starts collectives in the order of their calls, so the k-th event of a kind belongs to the k-th call of it.
-    An event without a call (issued before the trace began) stands for itself.
+    gloo starts collectives in the order of their calls, so the k-th event of an op belongs to its k-th call. An event
+    without a call (issued before the trace began) keeps its own start and op.
     """
     waiting: dict[str, deque[Span]] = defaultdict(deque)
     for call in sorted(calls, key=lambda call: call.start):
@@ -350,7 +350,7 @@ def gloo_collectives(calls: list[Span], events: list[Span], own: list[Span]) -> 
 
 
 def asked_for(call: Span, own: list[Span]) -> str:
-    """The op of the package's own range around a call, else the call's."""
+    """The op of the package's range around a call, else the call's op."""
     around = (span.name for span in own if span.lane == call.lane and span.start <= call.start < span.end)
     return next(around, call.name)
 
