@@ -156,12 +156,12 @@ def refused(rank, world, group, case):
 @pytest.mark.parametrize(
     ("case", "message"),
     [
-        ("partial of distributed", "the ranks' shares are of different samples"),
-        ("averaged", "norms of gradients that were averaged"),
+        ("partial of distributed", "the ranks' shares belong to different samples"),
+        ("averaged", "invalid held 'averaged'"),
         ("disagree", "two squared norms of sample 'a' differ, 1 and 2"),
         ("overlap", "the ranks share 's0', 's1' (2 in all) but not all samples"),
         ("sizes", "batches of 2, 3 samples"),
-        ("content", "sample 's0' has other tokens on rank 1"),
+        ("content", "sample 's0' has different tokens on rank 1"),
         ("told otherwise", "--distribution distributed: the ranks' samples are replicated"),
     ],
 )
@@ -204,7 +204,7 @@ def test_an_unknown_layer_is_not_skipped(capsys):
 
 def test_an_unknown_layer_with_sharded_weights_is_refused(world):
     (told,) = world(1).run(sharded_and_odd)
-    assert "scale is used by a layer that is not known, or past its layer, and its weights are sharded" in told
+    assert "scale is sharded and used by an unsupported layer or outside its layer" in told
 
 
 def sharded_and_odd(rank, world, group):

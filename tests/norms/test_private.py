@@ -514,7 +514,7 @@ def test_a_model_that_drops_or_mixes_is_refused():
     training = Training(dp_max_grad_norm=1.0)
     model = gpt2.build("tiny", 64, 9, seed=0)
     model.transformer.drop.p = 0.1
-    with pytest.raises(BadInput, match=r"transformer.drop drops 10% of its input at random"):
+    with pytest.raises(BadInput, match=r"transformer.drop has dropout 10%"):
         Private(model, training, 0, place)
     model = gpt2.build("tiny", 64, 9, seed=0)
     model.transformer.ln_f = torch.nn.BatchNorm1d(8)

@@ -1,4 +1,4 @@
-"""What every way of computing per-sample gradients shares: a sample's own loss, and the gradients of a batch."""
+"""Types and helpers shared by all per-sample gradient methods: per-sample losses, targets, padding."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Reduction = Literal["mean", "sum"]
 
 
 class PerSample(NamedTuple):
-    """The gradients of a batch's B samples, each of its own loss.
+    """Per-sample gradients of a batch of B samples.
 
     Attributes:
-        gradient: ``[B, *shape]`` by parameter name; a tied parameter has one name, the first.
+        gradient: ``[B, *shape]`` by parameter name; a tied parameter appears once, under its first name.
         loss: ``[B]``; 0 for a sample without a target.
         n_targets: ``[B]`` int64; a sample without a target has a zero gradient.
     """
@@ -33,17 +33,17 @@ class PerSample(NamedTuple):
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that have gradients, by name, each once and in the model's order."""
+    """Return the trainable parameters by name, each once, in model order."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def sample_losses(logits: Tensor, labels: Tensor, reduction: Reduction) -> Tensor:
-    """Each sample's own loss: the ``mean`` or the ``sum`` of the cross-entropy over its valid targets, 0 without one.
+    """Compute each sample's loss: the cross-entropy over its valid targets, or 0 if it has none.
 
     Args:
         logits: ``[B, T, V]``.
-        labels: ``[B, T]``, shifted here by one; `IGNORED` where there is none.
-        reduction: The definition.
+        labels: ``[B, T]``, shifted by one inside; `IGNORED` marks positions without a target.
+        reduction: ``mean`` or ``sum`` over the targets.
 
     Returns:
         ``[B]``.
@@ -55,12 +55,12 @@ def sample_losses(logits: Tensor, labels: Tensor, reduction: Reduction) -> Tenso
 
 
 def n_targets(labels: Tensor) -> Tensor:
-    """The number of valid targets in each row of ``labels`` [B, T]: int64 [B]."""
+    """Count the valid targets in each row of ``labels`` [B, T]: int64 [B]."""
     return (labels[:, 1:] != IGNORED).sum(1)
 
 
 def padded_width(batch: Batch) -> Batch:
-    """The batch without the columns that are padding in all rows."""
+    """Drop the trailing columns that are padding in every row."""
     used = (batch.labels != IGNORED).any(0).nonzero()
     width = max(2, int(used[-1]) + 1 if len(used) else 0)
     return Batch(batch.input_ids[:, :width], batch.labels[:, :width], batch.sample_id)
@@ -68,7 +68,7 @@ def padded_width(batch: Batch) -> Batch:
 
 @contextmanager
 def evaluation(model: nn.Module) -> Iterator[None]:
-    """Dropout off; the model's mode is restored afterwards."""
+    """Put the model in evaluation mode, and restore its mode on exit."""
     training = model.training
     model.eval()
     try:
@@ -78,22 +78,22 @@ def evaluation(model: nn.Module) -> Iterator[None]:
 
 
 def no_targets(batch: Batch) -> Tensor:
-    """Which samples have no valid target: bool [B]."""
+    """Mask of the samples without a valid target: bool [B]."""
     return n_targets(batch.labels) == 0
 
 
 def zeroed(values: Tensor, rows: Tensor) -> Tensor:
-    """``values`` with the chosen rows set to exact zeros, whatever they held."""
+    """Set the rows selected by a mask to exact zeros, even where they are NaN."""
     return torch.where(rows.view(-1, *[1] * (values.ndim - 1)), torch.zeros_like(values), values)
 
 
 @cache
 def note(text: str) -> None:
-    """Say something on stderr, once."""
+    """Print a message to stderr, once per process."""
     print(f"gradwire: {bounded(text)}", file=sys.stderr)
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an allocator gave up, the GPU's or the CPU's."""
+    """Whether the error is an out-of-memory error of the GPU or CPU allocator."""
     told = str(error)
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in told or "can't allocate memory" in told

@@ -1,8 +1,8 @@
 """Per-sample clipping (Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, algorithm 1).
 
-No gradient is formed for it: a gradient of norm n counts c = min(1, C / n) times in the gradient of Σ c · loss, so one
-pass tells the norms and a second one the clipped sum (Lee and Kifer, "Scaling up Differentially Private Deep Learning
-with Fast Per-Example Gradient Clipping", PETS 2021, section 4).
+No per-sample gradient is formed: with c = min(1, C / n) for a gradient of norm n, the gradient of Σ c · loss is the
+clipped sum. One pass computes the norms, a second one the clipped sum (Lee and Kifer, "Scaling up Differentially
+Private Deep Learning with Fast Per-Example Gradient Clipping", PETS 2021, section 4).
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from gradwire.persample.batch import Reduction, sample_losses
 
 
 def coefficients(norms: Tensor, max_norm: float) -> Tensor:
-    """By how much each sample's gradient is to be scaled: 1 where its norm is at most ``max_norm``.
+    """Compute each sample's clipping coefficient min(1, max_norm / norm).
 
     Args:
         norms: [B]; NaN stays NaN.
-        max_norm: C, infinity to clip nothing.
+        max_norm: C; infinity disables clipping.
 
     Returns:
-        [B], of the same type.
+        [B], of the same dtype.
     """
     return (max_norm / norms).clamp(max=1.0)
 
 
 def losses(model: nn.Module, batch: Batch, reduction: Reduction = "mean") -> Tensor:
-    """Each sample's own loss, [B], differentiable: of what `persample.norms` gives the norms."""
+    """Compute each sample's loss, [B], differentiable; `persample.norms` computes the norms of its gradients."""
     return sample_losses(model(batch.input_ids, use_cache=False).logits, batch.labels, reduction)
 
 
 def check_repeatable(model: nn.Module) -> None:
-    """See that a second pass has the gradients whose norms the first one told.
+    """Check that two passes over a batch compute the same gradients.
 
     Raises:
-        BadInput: If the model drops activations at random.
+        BadInput: If the model has dropout with p > 0.
     """
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             raise BadInput(
-                f"{name} drops {module.p:.0%} of its input at random: a gradient would be clipped by another one's "
-                "norm. Set the model's dropout to 0."
+                f"{name} has dropout {module.p:.0%}: the norms of the first pass would not match the gradients of the "
+                "second. Set the model's dropout to 0."
             )

@@ -1,8 +1,8 @@
-"""Per-sample gradients from what enters and leaves each layer: one backward pass that forms no parameter's gradient.
+"""Per-sample gradients from each layer's input and output gradient, captured by hooks in one backward pass.
 
-A known layer's parameters are frozen while it runs, so a parameter that is in the graph afterwards has a use that the
-hooks did not see: in a layer that is not known, or past its layer. Such a parameter is reported, never left out. What
-the first layers give takes the place of the parameters as the leaves of the graph.
+The parameters of a supported layer are frozen while it runs. A parameter that is in the graph afterwards was used where
+the hooks cannot see it: in an unsupported layer, or outside its layer. Such parameters are reported, never skipped.
+The outputs of the first layers replace the parameters as leaves of the graph.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gradwire.persample.batch import (
 )
 from gradwire.persample.uses import Direct, Outer, Use
 
-# Of a module and what enters and leaves it, [B, N, *features]; ids are [B, N].
+# (module, input, output gradient) -> uses; tensors are [B, N, *features], ids [B, N].
 Rule: TypeAlias = Callable[[Any, Tensor, Tensor], dict[str, Use]]
 Take: TypeAlias = Callable[[str, Use, bool], None]
 
@@ -44,12 +44,12 @@ def linear(module: nn.Linear, x: Tensor, grad: Tensor) -> dict[str, Use]:
 
 
 def conv1d(module: Any, x: Tensor, grad: Tensor) -> dict[str, Use]:
-    """y = x W + b: GPT-2's linear layer in transformers, its weight the other way round."""
+    """y = x W + b: GPT-2's linear layer in transformers, with a transposed weight."""
     return {"weight": Outer(len(module.weight), x, grad), "bias": Direct(grad.sum(1))}
 
 
 def embedding(module: nn.Embedding, ids: Tensor, grad: Tensor) -> dict[str, Use]:
-    """y = W[ids]; torch gives the row of ``padding_idx`` no gradient."""
+    """y = W[ids]; the row of ``padding_idx`` gets no gradient."""
     if module.padding_idx is not None:
         grad = grad.masked_fill((ids == module.padding_idx)[..., None], 0.0)
     return {"weight": Outer(len(module.weight), ids, grad)}
@@ -73,7 +73,7 @@ OF_TORCH: dict[Callable[..., Any], Rule] = {
     nn.LayerNorm.forward: layer_normalisation,
     nn.RMSNorm.forward: rms_normalisation,
 }
-OF_TRANSFORMERS: dict[tuple[str, str], Rule] = {  # which need not be imported for it
+OF_TRANSFORMERS: dict[tuple[str, str], Rule] = {  # looked up without importing them
     ("transformers.pytorch_utils", "Conv1D"): conv1d,
     ("transformers.models.falcon.modeling_falcon", "FalconLinear"): linear,
     ("transformers.models.llama.modeling_llama", "LlamaRMSNorm"): rms_normalisation,
@@ -81,9 +81,9 @@ OF_TRANSFORMERS: dict[tuple[str, str], Rule] = {  # which need not be imported f
 
 
 def rule_of(module: nn.Module) -> Rule | None:
-    """How a layer's parameters get their gradients, or None for a layer that is not known.
+    """Return the gradient rule of a layer, or None if the layer is not supported.
 
-    A layer is known by its ``forward``: a subclass with one of its own computes something else.
+    Layers are matched by their ``forward``, since a subclass that overrides it may compute something else.
     """
     if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
         return None
@@ -95,7 +95,7 @@ def rule_of(module: nn.Module) -> Rule | None:
 
 
 def unsupported(model: nn.Module) -> list[str]:
-    """The trainable parameters whose layer is not known, by name."""
+    """Return the names of the trainable parameters of unsupported layers."""
     names = {id(parameter): name for name, parameter in trainable(model).items()}
     return [
         names[id(parameter)]
@@ -106,23 +106,23 @@ def unsupported(model: nn.Module) -> list[str]:
 
 
 class Seen(NamedTuple):
-    """What a pass saw: the samples' losses [B], and the parameters, by name, of which it did not see every use."""
+    """The result of a pass: the losses [B], and the names of the parameters with uses that the hooks missed."""
 
     losses: Tensor
     unseen: list[str]
 
 
 def backward(model: nn.Module, batch: Batch, take: Take, reduction: Reduction = "mean") -> Seen:
-    """Hand each use of a trainable parameter to ``take(name, use, last)``, in the order of the backward pass.
+    """Call ``take(name, use, last)`` for each use of a trainable parameter, in backward order.
 
     Args:
         model: A causal language model that returns ``logits``.
-        batch: Samples of any length, padded on the right; one without a target gives zeros.
-        take: Called inside of the backward pass, ``last`` with a parameter's last use; not for one that is ``unseen``.
-        reduction: What a sample's loss is.
+        batch: Samples of any length, padded on the right; a sample without a target has a zero gradient.
+        take: Called during the backward pass; ``last`` marks a parameter's last use. Skipped for unseen parameters.
+        reduction: How the loss reduces over a sample's targets.
 
     Raises:
-        BadInput: If a parameter is unseen, and the weights are sharded.
+        BadInput: If a parameter is unseen and the weights are sharded.
     """
     watch = _Watch(model, len(batch.labels), take)
     with evaluation(model), watch.hooked():
@@ -131,8 +131,8 @@ def backward(model: nn.Module, batch: Batch, take: Take, reduction: Reduction = 
         watch.unseen = {watch.names[id(leaf)] for leaf in leaves if id(leaf) in watch.names}
         if watch.unseen and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
             raise BadInput(
-                f"{min(watch.unseen)} is used by a layer that is not known, or past its layer, and its weights are "
-                "sharded: give --strategy ddp."
+                f"{min(watch.unseen)} is sharded and used by an unsupported layer or outside its layer: use --strategy "
+                "ddp."
             )
         if leaves:
             torch.autograd.grad(losses.sum(), leaves)
@@ -140,11 +140,11 @@ def backward(model: nn.Module, batch: Batch, take: Take, reduction: Reduction = 
 
 
 class _Watch:
-    """Follows the trainable parameters through one forward and one backward pass.
+    """Tracks the trainable parameters through one forward and one backward pass.
 
     Attributes:
-        names: Parameter names by identity: under FSDP2 a layer has other parameters while it runs.
-        unseen: Of which parameters a use was not seen; to be set between the passes.
+        names: Parameter names by ``id``; FSDP2 swaps a layer's parameters while it runs.
+        unseen: Names of the parameters with missed uses; set between the two passes.
     """
 
     def __init__(self, model: nn.Module, samples: int, take: Take) -> None:
@@ -159,7 +159,7 @@ class _Watch:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Hooks on every layer with parameters of its own."""
+        """Register hooks on every layer that owns parameters, and remove them on exit."""
         owners = [module for module, own in self._owned.items() if own]
         handles = [module.register_forward_pre_hook(self._before, with_kwargs=True) for module in owners]
         handles += [module.register_forward_hook(self._after, with_kwargs=True) for module in owners]
@@ -184,10 +184,10 @@ class _Watch:
         rule = self._rule(module, args, kwargs)
         if rule is None or not torch.is_grad_enabled():
             return output
-        if len(output) != self._samples:  # one row of positions serves all samples: each gets its own
+        if len(output) != self._samples:  # position embeddings have one row for all samples; expand it
             output = output.expand(self._samples, *output.shape[1:]).clone()
         if not output.requires_grad:
-            output = output.detach().requires_grad_().clone()  # no leaf itself: the model may change it in place
+            output = output.detach().requires_grad_().clone()  # not a leaf, so that in-place operations are allowed
         x = _entering(args, kwargs).detach()
         self._open.update(own.values())
 
@@ -202,30 +202,30 @@ class _Watch:
         return output
 
     def _rule(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | None:
-        """The layer's rule, if each sample's part of what enters can be told: ``[B, ..., *features]``."""
+        """Return the layer's rule if its input has a batch dimension: ``[B, ..., *features]``."""
         x = _entering(args, kwargs)
         apart = x.ndim >= 2 + _features(module) and len(x) in (1, self._samples)
         return rule_of(module) if apart and self._owned[module].keys() <= {"weight", "bias"} else None
 
     def _by_sample(self, module: nn.Module, values: Tensor, output: bool = False) -> Tensor:
-        """``[B, N, *features]``, whatever lies between the samples and the features."""
+        """Reshape to ``[B, N, *features]``."""
         features = max(_features(module), int(output))
         values = values.expand(self._samples, *values.shape[1:])
         return values.reshape(self._samples, -1, *values.shape[values.ndim - features :])
 
 
 def _entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The one argument of a known layer."""
+    """Return the single input of a supported layer."""
     return args[0] if args else next(iter(kwargs.values()), torch.empty(()))
 
 
 def _features(module: nn.Module) -> int:
-    """How many of the last dimensions of what enters a known layer are its features: none of an embedding's ids."""
+    """Count the trailing feature dimensions of a supported layer's input; 0 for the ids of an embedding."""
     return 0 if isinstance(module, nn.Embedding) else len(getattr(module, "normalized_shape", (1,)))
 
 
 def _leaves(output: Tensor) -> list[Tensor]:
-    """The leaves of the graph that ``output`` was computed by."""
+    """Return the leaves of the autograd graph of ``output``."""
     found, met, ahead = [], set(), [output.grad_fn]
     while ahead:
         node = ahead.pop()
@@ -239,28 +239,28 @@ def _leaves(output: Tensor) -> list[Tensor]:
 
 
 class Unseen(BadInput):
-    """The method ``hooks`` does not see every use of a parameter."""
+    """The ``hooks`` method missed a use of a parameter."""
 
 
 def all_seen(seen: Seen) -> Tensor:
-    """The losses of a pass that saw everything.
+    """Return the losses of a pass that saw every use of every parameter.
 
     Raises:
-        Unseen: If it did not.
+        Unseen: If it missed one.
     """
     if seen.unseen:
         raise Unseen(
-            f"--method hooks does not see every use of {', '.join(seen.unseen[:3])}: its layer is not known, or it is "
-            "used past its layer: give --method vmap or loop."
+            f"--method hooks does not see every use of {', '.join(seen.unseen[:3])}: its layer is not supported, or it "
+            "is used outside its layer. Use --method vmap or loop."
         )
     return seen.losses
 
 
 def gradients(model: nn.Module, batch: Batch, reduction: Reduction = "mean") -> PerSample:
-    """The gradients of a batch's samples, formed layer by layer.
+    """Compute the per-sample gradients of a batch layer by layer.
 
     Raises:
-        Unseen: If a parameter has a use that the hooks do not see.
+        Unseen: If the hooks miss a use of a parameter.
     """
     batch = padded_width(batch)
     found: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Per-sample gradients by one backward pass per sample: slow, memory-light, and the oracle of faster methods."""
+"""Per-sample gradients by one backward pass per sample: slow, low memory, the reference for the faster methods."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from gradwire.persample.batch import PerSample, Reduction, evaluation, sample_lo
 
 
 class SampleGradient(NamedTuple):
-    """One sample's loss and its gradient by parameter name (a tied parameter has one name, the first).
+    """One sample's loss and its gradient by parameter name; a tied parameter appears under its first name.
 
-    A sample without a target has no loss (None) and a zero gradient.
+    A sample without a target has loss None and a zero gradient.
     """
 
     sample_id: str
@@ -29,7 +29,7 @@ class SampleGradient(NamedTuple):
 def gradients(
     model: nn.Module, batch: Batch, reduction: Reduction = "mean", names: Collection[str] | None = None
 ) -> PerSample:
-    """The gradients of a batch's samples, each computed alone: of all trainable parameters, or of ``names``."""
+    """Compute the per-sample gradients of a batch one sample at a time, for all trainable parameters or ``names``."""
     found = list(each(model, batch, reduction, names))
     names = found[0].gradient if found else {}
     return PerSample(
@@ -42,16 +42,16 @@ def gradients(
 def each(
     model: nn.Module, batch: Batch, reduction: Reduction = "mean", names: Collection[str] | None = None
 ) -> Iterator[SampleGradient]:
-    """The gradient of each sample's own loss, the mean or sum of the cross-entropy over the sample's valid targets.
+    """Yield the gradient of each sample's loss, the mean or sum of the cross-entropy over its valid targets.
 
-    Every sample goes through the model alone and without its padding, so neither the batch nor its width changes a
-    result. Dropout is off while the iterator runs.
+    Each sample runs through the model alone and without padding, so the result does not depend on the batch. Dropout
+    is off while the iterator runs.
 
     Args:
         model: A causal language model that returns ``logits``; on the batch's device.
         batch: Samples of any length, padded on the right.
         reduction: Mean or sum.
-        names: The parameters that are wanted; None: all trainable ones.
+        names: Parameters to differentiate; None for all trainable ones.
     """
     parameters = {name: p for name, p in trainable(model).items() if names is None or name in names}
     with evaluation(model):
@@ -70,7 +70,7 @@ def _gradient(
     targets = (labels[1:] != IGNORED).nonzero().flatten() + 1
     if not len(targets):
         return SampleGradient(sample_id, None, 0, {name: torch.zeros_like(p) for name, p in parameters.items()})
-    end = int(targets[-1]) + 1  # attention is causal: what comes later touches no target
+    end = int(targets[-1]) + 1  # attention is causal: later tokens do not affect any target
     logits = model(tokens[None, :end], use_cache=False).logits[0]
     loss = cross_entropy(logits[:-1], labels[1:end], ignore_index=IGNORED, reduction=reduction)
     found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
@@ -78,12 +78,12 @@ def _gradient(
 
 
 def of_sharded(model: nn.Module, batch: Batch, reduction: Reduction = "mean") -> Iterator[tuple[str, Tensor]]:
-    """A sample's gradient where weights are sharded: each parameter's, ``[1, *shape]``, one whole after the other.
+    """Yield one sample's gradient under FSDP2, one full parameter ``[1, *shape]`` at a time.
 
-    It is the wrapper's own mean over the ranks, so all of them must have the same sample, and take what is given.
+    FSDP2 averages gradients over the ranks, so all ranks must pass the same sample and exhaust the iterator.
 
     Args:
-        model: Under FSDP2; its own gradients are replaced, and gone afterwards.
+        model: Wrapped by FSDP2; its ``.grad`` fields are overwritten and then cleared.
         batch: One sample.
         reduction: Mean or sum.
     """

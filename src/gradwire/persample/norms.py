@@ -1,15 +1,15 @@
-"""Norms of per-sample gradients, which need not be formed for it; and what ranks must do to have each sample's right.
+"""Norms of per-sample gradients, without forming the gradients, and their combination across ranks.
 
-Two questions decide, and neither is answered by the number of ranks. What does a rank hold of a sample's norm?
-``complete``: the norm over all parameters, as with hooks under DDP and FSDP alike, which gather parameters and never
-activations. ``partial``: squares over a share of the parameters. And how do samples lie on the ranks?
-``replicated``: all have the same. ``distributed``: each has its own.
+How norms are combined depends on two things. The first is which part of a norm a rank holds: ``complete`` is the norm
+over all parameters, as hooks compute it under DDP and FSDP, which gather parameters and never activations;
+``partial`` sums squares over a share of the parameters. The second is the placement of samples: ``replicated`` ranks
+hold the same samples, ``distributed`` ranks hold different ones.
 
 | | replicated | distributed |
 |:--|:--|:--|
-| complete | all ranks have the same numbers, and must agree | gathered by id |
-| partial | squares are summed over the ranks | refused: the shares are of different samples |
-| averaged | refused: a mean over samples is no sample's own | refused |
+| complete | the ranks' values must agree | gathered by id |
+| partial | squares are summed over the ranks | refused: the shares belong to different samples |
+| averaged | refused: an average over samples has no per-sample norm | refused |
 
 Squares of complete norms are never summed over ranks: that inflates norms by √W with replicated samples, and adds norms
 of unrelated samples with distributed ones.
@@ -48,12 +48,12 @@ from gradwire.persample.uses import Use
 Held = Literal["complete", "partial", "averaged"]
 Spread = Literal["replicated", "distributed"]
 Distribution = Literal["auto", "replicated", "distributed"]
-TOLERANCE = 1e-4  # of two computations of one norm, relative
+TOLERANCE = 1e-4  # relative difference of two computations of one norm
 OTHERS = {"vmap": vmap.gradients, "loop": loop.gradients}
 
 
 class Norms(NamedTuple):
-    """Of B samples.
+    """Per-sample gradient norms of B samples.
 
     Attributes:
         square: Squared norms, float64 [B]; 0 for a sample without a target.
@@ -73,19 +73,19 @@ def norms(
     names: Collection[str] | None = None,
     method: GradMethod = "auto",
 ) -> Norms:
-    """The norms of each sample's own gradient.
+    """Compute the norm of each sample's gradient.
 
     Args:
         model: A causal language model.
         batch: Samples of any length, padded on the right.
-        reduction: What a sample's loss is.
-        names: The parameters whose squares are summed; None: all trainable ones.
-        method: ``hooks``, ``vmap``, ``loop``, or ``auto``: hooks, and what they do not see by vmap, or by the loop
-            where vmap cannot trace the model.
+        reduction: How the loss reduces over a sample's targets.
+        names: Parameters to sum over; None for all trainable ones.
+        method: ``hooks``, ``vmap``, ``loop``, or ``auto``: hooks, with vmap for the parameters they miss, or the loop
+            if vmap cannot trace the model.
 
     Raises:
-        BadInput: If a layer mixes samples, as BatchNorm does: then a sample has no gradient of its own. Or if hooks do
-            not see every use of a parameter, and are asked for or the weights are sharded.
+        BadInput: If a layer mixes samples, as BatchNorm does. Or if hooks miss a use of a parameter and either
+            ``method`` is ``hooks`` or the weights are sharded.
     """
     check_unmixed(model)
     batch = padded_width(batch)
@@ -110,37 +110,37 @@ def norms(
 
 
 def _squares(found: PerSample) -> Tensor:
-    """Squared norms over all parameters, float64 [B]."""
+    """Sum squares over all parameters: float64 [B]."""
     each = [gradient.flatten(1).square().sum(1, dtype=torch.float64) for gradient in found.gradient.values()]
     return sum(each, torch.zeros(len(found.loss), dtype=torch.float64, device=found.loss.device))
 
 
 def _otherwise(model: nn.Module, batch: Batch, reduction: Reduction, names: list[str]) -> PerSample:
-    """The gradients of the parameters that hooks do not see."""
+    """Compute the gradients of the parameters that hooks miss."""
     of = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''}"
     try:
         found = vmap.gradients(model, batch, reduction, names)
-    except Exception as error:  # whatever a model does that torch.func cannot trace
+    except Exception as error:  # torch.func may fail with any exception
         if out_of_memory(error):
             raise
-        note(f"norms of {of} by the loop: hooks do not see every use of them, and vmap fails: {error}")
+        note(f"computing norms of {of} by the loop: hooks do not see every use of them, and vmap fails: {error}")
         return loop.gradients(model, batch, reduction, names)
-    note(f"norms of {of} by vmap: hooks do not see every use of them")
+    note(f"computing norms of {of} by vmap: hooks do not see every use of them")
     return found
 
 
 def check_whole(model: nn.Module, method: str) -> None:
-    """See that every rank has whole weights.
+    """Check that the weights are not sharded.
 
     Raises:
-        BadInput: If they are sharded.
+        BadInput: If they are.
     """
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise BadInput(f"--method {method} needs whole weights on each rank: give --strategy ddp, or --method hooks.")
+        raise BadInput(f"--method {method} needs unsharded weights: use --strategy ddp or --method hooks.")
 
 
 def check_unmixed(model: nn.Module) -> None:
-    """See that no layer mixes the samples of a batch.
+    """Check that no layer mixes the samples of a batch.
 
     Raises:
         BadInput: If one does.
@@ -148,16 +148,16 @@ def check_unmixed(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise BadInput(
-                f"{name} is a {type(module).__name__}, which mixes the samples of a batch: no sample has a gradient of "
-                "its own. Replace it by a LayerNorm or GroupNorm."
+                f"{name} is a {type(module).__name__}, which mixes the samples of a batch: per-sample gradients are "
+                "undefined. Replace it with a LayerNorm or GroupNorm."
             )
 
 
 def share(model: nn.Module, rank: int, world: int) -> list[str]:
-    """The parameters whose squares this rank sums where all ranks have the same samples: 1/W of the work.
+    """Return this rank's share of the parameters when samples are replicated: about 1/W of the work.
 
-    A parameter's work grows with its size, or with its sides if its gradient is not formed; the largest go first, each
-    to the rank with the least so far.
+    A parameter's cost is the sum of its side lengths. Parameters are assigned greedily, the largest first, each to the
+    least loaded rank.
     """
     cost = {name: sum(parameter.shape) for name, parameter in trainable(model).items()}
     load = [0] * world
@@ -171,23 +171,23 @@ def share(model: nn.Module, rank: int, world: int) -> list[str]:
 
 
 def spread_of(batch: Batch, distribution: Distribution = "auto", group: ops.Group = None) -> Spread:
-    """How the samples lie on the ranks, by comparing their ids; fillers have none.
+    """Detect from the sample ids whether samples are replicated or distributed; fillers have no id.
 
     Raises:
-        BadInput: If two ranks hold one id with different tokens, if the ranks share some samples but not all, if
-            batches differ in size, or if it is not as ``distribution`` says. On all ranks alike.
+        BadInput: On all ranks, if two ranks hold one id with different tokens, if they share only some of their
+            samples, if batches differ in size, or if the result contradicts ``distribution``.
     """
     ranks = ops.gather_objects((batch.sample_id, _contents(batch)), group)
     if len({len(ids) for ids, _ in ranks}) > 1:
         raise BadInput(
-            f"the ranks have batches of {', '.join(str(len(ids)) for ids, _ in ranks)} samples: give all one size."
+            f"the ranks have batches of {', '.join(str(len(ids)) for ids, _ in ranks)} samples: use equal sizes."
         )
     contents: dict[str, str] = {}
     for rank, (_, of_rank) in enumerate(ranks):
         for id_, content in of_rank.items():
             if contents.setdefault(id_, content) != content:
                 raise BadInput(
-                    f"sample {id_!r} has other tokens on rank {rank} than on a rank before it: ids must be unique."
+                    f"sample {id_!r} has different tokens on rank {rank} than on a lower rank: ids must be unique."
                 )
     sets = [frozenset(of_rank) for _, of_rank in ranks]
     shared = {id_ for i, one in enumerate(sets) for other in sets[:i] for id_ in one & other}
@@ -195,16 +195,16 @@ def spread_of(batch: Batch, distribution: Distribution = "auto", group: ops.Grou
     if shared and not same:
         some = ", ".join(map(repr, sorted(shared)[:3]))
         raise BadInput(
-            f"the ranks share {some} ({len(shared)} in all) but not all samples: give all the same, or none twice."
+            f"the ranks share {some} ({len(shared)} in all) but not all samples: use identical or disjoint batches."
         )
     found: Spread = "replicated" if same else "distributed"
     if distribution not in ("auto", found) and len(ranks) > 1:
-        raise BadInput(f"--distribution {distribution}: the ranks' samples are {found}, by their ids.")
+        raise BadInput(f"--distribution {distribution}: the ranks' samples are {found}, as their ids show.")
     return cast(Spread, distribution) if distribution != "auto" else found
 
 
 def _contents(batch: Batch) -> dict[str, str]:
-    """A digest of each sample's tokens and labels, without its padding, by id."""
+    """Digest each sample's tokens and labels without padding, by id."""
     found = {}
     for id_, tokens, labels in zip(batch.sample_id, batch.input_ids.cpu(), batch.labels.cpu(), strict=True):
         if id_:
@@ -218,28 +218,28 @@ def _contents(batch: Batch) -> dict[str, str]:
 def combined(
     ids: Sequence[str], square: Tensor, held: Held, spread: Spread, group: ops.Group = None
 ) -> Mapping[str, float]:
-    """Every sample's squared norm by id, the same on all ranks.
+    """Combine squared norms across ranks: every sample's, by id, the same on all ranks.
 
     Args:
         ids: This rank's samples; "" marks a filler.
-        square: What this rank holds, float64 [B].
-        held: What that is.
-        spread: How samples lie on the ranks.
-        group: The ranks.
+        square: This rank's squared norms, float64 [B].
+        held: Which part of the norms this rank holds.
+        spread: Placement of the samples.
+        group: The process group.
 
     Raises:
-        BadInput: For partial norms of distributed samples, and for gradients that were averaged.
-        CheckFailed: If ranks that must agree do not.
+        BadInput: For partial norms of distributed samples, and for averaged gradients.
+        CheckFailed: If replicated norms differ between ranks.
     """
     if held == "averaged":
         raise BadInput(
-            "norms of gradients that were averaged: after the backward pass a parameter's gradient is of all samples "
-            "of all ranks, and what was each one's own is gone. Take a batch's norms before, by norms(model, batch)."
+            "invalid held 'averaged': gradients averaged over samples or ranks have no per-sample norms. Compute the "
+            "norms before averaging, with norms(model, batch)."
         )
     if held == "partial" and spread == "distributed":
         raise BadInput(
-            "partial norms of distributed samples: the ranks' shares are of different samples, and their sum is no "
-            "norm. Give all ranks the same samples, or have each compute complete norms."
+            "invalid combination of partial norms and distributed samples: the ranks' shares belong to different "
+            "samples. Replicate the samples, or compute complete norms."
         )
     if held == "partial":
         total = ops.all_reduce(square.clone(), group=group, purpose="control")
@@ -255,11 +255,11 @@ def combined(
 
 
 def check_agree(id_: str, one: float, other: float) -> None:
-    """See that two computations of a squared norm agree.
+    """Check that two computations of a squared norm agree.
 
     Raises:
-        NonFiniteGradient: If one is not finite, which no computation is to blame for.
-        CheckFailed: If they do not.
+        NonFiniteGradient: If one is not finite.
+        CheckFailed: If they differ by more than `TOLERANCE`.
     """
     if not math.isfinite(one + other):
         raise NonFiniteGradient(f"the gradient of sample {id_!r} is not finite (squared norms {one} and {other}).")

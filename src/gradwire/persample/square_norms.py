@@ -1,4 +1,4 @@
-"""Squared norms that grow as a backward pass meets one use of a parameter after the other."""
+"""Accumulation of squared gradient norms during a backward pass."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from gradwire.persample.uses import Use, square_norm
 
 
 class SquareNorms:
-    """The sum over parameters; a tied parameter's uses wait for each other, since the norm of their sum is wanted.
+    """Sums squared norms over parameters. The uses of a tied parameter are added before its norm is taken.
 
     Args:
         samples: B.
-        device: Where the pass is.
+        device: Device of the pass.
     """
 
     def __init__(self, samples: int, device: torch.device) -> None:
@@ -23,13 +23,13 @@ class SquareNorms:
         self._squares = torch.zeros(samples, dtype=torch.float64, device=device)
 
     def take(self, name: str, use: Use, last: bool) -> None:
-        """Add a use; with a parameter's last one of the pass its norm is taken."""
+        """Add a use; the last use of a parameter adds its squared norm to the sum."""
         self._met[name].append(use)
         if last:
             self._squares.add_(square_norm(self._met.pop(name)))
 
     def total(self) -> Tensor:
-        """The sums, float64 [B], once the pass is over; what a layer gave may not have come to the loss."""
+        """Return the sums, float64 [B], after the pass, including uses of parameters whose last use never came."""
         for uses in self._met.values():
             self._squares.add_(square_norm(uses))
         self._met.clear()

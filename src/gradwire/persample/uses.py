@@ -1,7 +1,7 @@
-"""How one use of a parameter in a forward pass enters its per-sample gradient.
+"""Contribution of one use of a parameter in a forward pass to its per-sample gradient.
 
-B samples, T tokens. A matrix that multiplies tokens has the gradient G[b] = Σ_t left[b, t] ⊗ right[b, t], so what is
-wanted of it (its norm, its projection) can be had from the two factors, and G need not be formed.
+For B samples of T tokens, the gradient of a matrix that multiplies tokens is G[b] = Σ_t left[b, t] ⊗ right[b, t]. Its
+norm and its projection follow from the two factors, without forming G.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Outer:
-    """A sum of outer products.
+    """A gradient given as a sum of outer products.
 
     Attributes:
         rows: Rows of the parameter.
-        left: ``[B, T, rows]``, or ``[B, T]`` int64 where each is a unit vector: the ids that an embedding looked up.
+        left: ``[B, T, rows]``, or int64 ids ``[B, T]`` of an embedding, which represent unit vectors.
         right: ``[B, T, columns]``.
     """
 
@@ -34,7 +34,7 @@ class Outer:
         return not self.left.is_floating_point()
 
     def gradient(self) -> Tensor:
-        """G, ``[B, rows, columns]``."""
+        """Form G, ``[B, rows, columns]``."""
         if not self.one_hot:
             return self.left.transpose(1, 2) @ self.right
         samples, _, columns = self.right.shape
@@ -46,7 +46,7 @@ class Outer:
 
 @dataclass(frozen=True)
 class Direct:
-    """A gradient that is formed.
+    """A gradient that is already formed.
 
     Attributes:
         value: ``[B, *shape]``.
@@ -55,7 +55,7 @@ class Direct:
     value: Tensor
 
     def gradient(self) -> Tensor:
-        """The value."""
+        """Return the value."""
         return self.value
 
 
@@ -63,9 +63,9 @@ Use: TypeAlias = Outer | Direct
 
 
 def square_norm(uses: Sequence[Use]) -> Tensor:
-    """``‖Σ G‖²`` over all uses of one parameter: float64 [B].
+    """Compute ``‖Σ G‖²`` over all uses of one parameter: float64 [B].
 
-    A tied parameter's uses are added before the norm is taken: their inner products may have either sign.
+    The inner products between the uses of a tied parameter are included; they may have either sign.
     """
     if all(isinstance(use, Outer) for use in uses):
         outer = [use for use in uses if isinstance(use, Outer)]
@@ -80,9 +80,9 @@ def square_norm(uses: Sequence[Use]) -> Tensor:
 
 
 def inner(one: Outer, other: Outer) -> Tensor:
-    """``⟨G, G'⟩`` of two uses with gradients of one shape: float64 [B].
+    """Compute ``⟨G, G'⟩`` of two uses with gradients of equal shape: float64 [B].
 
-    Σ_{t,t'} ⟨left_t, left'_t'⟩ ⟨right_t, right'_t'⟩ where that is cheaper than to form G.
+    Uses Σ_{t,t'} ⟨left_t, left'_t'⟩ ⟨right_t, right'_t'⟩ where that is cheaper than forming G.
     """
     tokens, columns = one.right.shape[1:]
     if one is other and not one.one_hot and 2 * tokens**2 > one.rows * columns:
@@ -92,7 +92,7 @@ def inner(one: Outer, other: Outer) -> Tensor:
 
 
 def _gram(one: Tensor, other: Tensor) -> Tensor:
-    """Inner products of all pairs of tokens, ``[B, T, T']``; ids stand for unit vectors."""
+    """Compute the inner products of all pairs of tokens, ``[B, T, T']``; ids represent unit vectors."""
     if one.is_floating_point() and other.is_floating_point():
         return one @ other.transpose(1, 2)
     if one.is_floating_point():

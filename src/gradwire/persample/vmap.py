@@ -1,4 +1,4 @@
-"""Per-sample gradients by `torch.func`: one vectorised backward pass, for any model that it can trace."""
+"""Per-sample gradients by `torch.func`: one vectorised backward pass, for any model that vmap can trace."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from gradwire.persample.batch import (
 def gradients(
     model: nn.Module, batch: Batch, reduction: Reduction = "mean", names: Collection[str] | None = None
 ) -> PerSample:
-    """The gradients of a batch's samples; attention takes PyTorch's unfused path under vmap.
+    """Compute the per-sample gradients of a batch; attention uses PyTorch's math backend under vmap.
 
     Args:
         model: A causal language model.
         batch: Samples of any length, padded on the right.
-        reduction: What a sample's loss is.
-        names: The parameters that are wanted; None: all trainable ones.
+        reduction: How the loss reduces over a sample's targets.
+        names: Parameters to differentiate; None for all trainable ones.
     """
     batch = padded_width(batch)
     wanted = trainable(model)
@@ -41,7 +41,7 @@ def gradients(
         logits = functional_call(model, dict(parameters), (tokens[None],), {"use_cache": False}).logits
         return sample_losses(logits, labels[None], reduction)[0]
 
-    with evaluation(model), sdpa_kernel(SDPBackend.MATH):  # the fused kernels have no rule for vmap
+    with evaluation(model), sdpa_kernel(SDPBackend.MATH):  # the fused kernels do not support vmap
         each = vmap(grad_and_value(loss_of), in_dims=(None, 0, 0), randomness="error")
         found, losses = each(parameters, batch.input_ids, batch.labels)
     empty = no_targets(batch)
