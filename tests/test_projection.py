@@ -169,7 +169,7 @@ def test_a_factored_width_is_a_product_of_like_numbers(dim):
     if dim == 10:
         assert projector.project(spiky(0)[None], [dim])[dim].shape == (1, 10)
     else:
-        with pytest.raises(BadInput, match=f"--dim {dim} .* product of two like numbers"):
+        with pytest.raises(BadInput, match=f"--dim {dim} .* product of two similar numbers"):
             projector.project(spiky(0)[None], [dim])
 
 

@@ -1,7 +1,7 @@
-"""Random projections of gradients: P with E[PᵀP] = I, so that norms and inner products keep their expected value.
+"""Random projections of gradients: P with E[PᵀP] = I, which preserves norms and inner products in expectation.
 
-P is never stored as a whole. Each entry is a function of (seed, parameter name, column, row) alone, in integer
-arithmetic, so one seed gives one matrix on every device, rank, batch and tile size.
+P is never stored in full. Each entry depends only on (seed, parameter name, column, row), in integer arithmetic, so a
+seed gives the same matrix on every device, rank, batch and tile size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PROJECTORS: dict[str, Callable[[Shapes, int], Projector]] = {
 
 
 def build(projection: str, shapes: Shapes, seed: int) -> Projector:
-    """The projector of a name.
+    """Build a projector by name.
 
     Args:
         projection: One of `PROJECTORS`.
@@ -37,7 +37,7 @@ def build(projection: str, shapes: Shapes, seed: int) -> Projector:
         seed: Seed of the matrix.
 
     Raises:
-        BadInput: If there is no such projection.
+        BadInput: If the projection is unknown.
     """
     if projection not in PROJECTORS:
         raise unknown("projection", projection, PROJECTORS)
@@ -45,7 +45,7 @@ def build(projection: str, shapes: Shapes, seed: int) -> Projector:
 
 
 def check_width(dims: Sequence[int], entries: int) -> None:
-    """Check that rows are not wider than what is projected.
+    """Check that rows are not wider than the gradients.
 
     Raises:
         BadInput: If they are.

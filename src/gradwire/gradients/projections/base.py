@@ -1,4 +1,4 @@
-"""What every projector is, and how far a projected norm may lie from the true one."""
+"""The projector interface, and bounds on projected norms."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-FALSE_ALARM = 1e-12  # how often a true row may lie outside of its band
+FALSE_ALARM = 1e-12  # probability that a correct row lies outside its band
 
 
 class Band(NamedTuple):
-    """The range of ``‖Px‖² / ‖x‖²`` outside of which a row is not believed."""
+    """The accepted range of ``‖Px‖² / ‖x‖²``."""
 
     low: float
     high: float
@@ -39,23 +39,23 @@ class Projector(ABC):
         """Project rows [samples, n] to float32 [samples, dim] for each dim, in one pass over the rows.
 
         Raises:
-            BadInput: If a dim is none that this projection has.
+            BadInput: If this projection does not support a dim.
         """
 
     @abstractmethod
     def fingerprint(self, dim: int) -> str:
-        """A digest of the map: equal for equal maps, on any device.
+        """Return a digest of the map, equal for equal maps on any device.
 
         Raises:
-            BadInput: If it has no such dim.
+            BadInput: If this projection does not support ``dim``.
         """
 
     @abstractmethod
     def band(self, dim: int) -> Band:
-        """What ``‖Px‖² / ‖x‖²`` of a true row is in, but for `FALSE_ALARM`."""
+        """Return the range of ``‖Px‖² / ‖x‖²`` with probability 1 - `FALSE_ALARM`."""
 
     def parameters(self) -> Iterator[tuple[str, int, int]]:
-        """Each parameter's name, and where its columns begin and end."""
+        """Yield each parameter's name and the start and end of its columns."""
         start = 0
         for name, numel in self.sizes.items():
             yield name, start, start + numel
@@ -63,7 +63,7 @@ class Projector(ABC):
 
 
 def chi2_band(freedom: float) -> Band:
-    """The band of a mean of ``freedom`` squared normal numbers, which Px's entries nearly are."""
+    """Return the band of a mean of ``freedom`` squared standard normals, which approximates ``‖Px‖² / ‖x‖²``."""
     from scipy.stats import chi2
 
     low, high = chi2.ppf(FALSE_ALARM / 2, freedom), chi2.isf(FALSE_ALARM / 2, freedom)
@@ -71,5 +71,5 @@ def chi2_band(freedom: float) -> Band:
 
 
 def tiles(numel: int, size: int) -> Iterator[tuple[int, int]]:
-    """Cut ``range(numel)`` into ranges of ``size``, the last one shorter."""
+    """Split ``range(numel)`` into ranges of ``size``; the last may be shorter."""
     return ((first, min(first + size, numel)) for first in range(0, numel, size))

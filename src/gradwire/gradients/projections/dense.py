@@ -1,4 +1,4 @@
-"""Dense matrices of independent entries, made tile by tile as they are needed."""
+"""Dense random matrices with independent entries, generated tile by tile."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from torch.nn.functional import embedding
 from gradwire.gradients.projections import hashing
 from gradwire.gradients.projections.base import Band, Projector, chi2_band, tiles
 
-TILE = 1 << 20  # entries that exist at once, 4 MB as float32
+TILE = 1 << 20  # entries generated at once, 4 MB as float32
 QUANTILES = 1 << 16
 
 
 class Dense(Projector):
-    """P with independent entries of mean 0 and variance 1/dim; a smaller dim has the first rows of a larger one."""
+    """P with independent entries of mean 0 and variance 1/dim; a smaller dim uses the first rows of a larger one."""
 
     name: str
 
     @abstractmethod
     def entries(self, name: str, columns: Tensor, dim: int) -> Tensor:
-        """√dim times the entries of a parameter's ``columns`` [c], as float32 [c, dim]."""
+        """Return √dim times the entries of a parameter's ``columns`` [c], as float32 [c, dim]."""
 
     @abstractmethod
     def probe(self, name: str, columns: Tensor, dim: int) -> Tensor:
-        """The random bits behind `entries`."""
+        """Return the random bits behind `entries`."""
 
     def project(self, rows: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
         """Project rows [samples, n] to float32 [samples, dim] for each dim, in one pass over the rows."""
@@ -43,7 +43,7 @@ class Dense(Projector):
         return {dim: projected[:, :dim] / math.sqrt(dim) for dim in dims}
 
     def fingerprint(self, dim: int) -> str:
-        """A digest of the bits behind every parameter's first and last column."""
+        """Return a digest of the bits behind every parameter's first and last column."""
         hashed = hashlib.sha256(f"{self.name} dim={dim}".encode())
         for name, numel in self.sizes.items():
             probes = self.probe(name, torch.tensor([0, numel - 1]), dim)
@@ -51,7 +51,7 @@ class Dense(Projector):
         return hashed.hexdigest()
 
     def band(self, dim: int) -> Band:
-        """That of χ²: exact for normal entries, and for signs never too narrow."""
+        """Return the χ² band: exact for normal entries, conservative for signs."""
         return chi2_band(dim)
 
 
@@ -75,8 +75,8 @@ class Rademacher(Dense):
 class Normal(Dense):
     """Entries N(0, 1/dim), each one of 65,536 equally likely quantiles with a variance of exactly 1/dim.
 
-    A table in the place of logarithms and cosines, which round otherwise on other devices. The largest entry is 4.3
-    standard deviations. Var(‖Px‖²/‖x‖²) = 2/dim.
+    A table replaces logarithms and cosines, whose rounding depends on the device. The largest entry is 4.3 standard
+    deviations. Var(‖Px‖²/‖x‖²) = 2/dim.
     """
 
     name = "normal"
@@ -93,6 +93,6 @@ class Normal(Dense):
 
 @cache
 def _quantiles() -> Tensor:
-    """The numbers that cut a standard normal distribution into equal parts, float32 [65536, 1]."""
+    """Return equally likely quantiles of the standard normal distribution, float32 [65536, 1]."""
     middles = torch.special.ndtri((torch.arange(QUANTILES, dtype=torch.float64) + 0.5) / QUANTILES)
     return (middles / middles.square().mean().sqrt()).float()[:, None]

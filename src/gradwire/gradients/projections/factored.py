@@ -1,11 +1,11 @@
 """A Kronecker projection (Choe et al., 2024, "What is Your Data Worth to GPT?", section 3): P_lᵀ G P_r for a matrix G.
 
-A gradient that is a sum of outer products, Σ_t l_t ⊗ r_t, is projected by its factors, (P_lᵀ l_t) ⊗ (P_rᵀ r_t), and
-never formed. Each matrix gives all ``dim`` = k_l k_r columns, and the parameters are added up, with independent signs,
-so that E‖Px‖² = ‖x‖² whatever the shapes; parameters that are no matrices go through `Sjlt`.
+A gradient that is a sum of outer products, Σ_t l_t ⊗ r_t, is projected through its factors, (P_lᵀ l_t) ⊗ (P_rᵀ r_t),
+without being formed. Each matrix maps to all ``dim`` = k_l k_r columns, and the images of all parameters are added with
+independent signs, so that E‖Px‖² = ‖x‖² for any shapes. Vector parameters are projected by `Sjlt`.
 
 Var(‖Px‖²/‖x‖²) of one matrix is ρ(2/k_l + 2/k_r + 2/dim) + 2/dim for normal factors, ρ = tr((GᵀG)²)/tr(GᵀG)² between
-1/rank and 1: much more than a dense projection of equal ``dim``. With signs it is no more.
+1/rank and 1: much more than a dense projection of equal ``dim``. Signs do not increase it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Factors(NamedTuple):
 
 
 class Factored(Projector):
-    """Matrices by their factors, all else by `Sjlt`; parameters of more than two dimensions are [shape[0], rest]."""
+    """Projects matrices by factors, vectors by `Sjlt`; parameters of more than two dimensions are [shape[0], rest]."""
 
     def __init__(self, shapes: Shapes, seed: int) -> None:
         super().__init__(shapes, seed)
@@ -44,11 +44,11 @@ class Factored(Projector):
         self._factors: dict[tuple[str, int, torch.device], Factors] = {}
 
     def project(self, rows: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
-        """Project rows [samples, n], which were formed all the same, to float32 [samples, dim] for each dim."""
+        """Project formed gradient rows [samples, n] to float32 [samples, dim] for each dim."""
         return self.project_each(((name, rows[:, start:end]) for name, start, end in self.parameters()), dims)
 
     def project_each(self, gradients: Iterable[tuple[str, Tensor]], dims: Sequence[int]) -> dict[int, Tensor]:
-        """Project gradients [samples, *shape] that come one parameter after another."""
+        """Project gradients [samples, *shape], given one parameter at a time."""
         image = None
         for name, gradient in gradients:
             image = image or Image(self, len(gradient), dims, gradient.device)
@@ -57,7 +57,7 @@ class Factored(Projector):
         return image.finished()
 
     def factors(self, name: str, dim: int, device: torch.device) -> Factors:
-        """A matrix parameter's factors; they are small, and kept."""
+        """Return a matrix parameter's factors, which are small and cached."""
         if (name, dim, device) not in self._factors:
             sides = zip(("left", "right"), self.matrices[name], split(dim), strict=True)
             made = [
@@ -69,7 +69,7 @@ class Factored(Projector):
         return self._factors[name, dim, device]
 
     def spread(self, slots: Tensor, dim: int) -> Tensor:
-        """What all vectors left in the slots, as columns."""
+        """Project the slots, which hold all vector parameters, to ``dim`` columns."""
         return self._others.spread(slots, dim)
 
     def add(self, name: str, values: Tensor, slots: Tensor) -> None:
@@ -77,7 +77,7 @@ class Factored(Projector):
         self._others.add(name, values, slots)
 
     def fingerprint(self, dim: int) -> str:
-        """A digest of each factor's first and last row, and of the projection of the vectors."""
+        """Return a digest of each factor's first and last row, and of the projection of the vectors."""
         hashed = hashlib.sha256(f"factored dim={dim} {self._others.fingerprint(dim)}".encode())
         for name, sides in self.matrices.items():
             ends = [[0, side - 1] for side in sides]
@@ -88,19 +88,19 @@ class Factored(Projector):
         return hashed.hexdigest()
 
     def band(self, dim: int) -> Band:
-        """That of one matrix of rank 1, the widest: a product of two independent χ²."""
+        """Return the band of one rank-1 matrix, the widest: a product of two independent χ²."""
         bands = [chi2_band(width) for width in split(dim)]
         return Band(math.prod(band.low for band in bands), math.prod(band.high for band in bands))
 
 
 class Image:
-    """Projected rows that grow parameter by parameter.
+    """Projected rows, accumulated parameter by parameter.
 
     Args:
         projector: The projection.
-        samples: Rows.
-        dims: Their widths.
-        device: Where they grow.
+        samples: Number of rows.
+        dims: Widths of the rows.
+        device: Device of the rows.
     """
 
     def __init__(self, projector: Factored, samples: int, dims: Sequence[int], device: torch.device) -> None:
@@ -134,20 +134,20 @@ class Image:
         self._projector.add(name, gradients, self._slots)
 
     def finished(self) -> dict[int, Tensor]:
-        """The projected rows."""
+        """Return the projected rows."""
         if self._slots is None:
             return self._rows
         return {dim: rows + self._projector.spread(self._slots, dim) for dim, rows in self._rows.items()}
 
 
 def split(dim: int) -> tuple[int, int]:
-    """``dim`` as k_l times k_r, as near to each other as can be.
+    """Factor ``dim`` into k_l times k_r, as close to each other as possible.
 
     Raises:
-        BadInput: If one would be more than four times the other, as for a prime number.
+        BadInput: If one exceeds four times the other, as for a large prime.
     """
     left = next(width for width in range(math.isqrt(dim), 0, -1) if dim % width == 0)
     if dim // left > 4 * left:
         near = math.isqrt(dim) ** 2
-        raise BadInput(f"--dim {dim} with --projection factored: it must be a product of two like numbers, as {near}.")
+        raise BadInput(f"--dim {dim} with --projection factored: not a product of two similar numbers, such as {near}.")
     return left, dim // left

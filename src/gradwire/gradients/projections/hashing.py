@@ -18,50 +18,50 @@ MULTIPLIERS = (0xBF58476D1CE4E5B9 - (1 << 64), 0x94D049BB133111EB - (1 << 64))
 
 
 def key(seed: int, name: str) -> int:
-    """The key of a named stream: an int64."""
+    """Return the int64 key of a named stream."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:8], "little", signed=True)
 
 
 def words(stream: int, counters: Tensor) -> Tensor:
-    """The stream's word at each int64 counter."""
+    """Return the stream's word at each int64 counter."""
     return _mix(counters * GAMMA + stream)
 
 
 def table(stream: int, columns: Tensor, count: int) -> Tensor:
-    """``count`` words for each of the ``columns`` [c]: int64 [c, count]."""
+    """Return ``count`` words for each of the ``columns`` [c]: int64 [c, count]."""
     return _mix(words(stream, columns)[:, None] + torch.arange(1, count + 1, device=columns.device) * GAMMA)
 
 
 def sign_table(stream: int, columns: Tensor, dim: int) -> Tensor:
-    """``dim`` signs ±1 for each of the ``columns`` [c]: float32 [c, dim]; a set bit is -1."""
+    """Return ``dim`` signs ±1 for each of the ``columns`` [c]: float32 [c, dim]; a set bit is -1."""
     return _signs(table(stream, columns, math.ceil(dim / WORD)))[:, :dim]
 
 
 def signs(stream: int, first: int, last: int, device: torch.device) -> Tensor:
-    """One sign for each column of ``range(first, last)``: float32 [last - first]."""
+    """Return one sign for each column of ``range(first, last)``: float32 [last - first]."""
     skipped = first % WORD
     counters = torch.arange(first // WORD, -(-last // WORD), device=device)
     return _signs(words(stream, counters)[:, None]).flatten()[skipped : skipped + last - first]
 
 
 def below(stream: int, counters: Tensor, limit: int) -> Tensor:
-    """A number in ``range(limit)`` for each counter; limits up to 2**31 are hit evenly but for 1 in 2**32."""
+    """Return a number in ``range(limit)`` per counter; for limits up to 2**31 the bias is at most 1 in 2**32."""
     return ((words(stream, counters) >> 32) & 0xFFFFFFFF) * limit >> 32
 
 
 def _signs(found: Tensor) -> Tensor:
-    """The 64 signs of each word: [c, w] to float32 [c, 64 w]."""
+    """Expand words [c, w] to their 64 signs each: float32 [c, 64 w]."""
     return embedding(found.view(torch.uint8).int(), _byte_signs(found.device)).flatten(1)
 
 
 def _byte_signs(device: torch.device) -> Tensor:
-    """For each byte the signs of its eight bits, float32 [256, 8]: a set bit is -1."""
+    """Return the signs of the eight bits of each byte, float32 [256, 8]; a set bit is -1."""
     byte, bit = torch.arange(256, device=device)[:, None], torch.arange(8, device=device)
     return 1.0 - 2.0 * (byte >> bit & 1)
 
 
 def _mix(found: Tensor) -> Tensor:
-    """SplitMix64's output function on int64, whose products wrap around and whose shifts must not copy the sign."""
+    """Apply SplitMix64's output function to int64: products wrap around, shifts are logical."""
     for shift, multiplier in zip((30, 27), MULTIPLIERS, strict=True):
         found = (found ^ _shift(found, shift)) * multiplier
     return found ^ _shift(found, 31)

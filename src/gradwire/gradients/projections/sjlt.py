@@ -1,9 +1,9 @@
 """A sparse projection (SJLT; Kane & Nelson, 2014): each column has ``NONZEROS`` entries ±1/√NONZEROS in distinct rows.
 
-In two steps, so that the gradient is read once, in order, and nothing of its size is written. First its columns, with
-random signs, are added up in `SLOTS` slots: a parameter's blocks of as many columns are each rotated by a random
-amount, so two columns of one block never meet and two of different blocks meet once in `SLOTS`. Then every slot goes to
-one row in each of ``NONZEROS`` equal parts of the rows. The two are one sparse matrix of the kind above.
+Two steps read the gradient once, in order, and write nothing of its size. First, columns with random signs are summed
+into `SLOTS` slots: each block of `SLOTS` columns of a parameter is rotated by a random amount, so columns of one block
+never collide, and columns of different blocks collide with probability 1/`SLOTS`. Then each slot maps to one row in
+each of ``NONZEROS`` equal parts of the rows. Their product is a sparse matrix as described above.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NONZEROS = 4
 
 
 class Sorted(NamedTuple):
-    """The second step as bags: those of the slots that go to row r begin at ``starts[r]``."""
+    """The second step as embedding bags: the slots of row r begin at ``starts[r]``."""
 
     slots: Tensor
     signs: Tensor
@@ -57,18 +57,18 @@ class Sjlt(Projector):
             slots[:, : last - first - fits].addcmul_(values[:, first + fits : last].float(), signs[fits:])
 
     def rotation(self, name: str, block: int) -> int:
-        """The slot of the block's first column."""
+        """Return the slot of the block's first column."""
         stream = hashing.key(self.seed, f"{name} rotation")
         return int(hashing.below(stream, torch.tensor([block]), SLOTS))
 
     def spread(self, slots: Tensor, dim: int) -> Tensor:
-        """The slots' sums [samples, SLOTS] in rows: float32 [samples, dim]."""
+        """Map the slots' sums [samples, SLOTS] to rows: float32 [samples, dim]."""
         bags = self._bags(dim, slots.device)
         found = embedding_bag(bags.slots, slots.T.contiguous(), bags.starts, mode="sum", per_sample_weights=bags.signs)
         return found.T / math.sqrt(min(NONZEROS, dim))
 
     def fingerprint(self, dim: int) -> str:
-        """A digest of the second step, of each parameter's first and last sign and of its last rotation."""
+        """Return a digest of the second step, of each parameter's first and last sign and of its last rotation."""
         bags = self._bags(dim, torch.device("cpu"))
         hashed = hashlib.sha256(f"sjlt dim={dim} {SLOTS} {NONZEROS}".encode())
         for part in bags:
@@ -80,7 +80,7 @@ class Sjlt(Projector):
         return hashed.hexdigest()
 
     def band(self, dim: int) -> Band:
-        """That of χ² with the variance of both steps."""
+        """Return the χ² band for the variance of both steps."""
         return chi2_band(1 / (1 / dim + 1 / SLOTS))
 
     def _bags(self, dim: int, device: torch.device) -> Sorted:

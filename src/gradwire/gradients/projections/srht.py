@@ -1,7 +1,7 @@
 """The subsampled randomised Hadamard transform (Ailon & Chazelle, 2009; Tropp, 2011): √(N/dim) S H D x / √N.
 
-D has random signs, H is Hadamard's matrix of order N, the next power of two, and S keeps ``dim`` of its rows, none
-twice. O(N log N) operations, and N floats for each sample beside the gradient.
+D holds random signs, H is the Hadamard matrix of order N, the next power of two, and S selects ``dim`` distinct rows.
+It takes O(N log N) operations, and N floats per sample in addition to the gradient.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gradwire.gradients.projections import hashing
 from gradwire.gradients.projections.base import Band, Projector, chi2_band
 
 FACTOR = 64  # H is applied as a product of Hadamard matrices of this order
-ORDERED = 1 << 22  # as many rows can be put in a random order to choose from
+ORDERED = 1 << 22  # largest number of rows to permute at once
 
 
 class Srht(Projector):
-    """Var(‖Px‖²/‖x‖²) is about (2/dim)(1 - dim/N); with dim = N norms are kept exactly."""
+    """Var(‖Px‖²/‖x‖²) is about (2/dim)(1 - dim/N); with dim = N norms are preserved exactly."""
 
     def project(self, rows: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
         """Project rows [samples, n] to float32 [samples, dim] for each dim, in one transform."""
@@ -41,10 +41,10 @@ class Srht(Projector):
         return 1 << (sum(self.sizes.values()) - 1).bit_length()
 
     def rows(self, dim: int) -> Tensor:
-        """The rows that are kept: int64 [dim].
+        """Return the selected rows: int64 [dim].
 
         Raises:
-            BadInput: If there are not as many.
+            BadInput: If ``dim`` exceeds N.
         """
         if dim > self.order:
             raise BadInput(
@@ -57,7 +57,7 @@ class Srht(Projector):
         return torch.tensor(list(dict.fromkeys(drawn.tolist()))[:dim])
 
     def fingerprint(self, dim: int) -> str:
-        """A digest of the rows and of each parameter's first and last sign."""
+        """Return a digest of the rows and of each parameter's first and last sign."""
         hashed = hashlib.sha256(f"srht dim={dim} {self.order}".encode() + self.rows(dim).numpy().tobytes())
         for name, numel in self.sizes.items():
             stream = hashing.key(self.seed, f"{name} srht")
@@ -66,12 +66,12 @@ class Srht(Projector):
         return hashed.hexdigest()
 
     def band(self, dim: int) -> Band:
-        """That of χ², which is too wide where ``dim`` is near N."""
+        """Return the χ² band, which is conservative for ``dim`` near N."""
         return chi2_band(dim)
 
 
 def hadamard(rows: Tensor) -> Tensor:
-    """``rows`` [samples, N] times Hadamard's matrix of order N, a power of two, unscaled."""
+    """Multiply ``rows`` [samples, N] by the unscaled Hadamard matrix of order N, a power of two."""
     samples, order = rows.shape
     done = 1
     while done < order:
@@ -83,7 +83,7 @@ def hadamard(rows: Tensor) -> Tensor:
 
 
 def _matrix(order: int, device: torch.device) -> Tensor:
-    """Hadamard's matrix by Sylvester's rule: entry (i, j) is -1 to the number of ones in i & j."""
+    """Build the Hadamard matrix by Sylvester's rule: entry (i, j) is -1 to the number of ones in i & j."""
     matrix = torch.ones(1, 1, device=device)
     while len(matrix) < order:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])

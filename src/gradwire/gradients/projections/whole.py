@@ -1,4 +1,4 @@
-"""No projection."""
+"""The identity projection."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ ROUNDING = 1e-5  # of a float32 row's norm
 
 
 class Whole(Projector):
-    """A row is the gradient itself, its parameters one after another."""
+    """Identity: a row is the concatenated gradient of all parameters."""
 
     def project(self, rows: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
-        """A copy of the rows, as float32; ``dims`` can only be their width."""
+        """Copy the rows as float32; ``dims`` must equal their width."""
         for dim in dims:
             self._check(dim)
         return {dim: rows.to(torch.float32, copy=True) for dim in dims}
 
     def fingerprint(self, dim: int) -> str:
-        """A digest of the parameters' names and sizes."""
+        """Return a digest of the parameters' names and sizes."""
         self._check(dim)
         return hashlib.sha256(f"none {self.sizes}".encode()).hexdigest()
 
     def band(self, dim: int) -> Band:
-        """Norms are kept."""
+        """Return a band around 1, up to rounding."""
         return Band(1 - ROUNDING, 1 + ROUNDING)
 
     def _check(self, dim: int) -> None:
