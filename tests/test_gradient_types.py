@@ -310,7 +310,7 @@ def wrong_under_fsdp2(rank, world, group, small, rule):
 def test_a_method_is_checked_where_weights_are_sharded(world, small):
     assert world(2).run(wrong_under_fsdp2, small, 1.0) == ["hooks"] * 2
     for told in world(2).run(wrong_under_fsdp2, small, 1.5):
-        assert "--method hooks gives another gradient of sample" in told
+        assert "--method hooks computes a different gradient of sample" in told
 
 
 def test_auto_takes_the_next_method_where_one_fails(small, monkeypatch, capfd):
@@ -325,9 +325,9 @@ def test_auto_takes_the_next_method_where_one_fails(small, monkeypatch, capfd):
     made.check(shards, [1, 4])
     assert made.method == "loop"
     told = capfd.readouterr().err
-    assert "takes vmap, because hooks fails: --method hooks gives another gradient of sample" in told
-    assert "takes loop, because vmap fails: division by zero" in told
-    with pytest.raises(BadInput, match="--method vmap cannot do this model, give loop: division by zero"):
+    assert "uses vmap, because hooks fails: --method hooks computes a different gradient of sample" in told
+    assert "uses loop, because vmap fails: division by zero" in told
+    with pytest.raises(BadInput, match="--method vmap does not support this model, use loop: division by zero"):
         maker(small, method="vmap").check(shards, [1, 4])
 
 
@@ -341,7 +341,7 @@ class Mean(torch.nn.Module):
 def test_a_layer_that_mixes_samples_is_found_by_the_check(small):
     made = maker(small, "factored")
     made.model.transformer.drop = Mean()
-    with pytest.raises(RunFault, match="--method hooks gives another gradient"):
+    with pytest.raises(RunFault, match="--method hooks computes a different gradient"):
         made.check(Shards(small.shards, "train"), [1, 4])
 
 
@@ -352,7 +352,7 @@ def test_a_method_that_is_wrong_for_a_model_is_found_out(small, monkeypatch, pro
     made = maker(small, projection)
     plain = hooks.layer_normalisation
     monkeypatch.setitem(hooks.OF_TORCH, torch.nn.LayerNorm.forward, lambda m, x, grad: plain(m, x, 1.5 * grad))
-    with pytest.raises(RunFault, match="--method hooks gives another gradient"):
+    with pytest.raises(RunFault, match="--method hooks computes a different gradient"):
         made.check(shards, [0, 1])
 
 

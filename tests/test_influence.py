@@ -78,10 +78,10 @@ def test_stores_that_do_not_belong_together_are_refused(stores, tmp_path, capsys
         return capsys.readouterr().err
 
     assert "differ in seed: their gradients cannot be compared" in answer([of["train"]], [of["other"]])
-    assert "give one of each for every checkpoint" in answer([of["train"]], [of["val"], of["val"]])
+    assert "give one of each per checkpoint" in answer([of["train"]], [of["val"], of["val"]])
     assert "--weights is -1.0; it must be above 0." in answer([of["train"]], [of["val"]], "--weights", "-1")
-    assert "hold other samples" in answer([of["train"], of["val"]], [of["val"], of["val"]])
-    assert "is no merged store" in answer([of["train"].parent], [of["val"]])
+    assert "hold different samples" in answer([of["train"], of["val"]], [of["val"], of["val"]])
+    assert "is not a merged store" in answer([of["train"].parent], [of["val"]])
     (tmp_path / "corpus.json").write_text('[{"id": "x", "text": "y"}]')
     assert "has no document of sample" in answer([of["train"]], [of["val"]], "--corpus", tmp_path / "corpus.json")
     assert not (tmp_path / "out" / "top.jsonl").exists()
@@ -141,7 +141,7 @@ def altered_facts(path):
 
 def unlisted_copy(path):
     shutil.copy(path / "all_orig.pt", path / "all_normalized.pt")
-    return "all_normalized.pt", "is no file of"
+    return "all_normalized.pt", "is not listed in"
 
 
 def list_of_manifests(path):

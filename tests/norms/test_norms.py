@@ -278,7 +278,7 @@ def test_a_method_of_choice_and_halved_batches_give_the_same_norms(small, tmp_pa
     for name in ("vmap", "loop", "halves"):
         for one, two in zip(table, pq.read_table(tmp_path / name / "norms.parquet").to_pylist(), strict=True):
             assert one["id"] == two["id"] and two["norm"] == pytest.approx(one["norm"], rel=1e-4)
-    assert "norms: out of memory; 3 samples in two halves now" in capfd.readouterr().err
+    assert "norms: out of memory; splitting a batch of 3 samples" in capfd.readouterr().err
     with pytest.raises(NonFiniteGradient, match=r"sample 'a' is not finite"):
         norms.check_agree("a", math.nan, math.nan)
 

@@ -175,9 +175,9 @@ def test_auto_takes_hooks_where_every_layer_is_known(capsys):
     model.transformer.ln_f = torch.nn.Sequential(model.transformer.ln_f, Odd())
     assert hooks.unsupported(model) == ["transformer.ln_f.1.scale"]
     assert resolved("auto", model) == "vmap"
-    assert "takes vmap: hooks do not know the layer of transformer.ln_f.1.scale" in capsys.readouterr().err
+    assert "uses vmap: hooks do not support the layer of transformer.ln_f.1.scale" in capsys.readouterr().err
     assert resolved("loop", model) == "loop"
-    with pytest.raises(BadInput, match=r"does not know the layer of transformer.ln_f.1.scale"):
+    with pytest.raises(BadInput, match=r"does not support the layer of transformer.ln_f.1.scale"):
         resolved("hooks", model)
     batch = batch_of(9, 6)
     close(vmap.gradients(model.double(), batch).gradient, loop.gradients(model, batch).gradient)

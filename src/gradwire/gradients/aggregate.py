@@ -1,4 +1,4 @@
-"""The verb ``grads aggregate``: the ranks' blocks as one matrix, every sample once, in the order of the data."""
+"""The verb ``grads aggregate``: merge the ranks' blocks into one matrix, one row per sample, in data order."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ if TYPE_CHECKING:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Define the verb's flags."""
-    parser.add_argument("--base_path", type=Path, required=True, help="the run's folder, with rank_<r>/dim<D>/")
+    parser.add_argument("--base_path", type=Path, required=True, help="the run folder, with rank_<r>/dim<D>/")
     parser.add_argument(
-        "--output_dir", type=output_folder, help="where dim<D>/ goes, or dim<D> itself (default: --base_path)"
+        "--output_dir", type=output_folder, help="where to write dim<D>/, or dim<D> itself (default: --base_path)"
     )
-    parser.add_argument("--num_gpus", type=RANKS, help="ranks that collected (default: as the run's folder says)")
-    parser.add_argument("--dim", type=COUNT, required=True, metavar="N", help="columns of a row")
-    parser.add_argument("--normalize", action="store_true", help="write all_normalized.pt too: rows of norm 1")
+    parser.add_argument("--num_gpus", type=RANKS, help="ranks that collected (default: from collect.json)")
+    parser.add_argument("--dim", type=COUNT, required=True, metavar="N", help="columns per row")
+    parser.add_argument("--normalize", action="store_true", help="also write all_normalized.pt, with rows of norm 1")
     parser.add_argument(
-        "--export", nargs="+", choices=tuple(EXPORTS), default=[], help="write all_orig.<format> with the same rows too"
+        "--export", nargs="+", choices=tuple(EXPORTS), default=[], help="also write the rows as all_orig.<format>"
     )
 
 
 def target(args: argparse.Namespace) -> Path:
-    """The folder to write: ``dim<N>``."""
+    """Return the output folder ``dim<N>``."""
     chosen: Path = args.output_dir or args.base_path
     return chosen if re.fullmatch(r"dim\d+", chosen.name) else chosen / f"dim{args.dim}"
 
 
 def beside(args: argparse.Namespace) -> Path:
-    """The folder of the outputs."""
+    """Return the folder of the outputs."""
     return target(args)
 
 
 def main(args: argparse.Namespace) -> None:
-    """Merge the ranks, then write the matrix, its ids, its facts, and a manifest of what they are.
+    """Merge the ranks and write the matrix, its ids, its metadata and a manifest.
 
     Raises:
-        BadInput: If a rank or a sample is missing, a row is not what was collected, or the run's folder holds something
-            else than was asked for.
+        BadInput: If a rank or a sample is missing, a row differs from what was collected, or the run folder does not
+            match the arguments.
         CheckFailed: If two rows of one sample disagree.
     """
     from gradwire.gradients import manifest, merge, provenance, store, types
@@ -78,16 +78,16 @@ def main(args: argparse.Namespace) -> None:
 
 
 def further(args: argparse.Namespace) -> list[Path]:
-    """The files beside the contract's own that a call writes."""
+    """Return the optional files that a call writes."""
     names = [NORMALIZED] * args.normalize + [EXPORTS[kind] for kind in args.export]
     return [target(args) / name for name in names]
 
 
 def write(merged: Merged, names: Names, args: argparse.Namespace) -> None:
-    """Write the merged rows wherever they are wanted in one pass over them, then what is known of them."""
+    """Write the merged rows to all outputs in one pass, then their table and ids."""
     from gradwire.gradients import row_file, store
 
-    for name in (NORMALIZED, *EXPORTS.values()):  # a killed call may have had other flags
+    for name in (NORMALIZED, *EXPORTS.values()):  # left by a killed call with other flags
         remove_leftovers(target(args) / name)
     with ExitStack() as stack:
         plain = [stack.enter_context(row_file.tensor_writer(names.rows, merged.shape))]
@@ -108,10 +108,10 @@ def write(merged: Merged, names: Names, args: argparse.Namespace) -> None:
 
 
 def check_asked(origin: Provenance, run: Path, num_gpus: int | None, dims: list[int]) -> None:
-    """See that a run folder holds what a verb was asked for.
+    """Check that a run folder matches the arguments of a verb.
 
     Raises:
-        BadInput: If it was collected by another number of ranks, or has not these widths.
+        BadInput: If it was collected by a different number of ranks, or lacks one of these widths.
     """
     if num_gpus not in (None, origin.world_size):
         raise BadInput(f"--num_gpus {num_gpus}: {run} was collected by {origin.world_size} ranks.")

@@ -1,4 +1,4 @@
-"""The checks of a gradient store: each has a name, and the problems it found with the files that have them."""
+"""The checks of a gradient store. Each has a name, and reports problems with the affected files."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from gradwire.gradients.rows import RowMaker
 from gradwire.gradients.store import Block, Names
 from gradwire.gradients.types import TOLERANCE
 
-RECOMPUTED = 5  # times the tolerance of the gradient type: perhaps it is computed on another device
+RECOMPUTED = 5  # times the tolerance of the gradient type: the device may differ
 CUSTOM = "gradwire.gradient_checks"
-NAMED = 3  # problems that a check spells out
+NAMED = 3  # problems that a check lists
 
 
 class Check(NamedTuple):
-    """One check: it passed if it found no problem; ``scope`` tells what it looked at."""
+    """One check. It passes if it found no problem; ``scope`` says what it checked."""
 
     name: str
     scope: str
     problems: list[str]
 
     def report(self) -> dict[str, Any]:
-        """The check as ``validation.json`` tells it."""
+        """Return the check's entry in ``validation.json``."""
         spelled = [
             *self.problems[:NAMED],
             *([f"{len(self.problems)} problems in all"] if self.problems[NAMED:] else []),
@@ -46,7 +46,7 @@ class Check(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """A block of a folder's whole work, its files and its width."""
+    """A complete block (``all_*``) of a folder, its files and its width."""
 
     names: Names
     dim: int
@@ -54,7 +54,7 @@ class Stored(NamedTuple):
 
 
 class Audit:
-    """The checks of one run folder; each method adds some to ``checks``, and the blocks they read to ``stored``."""
+    """The checks of one run folder. Each method appends to ``checks``, and the blocks it reads to ``stored``."""
 
     def __init__(self, run: Path, origin: Provenance, shards: Shards) -> None:
         self.run, self.origin, self.shards = run, origin, shards
@@ -63,29 +63,29 @@ class Audit:
         self.stored: list[Stored] = []
 
     def corpus(self, path: Path) -> None:
-        """Check that no document of the corpus file is without a sample.
+        """Check that every document of the corpus file has a sample.
 
         Raises:
-            BadInput: If the file is gone, or is another one now.
+            BadInput: If the file is missing or has changed.
         """
         meta = self.shards.meta
         if corpus.sha256(path) != meta["dataset_digest"]:
-            raise BadInput(f"the corpus {path} is not the one that was collected from; give it as --corpus.")
+            raise BadInput(f"the corpus {path} is not the one that was collected from; pass the original as --corpus.")
         documents = (document.id for document in corpus.documents(path))
         meant = [id_ for id_ in documents if split_of(id_, meta["val_fraction"]) == meta["split"]]
         problems = _other_documents(meant, self.ids, self.origin.samples == len(self.shards))
         self.checks.append(Check("every document of the corpus has its samples", f"{path}", list(problems)))
 
     def folders(self, dims: Sequence[int] | None) -> None:
-        """Check that no folder of some widths, or of any, is there but those of the run."""
+        """Check that only the run's own folders exist, for the given widths or for all."""
         own = {place / f"dim{dim}" for dim in self.origin.dims for place in (self.run, *self._ranks())}
         widths = [f"dim{dim}" for dim in dims] if dims else ["dim*"]
         found = {path for width in widths for name in (width, f"rank_*/{width}") for path in self.run.glob(name)}
-        strange = [f"{path} is of no rank or width of the run" for path in sorted(found - own)]
+        strange = [f"{path} belongs to no rank or width of the run" for path in sorted(found - own)]
         self.checks.append(Check("folders: those of the run", f"{self.run}", strange))
 
     def rank(self, rank: int, dim: int) -> None:
-        """Check what a rank wrote: that its blocks are whole, joined right, and hold the samples it was dealt."""
+        """Check a rank's output: complete blocks, joined in order, with the samples assigned to the rank."""
         folder, ends = store.rank_folder(self.run, rank, dim), self.origin.ends()
         whole = store.all_names(folder)
         names = [*(store.part_names(folder, end) for end in ends), whole]
@@ -106,7 +106,7 @@ class Audit:
         self._keep(blocks, whole, dim)
 
     def aggregated(self, dim: int) -> None:
-        """Check the matrix of all samples, its manifest, and each row against the ranks that were checked before."""
+        """Check the merged matrix, its manifest, and each row against the ranks checked before."""
         folder = self.run / f"dim{dim}"
         whole = store.all_names(folder)
         blocks, unreadable = _read([whole], dim)
@@ -128,7 +128,7 @@ class Audit:
         self._keep(blocks, whole, dim)
 
     def recomputed(self, maker: RowMaker, positions: Sequence[int]) -> None:
-        """Compute some samples' rows again, and compare them with every stored row of theirs."""
+        """Recompute the rows of some samples, and compare them with all their stored rows."""
         again = maker.blocks(self.shards, positions)
         deviations = [
             (stored.names.rows, row, id_, relative_deviation(fresh, stored.block.rows[row]))
@@ -140,23 +140,23 @@ class Audit:
         tolerance = RECOMPUTED * TOLERANCE[self.origin.grad_type]
         largest = max((deviation for *_, deviation in deviations), default=0.0)
         problems = [
-            f"{path}: row {row} is not the gradient of {id_!r}, off by {deviation:.1e} of its norm"
+            f"{path}: row {row} is not the gradient of {id_!r}: relative deviation {deviation:.1e}"
             for path, row, id_, deviation in deviations
             if not deviation <= tolerance
         ]
         ids = ", ".join(self.ids[position] for position in positions)
-        self.checks.append(Check("rows computed again agree", f"{ids}: off by at most {largest:.1e}", problems))
+        self.checks.append(Check("rows computed again agree", f"{ids}: deviation at most {largest:.1e}", problems))
 
     def custom(self) -> None:
-        """The checks that other packages add: entry points ``gradwire.gradient_checks``.
+        """Run the checks of other packages, registered as entry points ``gradwire.gradient_checks``.
 
-        Each is a function of the run's folder and the blocks that were read, and gives the problems it found.
+        Each is a function of the run folder and the blocks read so far that returns the problems it found.
         """
         for entry in entry_points(group=CUSTOM):
             try:
                 problems = list(entry.load()(self.run, self.stored))
             except Exception as error:
-                raise BadInput(f"the check {entry.name} ({entry.value}) failed itself: {error!r}") from error
+                raise BadInput(f"the check {entry.name} ({entry.value}) raised {error!r}") from error
             self.checks.append(Check(entry.name, f"{self.run}", problems))
 
     def _ranks(self) -> list[Path]:
@@ -166,7 +166,7 @@ class Audit:
         return projections.build(self.origin.projection, {}, self.origin.seed).band(dim)
 
     def _manifest(self, dim: int) -> dict[str, Any]:
-        """What the manifest must say, beside the files' checksums."""
+        """Return the expected manifest, without the files' checksums."""
         made_from = {name: value for name, value in asdict(self.origin).items() if name not in PLACES}
         return {**made_from, "dim": dim, "rows": len(self.ids)}
 
@@ -179,7 +179,7 @@ class Audit:
 
 
 def _other_documents(documents: Sequence[str], ids: Sequence[str], to_the_end: bool) -> Iterator[str]:
-    """Documents without a sample in ``ids``, and the first sample that follows from no document."""
+    """Yield the documents without a sample in ``ids``, and the first sample that belongs to no document."""
     at = 0
     for document in documents:
         if at == len(ids) and not to_the_end:
@@ -193,7 +193,7 @@ def _other_documents(documents: Sequence[str], ids: Sequence[str], to_the_end: b
         if at == first:
             yield f"document {document!r} has no sample"
     if at < len(ids):
-        yield f"sample {ids[at]!r} is of no document"
+        yield f"sample {ids[at]!r} belongs to no document"
 
 
 def _missing(names: Sequence[Names]) -> list[str]:
@@ -201,11 +201,11 @@ def _missing(names: Sequence[Names]) -> list[str]:
 
 
 def _strange(folder: Path, ends: Sequence[int]) -> list[str]:
-    return [f"{folder} has files of a block {end}, which is none" for end in store.parts(folder) if end not in ends]
+    return [f"{folder} has files of an unexpected block {end}" for end in store.parts(folder) if end not in ends]
 
 
 def _read(names: Sequence[Names], dim: int) -> tuple[dict[Names, Block], list[str]]:
-    """The blocks that can be read, and the problems of the others."""
+    """Read blocks; return those that are readable, and the problems of the others."""
     blocks, problems = {}, []
     for block_names in names:
         if not block_names.exist():
@@ -230,23 +230,23 @@ def _unbound(blocks: dict[Names, Block], origin: Provenance) -> Iterator[str]:
 
 
 def _unlikely(blocks: dict[Names, Block], band: Band) -> Iterator[str]:
-    """Rows whose norm a random projection of the gradient would not have: a χ² check of every row."""
+    """Yield rows whose norm is implausible for a random projection of the gradient: a χ² test of each row."""
     for names, block in blocks.items():
         squares = block.rows.double().square().sum(1).tolist()
         for row, (square, norm) in enumerate(zip(squares, block.meta["norm"].to_pylist(), strict=True)):
             ratio = square / norm**2 if norm else 0.0
             if norm and not band.low <= ratio <= band.high:
-                told = f"{ratio:.3g} times that of its gradient, outside of {band.low:.3g} to {band.high:.3g}"
+                told = f"{ratio:.3g} times that of its gradient, outside {band.low:.3g} to {band.high:.3g}"
                 yield f"{names.rows}: row {row} of {block.ids[row]!r} has a squared norm {told}"
             elif not norm and square:
-                yield f"{names.rows}: row {row} of {block.ids[row]!r} is not zero, and its gradient is"
+                yield f"{names.rows}: row {row} of {block.ids[row]!r} is not zero, but its gradient is"
 
 
 def _not_joined(blocks: dict[Names, Block], whole: Names) -> Iterator[str]:
-    """Whether the whole is the parts one after another: of rows that are bound, tables say it all."""
+    """Check that the whole is the parts concatenated; comparing the tables suffices, since rows are bound."""
     parts = [block.meta for names, block in blocks.items() if names != whole]
     if whole in blocks and parts and pa.concat_tables(parts) != blocks[whole].meta:
-        yield f"{whole.meta} is not what the blocks are, one after another"
+        yield f"{whole.meta} is not the concatenation of the blocks"
 
 
 def _other_ids(blocks: dict[Names, Block], whole: Names, ids: Sequence[str]) -> Iterator[str]:
@@ -261,7 +261,7 @@ def _not_from(blocks: dict[Names, Block], ranks: Sequence[Block]) -> Iterator[st
     for names, block in blocks.items():
         for row, digest in enumerate(block.meta["digest"].to_pylist()):
             if digest not in known:
-                yield f"{names.rows}: row {row} is no rank's row of {block.ids[row]!r}"
+                yield f"{names.rows}: row {row} was written by no rank for {block.ids[row]!r}"
 
 
 def _denied(folder: Path, expected: dict[str, Any]) -> Iterator[str]:

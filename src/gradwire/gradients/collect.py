@@ -1,4 +1,4 @@
-"""The verb ``grads collect``: projected per-sample gradients of a saved model, each row tied to its sample's id."""
+"""The verb ``grads collect``: projected per-sample gradients of a saved model, each row bound to its sample id."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gradwire.gradients.store import Block
 
 
-PRELOAD = ("gradwire.gradients.rows", "gradwire.models.saved")  # what each rank imports and takes long
+PRELOAD = ("gradwire.gradients.rows", "gradwire.models.saved")  # slow imports of each rank
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,79 +31,79 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model_dir", type=Path, required=True, help="a saved model, such as a run's final_model/")
     parser.add_argument("--data_path", type=Path, required=True, help="a shards folder, or a corpus file")
     parser.add_argument(
-        "--output_path", type=output_folder, required=True, help="the run's folder, which gets rank_<r>/dim<D>/"
+        "--output_path", type=output_folder, required=True, help="the run folder; rank_<r>/dim<D>/ is written there"
     )
     parser.add_argument(
-        "--split", choices=get_args(Split), help="of a shards folder (default: train); a corpus file is taken whole"
+        "--split", choices=get_args(Split), help="split of a shards folder (default: train); not for a corpus file"
     )
-    parser.add_argument("--max_samples", type=COUNT, help="take the first N samples (default: all)")
+    parser.add_argument("--max_samples", type=COUNT, help="use only the first N samples (default: all)")
     parser.add_argument(
-        "--dim", type=COUNT, nargs="+", required=True, metavar="N", help="columns of a row; several in one pass"
+        "--dim", type=COUNT, nargs="+", required=True, metavar="N", help="columns per row; several share one pass"
     )
     parser.add_argument(
         "--grad_type",
         choices=get_args(GradType),
         default="sgd",
-        help="sgd: the gradient itself; adam: the step that the optimizer of the training would take; sign: its signs",
+        help="sgd: the gradient; adam: the update Adam would make with the saved moments; sign: the gradient's signs",
     )
     parser.add_argument(
         "--adam_variant",
         choices=get_args(AdamVariant),
         default="torch",
-        help="torch: as torch.optim.Adam; less: LESS's, betas 0.9 and 0.999, uncorrected, 1e-8 in the root",
+        help="torch: as torch.optim.Adam; less: as LESS, betas 0.9 and 0.999, no bias correction, eps 1e-8 in the root",
     )
-    parser.add_argument("--optimizer_dir", type=Path, help="where adam's moments are (default: --model_dir)")
+    parser.add_argument("--optimizer_dir", type=Path, help="folder of Adam's moments (default: --model_dir)")
     parser.add_argument(
-        "--loss", choices=get_args(SampleLoss), default="mean", help="of a sample: over the tokens that it predicts"
+        "--loss", choices=get_args(SampleLoss), default="mean", help="reduction of a sample's loss over its targets"
     )
     parser.add_argument(
         "--projection",
         choices=get_args(Projection),
         default="rademacher",
-        help="rademacher, normal: dense; sjlt, srht: fast; factored: fastest, of a wider spread; "
-        "none: the whole gradient, whose size --dim must name",
+        help="rademacher, normal: dense; sjlt, srht: fast; factored: fastest, higher variance; "
+        "none: the full gradient, --dim must equal its size",
     )
     parser.add_argument(
         "--method",
         choices=get_args(GradMethod),
         default="auto",
-        help="loop: one backward pass per sample; vmap: torch.func; hooks: by layer; auto: hooks, else vmap",
+        help="loop: one backward pass per sample; vmap: torch.func; hooks: per layer; auto: hooks, else vmap",
     )
-    parser.add_argument("--batch_size", type=COUNT, help="samples in the model at once (default: by free memory)")
+    parser.add_argument("--batch_size", type=COUNT, help="samples per forward pass (default: by free memory)")
     parser.add_argument(
         "--strategy",
         choices=("ddp", "fsdp2"),
         default="ddp",
-        help="ddp: the whole model on every rank; fsdp2: its weights sharded (hooks and factored only)",
+        help="ddp: the full model on every rank; fsdp2: sharded weights (hooks and factored only)",
     )
     adapter = parser.add_mutually_exclusive_group()
-    adapter.add_argument("--lora_dir", type=Path, help="gradients of this LoRA adapter's parameters")
-    adapter.add_argument("--lora_rank", type=LORA_RANK, metavar="R", help="gradients of a fresh LoRA adapter's")
-    parser.add_argument("--lora_seed", type=SEED, default=0, help="draws the fresh adapter")
+    adapter.add_argument("--lora_dir", type=Path, help="use the gradients of this LoRA adapter")
+    adapter.add_argument("--lora_rank", type=LORA_RANK, metavar="R", help="use the gradients of a new LoRA adapter")
+    parser.add_argument("--lora_seed", type=SEED, default=0, help="seed of the new adapter")
     parser.add_argument(
-        "--metadata", default="", metavar="NAMES", help="further columns: position,document,n_tokens,n_valid,perplexity"
+        "--metadata", default="", metavar="NAMES", help="extra columns: position,document,n_tokens,n_valid,perplexity"
     )
     interval = Gradients.model_fields["save_interval"].default
     parser.add_argument("--save_interval", type=COUNT, default=interval, help="samples per file and rank")
     parser.add_argument("--seed", type=SEED, default=0, help="seed of the projection")
     parser.add_argument(
-        "--restart", action="store_true", help="if the folder holds gradients of another configuration, delete them"
+        "--restart", action="store_true", help="delete gradients of a different configuration in the folder"
     )
     parser.add_argument("--max_length", type=LENGTH, help="tokens per sample of a corpus file (default: the model's)")
-    parser.add_argument("--cache_dir", type=Path, help="where a corpus file's shards go (default: the user's cache)")
+    parser.add_argument("--cache_dir", type=Path, help="folder for a corpus file's shards (default: the user cache)")
     add_rank_arguments(parser)
 
 
 def beside(args: argparse.Namespace) -> Path:
-    """The run's folder."""
+    """Return the run folder."""
     return args.output_path
 
 
 def preflight(args: argparse.Namespace) -> None:
-    """Check the arguments, the model, the data and the run's folder before any rank starts.
+    """Check the arguments, the model, the data and the run folder before any rank starts.
 
     Raises:
-        BadInput: With what is wrong, where, and what to do.
+        BadInput: If one of them is invalid.
     """
     from gradwire.data.shards import check
     from gradwire.gradients import provenance
@@ -112,7 +112,7 @@ def preflight(args: argparse.Namespace) -> None:
 
     shards = samples_of(args)
     check(shards.folder.parent)
-    if not (args.lora_dir or args.lora_rank):  # an adapter's parameters are counted when the model is loaded
+    if not (args.lora_dir or args.lora_rank):  # the size of an adapter is known once the model is loaded
         check_width(args.dim, saved.entries(args.model_dir))
     intended = _intended(args, shards, args.world_size or 1)
     if args.restart and provenance.differences(args.output_path, intended):
@@ -121,7 +121,7 @@ def preflight(args: argparse.Namespace) -> None:
 
 
 def _intended(args: argparse.Namespace, shards: Shards, world_size: int) -> Provenance:
-    """What this call would collect, as far as is known before the model is loaded."""
+    """Return what this call will collect, as far as known before the model is loaded."""
     from gradwire.gradients import metadata, provenance
     from gradwire.models import lora, optimizer, saved
     from gradwire.source import source_digest
@@ -164,7 +164,7 @@ def _intended(args: argparse.Namespace, shards: Shards, world_size: int) -> Prov
 
 
 def main(args: argparse.Namespace) -> None:
-    """Collect this rank's share of the samples; a second call goes on where the first one stopped."""
+    """Collect this rank's share of the samples; a repeated call resumes."""
     if "RANK" not in os.environ:
         preflight(args)
 
@@ -187,20 +187,20 @@ def collect(
     batch_size: int | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write this rank's blocks, then the block of all its samples.
+    """Write this rank's blocks, then one block of all its samples.
 
-    The ranks share the samples as ``DistributedSampler`` deals them, padding included: the same samples on two ranks
-    are a check that ``grads aggregate`` makes.
+    Samples are split as by ``DistributedSampler``, including its padding: ``grads aggregate`` compares the rows of
+    samples that two ranks computed.
 
     Args:
-        run: The run's folder.
-        intended: What to collect; what only the loaded model tells is found here.
-        world: This rank among the others.
-        batch_size: Samples in the model at once; None: as many as fit.
-        check: Called before each file; raises where to go on makes no sense.
+        run: The run folder.
+        intended: What to collect; `provenance.FOUND` is filled in from the loaded model.
+        world: The process group.
+        batch_size: Samples per forward pass; None for as many as fit.
+        check: Called before each file; raises to stop the collection.
 
     Raises:
-        BadInput: If the folder holds gradients of another configuration.
+        BadInput: If the folder holds gradients of a different configuration.
         NonFiniteGradient: If a sample's gradient is not finite.
     """
     from tqdm import tqdm
@@ -218,7 +218,7 @@ def collect(
 
     dealt, ends = intended.dealt(world.rank), intended.ends()
     folders = {dim: store.rank_folder(run, world.rank, dim) for dim in intended.dims}
-    quiet = None if world.rank == 0 else True  # None: a bar where the terminal is one
+    quiet = None if world.rank == 0 else True  # None: show a bar if stderr is a terminal
     for start, end in tqdm(list(pairwise([0, *ends])), desc="gradients", unit="file", disable=quiet):
         check()
         names = {dim: store.part_names(folder, end) for dim, folder in folders.items()}
@@ -232,14 +232,14 @@ def collect(
 
 
 def _again(folder: Path, ends: list[int], origin: Provenance) -> Iterator[Block]:
-    """A folder's blocks as they lie there; an earlier call may have written some of them."""
+    """Read a folder's blocks; an earlier call may have written some of them."""
     from gradwire.gradients import store
 
     return (store.read_bound(store.part_names(folder, end), origin.identity) for end in ends)
 
 
 def _wanted(missing: bool, maker: RowMaker, world: World) -> bool:
-    """Whether a block is to be made: where weights are sharded, all ranks make it if one lacks it."""
+    """Whether to compute a block; with sharded weights all ranks compute it if any rank lacks it."""
     if not maker.sharded:
         return missing
     import torch

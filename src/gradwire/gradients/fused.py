@@ -1,4 +1,4 @@
-"""Rows of a factored projection and exact norms in one backward pass that forms no gradient."""
+"""Rows of a factored projection and exact norms in one backward pass, without forming gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.persample.uses import Use
 
 
 class Fused(NamedTuple):
-    """Of B samples: rows [B, dim] by dim, losses [B], and squared norms of the whole gradients, float64 [B]."""
+    """Results for B samples: rows [B, dim] by dim, losses [B], and squared gradient norms, float64 [B]."""
 
     rows: Mapping[int, Tensor]
     loss: Tensor
@@ -26,10 +26,10 @@ class Fused(NamedTuple):
 def fused_rows(
     model: nn.Module, batch: Batch, projector: Factored, dims: Sequence[int], reduction: Reduction = "mean"
 ) -> Fused:
-    """Project each layer's factors as the backward pass meets them.
+    """Project each layer's factors during the backward pass.
 
     Raises:
-        Unseen: If a parameter has a use that the hooks do not see.
+        Unseen: If the hooks miss a use of a parameter.
     """
     batch = padded_width(batch)
     samples, device = len(batch.labels), batch.labels.device

@@ -1,7 +1,7 @@
-"""The verb ``grads influence``: which training samples point where the validation samples do, over checkpoints.
+"""The verb ``grads influence``: rank training samples by gradient similarity to validation samples.
 
-Score of a training sample: Σ_c w_c · s(train_c, validation_c), c the checkpoints, w their learning rates over the sum
-of them, s the inner product or cosine of the projected gradients, and its mean or maximum over the validation samples
+The score of a training sample is Σ_c w_c · s(train_c, validation_c) over checkpoints c, with normalised learning rates
+w_c. s is the inner product or cosine of the projected gradients, by its mean or maximum over the validation samples
 (Pruthi et al., 2020, "TracIn"; Xia et al., 2024, "LESS", section 4).
 """
 
@@ -24,41 +24,41 @@ if TYPE_CHECKING:
     from gradwire.gradients.manifest import Manifest
     from gradwire.gradients.row_file import BoundRows
 
-CHUNK_BYTES = 1 << 26  # of training rows in memory at once
+CHUNK_BYTES = 1 << 26  # of rows in memory at once
 SAME = ("model_digest", "lora", "dim", "projection", "seed", "fingerprints", "loss")  # of training and validation
-SAME_STEP = ("adam_variant", "optimizer_digest")  # where both are Adam's
+SAME_STEP = ("adam_variant", "optimizer_digest")  # if both are of type adam
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Define the verb's flags."""
     parser.add_argument(
-        "--train", type=Path, nargs="+", required=True, metavar="DIR", help="a merged store (dim<N>/) per checkpoint"
+        "--train", type=Path, nargs="+", required=True, metavar="DIR", help="one merged store (dim<N>/) per checkpoint"
     )
     parser.add_argument(
-        "--validation", type=Path, nargs="+", required=True, metavar="DIR", help="as many, of the same checkpoints"
+        "--validation", type=Path, nargs="+", required=True, metavar="DIR", help="as many, in the same order"
     )
     parser.add_argument(
-        "--weights", type=POSITIVE, nargs="+", metavar="W", help="the checkpoints' learning rates (default: all equal)"
+        "--weights", type=POSITIVE, nargs="+", metavar="W", help="learning rate of each checkpoint (default: equal)"
     )
-    parser.add_argument("--metric", choices=("cosine", "dot"), default="cosine", help="of two gradients")
-    parser.add_argument("--over", choices=("mean", "max"), default="mean", help="of a sample's scores, over validation")
-    parser.add_argument("--top_k", type=COUNT, default=100, help="samples to select")
-    parser.add_argument("--corpus", type=Path, help="the corpus file to take the selected samples' documents from")
+    parser.add_argument("--metric", choices=("cosine", "dot"), default="cosine", help="similarity of two gradients")
+    parser.add_argument("--over", choices=("mean", "max"), default="mean", help="reduction over validation samples")
+    parser.add_argument("--top_k", type=COUNT, default=100, help="number of samples to select")
+    parser.add_argument("--corpus", type=Path, help="corpus file; adds the selected samples' documents")
     parser.add_argument(
-        "--output_dir", type=output_folder, required=True, help="gets scores.parquet, top.jsonl, influence.json"
+        "--output_dir", type=output_folder, required=True, help="folder for scores.parquet, top.jsonl, influence.json"
     )
 
 
 def beside(args: argparse.Namespace) -> Path:
-    """The folder of the outputs."""
+    """Return the folder of the outputs."""
     return args.output_dir
 
 
 def main(args: argparse.Namespace) -> None:
-    """Score every training sample, and select the best.
+    """Score every training sample and select the best.
 
     Raises:
-        BadInput: If the stores do not belong together, or a selected sample's document is not in the corpus.
+        BadInput: If the stores are incompatible, or a selected sample's document is not in the corpus.
     """
     import numpy as np
     import pyarrow as pa
@@ -69,7 +69,7 @@ def main(args: argparse.Namespace) -> None:
     for train, validation in pairs:
         check_alike(train, validation)
         if (train.rows.ids, train.manifest.data_digest) != (pairs[0][0].rows.ids, pairs[0][0].manifest.data_digest):
-            raise BadInput(f"{train.path} and {pairs[0][0].path} hold other samples, or in another order.")
+            raise BadInput(f"{train.path} and {pairs[0][0].path} hold different samples, or a different order.")
     ids = pairs[0][0].rows.ids
     scores = np.zeros(len(ids))
     for weight, (train, validation) in zip(weights, pairs, strict=True):
@@ -95,7 +95,7 @@ def main(args: argparse.Namespace) -> None:
             "top_k": len(best),
         },
     )
-    print(f"{len(best)} of {len(ids)} samples in {args.output_dir / 'top.jsonl'}; the best: {best[0][0]}")
+    print(f"{len(best)} of {len(ids)} samples selected in {args.output_dir / 'top.jsonl'}; the best is {best[0][0]}")
 
 
 class Store(NamedTuple):
@@ -107,16 +107,16 @@ class Store(NamedTuple):
 
 
 def normalised_weights(given: Sequence[float] | None, train: int, validation: int) -> list[float]:
-    """The checkpoints' weights, of sum 1.
+    """Return the checkpoints' weights, scaled to sum to 1.
 
     Raises:
-        BadInput: If there are not as many of each.
+        BadInput: If the numbers of stores and weights differ.
     """
     weights = list(given) if given else [1.0] * train
     if not train == validation == len(weights):
         raise BadInput(
             f"--train names {train} stores, --validation {validation} and --weights {len(weights)}: "
-            "give one of each for every checkpoint, in one order."
+            "give one of each per checkpoint, in the same order."
         )
     return [weight / sum(weights) for weight in weights]
 
@@ -125,14 +125,14 @@ def open_store(path: Path) -> Store:
     """Open a ``dim<N>/`` folder.
 
     Raises:
-        BadInput: If it is no merged store, or its files are not those of its manifest.
+        BadInput: If it is not a merged store, or its files do not match its manifest.
     """
     from gradwire.gradients import manifest, store
     from gradwire.gradients.row_file import BoundRows
 
     names = store.all_names(path)
     if not (path / manifest.FILE).is_file() or not names.exist():
-        raise BadInput(f"{path} is no merged store: run `gradwire grads aggregate`, and name its dim<N> folder.")
+        raise BadInput(f"{path} is not a merged store: run `gradwire grads aggregate` and pass its dim<N> folder.")
     made = manifest.read(path)
     if wrong := manifest.differing(path, made):
         raise BadInput(f"{wrong[0]}; run `gradwire grads aggregate` again.")
@@ -140,10 +140,10 @@ def open_store(path: Path) -> Store:
 
 
 def check_alike(train: Store, validation: Store) -> None:
-    """See that inner products of two stores mean something.
+    """Check that the rows of two stores can be compared.
 
     Raises:
-        BadInput: If they were projected otherwise, or come from another model.
+        BadInput: If their projections or models differ.
     """
     both_adam = train.manifest.grad_type == validation.manifest.grad_type == "adam"
     for field in (*SAME, *(SAME_STEP if both_adam else ())):
@@ -152,7 +152,7 @@ def check_alike(train: Store, validation: Store) -> None:
 
 
 def scored(train: BoundRows, validation: BoundRows, metric: str, over: str) -> NDArray[np.float64]:
-    """Each training row's score: float64 [n]. Zero rows score 0."""
+    """Score each training row: float64 [n]; zero rows score 0."""
     import numpy as np
 
     def chunks(rows: BoundRows) -> Iterator[NDArray[np.float64]]:
@@ -161,7 +161,7 @@ def scored(train: BoundRows, validation: BoundRows, metric: str, over: str) -> N
             norms = np.linalg.norm(wide, axis=1, keepdims=True)
             yield wide / np.where(norms == 0, 1, norms) if metric == "cosine" else wide
 
-    if over == "mean":  # of inner products: the inner product with the mean
+    if over == "mean":  # the mean of inner products is the inner product with the mean
         mean = sum(chunk.sum(0) for chunk in chunks(validation)) / validation.shape[0]
         return np.concatenate([chunk @ mean for chunk in chunks(train)])
     against = np.concatenate(list(chunks(validation)))
@@ -169,10 +169,10 @@ def scored(train: BoundRows, validation: BoundRows, metric: str, over: str) -> N
 
 
 def documents_of(ids: Sequence[str], corpus: Path) -> dict[str, dict[str, str]]:
-    """Title and text of the documents that samples were cut from, by sample id; the corpus is read once, streaming.
+    """Return title and text of the samples' documents, by sample id, in one streaming read of the corpus.
 
     Raises:
-        BadInput: If one is not there.
+        BadInput: If a document is missing.
     """
     from gradwire.data import corpus as corpora
     from gradwire.gradients.metadata import document

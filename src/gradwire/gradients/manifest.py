@@ -1,4 +1,4 @@
-"""What the matrix of all samples is: ``manifest.json``, with what it was made from and the checksums of its files."""
+"""``manifest.json`` of a merged store: its provenance and the checksums of its files."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ FURTHER = (NORMALIZED, *EXPORTS.values())
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest(Provenance):
-    """The provenance of the rows, and what became of them.
+    """The provenance of the rows, and the result of merging them.
 
     Attributes:
         dim: Columns of a row.
         order: How the rows are ordered.
-        rows: How many there are.
-        duplicates: Rows of the ranks that repeated another one of the same sample.
-        duplicates_deviation: How far two of them lay apart at most, relative to the row's norm.
+        rows: Number of rows.
+        duplicates: Number of rows that repeat another row of the same sample.
+        duplicates_deviation: Largest difference between such rows, relative to the row's norm.
         sha256: The checksum of each file, by name.
     """
 
@@ -38,27 +38,27 @@ class Manifest(Provenance):
 
 
 def read(folder: Path) -> Manifest:
-    """The manifest of a ``dim<N>/`` folder.
+    """Read the manifest of a ``dim<N>/`` folder.
 
     Raises:
-        BadInput: If it is missing, damaged or of another version of gradwire.
+        BadInput: If it is missing, damaged or of a different version of gradwire.
     """
     return provenance.typed(folder / FILE, Manifest)
 
 
 def write(folder: Path, manifest: Manifest) -> None:
-    """Write the manifest beside its files; those of an earlier one that are not among them are deleted."""
+    """Write the manifest, and delete optional files of an earlier one that it does not list."""
     for name in set(FURTHER) - set(manifest.sha256):
         (folder / name).unlink(missing_ok=True)
     write_json(folder / FILE, asdict(manifest))
 
 
 def differing(folder: Path, manifest: Manifest) -> list[str]:
-    """The files of a folder that are not those of its manifest, each in a sentence."""
+    """Describe the files of a folder that do not match its manifest, one sentence each."""
     there = {name for name in FURTHER if (folder / name).exists()}
     unnamed = sorted({*OWN, *there} - set(manifest.sha256))
-    return [f"{folder / name} is no file of {folder / FILE}" for name in unnamed] + [
-        f"{folder / name} is not the file that {folder / FILE} names: its SHA-256 differs"
+    return [f"{folder / name} is not listed in {folder / FILE}" for name in unnamed] + [
+        f"{folder / name} does not match {folder / FILE}: its SHA-256 differs"
         for name, checksum in manifest.sha256.items()
         if not (folder / name).is_file() or sha256_file(folder / name) != checksum
     ]

@@ -1,6 +1,6 @@
-"""Merging the ranks' rows: every sample once, in the order of the data, its duplicates checked against each other.
+"""Merging of the ranks' rows: one row per sample, in data order, with duplicates compared.
 
-Ids and tables are in memory, rows are not: they go from the ranks' files to the merged one piece by piece.
+Ids and tables are kept in memory. Rows are copied in chunks from the ranks' files to the merged file.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from gradwire.gradients import store
 from gradwire.gradients.provenance import Provenance
 from gradwire.gradients.row_file import BoundRows
 
-NAMED = 3  # ids that an error names
-CHUNK_BYTES = 1 << 26  # of rows that are in memory at once
+NAMED = 3  # ids that an error lists
+CHUNK_BYTES = 1 << 26  # of rows in memory at once
 
 
 class Place(NamedTuple):
-    """A row of a source."""
+    """The position of a row: its source, and its index there."""
 
     source: int
     row: int
@@ -33,14 +33,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Merged:
-    """How the sources are merged.
+    """The merged view of several sources.
 
     Attributes:
-        sources: The ranks.
-        ids: Every sample's id, in the order wanted.
-        places: Where each one's row is.
-        duplicates: Rows that repeat another one of the same sample.
-        deviation: The largest deviation among those, relative to the row's norm.
+        sources: The ranks' rows.
+        ids: Every sample's id, in output order.
+        places: The position of each sample's row.
+        duplicates: Number of rows that repeat another row of the same sample.
+        deviation: Largest difference between such rows, relative to the row's norm.
     """
 
     sources: Sequence[BoundRows]
@@ -51,11 +51,11 @@ class Merged:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the merged matrix."""
+        """The shape of the merged matrix."""
         return len(self.ids), self.sources[0].shape[1]
 
     def chunks(self) -> Iterator[NDArray[np.float32]]:
-        """The merged rows, some at a time."""
+        """Yield the merged rows in chunks."""
         width = self.shape[1]
         height = max(1, CHUNK_BYTES // (4 * width))
         for first in range(0, len(self.places), height):
@@ -76,31 +76,29 @@ class Merged:
 
 
 def read_rank(folder: Path, dim: int, origin: Provenance) -> BoundRows:
-    """A rank's whole work.
+    """Open all rows of a rank.
 
     Raises:
-        BadInput: If it is missing, damaged or of another width.
+        BadInput: If they are missing, damaged or of a different width.
     """
     names = store.all_names(folder)
     if not names.exist():
-        raise BadInput(
-            f"{folder} is missing or not complete; run `gradwire grads collect` again, it goes on where it stopped."
-        )
+        raise BadInput(f"{folder} is missing or incomplete; run `gradwire grads collect` again to resume.")
     return BoundRows(names, dim, origin)
 
 
 def merge(sources: Sequence[BoundRows], ids: Sequence[str], tolerance: float) -> Merged:
     """Find every sample's row.
 
-    A padded sampler gives some samples to two ranks; such rows must agree, and the first one is kept.
+    A padded sampler assigns some samples to two ranks. Their rows must agree, and the first one is used.
 
     Args:
         sources: One per rank.
-        ids: Every sample's id, in the order wanted.
-        tolerance: How far two rows of a sample may lie apart, relative to their norm.
+        ids: Every sample's id, in output order.
+        tolerance: Largest allowed difference between two rows of a sample, relative to their norm.
 
     Raises:
-        BadInput: If a sample has no row, or a row no sample.
+        BadInput: If a sample has no row, or a row has no sample.
         CheckFailed: If two rows of one sample disagree.
     """
     first: dict[str, Place] = {}
@@ -111,7 +109,7 @@ def merge(sources: Sequence[BoundRows], ids: Sequence[str], tolerance: float) ->
             continue
         apart = _apart(sources, place, first[id_])
         if not apart <= tolerance:
-            raise CheckFailed(f"two rows of sample {id_!r} differ by {apart:.1e} of the row's norm; collect anew.")
+            raise CheckFailed(f"two rows of sample {id_!r} differ by {apart:.1e} of the row's norm; collect again.")
         duplicates, deviation = duplicates + 1, max(deviation, apart)
     _check_complete(first.keys(), ids)
     return Merged(sources, ids, [first[id_] for id_ in ids], duplicates, deviation)
@@ -124,7 +122,7 @@ def _apart(sources: Sequence[BoundRows], one: Place, other: Place) -> float:
 
 
 def relative_deviation(row: Tensor, other: Tensor) -> float:
-    """The norm of the difference of two rows, relative to the larger of theirs; 0 for two zero rows."""
+    """Compute the norm of the difference of two rows relative to the larger norm; 0 for two zero rows."""
     scale = max(float(row.norm()), float(other.norm()))
     return float((row - other).norm()) / scale if scale else 0.0
 
@@ -132,12 +130,12 @@ def relative_deviation(row: Tensor, other: Tensor) -> float:
 def _check_complete(found: Set[str], ids: Sequence[str]) -> None:
     missing, strange = set(ids) - found, found - set(ids)
     if missing:
-        raise BadInput(f"the ranks have no row for sample {named(missing)}; collect anew.")
+        raise BadInput(f"the ranks have no row for sample {named(missing)}; collect again.")
     if strange:
-        raise BadInput(f"the ranks have rows for sample {named(strange)}, which the data have not; collect anew.")
+        raise BadInput(f"the ranks have rows for sample {named(strange)}, not in the data; collect again.")
 
 
 def named(ids: Set[str]) -> str:
-    """Some of the ids, and how many there are."""
+    """Format some of the ids and their count."""
     some = ", ".join(map(repr, sorted(ids)[:NAMED]))
     return f"{some} ({len(ids)} in all)"

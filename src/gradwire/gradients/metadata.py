@@ -1,4 +1,4 @@
-"""Further columns of the store's tables, chosen by ``grads collect --metadata``."""
+"""Additional columns of the store's tables, selected by ``grads collect --metadata``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradwire.errors import unknown
 
 
 class Column(NamedTuple):
-    """A column: its type, and how it is had from a sample, its position in the data and what is known of its row."""
+    """A column: its type, and a function of a sample, its position in the data and its row's other columns."""
 
     type: pa.DataType
     of: Callable[[Sample, int, Mapping[str, Any]], Any]
@@ -30,16 +30,16 @@ ALWAYS = ("sample_id", "loss", "n_targets", "norm", "flag", "digest")
 
 
 def document(sample_id: str) -> str:
-    """The document that a sample was cut from: its id without ``#<k>``."""
+    """Return the id of a sample's document: the sample id without ``#<k>``."""
     stem, mark, number = sample_id.rpartition("#")
     return stem if mark and number.isdecimal() else sample_id
 
 
 def chosen(names: str) -> list[str]:
-    """The further columns of a comma-separated list; those that are always there are left out.
+    """Parse a comma-separated list of additional columns, without those that are always present.
 
     Raises:
-        BadInput: If there is no such column.
+        BadInput: If a column is unknown.
     """
     found = [name.strip() for name in names.split(",") if name.strip()]
     for name in found:
@@ -49,12 +49,12 @@ def chosen(names: str) -> list[str]:
 
 
 def schema(names: Iterable[str]) -> list[tuple[str, pa.DataType]]:
-    """Their names and types."""
+    """Return the names and types of additional columns."""
     return [(name, COLUMNS[name].type) for name in names]
 
 
 def columns(names: Sequence[str], sample: Sample, position: int, fact: Mapping[str, Any]) -> dict[str, Any]:
-    """Their values for one sample."""
+    """Return the values of additional columns for one sample."""
     return {name: COLUMNS[name].of(sample, position, fact) for name in names}
 
 

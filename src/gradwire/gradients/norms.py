@@ -1,4 +1,4 @@
-"""The verb ``norms``: the norm of every sample's gradient, as ``norms.parquet``, in the order of the data."""
+"""The verb ``norms``: write per-sample gradient norms to ``norms.parquet``, in data order."""
 
 from __future__ import annotations
 
@@ -25,52 +25,52 @@ if TYPE_CHECKING:
     from gradwire.persample.norms import Norms
 
 FILE = "norms.parquet"
-TOLERANCE = 1e-4  # of a norm against the same sample alone on one rank, relative
+TOLERANCE = 1e-4  # relative difference from the norm of the sample alone on one rank
 
 
-PRELOAD = ("gradwire.models.saved", "gradwire.persample.norms")  # what each rank imports and takes long
+PRELOAD = ("gradwire.models.saved", "gradwire.persample.norms")  # slow imports of each rank
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Define the verb's flags."""
     parser.add_argument("--model_dir", type=Path, required=True, help="a saved model, such as a run's final_model/")
     parser.add_argument("--data_path", type=Path, required=True, help="a shards folder, or a corpus file")
-    parser.add_argument("--output_dir", type=output_folder, required=True, help=f"gets {FILE}: id, norm, loss, n_valid")
+    parser.add_argument("--output_dir", type=output_folder, required=True, help=f"folder for {FILE}")
     parser.add_argument(
-        "--split", choices=get_args(Split), help="of a shards folder (default: train); a corpus file is taken whole"
+        "--split", choices=get_args(Split), help="split of a shards folder (default: train); not for a corpus file"
     )
-    parser.add_argument("--max_samples", type=COUNT, help="take the first N samples (default: all)")
+    parser.add_argument("--max_samples", type=COUNT, help="use only the first N samples (default: all)")
     parser.add_argument(
         "--distribution",
         choices=("auto", "replicated", "distributed"),
         default="auto",
         help="distributed (auto on several ranks): each rank has its own samples and sums over all layers; "
-        "replicated: all have the same, and share the layers out",
+        "replicated: all ranks have the same samples and split the layers",
     )
     parser.add_argument(
-        "--strategy", choices=("ddp", "fsdp2"), default="ddp", help="whole weights on every rank, or sharded ones"
+        "--strategy", choices=("ddp", "fsdp2"), default="ddp", help="ddp: full weights on every rank; fsdp2: sharded"
     )
     parser.add_argument(
-        "--loss", choices=get_args(SampleLoss), default="mean", help="of a sample: over its valid tokens"
+        "--loss", choices=get_args(SampleLoss), default="mean", help="reduction of a sample's loss over its targets"
     )
     parser.add_argument(
         "--method",
         choices=get_args(GradMethod),
         default="auto",
-        help="as in grads collect; auto: hooks, and what they do not see by vmap or the loop",
+        help="as in grads collect; auto: hooks, with vmap or the loop for parameters that hooks miss",
     )
-    parser.add_argument("--batch_size", type=COUNT, default=16, help="samples in the model at once, on each rank")
+    parser.add_argument("--batch_size", type=COUNT, default=16, help="samples per forward pass and rank")
     parser.add_argument(
         "--recompute", type=NATURAL, default=4, metavar="K", help="check K random norms by one backward pass each"
     )
-    parser.add_argument("--seed", type=SEED, default=0, help="which ones")
+    parser.add_argument("--seed", type=SEED, default=0, help="seed of the choice of --recompute")
     parser.add_argument("--max_length", type=LENGTH, help="tokens per sample of a corpus file (default: the model's)")
-    parser.add_argument("--cache_dir", type=Path, help="where a corpus file's shards go (default: the user's cache)")
+    parser.add_argument("--cache_dir", type=Path, help="folder for a corpus file's shards (default: the user cache)")
     add_rank_arguments(parser)
 
 
 def beside(args: argparse.Namespace) -> Path:
-    """The folder of the output."""
+    """Return the folder of the output."""
     return args.output_dir
 
 
@@ -78,7 +78,7 @@ def preflight(args: argparse.Namespace) -> None:
     """Check the arguments, the model and the data before any rank starts.
 
     Raises:
-        BadInput: With what is wrong, where, and what to do.
+        BadInput: If one of them is invalid.
     """
     from gradwire.data.shards import check
 
@@ -94,7 +94,7 @@ def main(args: argparse.Namespace) -> None:
 
     Raises:
         NonFiniteGradient: If a loss or a norm is not finite.
-        CheckFailed: If norms that must agree do not.
+        CheckFailed: If two computations of a norm differ.
     """
     if "RANK" not in os.environ:
         preflight(args)
@@ -116,7 +116,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def collect(model: nn.Module, shards: Shards, args: argparse.Namespace, world: World) -> list[dict[str, Any]]:
-    """Every sample's row, in the order of the data, on all ranks."""
+    """Compute the table's rows, in data order, on all ranks."""
     from gradwire.collectives import ops
     from gradwire.persample import norms
 
@@ -140,10 +140,10 @@ def collect(model: nn.Module, shards: Shards, args: argparse.Namespace, world: W
 
 
 def _norms(model: nn.Module, batch: Batch, args: argparse.Namespace, names: list[str] | None) -> Norms:
-    """The norms of a batch, of its halves where the memory does not suffice.
+    """Compute the norms of a batch, in halves if it runs out of memory.
 
     Raises:
-        RunFault: If it does not suffice for a single sample.
+        RunFault: If a single sample does not fit.
     """
     import torch
 
@@ -157,14 +157,14 @@ def _norms(model: nn.Module, batch: Batch, args: argparse.Namespace, names: list
         if not out_of_memory(error):
             raise
         if count == 1 or args.strategy == "fsdp2":
-            raise RunFault(f"{count} samples do not fit into the memory: take a smaller --batch_size.") from error
-    note(f"norms: out of memory; {count} samples in two halves now")
+            raise RunFault(f"out of memory with a batch of {count} samples: use a smaller --batch_size.") from error
+    note(f"norms: out of memory; splitting a batch of {count} samples")
     halves = [_norms(model, half, args, names) for half in batch.split(-(-count // 2))]
     return norms.Norms(*(torch.cat(columns) for columns in zip(*halves, strict=True)))
 
 
 def batches(shards: Shards, count: int, batch_size: int, world: World, replicated: bool) -> Iterator[Batch]:
-    """This rank's batches of the first ``count`` samples, as many and as large on each rank, filled up."""
+    """Yield this rank's batches of the first ``count`` samples, padded to equal number and size on all ranks."""
     from gradwire.data.batches import collate
 
     positions: Sequence[int] = range(count) if replicated else range(world.rank, count, world.world_size)
@@ -189,10 +189,10 @@ def _merge(squares: dict[str, float], found: Any) -> None:
 
 
 def _check(rows: list[dict[str, Any]], shards: Shards, args: argparse.Namespace, world: World) -> None:
-    """Compare random norms with those of one backward pass on one rank.
+    """Compare random norms with those of one backward pass per sample on one rank.
 
     Raises:
-        CheckFailed: If one is off.
+        CheckFailed: If one differs.
     """
     from gradwire.data.batches import collate
     from gradwire.models import folder
@@ -209,7 +209,7 @@ def _check(rows: list[dict[str, Any]], shards: Shards, args: argparse.Namespace,
         if not abs(norm - rows[position]["norm"]) <= TOLERANCE * norm:
             raise CheckFailed(
                 f"sample {rows[position]['id']!r} has norm {rows[position]['norm']:.6g} on {world.world_size} ranks, "
-                f"and {norm:.6g} by one backward pass on one."
+                f"but {norm:.6g} by one backward pass on one rank."
             )
 
 

@@ -1,4 +1,4 @@
-"""What a run folder of gradients was made from: ``collect.json``, written once, agreed to by every later call."""
+"""Provenance of a run folder of gradients: ``collect.json``, written once and checked by every later call."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from gradwire.data.shards import Shards
 
 FILE = "collect.json"
-FORMAT: Literal[2] = 2  # of the store; 1 did not bind its rows to what they were made from
-PLACES = ("model_dir", "data_path", "optimizer_dir", "lora_dir", "corpus")  # may move; their digests may not
+FORMAT: Literal[2] = 2  # of the store; format 1 did not bind rows to their provenance
+PLACES = ("model_dir", "data_path", "optimizer_dir", "lora_dir", "corpus")  # may move; their digests must not change
 FOUND = ("fingerprints", "computed_by")  # known only once the model is loaded
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
@@ -31,31 +31,31 @@ class Provenance:
 
     Attributes:
         format: ``FORMAT``, which other versions of gradwire do not read.
-        source: Digest of the source that computes them.
+        source: Digest of the source code that computes the rows.
         model_dir: Folder of the model.
         model_digest: Digest of its configuration and weights.
         data_path: Folder of the shards.
         data_digest: Digest of the split's samples.
         split: ``train`` or ``val``; ``all`` of a corpus file.
-        samples: How many samples, from the split's first.
-        world_size: Ranks that share the samples.
+        samples: Number of samples, from the start of the split.
+        world_size: Number of ranks.
         dims: Widths of the rows, ascending.
-        grad_type: What a row is made of: ``sgd``, the gradient itself, ``adam`` or ``sign``.
+        grad_type: ``sgd`` (the gradient), ``adam`` or ``sign``.
         loss: The loss of a sample: ``mean`` or ``sum`` over its valid targets.
-        method: How the gradients are to be computed.
-        projection: How they are projected.
+        method: How gradients are computed.
+        projection: How gradients are projected.
         seed: Seed of the projection.
         save_interval: Samples per file and rank.
-        strategy: ``ddp``: every rank holds the model; ``fsdp2``: its weights are sharded.
-        adam_variant: Adam's formula, where it is the gradient type.
-        optimizer_dir: Folder of Adam's moments; None: the model's, where they are needed.
-        optimizer_digest: Their digest; None where they are not needed.
-        lora: The digest of a saved LoRA adapter, or the rank and the seed of a fresh one; None: the whole model.
-        lora_dir: Folder of the saved one.
-        metadata: Further columns of the tables.
-        corpus: The corpus file that the shards were made of; None: shards were given.
+        strategy: ``ddp``: every rank holds the full model; ``fsdp2``: its weights are sharded.
+        adam_variant: Formula of the ``adam`` gradient type.
+        optimizer_dir: Folder of Adam's moments; None for the model folder.
+        optimizer_digest: Digest of the moments; None unless ``grad_type`` is ``adam``.
+        lora: Digest of a saved LoRA adapter, or rank and seed of a new one; None for the full model.
+        lora_dir: Folder of the saved adapter.
+        metadata: Additional columns of the tables.
+        corpus: Corpus file of the shards; None if shards were given.
         fingerprints: The projector's digest by width; empty until the model is loaded.
-        computed_by: The method that ``auto`` stood for; empty until then.
+        computed_by: The method that ``auto`` resolved to; empty until the model is loaded.
     """
 
     format: Literal[2]
@@ -87,15 +87,15 @@ class Provenance:
 
     @property
     def identity(self) -> str:
-        """A digest of all of this but `PLACES`: of what a row's own digest binds it to."""
+        """Digest of all fields except `PLACES`; part of each row's digest."""
         bound = [one.name for one in fields(Provenance) if one.name not in PLACES]
         return digest({name: getattr(self, name) for name in bound}, length=64)
 
     def lora_options(self) -> dict[str, Any]:
-        """The arguments of `models.lora.attach`.
+        """Return the arguments of `models.lora.attach`.
 
         Raises:
-            BadInput: If the saved adapter is another one now.
+            BadInput: If the saved adapter has changed.
         """
         if isinstance(self.lora, dict):
             return dict(self.lora)
@@ -107,33 +107,33 @@ class Provenance:
         return {"adapter": adapter}
 
     def dealt(self, rank: int) -> list[int]:
-        """A rank's samples, by position in the data, as ``DistributedSampler`` deals them: padded by repetition."""
+        """Return a rank's positions in the data, as split by ``DistributedSampler``: padded by repetition."""
         from torch.utils.data import DistributedSampler
 
         return list(DistributedSampler(range(self.samples), self.world_size, rank, shuffle=False))
 
     def ends(self) -> list[int]:
-        """The N of every ``grads-<N>.pt``, the same on each rank."""
+        """Return the N of every ``grads-<N>.pt``, the same on each rank."""
         share = -(-self.samples // self.world_size)
         return [*range(self.save_interval, share, self.save_interval), share]
 
 
 def read(run: Path) -> Provenance:
-    """The provenance of a run folder.
+    """Read the provenance of a run folder.
 
     Raises:
-        BadInput: If the folder has none, or one of another version of gradwire, or one that is damaged.
+        BadInput: If it is missing, damaged or of a different version of gradwire.
     """
     if not (run / FILE).is_file():
-        raise BadInput(f"{run} is no run folder of gradients: {FILE} is missing; run `gradwire grads collect` first.")
+        raise BadInput(f"{run} is not a gradient run: {FILE} is missing; run `gradwire grads collect` first.")
     return typed(run / FILE, Provenance)
 
 
 def typed(path: Path, kind: type[Record]) -> Record:
-    """Read a JSON object of a dataclass's fields, each of its declared type.
+    """Read a JSON object into a dataclass, with strict types.
 
     Raises:
-        BadInput: If the file is something else, or of another ``FORMAT``.
+        BadInput: If the file does not match, or has a different ``FORMAT``.
     """
     try:
         return TypeAdapter(kind).validate_json(path.read_bytes(), strict=True)
@@ -149,24 +149,24 @@ def typed(path: Path, kind: type[Record]) -> Record:
 
 
 def agree(run: Path, intended: Provenance) -> None:
-    """See that a run folder is new, or was made from the same.
+    """Check that a run folder is new or has the intended provenance.
 
     Raises:
-        BadInput: If it holds gradients of another configuration.
+        BadInput: If it holds gradients of a different configuration.
     """
     differ = differences(run, intended)
     if differ:
         raise BadInput(
             f"{run} is a run folder of another configuration: {'; '.join(differ)}. "
-            "Choose another --output_path, or give --restart to delete what it holds."
+            "Choose another --output_path, or pass --restart to delete its gradients."
         )
 
 
 def differences(run: Path, intended: Provenance) -> list[str]:
-    """What a run folder was made from and this call would not use; nothing where the folder is new."""
-    begun = any(run.glob("rank_*/dim*"))  # before the look at FILE, which other ranks write before their first row
+    """Describe how a run folder's provenance differs from the intended one; empty if the folder is new."""
+    begun = any(run.glob("rank_*/dim*"))  # look first: other ranks write FILE before their first row
     if not (run / FILE).is_file():
-        return [f"{FILE} is missing, and gradients are there"] if begun else []
+        return [f"{FILE} is missing, but the folder holds gradients"] if begun else []
     try:
         found, wanted = asdict(read(run)), asdict(intended)
     except BadInput as error:
@@ -179,7 +179,7 @@ def differences(run: Path, intended: Provenance) -> list[str]:
 
 
 def discard(run: Path) -> None:
-    """Delete all gradients of a run folder; what they were made from is forgotten last."""
+    """Delete all gradients of a run folder, and ``collect.json`` last."""
     for folder in (*run.glob("rank_*"), *run.glob("dim*")):
         shutil.rmtree(folder)
     (run / "validation.json").unlink(missing_ok=True)
@@ -187,16 +187,16 @@ def discard(run: Path) -> None:
 
 
 def claim(run: Path, provenance: Provenance) -> None:
-    """Write down what the folder's rows are made from, if no earlier call did; each rank does, before its first row."""
+    """Write the provenance unless an earlier call did; each rank calls this before its first row."""
     if not (run / FILE).is_file():
         write_json(run / FILE, asdict(provenance))
 
 
 def samples(provenance: Provenance) -> Shards:
-    """The samples that the run was made from; only the first ``provenance.samples`` of them belong to it.
+    """Open the samples of a run; it uses the first ``provenance.samples`` of them.
 
     Raises:
-        BadInput: If they are gone or are others now.
+        BadInput: If they are missing or have changed.
     """
     from gradwire.data import shards
 
@@ -204,7 +204,7 @@ def samples(provenance: Provenance) -> Shards:
     shards.check(folder)
     found = shards.Shards(folder, provenance.split)
     if found.digest != provenance.data_digest:
-        raise BadInput(f"the samples in {folder} are not those that were collected: their digest is another.")
+        raise BadInput(f"the samples in {folder} are not those that were collected: their digest differs.")
     if not provenance.world_size <= provenance.samples <= len(found):
         raise BadInput(
             f"{FILE} says {provenance.samples} samples on {provenance.world_size} ranks, and {folder} has {len(found)} "
@@ -214,5 +214,5 @@ def samples(provenance: Provenance) -> Shards:
 
 
 def sample_ids(provenance: Provenance, shards: Shards) -> list[str]:
-    """The ids of the run's samples, in the order of the data."""
+    """Return the ids of the run's samples, in data order."""
     return [shards[position].sample_id for position in range(provenance.samples)]

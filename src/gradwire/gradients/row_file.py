@@ -1,7 +1,7 @@
-"""A tensor file ``[n, D]`` of float32, read and written piece by piece: no more of it is in memory than is asked for.
+"""Chunked reading and writing of float32 tensor files ``[n, D]``.
 
-`torch.load` can map such a file, but every page that was touched then counts as resident; and it cannot write one
-larger than the memory. The file is torch's own: a zip archive whose one tensor lies in it uncompressed.
+`torch.load` can map such a file, but every page it touches counts as resident, and `torch.save` cannot write a tensor
+larger than memory. The format is torch's own: a zip archive with one uncompressed tensor.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
     from gradwire.gradients.provenance import Provenance
 
 FLOAT = 4  # bytes
-NORESERVE = 0x4000  # of Linux: address space without memory behind it
-SPARSE = 4  # times more rows than asked for are read in one go rather than one by one
+NORESERVE = 0x4000  # Linux: address space without backing memory
+SPARSE = 4  # read up to this many times the requested rows at once rather than row by row
 
 
 class RowFile:
-    """Rows that lie in a file.
+    """Rows in a tensor file.
 
     Args:
         path: A file that `store.read_rows` accepts.
 
     Raises:
-        BadInput: If it does not.
+        BadInput: If the file is invalid.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,7 +51,7 @@ class RowFile:
         self._start = _data_offset(path)
 
     def take(self, positions: Sequence[int]) -> NDArray[np.float32]:
-        """The rows at ``positions``, in that order."""
+        """Read the rows at ``positions``, in that order."""
         wanted = np.asarray(positions, dtype=np.int64)
         first, last = int(wanted.min()), int(wanted.max()) + 1
         if last - first <= SPARSE * len(wanted):
@@ -67,25 +67,25 @@ class RowFile:
         return found.reshape(last - first, width)
 
     def chunks(self, rows: int) -> Iterator[NDArray[np.float32]]:
-        """All rows, at most ``rows`` at a time."""
+        """Yield all rows, at most ``rows`` at a time."""
         for first in range(0, self.shape[0], rows):
             yield self.read(first, min(first + rows, self.shape[0]))
 
 
 class BoundRows(RowFile):
-    """The rows of a folder's whole work, each seen to be what a collection wrote for its id as it is read.
+    """The rows of a complete block, each verified against its digest when read.
 
     Args:
         names: The block's files.
         dim: The width of the rows.
-        origin: What the collection was made from.
+        origin: Provenance of the collection.
 
     Attributes:
         ids: The rows' ids.
-        meta: The rows' facts.
+        meta: The rows' metadata.
 
     Raises:
-        BadInput: If a file is missing, damaged or of another width, or, while reading, if a row is another one.
+        BadInput: If a file is missing, damaged or of a different width, or if a row read does not match its digest.
     """
 
     def __init__(self, names: store.Names, dim: int, origin: Provenance) -> None:
@@ -112,7 +112,7 @@ class Writer(Protocol):
 
 
 class Raw(NamedTuple):
-    """Appends the numbers themselves."""
+    """Appends raw numbers."""
 
     stream: BinaryIO
 
@@ -122,7 +122,7 @@ class Raw(NamedTuple):
 
 
 class Columns:
-    """Appends to a Parquet file of the columns ``sample_id`` and ``row``."""
+    """Appends to a Parquet file with the columns ``sample_id`` and ``row``."""
 
     def __init__(self, stream: pq.ParquetWriter, ids: Sequence[str]) -> None:
         self._stream, self._ids, self._done = stream, ids, 0
@@ -137,7 +137,7 @@ class Columns:
 
 @contextmanager
 def tensor_writer(path: Path, shape: tuple[int, int]) -> Iterator[Writer]:
-    """A file for `torch.load` of float32 rows of this shape, to be appended one after another; whole or not at all."""
+    """Open a writer of float32 rows for `torch.load`; the file appears atomically, on success."""
     with whole(path) as part:
         _allocate(part, shape)
         with part.open("r+b") as stream:
@@ -147,7 +147,7 @@ def tensor_writer(path: Path, shape: tuple[int, int]) -> Iterator[Writer]:
 
 @contextmanager
 def safetensors_writer(path: Path, shape: tuple[int, int]) -> Iterator[Writer]:
-    """A file for safetensors with one tensor ``rows``."""
+    """Open a writer of a safetensors file with one tensor ``rows``."""
     nbytes = shape[0] * shape[1] * FLOAT
     header = json.dumps({"rows": {"dtype": "F32", "shape": list(shape), "data_offsets": [0, nbytes]}}).encode()
     header += b" " * (-len(header) % 8)
@@ -158,20 +158,20 @@ def safetensors_writer(path: Path, shape: tuple[int, int]) -> Iterator[Writer]:
 
 @contextmanager
 def parquet_writer(path: Path, shape: tuple[int, int], ids: Sequence[str]) -> Iterator[Writer]:
-    """A Parquet file with a row per sample: its id, and a list of numbers."""
+    """Open a writer of a Parquet file with one row per sample: its id and a list of numbers."""
     schema = pa.schema([("sample_id", pa.string()), ("row", pa.list_(pa.float32(), shape[1]))])
     with whole(path) as part, pq.ParquetWriter(part, schema) as stream:
         yield Columns(stream, ids)
 
 
 def normalized(rows: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Rows of norm 1; zero rows stay."""
+    """Scale rows to norm 1; zero rows stay zero."""
     norms = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
     return (rows / np.where(norms == 0, 1, norms)).astype(np.float32)
 
 
 def _allocate(path: Path, shape: tuple[int, int]) -> None:
-    """Let torch write the archive, with a hole where the numbers go."""
+    """Write the archive with torch, leaving a hole for the numbers."""
     nbytes = shape[0] * shape[1] * FLOAT
     if not nbytes:
         with path.open("wb") as stream:
@@ -187,15 +187,15 @@ def _allocate(path: Path, shape: tuple[int, int]) -> None:
 
 
 def _data_offset(path: Path) -> int:
-    """Where the numbers of the archive's one tensor begin.
+    """Return the byte offset of the archive's single tensor.
 
     Raises:
-        BadInput: If the archive has more than one, or a compressed one.
+        BadInput: If the archive has several tensors, or a compressed one.
     """
     with zipfile.ZipFile(path) as archive, path.open("rb") as stream:
         entry, *others = [info for info in archive.infolist() if "/data/" in info.filename]
         if others or entry.compress_type != zipfile.ZIP_STORED:
             raise BadInput(f"{path} holds more than one tensor, or a compressed one.")
-        stream.seek(entry.header_offset + 26)  # of the local header, whose two lengths come last
+        stream.seek(entry.header_offset + 26)  # two lengths at the end of the local header
         name, extra = struct.unpack("<HH", stream.read(4))
     return entry.header_offset + 30 + name + extra

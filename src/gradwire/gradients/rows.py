@@ -1,4 +1,4 @@
-"""From samples to projected rows: a model, its projector, and the widths they are asked for."""
+"""Computation of projected gradient rows from samples."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from gradwire.models import folder, lora, optimizer, saved
 from gradwire.persample import hooks, loop, vmap
 from gradwire.persample.batch import PerSample, n_targets, note, out_of_memory, trainable
 
-STACK_BYTES = 1 << 29  # of gradients that wait for one projection: each sign that is generated serves them all
-BATCH_AT_MOST = {"cpu": 16, "cuda": 64}  # more samples at once gain nothing
-SHARE = 0.5  # of the free memory that a batch may take
-CHECKED = 1e-3  # deviation of a fast method from the loop, relative to the gradient's norm; float32 with TF32 allowed
+STACK_BYTES = 1 << 29  # of gradients per projection, which share the generated signs
+BATCH_AT_MOST = {"cpu": 16, "cuda": 64}  # larger batches are not faster
+SHARE = 0.5  # of free memory that a batch may use
+CHECKED = 1e-3  # largest deviation from the loop, relative to the gradient's norm; float32 with TF32 allowed
 
 METHODS: dict[str, Callable[..., PerSample]] = {
     "loop": loop.gradients,
@@ -45,14 +45,14 @@ Result = TypeVar("Result")
 
 
 class RowMaker:
-    """Makes the rows of any samples, as their provenance says.
+    """Computes the rows of samples according to a provenance.
 
     Args:
         model: A causal language model on its device.
-        provenance: What to make.
+        provenance: Configuration of the rows.
         kind: The gradient type.
-        batch_size: Samples that go through the model at once; None: as many as memory allows.
-        sharded: Whether the model's weights are: then every rank makes as many batches, of one size.
+        batch_size: Samples per forward pass; None for as many as fit in memory.
+        sharded: Whether the model's weights are sharded. All ranks then run equal numbers and sizes of batches.
     """
 
     def __init__(
@@ -72,18 +72,18 @@ class RowMaker:
         projections.check_width(self.dims, self.numel)
         if sharded and not self.fused:
             raise BadInput(
-                "--strategy fsdp2 keeps a part of each weight on a rank, so whole gradients are never formed: it needs "
-                "--method hooks (or auto), --projection factored and --grad_type sgd."
+                "--strategy fsdp2 shards the weights and never forms full gradients: it requires --method hooks (or "
+                "auto), --projection factored and --grad_type sgd."
             )
 
     @classmethod
     def load(
         cls, provenance: Provenance, device: torch.device, batch_size: int | None = None, world: World | None = None
     ) -> RowMaker:
-        """Load the model, with its adapter and its optimizer's moments where they are asked for.
+        """Load the model, and its adapter and optimizer moments if requested.
 
         Raises:
-            BadInput: If one of them is unusable, or is another one now.
+            BadInput: If one of them is invalid or has changed.
         """
         model_dir = Path(provenance.model_dir)
         if saved.digest(model_dir) != provenance.model_digest:
@@ -98,26 +98,26 @@ class RowMaker:
 
     @property
     def fused(self) -> bool:
-        """Whether rows are made of the layers' factors, without their gradients."""
+        """Whether rows are computed from the layers' factors, without forming gradients."""
         return (self.method, self.provenance.projection, self.provenance.grad_type) == ("hooks", "factored", "sgd")
 
     @cached_property
     def numel(self) -> int:
-        """Entries of a gradient."""
+        """Number of entries of a gradient."""
         return sum(parameter.numel() for parameter in trainable(self.model).values())
 
     @cached_property
     def made_from(self) -> Provenance:
-        """What rows are made from, with what only the loaded model tells: `provenance.FOUND`."""
+        """The provenance with the fields that require the loaded model: `provenance.FOUND`."""
         fingerprints = {str(dim): self.projector.fingerprint(dim) for dim in self.dims}
         return replace(self.provenance, fingerprints=fingerprints, computed_by=self.method)
 
     def blocks(self, shards: Shards, positions: Sequence[int]) -> dict[int, Block]:
-        """The block of each width for the samples at ``positions``, on the CPU.
+        """Compute the block of each width for the samples at ``positions``, on the CPU.
 
         Raises:
             NonFiniteGradient: If a sample's gradient is not finite.
-            RunFault: If the memory does not suffice for a single sample.
+            RunFault: If a single sample does not fit in memory.
         """
         with self._sufficient_memory():
             if self.batch_size is None:
@@ -131,17 +131,17 @@ class RowMaker:
         return {dim: store.concatenated(stack[dim] for stack in stacks) for dim in self.dims}
 
     def check(self, shards: Shards, positions: Sequence[int]) -> None:
-        """See that the method gives what the loop gives; if it was chosen by ``auto``, take the next one that does.
+        """Check that the method agrees with the loop; with ``auto``, fall back to the next method that does.
 
         Args:
             shards: The samples.
-            positions: Some that have a target and differ: in one batch, which finds a layer that mixes them. The same
-                on all ranks.
+            positions: Different samples with targets, the same on all ranks. They form one batch, which detects layers
+                that mix samples.
 
         Raises:
-            BadInput: If the method cannot do the model.
-            NonFiniteGradient: If a sample's gradient is not finite, whatever the method.
-            RunFault: If the method gives another gradient.
+            BadInput: If the method does not support the model.
+            NonFiniteGradient: If a sample's gradient is not finite.
+            RunFault: If the method computes a different gradient.
         """
         with self._sufficient_memory():
             self._halving(positions, len(positions), partial(self._check, shards))
@@ -158,9 +158,9 @@ class RowMaker:
                 if self.provenance.method != "auto" or self.sharded:
                     if isinstance(error, GradwireError):
                         raise
-                    raise BadInput(f"--method {self.method} cannot do this model, give loop: {error}") from error
+                    raise BadInput(f"--method {self.method} does not support this model, use loop: {error}") from error
                 failed, self.method = self.method, FALLBACKS[self.method]
-                note(f"--method auto takes {self.method}, because {failed} fails: {error}")
+                note(f"--method auto uses {self.method}, because {failed} fails: {error}")
 
     def _compare(self, batch: Batch) -> None:
         wanted = self._looped(batch)
@@ -175,12 +175,12 @@ class RowMaker:
                     raise NonFiniteGradient(f"the gradient of sample {id_!r} is not finite.")
                 if not off <= CHECKED * norm:
                     raise RunFault(
-                        f"--method {self.method} gives another gradient of sample {id_!r} than one backward pass does, "
-                        f"off by {off:.1e} of {norm:.1e}: give --method vmap or loop."
+                        f"--method {self.method} computes a different gradient of sample {id_!r} than the loop: "
+                        f"deviation {off:.1e}, norm {norm:.1e}. Use --method vmap or loop."
                     )
 
     def _looped(self, batch: Batch) -> dict[int, Tensor]:
-        """What `_compare` compares, by one backward pass per sample: rows if they are fused, whole gradients if not."""
+        """Compute the reference by one backward pass per sample: rows if fused, full gradients if not."""
         if not self.fused:
             return {0: flattened(loop.gradients(self.model, batch, self.provenance.loss))}
         assert isinstance(self.projector, Factored)
@@ -194,7 +194,7 @@ class RowMaker:
         return {dim: torch.cat([rows[dim] for rows in alone]) for dim in self.dims}
 
     def fitting(self, shards: Shards, position: int) -> int:
-        """How many samples go through the model at once: by what one keeps for its backward pass, and is free."""
+        """Estimate the batch size from free memory and the tensors that one sample saves for its backward pass."""
         held = 0
 
         def pack(tensor: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ class RowMaker:
         return collate(samples, shards.meta["pad_id"], len(samples)).to(self.device)
 
     def _stack(self, shards: Shards, positions: Sequence[int]) -> dict[int, Block]:
-        """As many samples as are projected at once."""
+        """Compute the blocks of samples that are projected together."""
         rows = torch.empty(len(positions), self.numel, device=self.device)
         facts: list[dict[str, Any]] = []
 
@@ -247,7 +247,7 @@ class RowMaker:
     def _halving(
         self, positions: Sequence[int], size: int, work: Callable[[Sequence[int]], Result]
     ) -> tuple[list[Result], int]:
-        """``work`` done on ``size`` samples at a time, halved as often as memory does not suffice; and that size."""
+        """Run ``work`` on ``size`` samples at a time, halving on out of memory; return results and final size."""
         results = []
         at = 0
         while at < len(positions):
@@ -259,29 +259,29 @@ class RowMaker:
             except RuntimeError as error:
                 if not out_of_memory(error) or len(part) == 1 or self.sharded:
                     raise
-            size = len(part) // 2  # outside of the handler, which holds what failed
-            print(f"gradwire grads collect: out of memory; {size} samples at once now", file=sys.stderr)
+            size = len(part) // 2  # outside the handler, which keeps the failed tensors alive
+            print(f"gradwire grads collect: out of memory; reducing to {size} samples at once", file=sys.stderr)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
         return results, size
 
     @contextmanager
     def _sufficient_memory(self) -> Iterator[None]:
-        """Where memory runs out although nothing can be halved any more."""
+        """Turn an out-of-memory error that cannot be avoided by halving into a RunFault."""
         try:
             yield
         except RuntimeError as error:
             if not out_of_memory(error):
                 raise
             raise RunFault(
-                f"{self.batch_size if self.sharded else 1} samples do not fit into the memory of {self.device}: take a "
+                f"{self.batch_size if self.sharded else 1} samples do not fit into the memory of {self.device}: use a "
                 "smaller --batch_size or --save_interval, a smaller model, or --strategy fsdp2 on more ranks."
             ) from error
 
     def _facts(
         self, samples: Sequence[Sample], positions: Sequence[int], losses: Tensor, targets: Tensor, norms: Tensor
     ) -> list[dict[str, Any]]:
-        """What the store keeps of each sample beside its row.
+        """Return the metadata of each sample for the store.
 
         Raises:
             NonFiniteGradient: If a gradient is not finite.
@@ -303,32 +303,32 @@ class RowMaker:
 
 
 def resolved(method: str, model: nn.Module) -> str:
-    """The method that ``auto`` stands for: hooks where every trainable parameter's layer is known, else vmap.
+    """Resolve ``auto``: hooks if the layers of all trainable parameters are supported, else vmap.
 
     Raises:
-        BadInput: If ``hooks`` is asked for and a layer is not known.
+        BadInput: If the method is ``hooks`` and a layer is not supported.
     """
     unknown = hooks.unsupported(model)
     if method == "hooks" and unknown:
-        raise BadInput(f"--method hooks does not know the layer of {', '.join(unknown[:3])}: give vmap or loop.")
+        raise BadInput(f"--method hooks does not support the layer of {', '.join(unknown[:3])}: use vmap or loop.")
     if method != "auto":
         return method
     if unknown:
-        print(f"gradwire: --method auto takes vmap: hooks do not know the layer of {unknown[0]}", file=sys.stderr)
+        print(f"gradwire: --method auto uses vmap: hooks do not support the layer of {unknown[0]}", file=sys.stderr)
         return "vmap"
     return "hooks"
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shapes of the trainable parameters, by name."""
+    """Return the shapes of the trainable parameters, by name."""
     return {name: tuple(parameter.shape) for name, parameter in trainable(model).items()}
 
 
 def kind_of(provenance: Provenance, model: nn.Module, device: torch.device) -> gradient_types.GradientType:
-    """The gradient type, with Adam's moments where it needs them.
+    """Build the gradient type, with Adam's moments if needed.
 
     Raises:
-        BadInput: If the moments are missing, are others now, or do not fit the model.
+        BadInput: If the moments are missing, have changed, or do not fit the model.
     """
     if provenance.grad_type == "sgd":
         return gradient_types.sgd
@@ -341,12 +341,12 @@ def kind_of(provenance: Provenance, model: nn.Module, device: torch.device) -> g
 
 
 def flattened(found: PerSample, out: Tensor | None = None) -> Tensor:
-    """The gradients as rows, [B, n], the parameters one after another."""
+    """Concatenate the gradients of all parameters into rows [B, n]."""
     return torch.cat([gradient.flatten(1) for gradient in found.gradient.values()], dim=1, out=out)
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free for this rank: of its GPU, or its share of the machine's."""
+    """Return the free bytes of this rank's GPU, or its share of the machine's memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()

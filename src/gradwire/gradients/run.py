@@ -1,4 +1,4 @@
-"""The verb ``grads run``: collect, aggregate and validate in one call, from one configuration file."""
+"""The verb ``grads run``: collect, aggregate and validate from one configuration file."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--config_path",
         type=Path,
         required=True,
-        help="YAML or JSON: the options of `grads collect` (model_dir, data_path, ...), `recompute: K` for `grads "
-        "validate`, `launcher: NAME` as of `gradwire launch`, and `train: OPTIONS` to train the model first, with "
-        "these words after `gradwire train`",
+        help="YAML or JSON file with the options of `grads collect` (model_dir, data_path, ...), `recompute: K` for "
+        "`grads validate`, `launcher: NAME` for `gradwire launch`, and `train: OPTIONS` to run `gradwire train "
+        "OPTIONS` first",
     )
-    parser.add_argument("--output_dir", type=output_folder, required=True, help="the run's folder")
-    parser.add_argument("--num_gpus", type=RANKS, default=1, help="ranks that train and collect")
+    parser.add_argument("--output_dir", type=output_folder, required=True, help="the run folder")
+    parser.add_argument("--num_gpus", type=RANKS, default=1, help="number of ranks for training and collection")
     parser.add_argument(
-        "--dim", type=COUNT, nargs="+", metavar="N", help="columns of a row (default: the file's `dim`)"
+        "--dim", type=COUNT, nargs="+", metavar="N", help="columns per row (default: `dim` of the file)"
     )
-    parser.add_argument("--skip_training", action="store_true", help="do not train, whatever the file says")
+    parser.add_argument("--skip_training", action="store_true", help="ignore `train` of the file")
 
 
 def beside(args: argparse.Namespace) -> Path:
-    """The run's folder."""
+    """Return the run folder."""
     return args.output_dir
 
 
 def main(args: argparse.Namespace) -> None:
-    """Run the steps one after another; the first that fails ends the run, and the next call goes on from there.
+    """Run the steps in order; a failed step ends the run, and the next call resumes there.
 
     Raises:
-        BadInput: If the configuration is unusable.
-        GradwireError: What a step raised.
+        BadInput: If the configuration is invalid.
+        GradwireError: If a step fails.
     """
     config = read(args.config_path, {"dim": args.dim} if args.dim else {})
     for words in commands(config, args.output_dir, args.num_gpus, args.skip_training):
@@ -57,14 +57,14 @@ def main(args: argparse.Namespace) -> None:
 
 
 def read(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Read a configuration file; what is ``given`` on the command line wins.
+    """Read a configuration file; ``given`` options of the command line override it.
 
     Raises:
-        BadInput: If it is missing, is no mapping, lacks an option or has an unknown one.
+        BadInput: If the file is missing, is not a mapping, lacks an option or has an unknown one.
     """
     config = read_yaml(path)
     if not isinstance(config, dict):
-        raise BadInput(f"{path} holds no mapping of options such as `model_dir: results/…/final_model`.")
+        raise BadInput(f"{path} is not a mapping of options such as `model_dir: results/…/final_model`.")
     config |= given
     known = _options()
     for name in config:
@@ -80,7 +80,7 @@ def read(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _options() -> set[str]:
-    """What a configuration file may say."""
+    """Return the options that a configuration file may set."""
     parser = argparse.ArgumentParser(add_help=False)
     collect.arguments(parser)
     return {*vars(parser.parse_args(["--model_dir=", "--data_path=", "--output_path=.", "--dim=1"])), *OWN} - {
@@ -90,7 +90,7 @@ def _options() -> set[str]:
 
 
 def commands(config: Mapping[str, Any], run: Path, num_gpus: int, skip_training: bool) -> Iterator[list[str]]:
-    """The steps as command lines."""
+    """Yield the steps as command lines."""
     launcher = ["--launcher", config["launcher"]] if "launcher" in config else []
     ranks = ["launch", "--world_size", str(num_gpus), *launcher, "--"]
     if "train" in config and not skip_training:
@@ -103,7 +103,7 @@ def commands(config: Mapping[str, Any], run: Path, num_gpus: int, skip_training:
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:
-    """``{"dim": [8, 9], "restart": True}`` as ``--dim 8 9 --restart``; None and False are left out."""
+    """Format ``{"dim": [8, 9], "restart": True}`` as ``--dim 8 9 --restart``; None and False are omitted."""
     words = []
     for name, value in options.items():
         if value is not None and value is not False:

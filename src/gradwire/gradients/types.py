@@ -1,7 +1,7 @@
-"""Gradient types: what a row is made of, given the gradients of its samples.
+"""Gradient types: transformations of per-sample gradients before projection.
 
-``sgd`` is the gradient, ``sign`` its signs, ``adam`` the step that Adam would take next for this sample alone, without
-the learning rate: by the moments that training left (``models.optimizer``).
+``sgd`` is the gradient, ``sign`` its signs, and ``adam`` the next Adam update for this sample alone, without the
+learning rate, from the saved moments of training (``models.optimizer``).
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ from gradwire.config import AdamVariant
 from gradwire.errors import BadInput
 from gradwire.models.optimizer import Moments
 
-LESS_BETAS, LESS_EPS = (0.9, 0.999), 1e-8  # constants of LESS's code, whatever the training took
-NOISE = 2e-6  # ten times what float32 leaves of a sum that is zero, of the RMS of its row
-CHUNK = 1 << 22  # entries that are worked on at once
+LESS_BETAS, LESS_EPS = (0.9, 0.999), 1e-8  # constants of LESS's code, independent of the training's
+NOISE = 2e-6  # ten times the float32 rounding error of a zero sum, relative to its row's RMS
+CHUNK = 1 << 22  # entries processed at once
 
 
 class GradientType(Protocol):
-    """Changes rows in place."""
+    """Transforms rows in place."""
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Turn gradients [samples, n] into what the type says, in place; returns them."""
+        """Transform gradients [samples, n] in place and return them."""
 
 
-# How far two computations of a row may lie apart, relative to its norm: float32 sums in another order, times a wide
-# margin. Adam divides by what may be rounding noise itself, and a sign is another for entries that are nearly noise.
+# Largest difference between two computations of a row, relative to its norm: float32 sums in different order, with a
+# wide margin. Adam may divide by rounding noise, and signs may flip for entries near the noise level.
 TOLERANCE = {"sgd": 1e-4, "adam": 5e-3, "sign": 1e-2}
 
 
 def sgd(rows: Tensor) -> Tensor:
-    """The gradient itself."""
+    """Return the gradient unchanged."""
     return rows
 
 
 @dataclass(frozen=True)
 class Sign:
-    """The signs of the gradient's entries, 0 for those that are no larger than `NOISE` times the RMS of their row.
+    """The signs of the gradient's entries, 0 for those of at most `NOISE` times the RMS of their row.
 
-    Some gradients are zero but for rounding, such as that of a key's bias in attention, which softmax takes away again.
-    The signs of those would be another draw in every batch, at any number of threads. A row is what lies along a
-    parameter's last dimension: the rows of an embedding differ by the probabilities of their tokens, by any power of
-    ten, and the small ones are as exact as the large ones.
+    Some gradients are zero up to rounding, such as that of the key bias in attention, to which softmax is invariant.
+    Their signs would depend on the batch and the number of threads. A row runs along a parameter's last dimension: the
+    rows of an embedding differ in scale by orders of magnitude with the probabilities of their tokens, and small rows
+    are as exact as large ones.
 
     Attributes:
         shapes: The shape of each parameter, in the order of the columns.
@@ -56,7 +56,7 @@ class Sign:
     shapes: Sequence[tuple[int, ...]]
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Turn gradients [samples, n] into signs, in place."""
+        """Replace gradients [samples, n] by their signs, in place."""
         for columns, shape in zip(rows.split([math.prod(shape) for shape in self.shapes], 1), self.shapes, strict=True):
             part = columns.unflatten(1, (-1, *shape[-1:])) if shape else columns
             rms = part.square().mean(-1, keepdim=True).sqrt()
@@ -66,20 +66,20 @@ class Sign:
 
 @dataclass(frozen=True)
 class Adam:
-    """Adam's direction (Kingma & Ba, 2015, algorithm 1): with m' = β₁m + (1 - β₁)g and v' = β₂v + (1 - β₂)g²,
+    """Adam's update direction (Kingma & Ba, 2015, algorithm 1): with m' = β₁m + (1 - β₁)g and v' = β₂v + (1 - β₂)g²,
 
-    - ``torch``: m' / (1 - β₁ᵗ) / (√(v' / (1 - β₂ᵗ)) + ε), t the steps made and this one: as `torch.optim.Adam`;
-    - ``less``: m' / √(v' + 1e-8), uncorrected, ε in the root, β₁ = 0.9 and β₂ = 0.999 whatever the training took
+    - ``torch``: m' / (1 - β₁ᵗ) / (√(v' / (1 - β₂ᵗ)) + ε), t counting this step: as `torch.optim.Adam`;
+    - ``less``: m' / √(v' + 1e-8), without bias correction, ε in the root, β₁ = 0.9 and β₂ = 0.999 always
       (Xia et al., 2024, "LESS", as published in code).
 
     Attributes:
         exp_avg: m, [n], in the order of the rows' columns.
         exp_avg_sq: v, [n].
-        step: Steps made, [n]: a parameter may have made fewer than another.
+        step: Steps made, [n]; may differ between parameters.
         beta1: β₁.
         beta2: β₂.
         eps: ε.
-        variant: Which of the two.
+        variant: ``torch`` or ``less``.
     """
 
     exp_avg: Tensor
@@ -92,20 +92,20 @@ class Adam:
 
     @classmethod
     def of(cls, moments: Moments, shapes: Mapping[str, Any], variant: AdamVariant, device: torch.device) -> Adam:
-        """From what training left, by parameter name.
+        """Build from the saved moments of training.
 
         Args:
-            moments: The moments of every parameter of ``shapes``, at least.
+            moments: The moments of at least the parameters of ``shapes``.
             shapes: The trainable parameters, in the order of the columns.
             variant: ``torch`` or ``less``.
-            device: Where rows are.
+            device: Device of the rows.
 
         Raises:
-            BadInput: If a parameter has no moments, or some of another shape.
+            BadInput: If a parameter has no moments, or moments of a different shape.
         """
         for name, shape in shapes.items():
             if name not in moments.exp_avg:
-                raise BadInput(f"{moments.path} has no moments of {name}: it is of another model, or was not trained.")
+                raise BadInput(f"{moments.path} has no moments of {name}: a different model, or not trained.")
             if tuple(moments.exp_avg[name].shape) != tuple(shape):
                 raise BadInput(
                     f"{moments.path} has moments of {name} of shape {tuple(moments.exp_avg[name].shape)}, "
@@ -120,7 +120,7 @@ class Adam:
         return cls(flat(moments.exp_avg), flat(moments.exp_avg_sq), flat(steps), *betas, moments.eps, variant)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Turn gradients [samples, n] into directions, in place."""
+        """Replace gradients [samples, n] by update directions, in place."""
         for start in range(0, rows.shape[1], CHUNK):
             part = rows[:, start : start + CHUNK]
             m, v, step = (of[start : start + CHUNK] for of in (self.exp_avg, self.exp_avg_sq, self.step))

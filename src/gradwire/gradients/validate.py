@@ -1,4 +1,4 @@
-"""The verb ``grads validate``: prove that row i belongs to id i, in the ranks' files and in the merged ones."""
+"""The verb ``grads validate``: check that row i belongs to id i, in the ranks' files and the merged ones."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ RESULT = "validation.json"
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Define the verb's flags."""
-    parser.add_argument("--output_dir", type=Path, required=True, help="the run's folder; gets validation.json")
+    parser.add_argument("--output_dir", type=Path, required=True, help="the run folder; gets validation.json")
     parser.add_argument("--check_ranks", action="store_true", help="check rank_<r>/dim<D>/ (default: both)")
     parser.add_argument("--check_aggregated", action="store_true", help="check dim<D>/ (default: both)")
-    parser.add_argument("--num_gpus", type=RANKS, help="ranks that collected (default: as the run's folder says)")
-    parser.add_argument("--dim", type=COUNT, nargs="+", metavar="N", help="widths to check (default: all of the run's)")
+    parser.add_argument("--num_gpus", type=RANKS, help="ranks that collected (default: from collect.json)")
+    parser.add_argument("--dim", type=COUNT, nargs="+", metavar="N", help="widths to check (default: all)")
     parser.add_argument(
-        "--recompute", type=NATURAL, default=0, metavar="K", help="if all else holds, compute K random rows again"
+        "--recompute", type=NATURAL, default=0, metavar="K", help="recompute K random rows if all other checks pass"
     )
-    parser.add_argument("--seed", type=SEED, default=0, help="which rows --recompute draws")
-    parser.add_argument("--model_dir", type=Path, help="where the model is now (default: where it was)")
-    parser.add_argument("--data_path", type=Path, help="where the shards are now (default: where they were)")
-    parser.add_argument("--corpus", type=Path, help="where the corpus file is now (default: where it was)")
-    parser.add_argument("--optimizer_dir", type=Path, help="where adam's moments are now (default: where they were)")
-    parser.add_argument("--lora_dir", type=Path, help="where the LoRA adapter is now (default: where it was)")
+    parser.add_argument("--seed", type=SEED, default=0, help="seed of the choice of --recompute")
+    parser.add_argument("--model_dir", type=Path, help="current folder of the model (default: as collected)")
+    parser.add_argument("--data_path", type=Path, help="current folder of the shards (default: as collected)")
+    parser.add_argument("--corpus", type=Path, help="current path of the corpus file (default: as collected)")
+    parser.add_argument("--optimizer_dir", type=Path, help="current folder of Adam's moments (default: as collected)")
+    parser.add_argument("--lora_dir", type=Path, help="current folder of the LoRA adapter (default: as collected)")
     parser.add_argument(
         "--device", choices=DEVICES, default="auto", help="for --recompute; auto: a GPU if there is one"
     )
 
 
 def beside(args: argparse.Namespace) -> Path:
-    """The run's folder."""
+    """Return the run folder."""
     return args.output_dir
 
 
 def main(args: argparse.Namespace) -> None:
-    """Run the checks and write ``validation.json``, also where they fail.
+    """Run the checks and write ``validation.json``, even if some fail.
 
     Raises:
-        BadInput: If the run's folder, its model or its data are gone, or are others now.
-        CheckFailed: If a check failed, with the files at fault.
+        BadInput: If the run folder, its model or its data are missing or have changed.
+        CheckFailed: If a check failed, with the affected files.
     """
     (args.output_dir / RESULT).unlink(missing_ok=True)
     checks = [check.report() for check in _audit(args).checks]
@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _audit(args: argparse.Namespace) -> Audit:
-    """Run what was asked for; without a choice, the checks of the ranks and of the merged rows."""
+    """Run the selected checks; by default those of the ranks and of the merged rows."""
     import torch
 
     from gradwire.collectives import world
@@ -88,7 +88,7 @@ def _audit(args: argparse.Namespace) -> Audit:
         if args.check_aggregated or all_of_it:
             audit.aggregated(dim)
     audit.custom()
-    if args.recompute and not any(check.problems for check in audit.checks):  # else what they are made from is not sure
+    if args.recompute and not any(check.problems for check in audit.checks):  # else the provenance is in doubt
         drawn = random.Random(args.seed).sample(range(origin.samples), min(args.recompute, origin.samples))
         device = world.choose("auto", args.device, 1, world.detect_gpus()).device_type
         audit.recomputed(RowMaker.load(origin, torch.device(device)), sorted(drawn))
@@ -96,7 +96,7 @@ def _audit(args: argparse.Namespace) -> Audit:
 
 
 def _origin(args: argparse.Namespace) -> Provenance:
-    """What the run was made from, where it is now."""
+    """Read the run's provenance, with the paths given on the command line."""
     from gradwire.gradients import provenance
 
     origin = provenance.read(args.output_dir)
