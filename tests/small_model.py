@@ -39,7 +39,7 @@ def make(root: Path) -> Small:
         dataset="small",
     )
     vocab_size = load_tokenizer(root / "data" / "tokenizer").vocab_size
-    model = gpt2.build("tiny", vocab_size, MAX_LENGTH, seed=3)
+    model = gpt2.build("micro", vocab_size, MAX_LENGTH, seed=3)
     folder.save(model.state_dict(), model.config, root / "data" / "tokenizer", root / "final_model", {"steps": 0})
     return Small(root / "corpus.json", root / "data" / "shards", root / "final_model")
 

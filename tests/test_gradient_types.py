@@ -198,7 +198,7 @@ def test_a_fresh_and_a_saved_adapter_give_the_gradients_of_its_parameters(small,
 
     other = tmp_path / "elsewhere"
     shutil.copytree(small.model, other)
-    changed = gpt2.build("tiny", 290, 24, seed=8)
+    changed = gpt2.build("micro", 290, 24, seed=8)
     folder.save(changed.state_dict(), changed.config, small.shards.parent / "tokenizer", other, {})
     capsys.readouterr()
     words = ["--model_dir", other, "--data_path", small.shards, "--output_path", tmp_path / "no", "--dim", 36]
@@ -360,7 +360,7 @@ def test_a_batch_fits_the_free_memory(small, monkeypatch):
     shards = Shards(small.shards, "train")
     made = maker(small)
     assert made.fitting(shards, 0) == rows.BATCH_AT_MOST["cpu"]
-    monkeypatch.setattr(rows, "free_memory", lambda device: 40 << 20)
+    monkeypatch.setattr(rows, "free_memory", lambda device: 2 << 20)
     assert 1 <= made.fitting(shards, 0) < 5
     monkeypatch.setattr(rows, "free_memory", lambda device: 0)
     assert made.fitting(shards, 0) == 1

@@ -25,7 +25,8 @@ def small(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("preset", "vocab", "length", "count"), [("tiny", 2048, 128, 675_328), ("62m", 50_257, 1024, 62_392_320)]
+    ("preset", "vocab", "length", "count"),
+    [("micro", 256, 24, 21_728), ("tiny", 2048, 128, 675_328), ("62m", 50_257, 1024, 62_392_320)],
 )
 def test_presets_have_the_size_they_are_named_for(preset, vocab, length, count):
     config = gpt2.configuration(preset, vocab, length)

@@ -27,7 +27,15 @@ from gradwire.training import settings as run_settings
 from gradwire.training.environment import same_machine
 from gradwire.training.preemption import Preemption
 
-SMALL = {"batch_size": 2, "steps": 6, "warmup_steps": 1, "eval_every": 3, "profile": False, "device": "cpu"}
+SMALL = {
+    "model": "micro",
+    "batch_size": 2,
+    "steps": 6,
+    "warmup_steps": 1,
+    "eval_every": 3,
+    "profile": False,
+    "device": "cpu",
+}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +55,7 @@ def shards(tmp_path_factory) -> Path:
     return root / "shards"
 
 
-VECTORS = 2 * (128 * 4 + 128 * 3 + 128 + 512 + 128) + 2 * 128  # norms and biases of two blocks, and the last norm
+VECTORS = (32 * 4 + 32 * 3 + 32 + 128 + 32) + 2 * 32  # norms and biases of the block, and the last norm
 
 
 def words(shards: Path, folder: Path, *more: str, **changes) -> list[str]:
@@ -102,7 +110,7 @@ def test_the_loss_curve_depends_on_the_global_batch_not_on_how_ranks_and_micro_b
 
 def test_parameters_travel_compressed_and_are_counted(world, shards, tmp_path):
     def trained(name: str, *more: str, strategy: str = "fsdp2", grad_accum_steps: int = 2) -> dict:
-        given = {"strategy": strategy, "grad_accum_steps": grad_accum_steps}
+        given = {"model": "tiny", "strategy": strategy, "grad_accum_steps": grad_accum_steps}
         return world(2).run(run, words(shards, tmp_path / name, *more, **given))[0][1]
 
     model = gpt2.build("tiny", 300, 24, seed=0)
@@ -168,7 +176,7 @@ def test_seeds_give_different_curves_and_one_seed_gives_the_same_curve_twice(wor
         ("fsdp2", "fp16", {}, 2.0, "metered"),
         ("ddp", "fp16", {}, 2.0, "metered"),
         ("fsdp1", "bf16", {}, 2.0, "metered"),
-        ("ddp", "int8", {"block": 128, "rounding": "stochastic"}, 4 / (1 + 4 / 128), "metered"),
+        ("ddp", "int8", {"block": 32, "rounding": "stochastic"}, 4 / (1 + 4 / 32), "metered"),
     ],
 )
 def test_counted_bytes_are_the_closed_form(world, shards, tmp_path, strategy, method, options, ratio, source):
@@ -205,7 +213,7 @@ def test_what_a_framework_reduces_by_itself_is_seen_in_its_traces(world, shards,
     assert (row.bytes_source, as_computed(untraced), as_computed(row)) == ("closed_form", None, True)
     numel = row.parameters
     if strategy == "fsdp2":  # rows of every parameter, until three ranks divide them
-        model = gpt2.build("tiny", 300, 24, seed=0)
+        model = gpt2.build("micro", 300, 24, seed=0)
         numel = sum(3 * math.ceil(len(p) / 3) * p[0].numel() for p in model.parameters())
     if strategy != "fsdp1":
         assert row.bytes_traced_total == 4 * (2 if strategy == "ddp" else 1) * 4 * (size - 1) * numel
@@ -228,7 +236,7 @@ def test_exempt_tensors_and_dense_steps_show_in_the_record(world, shards, tmp_pa
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_looking_at_gradients_changes_neither_losses_nor_bytes(world, shards, tmp_path, strategy):
     """Every step is sampled, or the last one only; the compressor draws random numbers and keeps residuals."""
-    cell = {"topk.density": 0.1, "int8.rounding": "stochastic", "error_feedback": True, "algorithm": "exchange"}
+    cell = {"topk.density": 0.125, "int8.rounding": "stochastic", "error_feedback": True, "algorithm": "exchange"}
     cell |= {"dense_steps": 1}
     options = {"strategy": strategy, "comm_compress": "topk+int8", "comm_config_json": json.dumps(cell), "steps": 4}
     (seen, seen_record), (other, _) = world(2).run(run, words(shards, tmp_path / "seen", eval_every=1, **options))
@@ -249,10 +257,10 @@ def test_looking_at_gradients_changes_neither_losses_nor_bytes(world, shards, tm
     assert table["grad_rel_error"] == [*errors, *errors]
 
     phases = 2 if strategy == "ddp" else 1  # the owners' means to all
-    reductions = 1 if strategy == "ddp" else 3  # two blocks, and the rest of the model
+    reductions = 1 if strategy == "ddp" else 2  # the block, and the rest of the model
     assert record["extra_collectives"] == 4 * reductions * (phases - 1)
     assert (record["extra_collective_time_ms"] > 0) == (strategy == "ddp")
-    assert record["density"] == pytest.approx(0.1, rel=1e-3)
+    assert record["density"] == pytest.approx(0.125, rel=1e-3)
     assert record["density"] + record["sparsity"] == 1
     assert record["padding_bytes"] == 0
     assert record["index_bytes"] > 0
@@ -370,6 +378,7 @@ def test_the_record_of_an_optimizer_that_communicates(world, shards, tmp_path, s
         arguments = words(
             shards,
             tmp_path / name,
+            model="tiny",
             strategy=strategy,
             comm_compress="onebit",
             comm_config_json=json.dumps({"comm_optimizer": name, **cell}),
@@ -398,7 +407,7 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_only_validates(world, s
     for field in ("val_loss", "algorithm", "exempt_fraction", "fallbacks", "fallback_fraction", "bytes_by_op"):
         assert again[field] == record[field], field
     assert (record["algorithm"], record["exempt_fraction"]) == ("native", 0)
-    assert record["fallbacks"] == 2 * 6 * (2 * 8 + 2), "on two ranks, six steps: norms and biases of two blocks"
+    assert record["fallbacks"] == 2 * 6 * (8 + 2), "on two ranks, six steps: norms and biases, as in VECTORS"
     assert record["fallback_fraction"] == pytest.approx(VECTORS / record["parameters"])
 
 
@@ -456,7 +465,7 @@ def test_perplexity_refuses_shards_that_the_model_cannot_read(shards, tmp_path, 
     from gradwire.models import folder, gpt2
 
     meta = Shards(shards, "val").meta
-    model = gpt2.build("tiny", meta["vocab_size"], 24, seed=0)
+    model = gpt2.build("micro", meta["vocab_size"], 24, seed=0)
     folder.save(model.state_dict(), model.config, shards.parent / "tokenizer", tmp_path / "model", {})
     arguments = ["perplexity", "--model_dir", str(tmp_path / "model"), "--data_path", str(shards)]
     assert cli.main(arguments) == 0

@@ -496,7 +496,7 @@ class Experiment(Strict):
 
     name: Name = Field(description="the experiment's folder under results/")
     dataset: Dataset = Field(default_factory=Dataset)
-    model: str = Field("tiny", description="a preset (tiny, 62m) or a saved model's folder")
+    model: str = Field("tiny", description="a preset (micro, tiny, 62m) or a saved model's folder")
     timing: bool | None = Field(
         None, description="one run at a time, so that its times are its own; default: where there are links"
     )

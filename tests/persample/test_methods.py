@@ -20,13 +20,13 @@ VOCABULARY, LENGTH = 64, 9
 
 
 def gpt() -> torch.nn.Module:
-    return gpt2.build("tiny", VOCABULARY, LENGTH, seed=0)
+    return gpt2.build("micro", VOCABULARY, LENGTH, seed=0)
 
 
 def partly_frozen() -> torch.nn.Module:
     model = gpt()
     model.transformer.wte.requires_grad_(False)
-    model.transformer.h[1].ln_1.weight.requires_grad_(False)
+    model.transformer.h[0].ln_1.weight.requires_grad_(False)
     return model
 
 
@@ -163,7 +163,7 @@ class Odd(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = torch.nn.Parameter(torch.ones(128))
+        self.scale = torch.nn.Parameter(torch.ones(32))
 
     def forward(self, x):
         return x * self.scale

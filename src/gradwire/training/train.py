@@ -28,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--data_path", type=Path, required=True, help="a shards folder, or a corpus file (JSON or .jsonl)"
     )
     parser.add_argument("--output_dir", type=output_folder, required=True, help="the run's folder")
-    parser.add_argument("--model", default="tiny", help="a preset (tiny, 62m) or a saved model's folder")
+    parser.add_argument("--model", default="tiny", help="a preset (micro, tiny, 62m) or a saved model's folder")
     parser.add_argument("--strategy", choices=get_args(Strategy), default="fsdp2", help="data-parallel strategy")
     parser.add_argument("--comm_compress", metavar="NAME", help="gradient compressor (default: the cell's, else none)")
     parser.add_argument(
