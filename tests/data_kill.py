@@ -1,7 +1,8 @@
-"""Tokenize a corpus again and again, killed at each of its writes in turn: ``data_kill.py CORPUS FOLDER``.
+"""Tokenize a corpus again and again, killed at its writes in turn: ``data_kill.py CORPUS FOLDER [STRIDE]``.
 
 Each attempt is a forked child that dies by SIGKILL just before or just after its n-th rename, then a second child that
-finishes the work. Prints one line per attempt: a digest of all resulting files.
+finishes the work. Prints one line per attempt: a digest of all resulting files. With a stride above 1 it takes every
+STRIDE-th write, and two kills before one alternate with two kills after one.
 """
 
 from __future__ import annotations
@@ -47,11 +48,11 @@ def _die_at(number: int, after: bool) -> None:
     Path.replace = replace
 
 
-def main(corpus: Path, folder: Path) -> None:
-    """Kill at the 1st write, the 2nd, …, until a child survives its number."""
+def main(corpus: Path, folder: Path, stride: int) -> None:
+    """Kill at the 1st write, the (1 + stride)-th, …, until a child survives its number."""
     words = tokenize_words(corpus, folder)
-    for number in range(1, 1000):
-        for after in (False, True):
+    for turn, number in enumerate(range(1, 1000, stride)):
+        for after in (False, True) if stride == 1 else (turn % 4 > 1,):
             shutil.rmtree(folder, ignore_errors=True)
             status = child(words, number, after)
             if status == 0:
@@ -63,4 +64,4 @@ def main(corpus: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 1)

@@ -180,8 +180,13 @@ def launch(folder: Path, data: Path, *flags: str, launcher: str = "spawn", **cha
     return subprocess.Popen([*command, "--", "train", *arguments], env=CLEAN, stderr=subprocess.PIPE, text=True)
 
 
-def ranks_of(launcher: int) -> list[int]:
-    return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+def children(process: int) -> list[int]:
+    return [int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+def ranks_of(process: int, launcher: str) -> list[int]:
+    """The ranks of a launcher; the process that forks them comes between."""
+    return children(children(process)[0] if launcher == "fork" else process)
 
 
 def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
@@ -205,7 +210,13 @@ def unbroken(world, shards, tmp_path_factory) -> tuple[list[float], bytes]:  # n
 
 @pytest.mark.parametrize(
     ("launcher", "target"),
-    [("torchrun", "launcher"), ("spawn", "rank"), pytest.param("spawn", "launcher", marks=pytest.mark.sweep)],
+    [
+        ("fork", "rank"),
+        *(
+            pytest.param(*case, marks=pytest.mark.sweep)
+            for case in (("fork", "launcher"), ("spawn", "rank"), ("spawn", "launcher"), ("torchrun", "launcher"))
+        ),
+    ],
 )
 def test_sigterm_saves_and_exits_75_and_the_run_goes_on_as_if_unbroken(
     world,
@@ -219,7 +230,7 @@ def test_sigterm_saves_and_exits_75_and_the_run_goes_on_as_if_unbroken(
     folder = tmp_path / "run"
     running = launch(folder, shards, launcher=launcher, checkpoint_every=2, **LONG)
     wait_for(folder / "checkpoints/step00000002", running)
-    os.kill(running.pid if target == "launcher" else ranks_of(running.pid)[1], signal.SIGTERM)
+    os.kill(running.pid if target == "launcher" else ranks_of(running.pid, launcher)[1], signal.SIGTERM)
     _, told = running.communicate(timeout=60)
     assert running.returncode == 75, told
     assert told.count("\n") == 1

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import socket
 
+import pytest
+
 from gradwire import cli
 
 
+@pytest.mark.full
 def test_two_ranks_collect_and_every_row_is_proven(capsys):
     assert cli.main(["doctor", "--multi_gpu", "--launcher", "spawn"]) == 0
     told = capsys.readouterr().out

@@ -121,7 +121,12 @@ def test_a_killed_rank_is_named_and_not_the_peer_that_lost_it(tmp_path, launcher
 
 
 @pytest.mark.parametrize(
-    ("strategy", "size", "launcher"), [("naive", 2, "fork"), ("bucket", 3, "spawn"), ("fsdp2", 2, "torchrun")]
+    ("strategy", "size", "launcher"),
+    [
+        ("naive", 2, "fork"),
+        pytest.param("bucket", 3, "spawn", marks=pytest.mark.sweep),
+        pytest.param("fsdp2", 2, "torchrun", marks=pytest.mark.sweep),
+    ],
 )
 def test_a_rank_killed_in_a_backward_pass_ends_the_others(tmp_path, strategy, size, launcher):
     """They wait in an exchange of their own hooks, in asynchronous all-reduces, in a hook of FSDP."""

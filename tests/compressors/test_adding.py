@@ -104,6 +104,7 @@ def running(tmp_path_factory) -> Iterator[dict]:
         process.kill()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 def test_the_pages_compressor_is_found_everywhere(running, way):
     printed, _ = running[way].communicate(timeout=240)

@@ -10,6 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from diagonals import diagonals
 from norms.test_norms import SAMPLES, batch_of, built
 from scipy import optimize, stats
 from small_model import make
@@ -89,11 +90,9 @@ def clipped_by_hand(max_norm: float, count: int) -> tuple[dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize(
-    ("size", "strategy"),
-    [(1, "ddp"), (1, "fsdp2"), (2, "ddp"), (2, "fsdp2"), (3, "fsdp2"), (3, "naive"), (2, "bucket")],
+    ("strategy", "max_norm", "size"), diagonals(["naive", "bucket", "ddp", "fsdp2"], [6.5, 1e9], [1, 2, 3])
 )
-@pytest.mark.parametrize("max_norm", [6.5, 1e9])
-def test_the_gradient_is_the_sum_clipped_by_hand_whatever_the_ranks(world, size, strategy, max_norm):
+def test_the_gradient_is_the_sum_clipped_by_hand_whatever_the_ranks(world, strategy, max_norm, size):
     """Seven samples, one without a target; an infinite bound clips nothing and gives the plain mean over samples."""
     wanted, clipped = clipped_by_hand(max_norm, SAMPLES)
     assert clipped == (3 if max_norm == 6.5 else 0)

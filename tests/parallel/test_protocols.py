@@ -2,8 +2,9 @@
 
 There are two families: under `naive`, `bucket` and `ddp` a mean is encoded again on its way back; under `fsdp1` and
 `fsdp2` it stays with its owner. Error feedback is on, and every step has gradients of its own, so that residuals,
-generators and states count. `make test` runs all cases on two ranks and, on three and four, each under one strategy;
-`make test-sweep` runs the rest.
+generators and states count. `make test` runs all cases on two ranks under `ddp` and `fsdp2`, which between them have
+both families, and each case under one of the other ways; on three and on four ranks each case under one way.
+`make test-sweep` runs the full product.
 """
 
 from __future__ import annotations
@@ -98,6 +99,8 @@ OTHER_WAYS = {
     "fsdp2, one unit": Way("fsdp2", units=False),
 }
 WAYS = STRATEGIES | OTHER_WAYS
+WHOLE = ("ddp", "fsdp2")  # with every case on two ranks; the others share the cases
+SHARING = [way for way in WAYS if way not in WHOLE]
 OPTIONS = {  # where the defaults would send next to nothing of such small tensors, or all of it
     "gradiveq": {"slice": 8, "components": 2, "window": 1, "refresh": 3},
     "powersgd": {"rank": 2},
@@ -263,14 +266,14 @@ def check_bytes(case, strategy, traffics, sent, expected):
         assert total == raw == STEPS * traffic_unhooked(NUMEL, strategy, len(traffics))
 
 
-@pytest.mark.parametrize("way", STRATEGIES)
+@pytest.mark.parametrize("way", WHOLE)
 def test_two_ranks(world, way):
-    compare(world, way, cases_of(way, ("exchange", "native")) + selection(STRATEGIES, 2, ["gather"])[way], 2)
+    compare(world, way, cases_of(way), 2)
 
 
-@pytest.mark.parametrize("way", OTHER_WAYS)
-def test_another_bucket_size_or_wrapping_changes_nothing(world, way):
-    compare(world, way, selection(OTHER_WAYS, 2, ["exchange", "native"])[way], 2)
+@pytest.mark.parametrize("way", SHARING)
+def test_a_selection_on_two_ranks(world, way):
+    compare(world, way, selection(SHARING, 2, ALGORITHMS)[way], 2)
 
 
 @pytest.mark.parametrize("size", [3, 4])
