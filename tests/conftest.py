@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 from world import Pool, World
 
 POOL_SIZE = 4
@@ -26,6 +27,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if forbidden := sorted(reason for reason in reasons if not any(name in reason for name in MAY_LACK)):
         reporter.write_line(f"\nskipped although this is CI: {'; '.join(forbidden)}", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """A worker uses one core, as do the pool's ranks: more threads than idle cores cost far more than they bring."""
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -55,14 +54,11 @@ def copy_run(whole: Path, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(shards, tmp_path_factory) -> Iterator[Path]:  # noqa: F811
+def whole(shards, tmp_path_factory) -> Path:  # noqa: F811
     """An unbroken run of one process with three checkpoints."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # as in the pool's ranks: more threads than idle cores cost far more than they bring
     folder = tmp_path_factory.mktemp("whole")
     assert train(folder, shards, keep_checkpoints=3) == 0
-    yield folder
-    torch.set_num_threads(before)
+    return folder
 
 
 DAMAGE = {
