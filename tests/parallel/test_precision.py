@@ -63,10 +63,10 @@ def narrow(rank, world, group, dtype, micros, method, options):
     return steps, kept
 
 
-@worlds
-@pytest.mark.parametrize("micros", [1, 3])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "autocast"])
-def test_means_are_float32_and_rounded_once(world, size, dtype, micros):
+@pytest.mark.parametrize(
+    ("dtype", "micros", "size"), diagonals([torch.bfloat16, torch.float16, "autocast"], [1, 3], [2, 3])
+)
+def test_means_are_float32_and_rounded_once(world, dtype, micros, size):
     """Each rank's own gradient, all micro-batches in it, is that of its framework: here as a model's on its own."""
     results = [steps for steps, _ in world(size).run(narrow, dtype, micros, "none", {"algorithm": "exchange"})]
     for number in range(2):
