@@ -89,8 +89,7 @@ def test_more_than_the_machine_has_is_refused(machine):
     _, told = refused.communicate(timeout=60)
     assert refused.returncode == 2
     assert told == (
-        "gradwire launch: 5 ranks need a GPU each and this machine has 4: use a smaller world size or --device "
-        "cpu.\n"
+        "gradwire launch: 5 ranks need a GPU each and this machine has 4: use a smaller world size or --device cpu.\n"
     )
     assert not machine.started("five")
 
