@@ -237,10 +237,10 @@ def test_numbers_out_of_range(flag, value, corpus, tmp_path, capsys):
 
 def test_a_folder_without_a_tokenizer(corpus, tmp_path, capsys):
     assert main(tokenize_words(corpus, tmp_path / "out", tokenizer=tmp_path)) == 2
-    assert "holds no tokenizer" in capsys.readouterr().err
+    assert "has no tokenizer" in capsys.readouterr().err
     (tmp_path / "tokenizer.json").write_text("{}")
     assert main(tokenize_words(corpus, tmp_path / "out", tokenizer=tmp_path)) == 2
-    assert "can't be read" in capsys.readouterr().err
+    assert "cannot read the tokenizer" in capsys.readouterr().err
 
 
 CONFIGURATIONS = {
@@ -283,7 +283,7 @@ def test_check_finds_missing_altered_and_unfinished_shards(corpus, tmp_path):
     content = path.read_bytes()
 
     path.write_bytes(content[:-200] + bytes([content[-200] ^ 1]) + content[-199:])
-    with pytest.raises(BadInput, match=r"shard-00001\.pt is not what was written"):
+    with pytest.raises(BadInput, match=r"shard-00001\.pt was modified"):
         shards.check(folder)
     path.unlink()
     with pytest.raises(BadInput, match=r"shard-00001\.pt is missing"):
@@ -298,7 +298,7 @@ def test_check_finds_missing_altered_and_unfinished_shards(corpus, tmp_path):
     torch.save({**meta, "finalized": False}, folder / "val" / "shards.meta.pt")
     with pytest.raises(BadInput, match="not complete"):
         Shards(folder, "val")
-    with pytest.raises(BadInput, match="no folder of token shards"):
+    with pytest.raises(BadInput, match="is not a shards folder"):
         shards.check(tmp_path)
 
 
@@ -317,21 +317,24 @@ def first(values, value):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (changed("lengths", lambda lengths: first(lengths, 17)), "a length 17, outside of 1 to 16"),
-        (changed("lengths", lambda lengths: first(lengths, -3)), "a length -3, outside of 1 to 16"),
-        (changed("lengths", lambda lengths: first(lengths, 0)), "a length 0, outside of 1 to 16"),
-        (changed("lengths", lambda lengths: lengths[1:]), "lengths is no int32 vector of 7"),
-        (changed("lengths", lambda lengths: lengths.double()), "lengths is no int32 vector of 7"),
-        (changed("lengths", lambda lengths: lengths.tolist()), "lengths is no int32 vector of 7"),
-        (changed("input_ids", lambda tokens: tokens.float() + 0.5), "input_ids is no int16 or int32 matrix of 7 × 16"),
-        (changed("input_ids", lambda tokens: tokens[:, 1:]), "input_ids is no int16 or int32 matrix of 7 × 16"),
-        (changed("input_ids", lambda tokens: tokens.int().to_sparse()), "input_ids is no int16 or int32 matrix"),
-        (changed("input_ids", lambda tokens: first(tokens, 300)), "a token 300, outside of 0 to 299"),
-        (changed("input_ids", lambda tokens: first(tokens, -1)), "a token -1, outside of 0 to 299"),
-        (changed("sample_ids", lambda ids: ids[1:]), "sample_ids is no list of 7 strings"),
-        (changed("sample_ids", lambda ids: [*ids[1:], 5]), "sample_ids is no list of 7 strings"),
-        (lambda shard: shard["input_ids"], "no dictionary of input_ids, lengths and sample_ids"),
-        (lambda shard: {"input_ids": shard["input_ids"]}, "no dictionary of input_ids, lengths and sample_ids"),
+        (changed("lengths", lambda lengths: first(lengths, 17)), "a length 17, outside 1 to 16"),
+        (changed("lengths", lambda lengths: first(lengths, -3)), "a length -3, outside 1 to 16"),
+        (changed("lengths", lambda lengths: first(lengths, 0)), "a length 0, outside 1 to 16"),
+        (changed("lengths", lambda lengths: lengths[1:]), "lengths is not an int32 vector of 7"),
+        (changed("lengths", lambda lengths: lengths.double()), "lengths is not an int32 vector of 7"),
+        (changed("lengths", lambda lengths: lengths.tolist()), "lengths is not an int32 vector of 7"),
+        (
+            changed("input_ids", lambda tokens: tokens.float() + 0.5),
+            "input_ids is not an int16 or int32 matrix of 7 × 16",
+        ),
+        (changed("input_ids", lambda tokens: tokens[:, 1:]), "input_ids is not an int16 or int32 matrix of 7 × 16"),
+        (changed("input_ids", lambda tokens: tokens.int().to_sparse()), "input_ids is not an int16 or int32 matrix"),
+        (changed("input_ids", lambda tokens: first(tokens, 300)), "a token 300, outside 0 to 299"),
+        (changed("input_ids", lambda tokens: first(tokens, -1)), "a token -1, outside 0 to 299"),
+        (changed("sample_ids", lambda ids: ids[1:]), "sample_ids is not a list of 7 strings"),
+        (changed("sample_ids", lambda ids: [*ids[1:], 5]), "sample_ids is not a list of 7 strings"),
+        (lambda shard: shard["input_ids"], "not a dictionary of input_ids, lengths and sample_ids"),
+        (lambda shard: {"input_ids": shard["input_ids"]}, "not a dictionary of input_ids, lengths and sample_ids"),
     ],
 )
 def test_a_shard_that_is_not_as_its_meta_says_is_refused_when_it_is_opened(output, tmp_path, change, message):
@@ -354,15 +357,15 @@ def test_a_shard_that_is_not_as_its_meta_says_is_refused_when_it_is_opened(outpu
         (lambda meta: meta["shards"][1].update(file="../val/shard-00000.pt"), "of shard 1"),
         (lambda meta: meta["shards"][1].update(samples=-7), "of shard 1"),
         (lambda meta: meta["shards"][1].update(samples="7"), "of shard 1"),
-        (lambda meta: meta["shards"].pop(), "samples in all, it says"),
+        (lambda meta: meta["shards"].pop(), "samples, but processed_samples is"),
         (lambda meta: meta.update(max_length=16.0), "max_length is 16.0"),
         (lambda meta: meta.update(pad_id=-1), "pad_id is -1"),
         (lambda meta: meta.update(finalized=1), "finalized is 1"),
         (lambda meta: meta.update(shards={}), "shards is {}"),
-        (lambda meta: meta.update(split="val"), "it is of the split val"),
+        (lambda meta: meta.update(split="val"), "it belongs to the split val"),
         (lambda meta: meta.pop("vocab_size"), "vocab_size is None"),
-        (lambda meta: meta.clear(), "no meta of format version 1"),
-        (lambda meta: meta.update(tokens=meta["tokens"] - 1), "tokens, their shards.meta.pt says"),
+        (lambda meta: meta.clear(), "not metadata of format version 1"),
+        (lambda meta: meta.update(tokens=meta["tokens"] - 1), "tokens, but shards.meta.pt says"),
     ],
 )
 def test_a_meta_that_cannot_be_true_is_refused(corpus, output, tmp_path, change, message, capsys):

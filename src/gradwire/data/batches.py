@@ -1,4 +1,4 @@
-"""Batches of samples that carry their ids, and which rank gets which."""
+"""Batches of samples with their ids, and their distribution over the ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.data.shards import Sample, Shards
 from gradwire.errors import BadInput
 
 Item = TypeVar("Item")
-IGNORED = -100  # the label that losses leave out
+IGNORED = -100  # the label that losses ignore
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Batch:
 
     Attributes:
         input_ids: ``[B, T]`` int64, T the longest sample's length.
-        labels: ``[B, T]`` int64: the tokens themselves, -100 where padding is; a model shifts them by one.
-        sample_id: The B samples' ids; "" marks a filler row, which has no labels.
+        labels: ``[B, T]`` int64: the tokens, and -100 for padding; the model shifts them by one.
+        sample_id: The ids of the B samples; "" marks a filler row, which has no labels.
     """
 
     input_ids: torch.Tensor
@@ -39,13 +39,13 @@ class Batch:
         return int((self.labels[:, 1:] != IGNORED).sum())
 
     def split(self, size: int) -> list[Batch]:
-        """The same rows as batches of ``size``, the last one perhaps smaller."""
+        """Split the rows into batches of ``size``; the last one may be smaller."""
         starts = range(0, len(self.sample_id), size)
         parts = zip(self.input_ids.split(size), self.labels.split(size), starts, strict=True)
         return [Batch(tokens, labels, self.sample_id[start : start + size]) for tokens, labels, start in parts]
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on another device."""
+        """Return a copy of the batch on ``device``."""
         return replace(
             self,
             input_ids=self.input_ids.to(device, non_blocking=True),
@@ -54,7 +54,7 @@ class Batch:
 
 
 def collate(samples: Sequence[Sample], pad_id: int, rows: int) -> Batch:
-    """Put samples into a batch of ``rows`` rows; rows without a sample are filler."""
+    """Combine samples into a batch of ``rows`` rows; rows without a sample are filler."""
     longest = max((len(sample.input_ids) for sample in samples), default=2)
     input_ids = torch.full((rows, longest), pad_id)
     labels = torch.full((rows, longest), IGNORED)
@@ -65,23 +65,23 @@ def collate(samples: Sequence[Sample], pad_id: int, rows: int) -> Batch:
 
 
 def train_batches(shards: Shards, batch_size: int, rank: int, world: int, seed: int, start: int = 0) -> Iterator[Batch]:
-    """This rank's batches, without end: each epoch is shuffled anew and shared out without overlap.
+    """Yield this rank's batches forever. Each epoch is reshuffled and divided over the ranks without overlap.
 
     Args:
         shards: The training split.
         batch_size: Samples per batch and rank.
         rank: This rank.
         world: Number of ranks.
-        seed: Determines every epoch's order, the same on all ranks.
-        start: Batches this rank has consumed already; they are passed over without being read.
+        seed: Determines every epoch's order; the same on all ranks.
+        start: Number of batches to skip, without reading them: those this rank has already consumed.
 
     Raises:
-        BadInput: If an epoch has not one full batch for each rank.
+        BadInput: If an epoch has less than one full batch per rank.
     """
     if len(shards) < batch_size * world:
         raise BadInput(
             f"{shards.folder} has {len(shards)} samples, too few for one batch of {batch_size} on each of {world} "
-            "ranks; give a larger corpus, a smaller --batch_size or a smaller --world_size."
+            "ranks; use a larger corpus, a smaller --batch_size or a smaller --world_size."
         )
     return _train_batches(shards, batch_size, rank, world, seed, start)
 
@@ -98,7 +98,7 @@ def _train_batches(shards: Shards, batch_size: int, rank: int, world: int, seed:
 
 
 def grouped(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
-    """The same batches, ``size`` at a time."""
+    """Yield the batches in lists of ``size``; the last one may be shorter."""
     while group := list(islice(batches, size)):
         yield group
 
@@ -106,16 +106,16 @@ def grouped(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
 def poisson_steps(
     shards: Shards, batch_size: int, expected: int, rank: int, world: int, seed: int, start: int = 0
 ) -> Iterator[list[Batch]]:
-    """This rank's micro-batches of each step, without end: every sample is in a step by a toss of its own coin.
+    """Yield this rank's micro-batches of each step forever. Poisson sampling: samples are drawn independently.
 
-    A sample's rank is its index modulo W, whatever else is drawn: it changes the messages of one rank only. All ranks
+    A sample always belongs to the rank of its index modulo W, so it changes the messages of one rank only. All ranks
     know the whole draw and have as many micro-batches as the largest share needs, at least one; missing samples are
     filler rows.
 
     Args:
         shards: The training split.
         batch_size: Rows per micro-batch.
-        expected: Samples of a step over all ranks, on average.
+        expected: Expected number of samples per step, over all ranks.
         rank: This rank.
         world: Number of ranks.
         seed: Determines every step's draw.
@@ -132,12 +132,12 @@ def poisson_steps(
 
 
 def drawn(samples: int, rate: float, seed: int, step: int) -> np.ndarray:
-    """The samples of a step, rising, the same on all ranks: each is drawn with probability ``rate``."""
+    """Return the ascending indices of a step's samples, each drawn with probability ``rate``; equal on all ranks."""
     return np.flatnonzero(np.random.default_rng([seed, step]).random(samples) < rate)
 
 
 def prefetch(items: Iterator[Item]) -> Iterator[Item]:
-    """The same items; a thread reads the next one while this one is worked on."""
+    """Yield the same items; a thread reads the next one while the caller uses this one."""
     with ThreadPoolExecutor(1, thread_name_prefix="gradwire-batches") as reader:
         coming = reader.submit(next, items, None)
         while (item := coming.result()) is not None:
@@ -146,7 +146,7 @@ def prefetch(items: Iterator[Item]) -> Iterator[Item]:
 
 
 def eval_batches(shards: Shards, batch_size: int, rank: int, world: int) -> Iterator[Batch]:
-    """This rank's share of a split: over all ranks every sample exactly once, on each rank as many batches.
+    """Yield this rank's share of a split: each sample is on exactly one rank, and all ranks have equally many batches.
 
     Args:
         shards: The split.

@@ -1,4 +1,4 @@
-"""Shards for verbs that are given a corpus file: tokenized once, by rank 0, into a cache."""
+"""Cached token shards of a corpus file, for verbs that take one; rank 0 tokenizes it once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradwire.defaults import MAX_LENGTH, SHARD_SIZE, SHORTEST_MAX_LENGTH, VAL_F
 from gradwire.errors import BadInput
 from gradwire.files import check_folder, digest, sha256_file
 
-TIMEOUT = 600.0  # seconds without progress until the other ranks give rank 0 up
+TIMEOUT = 600.0  # seconds without progress after which the other ranks stop waiting for rank 0
 
 
 def shards_of(
@@ -29,21 +29,21 @@ def shards_of(
     rank: int = 0,
     timeout: float = TIMEOUT,
 ) -> Path:
-    """The shards folder for a ``--data_path``.
+    """Return the shards folder for a ``--data_path``.
 
     Args:
-        data_path: A shards folder or the folder that holds ``shards/``, returned as it is; or a corpus file.
-        tokenizer: A tokenizer's folder, such as a saved model's: shards of another one are refused. Or ``bpe``: shards
-            have theirs, for a corpus file one is trained.
-        max_length: Tokens per sample: shards of longer ones are refused. None: theirs, or the default of a corpus.
-        vocab_size: Size of the vocabulary of ``bpe``, for a corpus file.
-        cache_dir: Where a corpus file's shards go; None: ``$XDG_CACHE_HOME/gradwire/<digest>``.
-        whole: Take all documents of a corpus file, as the split ``all``; those of ``cache_dir`` go into its ``all/``.
-        rank: Rank 0 tokenizes, the others poll until it has finished.
-        timeout: Seconds without progress after which they give up.
+        data_path: A shards folder or the parent of ``shards/``, used as it is; or a corpus file.
+        tokenizer: A tokenizer folder, such as a saved model's; shards made with another one are an error. Or ``bpe``:
+            shards bring their own tokenizer, and for a corpus file one is trained.
+        max_length: Tokens per sample; shards with longer ones are an error. None: as the shards, or the default.
+        vocab_size: Vocabulary size of ``bpe``, for a corpus file.
+        cache_dir: Where to write a corpus file's shards; None: ``$XDG_CACHE_HOME/gradwire/<digest>``.
+        whole: Put all documents of a corpus file into the split ``all``; in a ``cache_dir``, below ``all/``.
+        rank: Rank 0 tokenizes; the others poll until it has finished.
+        timeout: Seconds without progress after which the others stop waiting.
 
     Raises:
-        BadInput: If there is nothing usable at ``data_path``, or shards that do not fit.
+        BadInput: If ``data_path`` is neither a shards folder nor a corpus file, or the shards do not match.
         RunFault: If rank 0 makes no progress.
     """
     data_path = Path(data_path)
@@ -79,10 +79,10 @@ def shards_of(
 
 
 def check_fit(folder: Path, tokenizer: str, max_length: int | None) -> None:
-    """Refuse shards whose samples are longer than asked for, or whose tokens are another vocabulary's.
+    """Check that shards have samples of at most ``max_length`` tokens and the vocabulary of ``tokenizer``.
 
     Raises:
-        BadInput: Saying which, and what to do.
+        BadInput: If they do not; the message says how to make shards that do.
     """
     longest = meta(folder, splits(folder)[0])["max_length"]
     if max_length is not None and longest > max_length:
@@ -93,12 +93,12 @@ def check_fit(folder: Path, tokenizer: str, max_length: int | None) -> None:
     if tokenizer != "bpe" and not tokenizers.alike(Path(tokenizer), folder.parent / "tokenizer"):
         raise BadInput(
             f"{folder} was made with another tokenizer than the one in {tokenizer}; run `gradwire tokenize` with "
-            f"--tokenizer {tokenizer}, or give the corpus file itself."
+            f"--tokenizer {tokenizer}, or pass the corpus file itself."
         )
 
 
 def default_cache(data_path: Path, tokenizer: str, max_length: int, vocab_size: int, val_fraction: float) -> Path:
-    """A folder for exactly this corpus, tokenizer, length and split below the user's cache."""
+    """Return the folder in the user's cache for exactly this corpus, tokenizer, length and split."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     origin = tokenizers.origin(tokenizer, data_path, vocab_size)
     cut = [max_length, SHARD_SIZE, val_fraction]
@@ -107,7 +107,7 @@ def default_cache(data_path: Path, tokenizer: str, max_length: int, vocab_size: 
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Let only one process at a time fill a folder that several runs share; a dead process holds no lock."""
+    """Lock a folder that several runs share, so that one process at a time fills it; the lock ends with its process."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)

@@ -1,7 +1,7 @@
-"""The corpus: a JSON array (or ``.jsonl``) of documents, read and written as a stream and checked on the way.
+"""The corpus: a JSON array (or ``.jsonl``) of documents, streamed and validated while it is read or written.
 
-A document is an object with ``id`` (a string or a number; absent: ``sample_<index>``), ``title`` and ``text``.
-Positions in messages are counted from 0, as the ids ``sample_<index>`` are.
+A document is an object with ``id`` (a string or a number; default: ``sample_<index>``), ``title`` and ``text``.
+Positions in messages count from 0, as in ``sample_<index>``.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Document(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What a model reads: the title, a line break, the body."""
+        """The model's input: the title, a line break, the body."""
         return f"{self.title}\n{self.body}"
 
 
 class Written(NamedTuple):
-    """What ``write`` put into a file, and whether ``max_bytes`` ended it before the documents did."""
+    """What ``write`` wrote, and whether ``max_bytes`` cut it off before the last document."""
 
     documents: int
     bytes: int
@@ -45,29 +45,29 @@ class Written(NamedTuple):
 
 
 class Object(dict[str, Any]):
-    """A decoded JSON object, and a key that it was given twice; ijson would not pass an exception on."""
+    """A decoded JSON object that records a duplicate key; an exception would not pass through ijson."""
 
     twice: str | None = None
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Set a key; note it if it was set before."""
+        """Set a key; record it if it was set before."""
         if key in self:
             self.twice = key
         super().__setitem__(key, value)
 
 
 class FirstSeen:
-    """Where each key was first met, for any number of keys: a temporary SQLite table, on disk where it is large."""
+    """The first position of each key, for any number of keys: a temporary SQLite table, on disk if it is large."""
 
     def __init__(self) -> None:
-        # The tokenizer's trainer draws documents now from one thread, now from another, never from two at once.
+        # The tokenizer's trainer reads documents from several threads, but never from two at once.
         self._table = sqlite3.connect("", check_same_thread=False)
         self._table.execute("PRAGMA cache_size = -32768")  # KiB kept in memory
         self._table.execute("CREATE TABLE seen (key TEXT PRIMARY KEY, position INTEGER) WITHOUT ROWID")
         self._table.execute("BEGIN")
 
     def add(self, key: str, position: int) -> int | None:
-        """Note ``key``; return the position at which it was met before, if it was."""
+        """Record ``key``; return its first position if it was added before."""
         try:
             self._table.execute("INSERT INTO seen VALUES (?, ?)", (key, position))
         except sqlite3.IntegrityError:
@@ -76,26 +76,26 @@ class FirstSeen:
 
 
 def documents(path: Path, id_from: str | None = None) -> Iterator[Document]:
-    """Every document of a corpus file, in order; memory does not grow with the file.
+    """Yield the documents of a corpus file, in order; memory use does not depend on the size of the file.
 
     Args:
         path: The file.
-        id_from: Where ids are (`identify.id_of`); by default in the key ``id``.
+        id_from: Source of the ids (`identify.id_of`); default: the key ``id``.
 
     Raises:
-        BadInput: If the file is missing, is not JSON in UTF-8, is no array (``.jsonl``: no objects), holds no document,
-            or holds one that ``parse`` refuses.
+        BadInput: If the file is missing, not JSON in UTF-8, not an array (``.jsonl``: not objects) or empty, or a
+            document is invalid as in ``parse``.
     """
     return parse(_values(Path(path)), str(path), id_from)
 
 
 def checked(path: Path) -> Iterator[Document]:
-    """Every document of a corpus file, as long as no id comes twice; errors as in ``documents`` and ``distinct``."""
+    """Yield the documents of a corpus file and check that ids are unique; errors as in ``documents``, ``distinct``."""
     return distinct(documents(path), str(path))
 
 
 def sha256(path: Path) -> str:
-    """SHA-256 of a corpus file.
+    """Return the SHA-256 of a corpus file.
 
     Raises:
         BadInput: If it cannot be read.
@@ -110,25 +110,25 @@ def parse(values: Iterable[Any], where: str, id_from: str | None = None) -> Iter
     """Turn decoded JSON objects into documents.
 
     Args:
-        values: Mappings with ``text`` and, where they have them, ``id`` and ``title``.
-        where: What the values come from, for messages.
-        id_from: Where ids are, as in ``documents``.
+        values: Mappings with ``text`` and, optionally, ``id`` and ``title``.
+        where: Origin of the values, for messages.
+        id_from: Source of the ids, as in ``documents``.
 
     Raises:
-        BadInput: If there is no document, or one has no text or an unusable id or title.
+        BadInput: If there are no documents, or one has no text or an invalid id or title.
     """
     position, id_of = -1, identify.id_of(id_from)
     for position, value in enumerate(values):
         yield _document(value, position, where, id_of)
     if position < 0:
-        raise BadInput(f"{where} holds no document.")
+        raise BadInput(f"{where} contains no documents.")
 
 
 def distinct(documents: Iterable[Document], where: str) -> Iterator[Document]:
-    """Pass documents on as long as no id comes twice.
+    """Yield the documents and check that their ids are unique.
 
     Raises:
-        BadInput: Naming both documents' positions.
+        BadInput: If two documents share an id; the message names their positions.
     """
     seen = FirstSeen()
     for position, document in enumerate(documents):
@@ -136,21 +136,21 @@ def distinct(documents: Iterable[Document], where: str) -> Iterator[Document]:
         if first is not None:
             raise BadInput(
                 f"{where}: documents {first} and {position} (counted from 0) share the id {document.id!r}; "
-                "ids must be unique, since gradients are told apart by them."
+                "ids must be unique, because they identify gradients."
             )
         yield document
 
 
 def write(path: Path, documents: Iterable[Document], max_bytes: int | None = None) -> Written:
-    """Write documents as a JSON array, one per line, whole or not at all.
+    """Write documents atomically as a JSON array, one per line.
 
     Args:
         path: The file to write.
-        documents: What to write; read only as far as needed.
-        max_bytes: Stop before the document that would make the file larger than this.
+        documents: The documents; read only as far as needed.
+        max_bytes: Maximum size of the file; the first document that would exceed it ends the file.
 
     Raises:
-        BadInput: If not one document fits.
+        BadInput: If no document fits.
     """
     count, size, cut = 0, len("[\n\n]\n"), False
     with whole(path) as part, part.open("wb") as stream:
@@ -177,7 +177,7 @@ def _document(value: Any, position: int, where: str, id_of: IdOf) -> Document:
     if not isinstance(title, str):
         raise BadInput(f"{here} has {_kind(title)} as title; it must be a string.")
     if not isinstance(body, str) or not body.strip():
-        raise BadInput(f"{here} has no text: give it a non-empty string 'text', or leave it out.")
+        raise BadInput(f"{here} has no text: add a non-empty string 'text', or remove the document.")
     return Document(_document_id(id_of(value), position, here), title, body)
 
 
@@ -199,8 +199,8 @@ def _kind(value: Any) -> str:
 def _values(path: Path) -> Iterator[Any]:
     if ijson.backend != C_BACKEND:
         raise BadInput(
-            f"ijson reads with its slow backend {ijson.backend!r}; unset IJSON_BACKEND and install an ijson wheel, "
-            f"which carries {C_BACKEND!r}."
+            f"ijson uses its slow backend {ijson.backend!r}; unset IJSON_BACKEND and install an ijson wheel, "
+            f"which includes {C_BACKEND!r}."
         )
     lines = path.suffix == ".jsonl"
     position = 0
@@ -216,8 +216,8 @@ def _values(path: Path) -> Iterator[Any]:
                 position += 1
     except (ijson.JSONError, UnicodeDecodeError) as error:
         raise BadInput(
-            f"{path} is not valid JSON in UTF-8: {_reason(error)} in document {position} (counted from 0) or right "
-            "after the one before it. Is the file complete?"
+            f"{path} is not valid JSON in UTF-8: {_reason(error)} in document {position} (counted from 0) or directly "
+            "before it. Is the file complete?"
         ) from None
     except OSError as error:
         raise BadInput(f"cannot read the corpus {path}: {error.strerror}.") from None
@@ -229,12 +229,12 @@ def _require_array(head: bytes, path: Path) -> None:
     if not head.startswith(b"["):
         raise BadInput(
             f"{path} is not a JSON array (it starts with {head[:1].decode(errors='replace')!r}): a corpus is an array "
-            "of objects with id, title and text; a file with one object per line is named .jsonl."
+            "of objects with id, title and text; a file with one object per line must be named .jsonl."
         )
 
 
 def _reason(error: Exception) -> str:
-    """The parser's first line; it gives bytes, and below them a picture of the place."""
+    """The first line of the parser's message; it is bytes, and the other lines show the position."""
     message = error.args[0] if isinstance(error, ijson.JSONError) else str(error)
     text = message.decode(errors="replace") if isinstance(message, bytes) else str(message)
     return text.splitlines()[0].rstrip(".")

@@ -1,4 +1,4 @@
-"""``gradwire download``: fetch or extract a corpus as a JSON array of id, title and text."""
+"""``gradwire download``: download or extract a corpus as a JSON array of id, title and text."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--max_mb",
         type=POSITIVE,
         metavar="N",
-        help="stop before the file is larger than N MB (10^6 bytes); None: no limit",
+        help="maximum size of the file in MB (10^6 bytes); None: no limit",
     )
     parser.add_argument(
         "--revision",
         metavar="R",
-        help="wikipedia: a commit, branch or tag (None: a pinned commit); pydocs: the Python version; json: the file's "
-        "SHA-256. Anything else than what is found there is an error",
+        help="required revision; any other is an error. wikipedia: a commit, branch or tag (None: a pinned commit); "
+        "pydocs: the Python version; json: the file's SHA-256",
     )
     parser.add_argument(
         "--data_path",
         type=Path,
         metavar="FILE",
-        help="json: the corpus file, a JSON array or .jsonl; wikipedia: a Parquet file to read in place of the Hub's",
+        help="json: the corpus file, a JSON array or .jsonl; wikipedia: a Parquet file to read instead of the Hub's",
     )
     parser.add_argument(
         "--id_from",
         metavar="NAME",
-        help="json: the key of a document that holds its id, or an entry point of gradwire.sample_ids (None: id)",
+        help="json: the key of a document's id, or an entry point of the group gradwire.sample_ids (None: id)",
     )
 
 
 def beside(args: argparse.Namespace) -> Path:
-    """Where a failure is noted."""
+    """The folder for a failure record."""
     return args.output.parent
 
 
 def main(args: argparse.Namespace) -> None:
-    """Write the corpus and, beside it, ``<name>.source.json``: what it was made of."""
+    """Write the corpus and, next to it, its origin in ``<name>.source.json``."""
     from gradwire.data import corpus
 
     if args.source == "wikipedia" and args.max_mb is None:
-        raise BadInput("--source wikipedia is about 20 GB as a whole; say how much of it you want: --max_mb N.")
+        raise BadInput("--source wikipedia is about 20 GB; limit its size with --max_mb N.")
     module = importlib.import_module(f"gradwire.data.sources.{SOURCES[args.source]}")
     if args.id_from and args.source != "json":
-        raise BadInput(f"--id_from {args.id_from}: only documents of --source json can have their ids elsewhere.")
+        raise BadInput(f"--id_from {args.id_from} works with --source json only.")
     source = module.source(args.data_path, args.revision, *([args.id_from] if args.id_from else []))
     documents = corpus.distinct(source.documents, source.name)
     written = corpus.write(args.output, documents, args.max_mb and int(args.max_mb * 1e6))
@@ -74,5 +74,5 @@ def main(args: argparse.Namespace) -> None:
         },
     )
     if written.cut:
-        print(f"gradwire download: stopped at --max_mb {args.max_mb:g}; the source holds more.", file=sys.stderr)
+        print(f"gradwire download: stopped at --max_mb {args.max_mb:g}; the source has more.", file=sys.stderr)
     print(f"{args.output}: {written.documents} documents, {written.bytes / 1e6:.2f} MB")

@@ -1,4 +1,4 @@
-"""Where a document's id comes from, if not from its ``id``: another key, or a function that some package adds."""
+"""Custom document ids: from another key than ``id``, or from a function of an installed package."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ IdOf: TypeAlias = Callable[[Mapping[str, Any]], Any]
 
 
 def id_of(name: str | None) -> IdOf:
-    """How a document's id is had from it.
+    """Return the function that gives a document's id.
 
     Args:
-        name: A key of the document, or an entry point of the group ``gradwire.sample_ids``: a function of the document,
-            a mapping, that gives its id. None: the key ``id``.
+        name: A key of the document, or an entry point of the group ``gradwire.sample_ids``: a function that takes the
+            document, a mapping, and returns its id. None: the key ``id``.
 
     Raises:
         BadInput: If the function cannot be loaded.

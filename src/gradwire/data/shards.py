@@ -1,9 +1,9 @@
-"""Token shards: their files, and reading them.
+"""Token shards: their file format and their reader.
 
-A shards folder holds ``train/`` and ``val/``, or ``all/`` where no document is held out; each has ``shard-00000.pt`` …
+A shards folder contains ``train/`` and ``val/``, or ``all/`` if no document is held out; each has ``shard-00000.pt`` …
 and ``shards.meta.pt``. A shard is a dictionary of ``input_ids`` (``[n, max_length]``, int16 or int32 by vocabulary,
-right-padded), ``lengths`` (``[n]`` int32, in tokens) and ``sample_ids`` (a list of n strings). The tokenizer lies
-beside the folder in ``tokenizer/``.
+right-padded), ``lengths`` (``[n]`` int32, in tokens) and ``sample_ids`` (a list of n strings). The tokenizer is next to
+the folder, in ``tokenizer/``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gradwire.files import digest, sha256_file
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
-ALL = "all"  # the one split of a corpus none of whose documents validate
+ALL = "all"  # the only split of a corpus without validation documents
 META = "shards.meta.pt"
 META_TYPES: dict[str, type] = {
     **dict.fromkeys(("split", "dataset", "dataset_digest", "tokenizer_digest", "source"), str),
@@ -38,14 +38,14 @@ POLL_SECONDS = 0.05
 
 
 class Sample(NamedTuple):
-    """One row of a shard without its padding; the targets are ``input_ids[1:]``."""
+    """One row of a shard without padding; the targets are ``input_ids[1:]``."""
 
     sample_id: str
     input_ids: torch.Tensor
 
 
 class Shards(Dataset[Sample]):
-    """The samples of one split, in the order of the corpus; each shard file is memory-mapped when first needed."""
+    """The samples of one split, in corpus order; each shard file is memory-mapped on first use."""
 
     def __init__(self, folder: Path, split: str) -> None:
         """Open a split.
@@ -56,19 +56,17 @@ class Shards(Dataset[Sample]):
         self.folder = Path(folder) / split
         self.meta = meta(folder, split)
         if not self.meta["finalized"]:
-            raise BadInput(
-                f"{self.folder} is not complete; run `gradwire tokenize` again, it goes on where it stopped."
-            )
+            raise BadInput(f"{self.folder} is not complete; run `gradwire tokenize` again to resume it.")
         self._ends = list(accumulate(shard["samples"] for shard in self.meta["shards"]))
         self._open: dict[int, dict[str, Any]] = {}
 
     @property
     def digest(self) -> str:
-        """A digest of the split's samples: of its shards' checksums, in hex."""
+        """A digest of the split's samples, from the checksums of its shards; in hex."""
         return digest([shard["sha256"] for shard in self.meta["shards"]], length=64)
 
     def told(self, count: int) -> str:
-        """The split's first ``count`` samples, in words that name all of its samples and documents."""
+        """Describe the split's first ``count`` samples, with its total numbers of samples and documents."""
         samples = f"{count} samples" if count == len(self) else f"the first {count} of {len(self)} samples"
         return f"{samples} of {self.meta['processed_documents']} documents"
 
@@ -88,14 +86,14 @@ class Shards(Dataset[Sample]):
 
 
 def meta(folder: Path, split: str) -> dict[str, Any]:
-    """What ``tokenize`` noted about a split; ``finalized`` tells whether it is complete.
+    """Return the metadata of a split as ``tokenize`` wrote it; ``finalized`` says whether the split is complete.
 
     Raises:
-        BadInput: If there is none, or one that cannot be true.
+        BadInput: If it is missing or invalid.
     """
     path = Path(folder) / split / META
     if not path.exists():
-        raise BadInput(f"{path} is missing: {folder} is no folder of token shards; `gradwire tokenize` makes one.")
+        raise BadInput(f"{path} is missing: {folder} is not a shards folder; run `gradwire tokenize` to make one.")
     found = read(path)
     if problem := _wrong_meta(found, split):
         raise BadInput(f"{path} is unusable: {problem}; run `gradwire tokenize` into a new folder or with --restart.")
@@ -103,29 +101,29 @@ def meta(folder: Path, split: str) -> dict[str, Any]:
 
 
 def _wrong_meta(meta: Any, split: str) -> str | None:
-    """Why a split's meta cannot be true, or None."""
+    """Why a split's metadata is invalid, or None."""
     if not isinstance(meta, dict) or meta.get("format_version") != FORMAT_VERSION:
-        return f"it is no meta of format version {FORMAT_VERSION}"
+        return f"not metadata of format version {FORMAT_VERSION}"
     for name, kind in META_TYPES.items():
         value: Any = meta.get(name)
         if type(value) is not kind or (isinstance(value, int) and value < 0):
             return f"{name} is {reprlib.repr(value)}"
     if meta["split"] != split:
-        return f"it is of the split {meta['split']}"
+        return f"it belongs to the split {meta['split']}"
     for number, shard in enumerate(meta["shards"]):
         named = isinstance(shard, dict) and shard.get("file") == file_name(number) and type(shard.get("sha256")) is str
         if not named or type(shard.get("samples")) is not int or shard["samples"] < 1:
-            return f"it says {reprlib.repr(shard)} of shard {number}"
+            return f"its entry of shard {number} is {reprlib.repr(shard)}"
     if meta["finalized"] and split == "val" and type(meta.get("unigram_ppl")) is not float:
         return f"unigram_ppl is {reprlib.repr(meta.get('unigram_ppl'))}"
     samples = sum(shard["samples"] for shard in meta["shards"])
     if samples != meta["processed_samples"] or (meta["finalized"] and not samples):
-        return f"its shards have {samples} samples in all, it says {meta['processed_samples']}"
+        return f"its shards have {samples} samples, but processed_samples is {meta['processed_samples']}"
     return None
 
 
 def file_name(number: int) -> str:
-    """The name of a split's shard."""
+    """Return the file name of a shard."""
     return f"shard-{number:05d}.pt"
 
 
@@ -133,7 +131,7 @@ def table(folder: Path, meta: dict[str, Any], number: int) -> dict[str, Any]:
     """Load a shard of a split folder, memory-mapped.
 
     Raises:
-        BadInput: If it is missing or damaged, or holds something else than the meta and the format say.
+        BadInput: If it is missing or damaged, or does not match the metadata or the format.
     """
     shard, path = read(folder / file_name(number)), folder / file_name(number)
     if problem := _wrong_shard(shard, meta["shards"][number]["samples"], meta["max_length"], meta["vocab_size"]):
@@ -142,20 +140,20 @@ def table(folder: Path, meta: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def _wrong_shard(shard: Any, samples: int, max_length: int, vocab_size: int) -> str | None:
-    """What in a shard is not as it must be, or None."""
+    """Why a shard is invalid, or None."""
     if not isinstance(shard, dict) or set(shard) != {"input_ids", "lengths", "sample_ids"}:
-        return "it is no dictionary of input_ids, lengths and sample_ids"
+        return "not a dictionary of input_ids, lengths and sample_ids"
     tokens, lengths, ids = shard["input_ids"], shard["lengths"], shard["sample_ids"]
     if not isinstance(ids, list) or len(ids) != samples or not all(isinstance(id_, str) for id_ in ids):
-        return f"sample_ids is no list of {samples} strings"
+        return f"sample_ids is not a list of {samples} strings"
     if not _numbers(tokens, (samples, max_length), (torch.int16, torch.int32)):
-        return f"input_ids is no int16 or int32 matrix of {samples} × {max_length}"
+        return f"input_ids is not an int16 or int32 matrix of {samples} × {max_length}"
     if not _numbers(lengths, (samples,), (torch.int32,)):
-        return f"lengths is no int32 vector of {samples}"
+        return f"lengths is not an int32 vector of {samples}"
     for name, values, least, most in (("token", tokens, 0, vocab_size - 1), ("length", lengths, 1, max_length)):
         for extreme in map(int, values.aminmax()):
             if not least <= extreme <= most:
-                return f"it has a {name} {extreme}, outside of {least} to {most}"
+                return f"it has a {name} {extreme}, outside {least} to {most}"
     return None
 
 
@@ -170,7 +168,7 @@ def _numbers(value: Any, shape: tuple[int, ...], kinds: tuple[torch.dtype, ...])
 
 
 def read(path: Path) -> Any:
-    """Load a shard or a meta file, memory-mapped; nothing in it is executed, and nothing is known of what it holds.
+    """Load a shard or a metadata file, memory-mapped; its code is never executed, its content is not validated.
 
     Raises:
         BadInput: If the file is missing or damaged.
@@ -179,7 +177,7 @@ def read(path: Path) -> Any:
         return torch.load(path, weights_only=True, mmap=True)
     except FileNotFoundError:
         raise BadInput(f"the token shard {path} is missing; run `gradwire tokenize` into a new folder.") from None
-    except Exception as error:  # torch raises many kinds for what it cannot read
+    except Exception as error:  # torch raises many types for unreadable files
         told = (str(error) or type(error).__name__).splitlines()[0]
         raise BadInput(
             f"{path} is damaged ({told}); run `gradwire tokenize` into a new folder or with --restart."
@@ -187,17 +185,17 @@ def read(path: Path) -> Any:
 
 
 def tables(folder: Path, meta: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The shards of one split folder, one after the other; errors as in ``table``."""
+    """Iterate over the shards of a split folder; errors as in ``table``."""
     return (table(folder, meta, number) for number in range(len(meta["shards"])))
 
 
 def splits(folder: Path) -> tuple[str, ...]:
-    """The splits of a shards folder: ``all``, or else train and val."""
+    """Return the splits of a shards folder: ``all``, or train and val."""
     return (ALL,) if (Path(folder) / ALL / META).exists() else SPLITS
 
 
 def exist(folder: Path) -> bool:
-    """Whether a folder is one of token shards, perhaps not complete ones."""
+    """Whether a folder is a shards folder, complete or not."""
     return all((Path(folder) / split / META).exists() for split in splits(folder))
 
 
@@ -207,7 +205,7 @@ def finalized(folder: Path) -> bool:
 
 
 def check(folder: Path) -> None:
-    """Read every shard of all splits and compare it with its checksum, and all of them with the sum of their tokens.
+    """Read all shards of all splits and verify their checksums and their number of tokens.
 
     Raises:
         BadInput: If a split is missing or incomplete, or a shard is missing, altered or unusable.
@@ -220,26 +218,26 @@ def check(folder: Path) -> None:
                 raise BadInput(f"the token shard {path} is missing; run `gradwire tokenize` into a new folder.")
             if sha256_file(path) != shard["sha256"]:
                 raise BadInput(
-                    f"the token shard {path} is not what was written (its SHA-256 differs); delete {folder} and run "
+                    f"the token shard {path} was modified (its SHA-256 differs); delete {folder} and run "
                     "`gradwire tokenize` again."
                 )
         tokens = sum(int(shard["lengths"].sum()) for shard in tables(shards.folder, shards.meta))
         if tokens != shards.meta["tokens"]:
             raise BadInput(
-                f"the token shards in {shards.folder} hold {tokens} tokens, their {META} says {shards.meta['tokens']}; "
+                f"the token shards in {shards.folder} have {tokens} tokens, but {META} says {shards.meta['tokens']}; "
                 f"delete {folder} and run `gradwire tokenize` again."
             )
 
 
 def wait_finalized(folder: Path, timeout: float) -> None:
-    """Wait until another process has completed the shards, by polling: no rank holds the others in a barrier.
+    """Poll until another process has completed the shards; no barrier, so a slow rank does not time out the others.
 
     Args:
-        folder: The shards folder; need not exist yet.
-        timeout: Seconds without any progress after which the producer counts as dead.
+        folder: The shards folder; may not exist yet.
+        timeout: Seconds without progress after which the other process counts as dead.
 
     Raises:
-        RunFault: If nothing has changed for that long.
+        RunFault: On timeout.
     """
     progress, since = None, time.monotonic()
     while not finalized(folder):
@@ -248,8 +246,8 @@ def wait_finalized(folder: Path, timeout: float) -> None:
             progress, since = now, time.monotonic()
         if time.monotonic() - since > timeout:
             raise RunFault(
-                f"waited {timeout:g} s for the token shards in {folder} and nothing was written; the process that "
-                "makes them (rank 0) is not running or has failed."
+                f"no progress on the token shards in {folder} for {timeout:g} s; the process that writes them (rank 0) "
+                "is not running or has failed."
             )
         time.sleep(POLL_SECONDS)
 

@@ -1,4 +1,4 @@
-"""From a corpus file to a tokenizer and token shards, in one call."""
+"""Make a tokenizer and token shards from a corpus file."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def tokenize(
     tokenizer_only: bool = False,
     restart: bool = False,
 ) -> None:
-    """Write ``output_dir/tokenizer`` and ``output_dir/shards``; what is there already, and fits, is kept.
+    """Write ``output_dir/tokenizer`` and ``output_dir/shards``; existing ones are kept if they match.
 
-    The corpus is read once to train a tokenizer and once to tokenize, and checked both times; an unusable one leaves
-    nothing behind.
+    The corpus is read once to train a tokenizer and once to tokenize, and validated both times; nothing is left of an
+    invalid one.
 
     Args:
         data_path: The corpus file.
-        output_dir: Gets both folders.
-        tokenizer: ``bpe``, or a tokenizer's folder.
-        vocab_size: Size of the vocabulary of ``bpe``.
-        max_length: Tokens per sample, at most.
+        output_dir: Parent of both folders.
+        tokenizer: ``bpe``, or a tokenizer folder.
+        vocab_size: Vocabulary size of ``bpe``.
+        max_length: Maximum number of tokens per sample.
         shard_size: Samples per shard.
-        val_fraction: Share of the documents that validate; 0: none does, and the one split is ``all``.
-        dataset: The name that records give the corpus.
-        tokenizer_only: Stop when the tokenizer is there.
-        restart: Replace shards that other settings, another corpus or other source code made.
+        val_fraction: Fraction of the documents for validation; 0 makes the one split ``all``.
+        dataset: Name of the corpus in records.
+        tokenizer_only: Make no shards.
+        restart: Replace shards made with other settings, another corpus or other source code.
 
     Raises:
-        BadInput: If the corpus, a setting, or what lies in ``output_dir`` is unusable.
+        BadInput: If the corpus, a setting, or existing files in ``output_dir`` are invalid.
     """
     check_shard(max_length, shard_size)
     tokenizer_folder, shards = output_dir / "tokenizer", output_dir / "shards"

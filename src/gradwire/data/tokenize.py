@@ -1,4 +1,4 @@
-"""``gradwire tokenize``: train or take a tokenizer, and write token shards."""
+"""``gradwire tokenize``: train or copy a tokenizer, and write token shards."""
 
 from __future__ import annotations
 
@@ -13,28 +13,34 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's flags."""
     parser.add_argument("--data_path", type=Path, required=True, metavar="FILE", help="corpus: a JSON array or .jsonl")
     parser.add_argument(
-        "--output_dir", type=output_folder, required=True, metavar="DIR", help="gets tokenizer/ and shards/{train,val}/"
+        "--output_dir",
+        type=output_folder,
+        required=True,
+        metavar="DIR",
+        help="output: tokenizer/ and shards/{train,val}/",
     )
     parser.add_argument(
-        "--tokenizer", default="bpe", metavar="{bpe,DIR}", help="train byte-level BPE, or take a folder such as GPT-2's"
+        "--tokenizer", default="bpe", metavar="{bpe,DIR}", help="train byte-level BPE, or use a folder such as GPT-2's"
     )
-    parser.add_argument(
-        "--vocab_size", type=VOCABULARY, default=VOCAB_SIZE, metavar="N", help="tokens that bpe is to have"
-    )
-    parser.add_argument("--max_length", type=LENGTH, default=MAX_LENGTH, metavar="N", help="tokens per sample, at most")
+    parser.add_argument("--vocab_size", type=VOCABULARY, default=VOCAB_SIZE, metavar="N", help="vocabulary size of bpe")
+    parser.add_argument("--max_length", type=LENGTH, default=MAX_LENGTH, metavar="N", help="maximum tokens per sample")
     parser.add_argument("--shard_size", type=COUNT, default=SHARD_SIZE, metavar="N", help="samples per shard")
     parser.add_argument(
-        "--val_fraction", type=FRACTION, default=VAL_FRACTION, metavar="F", help="share of the documents for validation"
+        "--val_fraction",
+        type=FRACTION,
+        default=VAL_FRACTION,
+        metavar="F",
+        help="fraction of the documents for validation",
     )
-    parser.add_argument("--tokenizer_only", action="store_true", help="stop when DIR/tokenizer is there")
+    parser.add_argument("--tokenizer_only", action="store_true", help="make DIR/tokenizer and no shards")
     parser.add_argument(
-        "--restart", action="store_true", help="replace shards made by other settings, corpus or source code"
+        "--restart", action="store_true", help="replace shards made with other settings, corpus or source code"
     )
-    parser.add_argument("--dataset", metavar="NAME", help="name for the records; None: the corpus file's")
+    parser.add_argument("--dataset", metavar="NAME", help="name in the records; None: the corpus file's")
 
 
 def beside(args: argparse.Namespace) -> Path:
-    """Where a failure is noted."""
+    """The folder for a failure record."""
     return args.output_dir
 
 

@@ -1,7 +1,7 @@
-"""Tokenizers: byte-level BPE trained on the corpus, or one taken from a folder such as GPT-2's.
+"""Tokenizers: byte-level BPE trained on the corpus, or a copy from a folder such as GPT-2's.
 
 Saved as a Hugging Face folder (``tokenizer.json``, ``tokenizer_config.json``), which transformers loads as a
-``PreTrainedTokenizerFast``; loaded here by the ``tokenizers`` library alone, whose import takes milliseconds.
+``PreTrainedTokenizerFast``; loaded here with the ``tokenizers`` library alone, which imports in milliseconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ END, PAD = "<|endoftext|>", "<|pad|>"
 class Tokenizer:
     """A tokenizer with an end-of-document token and a padding token.
 
-    Special tokens that a text spells out are read as ordinary text, so a document can't end itself.
+    Special tokens spelled out in a text are encoded as ordinary text, so a document cannot end itself.
     """
 
     backend: tokenizers.Tokenizer
@@ -44,19 +44,19 @@ class Tokenizer:
         return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of each text, without special tokens; parallel over the texts."""
+        """Encode each text as token ids, without special tokens; parallel over the texts."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids; special tokens are left out."""
+        """Decode token ids, without special tokens."""
         return self.backend.decode(ids, skip_special_tokens=True)
 
 
 def load(folder: Path) -> Tokenizer:
-    """Load a tokenizer folder that ``prepare`` wrote, or a model folder that carries one.
+    """Load a tokenizer from a folder that ``prepare`` wrote, or from a model folder.
 
     Raises:
-        BadInput: If the folder holds no tokenizer, or one without an end or a padding token.
+        BadInput: If the folder has no tokenizer, or one without an end or a padding token.
     """
     backend, named = _backend(Path(folder)), _special_tokens(Path(folder))
 
@@ -70,22 +70,22 @@ def load(folder: Path) -> Tokenizer:
 
 
 def alike(first: Path, second: Path) -> bool:
-    """Whether two folders' tokenizers give every token the same id, added special tokens aside."""
+    """Whether the tokenizers of two folders give every token the same id; added special tokens are ignored."""
     one, other = (_backend(folder).get_vocab(with_added_tokens=False) for folder in (first, second))
     return one == other
 
 
 def prepare(choice: str, folder: Path, corpus_path: Path, vocab_size: int) -> Tokenizer:
-    """Put the chosen tokenizer into ``folder``, whole or not at all, or find it there.
+    """Write the chosen tokenizer to ``folder`` atomically, unless it is there already, and load it.
 
     Args:
-        choice: ``bpe``, or the folder of a tokenizer, which may be ``folder`` itself.
-        folder: Where it goes.
-        corpus_path: The corpus that ``bpe`` is trained on, the whole of it.
-        vocab_size: Size of the vocabulary that ``bpe`` is to have, special tokens included.
+        choice: ``bpe``, or a tokenizer folder, which may be ``folder`` itself.
+        folder: The folder to write.
+        corpus_path: The corpus that ``bpe`` is trained on, as a whole.
+        vocab_size: Vocabulary size of ``bpe``, special tokens included.
 
     Raises:
-        BadInput: If the choice is unusable, or ``folder`` holds another tokenizer.
+        BadInput: If the choice is invalid, or ``folder`` holds another tokenizer.
     """
     if choice != "bpe" and Path(choice).resolve() == folder.resolve():
         return load(folder)
@@ -94,8 +94,8 @@ def prepare(choice: str, folder: Path, corpus_path: Path, vocab_size: int) -> To
         found = read_object(folder / ORIGIN)
         if found != wanted:
             raise BadInput(
-                f"{folder} holds another tokenizer ({_told(found)}) than the one asked for ({_told(wanted)}); "
-                "give another --output_dir or remove that folder."
+                f"{folder} holds another tokenizer ({_told(found)}) than the requested one ({_told(wanted)}); "
+                "use another --output_dir or remove that folder."
             )
     else:
         backend = _train(corpus_path, vocab_size) if choice == "bpe" else _backend(Path(choice))
@@ -105,7 +105,7 @@ def prepare(choice: str, folder: Path, corpus_path: Path, vocab_size: int) -> To
 
 
 def origin(choice: str, corpus_path: Path, vocab_size: int) -> dict[str, Any]:
-    """What determines a tokenizer, so that a rerun can tell whether the one in place is the one asked for."""
+    """Return what determines a tokenizer; a rerun compares it with that of the existing one."""
     if choice == "bpe":
         return {"tokenizer": "bpe", "vocab_size": vocab_size, "corpus": corpus.sha256(corpus_path)}
     return {"tokenizer": "folder", "sha256": hashlib.sha256(_backend(Path(choice)).to_str().encode()).hexdigest()}
@@ -116,7 +116,7 @@ def _told(origin: dict[str, Any]) -> str:
 
 
 def _train(corpus_path: Path, vocab_size: int) -> tokenizers.Tokenizer:
-    """Byte-level BPE as GPT-2's: every byte is a token, so no text is unknown."""
+    """Train byte-level BPE as GPT-2's: every byte is a token, so there are no unknown tokens."""
     VOCABULARY.check("--vocab_size", vocab_size)
     backend = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
@@ -152,13 +152,13 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
         elif all(file.is_file() for file in pair):
             backend = _byte_level(models.BPE.from_file(*map(str, pair)))
         else:
-            raise BadInput(f"{folder} holds no tokenizer: neither {TOKENIZER} nor vocab.json and merges.txt.")
+            raise BadInput(f"{folder} has no tokenizer: neither {TOKENIZER} nor vocab.json and merges.txt.")
     except BadInput:
         raise
-    except Exception as error:  # the library raises bare Exception for a file it can't read
-        raise BadInput(f"the tokenizer in {folder} can't be read: {error}.") from None
+    except Exception as error:  # the library raises bare Exception for an unreadable file
+        raise BadInput(f"cannot read the tokenizer in {folder}: {error}.") from None
     if not backend.get_vocab(with_added_tokens=False):
-        raise BadInput(f"the tokenizer in {folder} has an empty vocabulary: no text would give a token.")
+        raise BadInput(f"the tokenizer in {folder} has an empty vocabulary.")
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True
@@ -166,10 +166,10 @@ def _backend(folder: Path) -> tokenizers.Tokenizer:
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:
-    """The special tokens that ``tokenizer_config.json`` names: each a string, or an object with ``content``.
+    """Read the special tokens from ``tokenizer_config.json``: each a string, or an object with ``content``.
 
     Raises:
-        BadInput: If the file is no JSON object, or one of them is something else.
+        BadInput: If the file is not a JSON object, or a special token is anything else.
     """
     config = read_object(folder / CONFIG) if (folder / CONFIG).exists() else {}
     found = {}
@@ -188,12 +188,12 @@ def _special_tokens(folder: Path) -> dict[str, str]:
 
 
 def _is_text(content: str) -> bool:
-    """Whether a string can be written as UTF-8: JSON can spell halves of characters."""
+    """Whether a string can be encoded as UTF-8: JSON may contain lone surrogates."""
     return not any("\ud800" <= character <= "\udfff" for character in content)
 
 
 def _complete(backend: tokenizers.Tokenizer, named: dict[str, str]) -> dict[str, Any]:
-    """Give ``backend`` the special tokens it lacks; return the configuration that names them all."""
+    """Add the missing special tokens to ``backend``; return the configuration that names all of them."""
     eos = named.get("eos_token", END)
     tokens = {"eos_token": eos, "bos_token": eos, "unk_token": eos, "pad_token": PAD, **named}
     backend.add_special_tokens(list(dict.fromkeys(tokens[role] for role in ROLES)))

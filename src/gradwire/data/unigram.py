@@ -1,4 +1,4 @@
-"""The yardstick: a unigram model, which knows how frequent each token is and nothing else."""
+"""Unigram model: the baseline that knows only the frequency of each token."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import torch
 
 
 def target_counts(shard: dict[str, torch.Tensor], vocab_size: int, pad_id: int) -> np.ndarray:
-    """How often each token is a target in a shard (every token of a sample but its first): int64 ``[vocab_size]``."""
+    """Count each token as a target of a shard (every token of a sample but its first): int64 ``[vocab_size]``."""
     tokens, lengths = shard["input_ids"].numpy()[:, 1:], shard["lengths"].numpy()
     counts = np.bincount(tokens.ravel(), minlength=vocab_size)
-    counts[pad_id] -= tokens.size - (lengths - 1).sum()  # all that stands behind a sample's end
+    counts[pad_id] -= tokens.size - (lengths - 1).sum()  # the padding after each sample
     return counts
 
 
 def loss(train: np.ndarray, val: np.ndarray) -> float:
-    """Mean negative log-likelihood (nats per token) of the validation targets under the training frequencies.
+    """Return the mean negative log-likelihood (nats per token) of the validation targets.
 
-    Add-one smoothing over the vocabulary: p(token) = (count + 1) / (total + vocabulary).
+    The model is the training frequencies with add-one smoothing over the vocabulary:
+    p(token) = (count + 1) / (total + vocabulary).
 
     Args:
         train: Counts of the training targets, ``[vocab_size]``.

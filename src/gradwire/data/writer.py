@@ -1,8 +1,8 @@
-"""Writing token shards: atomically, and so that a run killed at any point goes on to a bit-identical result.
+"""Write token shards atomically; a run killed at any point resumes to a bit-identical result.
 
-After each shard the split's meta notes how many documents are written and how many samples of the next one are; a
-resumed run passes over those without tokenizing them. Serialization is deterministic: the same samples give the same
-bytes, whatever the process and the file's name.
+After each shard the split's metadata records the number of documents written, and of samples of the next one; a resumed
+run skips them without tokenizing. Serialization is deterministic: the same samples give the same bytes, independent of
+the process and the file name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gradwire.data.tokenizer import Tokenizer
 from gradwire.errors import BadInput
 from gradwire.files import sha256_file, whole
 
-BATCH_CHARACTERS = 500_000  # tokenized at once: enough to keep all cores busy, little enough to hold
+BATCH_CHARACTERS = 500_000  # tokenized at once: enough for all cores, yet small in memory
 BATCHES_AHEAD = 2
 
 Waiting = list[tuple[str, Document]]  # documents with their splits
@@ -36,7 +36,7 @@ Encoding = tuple[Waiting, Future[list[list[int]]]]
 
 
 def split_of(document_id: str, val_fraction: float) -> str:
-    """``val`` for about ``val_fraction`` of all ids, else ``train``, by the id alone; ``all`` at fraction 0."""
+    """Return ``val`` for about ``val_fraction`` of all ids, else ``train``, by the id alone; ``all`` if it is 0."""
     if not val_fraction:
         return ALL
     place = int.from_bytes(hashlib.blake2b(document_id.encode(), digest_size=8).digest(), "big") / 2**64
@@ -44,10 +44,10 @@ def split_of(document_id: str, val_fraction: float) -> str:
 
 
 def cuts(length: int, max_length: int) -> list[tuple[int, int]]:
-    """Where a document of ``length`` tokens is cut into samples: (start, end) of each.
+    """Cut a document of ``length`` tokens into samples: the (start, end) of each.
 
-    Every ``max_length`` tokens; only where that would leave a last sample of one token, which has no target, the one
-    before it gives its own last token to it. So every sample of a document of at least two tokens has a target.
+    It is cut every ``max_length`` tokens. If the last sample would have one token, and so no target, the sample before
+    it is one token shorter. So every sample of a document of at least two tokens has a target.
     """
     edges = [*range(0, length, max_length), length]
     if len(edges) > 2 and edges[-1] - edges[-2] == 1:
@@ -56,23 +56,23 @@ def cuts(length: int, max_length: int) -> list[tuple[int, int]]:
 
 
 def sample_ids(document_id: str, count: int) -> list[str]:
-    """The ids of a document's samples: its own id for one, ``<id>#<k>`` for several."""
+    """Return the ids of a document's samples: the document's id for one, ``<id>#<k>`` for several."""
     return [document_id] if count == 1 else [f"{document_id}#{k}" for k in range(count)]
 
 
 class SplitWriter:
-    """Writes the shards and the meta of one split, from where an earlier writer with the same settings stopped."""
+    """Writes the shards and the metadata of one split; resumes an earlier writer with the same settings."""
 
     def __init__(self, folder: Path, settings: dict[str, Any], restart: bool) -> None:
         """Open a split.
 
         Args:
             folder: The split's folder.
-            settings: The part of the meta that does not change while it is written.
-            restart: Delete shards of other settings instead of refusing them.
+            settings: The constant part of the metadata.
+            restart: Delete shards with other settings; False raises an error.
 
         Raises:
-            BadInput: If the folder holds shards of other settings.
+            BadInput: If the folder holds shards with other settings.
         """
         self.folder = folder
         self.meta = _resumed(folder, settings, restart) or {
@@ -86,7 +86,7 @@ class SplitWriter:
         }
         self._documents = self.meta["processed_documents"]
         self._partial = self.meta["next_document_samples"]
-        self.targets = np.zeros(settings["vocab_size"], dtype=np.int64)  # how often each token is one
+        self.targets = np.zeros(settings["vocab_size"], dtype=np.int64)  # count by token
         narrow = settings["vocab_size"] <= np.iinfo(np.int16).max + 1
         self._tokens = np.empty((settings["shard_size"], settings["max_length"]), np.int16 if narrow else np.int32)
         self._clear()
@@ -97,12 +97,12 @@ class SplitWriter:
         self._ids: list[str] = []
 
     def count(self, shards: Iterable[dict[str, Any]]) -> None:
-        """Add the targets of some shards to ``targets``."""
+        """Add the targets of ``shards`` to ``targets``."""
         for shard in shards:
             self.targets += unigram.target_counts(shard, self.meta["vocab_size"], self.meta["pad_id"])
 
     def add(self, document_id: str, tokens: list[int]) -> None:
-        """Add the document's samples that are not written yet; a full shard goes to disk."""
+        """Add the document's samples that are not written yet; write each full shard."""
         row = np.asarray(tokens, dtype=self._tokens.dtype)
         places = cuts(len(row), self.meta["max_length"])
         ids = sample_ids(document_id, len(places))
@@ -118,7 +118,7 @@ class SplitWriter:
                 self.flush()
 
     def flush(self) -> None:
-        """Write the samples at hand as one shard, then note it in the meta."""
+        """Write the buffered samples as a shard, then record it in the metadata."""
         if not self._ids:
             return
         count = len(self._ids)
@@ -144,14 +144,14 @@ class SplitWriter:
         self.save_meta()
 
     def save_meta(self) -> None:
-        """Write the meta. By way of JSON, since pickle would show which equal strings are one object in memory."""
+        """Write the metadata; via JSON, since pickle output depends on which equal strings are one object in memory."""
         _save(self.folder / META, json.loads(json.dumps(self.meta)))
 
 
 def write_shards(
     folder: Path, corpus_path: Path, tokenizer: Tokenizer, settings: dict[str, Any], restart: bool = False
 ) -> None:
-    """Tokenize a corpus into ``folder``, or finish that.
+    """Tokenize a corpus into ``folder``, or resume that.
 
     Args:
         folder: The shards folder.
@@ -159,11 +159,11 @@ def write_shards(
         tokenizer: The tokenizer to use.
         settings: max_length, shard_size, val_fraction (0: one split, ``all``), dataset, dataset_digest,
             tokenizer_digest and source.
-        restart: Delete shards of other settings instead of refusing them.
+        restart: Delete shards with other settings; False raises an error.
 
     Raises:
-        BadInput: If the folder holds shards of other settings; or, and then nothing is left of them, if the corpus is
-            unusable, gives a split no document, or gives two samples one id.
+        BadInput: If the folder holds shards with other settings. Also if the corpus is invalid, leaves a split empty,
+            or gives two samples the same id; the folder is then deleted.
     """
     settings = {
         "format_version": FORMAT_VERSION,
@@ -184,7 +184,7 @@ def write_shards(
 
 
 def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokenizer) -> None:
-    """Read the corpus to its end, write what is missing, and finalize all splits."""
+    """Read the whole corpus, write the missing shards, and finalize all splits."""
     val_fraction = next(iter(writers.values())).meta["val_fraction"]
     for writer in writers.values():
         writer.count(tables(writer.folder, writer.meta))
@@ -198,8 +198,8 @@ def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokeni
         writer.flush()
         if not writer.meta["shards"]:
             raise BadInput(
-                f"{corpus_path} is too small: none of its documents falls to {split} with --val_fraction "
-                f"{val_fraction:g}; give more documents or another fraction."
+                f"{corpus_path} is too small: none of its documents is in {split} with --val_fraction "
+                f"{val_fraction:g}; use more documents or another fraction."
             )
     if documents.found:
         refuse_shared_ids(writers.values(), corpus_path)
@@ -211,7 +211,7 @@ def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokeni
 
 
 class NamedLikeParts:
-    """Passes documents on and notes whether one is named as a part of another may be, with a ``#``."""
+    """Yields documents and records whether an id contains ``#``, as the ids of a cut document's samples do."""
 
     def __init__(self, documents: Iterable[Document]) -> None:
         self._documents = documents
@@ -226,7 +226,7 @@ class NamedLikeParts:
 def remaining(
     documents: Iterable[Document], done: dict[str, int], val_fraction: float
 ) -> Iterator[tuple[str, Document]]:
-    """Pass over the first ``done[split]`` documents of each split; give the others with their split."""
+    """Skip the first ``done[split]`` documents of each split; yield the others with their split."""
     met: Counter[str] = Counter()
     for document in documents:
         split = split_of(document.id, val_fraction)
@@ -236,7 +236,7 @@ def remaining(
 
 
 def encoded(waiting: Iterable[tuple[str, Document]], tokenizer: Tokenizer) -> Iterator[tuple[str, Document, list[int]]]:
-    """Tokenize in batches, ``BATCHES_AHEAD`` of them while the caller writes."""
+    """Tokenize in batches, up to ``BATCHES_AHEAD`` of them ahead of the caller."""
     with ThreadPoolExecutor(BATCHES_AHEAD) as workers:
         running: deque[Encoding] = deque()
         for batch in _batches(waiting):
@@ -248,12 +248,12 @@ def encoded(waiting: Iterable[tuple[str, Document]], tokenizer: Tokenizer) -> It
 
 
 def refuse_shared_ids(writers: Iterable[SplitWriter], corpus_path: Path) -> None:
-    """Refuse two samples with one id.
+    """Check that sample ids are unique.
 
-    Document ids are unique, so this can only be part k of the document X and a document whose own id is ``X#k``.
+    Document ids are, so only sample k of a document ``X`` and a document with the id ``X#k`` can collide.
 
     Raises:
-        BadInput: Naming both documents' positions.
+        BadInput: If two samples share an id; the message names both documents' positions.
     """
     seen = FirstSeen()
     for writer in writers:
@@ -271,9 +271,9 @@ def _shared(sample_id: str, corpus_path: Path) -> BadInput:
         if document.id in (whole_document, sample_id)
     }
     return BadInput(
-        f"{corpus_path}: documents {positions[whole_document]} and {positions[sample_id]} (counted from 0) give two "
-        f"samples the id {sample_id!r}: the first is cut into samples {whole_document}#0, {whole_document}#1, …, the "
-        "second is named so; rename one."
+        f"{corpus_path}: documents {positions[whole_document]} and {positions[sample_id]} (counted from 0) have "
+        f"samples with the same id {sample_id!r}: the first is cut into {whole_document}#0, {whole_document}#1, …, the "
+        "second has this id; rename one."
     )
 
 
@@ -299,7 +299,7 @@ def _batches(waiting: Iterable[tuple[str, Document]]) -> Iterator[Waiting]:
 
 
 def _resumed(folder: Path, settings: dict[str, Any], restart: bool) -> dict[str, Any] | None:
-    """The meta that an earlier writer left; without one, what else lies in the folder is of no use."""
+    """Return the metadata of an earlier writer; without any, delete the folder and return None."""
     try:
         found = meta(folder.parent, folder.name) if (folder / META).exists() else None
     except BadInput:
@@ -312,13 +312,13 @@ def _resumed(folder: Path, settings: dict[str, Any], restart: bool) -> dict[str,
         return None
     for key in other:
         raise BadInput(
-            f"{folder} holds shards made with {key} {found.get(key)}, not {settings[key]}; give another --output_dir, "
+            f"{folder} holds shards made with {key} {found.get(key)}, not {settings[key]}; use another --output_dir, "
             "or --restart to replace them."
         )
     return found
 
 
 def _save(path: Path, value: dict[str, Any]) -> None:
-    """Through an open file: given a name, ``torch.save`` would store that name in the archive."""
+    """Save through an open file: ``torch.save`` stores a given file name in the archive."""
     with whole(path) as part, part.open("wb") as stream:
         torch.save(value, stream)

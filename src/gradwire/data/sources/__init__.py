@@ -1,4 +1,4 @@
-"""Where a corpus comes from: one file per source, each with ``source(data_path, revision) -> Source``."""
+"""Corpus sources: one file each, with ``source(data_path, revision) -> Source``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradwire.errors import BadInput
 
 
 class Source(NamedTuple):
-    """A stream of documents, its name in messages, and the revision that says exactly what it holds (None: unknown)."""
+    """A stream of documents, its name for messages, and the revision that identifies its content (None: unknown)."""
 
     name: str
     revision: str | None
@@ -18,11 +18,11 @@ class Source(NamedTuple):
 
 
 def require_revision(name: str, wanted: str | None, actual: str) -> str:
-    """Return ``actual``, the revision that is there.
+    """Return ``actual``, the revision of the source.
 
     Raises:
-        BadInput: If another one was asked for.
+        BadInput: If another one is wanted.
     """
     if wanted not in (None, actual):
-        raise BadInput(f"--revision {wanted} was asked for, but {name} is at revision {actual}.")
+        raise BadInput(f"--revision is {wanted}, but {name} is at revision {actual}.")
     return actual

@@ -1,4 +1,4 @@
-"""A corpus file of one's own: a JSON array of objects with id, title and text, or one object per line (``.jsonl``)."""
+"""A local corpus file: a JSON array of objects with id, title and text, or one object per line (``.jsonl``)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from gradwire.files import sha256_file
 
 
 def source(data_path: Path | None, revision: str | None, id_from: str | None = None) -> Source:
-    """The documents of a corpus file; its revision is the SHA-256 of its bytes.
+    """Return the documents of a corpus file; its revision is the SHA-256 of its bytes.
 
     Raises:
-        BadInput: If there is no such file, or its revision is not the one asked for.
+        BadInput: If the file does not exist, or another revision is wanted.
     """
     if data_path is None or not data_path.is_file():
         raise BadInput(f"--source json needs --data_path FILE, a corpus file ({data_path or 'nothing'} given).")

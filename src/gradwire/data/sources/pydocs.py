@@ -1,6 +1,6 @@
-"""The documentation that every Python installation carries: language topics and the standard library's docstrings.
+"""The documentation in every Python installation: language topics and the standard library's docstrings.
 
-Modules are parsed, not imported: importing some of them opens a browser or needs a display.
+Modules are parsed, not imported, because importing some of them opens a browser or needs a display.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def source(data_path: Path | None, revision: str | None) -> Source:
-    """The documentation of the running Python; its revision is that Python's version.
+    """Return the documentation of the running Python; its revision is the Python version.
 
     Raises:
-        BadInput: If a file is given, or another revision is asked for.
+        BadInput: If a file is given, or another revision is wanted.
     """
     if data_path is not None:
-        raise BadInput("--source pydocs reads the running Python's own documentation; it takes no --data_path.")
+        raise BadInput("--source pydocs reads the running Python's documentation and does not take --data_path.")
     name = "the running Python's documentation"
     return Source(name, require_revision(name, revision, platform.python_version()), corpus.parse(_values(), name))
 
 
 def _values() -> Iterator[dict[str, str]]:
-    """Documents of at least ``MIN_CHARACTERS``, each text and each name once, in an order that is always the same."""
+    """Yield documents of at least ``MIN_CHARACTERS``, each text and each name once, in a deterministic order."""
     texts, names = set(), set()
     for name, text in (*_topics(), *_docstrings(Path(sysconfig.get_path("stdlib")))):
         if len(text) >= MIN_CHARACTERS and text not in texts and name not in names:
@@ -65,7 +65,7 @@ def _modules(root: Path) -> Iterator[Path]:
 
 
 def _described(node: Definition, name: str) -> Iterator[tuple[str, str]]:
-    """The docstrings of a public module, class or function and of what a module or class defines."""
+    """Yield the docstrings of a public module, class or function, and of the definitions in a module or class."""
     if _private(name.rpartition(".")[2]):
         return
     docstring = ast.get_docstring(node)

@@ -1,4 +1,4 @@
-"""English Wikipedia of 1 November 2023, streamed from the Hugging Face Hub; nothing but what is read is downloaded."""
+"""English Wikipedia of 1 November 2023, streamed from the Hugging Face Hub; only what is read is downloaded."""
 
 from __future__ import annotations
 
@@ -14,34 +14,34 @@ DATASET = "wikimedia/wikipedia"
 CONFIG = "20231101.en"
 REVISION = "b04c8d1ceb2f5cd4588862100d08de323dccfbaa"
 COLUMNS = ["id", "title", "text"]
-TIMEOUT = 10  # seconds until the Hub must have answered
+TIMEOUT = 10  # seconds to wait for the Hub
 
 WITHOUT_NETWORK = (
-    "Check the network (and unset HF_HUB_OFFLINE), give a Parquet file of the dataset by --data_path FILE, or use "
+    "Check the network (and unset HF_HUB_OFFLINE), pass a Parquet file of the dataset with --data_path FILE, or use "
     "--source pydocs, which needs no network."
 )
 
 
 def source(data_path: Path | None, revision: str | None) -> Source:
-    """The articles in the dataset's order.
+    """Return the articles in the dataset's order.
 
     Args:
-        data_path: A Parquet file with the dataset's columns, read in place of the Hub's.
+        data_path: A Parquet file with the dataset's columns, read instead of the Hub's.
         revision: A commit, branch or tag of the dataset; default: the pinned commit.
 
     Returns:
-        The articles, and the commit that the revision stands for (None for a local file).
+        The articles, and the commit of the revision (None for a local file).
 
     Raises:
-        BadInput: If `datasets` is not installed, the Hub can't be reached, the file is no Parquet, or the columns are
-            others.
+        BadInput: If `datasets` is not installed, the Hub cannot be reached, the file is not Parquet, or a column is
+            missing.
     """
     if data_path is None:
         commit = _resolve(revision or REVISION)
         name = f"{DATASET} {CONFIG}"
         return Source(name, commit, corpus.parse(_rows(name, path=DATASET, name=CONFIG, revision=commit), name))
     if not data_path.is_file():
-        raise BadInput(f"--data_path {data_path} is no file.")
+        raise BadInput(f"--data_path {data_path} is not a file.")
     return Source(str(data_path), None, corpus.parse(_rows_of(data_path), str(data_path)))
 
 
@@ -55,10 +55,8 @@ def _resolve(revision: str) -> str | None:
         return HfApi().dataset_info(DATASET, revision=revision, timeout=TIMEOUT).sha
     except RevisionNotFoundError:
         raise BadInput(f"{DATASET} has no revision {revision!r}; the default is {REVISION}.") from None
-    except Exception as error:  # whatever the HTTP client of the day raises: the Hub did not answer
-        raise BadInput(
-            f"the Hugging Face Hub, which has {DATASET}, can't be reached ({error}). {WITHOUT_NETWORK}"
-        ) from None
+    except Exception as error:  # the type depends on the HTTP client
+        raise BadInput(f"cannot reach the Hugging Face Hub for {DATASET} ({error}). {WITHOUT_NETWORK}") from None
 
 
 def _rows_of(file: Path) -> Iterator[dict[str, Any]]:
@@ -77,7 +75,7 @@ def _rows(table_name: str, **where: Any) -> Iterator[dict[str, Any]]:
         from datasets.utils import logging
     except ImportError:
         raise _not_installed() from None
-    logging.set_verbosity(logging.CRITICAL)  # an error is raised too; one message is enough
+    logging.set_verbosity(logging.CRITICAL)  # errors are raised as well; report them once
     table = load_dataset(**where, split="train", streaming=True)
     missing = set(COLUMNS).difference(table.column_names or COLUMNS)
     if missing:
