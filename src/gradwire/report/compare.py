@@ -7,11 +7,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradwire.config import Run
 from gradwire.errors import BadInput
 from gradwire.flags import output_folder
+from gradwire.report.columns import QUANTITIES, Column, compared
 from gradwire.report.notes import machine
 from gradwire.report.record import Result, run_of
 
@@ -22,27 +23,6 @@ if TYPE_CHECKING:
 
 SIGNIFICANT = 0.05
 LEAST = 6  # cells: with fewer, no signed-rank test over them can say anything at 5 %
-
-
-class Quantity(NamedTuple):
-    """What is compared.
-
-    Attributes:
-        field: A field of the rows.
-        title: What it is.
-        form: How it is written.
-    """
-
-    field: str
-    title: str
-    form: str
-
-
-QUANTITIES = (
-    Quantity("val_ppl", "perplexity", "{:,.2f}"),
-    Quantity("step_time_ms_mean", "step time, ms", "{:,.1f}"),
-    Quantity("bytes_compressed_total", "gradient bytes", "{:,.0f}"),
-)
 
 
 class Difference(NamedTuple):
@@ -72,6 +52,22 @@ class Difference(NamedTuple):
         if self.adjusted >= SIGNIFICANT:
             return "no difference shown"
         return "higher" if self.found.mean > 0 else "lower"
+
+    def record(self) -> dict[str, Any]:
+        """Its row of a table, by the fields of the columns."""
+        return {
+            **self.cell._asdict(),
+            "pairs": self.found.n,
+            "one": self.one,
+            "other": self.other,
+            "difference": self.found.mean,
+            "difference_n": self.found.n,
+            "difference_low": self.found.low,
+            "difference_high": self.found.high,
+            "p": self.found.p,
+            "adjusted": self.adjusted,
+            "verdict": self.verdict,
+        }
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -136,7 +132,7 @@ def unlike(pairs: dict[Run, tuple[Result, Result]]) -> list[str]:
     return [*told, *([f"Settings differ: {', '.join(changed)}."] if changed else [])]
 
 
-def differences(pairs: dict[Run, tuple[Result, Result]], quantity: Quantity) -> list[Difference]:
+def differences(pairs: dict[Run, tuple[Result, Result]], quantity: Column) -> list[Difference]:
     """Each cell's difference, in the order of their names; without cells that neither has numbers above 0 for."""
     from statistics import fmean
 
@@ -155,7 +151,7 @@ def differences(pairs: dict[Run, tuple[Result, Result]], quantity: Quantity) -> 
     ]
 
 
-def over_cells(quantity: Quantity, found: Sequence[Difference]) -> list[str]:
+def over_cells(quantity: Column, found: Sequence[Difference]) -> list[str]:
     """What the cells say together: a signed-rank test over their differences."""
     import numpy as np
     from scipy.stats import wilcoxon
@@ -172,26 +168,10 @@ def over_cells(quantity: Quantity, found: Sequence[Difference]) -> list[str]:
     return [f"{typical} (Wilcoxon signed-rank test over cells, two-sided: p = {wilcoxon(logs).pvalue:.2g})."]
 
 
-def table(quantity: Quantity, found: Sequence[Difference]) -> Table:
+def table(quantity: Column, found: Sequence[Difference]) -> Table:
     """One quantity's table."""
-    from gradwire.report.markdown import spread_title
-    from gradwire.report.tables import Column, Table, entry, spread, word
+    from gradwire.report.tables import Table
 
-    columns = {
-        Column("compressor", number=False): lambda row: word(row.cell.compressor),
-        Column("strategy", number=False): lambda row: word(row.cell.strategy),
-        Column("W"): lambda row: entry(row.cell.world_size, "{:d}"),
-        Column("link", number=False): lambda row: word(row.cell.link),
-        Column("pairs"): lambda row: entry(row.found.n, "{:d}"),
-        Column("A"): lambda row: entry(row.one, quantity.form),
-        Column("B"): lambda row: entry(row.other, quantity.form),
-        Column("difference"): lambda row: entry(row.found.mean, "{:+z.2f} %"),
-        Column(spread_title(row.found.n for row in found)): lambda row: spread(
-            row.found.n, row.found.low, row.found.high, "{:+z.2f}"
-        ),
-        Column("p"): lambda row: entry(row.found.p, "{:.2g}"),
-        Column("p adjusted"): lambda row: entry(row.adjusted, "{:.2g}"),
-        Column("B is", number=False): lambda row: word(row.verdict),
-    }
     name = quantity.field.replace("_", "-")
-    return Table.of(f"compare-{name}", f"Differences in {quantity.title}", found, columns)
+    records = [one.record() for one in found]
+    return Table.of(f"compare-{name}", f"Differences in {quantity.title}", records, compared(quantity))

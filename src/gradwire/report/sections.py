@@ -17,27 +17,22 @@ from gradwire.config import BASELINE
 from gradwire.errors import BadInput
 from gradwire.files import digest, read_json
 from gradwire.measurement.cost_model import Model, leave_one_link_out
-from gradwire.report import curves, gates
+from gradwire.report import columns, curves, gates
 from gradwire.report.cells import Group, cells_of, command, groups, of_group, on_one_link
+from gradwire.report.columns import Column
 from gradwire.report.figures import courses, pareto, scaling, step_time, winners
 from gradwire.report.figures.style import Drawing, Look, looks
-from gradwire.report.markdown import MISSING, spread_title
+from gradwire.report.markdown import MISSING
 from gradwire.report.notes import mostly_float32, privacy
 from gradwire.report.predict import cell_of, ppl_percent, usable
 from gradwire.report.quality import Book
-from gradwire.report.record import BF16, Result
-from gradwire.report.table import ESTIMATED, one_by_one
-from gradwire.report.tables import Column, Entry, Table, entry, spread, word
+from gradwire.report.record import Result
+from gradwire.report.table import one_by_one
+from gradwire.report.tables import Table
 from gradwire.report.traffic import as_computed
 from gradwire.report.words import WORDS
 
 NO_RESULT = "no run has a result"
-CELL_COLUMNS = {
-    Column("compressor", number=False): lambda cell: word(cell["compressor"]),
-    Column("strategy", number=False): lambda cell: word(cell["strategy"]),
-    Column("W"): lambda cell: entry(cell["world_size"], "{:d}"),
-    Column("link", number=False): lambda cell: word(cell["link"]),
-}
 
 
 @dataclass
@@ -205,50 +200,10 @@ def headline(data: Data) -> Section:
     records = data.cells.to_dict("records")
     of_cell = [runs[cell["strategy"], cell["world_size"], cell["link"], cell["compressor"]] for cell in records]
     for cell, rows in zip(records, of_cell, strict=True):
-        cell["marks"] = marks(cell, rows)
-    base = lambda cell: cell["compressor"] == BASELINE  # noqa: E731
-
-    def spread_of(name: str, form: str, cell: Mapping[Any, Any]) -> Entry:
-        return spread(cell[f"{name}_n"], cell[f"{name}_low"], cell[f"{name}_high"], form)
-
-    kind = {name: spread_title(data.cells[f"{name}_n"]) for name in ESTIMATED}
-    columns = CELL_COLUMNS | {
-        Column("n", hint="seeds"): lambda cell: entry(cell["n"], "{:d}"),
-        Column("perplexity"): lambda cell: entry(cell["val_ppl"], "{:,.2f}"),
-        Column(f"ppl {kind['val_ppl']}"): partial(spread_of, "val_ppl", "{:,.2f}"),
-        Column("ppl vs fp32", hint="perplexity above that of none, paired by seed"): lambda cell: entry(
-            None if base(cell) else cell["worse_percent"], "{:+z.2f} %"
-        ),
-        Column(f"vs fp32 {kind['worse_percent']}"): lambda cell: (
-            Entry(MISSING) if base(cell) else spread_of("worse_percent", "{:+z.2f}", cell)
-        ),
-        Column("bytes × fp32", hint="gradient bytes: a float32 collective's over those sent"): lambda cell: entry(
-            cell["compression_ratio"], "{:.2f}"
-        ),
-        Column("bytes × bf16", hint="gradient bytes: a bf16 collective's over those sent"): lambda cell: entry(
-            cell["compression_ratio_bf16"], "{:.2f}"
-        ),
-        Column("step ms"): lambda cell: entry(cell["step_time_ms_mean"], "{:,.1f}"),
-        Column(f"step {kind['step_time_ms_mean']}"): partial(spread_of, "step_time_ms_mean", "{:,.1f}"),
-        Column("speed × fp32", hint="step time of none over this one's"): lambda cell: entry(
-            None if base(cell) else cell["speed_up"], "{:.3f}"
-        ),
-        Column(f"× fp32 {kind['speed_up']}"): lambda cell: (
-            Entry(MISSING) if base(cell) else spread_of("speed_up", "{:.3f}", cell)
-        ),
-        Column("speed × bf16", hint=f"step time of {BF16} over this one's"): lambda cell: entry(
-            None if cell["compressor"] == BF16 else cell["speed_up_bf16"], "{:.3f}"
-        ),
-        Column("tokens/s"): lambda cell: entry(cell["tokens_per_s"], "{:,.0f}"),
-        Column("marks", number=False): lambda cell: word(cell["marks"] or "valid"),
-    }
-    table = Table.of("cells", "All cells", records, columns)
+        cell["marks"] = marks(cell, rows) or "valid"
     made.tables = [
-        Table(
-            table.name,
-            table.caption,
-            table.columns,
-            table.rows,
+        replace(
+            Table.of("cells", "All cells", records, columns.CELLS),
             commands=[command(rows, data.results_dir) for rows in of_cell],
             fails=[bool(cell["gated"]) for cell in records],
         )
@@ -324,10 +279,9 @@ def step_times(data: Data) -> Section:
         records += [
             {**group._asdict(), "compressor": label, **values} for label, values in means.to_dict("index").items()
         ]
-    columns = CELL_COLUMNS | {
-        Column(f"{part}, ms"): lambda record, part=part: entry(record[part], "{:,.2f}") for part in step_time.PARTS
-    }
-    made.plots, made.tables = plots, [Table.of("step-time", "Milliseconds of the mean step", records, columns)]
+    parts = [Column(f"{part}, ms", part, "{:,.2f}") for part in step_time.PARTS]
+    table = Table.of("step-time", "Milliseconds of the mean step", records, [*columns.CELL, *parts])
+    made.plots, made.tables = plots, [table]
     return made
 
 
@@ -344,15 +298,10 @@ def scaling_section(data: Data) -> Section:
     known = [row for row in data.ok if row.scaling_efficiency is not None]
     if known:
         frame = pd.DataFrame([row.model_dump(include={*CELL_KEYS, "scaling_efficiency"}) for row in known])
-        records = frame.groupby(list(CELL_KEYS), sort=False)["scaling_efficiency"].mean().reset_index()
-        columns = CELL_COLUMNS | {
-            Column("efficiency", hint="tokens/s per rank over those of one rank alone"): lambda record: entry(
-                100 * record["scaling_efficiency"], "{:.1f} %"
-            )
-        }
-        made.tables = [
-            Table.of("scaling", "Tokens/s per rank, in percent of one rank's", records.to_dict("records"), columns)
-        ]
+        means = frame.groupby(list(CELL_KEYS), sort=False)["scaling_efficiency"].mean().reset_index()
+        means["efficiency_percent"] = 100 * means["scaling_efficiency"]
+        records = means.to_dict("records")
+        made.tables = [Table.of("scaling", "Tokens/s per rank, in percent of one rank's", records, columns.SCALING)]
     return made
 
 
@@ -405,17 +354,18 @@ def stores(data: Data) -> Section:
     if not found:
         made.absent = "no gradients were collected (`gradients:` in the configuration)"
         return made
-    records = [{"run": run, **check} for run, checks in found.items() for check in checks]
-    columns = {
-        Column("run", number=False): lambda check: word(check["run"]),
-        Column("check", number=False): lambda check: word(check["name"]),
-        Column("result", number=False): lambda check: word("passed" if check["passed"] else "FAILED"),
-        Column("detail", number=False): lambda check: word(str(check.get("detail") or "")),
-    }
-    table = Table.of("stores", "Checks of each store", records, columns)
-    made.tables = [
-        Table(table.name, table.caption, table.columns, table.rows, fails=[not one["passed"] for one in records])
+    records = [
+        {
+            "run": run,
+            "name": check["name"],
+            "result": "passed" if check["passed"] else "FAILED",
+            "detail": str(check.get("detail") or ""),
+        }
+        for run, checks in found.items()
+        for check in checks
     ]
+    fails = [record["result"] == "FAILED" for record in records]
+    made.tables = [replace(Table.of("stores", "Checks of each store", records, columns.STORES), fails=fails)]
     return made
 
 
@@ -445,17 +395,17 @@ def environments(data: Data) -> Section:
     shared = {name for name, value in first.items() if all(other.get(name) == value for other in told.values())}
     made.facts = [(name, _told(first[name])) for name in first if name in shared and _told(first[name])]
     differing = sorted({name for values in told.values() for name in values} - shared)
-    columns: dict[Column, Any] = {
-        Column("ranks"): lambda key: entry(len(ranks[key]), "{:d}"),
-        Column("of runs", number=False): lambda key: word(gates.listed(sorted({run for run, _ in ranks[key]}))),
-        Column("rank numbers", number=False): lambda key: word(
-            ", ".join(map(str, sorted({rank for _, rank in ranks[key]})))
-        ),
-    } | {
-        Column(name, number=False): lambda key, name=name: word(_told(told[key].get(name)) or MISSING)
-        for name in differing
-    }
-    made.tables = [Table.of("environment", "Environments", told, columns)]
+    records = [
+        {name: _told(values.get(name)) or MISSING for name in differing}
+        | {
+            "ranks": len(ranks[key]),
+            "runs": gates.listed(sorted({run for run, _ in ranks[key]})),
+            "numbers": ", ".join(map(str, sorted({rank for _, rank in ranks[key]}))),
+        }
+        for key, values in told.items()
+    ]
+    shown = [*columns.ENVIRONMENTS, *(columns.text(name, name) for name in differing)]
+    made.tables = [Table.of("environment", "Environments", records, shown)]
     return made
 
 

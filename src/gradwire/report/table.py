@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -11,13 +11,15 @@ import pandas as pd
 
 from gradwire.config import BASELINE
 from gradwire.measurement.statistics import estimates, gated
-from gradwire.report.markdown import MISSING, SPREAD, number, spread, spread_title, table
+from gradwire.report import columns
+from gradwire.report.columns import Column
+from gradwire.report.markdown import MISSING, SPREAD, number
 from gradwire.report.notes import fallbacks, losses_over_links, machine, machines, privacy
 from gradwire.report.record import BF16, Result, Status
+from gradwire.report.tables import Table
 from gradwire.report.traffic import as_computed, rate
 
 CELL = ["strategy", "world_size", "compressor", "link"]
-NAMES = {"strategy": "strategy", "world_size": "W", "compressor": "compressor", "link": "link", "n": "n"}
 STATUSES = get_args(Status)
 MEASURED = [
     "val_ppl",
@@ -40,7 +42,7 @@ MEASURED = [
 ]
 ESTIMATED = ["val_ppl", "worse_percent", "step_time_ms_mean", "speed_up", "speed_up_bf16", "sent_mb"]
 PARTS = {"": "mean", "_n": "n", "_std": "std", "_low": "low", "_high": "high"}  # of an estimate, by its column's ending
-SIGNS = {None: "", True: "=", False: "≠"}  # of bytes against their closed form; the worst is the greatest
+SIGNS = {None: "", True: " =", False: " ≠"}  # of bytes against their closed form; the worst is the greatest
 WIDTH = 138
 
 DEFINITIONS = f"""\
@@ -77,8 +79,13 @@ def summary(name: str, results: Sequence[Result], tiers: str = "", notes: Sequen
     if ok:
         cells = over_seeds(ok)
         by_speed = cells.sort_values(["strategy", "world_size", "rate", "standing", "step_time_ms_mean"])
-        parts += ["## Quality", quality_table(cells), "## Bytes", byte_table(cells)]
-        parts += ["## Step time", step_table(by_speed), "## Where a step's time goes", time_table(by_speed)]
+        parts += ["## Quality", _table(cells, columns.QUALITY), "## Bytes", _table(cells, columns.SENT)]
+        parts += [
+            "## Step time",
+            _table(by_speed, columns.STEPS),
+            "## Where a step's time goes",
+            _table(by_speed, columns.TIMES),
+        ]
         if by_op := op_table(ok, by_speed):
             parts += ["## Communication by op, ms per step", by_op]
         parts += [tiers] if tiers else []
@@ -140,6 +147,7 @@ def over_seeds(ok: Sequence[Result]) -> pd.DataFrame:
     groups = runs.groupby(CELL)
     cells = groups[[*MEASURED, "comm_ms", "over_unigram"]].mean()
     cells["n"] = groups.size()
+    cells["comm_percent"] = 100 * cells["comm_ratio"]
     cells["sign"] = groups["sign"].max()  # one run that differs makes a cell that does
     for column in ESTIMATED:
         samples = [sample.dropna().tolist() for _, sample in groups[column]]
@@ -148,6 +156,7 @@ def over_seeds(ok: Sequence[Result]) -> pd.DataFrame:
     cells = cells.reset_index()
     baseline = _baseline(cells, "val_ppl", ["strategy", "world_size"])
     cells["gated"] = [gated(*pair) for pair in zip(cells["val_ppl"], baseline, strict=True)]
+    cells["gate"] = np.where(cells["gated"], " !", "")
     cells["standing"] = np.where(cells["val_ppl"].isna(), 1, 2 * cells["gated"])
     cells["rate"] = [-rate(link) for link in cells["link"]]
     order = ["strategy", "world_size", "standing", "val_ppl", "compressor", "rate"]
@@ -158,68 +167,6 @@ def _baseline(lines: pd.DataFrame, column: str, by: list[str], label: str = BASE
     """Each line's baseline: the mean of its ``column`` where the columns ``by`` are the same; NaN without one."""
     means = lines[lines["compressor"] == label].groupby(by)[column].mean()
     return lines[by].join(means.rename("baseline"), on=by)["baseline"]
-
-
-def quality_table(cells: pd.DataFrame) -> str:
-    """Perplexity."""
-    return _table(
-        cells,
-        {
-            "val ppl": _column("val_ppl", "{:,.2f}"),
-            "sd": _column("val_ppl_std", "{:,.2f}"),
-            spread_title(cells["val_ppl_n"]): _spread("val_ppl", "{:,.2f}"),
-            f"vs {BASELINE}": _against_baseline,
-            f"{spread_title(cells['worse_percent_n'])} of it": _spread("worse_percent", "{:+z.2f}"),
-            "× unigram": _column("over_unigram", "{:.3f}"),
-        },
-    )
-
-
-def byte_table(cells: pd.DataFrame) -> str:
-    """Bytes of gradient reduction and of gathered parameters."""
-    return _table(
-        cells,
-        {
-            "ratio": _column("compression_ratio", "{:.3f}"),
-            "steady": _column("compression_ratio_steady", "{:.3f}"),
-            "MB sent": lambda cell: _megabytes(cell["bytes_compressed_total"]),
-            "MB closed form": _closed_form,
-            "MB parameters": lambda cell: _megabytes(cell["bytes_parameters_total"]),
-        },
-    )
-
-
-def step_table(cells: pd.DataFrame) -> str:
-    """Step time, against the baseline's, and throughput."""
-    return _table(
-        cells,
-        {
-            "step ms": _column("step_time_ms_mean", "{:,.1f}"),
-            "sd": _column("step_time_ms_mean_std", "{:,.1f}"),
-            spread_title(cells["step_time_ms_mean_n"]): _spread("step_time_ms_mean", "{:,.1f}"),
-            f"vs {BASELINE}": lambda cell: MISSING if cell["compressor"] == BASELINE else _speed_up(cell),
-            f"{spread_title(cells['speed_up_n'])} of it": _spread("speed_up", "{:.3f}"),
-            "tokens/s": _column("tokens_per_s", "{:,.0f}"),
-        },
-    )
-
-
-def time_table(cells: pd.DataFrame) -> str:
-    """Where the time of a step goes, in milliseconds."""
-    columns = {
-        "exposed": "exposed_comm_ms",
-        "compute": "compute_time_ms",
-        "encode": "compress_time_ms",
-        "decode": "decompress_time_ms",
-    }
-    return _table(
-        cells,
-        {
-            "comm ms": _milliseconds("comm_ms"),
-            "share": lambda cell: number(100 * cell["comm_ratio"], "{:.0f} %"),
-            **{title: _milliseconds(column) for title, column in columns.items()},
-        },
-    )
 
 
 def op_table(ok: Sequence[Result], cells: pd.DataFrame) -> str:
@@ -235,7 +182,8 @@ def op_table(ok: Sequence[Result], cells: pd.DataFrame) -> str:
         return ""
     ops = sorted(set(times.columns) - set(CELL))
     means = times.fillna(dict.fromkeys(ops, 0.0)).groupby(CELL)[ops].mean().reset_index()
-    return _table(cells[[*CELL, "n"]].merge(means, on=CELL), {op: _milliseconds(op) for op in ops})
+    of_ops = [columns.milliseconds(op, op) for op in ops]
+    return _table(cells[[*CELL, "n"]].merge(means, on=CELL), [*columns.SUMMARY_CELL, *of_ops])
 
 
 def complaints(rows: Iterable[Result]) -> str:
@@ -250,50 +198,8 @@ def _item(text: str) -> str:
     )
 
 
-def _table(cells: pd.DataFrame, columns: dict[str, Callable[[Any], str]]) -> str:
-    """The cells' names and the given columns, numbers to the right."""
-    rows = [
-        [*(cell[name] for name in NAMES), *(text(cell) for text in columns.values())]
-        for cell in cells.to_dict("records")
-    ]
-    return table(rows, [*NAMES.values(), *columns], left=(0, 2, 3))
-
-
-def _column(name: str, form: str) -> Callable[[Any], str]:
-    return lambda cell: number(cell[name], form)
-
-
-def _spread(name: str, form: str) -> Callable[[Any], str]:
-    def text(cell: Any) -> str:
-        if cell["compressor"] == BASELINE and name in ("worse_percent", "speed_up"):
-            return MISSING
-        return spread(cell[f"{name}_n"], cell[f"{name}_low"], cell[f"{name}_high"], form)
-
-    return text
-
-
-def _speed_up(cell: Any) -> str:
-    return number(cell["speed_up"], "{:.3f} ×")
-
-
-def _milliseconds(column: str) -> Callable[[Any], str]:
-    return lambda cell: number(cell[column], "{:,.1f}")
-
-
-def _megabytes(value: float) -> str:
-    return number(value / 1e6, "{:,.3f}")
-
-
-def _closed_form(cell: Any) -> str:
-    text = _megabytes(cell["bytes_closed_form_total"])
-    return text if text == MISSING else f"{text} {cell['sign']}".rstrip()
-
-
-def _against_baseline(cell: Any) -> str:
-    if cell["compressor"] == BASELINE:
-        return MISSING
-    mark = " !" if cell["gated"] else ""
-    return number(cell["worse_percent"], "{:+z.2f} %") + mark
+def _table(cells: pd.DataFrame, shown: Sequence[Column]) -> str:
+    return Table.of("", "", cells.to_dict("records"), shown).markdown()
 
 
 def _distinct(texts: Iterable[Any]) -> str:

@@ -4,67 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import tabulate
 
 from gradwire.files import write_text
-from gradwire.report import markdown
+from gradwire.report.columns import Column, Entry, Record
 from gradwire.report.markdown import MISSING, table
-
-
-class Entry(NamedTuple):
-    """What stands in one place.
-
-    Attributes:
-        text: What is read.
-        value: What it is sorted by, in full; None is below all others.
-        full: What the CSV file has instead of the value.
-    """
-
-    text: str
-    value: str | float | None = None
-    full: str = ""
-
-    @property
-    def key(self) -> str:
-        """The value as text, empty where there is none."""
-        return "" if self.value is None else str(self.value)
-
-
-def entry(value: float | None, form: str) -> Entry:
-    """A number, or a dash for None and NaN."""
-    known = value is not None and not math.isnan(value)
-    return Entry(form.format(value) if known else MISSING, value if known else None)
-
-
-def spread(n: int, low: float, high: float, form: str) -> Entry:
-    """A spread, sorted by its lower end; a dash where there is none."""
-    text = markdown.spread(n, low, high, form)
-    return Entry(text) if text == MISSING else Entry(text, low, markdown.spread(n, low, high, "{}"))
-
-
-def word(text: str) -> Entry:
-    """A word."""
-    return Entry(text, text)
-
-
-class Column(NamedTuple):
-    """One column.
-
-    Attributes:
-        title: Its heading.
-        number: Whether it holds numbers, which stand to the right and sort by value.
-        hint: What it means, where the heading does not say it.
-    """
-
-    title: str
-    number: bool = True
-    hint: str = ""
 
 
 @dataclass(frozen=True)
@@ -88,11 +36,11 @@ class Table:
     fails: Sequence[bool] = ()
 
     @classmethod
-    def of(
-        cls, name: str, caption: str, records: Iterable[Any], columns: Mapping[Column, Callable[[Any], Entry]]
-    ) -> Table:
-        """A table with a row for each record and a function for each column."""
-        return cls(name, caption, list(columns), [[make(record) for make in columns.values()] for record in records])
+    def of(cls, name: str, caption: str, records: Iterable[Record], columns: Iterable[Column]) -> Table:
+        """A table with a row for each record."""
+        records = list(records)
+        headed = [column.headed(records) for column in columns]
+        return cls(name, caption, headed, [[column.entry(record) for column in headed] for record in records])
 
     @property
     def texts(self) -> list[list[str]]:

@@ -11,21 +11,23 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from textwrap import fill
+from typing import Any
 
 import numpy as np
 
 from gradwire.config import BASELINE
 from gradwire.measurement.statistics import Estimate, estimates
-from gradwire.report.markdown import MISSING, SPREAD, number, spread, table
+from gradwire.report import columns
+from gradwire.report.markdown import MISSING, SPREAD, spread
 from gradwire.report.notes import machine
 from gradwire.report.quality import Book
-from gradwire.report.record import Result
+from gradwire.report.record import Result, run_of
+from gradwire.report.tables import Table
 from gradwire.report.traffic import carriers, counted, rate, sent_by_op
 from gradwire.units import UNSHAPED
 
 TIERS = (1, 5, 20)  # percent of perplexity above that of fp32
 WIDTH = 120
-Table = list[list[str]]
 
 TIER_DEFINITIONS = f"""\
 Fastest first. `ppl`: perplexity against that of `{BASELINE}` (fp32), paired by seed, the mean over n seeds:
@@ -147,40 +149,35 @@ def section(key: tuple[str, int, str, str], cells: Sequence[Gain]) -> str:
     rows = [
         line(gain, [limit for limit, label in fastest.items() if label == gain.cell.row.compressor]) for gain in gains
     ]
-    headers = ["compressor", "n", "ppl", "tier", "fastest", "step ms", "speed-up", "ceiling", "of it"]
     return "\n\n".join(
         [
             f"### {strategy}, W = {world}, {link}",
             f"Fastest {told}.",
-            table(rows, [*headers, "transfer ms", "×", "bytes ×", "÷"]),
+            Table.of("", "", rows, columns.TIER).markdown(),
         ]
     )
 
 
-def line(gain: Gain, fastest: Sequence[int]) -> list[str]:
-    """One cell of a tier table."""
-    itself = gain.cell is gain.baseline
-    against = [
-        number(gain.speed_up, "{:.2f}"),
-        number(gain.ceiling, "{:.2f}"),
-        number(100 * quotient(gain.speed_up, gain.ceiling), "{:.0f} %"),
-    ]
-    shorter = [
-        number(gain.communication, "{:.2f}"),
-        number(gain.bytes, "{:.2f}"),
-        number(quotient(gain.communication, gain.bytes), "{:.2f}"),
-    ]
-    return [
-        gain.cell.row.compressor,
-        str(gain.worse.n or MISSING),
-        MISSING if itself else worse(gain.worse),
-        f"{gain.tier} %" if gain.tier else MISSING,
-        ", ".join(map(str, fastest)),
-        number(gain.cell.step, "{:,.1f}"),
-        *([MISSING] * 3 if itself else against),
-        number(gain.cell.transfer, "{:,.1f}"),
-        *([MISSING] * 3 if itself else shorter),
-    ]
+def line(gain: Gain, fastest: Sequence[int]) -> dict[str, Any]:
+    """One cell of a tier table, by the fields of its columns."""
+    worse = gain.worse
+    ends = spread(worse.n, worse.low, worse.high, "{:+.1f}")
+    return {
+        "compressor": gain.cell.row.compressor,
+        "n": worse.n or None,
+        "worse_percent": worse.mean,
+        "ends": f", {ends}" if ends != MISSING else "",
+        "tier": gain.tier,
+        "fastest": ", ".join(map(str, fastest)),
+        "step": gain.cell.step,
+        "speed_up": gain.speed_up,
+        "ceiling": gain.ceiling,
+        "of_ceiling": 100 * quotient(gain.speed_up, gain.ceiling),
+        "transfer": gain.cell.transfer,
+        "shorter": gain.communication,
+        "fewer": gain.bytes,
+        "quotient": quotient(gain.communication, gain.bytes),
+    }
 
 
 def byte_ratio(row: Result) -> float:
@@ -208,13 +205,12 @@ def wire(rows: Sequence[Result]) -> list[str]:
     for row in sorted(rows, key=lambda row: (row.strategy, row.world_size, -rate(row.link), row.compressor, row.seed)):
         sent, seen = counted(row), row.bytes_interface_total or 0
         explained = sum(factors[row.link][op] * of for op, of in sent_by_op(row).items()) / sent
-        cell = [row.strategy, str(row.world_size), row.compressor, row.link, str(row.seed), " + ".join(carriers(row))]
-        quotients = [f"{seen / sent:.3f}", f"{explained:.3f}", f"{100 * (seen / sent / explained - 1):+.1f} %"]
-        lines.append([*cell, f"{sent / 1e6:,.3f}", f"{seen / 1e6:,.3f}", *quotients])
-    headers = ["strategy", "W", "compressor", "link", "seed", "sent by", "MB counted", "MB interface"]
+        found = {"carriers": " + ".join(carriers(row)), "counted": sent, "seen": seen, "quotient": seen / sent}
+        rest = {"explained": explained, "rest_percent": 100 * (seen / sent / explained - 1)}
+        lines.append({**run_of(row)._asdict(), **found, **rest})
     return [
         fill(f"Interface over counted bytes by collective, fitted to these cells, headers included: {told}.", WIDTH),
-        table(lines, [*headers, "quotient", "explained", "rest"], left=(0, 2, 3, 5)),
+        Table.of("", "", lines, columns.WIRE).markdown(),
     ]
 
 
@@ -250,9 +246,3 @@ def mean(values: Iterable[float | None]) -> float:
 def quotient(one: float, other: float) -> float:
     """``one / other``, NaN where there is nothing to divide by."""
     return one / other if other else math.nan
-
-
-def worse(found: Estimate) -> str:
-    """A mean in percent with its spread, where there is one."""
-    ends = spread(found.n, found.low, found.high, "{:+.1f}")
-    return number(found.mean, "{:+.1f} %") + f", {ends}" * (ends != MISSING)
