@@ -86,6 +86,49 @@ def test_an_upward_import_would_be_seen(tmp_path, line):
     assert "data/planted.py: gradwire.report" in upward(package)
 
 
+def modules(package: Path) -> dict[str, set[str]]:
+    """What every module imports of the package; a package counts only where a name of its own is imported."""
+
+    def imported(file: Path) -> set[str]:
+        found = {name: module_file(name, package) is not None for name in imports(file.read_bytes())}
+        parts = {name: [other for other in found if other.rpartition(".")[0] == name] for name in found}
+        return {name for name, here in found.items() if here and not (parts[name] and all(map(found.get, parts[name])))}
+
+    names = {file: ".".join(file.relative_to(package.parent).with_suffix("").parts) for file in rooms_of(package)}
+    return {name.removesuffix(".__init__"): imported(file) for file, name in names.items()}
+
+
+def circles(package: Path) -> list[str]:
+    """Every module that imports itself by way of others."""
+
+    def reached(name: str) -> set[str]:
+        seen, pending = set[str](), {name}
+        while pending:
+            pending = {target for one in pending for target in graph.get(one, ())} - seen
+            seen |= pending
+        return seen
+
+    graph = modules(package)
+    return [name for name in graph if name in reached(name)]
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    assert circles(PACKAGE) == []
+
+
+def test_a_circle_would_be_seen(tmp_path):
+    package = tmp_path / "gradwire"
+    for name, text in (
+        ("a", "from gradwire.room import b"),
+        ("b", "def f():\n    import gradwire.room.c"),
+        ("c", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from gradwire.room.a import x"),
+        ("d", "from gradwire.room import a"),
+    ):
+        (package / "room").mkdir(parents=True, exist_ok=True)
+        (package / "room" / f"{name}.py").write_text(text)
+    assert sorted(circles(package)) == [f"gradwire.room.{name}" for name in "abc"]
+
+
 def declared() -> set[str]:
     """The packages that pyproject.toml asks for, in its dependencies and its extras."""
     project = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text())["project"]

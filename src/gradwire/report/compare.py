@@ -18,7 +18,8 @@ from gradwire.report.record import Result, run_of
 
 if TYPE_CHECKING:
     from gradwire.measurement.statistics import Paired
-    from gradwire.report.sections import Data, Section
+    from gradwire.report.data import Data
+    from gradwire.report.sections import Section
     from gradwire.report.tables import Table
 
 SIGNIFICANT = 0.05
@@ -81,7 +82,7 @@ def arguments(parser: ArgumentParser) -> None:
 
 def main(args: Namespace) -> None:
     """Print the differences as Markdown."""
-    from gradwire.report.page import read
+    from gradwire.report.data import read
 
     one = read(args.one)
     made = section(one, read(args.other))

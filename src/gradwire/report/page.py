@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradwire import __version__
-from gradwire.errors import BadInput
 from gradwire.files import sha256_file, whole_folder, write_text
 
 if TYPE_CHECKING:
+    from gradwire.report.data import Data
     from gradwire.report.figures.files import Drawn
-    from gradwire.report.sections import Data, Section
+    from gradwire.report.sections import Section
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -35,6 +35,7 @@ def beside(args: Namespace) -> Path | None:
 
 def main(args: Namespace) -> None:
     """Write ``report.html``, ``figures/`` and ``tables/``, and name the page."""
+    from gradwire.report.data import read
     from gradwire.report.sections import sections
 
     data = read(args.results_dir)
@@ -49,33 +50,6 @@ def main(args: Namespace) -> None:
     for note in data.notes:
         print(f"gradwire report: {note}", file=sys.stderr)
     print(f"{page} ({page.stat().st_size / 1e6:.1f} MB, {sum(map(len, drawn.values()))} figures)")
-
-
-def read(results_dir: Path) -> Data:
-    """An experiment's results.
-
-    Raises:
-        BadInput: If there are none, or none that this version can read.
-    """
-    from gradwire.report.predict import quality_of
-    from gradwire.report.quality import Book
-    from gradwire.report.record import OWN_QUALITY
-    from gradwire.report.results_file import read_results
-    from gradwire.report.sections import Data
-    from gradwire.report.summarize import asked_for
-
-    path = results_dir / "results.jsonl"
-    if not path.is_file():
-        raise BadInput(
-            f"there is no {path}: run the experiment (`make run`) or, where runs exist, `gradwire summarize`."
-        )
-    rows, complaints = read_results(path)
-    if not rows:
-        raise BadInput(complaints[0] if complaints else f"{path} holds no result yet.")
-    elsewhere = any(row.quality_from not in (None, *OWN_QUALITY) for row in rows)
-    quality, doubts = quality_of(rows, path) if elsewhere else (Book.of(str(path), rows), [])
-    shared = any(one.shared for one in asked_for(results_dir).values())
-    return Data(results_dir, rows, quality, shared, [*complaints, *doubts])
 
 
 def save(made: Sequence[Section], results_dir: Path) -> dict[str, list[Drawn]]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from pathlib import Path
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any, Self
 
@@ -18,16 +17,15 @@ from gradwire.errors import BadInput
 from gradwire.files import digest, read_json
 from gradwire.measurement.cost_model import Model, leave_one_link_out
 from gradwire.report import columns, curves, gates
-from gradwire.report.cells import Group, cells_of, command, groups, of_group, on_one_link
+from gradwire.report.cells import command, of_group, on_one_link
 from gradwire.report.columns import Column
+from gradwire.report.data import Data
 from gradwire.report.figures import courses, pareto, scaling, step_time, winners
-from gradwire.report.figures.style import Drawing, Look, looks
+from gradwire.report.figures.style import Drawing
 from gradwire.report.markdown import MISSING
 from gradwire.report.notes import mostly_float32, privacy
 from gradwire.report.predict import cell_of, ppl_percent, usable
-from gradwire.report.quality import Book
 from gradwire.report.record import Result
-from gradwire.report.table import one_by_one
 from gradwire.report.tables import Table
 from gradwire.report.traffic import as_computed
 from gradwire.report.words import WORDS
@@ -70,70 +68,6 @@ class Section:
         """An empty section with its words, in which ``values`` are filled."""
         title, short, lead = WORDS[key]
         return cls(key, title.format(**values), short, lead.format(**values)) if values else cls(key, *WORDS[key])
-
-
-@dataclass(frozen=True)
-class Data:
-    """All that sections are made from.
-
-    Args:
-        results_dir: The experiment's folder.
-        results: Its rows.
-        quality: The runs whose perplexities count.
-        shared: Whether runs may have shared the machine.
-        notes: What could not be used.
-    """
-
-    results_dir: Path
-    results: Sequence[Result]
-    quality: Book
-    shared: bool = False
-    notes: list[str] = field(default_factory=list)
-
-    @cached_property
-    def ok(self) -> list[Result]:
-        """The rows with a result."""
-        return [row for row in self.results if row.status == "ok"]
-
-    @cached_property
-    def cells(self) -> pd.DataFrame | None:
-        """Statistics over seeds; None where nothing has a result."""
-        return cells_of(self.ok, self.quality) if self.ok else None
-
-    @cached_property
-    def runs(self) -> pd.DataFrame:
-        """Single runs."""
-        return one_by_one(self.ok)
-
-    @cached_property
-    def groups(self) -> list[Group]:
-        """The groups of cells, in the table's order."""
-        return [] if self.cells is None else [group for group, _ in groups(self.cells)]
-
-    @cached_property
-    def looks(self) -> dict[str, Look]:
-        """How each label is drawn."""
-        return looks(sorted({row.compressor for row in self.results}))
-
-    @cached_property
-    def courses(self) -> dict[str, curves.Course]:
-        """What ``steps.parquet`` tells."""
-        found, complaints = curves.courses(self.ok, self.results_dir)
-        self.notes.extend(complaints)
-        return found
-
-    def lines(self, column: str) -> dict[Group, dict[str, curves.Line]]:
-        """A column of the courses over seeds, by group and label; without what was not measured."""
-        found: dict[Group, dict[str, curves.Line]] = {}
-        for group in self.groups:
-            runs: defaultdict[str, list[curves.Course]] = defaultdict(list)
-            for row in of_group(self.ok, group):
-                if row.run_name in self.courses:
-                    runs[row.compressor].append(self.courses[row.run_name])
-            ordered = sorted(runs, key=lambda label: (label != BASELINE, label))
-            lines = ((label, curves.line(runs[label], column)) for label in ordered)
-            found[group] = {label: line for label, line in lines if line is not None}
-        return {group: lines for group, lines in found.items() if lines}
 
 
 def sections(data: Data) -> Iterator[Section]:

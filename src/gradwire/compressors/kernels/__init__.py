@@ -18,15 +18,19 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 if TYPE_CHECKING:
     import torch
 
-    from gradwire.compressors.base import Compressor
+
+class Method(Protocol):
+    """A compressor, as far as it is looked at here."""
+
+    name: ClassVar[str]
 
 
-def find(method: Compressor, device: torch.device) -> ModuleType | None:
+def find(method: Method, device: torch.device) -> ModuleType | None:
     """The module with the fused form of ``method`` for ``device``; None where the plain form is the only one."""
     module = load(device.type, method.name)
     return module if module is not None and module.covers(method) else None

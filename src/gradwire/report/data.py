@@ -1,0 +1,107 @@
+"""What the page and a comparison are made from: an experiment's rows, their statistics, and what its runs left."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import pandas as pd
+
+from gradwire.config import BASELINE
+from gradwire.errors import BadInput
+from gradwire.report import curves
+from gradwire.report.cells import Group, cells_of, groups, of_group
+from gradwire.report.figures.style import Look, looks
+from gradwire.report.predict import quality_of
+from gradwire.report.quality import Book
+from gradwire.report.record import OWN_QUALITY, Result
+from gradwire.report.results_file import read_results
+from gradwire.report.summarize import asked_for
+from gradwire.report.table import one_by_one
+
+
+@dataclass(frozen=True)
+class Data:
+    """All that sections are made from.
+
+    Args:
+        results_dir: The experiment's folder.
+        results: Its rows.
+        quality: The runs whose perplexities count.
+        shared: Whether runs may have shared the machine.
+        notes: What could not be used.
+    """
+
+    results_dir: Path
+    results: Sequence[Result]
+    quality: Book
+    shared: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def ok(self) -> list[Result]:
+        """The rows with a result."""
+        return [row for row in self.results if row.status == "ok"]
+
+    @cached_property
+    def cells(self) -> pd.DataFrame | None:
+        """Statistics over seeds; None where nothing has a result."""
+        return cells_of(self.ok, self.quality) if self.ok else None
+
+    @cached_property
+    def runs(self) -> pd.DataFrame:
+        """Single runs."""
+        return one_by_one(self.ok)
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The groups of cells, in the table's order."""
+        return [] if self.cells is None else [group for group, _ in groups(self.cells)]
+
+    @cached_property
+    def looks(self) -> dict[str, Look]:
+        """How each label is drawn."""
+        return looks(sorted({row.compressor for row in self.results}))
+
+    @cached_property
+    def courses(self) -> dict[str, curves.Course]:
+        """What ``steps.parquet`` tells."""
+        found, complaints = curves.courses(self.ok, self.results_dir)
+        self.notes.extend(complaints)
+        return found
+
+    def lines(self, column: str) -> dict[Group, dict[str, curves.Line]]:
+        """A column of the courses over seeds, by group and label; without what was not measured."""
+        found: dict[Group, dict[str, curves.Line]] = {}
+        for group in self.groups:
+            runs: defaultdict[str, list[curves.Course]] = defaultdict(list)
+            for row in of_group(self.ok, group):
+                if row.run_name in self.courses:
+                    runs[row.compressor].append(self.courses[row.run_name])
+            ordered = sorted(runs, key=lambda label: (label != BASELINE, label))
+            lines = ((label, curves.line(runs[label], column)) for label in ordered)
+            found[group] = {label: line for label, line in lines if line is not None}
+        return {group: lines for group, lines in found.items() if lines}
+
+
+def read(results_dir: Path) -> Data:
+    """An experiment's results.
+
+    Raises:
+        BadInput: If there are none, or none that this version can read.
+    """
+    path = results_dir / "results.jsonl"
+    if not path.is_file():
+        raise BadInput(
+            f"there is no {path}: run the experiment (`make run`) or, where runs exist, `gradwire summarize`."
+        )
+    rows, complaints = read_results(path)
+    if not rows:
+        raise BadInput(complaints[0] if complaints else f"{path} holds no result yet.")
+    elsewhere = any(row.quality_from not in (None, *OWN_QUALITY) for row in rows)
+    quality, doubts = quality_of(rows, path) if elsewhere else (Book.of(str(path), rows), [])
+    shared = any(one.shared for one in asked_for(results_dir).values())
+    return Data(results_dir, rows, quality, shared, [*complaints, *doubts])
