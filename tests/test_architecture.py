@@ -29,6 +29,7 @@ ROOMS = [
         "seat",
         "source",
         "image",
+        "machine",
         "compressors",
         "config",
         "collectives",

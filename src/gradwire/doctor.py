@@ -10,13 +10,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
 from gradwire.errors import BadInput, CheckFailed, GradwireError
 from gradwire.flags import PORT
 from gradwire.launch.ranks import FORK, LAUNCHERS
+from gradwire.machine import installed
 
 RANKS, SAMPLES, DIM = 2, 16, 64
 
@@ -116,10 +116,9 @@ def shaped_links() -> Finding:
 
 def workflow() -> Finding:
     """Whether Snakemake is installed."""
-    try:
-        return Finding("workflow", f"Snakemake {version('snakemake')}")
-    except PackageNotFoundError:
+    if (version := installed("snakemake")) is None:
         return Finding("workflow", "no: Snakemake is not installed", "`pip install 'gradwire[workflow]'`.")
+    return Finding("workflow", f"Snakemake {version}")
 
 
 def containers() -> Finding:
@@ -145,9 +144,7 @@ def slurm() -> Finding:
     """Slurm's client, Snakemake's plugin for it, and whether a cluster responds."""
     if shutil.which("sbatch") is None:
         return Finding("Slurm", "no: no sbatch", "a cluster's login node (docs/clusters.md).")
-    try:
-        version("snakemake-executor-plugin-slurm")
-    except PackageNotFoundError:
+    if installed("snakemake-executor-plugin-slurm") is None:
         return Finding("Slurm", "no: Snakemake's plugin is not installed", "`pip install 'gradwire[slurm]'`.")
     told = _says("sinfo", "--noheader", "--format=%R: %D nodes")
     if not told:

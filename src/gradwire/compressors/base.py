@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gradwire.compressors import kernels
 from gradwire.compressors.rounds import Context, RoundCost, Rounds, State
@@ -189,3 +190,18 @@ class Compressor(BaseModel, ABC):
 
 class Quantizer(Compressor):
     """A compressor that keeps every element and makes each one shorter: what a chain may put after a sparsifier."""
+
+
+class BlockQuantizer(Quantizer):
+    """A quantizer whose elements share numbers, such as a scale, in blocks of ``block`` consecutive ones."""
+
+    if TYPE_CHECKING:  # a method declares it among its options, in their order and with its default
+        block: Block
+
+    def blocks(self, shape: Shape) -> int:
+        """Number of blocks, the last one perhaps shorter."""
+        return -(-numel(shape) // self.block)
+
+    def in_blocks(self, values: Tensor) -> Tensor:
+        """A vector as the rows of a matrix, one row per block, zeros at the end."""
+        return pad(values, (0, -values.numel() % self.block)).view(-1, self.block)

@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -36,6 +35,7 @@ from gradwire import __version__
 from gradwire.errors import FAULT, BadInput
 from gradwire.files import write_json
 from gradwire.flags import COUNT, ELEMENTS, SEED, output_file
+from gradwire.machine import installed, processor
 
 if TYPE_CHECKING:
     import torch
@@ -439,29 +439,11 @@ def describe(device: torch.device) -> dict[str, Any]:
         "kind": device.type,
         "cores": os.cpu_count(),
         "gradwire": __version__,
-        "packages": {name: version(name) for name in PACKAGES},
+        "packages": {name: installed(name) for name in PACKAGES},
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "cuda": torch.version.cuda if cuda else None,
     }
-
-
-def processor() -> str:
-    """The processor's name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
-
-
-def version(package: str) -> str | None:
-    """An installed package's version."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def report(result: dict[str, Any]) -> str:

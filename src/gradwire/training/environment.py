@@ -9,7 +9,6 @@ import resource
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,10 @@ import torch
 
 from gradwire import __version__
 from gradwire.collectives.world import World
+from gradwire.machine import CPUINFO, installed, processor, text
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba", "triton", "pyarrow", "pydantic", "safetensors")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMBA_NUM_THREADS")
-CPUINFO = Path("/proc/cpuinfo")
 CPUFREQ = Path("/sys/devices/system/cpu/cpu0/cpufreq")
 NVIDIA_SMI = {  # field of `nvidia-smi --query-gpu`: key in the manifest
     "driver_version": "driver",
@@ -67,14 +66,6 @@ def same_machine(environments: list[dict[str, Any]]) -> bool:
     return all(one[key] == environments[0][key] for one in environments for key in MACHINE)
 
 
-def installed(package: str) -> str | None:
-    """The version of an installed package, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def distribution() -> str | None:
     """The operating system's name, inside a container if the process runs in one."""
     try:
@@ -90,12 +81,6 @@ def libraries(cuda: bool) -> dict[str, str]:
         found["cudnn"] = str(torch.backends.cudnn.version())
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
-
-
-def processor() -> str:
-    """The processor's model name as the kernel reports it."""
-    names = re.findall(r"^(?:model name|Model)\s*:\s*(.+)$", text(CPUINFO) or "", re.MULTILINE)
-    return names[0].strip() if names else platform.processor() or platform.machine()
 
 
 def clocks() -> dict[str, str | None]:
@@ -127,14 +112,6 @@ def gpu(device: torch.device) -> dict[str, str]:
     except (OSError, subprocess.SubprocessError):
         return found
     return found | dict(zip(NVIDIA_SMI.values(), (value.strip() for value in told.split(",")), strict=False))
-
-
-def text(path: Path) -> str | None:
-    """The stripped text of a kernel file, or None if it cannot be read."""
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None
 
 
 class PeakMemory:

@@ -17,14 +17,13 @@ from typing import Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import pad
 
-from gradwire.compressors.base import Block, Quantizer, Shape, as_numbers, numel
+from gradwire.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal blocks, and zeros at zero
 
 
-class Float8(Quantizer):
+class Float8(BlockQuantizer):
     """Sends a byte per element and a float32 scale per block.
 
     An element's error is at most 1/17 of its magnitude (e4m3; 1/9 for e5m2) where ``x / scale`` is a normal number of
@@ -48,17 +47,9 @@ class Float8(Quantizer):
         """The format's largest finite value."""
         return torch.finfo(self.dtype).max
 
-    def blocks(self, shape: Shape) -> int:
-        """Number of blocks, the last one perhaps shorter."""
-        return -(-numel(shape) // self.block)
-
     def wire_bytes(self, shape: Shape) -> int:
         """A byte per element and four per block."""
         return 4 * self.blocks(shape) + numel(shape)
-
-    def in_blocks(self, values: Tensor) -> Tensor:
-        """A vector as the rows of a matrix, one row per block, zeros at the end."""
-        return pad(values, (0, -values.numel() % self.block)).view(-1, self.block)
 
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Scale each block to ``top`` and cast."""

@@ -18,9 +18,8 @@ from typing import Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import pad
 
-from gradwire.compressors.base import Block, Quantizer, Shape, as_numbers, numel
+from gradwire.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel
 from gradwire.compressors.packing import pack, packed_bytes, unpack
 from gradwire.compressors.philox import draw_seed, uniforms
 from gradwire.compressors.rounds import Ask, Context, RoundCost, Rounds, State
@@ -29,7 +28,7 @@ from gradwire.errors import BadInput
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal blocks, and zeros at zero
 
 
-class Int8(Quantizer):
+class Int8(BlockQuantizer):
     """Sends a code of 8, 4 or 2 bits per element and a float32 scale per block.
 
     With ``nearest`` an element's error is at most half its block's scale (and float32's own rounding). With
@@ -59,17 +58,9 @@ class Int8(Quantizer):
         """Codes on either side of zero."""
         return 2 ** (self.num_bits - 1) - 1
 
-    def blocks(self, shape: Shape) -> int:
-        """Number of blocks, the last one perhaps shorter."""
-        return -(-numel(shape) // self.block)
-
     def wire_bytes(self, shape: Shape) -> int:
         """``num_bits`` per element and four bytes per block."""
         return 4 * self.blocks(shape) + packed_bytes(numel(shape), self.num_bits)
-
-    def in_blocks(self, values: Tensor) -> Tensor:
-        """A vector as the rows of a matrix, one row per block, zeros at the end."""
-        return pad(values, (0, -values.numel() % self.block)).view(-1, self.block)
 
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Scale each block to ``top`` and round."""

@@ -20,9 +20,8 @@ from typing import Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import pad
 
-from gradwire.compressors.base import Block, Quantizer, Shape, numel
+from gradwire.compressors.base import Block, BlockQuantizer, Shape, numel
 from gradwire.compressors.packing import pack, packed_bytes, unpack
 from gradwire.compressors.philox import draw_seed, words
 
@@ -33,7 +32,7 @@ POWERS = 127  # that 8 bits leave
 SCALES = [2.0 ** (1 - lowest) for lowest in range(256)]  # of a block, by its lowest exponent
 
 
-class Natural(Quantizer):
+class Natural(BlockQuantizer):
     """Sends sign and exponent of every element; unbiased.
 
     The variance of an element between the powers a and 2a is ``(|x| - a) (2a - |x|)``: at most ``x^2 / 8``, reached at
@@ -53,17 +52,9 @@ class Natural(Quantizer):
         """With every option."""
         return True
 
-    def blocks(self, shape: Shape) -> int:
-        """Number of blocks, the last one perhaps shorter."""
-        return -(-numel(shape) // self.block)
-
     def wire_bytes(self, shape: Shape) -> int:
         """A byte per element, and a byte per block or a bit per element."""
         return numel(shape) + (self.blocks(shape) if self.bits == 8 else packed_bytes(numel(shape), 1))
-
-    def in_blocks(self, values: Tensor) -> Tensor:
-        """A vector as the rows of a matrix, one row per block, zeros at the end."""
-        return pad(values, (0, -values.numel() % self.block)).view(-1, self.block)
 
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Let the random bits carry over; with 8 bits, once a block's lowest power is moved to 2^-126."""

@@ -19,13 +19,12 @@ from typing import Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import pad
 
-from gradwire.compressors.base import Block, Quantizer, Shape, as_numbers, numel
+from gradwire.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel
 from gradwire.compressors.packing import pack, packed_bytes, unpack
 
 
-class OneBit(Quantizer):
+class OneBit(BlockQuantizer):
     """Sends a bit per element and two float32 means per block or column."""
 
     name = "onebit"
@@ -38,7 +37,7 @@ class OneBit(Quantizer):
 
     def groups(self, shape: Shape) -> int:
         """Number of blocks, the last one perhaps shorter, or of columns."""
-        return columns(shape) if self.means == "column" else -(-numel(shape) // self.block)
+        return columns(shape) if self.means == "column" else self.blocks(shape)
 
     def wire_bytes(self, shape: Shape) -> int:
         """A bit per element and eight bytes per group."""
@@ -48,7 +47,7 @@ class OneBit(Quantizer):
         """Sums of a value per element over each group: float64 [groups]."""
         if self.means == "column":
             return values.view(-1, columns(shape)).sum(dim=0, dtype=torch.float64)
-        return pad(values, (0, -values.numel() % self.block)).view(-1, self.block).sum(dim=1, dtype=torch.float64)
+        return self.in_blocks(values).sum(dim=1, dtype=torch.float64)
 
     def per_element(self, values: Tensor, shape: Shape) -> Tensor:
         """Each group's value at each of its elements: [n]."""

@@ -22,17 +22,16 @@ from typing import Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import pad
 
 from gradwire.compressors import elias
-from gradwire.compressors.base import Block, Quantizer, Shape, as_numbers, numel
+from gradwire.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel
 from gradwire.compressors.packing import pack, packed_bytes, unpack
 from gradwire.compressors.philox import draw_seed, uniforms
 
 SMALLEST_STEP = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal buckets, and zeros at zero
 
 
-class Qsgd(Quantizer):
+class Qsgd(BlockQuantizer):
     """Sends an integer between -s and s per element and a float32 norm per bucket; unbiased.
 
     An element's variance is ``(norm / s)^2 f (1 - f)``, where f is the fractional part of ``s |x| / norm``. With the
@@ -67,19 +66,11 @@ class Qsgd(Quantizer):
         """Bits of a dense code."""
         return (2 * self.levels).bit_length()
 
-    def blocks(self, shape: Shape) -> int:
-        """Number of buckets, the last one perhaps shorter."""
-        return -(-numel(shape) // self.block)
-
     def wire_bytes(self, shape: Shape) -> int | None:
         """Four bytes per bucket and `num_bits` per element; None with Elias coding."""
         if self.coding == "elias":
             return None
         return 4 * self.blocks(shape) + packed_bytes(numel(shape), self.num_bits)
-
-    def in_blocks(self, values: Tensor) -> Tensor:
-        """A vector as the rows of a matrix, one row per bucket, zeros at the end."""
-        return pad(values, (0, -values.numel() % self.block)).view(-1, self.block)
 
     def norms(self, x: Tensor) -> Tensor:
         """Each bucket's norm: float32 [b]."""

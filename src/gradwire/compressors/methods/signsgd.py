@@ -21,14 +21,13 @@ from typing import Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import pad
 
-from gradwire.compressors.base import Block, Quantizer, Shape, as_numbers, numel
+from gradwire.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel
 from gradwire.compressors.packing import pack, packed_bytes, unpack
 from gradwire.compressors.rounds import Ask, Context, RoundCost, Rounds, State
 
 
-class SignSGD(Quantizer):
+class SignSGD(BlockQuantizer):
     """Sends the sign of each element, and a float32 scale per block unless ``scale`` is ``none``."""
 
     name = "signsgd"
@@ -46,7 +45,7 @@ class SignSGD(Quantizer):
 
     def head_bytes(self, shape: Shape) -> int:
         """Four bytes per block, the last one perhaps shorter; one byte without scales."""
-        return 4 * -(-numel(shape) // self.block) if self.scale == "mean" else 1
+        return 4 * self.blocks(shape) if self.scale == "mean" else 1
 
     def wire_bytes(self, shape: Shape) -> int:
         """The head and a bit per element."""
@@ -62,7 +61,7 @@ class SignSGD(Quantizer):
         """Mean magnitude of each block: float32 [blocks]."""
         starts = torch.arange(0, values.numel(), self.block, device=values.device)
         counts = (values.numel() - starts).clamp_max(self.block)
-        blocks = pad(values.abs(), (0, -values.numel() % self.block)).view(-1, self.block)
+        blocks = self.in_blocks(values.abs())
         return (blocks.sum(dim=1, dtype=torch.float64) / counts).to(torch.float32)
 
     def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -19,16 +19,15 @@ from typing import Literal
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn.functional import pad
 
-from gradwire.compressors.base import Block, Quantizer, Shape, as_numbers, numel
+from gradwire.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel
 from gradwire.compressors.packing import pack, pack_trits, packed_bytes, trit_bytes, unpack, unpack_trits
 from gradwire.compressors.philox import draw_seed, uniforms
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal blocks, and zeros at zero
 
 
-class Terngrad(Quantizer):
+class Terngrad(BlockQuantizer):
     """Sends a ternary digit per element and a float32 scale per block; unbiased without clipping.
 
     An element's variance is ``|x| (s - |x|)``, that of a block ``s |x|_1 - |x|_2^2``, where s is its scale.
@@ -46,10 +45,6 @@ class Terngrad(Quantizer):
         """Without clipping."""
         return self.clip is None
 
-    def blocks(self, shape: Shape) -> int:
-        """Number of blocks, the last one perhaps shorter."""
-        return -(-numel(shape) // self.block)
-
     def digit_bytes(self, shape: Shape) -> int:
         """Bytes of the packed digits."""
         return packed_bytes(numel(shape), 2) if self.packing == "2bit" else trit_bytes(numel(shape))
@@ -57,10 +52,6 @@ class Terngrad(Quantizer):
     def wire_bytes(self, shape: Shape) -> int:
         """Four bytes per block; 2 bits per element, or a byte per five."""
         return 4 * self.blocks(shape) + self.digit_bytes(shape)
-
-    def in_blocks(self, values: Tensor) -> Tensor:
-        """A vector as the rows of a matrix, one row per block, zeros at the end."""
-        return pad(values, (0, -values.numel() % self.block)).view(-1, self.block)
 
     def scales(self, x: Tensor) -> Tensor:
         """Each block's scale: float32 [b]; sums are float64, rounded once."""
