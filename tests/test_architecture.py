@@ -15,7 +15,7 @@ import pytest
 
 from gradwire.cli import VERBS
 from gradwire.errors import BadInput
-from gradwire.source import PACKAGE, closure, imports, module_file, source_digest
+from gradwire.source_digest import PACKAGE, closure, imports, module_file, source_digest
 
 ROOMS = [
     *(
@@ -26,8 +26,8 @@ ROOMS = [
         "files",
         "flags",
         "failures",
-        "seat",
-        "source",
+        "rank_env",
+        "source_digest",
         "image",
         "machine",
         "compressors",

@@ -764,7 +764,7 @@ def another_models_ranks(run):
         replace(made, model_dir=str(other), model_digest=saved.digest(other), dims=[64]), torch.device("cpu")
     )
     for rank in range(2):
-        parts, positions = run / f"rank_{rank}" / "dim64", made.dealt(rank)
+        parts, positions = run / f"rank_{rank}" / "dim64", made.sampler_indices(rank)
         blocks = [maker.blocks(Shards(made.data_path, "train"), part)[64] for part in (positions[:4], positions[4:])]
         for names, block in zip((store.part_names(parts, 4), store.part_names(parts, 6)), blocks, strict=True):
             store.write(names, block)

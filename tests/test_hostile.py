@@ -17,7 +17,7 @@ from gradwire.failures import RANK_FAILURES
 from gradwire.flags import Number, output_file, output_folder
 from gradwire.launch import leases
 from gradwire.models import gpt2
-from gradwire.seat import LOCAL_WORLD_SIZE, rank_options, ranks_here
+from gradwire.rank_env import LOCAL_WORLD_SIZE, rank_options, ranks_here
 
 INTEGERS = ["-1", str(2**80)]  # what no flag takes, whatever it counts
 FLOATS = ["nan", "inf", "-inf", "-1"]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gradwire.collectives.world import choose, host_store, process_group
 from gradwire.errors import BadInput
-from gradwire.seat import LOCAL_WORLD_SIZE, Seat, add_rank_arguments, rank_options, ranks_here, seat
+from gradwire.rank_env import LOCAL_WORLD_SIZE, RankEnv, add_rank_arguments, rank_env, rank_options, ranks_here
 
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "2345"}
 
@@ -23,9 +23,9 @@ def outside_of_torchrun(monkeypatch):
 
 
 def test_torchruns_environment_is_the_seat():
-    found = Seat(rank=1, local_rank=1, world_size=3, master_addr="10.0.0.7", master_port=2345)
-    assert seat({}, TORCHRUN) == found
-    assert seat({"rank": 1, "world_size": 3, "master_port": None}, TORCHRUN) == found
+    found = RankEnv(rank=1, local_rank=1, world_size=3, master_addr="10.0.0.7", master_port=2345)
+    assert rank_env({}, TORCHRUN) == found
+    assert rank_env({"rank": 1, "world_size": 3, "master_port": None}, TORCHRUN) == found
 
 
 @pytest.mark.parametrize(
@@ -34,25 +34,25 @@ def test_torchruns_environment_is_the_seat():
 )
 def test_a_flag_that_disagrees_with_the_environment(name, value):
     with pytest.raises(BadInput, match=rf"--{name} {value} disagrees with {name.upper()}=.*leave --{name} out"):
-        seat({name: value}, TORCHRUN)
+        rank_env({name: value}, TORCHRUN)
 
 
 def test_ranks_started_by_hand():
-    assert seat({}, {}) == Seat(0, 0, 1, "127.0.0.1", None)
-    assert seat({"rank": 2, "world_size": 3, "master_port": 99}, {}) == Seat(2, 2, 3, "127.0.0.1", 99)
+    assert rank_env({}, {}) == RankEnv(0, 0, 1, "127.0.0.1", None)
+    assert rank_env({"rank": 2, "world_size": 3, "master_port": 99}, {}) == RankEnv(2, 2, 3, "127.0.0.1", 99)
     with pytest.raises(BadInput, match=r"--world_size 2 without --rank and --master_port.*gradwire launch"):
-        seat({"world_size": 2}, {})
+        rank_env({"world_size": 2}, {})
     with pytest.raises(BadInput, match="--rank 3 with --world_size 3"):
-        seat({"rank": 3, "world_size": 3, "master_port": 99}, {})
+        rank_env({"rank": 3, "world_size": 3, "master_port": 99}, {})
     with pytest.raises(BadInput, match="'MASTER_PORT' is not"):
-        seat({}, {name: value for name, value in TORCHRUN.items() if name != "MASTER_PORT"})
+        rank_env({}, {name: value for name, value in TORCHRUN.items() if name != "MASTER_PORT"})
 
 
 def test_rank_flags_reach_the_seat():
     parser = argparse.ArgumentParser()
     add_rank_arguments(parser)
     args = parser.parse_args(["--world_size", "2", "--rank", "1", "--master_port", "77", "--device", "cpu"])
-    here = Seat(1, 1, 2, "127.0.0.1", 77)
+    here = RankEnv(1, 1, 2, "127.0.0.1", 77)
     assert rank_options(args) == {"backend": "auto", "device": "cpu", "here": here, "timeout": 60.0}
 
 
@@ -102,7 +102,7 @@ def test_a_single_process_needs_no_port_and_leaves_no_group():
 def test_a_port_in_use_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        here = Seat(rank=0, world_size=2, master_port=port)
+        here = RankEnv(rank=0, world_size=2, master_port=port)
         with pytest.raises(BadInput, match=f"127.0.0.1:{port} is in use"), process_group(device="cpu", here=here):
             pass
 
@@ -117,7 +117,7 @@ def test_a_store_listens_at_its_address_only():
 def test_a_process_group_meets_at_its_address_only():
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with process_group(device="cpu", here=Seat(master_port=port)):
+    with process_group(device="cpu", here=RankEnv(master_port=port)):
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port)).close()
         socket.create_connection(("127.0.0.1", port)).close()

@@ -15,7 +15,7 @@ from test_workflow import SMALL, Checkout
 
 from gradwire.config import experiment
 from gradwire.errors import BadInput
-from gradwire.source import PACKAGE
+from gradwire.source_digest import PACKAGE
 
 NASTY = [
     "; rm -rf x",

@@ -11,7 +11,7 @@ from links_rows import ALPHA, COMPUTE, FACTOR, LABELS, experiment, row
 from gradwire.cli import main
 from gradwire.errors import BadInput
 from gradwire.files import write_json
-from gradwire.report.quality import Book, book, differences, with_quality
+from gradwire.report.quality import PerplexityReference, differences, perplexity_reference, with_quality
 from gradwire.report.record import Result
 from gradwire.report.table import summary
 from gradwire.report.tiers import backend_factors, tiers
@@ -50,7 +50,7 @@ def test_a_row_takes_its_label_s_perplexity_of_the_same_seed(tmp_path):
     path = write_rows(tmp_path / "quality.jsonl", quality_rows(("ddp", "fsdp2"), ("none", "int8")))
     timing = [row("fsdp2", "int8", "1gbit", seed=1), row("naive", "none", "1gbit"), row("ddp", "none", "none", seed=9)]
     own = row("ddp", "int8", "1gbit", val_ppl=77.5, quality_from="perplexity")
-    found, complaints = book(path)
+    found, complaints = perplexity_reference(path)
     assert complaints == []
     (sharded, other, lacking, kept), told = with_quality([*timing, own], found)
     assert sharded.val_ppl == pytest.approx(53 * 1.004)
@@ -64,7 +64,7 @@ def test_a_row_takes_its_label_s_perplexity_of_the_same_seed(tmp_path):
 
 
 def test_any_strategy_stands_in_where_ddp_has_none():
-    found = Book.of("Q", quality_rows(("naive",), ("int8",)))
+    found = PerplexityReference.of("Q", quality_rows(("naive",), ("int8",)))
     assert found.seeds(row("fsdp2", "int8", "1gbit"))[2].run_name == "naive/int8/ws2/none/seed2"
 
 
@@ -83,7 +83,7 @@ def test_another_setting_s_perplexity_is_refused(fields, differing):
     long = row("ddp", "int8", "none", val_ppl=60.0).model_copy(update=of_long)
     short = row("ddp", "int8", "1gbit").model_copy(update=fields)
     assert differences(long, short) == differing
-    found = Book.of("Q", [long])
+    found = PerplexityReference.of("Q", [long])
     if not differing:
         assert found.seeds(short) == {0: long}
         return
@@ -97,7 +97,7 @@ def test_a_broken_line_and_another_version_are_named_by_line_and_spare_the_rest(
     wrong = json.dumps(json.loads(lines[0]) | {"val_ppl": "low"})
     path = tmp_path / "quality.jsonl"
     path.write_text("\n".join([lines[0], lines[1][:40], other, lines[3], "", wrong, "[]"]))
-    found, complaints = book(path)
+    found, complaints = perplexity_reference(path)
     assert [(one.compressor, one.seed) for one in found.rows] == [("none", 0), ("int8", 1)]
     begin = [f"{path}: line {number} is left out: " for number in (2, 3, 6, 7)]
     assert [told.startswith(start) for told, start in zip(complaints, begin, strict=True)] == [True] * 4
@@ -108,7 +108,7 @@ def test_a_broken_line_and_another_version_are_named_by_line_and_spare_the_rest(
 @pytest.fixture(scope="module")
 def page():
     """The summary of an experiment with links, its quality from another."""
-    found = Book.of("Q", quality_rows())
+    found = PerplexityReference.of("Q", quality_rows())
     rows, _ = with_quality(experiment(), found)
     return summary("links", rows, tiers(rows, found))
 
@@ -150,15 +150,15 @@ def test_sharded_gradients_and_parameters_count_together(page):
 
 def test_a_tier_nobody_is_in_and_a_quality_nobody_knows_are_said(page):
     rows = experiment(("ddp",), ("100mbit",))
-    text = tiers(rows, Book.of("Q", quality_rows(labels=("none", "powersgd"))))
+    text = tiers(rows, PerplexityReference.of("Q", quality_rows(labels=("none", "powersgd"))))
     assert "Fastest within 1 %: `none`; within 5 %: `none`; within 20 %: `powersgd`." in text
     unknown = {one["compressor"]: one for one in tables("\n" + text)["ddp, W = 2, 100mbit"]}["int8"]
     assert (unknown["n"], unknown["ppl"], unknown["tier"], unknown["fastest"]) == ("–", "–", "–", "")
-    assert "Fastest within 1 %: none; within 5 %: none" in tiers(rows, Book.of("Q", []))
+    assert "Fastest within 1 %: none; within 5 %: none" in tiers(rows, PerplexityReference.of("Q", []))
 
 
 def test_without_a_shaped_link_there_is_no_tier_table():
-    assert tiers(experiment(links=("none",)), Book.of("Q", quality_rows())) == ""
+    assert tiers(experiment(links=("none",)), PerplexityReference.of("Q", quality_rows())) == ""
 
 
 def test_the_backend_s_factors_are_found_and_explain_the_interface_bytes(page):

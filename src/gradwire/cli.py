@@ -30,7 +30,7 @@ from gradwire.failures import (
     write_failure,
 )
 from gradwire.flags import COUNT, check_numbers, check_paths, check_words, writable
-from gradwire.launch import keeper
+from gradwire.launch import parent_watch
 
 
 class Verb(NamedTuple):
@@ -176,7 +176,7 @@ def usage() -> str:
 
 def entry() -> NoReturn:
     """The console script."""
-    keeper.watch()
+    parent_watch.watch()
     code = main(sys.argv[1:])
     reader_left()
     sys.stdout.flush()

@@ -10,8 +10,8 @@ import torch
 
 from gradwire.collectives import METER, Exempt, Layout, Reducer, ops
 from gradwire.collectives.bytes import raw_all_reduce, raw_reduce_scatter
+from gradwire.collectives.group import Ranks
 from gradwire.collectives.messages import exchange
-from gradwire.collectives.ranks import Ranks
 from gradwire.compressors import available, build
 from gradwire.compressors.base import Compressor, numel
 from gradwire.compressors.schedule import Schedule

@@ -77,7 +77,7 @@ def in_layout(rank, world, group, strategy, held, spread, kind, reduction):
     batch = dealt(rank, world, spread)
     names = norms.share(model, rank, world) if held == "partial" else None
     found = norms.norms(model, batch, reduction, names)
-    assert norms.spread_of(batch, "auto", group) == ("replicated" if world == 1 else spread)
+    assert norms.layout_of(batch, "auto", group) == ("replicated" if world == 1 else spread)
     return norms.combined(batch.sample_id, found.square, held, spread, group)
 
 
@@ -139,8 +139,8 @@ def refused(rank, world, group, case):
             if case == "content" and rank:
                 batch.input_ids[0, 1] += 1
             if case == "told otherwise":
-                norms.spread_of(batch, "distributed", group)
-            norms.spread_of(batch, "auto", group)
+                norms.layout_of(batch, "distributed", group)
+            norms.layout_of(batch, "auto", group)
     except (BadInput, CheckFailed) as error:
         return str(error)
     del model

@@ -14,7 +14,7 @@ from gradwire.gradients.rows import resolved
 from gradwire.models import gpt2, lora
 from gradwire.persample import hooks, loop, norms, vmap
 from gradwire.persample.batch import trainable
-from gradwire.persample.uses import Direct, Outer, Use, inner, square_norm
+from gradwire.persample.layer_factors import Direct, LayerFactor, OuterProduct, inner, square_norm
 
 VOCABULARY, LENGTH = 64, 9
 
@@ -108,10 +108,10 @@ def test_hooks_leave_the_model_as_it_was(build):
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 def test_norms_are_exact_without_the_gradients(build):
     model, batch = build().double(), batch_of(9, 6, 1, 4)
-    met: dict[str, list[Use]] = {}
+    met: dict[str, list[LayerFactor]] = {}
     ended: list[str] = []
 
-    def take(name: str, use: Use, last: bool) -> None:
+    def take(name: str, use: LayerFactor, last: bool) -> None:
         assert name not in ended
         met.setdefault(name, []).append(use)
         ended.extend([name] * last)
@@ -125,7 +125,7 @@ def test_norms_are_exact_without_the_gradients(build):
 
 
 def test_a_tied_weights_uses_are_not_independent():
-    met: dict[str, list[Use]] = {}
+    met: dict[str, list[LayerFactor]] = {}
     hooks.backward(gpt().double(), batch_of(9, 6, 5), lambda name, use, last: met.setdefault(name, []).append(use))
     both = met["transformer.wte.weight"]
     assert len(both) == 2 and [use.one_hot for use in both] == [False, True]
@@ -137,11 +137,13 @@ def test_inner_products_of_all_kinds_of_factors():
     generator = torch.Generator().manual_seed(0)
     for tokens, rows, columns in ((3, 7, 5), (11, 2, 3)):  # by Gram matrices, and by the gradient itself
         dense = [
-            Outer(rows, *(torch.randn(2, tokens, width, generator=generator).double() for width in (rows, columns)))
+            OuterProduct(
+                rows, *(torch.randn(2, tokens, width, generator=generator).double() for width in (rows, columns))
+            )
             for _ in range(2)
         ]
         ids = torch.randint(0, rows, (2, tokens), generator=generator)
-        looked_up = Outer(rows, ids, torch.randn(2, tokens, columns, generator=generator).double())
+        looked_up = OuterProduct(rows, ids, torch.randn(2, tokens, columns, generator=generator).double())
         for one in (*dense, looked_up):
             for other in (*dense, looked_up):
                 wanted = (one.gradient() * other.gradient()).sum((1, 2))

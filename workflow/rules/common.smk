@@ -14,10 +14,10 @@ from gradwire.data.download import SOURCES
 from gradwire.errors import BadInput
 from gradwire.files import claim, write_json
 from gradwire.image import check_image, crossing, image_file, variant_for
-from gradwire.launch.keeper import KEEPER
+from gradwire.launch.parent_watch import PARENT
 from gradwire.launch.links import probe
 from gradwire.parsing import read_yaml
-from gradwire.source import source_digest
+from gradwire.source_digest import source_digest
 from gradwire.training.settings import modules
 
 
@@ -34,7 +34,7 @@ IN_IMAGE = DeploymentMethod.APPTAINER in workflow.deployment_settings.deployment
 # `gradwire` is installed beside Snakemake's Python; an image has its own, which runs the same source. Either exits when
 # the Snakemake that started it does.
 shell.prefix(
-    f"[ -e /.singularity.d ] || PATH=$PATH:{Path(sys.executable).parent}; export {KEEPER}={os.getpid()}; "
+    f"[ -e /.singularity.d ] || PATH=$PATH:{Path(sys.executable).parent}; export {PARENT}={os.getpid()}; "
 )
 
 # The number of ranks per node depends on the machine, so a profile sets it (`config: ranks_per_node=8`).

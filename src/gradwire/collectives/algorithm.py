@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from gradwire.collectives.codec import Codec
+from gradwire.collectives.group import Ranks
 from gradwire.collectives.layout import Layout
-from gradwire.collectives.ranks import Ranks
 
 Kind = Literal["reduce_scatter", "all_reduce"]
 

@@ -125,7 +125,9 @@ class Codec:
     def update(self, piece: Piece, sent: Tensor, bad: Tensor) -> None:
         """What of a compensated parameter was sent in `rounds`."""
         if self.feedback is not None and self.of(piece, "scatter") is not FLOAT32:
-            bad = bad | FLOAT32.unfit(sent)  # what PowerSGD sent of a rank's gradient depends on the others' too
+            bad = bad | FLOAT32.not_representable(
+                sent
+            )  # what PowerSGD sent of a rank's gradient depends on the others' too
             self._update(self._feedback(piece, "scatter", sent.device), sent, bad)
 
     def state(self, name: str, shape: tuple[int, ...]) -> State:

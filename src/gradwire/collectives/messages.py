@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives import ops
+from gradwire.collectives.group import Ranks
 from gradwire.collectives.plan import Sizes
-from gradwire.collectives.ranks import Ranks
 
 
 def exchange(

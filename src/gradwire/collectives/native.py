@@ -103,7 +103,7 @@ class Native(Algorithm):
         compressor = codec.of(piece, "scatter")
         values = torch.cat([flat[part.run] for part in pieces]).to(torch.float32)
         values = codec.compensate(piece, values)
-        bad = compressor.unfit(values).to(torch.uint8).view(1)
+        bad = compressor.not_representable(values).to(torch.uint8).view(1)
         codec.note(bad)
         form = whole_form(piece)
         state = codec.state(piece.name, form) if compressor is codec.current else {}

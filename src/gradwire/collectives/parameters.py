@@ -14,12 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.collectives.exchange import bulk
+from gradwire.collectives.group import Ranks
 from gradwire.collectives.layout import Layout
 from gradwire.collectives.messages import exchange
 from gradwire.collectives.meter import METER, Meter
 from gradwire.collectives.ops import Group
 from gradwire.collectives.plan import FLOAT32, Plan
-from gradwire.collectives.ranks import Ranks
 from gradwire.compressors import build
 from gradwire.compressors.exempt import Exempt
 from gradwire.errors import unknown

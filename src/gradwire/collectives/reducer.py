@@ -22,13 +22,13 @@ from gradwire.collectives import ops
 from gradwire.collectives.algorithm import Algorithm, Kind
 from gradwire.collectives.bytes import FLOAT32
 from gradwire.collectives.codec import Codec
+from gradwire.collectives.compression_error import Reduced
 from gradwire.collectives.exchange import Exchange
-from gradwire.collectives.fidelity import Reduced
 from gradwire.collectives.gather import Gather
+from gradwire.collectives.group import Ranks
 from gradwire.collectives.layout import Layout
 from gradwire.collectives.meter import METER, Meter
 from gradwire.collectives.native import Native
-from gradwire.collectives.ranks import Ranks
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.exempt import Exempt
 from gradwire.compressors.feedback import RESIDUAL_DTYPES

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.errors import BadInput, RunFault, unknown
-from gradwire.seat import BACKENDS, DEVICES, TIMEOUT, Seat, ranks_here, seat
+from gradwire.rank_env import BACKENDS, DEVICES, TIMEOUT, RankEnv, rank_env, ranks_here
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def choose(backend: str, device: str, ranks: int, gpus: int) -> Choice:
 
 @contextmanager
 def process_group(
-    *, backend: str = "auto", device: str = "auto", here: Seat | None = None, timeout: float = TIMEOUT
+    *, backend: str = "auto", device: str = "auto", here: RankEnv | None = None, timeout: float = TIMEOUT
 ) -> Iterator[World]:
     """Join the process group and leave it at the end; a process without peers needs no port.
 
@@ -93,7 +93,7 @@ def process_group(
         BadInput: If the environment is incomplete, there is no CUDA, or the port is in use.
         RunFault: If not all ranks arrived in time.
     """
-    here = here or seat({}, os.environ)
+    here = here or rank_env({}, os.environ)
     gpus = detect_gpus()
     choice = choose(backend, device, ranks_here(here.world_size), gpus)
     if choice.note and here.rank == 0:
@@ -112,7 +112,7 @@ def process_group(
             dist.destroy_process_group()
 
 
-def _join(here: Seat, backend: str, device: torch.device, timeout: timedelta) -> None:
+def _join(here: RankEnv, backend: str, device: torch.device, timeout: timedelta) -> None:
     """Initialise the default process group and wait until all ranks are there."""
     bound = device if backend == "nccl" else None
     if here.master_port is None:

@@ -115,14 +115,14 @@ class Compressor(BaseModel, ABC):
     def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """`to_wire` in its fastest form for x's device, and whether x is unfit for the wire (bool [1] or [])."""
         fused = kernels.find(self, x.device)
-        return fused.to_wire(self, x, generator) if fused else (self.to_wire(x, generator), self.unfit(x))
+        return fused.to_wire(self, x, generator) if fused else (self.to_wire(x, generator), self.not_representable(x))
 
     def decoded(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
         """`from_wire` in its fastest form for the wire's device."""
         fused = kernels.find(self, wire.device)
         return (fused or type(self)).from_wire(self, wire, shape)
 
-    def unfit(self, x: Tensor) -> Tensor:
+    def not_representable(self, x: Tensor) -> Tensor:
         """Whether ``x`` holds NaN or a magnitude of at least `overflow`: bool []."""
         if not x.numel():
             return torch.zeros((), dtype=torch.bool, device=x.device)

@@ -81,7 +81,11 @@ class Sparsifier(Compressor):
     def picked(self, x: Tensor, generator: torch.Generator | None) -> Picked:
         """`pick` in its fastest form for x's device, with the check for values that are not finite."""
         fused = kernels.find(self, x.device)
-        return Picked(*fused.pick(self, x, generator)) if fused else Picked(*self.pick(x, generator), self.unfit(x))
+        return (
+            Picked(*fused.pick(self, x, generator))
+            if fused
+            else Picked(*self.pick(x, generator), self.not_representable(x))
+        )
 
     def found(self, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
         """`places` in its fastest form for the wire's device."""

@@ -11,7 +11,7 @@ from gradwire.data.writer import write_shards
 from gradwire.errors import BadInput
 from gradwire.files import sha256_file
 from gradwire.flags import check_shard
-from gradwire.source import source_digest
+from gradwire.source_digest import source_digest
 
 
 def tokenize(

@@ -90,7 +90,7 @@ class Audit:
         whole = store.all_names(folder)
         names = [*(store.part_names(folder, end) for end in ends), whole]
         blocks, unreadable = _read(names, dim)
-        dealt = [self.ids[position] for position in self.origin.dealt(rank)]
+        sampler_indices = [self.ids[position] for position in self.origin.sampler_indices(rank)]
         self._add(
             f"rank_{rank}/dim{dim}",
             folder,
@@ -100,7 +100,7 @@ class Audit:
                 ("row i belongs to id i", _unbound(blocks, self.origin)),
                 ("norms are those of the gradients", _unlikely(blocks, self._band(dim))),
                 ("all_* is the blocks in order", _not_joined(blocks, whole)),
-                ("ids are those dealt, in order", _other_ids(blocks, whole, dealt)),
+                ("ids are those dealt, in order", _other_ids(blocks, whole, sampler_indices)),
             ],
         )
         self._keep(blocks, whole, dim)

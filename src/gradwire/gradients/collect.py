@@ -13,7 +13,7 @@ from gradwire.config import AdamVariant, Gradients, GradMethod, GradType, Projec
 from gradwire.errors import BadInput
 from gradwire.flags import COUNT, LENGTH, LORA_RANK, SEED, output_folder
 from gradwire.models.shards import samples_of
-from gradwire.seat import add_rank_arguments, rank_options
+from gradwire.rank_env import add_rank_arguments, rank_options
 
 if TYPE_CHECKING:
     from gradwire.collectives.world import World
@@ -124,7 +124,7 @@ def _intended(args: argparse.Namespace, shards: Shards, world_size: int) -> Prov
     """Return what this call will collect, as far as known before the model is loaded."""
     from gradwire.gradients import metadata, provenance
     from gradwire.models import lora, optimizer, saved
-    from gradwire.source import source_digest
+    from gradwire.source_digest import source_digest
 
     samples = len(shards) if args.max_samples is None else min(args.max_samples, len(shards))
     if world_size > samples:
@@ -168,7 +168,7 @@ def main(args: argparse.Namespace) -> None:
     if "RANK" not in os.environ:
         preflight(args)
 
-    from gradwire.collectives.alive import all_alive
+    from gradwire.collectives.heartbeat import all_alive
     from gradwire.collectives.world import process_group
 
     with process_group(**rank_options(args)) as world:
@@ -216,14 +216,14 @@ def collect(
     provenance.agree(run, intended)
     provenance.claim(run, intended)
 
-    dealt, ends = intended.dealt(world.rank), intended.ends()
+    sampler_indices, ends = intended.sampler_indices(world.rank), intended.ends()
     folders = {dim: store.rank_folder(run, world.rank, dim) for dim in intended.dims}
     quiet = None if world.rank == 0 else True  # None: show a bar if stderr is a terminal
     for start, end in tqdm(list(pairwise([0, *ends])), desc="gradients", unit="file", disable=quiet):
         check()
         names = {dim: store.part_names(folder, end) for dim, folder in folders.items()}
         if _wanted(not all(part.exist() for part in names.values()), maker, world):
-            for dim, block in maker.blocks(shards, dealt[start:end]).items():
+            for dim, block in maker.blocks(shards, sampler_indices[start:end]).items():
                 store.write(names[dim], block)
     for folder in folders.values():
         whole = store.all_names(folder)

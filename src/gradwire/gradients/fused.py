@@ -11,8 +11,8 @@ from gradwire.data.batches import Batch
 from gradwire.gradients.projections.factored import Factored, Image
 from gradwire.persample import hooks
 from gradwire.persample.batch import Reduction, no_targets, padded_width, zeroed
+from gradwire.persample.layer_factors import LayerFactor
 from gradwire.persample.square_norms import SquareNorms
-from gradwire.persample.uses import Use
 
 
 class Fused(NamedTuple):
@@ -36,7 +36,7 @@ def fused_rows(
     image = Image(projector, samples, dims, device)
     squares = SquareNorms(samples, device)
 
-    def take(name: str, use: Use, last: bool) -> None:
+    def take(name: str, use: LayerFactor, last: bool) -> None:
         image.add(name, use)
         squares.take(name, use, last)
 

@@ -14,7 +14,7 @@ from gradwire.config import GradMethod, SampleLoss, Split
 from gradwire.errors import BadInput, CheckFailed, NonFiniteGradient, RunFault
 from gradwire.flags import COUNT, LENGTH, NATURAL, SEED, output_folder
 from gradwire.models.shards import samples_of
-from gradwire.seat import add_rank_arguments, rank_options
+from gradwire.rank_env import add_rank_arguments, rank_options
 
 if TYPE_CHECKING:
     from torch import nn
@@ -121,16 +121,16 @@ def collect(model: nn.Module, shards: Shards, args: argparse.Namespace, world: W
     from gradwire.persample import norms
 
     replicated = args.distribution == "replicated"
-    held: norms.Held = "partial" if replicated and world.world_size > 1 else "complete"
-    names = norms.share(model, world.rank, world.world_size) if held == "partial" else None
+    scope: norms.NormScope = "partial" if replicated and world.world_size > 1 else "complete"
+    names = norms.share(model, world.rank, world.world_size) if scope == "partial" else None
     count = _count(shards, args.max_samples)
     squares: dict[str, float] = {}
     facts: dict[str, tuple[float, int]] = {}
     for batch in batches(shards, count, args.batch_size, world, replicated):
         batch = batch.to(world.device)
         found = _norms(model, batch, args, names)
-        spread = norms.spread_of(batch, args.distribution)
-        _merge(squares, norms.combined(batch.sample_id, found.square, held, spread))
+        spread = norms.layout_of(batch, args.distribution)
+        _merge(squares, norms.combined(batch.sample_id, found.square, scope, spread))
         told = zip(batch.sample_id, found.loss.tolist(), found.n_targets.tolist(), strict=True)
         facts |= {id_: (loss, valid) for id_, loss, valid in told if id_}
     for of_rank in ops.gather_objects(facts):

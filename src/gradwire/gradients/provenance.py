@@ -106,7 +106,7 @@ class Provenance:
             raise BadInput(f"the LoRA adapter in {adapter} is not the one that was collected with.")
         return {"adapter": adapter}
 
-    def dealt(self, rank: int) -> list[int]:
+    def sampler_indices(self, rank: int) -> list[int]:
         """Return a rank's positions in the data, as split by ``DistributedSampler``: padded by repetition."""
         from torch.utils.data import DistributedSampler
 

@@ -12,7 +12,7 @@ from gradwire.errors import BadInput, unknown
 from gradwire.flags import COUNT, RANKS, check_numbers, check_paths, output_folder
 from gradwire.gradients import collect
 from gradwire.parsing import read_yaml
-from gradwire.seat import Seat
+from gradwire.rank_env import RankEnv
 
 REQUIRED = ("model_dir", "data_path", "dim")
 OWN = ("train", "recompute", "launcher")
@@ -85,7 +85,7 @@ def _options() -> set[str]:
     collect.arguments(parser)
     return {*vars(parser.parse_args(["--model_dir=", "--data_path=", "--output_path=.", "--dim=1"])), *OWN} - {
         "output_path",
-        *Seat._fields,
+        *RankEnv._fields,
     }
 
 

@@ -12,7 +12,7 @@ from gradwire.errors import CheckFailed
 from gradwire.files import write_json
 from gradwire.flags import COUNT, NATURAL, RANKS, SEED
 from gradwire.gradients.aggregate import check_asked
-from gradwire.seat import DEVICES
+from gradwire.rank_env import DEVICES
 
 if TYPE_CHECKING:
     from gradwire.gradients.checks import Audit

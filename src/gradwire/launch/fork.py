@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from gradwire.errors import RunFault
-from gradwire.launch.keeper import KEEPER, RANK_GRACE
+from gradwire.launch.parent_watch import PARENT, RANK_GRACE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ignored by the template, which outlives its ranks
 
@@ -99,7 +99,7 @@ def serve(channel: socket.socket, modules: Sequence[str]) -> None:
         return
     job = json.loads(line)
     os.environ.clear()
-    os.environ.update(job["environment"], **{KEEPER: str(os.getpid())})
+    os.environ.update(job["environment"], **{PARENT: str(os.getpid())})
     context = get_context("fork")
     ranks = [context.Process(target=_run, args=(channel, job["command"][1:], own)) for own in job["ranks"]]
     try:

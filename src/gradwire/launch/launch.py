@@ -15,7 +15,7 @@ from gradwire.flags import NATURAL, PORT, RANKS, check_numbers, check_paths
 from gradwire.launch import leases, links, nodes
 from gradwire.launch.fork import Template
 from gradwire.launch.ranks import FORK, LAUNCHERS, check_address, environment, start, threads
-from gradwire.seat import LOCAL_WORLD_SIZE
+from gradwire.rank_env import LOCAL_WORLD_SIZE
 from gradwire.units import UNSHAPED
 
 RANK = (sys.executable, "-m", "gradwire")  # command line of `gradwire` in a rank

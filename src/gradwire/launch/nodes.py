@@ -20,7 +20,7 @@ from typing import NamedTuple
 from gradwire.errors import DONE, FAULT, BadInput, GradwireError, RunFault
 from gradwire.failures import RANK_FAILURES, rank_failures
 from gradwire.files import read_json, write_json, write_text
-from gradwire.launch.keeper import KEEPER
+from gradwire.launch.parent_watch import PARENT
 from gradwire.launch.ranks import Ended, agent, environment, first_cause, on, threads
 
 STEP = "step"  # the file with the job step's id
@@ -130,7 +130,7 @@ def main(words: Sequence[str]) -> int:
     if os.environ["SLURM_NODEID"] == "0":
         write_text(folder / STEP, f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}")
     endpoint = f"{os.environ['SLURM_LAUNCH_NODE_IPADDR']}:{args.port}"
-    with environment({KEEPER: str(os.getpid()), **threads(args.ranks)}):
+    with environment({PARENT: str(os.getpid()), **threads(args.ranks)}):
         ended = agent(
             args.command, args.ranks, endpoint, args.nodes, rdzv_backend="c10d", rdzv_configs={"is_host": "false"}
         )

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from gradwire.errors import FAULT, BadInput, GradwireError, RunFault, Stopped
 from gradwire.failures import RANK_FAILURES, rank_failures
 from gradwire.launch.fork import Template
-from gradwire.launch.keeper import KEEPER, RANK_GRACE
-from gradwire.seat import is_loopback
+from gradwire.launch.parent_watch import PARENT, RANK_GRACE
+from gradwire.rank_env import is_loopback
 
 # Threads per rank. Snakemake sets all of these to the job's threads, and MKL's own variable overrides OpenMP's. Ranks
 # with more threads than their share of the cores are several times slower.
@@ -90,7 +90,7 @@ def start(
     # Ranks get SIGTERM, whichever signal stops the launcher.
     to_sigterm = on((signal.SIGINT, signal.SIGHUP), lambda: signal.raise_signal(signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="gradwire-launch-") as folder, to_sigterm:
-        mine = {RANK_FAILURES: folder, KEEPER: str(os.getpid()), **threads(world_size)}
+        mine = {RANK_FAILURES: folder, PARENT: str(os.getpid()), **threads(world_size)}
         if is_loopback(master_addr):
             mine |= {name: os.environ.get(name, device) for name, device in LOOPBACK.items()}
         run = partial(forked, launcher) if isinstance(launcher, Template) else LAUNCHERS[launcher]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gradwire.flags import COUNT, NOT_NEGATIVE, SEED, SHARE
-from gradwire.seat import DEVICES
+from gradwire.rank_env import DEVICES
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

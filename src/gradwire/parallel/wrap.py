@@ -93,7 +93,7 @@ def wrap(
     wrapped = way.wrap(model.to(device))
     attach(wrapped, way)
     if reducer is not None and average:
-        put_in(reducer, wrapped, way, numel)
+        attach_reducer(reducer, wrapped, way, numel)
     return wrapped
 
 
@@ -119,7 +119,7 @@ def hook(wrapped: nn.Module, reducer: Reducer) -> None:
         )
     check_ranks(wrapped, reducer)
     device = next(wrapped.parameters()).device
-    put_in(reducer, wrapped, kind(reducer.group, device), trainable(wrapped))
+    attach_reducer(reducer, wrapped, kind(reducer.group, device), trainable(wrapped))
 
 
 def check_plain(model: nn.Module) -> None:
@@ -164,7 +164,7 @@ def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
         )
 
 
-def put_in(reducer: Reducer, wrapped: nn.Module, way: Strategy, numel: int) -> None:
+def attach_reducer(reducer: Reducer, wrapped: nn.Module, way: Strategy, numel: int) -> None:
     """Put the reducer, which now learns the model's trainable elements, in the place of the framework's reduction."""
     if reducer.world > 1:
         reducer.prepare(way.kind, numel)

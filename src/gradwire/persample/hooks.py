@@ -31,37 +31,37 @@ from gradwire.persample.batch import (
     trainable,
     zeroed,
 )
-from gradwire.persample.uses import Direct, Outer, Use
+from gradwire.persample.layer_factors import Direct, LayerFactor, OuterProduct
 
 # (module, input, output gradient) -> uses; tensors are [B, N, *features], ids [B, N].
-Rule: TypeAlias = Callable[[Any, Tensor, Tensor], dict[str, Use]]
-Take: TypeAlias = Callable[[str, Use, bool], None]
+Rule: TypeAlias = Callable[[Any, Tensor, Tensor], dict[str, LayerFactor]]
+Take: TypeAlias = Callable[[str, LayerFactor, bool], None]
 
 
-def linear(module: nn.Linear, x: Tensor, grad: Tensor) -> dict[str, Use]:
+def linear(module: nn.Linear, x: Tensor, grad: Tensor) -> dict[str, LayerFactor]:
     """y = x Wᵀ + b."""
-    return {"weight": Outer(len(module.weight), grad, x), "bias": Direct(grad.sum(1))}
+    return {"weight": OuterProduct(len(module.weight), grad, x), "bias": Direct(grad.sum(1))}
 
 
-def conv1d(module: Any, x: Tensor, grad: Tensor) -> dict[str, Use]:
+def conv1d(module: Any, x: Tensor, grad: Tensor) -> dict[str, LayerFactor]:
     """y = x W + b: GPT-2's linear layer in transformers, with a transposed weight."""
-    return {"weight": Outer(len(module.weight), x, grad), "bias": Direct(grad.sum(1))}
+    return {"weight": OuterProduct(len(module.weight), x, grad), "bias": Direct(grad.sum(1))}
 
 
-def embedding(module: nn.Embedding, ids: Tensor, grad: Tensor) -> dict[str, Use]:
+def embedding(module: nn.Embedding, ids: Tensor, grad: Tensor) -> dict[str, LayerFactor]:
     """y = W[ids]; the row of ``padding_idx`` gets no gradient."""
     if module.padding_idx is not None:
         grad = grad.masked_fill((ids == module.padding_idx)[..., None], 0.0)
-    return {"weight": Outer(len(module.weight), ids, grad)}
+    return {"weight": OuterProduct(len(module.weight), ids, grad)}
 
 
-def layer_normalisation(module: nn.LayerNorm, x: Tensor, grad: Tensor) -> dict[str, Use]:
+def layer_normalisation(module: nn.LayerNorm, x: Tensor, grad: Tensor) -> dict[str, LayerFactor]:
     """y = γ ∘ x̂ + β."""
     normalised = layer_norm(x, module.normalized_shape, None, None, module.eps)
     return {"weight": Direct((grad * normalised).sum(1)), "bias": Direct(grad.sum(1))}
 
 
-def rms_normalisation(module: Any, x: Tensor, grad: Tensor) -> dict[str, Use]:
+def rms_normalisation(module: Any, x: Tensor, grad: Tensor) -> dict[str, LayerFactor]:
     """y = γ ∘ x / rms(x)."""
     eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     return {"weight": Direct((grad * rms_norm(x, module.weight.shape, None, eps)).sum(1))}
@@ -265,7 +265,7 @@ def gradients(model: nn.Module, batch: Batch, reduction: Reduction = "mean") -> 
     batch = padded_width(batch)
     found: dict[str, Tensor] = {}
 
-    def take(name: str, use: Use, last: bool) -> None:
+    def take(name: str, use: LayerFactor, last: bool) -> None:
         gradient = use.gradient()
         found[name] = found[name] + gradient if name in found else gradient
 

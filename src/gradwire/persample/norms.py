@@ -42,11 +42,11 @@ from gradwire.persample.batch import (
     trainable,
     zeroed,
 )
+from gradwire.persample.layer_factors import LayerFactor
 from gradwire.persample.square_norms import SquareNorms
-from gradwire.persample.uses import Use
 
-Held = Literal["complete", "partial", "averaged"]
-Spread = Literal["replicated", "distributed"]
+NormScope = Literal["complete", "partial", "averaged"]
+SampleLayout = Literal["replicated", "distributed"]
 Distribution = Literal["auto", "replicated", "distributed"]
 TOLERANCE = 1e-4  # relative difference of two computations of one norm
 OTHERS = {"vmap": vmap.gradients, "loop": loop.gradients}
@@ -97,7 +97,7 @@ def norms(
         return Norms(zeroed(_squares(found), empty), found.loss, found.n_targets)
     growing = SquareNorms(len(batch.labels), batch.labels.device)
 
-    def take(name: str, use: Use, last: bool) -> None:
+    def take(name: str, use: LayerFactor, last: bool) -> None:
         if name in wanted:
             growing.take(name, use, last)
 
@@ -170,7 +170,7 @@ def share(model: nn.Module, rank: int, world: int) -> list[str]:
     return own
 
 
-def spread_of(batch: Batch, distribution: Distribution = "auto", group: ops.Group = None) -> Spread:
+def layout_of(batch: Batch, distribution: Distribution = "auto", group: ops.Group = None) -> SampleLayout:
     """Detect from the sample ids whether samples are replicated or distributed; fillers have no id.
 
     Raises:
@@ -197,10 +197,10 @@ def spread_of(batch: Batch, distribution: Distribution = "auto", group: ops.Grou
         raise BadInput(
             f"the ranks share {some} ({len(shared)} in all) but not all samples: use identical or disjoint batches."
         )
-    found: Spread = "replicated" if same else "distributed"
+    found: SampleLayout = "replicated" if same else "distributed"
     if distribution not in ("auto", found) and len(ranks) > 1:
         raise BadInput(f"--distribution {distribution}: the ranks' samples are {found}, as their ids show.")
-    return cast(Spread, distribution) if distribution != "auto" else found
+    return cast(SampleLayout, distribution) if distribution != "auto" else found
 
 
 def _contents(batch: Batch) -> dict[str, str]:
@@ -216,7 +216,7 @@ def _contents(batch: Batch) -> dict[str, str]:
 
 
 def combined(
-    ids: Sequence[str], square: Tensor, held: Held, spread: Spread, group: ops.Group = None
+    ids: Sequence[str], square: Tensor, scope: NormScope, spread: SampleLayout, group: ops.Group = None
 ) -> Mapping[str, float]:
     """Combine squared norms across ranks: every sample's, by id, the same on all ranks.
 
@@ -231,17 +231,17 @@ def combined(
         BadInput: For partial norms of distributed samples, and for averaged gradients.
         CheckFailed: If replicated norms differ between ranks.
     """
-    if held == "averaged":
+    if scope == "averaged":
         raise BadInput(
             "invalid held 'averaged': gradients averaged over samples or ranks have no per-sample norms. Compute the "
             "norms before averaging, with norms(model, batch)."
         )
-    if held == "partial" and spread == "distributed":
+    if scope == "partial" and spread == "distributed":
         raise BadInput(
             "invalid combination of partial norms and distributed samples: the ranks' shares belong to different "
             "samples. Replicate the samples, or compute complete norms."
         )
-    if held == "partial":
+    if scope == "partial":
         total = ops.all_reduce(square.clone(), group=group, purpose="control")
         return {id_: value for id_, value in zip(ids, total.tolist(), strict=True) if id_}
     found: dict[str, float] = {}

@@ -7,7 +7,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from gradwire.persample.uses import Use, square_norm
+from gradwire.persample.layer_factors import LayerFactor, square_norm
 
 
 class SquareNorms:
@@ -19,10 +19,10 @@ class SquareNorms:
     """
 
     def __init__(self, samples: int, device: torch.device) -> None:
-        self._met = defaultdict[str, list[Use]](list)
+        self._met = defaultdict[str, list[LayerFactor]](list)
         self._squares = torch.zeros(samples, dtype=torch.float64, device=device)
 
-    def take(self, name: str, use: Use, last: bool) -> None:
+    def take(self, name: str, use: LayerFactor, last: bool) -> None:
         """Add a use; the last use of a parameter adds its squared norm to the sum."""
         self._met[name].append(use)
         if last:

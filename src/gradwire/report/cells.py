@@ -14,7 +14,7 @@ import pandas as pd
 
 from gradwire.config import BASELINE
 from gradwire.measurement.statistics import TOLERANCE, estimates
-from gradwire.report.quality import Book
+from gradwire.report.quality import PerplexityReference
 from gradwire.report.record import OWN_QUALITY, Result
 from gradwire.report.table import CELL, PARTS, over_seeds
 
@@ -40,7 +40,7 @@ def slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9.+_-]+", "-", text)
 
 
-def cells_of(ok: Sequence[Result], quality: Book) -> pd.DataFrame:
+def cells_of(ok: Sequence[Result], quality: PerplexityReference) -> pd.DataFrame:
     """One line per cell, as `report.table.over_seeds`; within a group those that pass the gate first, fast ones first.
 
     A cell that has its perplexity from another experiment is compared by all seeds of that one; ``quality_n`` is their

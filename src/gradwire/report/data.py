@@ -16,7 +16,7 @@ from gradwire.report import curves
 from gradwire.report.cells import Group, cells_of, groups, of_group
 from gradwire.report.figures.style import Look, looks
 from gradwire.report.predict import quality_of
-from gradwire.report.quality import Book
+from gradwire.report.quality import PerplexityReference
 from gradwire.report.record import OWN_QUALITY, Result
 from gradwire.report.results_file import read_results
 from gradwire.report.summarize import asked_for
@@ -37,7 +37,7 @@ class Data:
 
     results_dir: Path
     results: Sequence[Result]
-    quality: Book
+    quality: PerplexityReference
     shared: bool = False
     notes: list[str] = field(default_factory=list)
 
@@ -102,6 +102,6 @@ def read(results_dir: Path) -> Data:
     if not rows:
         raise BadInput(complaints[0] if complaints else f"{path} holds no result yet.")
     elsewhere = any(row.quality_from not in (None, *OWN_QUALITY) for row in rows)
-    quality, doubts = quality_of(rows, path) if elsewhere else (Book.of(str(path), rows), [])
+    quality, doubts = quality_of(rows, path) if elsewhere else (PerplexityReference.of(str(path), rows), [])
     shared = any(one.shared for one in asked_for(results_dir).values())
     return Data(results_dir, rows, quality, shared, [*complaints, *doubts])

@@ -18,7 +18,7 @@ from gradwire.errors import BadInput
 from gradwire.flags import RANKS
 from gradwire.report.markdown import MISSING, number, table
 from gradwire.report.notes import machines
-from gradwire.report.quality import Book, book
+from gradwire.report.quality import PerplexityReference, perplexity_reference
 from gradwire.report.record import BF16, Result
 from gradwire.report.results_file import read_results
 from gradwire.report.traffic import SHARDED, gradient_op, parameter_op, rate
@@ -271,16 +271,16 @@ def compute_seconds(rows: Iterable[Result]) -> float | None:
     return fmean(known) / 1e3 if known else None
 
 
-def quality_of(rows: Sequence[Result], path: Path) -> tuple[Book, list[str]]:
+def quality_of(rows: Sequence[Result], path: Path) -> tuple[PerplexityReference, list[str]]:
     """The runs that the rows have their perplexities from, all seeds of them, and what is wrong with their file."""
     named = sorted({row.quality_from.partition(": ")[0] for row in rows if row.quality_from})
     if len(named) == 1 and Path(named[0]).is_file():
-        return book(Path(named[0]))
+        return perplexity_reference(Path(named[0]))
     doubts = [f"{name}, which perplexities are from, is not here: {path} has one seed of them" for name in named]
-    return Book.of(str(path), rows), doubts
+    return PerplexityReference.of(str(path), rows), doubts
 
 
-def ppl_percent(rows: Sequence[Result], quality: Book) -> dict[str, float]:
+def ppl_percent(rows: Sequence[Result], quality: PerplexityReference) -> dict[str, float]:
     """By how many percent a label's mean perplexity is above that of `none`, where both are known."""
     baseline = next(row for row in rows if row.compressor == BASELINE)
     found = {row.compressor: quality.percent_worse(row, baseline) for row in rows if row.compressor != BASELINE}

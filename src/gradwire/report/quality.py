@@ -25,7 +25,7 @@ SAME = ("compress_config", "model", "parameters", "dataset", "max_length", "batc
 
 
 @dataclass(frozen=True)
-class Book:
+class PerplexityReference:
     """Runs with a perplexity.
 
     Args:
@@ -94,13 +94,13 @@ def _compared(row: Result, field: str) -> Any:
     return {key: of for key, of in value.items() if key not in WARM_UP} if isinstance(value, dict) else value
 
 
-def book(path: Path) -> tuple[Book, list[str]]:
+def perplexity_reference(path: Path) -> tuple[PerplexityReference, list[str]]:
     """The perplexities of a results file, and what is wrong with lines that are left out."""
     rows, complaints = read_results(path)
-    return Book.of(str(path), rows), complaints
+    return PerplexityReference.of(str(path), rows), complaints
 
 
-def with_quality(results: Sequence[Result], found: Book) -> tuple[list[Result], list[str]]:
+def with_quality(results: Sequence[Result], found: PerplexityReference) -> tuple[list[Result], list[str]]:
     """The rows, those without a perplexity with that of their label and seed, and why some are left without."""
     joined, complaints = [], []
     for row in results:
@@ -113,7 +113,7 @@ def with_quality(results: Sequence[Result], found: Book) -> tuple[list[Result], 
     return joined, complaints
 
 
-def _joined(row: Result, found: Book) -> Result:
+def _joined(row: Result, found: PerplexityReference) -> Result:
     """The row with the perplexity of its own seed.
 
     Raises:

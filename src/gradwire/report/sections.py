@@ -17,10 +17,11 @@ from gradwire.errors import BadInput
 from gradwire.files import digest, read_json
 from gradwire.measurement.cost_model import Model, leave_one_link_out
 from gradwire.report import columns, curves, gates
+from gradwire.report.captions import CAPTIONS
 from gradwire.report.cells import command, of_group, on_one_link
 from gradwire.report.columns import Column
 from gradwire.report.data import Data
-from gradwire.report.figures import courses, pareto, scaling, step_time, winners
+from gradwire.report.figures import line_plots, pareto, scaling, step_time, winners
 from gradwire.report.figures.style import Drawing
 from gradwire.report.markdown import MISSING
 from gradwire.report.notes import mostly_float32, privacy
@@ -28,7 +29,6 @@ from gradwire.report.predict import cell_of, ppl_percent, usable
 from gradwire.report.record import Result
 from gradwire.report.tables import Table
 from gradwire.report.traffic import as_computed
-from gradwire.report.words import WORDS
 
 NO_RESULT = "no run has a result"
 
@@ -66,8 +66,8 @@ class Section:
     @classmethod
     def of(cls, key: str, **values: Any) -> Self:
         """An empty section with its words, in which ``values`` are filled."""
-        title, short, lead = WORDS[key]
-        return cls(key, title.format(**values), short, lead.format(**values)) if values else cls(key, *WORDS[key])
+        title, short, lead = CAPTIONS[key]
+        return cls(key, title.format(**values), short, lead.format(**values)) if values else cls(key, *CAPTIONS[key])
 
 
 def sections(data: Data) -> Iterator[Section]:
@@ -188,8 +188,8 @@ def loss(data: Data) -> Section:
         made.absent = "no run has a steps.parquet" if data.ok else NO_RESULT
         return made
     made.plots = [
-        *courses.plots(courses.LOSS_STEPS, {group: lines[group] for group in on_one_link(lines)}, data.looks),
-        *courses.plots(courses.LOSS_SECONDS, lines, data.looks),
+        *line_plots.plots(line_plots.LOSS_STEPS, {group: lines[group] for group in on_one_link(lines)}, data.looks),
+        *line_plots.plots(line_plots.LOSS_SECONDS, lines, data.looks),
     ]
     return made
 
@@ -270,8 +270,12 @@ def fidelity(data: Data) -> Section:
     made = Section.of("fidelity")
     errors, residuals = data.lines("grad_rel_error"), data.lines("residual_norm")
     made.plots = [
-        *courses.plots(courses.GRADIENT_ERROR, {group: errors[group] for group in on_one_link(errors)}, data.looks),
-        *courses.plots(courses.RESIDUAL, {group: residuals[group] for group in on_one_link(residuals)}, data.looks),
+        *line_plots.plots(
+            line_plots.GRADIENT_ERROR, {group: errors[group] for group in on_one_link(errors)}, data.looks
+        ),
+        *line_plots.plots(
+            line_plots.RESIDUAL, {group: residuals[group] for group in on_one_link(residuals)}, data.looks
+        ),
     ]
     if not made.plots:
         made.absent = "no run sampled its gradients (`eval_every`)" if data.ok else NO_RESULT

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from gradwire.config import Run
 from gradwire.errors import BadInput
 from gradwire.files import read_json, write_text
-from gradwire.report.quality import Book, book, with_quality
+from gradwire.report.quality import PerplexityReference, perplexity_reference, with_quality
 from gradwire.report.record import RESULT_FIELDS, Result, compared, result, without_measurements
 
 EXPECTED = "expected.json"  # below the experiment's folder: the runs that it asks for
@@ -80,7 +80,7 @@ def main(args: Namespace) -> None:
 
 def joined(
     results_dir: Path, experiment: Path | None = None, quality_from: Path | None = None
-) -> tuple[list[Result], Book, list[str]]:
+) -> tuple[list[Result], PerplexityReference, list[str]]:
     """A row for every run, those without a perplexity with that of another experiment.
 
     Args:
@@ -102,8 +102,8 @@ def joined(
         raise BadInput(f"the runs of {results_dir} name several files for quality_from: {', '.join(map(str, named))}.")
     path = quality_from or next((Path(str(name)) for name in named), None)
     if path is None:
-        return results, Book.of(str(results_dir), results), notes
-    found, complaints = book(path)
+        return results, PerplexityReference.of(str(results_dir), results), notes
+    found, complaints = perplexity_reference(path)
     results, unmatched = with_quality(results, found)
     return results, found, [*notes, *complaints, *unmatched]
 

@@ -20,7 +20,7 @@ from gradwire.measurement.statistics import Estimate, estimates
 from gradwire.report import columns
 from gradwire.report.markdown import MISSING, SPREAD, spread
 from gradwire.report.notes import machine
-from gradwire.report.quality import Book
+from gradwire.report.quality import PerplexityReference
 from gradwire.report.record import Result, run_of
 from gradwire.report.tables import Table
 from gradwire.report.traffic import carriers, counted, rate, sent_by_op
@@ -110,7 +110,7 @@ class Gain:
         return (1 + m) / (1 + quotient(m, self.bytes))
 
 
-def tiers(results: Sequence[Result], quality: Book) -> str:
+def tiers(results: Sequence[Result], quality: PerplexityReference) -> str:
     """The sections on quality tiers and interface bytes as Markdown; empty where no link was shaped."""
     ok = [row for row in results if row.status == "ok" and row.world_size > 1]
     parts = []

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 
 from gradwire.flags import COUNT, LENGTH, output_file
-from gradwire.seat import DEVICES
+from gradwire.rank_env import DEVICES
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

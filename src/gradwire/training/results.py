@@ -113,7 +113,7 @@ def write(
         **parameter_traffic(settings, outcome, rows),
         "bytes_interface_total": interface_traffic(rows),
         **codec(settings, rows),
-        **fidelity(settings, outcome.rows),
+        **compression_error(settings, outcome.rows),
         **quality(outcome),
         "mem_peak_alloc_gb": max(rank["allocated"] for rank in ranks),
         "mem_peak_reserved_gb": None if reserved is None else max(rank["reserved"] for rank in ranks),
@@ -238,7 +238,7 @@ def codec(settings: Settings, rows: list[Row]) -> Row:
     return dict(zip(fields, values, strict=True))
 
 
-def fidelity(settings: Settings, rows: list[Row]) -> Row:
+def compression_error(settings: Settings, rows: list[Row]) -> Row:
     """Means over the sampled steps after the dense ones; null if no step was sampled."""
     steady = [row for row in rows if row["step"] >= settings.cell.reduction.dense_steps]
     found = {name: [row[name] for row in steady if row[name] is not None] for name in COLUMNS}

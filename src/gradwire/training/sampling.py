@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gradwire.collectives import Reducer
-from gradwire.collectives.fidelity import fidelity
+from gradwire.collectives.compression_error import compression_error
 from gradwire.training.environment import PeakMemory
 
 COLUMNS = ("grad_rel_error", "grad_rel_error_linf", "grad_cos_sim")
@@ -30,7 +30,7 @@ def sampled(reducer: Reducer | None, memory: PeakMemory) -> Iterator[dict[str, f
         return
     with memory.left_out(), reducer.keeping() as reductions:
         yield columns
-        found = fidelity(reductions, reducer.group)
+        found = compression_error(reductions, reducer.group)
         reductions.clear()
     if found is not None:
         columns.update(zip(COLUMNS, found, strict=True))

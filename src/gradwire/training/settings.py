@@ -12,7 +12,7 @@ from gradwire.config import FLAGS, Cell, Strategy, Training, check_private, from
 from gradwire.errors import BadInput
 from gradwire.files import digest, read_json
 from gradwire.parsing import parse_json
-from gradwire.source import source_digest
+from gradwire.source_digest import source_digest
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import get_args
 from gradwire.config import CommOptimizer, ParamCompress, Strategy, Training, add_flags
 from gradwire.defaults import MAX_LENGTH, VOCAB_SIZE
 from gradwire.flags import LENGTH, NATURAL, SEED, VOCABULARY, output_folder
-from gradwire.seat import add_seat_arguments, rank_options, ranks_here
+from gradwire.rank_env import add_rank_env_arguments, rank_options, ranks_here
 
 PRELOAD = (
     "gradwire.training.loop",
@@ -72,7 +72,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     corpus.add_argument("--cache_dir", type=Path, help="folder for the shards (default: the user's cache)")
     add_flags(parser, Training)
-    add_seat_arguments(parser)
+    add_rank_env_arguments(parser)
 
 
 def beside(args: argparse.Namespace) -> Path:

@@ -90,7 +90,7 @@ class GradiVeQ(Compressor):
     def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """The wire, and whether it is not finite: mu is not, where a value of a slice is not."""
         wire = self.to_wire(x, generator)
-        return wire, self.unfit(as_numbers(wire, torch.float32))
+        return wire, self.not_representable(as_numbers(wire, torch.float32))
 
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """The basis of x's own slices, and x in it."""

@@ -54,7 +54,7 @@ class PowerSGD(Compressor):
     def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """The wire, and whether it is not finite: a value of x that is not makes its row of P so."""
         wire = self.to_wire(x, generator)
-        return wire, self.unfit(as_numbers(wire, torch.float32))
+        return wire, self.not_representable(as_numbers(wire, torch.float32))
 
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """One iteration from a random Q."""

@@ -83,7 +83,7 @@ class Qsgd(BlockQuantizer):
         """What the numbers of each bucket are multiples of: float32 [b]."""
         return (norms / self.levels).clamp_min_(SMALLEST_STEP)
 
-    def unfit(self, x: Tensor) -> Tensor:
+    def not_representable(self, x: Tensor) -> Tensor:
         """Whether a norm is not finite: bool []."""
         return self.norms(x).isfinite().all().logical_not_()
 

@@ -54,7 +54,11 @@ class SignSGD(BlockQuantizer):
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """The scales, or whether x is not finite; and the signs."""
         values = x.view(-1)
-        head = self.scales(values).view(torch.uint8) if self.scale == "mean" else self.unfit(x).view(1).to(torch.uint8)
+        head = (
+            self.scales(values).view(torch.uint8)
+            if self.scale == "mean"
+            else self.not_representable(x).view(1).to(torch.uint8)
+        )
         return torch.cat([head, pack(values < 0, 1)])
 
     def scales(self, values: Tensor) -> Tensor:

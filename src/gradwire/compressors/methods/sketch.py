@@ -101,10 +101,10 @@ class Sketch(Compressor):
     def write(self, table: Callable, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """The wire by that form of `table`, and whether it is not finite: what is not in x makes its columns so."""
         if not self.compresses(x.shape):
-            return x.view(-1).view(torch.uint8), self.unfit(x)
+            return x.view(-1).view(torch.uint8), self.not_representable(x)
         seed = draw_seed(generator, x.device, self.name)
         numbers = table(self, x, seed)
-        return torch.cat([seed.view(torch.uint8), numbers.view(-1).view(torch.uint8)]), self.unfit(numbers)
+        return torch.cat([seed.view(torch.uint8), numbers.view(-1).view(torch.uint8)]), self.not_representable(numbers)
 
     def read(self, largest: Callable, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Decode by that form of `largest`."""

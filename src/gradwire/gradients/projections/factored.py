@@ -22,7 +22,7 @@ from gradwire.errors import BadInput
 from gradwire.gradients.projections import hashing
 from gradwire.gradients.projections.base import Band, Projector, Shapes, chi2_band
 from gradwire.gradients.projections.sjlt import SLOTS, Sjlt
-from gradwire.persample.uses import Direct, Outer, Use
+from gradwire.persample.layer_factors import Direct, LayerFactor, OuterProduct
 
 
 class Factors(NamedTuple):
@@ -109,9 +109,9 @@ class Image:
         vectors = len(projector.shapes) - len(projector.matrices)
         self._slots = torch.zeros(samples, SLOTS, device=device) if vectors else None
 
-    def add(self, name: str, use: Use) -> None:
+    def add(self, name: str, use: LayerFactor) -> None:
         """Add one use of a parameter, without forming its gradient."""
-        if not isinstance(use, Outer):
+        if not isinstance(use, OuterProduct):
             if name in self._projector.matrices:
                 self.add_matrix(name, use.value.float().reshape(-1, *self._projector.matrices[name]))
             else:

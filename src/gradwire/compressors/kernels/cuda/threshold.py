@@ -26,7 +26,7 @@ def pick(method: Threshold, x: Tensor, generator: torch.Generator | None) -> tup
     """Head, values, and whether x is not finite."""
     n = x.numel()
     if not 0 < n < LIMIT:
-        return *method.pick(x, generator), method.unfit(x)
+        return *method.pick(x, generator), method.not_representable(x)
     chosen, values, bad = reaching_places(x.view(-1), method.least_for(unit(method, x)).view(1))
     return method.head(indices.encode(chosen, n, method.indices), chosen.numel()), values, bad
 

@@ -22,7 +22,7 @@ def pick(method: TopK, x: Tensor, generator: torch.Generator | None) -> tuple[Te
     """Head, values, and whether x is not finite."""
     n = x.numel()
     if not 0 < n < LIMIT:
-        return *method.pick(x, generator), method.unfit(x)
+        return *method.pick(x, generator), method.not_representable(x)
     chosen, values, bad = largest_places(x.view(-1), method.kept(n))
     return indices.encode(chosen, n, method.indices), values, bad
 

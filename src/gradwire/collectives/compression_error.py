@@ -36,7 +36,7 @@ class Reduced(NamedTuple):
     mean: Tensor
 
 
-class Fidelity(NamedTuple):
+class CompressionError(NamedTuple):
     """A delivered gradient d against the exact mean g of the ranks' gradients, without residuals.
 
     Attributes:
@@ -50,7 +50,7 @@ class Fidelity(NamedTuple):
     cos_sim: float | None
 
 
-def fidelity(reductions: Iterable[Reduced], group: ops.Group = None) -> Fidelity | None:
+def compression_error(reductions: Iterable[Reduced], group: ops.Group = None) -> CompressionError | None:
     """Compare what some reductions delivered, all together, with float64 means; equal on all ranks, which all call it.
 
     Returns:
@@ -69,7 +69,7 @@ def fidelity(reductions: Iterable[Reduced], group: ops.Group = None) -> Fidelity
     furthest, largest = ops.all_reduce(maxima, "max", group).tolist()
     if not math.isfinite(error + exact + delivered) or not exact:
         return None
-    return Fidelity(
+    return CompressionError(
         math.sqrt(error / exact), furthest / largest, both / math.sqrt(exact * delivered) if delivered else None
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Outer:
+class OuterProduct:
     """A gradient given as a sum of outer products.
 
     Attributes:
@@ -59,16 +59,16 @@ class Direct:
         return self.value
 
 
-Use: TypeAlias = Outer | Direct
+LayerFactor: TypeAlias = OuterProduct | Direct
 
 
-def square_norm(uses: Sequence[Use]) -> Tensor:
+def square_norm(uses: Sequence[LayerFactor]) -> Tensor:
     """Compute ``‖Σ G‖²`` over all uses of one parameter: float64 [B].
 
     The inner products between the uses of a tied parameter are included; they may have either sign.
     """
-    if all(isinstance(use, Outer) for use in uses):
-        outer = [use for use in uses if isinstance(use, Outer)]
+    if all(isinstance(use, OuterProduct) for use in uses):
+        outer = [use for use in uses if isinstance(use, OuterProduct)]
         pairs = [
             (one, other, 1.0 if i == j else 2.0)
             for i, one in enumerate(outer)
@@ -79,7 +79,7 @@ def square_norm(uses: Sequence[Use]) -> Tensor:
     return _squares(total)
 
 
-def inner(one: Outer, other: Outer) -> Tensor:
+def inner(one: OuterProduct, other: OuterProduct) -> Tensor:
     """Compute ``⟨G, G'⟩`` of two uses with gradients of equal shape: float64 [B].
 
     Uses Σ_{t,t'} ⟨left_t, left'_t'⟩ ⟨right_t, right'_t'⟩ where that is cheaper than forming G.

@@ -10,7 +10,7 @@ from gradwire.report.markdown import SPREAD
 from gradwire.report.record import BF16
 
 
-class Words(NamedTuple):
+class Caption(NamedTuple):
     """What a section begins with."""
 
     title: str
@@ -18,13 +18,13 @@ class Words(NamedTuple):
     lead: str
 
 
-WORDS = {
-    "validity": Words(
+CAPTIONS = {
+    "validity": Caption(
         "What was run, and whether it is valid",
         "Validity",
         "Checks come before numbers: a cell that fails one is marked in the table and cannot head it.",
     ),
-    "cells": Words(
+    "cells": Caption(
         "All cells",
         "Cells",
         f"One row per cell, means over n seeds; {SPREAD}. Sorted by strategy, world "
@@ -32,7 +32,7 @@ WORDS = {
         f"and step time are compared seed by seed with {BASELINE} (fp32, the framework untouched) and {BF16}, "
         "speed on the same link and like machines only. “×” is how many times smaller or shorter: above 1 is better.",
     ),
-    "pareto": Words(
+    "pareto": Caption(
         "Quality against cost",
         "Pareto",
         f"Perplexity above that of {BASELINE}, over the gradient bytes that a rank sends in a step, and over the "
@@ -41,51 +41,51 @@ WORDS = {
         "front: no other cell is both cheaper and better. The dashed line is the quality gate, 1 %. Bytes do not "
         "depend on the link, and are drawn for one.",
     ),
-    "loss": Words(
+    "loss": Caption(
         "Loss over steps and over time",
         "Loss",
         "Training loss, the mean over seeds, in at most {windows} windows of steps; the band reaches from the lowest "
         "seed to the highest. Losses over steps do not depend on the link, and are drawn for one. Seconds are those "
         "of the steps, the slowest rank's each; evaluations are left out.",
     ),
-    "step-time": Words(
+    "step-time": Caption(
         "Where a step's time goes",
         "Step time",
         "The mean profiled step of all ranks and seeds, from the profiler's traces. The parts add up to the step. "
         "Overlapped communication runs beside computation, exposed communication does not, and both include waiting "
         "for other ranks; idle is none of all: Python, the autograd engine, data loading.",
     ),
-    "scaling": Words(
+    "scaling": Caption(
         "Scaling over world sizes",
         "Scaling",
         "Tokens per second of all ranks together; dots are single seeds. One rank sends nothing, so lines begin at "
         f"{BASELINE} alone where a label has no run of its own there. The dashed line is {BASELINE} at its smallest "
         "world size, as many times faster as there are more ranks.",
     ),
-    "winners": Words(
+    "winners": Caption(
         "Which compressor wins where",
         "Winners",
         "Predicted, except at the points, which were measured: the compressor with the shortest step, each by its "
         "fastest way, by the cost model fitted to {cells} cells at W = {world}, with {latency:g} µs per message. A "
         "triangle at the right edge is a measurement without a limit.{off} `gradwire predict` adds intervals.",
     ),
-    "fidelity": Words(
+    "fidelity": Caption(
         "What compression does to the gradient",
         "Gradient error",
         "The delivered gradient against the exact mean of the ranks' gradients, at the sampled steps, and the norm "
         "of what error feedback still holds back: means over seeds, bands from the lowest to the highest.",
     ),
-    "stores": Words(
+    "stores": Caption(
         "Stores of per-sample gradients",
         "Gradient stores",
         "What the verb grads validate found: whether files are whole, and row i of the matrix belongs to sample id i.",
     ),
-    "environment": Words(
+    "environment": Caption(
         "The environment of every rank",
         "Environment",
         "What each rank told of itself when its run began. Ranks that told the same share a row.",
     ),
-    "compare": Words(
+    "compare": Caption(
         "Against {other}",
         "Comparison",
         "Cells that both experiments have, paired by seed. The difference is that of {other} from {name} in percent, "

@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from gradwire.collectives.alive import all_alive
+from gradwire.collectives.heartbeat import all_alive
 from gradwire.collectives.world import World
 from gradwire.errors import RunFault
 from gradwire.failures import lost_peer, timed_out

@@ -17,7 +17,7 @@ LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"  # number of ranks on this machine; set by
 TIMEOUT = 60.0  # seconds for startup and for each collective
 
 
-class Seat(NamedTuple):
+class RankEnv(NamedTuple):
     """The rank of one process; ``master_port`` is None for a single process."""
 
     rank: int = 0
@@ -29,12 +29,12 @@ class Seat(NamedTuple):
 
 def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that :func:`rank_options` reads."""
-    add_seat_arguments(parser)
+    add_rank_env_arguments(parser)
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="auto: nccl with a GPU per rank, else gloo")
     parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda with a GPU, else cpu")
 
 
-def add_seat_arguments(parser: argparse.ArgumentParser) -> None:
+def add_rank_env_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags that set this process's rank."""
     group = parser.add_argument_group("ranks", "for ranks started by hand; `gradwire launch` and torchrun set them")
     group.add_argument("--world_size", type=RANKS, help="number of ranks (default: 1)")
@@ -51,12 +51,12 @@ def rank_options(args: argparse.Namespace) -> dict[str, Any]:
     Raises:
         BadInput: If the flags disagree with torchrun's environment, are incomplete or out of range.
     """
-    given = {name: getattr(args, name) for name in Seat._fields}
-    here = seat(given, os.environ)
+    given = {name: getattr(args, name) for name in RankEnv._fields}
+    here = rank_env(given, os.environ)
     return {"backend": args.backend, "device": args.device, "here": here, "timeout": args.timeout}
 
 
-def seat(given: Mapping[str, Any], environment: Mapping[str, str]) -> Seat:
+def rank_env(given: Mapping[str, Any], environment: Mapping[str, str]) -> RankEnv:
     """Determine this process's rank from torchrun's environment, else from ``given``, else as a single process.
 
     Args:
@@ -69,7 +69,7 @@ def seat(given: Mapping[str, Any], environment: Mapping[str, str]) -> Seat:
     chosen = {name: value for name, value in given.items() if value is not None}
     if "RANK" in environment:
         return _from_environment(chosen, environment)
-    found = Seat(**{"local_rank": chosen.get("rank", 0), **chosen})
+    found = RankEnv(**{"local_rank": chosen.get("rank", 0), **chosen})
     missing = [f"--{name}" for name in ("rank", "master_port") if name not in chosen]
     if found.world_size > 1 and missing:
         raise BadInput(
@@ -115,10 +115,10 @@ def is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def _from_environment(chosen: Mapping[str, Any], environment: Mapping[str, str]) -> Seat:
+def _from_environment(chosen: Mapping[str, Any], environment: Mapping[str, str]) -> RankEnv:
     """Read torchrun's variables and check that no flag contradicts them."""
     try:
-        found = Seat(
+        found = RankEnv(
             rank=variable(environment, "RANK", RANK),
             local_rank=variable(environment, "LOCAL_RANK", RANK),
             world_size=variable(environment, "WORLD_SIZE", RANKS),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gradwire.collectives import Layout, Reducer
-from gradwire.collectives.fidelity import fidelity
+from gradwire.collectives.compression_error import compression_error
 from gradwire.collectives.meter import METER
 from gradwire.compressors import build
 
@@ -44,7 +44,7 @@ def reduced(rank, size, group, kind, method, options, reducer_options):
             means = [getattr(reducer, kind)(flat, one) for flat, one in zip(flats, layouts(size), strict=True)]
         reducer.finish()
     before = METER.sent("payload"), dict(reducer.traffic)
-    found = fidelity(kept, group)
+    found = compression_error(kept, group)
     assert (METER.sent("payload"), reducer.traffic) == before, "looking sends no payload"
     return found, means, reducer.traffic
 
@@ -100,8 +100,8 @@ def spoilt(rank, size, group):
         reducer = Reducer(build("none"), group, algorithm="exchange", nonfinite="propagate")
         with reducer.keeping() as kept:
             reducer.all_reduce(torch.full((5,), value), "x")
-        found.append(fidelity(kept, group))
-    return [*found, fidelity([], group)]
+        found.append(compression_error(kept, group))
+    return [*found, compression_error([], group)]
 
 
 def test_what_has_no_relative_error_is_null(world):

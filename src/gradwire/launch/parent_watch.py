@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 
-KEEPER = "GRADWIRE_KEEPER"  # process id of the parent to watch
+PARENT = "GRADWIRE_PARENT"  # process id of the parent to watch
 GRACE = 45.0  # seconds to save and exit
 RANK_GRACE = 30.0  # seconds for a rank that its launcher ends; the same as torchrun's
 
@@ -23,25 +23,25 @@ def watch() -> None:
 
     When the parent exits, this process gets a SIGTERM, as from a scheduler, and a SIGKILL ``GRACE`` seconds later.
     """
-    keeper = os.environ.get(KEEPER)
-    if keeper is None or not keeper.isdecimal() or not hasattr(os, "pidfd_open"):
+    parent = os.environ.get(PARENT)
+    if parent is None or not parent.isdecimal() or not hasattr(os, "pidfd_open"):
         return
     try:
-        handle = os.pidfd_open(int(keeper))
+        handle = os.pidfd_open(int(parent))
     except (OSError, OverflowError):  # already gone, or not visible from this namespace
         if os.getppid() == 1:
-            _end(keeper)
+            _end(parent)
         return
-    threading.Thread(target=_wait, args=(handle, keeper), daemon=True).start()
+    threading.Thread(target=_wait, args=(handle, parent), daemon=True).start()
 
 
-def _wait(handle: int, keeper: str) -> None:
+def _wait(handle: int, parent: str) -> None:
     select.select([handle], [], [])
-    _end(keeper)
+    _end(parent)
     time.sleep(GRACE)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _end(keeper: str) -> None:
-    print(f"gradwire: parent process {keeper} has exited: stopping.", file=sys.stderr, flush=True)
+def _end(parent: str) -> None:
+    print(f"gradwire: parent process {parent} has exited: stopping.", file=sys.stderr, flush=True)
     os.kill(os.getpid(), signal.SIGTERM)
