@@ -1,4 +1,4 @@
-"""Predicted memory against what a model really holds."""
+"""The peak of memory that `predict --memory` gives for another number of ranks, against what a model really holds."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import itertools
 import pytest
 import torch
 from test_frameworks import STRATEGIES
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from gradwire.errors import BadInput
+from gradwire.measurement.cost_model import STATES, peak_memory
 from gradwire.models import gpt2
-from gradwire.parallel import memory, unit_sizes, wrap
+from gradwire.parallel import wrap
 
 VOCABULARY, LENGTH = 320, 24
+SHARDED = ("fsdp1", "fsdp2")
 
 
 def tiny():
@@ -25,108 +27,85 @@ def ids(batch):
     return torch.randint(0, VOCABULARY, (batch, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
+def stored(tensors):
+    """Bytes of the memory in which tensors lie, shared memory once; of a sharded one this rank's part."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    blocks = {block.data_ptr(): block.nbytes() for block in (tensor.untyped_storage() for tensor in local)}
+    return sum(blocks.values())
+
+
+def states(model, optimizer):
+    """Bytes of parameters, gradients and moments on this rank."""
+    parameters = list(model.parameters())
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    moments = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
+    return stored(parameters), stored(gradients), stored(moments)
+
+
+def step(model, optimizer, x):
+    """One optimizer step; gives `states` at its end, gradients included."""
+    model(input_ids=x, labels=x, use_cache=False).loss.backward()
+    optimizer.step()
+    found = states(model, optimizer)
+    optimizer.zero_grad()
+    return found
+
+
 def held(rank, world, group):
-    """Measured parameters, gradients and moments under each strategy."""
     found = {}
     for strategy in STRATEGIES:
         model = wrap(tiny(), strategy, device="cpu")
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(input_ids=ids(2), labels=ids(2)).loss.backward()
-        optimizer.step()
-        found[strategy] = memory.measure(model, optimizer)
+        found[strategy] = sum(step(model, torch.optim.AdamW(model.parameters()), ids(2)))
     return found
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_states_are_what_was_predicted(world, size):
-    sizes = unit_sizes(tiny())
+def test_states_are_what_a_prediction_takes_them_for(world, size):
+    whole = STATES * sum(parameter.numel() for parameter in tiny().parameters())
     for found in world(size).run(held):
         for strategy, measured in found.items():
-            predicted = memory.predict(strategy, size, sizes)
-            for part in ("parameters", "gradients", "optimizer"):
-                expected = getattr(predicted, part)
-                if size == 1 or strategy in ("naive", "bucket", "ddp"):
-                    assert getattr(measured, part) == expected, (strategy, part)
-                else:  # rows are not divided: a rank may have up to one row more or less of each parameter
-                    assert getattr(measured, part) == pytest.approx(expected, rel=0.02), (strategy, part)
+            if size > 1 and strategy in SHARDED:  # rows are not divided: a rank may have one row more or less
+                assert measured == pytest.approx(whole / size, rel=0.02), strategy
+            else:
+                assert measured == whole, strategy
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_activations_are_what_was_predicted(batch, checkpointing):
-    model = tiny().train()
-    if checkpointing:
-        model.gradient_checkpointing_enable()
-    x = ids(batch)
-    with memory.saved_activations(model) as kept:
-        logits = model(input_ids=x, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
-        before = memory.stored(kept)
-        loss.backward()  # recomputes, inside of the block
-    preset = gpt2.PRESETS["tiny"]
-    shape = {"layers": preset.n_layer, "width": preset.n_embd, "heads": preset.n_head, "vocabulary": VOCABULARY}
-    predicted = memory.gpt2_activations(**shape, batch=batch, length=LENGTH, checkpointing=checkpointing)
-    if checkpointing:  # at first only what enters the blocks; then one of them in addition
-        one = {**shape, "batch": batch, "length": LENGTH}
-        block = memory.gpt2_activations(**one) - memory.gpt2_activations(**{**one, "layers": 1})
-        predicted -= block - 4 * batch * LENGTH * preset.n_embd
-    assert before == pytest.approx(predicted, rel=0.01)
-
-
-def peak(rank, world, group, strategy, batch, options):
+def peak(rank, world, group, strategy, batch):
     """Bytes that a rank holds at most in a steady step: what stays between steps, and what torch allocates in one.
 
     The lowest of five steps: what gloo sent is let go some time after `wait`, which adds 0 to 25 % to a step's peak.
     """
-    model = wrap(tiny(), strategy, device="cpu", **options).train()
+    model = wrap(tiny(), strategy, device="cpu").train()
     optimizer = torch.optim.AdamW(model.parameters())
-    x = ids(batch)
-
-    def step():
-        logits = model(input_ids=x, use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
-        del logits
-        loss.backward()
-        optimizer.step()
-        kept = memory.measure(model, optimizer)
-        optimizer.zero_grad()
-        return kept
-
     for _ in range(2):  # DDP makes its buckets anew in the second
-        step()
+        step(model, optimizer, ids(batch))
     grown = []
     for _ in range(5):
         gc.collect()  # what earlier steps left in cycles
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            kept = step()
+            parameters, gradients, moments = step(model, optimizer, ids(batch))
         events = profiler.profiler.kineto_results.events()
         changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
         grown.append(max(itertools.accumulate(change for _, change in changes)))
-    buckets = kept.gradients if strategy in ("bucket", "ddp") else 0  # these stay; DDP's are as large as the gradients
-    return kept.parameters + kept.optimizer + buckets + min(grown)
+    buckets = gradients if strategy in ("bucket", "ddp") else 0  # these stay; DDP's are as large as the gradients
+    return parameters + moments + buckets + min(grown)
 
 
+def predicted_over_measured(world, strategy, batch, sizes):
+    """At the second size, from the peak at the first one; a rank with a row more than others counts."""
+    one, other = (max(world(size).run(peak, strategy, batch)) for size in sizes)
+    parameters = sum(parameter.numel() for parameter in tiny().parameters())
+    return peak_memory(one, parameters if strategy in SHARDED else 0, *sizes) / other
+
+
+def test_the_predicted_peak_is_near_the_measured_one(world):
+    assert 0.8 < predicted_over_measured(world, "fsdp2", 1, (2, 3)) < 1.0
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("batch", [1, 8])
-def test_the_measured_peak_is_near_the_prediction(world, batch):
-    """Between 20 % less (activations go while gradients come) and 10 % more (AdamW's step has temporary tensors)."""
-    preset = gpt2.PRESETS["tiny"]
-    shape = {"layers": preset.n_layer, "width": preset.n_embd, "heads": preset.n_head, "vocabulary": VOCABULARY}
-    activations = memory.gpt2_activations(**shape, batch=batch, length=LENGTH)
-    cases = [(strategy, {}) for strategy in STRATEGIES] + [("fsdp2", {"param_compress": "int8"})]
-    for strategy, options in cases:
-        predicted = memory.predict(strategy, 2, unit_sizes(tiny()), activations=activations).total
-        for measured in world(2).run(peak, strategy, batch, options):
-            assert 0.8 < measured / predicted < 1.1, (strategy, options)
-
-
-def test_what_a_strategy_holds_beside():
-    sizes = [100, 40, 60, 50]
-    whole = 4 * 250
-    assert memory.predict("naive", 2, sizes) == memory.predict("bucket", 3, sizes)
-    assert memory.predict("bucket", 2, sizes) == memory.Memory(whole, whole, 2 * whole)
-    assert memory.predict("ddp", 2, sizes, activations=7, residuals=9).total == 5 * whole + 16
-    assert memory.predict("fsdp2", 4, sizes) == memory.Memory(
-        parameters=4 * 63, gradients=4 * 63, optimizer=8 * 63, communication=4 * (100 + 60 + 50 + 100)
-    )
-    with pytest.raises(BadInput, match="unknown strategy 'fsdp'"):
-        memory.predict("fsdp", 2, sizes)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_predicted_peak_is_near_the_measured_one(world, strategy, batch):
+    """A prediction overstates the change: gradients are divided too, but not all of them are there at the peak."""
+    for sizes, least, most in (((2, 3), 0.8, 1.02), ((2, 4), 0.8, 1.02), ((4, 2), 0.98, 1.2)):
+        assert least < predicted_over_measured(world, strategy, batch, sizes) < most, sizes

@@ -31,6 +31,7 @@ Key = tuple[str, str]
 
 WEIGHT_OF_PRIOR = 0.02  # keeps parameters that the cells do not determine at their initial values
 GRID = np.logspace(4, 13, 577)  # bits per second at which crossovers are searched
+STATES = 16  # bytes per parameter: itself, its gradient, AdamW's two moments, all float32
 WAYS = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "all-gather", "all_to_all": "all-to-all"}
 
 
@@ -409,3 +410,18 @@ def leave_one_link_out(cells: Iterable[Cell]) -> list[LeftOut]:
                 communication = model.communication(cell)
                 found.append(LeftOut(cell, float(model.step(cell, communication)), communication))
     return found
+
+
+def peak_memory(measured: float, sharded: int, world: int, other: int) -> float:
+    """Peak memory of a rank at another world size, in bytes.
+
+    A rank's share of parameters, gradients and moments changes with the number of ranks. Activations, buckets and what
+    FSDP gathers of a unit stay as they are.
+
+    Args:
+        measured: The peak at ``world`` ranks.
+        sharded: Number of parameters that are divided among the ranks, 0 where each rank has all of them.
+        world: The world size of the measurement, at least 2.
+        other: The world size of the prediction, at least 2.
+    """
+    return measured + STATES * sharded * (1 / other - 1 / world)

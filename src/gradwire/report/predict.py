@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 BASELINES = (BASELINE, BF16)
 RESAMPLES = 200
-STATES = 16  # bytes per parameter: itself, its gradient, AdamW's two moments, all float32
 MOST = 4096
 
 DEFINITIONS = """\
@@ -288,10 +287,12 @@ def ppl_percent(rows: Sequence[Result], quality: PerplexityReference) -> dict[st
 
 
 def memory_text(rows: Iterable[Result], label: str, world: int) -> str:
-    """Peak memory of a rank in GB: the measured one, with parameters, gradients and moments as W shards them."""
+    """Peak memory of a rank in GB."""
+    from gradwire.measurement.cost_model import peak_memory
+
     measured = [row for row in rows if row.compressor == label and row.world_size > 1 and row.mem_peak_alloc_gb]
     if not measured:
         return MISSING
     row = max(measured, key=lambda row: row.mem_peak_alloc_gb or 0)
-    states = STATES * (row.parameters or 0) / 1e9 if row.strategy in SHARDED else 0.0
-    return f"{(row.mem_peak_alloc_gb or 0) + states / world - states / row.world_size:.3f}"
+    sharded = (row.parameters or 0) if row.strategy in SHARDED else 0
+    return f"{peak_memory(1e9 * (row.mem_peak_alloc_gb or 0), sharded, row.world_size, world) / 1e9:.3f}"
