@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from gradwire import parallel
 from gradwire.collectives import Layout, Reducer, ops
+from gradwire.collectives.group import Ranks
 from gradwire.collectives.messages import exchange
 from gradwire.collectives.meter import METER, Meter
-from gradwire.collectives.group import Ranks
 from gradwire.compressors import available, build
 from gradwire.models import gpt2
 

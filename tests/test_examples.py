@@ -201,10 +201,10 @@ def test_a_model_that_is_averaged_over_other_ranks_or_twice_is_refused(world):
         wrapped = {name: told for name, told in answers.items() if name.startswith("wrap")}
         assert (hooked.pop("fine"), hooked.pop("fine in halves")) == ("", "")
         for name in ("hsdp", "hsdp on all ranks", "replicate"):
-            assert "or into fully_shard over a mesh of one dimension" in hooked.pop(name), name
+            assert "and fully_shard over a mesh of one dimension" in hooked.pop(name), name
         assert "neither a DistributedDataParallel nor" in hooked.pop("fsdp1")
         assert "gradients over ranks [0, 1, 2, 3] and the reducer over [" in hooked["all for a half"]
-        assert len(hooked) == 3 and all("give Reducer the process group" in told for told in hooked.values()), hooked
+        assert len(hooked) == 3 and all("pass Reducer the process group" in told for told in hooked.values()), hooked
         assert len(wrapped) == 15 and all("wrapped or sharded already" in told for told in wrapped.values()), wrapped
 
 

@@ -412,5 +412,5 @@ def test_bad_input_is_told(world):
     assert available() == sorted(STRATEGIES)
     with pytest.raises(BadInput, match=r"unknown strategy 'fsdp3'\. Did you mean 'fsdp"):
         world(1).run(unknown_strategy)
-    with pytest.raises(BadInput, match=r"Even did not come from gradwire\.parallel\.wrap"):
+    with pytest.raises(BadInput, match=r"Even was not returned by gradwire\.parallel\.wrap"):
         world(1).run(foreign_model)

@@ -36,7 +36,7 @@ def test_dp_is_the_process_group(world):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"dp": 2, "tp": 2}, r"tp = 2, but tensor parallelism does not exist here: only dp"),
+        ({"dp": 2, "tp": 2}, r"tp = 2, but tensor parallelism is not implemented; only dp"),
         ({"dp": 4, "cp": 3}, r"cp = 3, but context"),
         ({"dp": 4, "pp": 0}, r"pp = 0, but pipeline"),
         ({"dp": 2}, r"dp = 2, but there are 4 ranks"),

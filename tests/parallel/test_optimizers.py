@@ -366,8 +366,8 @@ def refused(rank, world, group, name, strategy, dense_steps, options):
     [
         ("onebit_adam", "fsdp2", 3, {}, "strategy fsdp2 shards gradients"),
         ("onebit_adam", "fsdp1", 3, {}, "strategy fsdp1 shards gradients"),
-        ("onebit_adam", "ddp", 0, {}, "dense_steps, the number of these steps, must be at least 1"),
-        ("zero_one_adam", "ddp", 3, {"freeze_step": 2}, "freeze_step is 2: the 3 dense steps come first"),
+        ("onebit_adam", "ddp", 0, {}, "after dense_steps steps; dense_steps must be at least 1"),
+        ("zero_one_adam", "ddp", 3, {"freeze_step": 2}, "freeze_step is 2; it must be at least dense_steps"),
         ("zero_one_adam", "ddp", 3, {"max_local_steps": 0}, "max_local_steps is 0"),
         ("one_bit_adam", "ddp", 3, {}, "Did you mean 'onebit_adam'"),
     ],

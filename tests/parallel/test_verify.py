@@ -62,13 +62,13 @@ def test_every_strategy_is_checked(world, strategy, fault):
         return
     assert results[0][0] is None
     if fault == "buffer":
-        told = [f"after optimizer step {step} seen on rank 1 is not what rank 0 has." for step in (1, 2, 3)]
+        told = [f"after optimizer step {step} seen on rank 1 differs from rank 0's." for step in (1, 2, 3)]
         assert results[0][1:] == ([told[0], None, None] if strategy == "ddp" else told), "DDP broadcasts its buffers"
     elif fault == "step" and strategy in REPLICAS:
-        assert "after optimizer step 1 scale on rank 1 is not" in results[0][1]
+        assert "after optimizer step 1 scale on rank 1 differs" in results[0][1]
     elif fault == "step":
         assert results[0][1] == (
-            "after optimizer step 1 the optimizer's number of steps on rank 1 is not what rank 0 has."
+            "after optimizer step 1 the optimizer's number of steps on rank 1 differs from rank 0's."
         )
 
 
@@ -77,14 +77,14 @@ def test_the_first_tensor_that_differs_is_named(world, strategy):
     results = world(3).run(trained, strategy, "parameter", 2)
     assert results[1:] == results[:1] * 2
     numel = len(model_of("odd").state_dict()) + 3
-    start = "after optimizer step 1 norm.bias on rank 2 is not what rank 0 has"
+    start = "after optimizer step 1 norm.bias on rank 2 differs from rank 0's"
     assert results[0][::2] == [None, None], "every second step is checked"
     assert results[0][1] == f"{start} (2 of {numel} tensors differ)."
 
 
 def test_a_learning_rate_of_its_own_is_found(world):
     told = world(2).run(trained, "ddp", "rate", 1)[0][1]
-    assert told == "after optimizer step 1 the learning rate of parameter group 0 on rank 1 is not what rank 0 has."
+    assert told == "after optimizer step 1 the learning rate of parameter group 0 on rank 1 differs from rank 0's."
 
 
 def another_model(rank, world, group):
@@ -95,7 +95,7 @@ def another_model(rank, world, group):
 
 
 def test_models_of_different_length_are_told_apart(world):
-    assert world(2).run(another_model) == ["the number of its tensors on rank 1 is not what rank 0 has"] * 2
+    assert world(2).run(another_model) == ["the number of its tensors on rank 1 differs from rank 0's"] * 2
 
 
 def late(rank, world, group, absent):

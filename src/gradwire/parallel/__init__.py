@@ -1,4 +1,4 @@
-"""Training on many ranks: one file per strategy, and the few functions that a training loop needs around a step."""
+"""Data-parallel training: one file per strategy, and the functions that a training loop needs."""
 
 from gradwire.parallel.state import (
     checkpoint_state,

@@ -1,4 +1,4 @@
-"""Bucketed data parallelism: gradients travel together, while the backward pass computes the next ones."""
+"""Bucketed data parallelism: gradients are reduced in buckets that overlap with the backward pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MB = 2**20
 
 
 class Bucket:
-    """Parameters of one type and device, by name, whose gradients are views of one buffer."""
+    """Parameters of one dtype and device, by name, whose gradients are views of one buffer."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self.parameters = parameters
@@ -23,22 +23,22 @@ class Bucket:
         self.buffer = next(iter(parameters.values())).detach().new_zeros(sum(sizes))
         parts = zip(parameters, self.buffer.split(sizes), strict=True)
         self.views = {name: part.view(parameters[name].shape) for name, part in parts}
-        self.ready: set[str] = set()  # parameters whose gradient waits to be averaged
-        self.pending: ops.Pending | None = None  # the buffer's all-reduce, while it travels
+        self.ready: set[str] = set()  # parameters whose gradient is ready for averaging
+        self.pending: ops.Pending | None = None  # the buffer's all-reduce, while it runs
 
     def keep(self, name: str) -> None:
-        """Move a gradient into the buffer, where it already is unless `zero_grad` had set it to None."""
+        """Copy a gradient into the buffer, unless it is a view of it; `zero_grad` replaces views by None."""
         parameter, view = self.parameters[name], self.views[name]
         assert parameter.grad is not None
         if parameter.grad is not view:
             parameter.grad = view.copy_(parameter.grad)
 
     def start(self, world: int, group: ops.Group) -> None:
-        """Begin to average the buffer."""
+        """Start averaging the buffer."""
         self.pending = ops.all_reduce_async(divided(self.buffer, world), "sum", group, "payload")
 
     def settle(self) -> None:
-        """Wait for what was started, and forget what was ready."""
+        """Wait for the all-reduce, and clear ``ready``."""
         if self.pending is not None:
             self.buffer.copy_(self.pending.wait())
         self.pending = None
@@ -46,15 +46,15 @@ class Bucket:
 
 
 class BucketManager(Replicas):
-    """One all-reduce per bucket, asynchronous; the end of the backward pass waits for them.
+    """One asynchronous all-reduce per bucket; the end of the backward pass waits for them.
 
-    A compressor's exchange takes place when its bucket is launched, and the backward pass waits for it.
+    A compressor's exchange runs when its bucket is launched, and blocks the backward pass.
 
     Args:
         group: The ranks; None is the default group.
-        device: Where the model computes.
-        first_mb: Size of the first bucket in MiB: small, so that something travels early.
-        cap_mb: Size of the others; 0 gives each parameter its own.
+        device: The model's device.
+        first_mb: Size of the first bucket in MiB; small, so that communication starts early.
+        cap_mb: Size of the other buckets in MiB; 0 makes one bucket per parameter.
     """
 
     def __init__(self, group: ops.Group, device: torch.device, *, first_mb: float = 1.0, cap_mb: float = 25.0) -> None:
@@ -62,21 +62,21 @@ class BucketManager(Replicas):
         self.sizes = first_mb, cap_mb
         self.buckets: list[Bucket] = []
         self.bucket_of: dict[str, Bucket] = {}
-        self.launched = 0  # the first so many buckets are on their way
+        self.launched = 0  # number of launched buckets, in order
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Broadcast rank 0's weights, watch the gradients, and give them their buckets."""
+        """Broadcast rank 0's weights, register the gradient hooks, and plan the buckets."""
         model = super().wrap(model)
         self.buckets = list(map(Bucket, plan(self.parameters, *self.sizes)))
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.parameters}
         return model
 
     def keep(self, name: str) -> None:
-        """Move a gradient into its bucket."""
+        """Copy a gradient into its bucket."""
         self.bucket_of[name].keep(name)
 
     def ready(self, name: str) -> None:
-        """Launch the buckets that this gradient completes, each after all before it: the same order on every rank."""
+        """Launch the buckets that this gradient completes, always in order, so that it is the same on every rank."""
         self.bucket_of[name].ready.add(name)
         for bucket in self.buckets[self.launched :]:
             if len(bucket.ready) < len(bucket.parameters):
@@ -88,13 +88,13 @@ class BucketManager(Replicas):
                 self.through_reducer(bucket.views)
 
     def settle(self) -> None:
-        """Wait for the buckets on their way, and begin anew."""
+        """Wait for the launched buckets, and reset."""
         for bucket in self.buckets:
             bucket.settle()
         self.launched = 0
 
     def table(self) -> list[dict[str, Any]]:
-        """What each bucket holds, in the order of their launch."""
+        """Return the contents of each bucket, in launch order."""
         return [
             {"names": list(b.parameters), "dtype": b.buffer.dtype, "numel": b.buffer.numel(), "bytes": b.buffer.nbytes}
             for b in self.buckets
@@ -102,10 +102,10 @@ class BucketManager(Replicas):
 
 
 def plan(parameters: dict[str, nn.Parameter], first_mb: float, cap_mb: float) -> list[dict[str, nn.Parameter]]:
-    """Share parameters out to buckets, in reverse order, which is about the order of their gradients.
+    """Assign parameters to buckets in reverse order, which approximates the order of their gradients.
 
-    A bucket is closed when it has reached its size; each type and device fills its own. They are launched in the order
-    of their last parameters.
+    A bucket is closed when it reaches its size; dtypes and devices have separate buckets. The order of the buckets,
+    and of their launch, is that of their last parameters.
     """
     full: list[dict[str, nn.Parameter]] = []
     filling: dict[tuple[torch.dtype, torch.device], dict[str, nn.Parameter]] = {}

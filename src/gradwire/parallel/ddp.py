@@ -1,4 +1,4 @@
-"""DistributedDataParallel: replicas, and an all-reduce of each gradient bucket during backward."""
+"""DistributedDataParallel: replicas, and an all-reduce of the gradients during the backward pass."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from gradwire.parallel.strategy import Strategy
 class DDP(Strategy):
     """Replicated parameters; the reducer is DDP's communication hook.
 
-    Buckets are collected and reduced at once, with the last one: our collectives wait in the hook, so nothing overlaps
-    with the backward pass anyway; there are fewer of them so; and the result does not depend on DDP's bucket plan,
-    which changes after the first step, and again after a resumption.
+    Buckets are collected and reduced together with the last one. The hook blocks, so nothing would overlap with the
+    backward pass anyway; this needs fewer collectives; and the result does not depend on DDP's bucket plan, which
+    changes after the first step, and again after a resumption.
     """
 
     kind = "all_reduce"
@@ -29,7 +29,7 @@ class DDP(Strategy):
         return DistributedDataParallel(model, device_ids=devices, process_group=self.group)
 
     def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
-        """Register a hook that takes the buckets apart, reduces them and puts the mean back."""
+        """Register a hook that unpacks the buckets, reduces them and writes the mean back."""
         assert isinstance(wrapped, DistributedDataParallel)
         names = {id(p): name for name, p in wrapped.module.named_parameters() if p.requires_grad}
         shapes = [(name, tuple(p.shape)) for name, p in wrapped.module.named_parameters() if p.requires_grad]
@@ -37,7 +37,7 @@ class DDP(Strategy):
         gradients: dict[str, Tensor] = {}
         waiting: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
 
-        # DDP insists on the name of the second argument, and refuses annotations that are strings, as these become.
+        # DDP requires the name of the second argument, and rejects string annotations, as these become.
         def reduce_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
             for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
                 gradients[names[id(parameter)]] = gradient
@@ -55,11 +55,11 @@ class DDP(Strategy):
         wrapped.register_comm_hook(None, reduce_bucket)
 
     def accumulation(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[object]:
-        """`no_sync` but for the last micro-batch."""
+        """Use `no_sync` except for the last micro-batch."""
         assert isinstance(wrapped, DistributedDataParallel)
         return nullcontext() if last else wrapped.no_sync()
 
 
 def devices_of(device: torch.device) -> list[torch.device] | None:
-    """What a future must know of the device of the tensor that it will hold."""
+    """Return the ``devices`` of a future that will hold a tensor on ``device``."""
     return None if device.type == "cpu" else [device]

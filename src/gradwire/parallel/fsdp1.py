@@ -15,28 +15,28 @@ from gradwire.collectives import Layout, Reducer
 from gradwire.errors import BadInput
 from gradwire.parallel.strategy import Strategy, units
 
-WRAPPED = "_fsdp_wrapped_module."  # what FSDP1 puts into the names of parameters
+WRAPPED = "_fsdp_wrapped_module."  # FSDP1 inserts this into the names of parameters
 
 
 class Unit(NamedTuple):
-    """What the hook knows about the unit that it is called for."""
+    """The hook's state for one unit."""
 
     reducer: Reducer
     layout: Layout
 
 
 class FSDP1(Strategy):
-    """Sharded parameters; the reducer is FSDP1's communication hook, with a layout per unit."""
+    """Sharded parameters; the reducer is FSDP1's communication hook, with one layout per unit."""
 
     kind = "reduce_scatter"
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Wrap each unit, and the model around them; a single rank has nothing to shard."""
+        """Wrap each unit, then the model; a single rank does not shard."""
         blocks = {id(unit) for unit in units(model)}
         single = dist.get_world_size(self.group) == 1
         return FullyShardedDataParallel(
             model,
-            device_mesh=self.mesh(),  # a mesh rather than a group: its checkpoints hold DTensors
+            device_mesh=self.mesh(),  # with a mesh instead of a group, checkpoints hold DTensors
             sharding_strategy=ShardingStrategy.NO_SHARD if single else ShardingStrategy.FULL_SHARD,
             auto_wrap_policy=CustomPolicy(lambda module: id(module) in blocks),
             device_id=self.device,
@@ -44,47 +44,47 @@ class FSDP1(Strategy):
         )
 
     def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
-        """Register the hook, and give each unit its own state."""
+        """Register the hook, and set the state of each unit."""
         assert isinstance(wrapped, FullyShardedDataParallel)
         wrapped.register_comm_hook(None, reduce_unit)
         for module, layout in layouts(wrapped, reducer.world):
             module._comm_hook_state = Unit(reducer, layout)
 
     def reduced_numel(self, wrapped: nn.Module) -> int:
-        """Flat parameters are padded: their parts for alignment, and the whole until the ranks divide it."""
+        """Count flat parameters with padding: of their parts, for alignment, and of the whole, to a multiple of W."""
         world = dist.get_world_size(self.group)
         return super().reduced_numel(wrapped) if world == 1 else sum(of.numel for _, of in layouts(wrapped, world))
 
     def accumulation(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[object]:
-        """`no_sync` but for the last micro-batch: gradients stay whole until then."""
+        """Use `no_sync` except for the last micro-batch; gradients are unsharded until then."""
         assert isinstance(wrapped, FullyShardedDataParallel)
         return nullcontext() if last else wrapped.no_sync()
 
 
 def reduce_unit(unit: Unit, gradient: Tensor, shard: Tensor) -> None:
-    """FSDP1's hook: write this rank's part of the unit's mean gradient into ``shard``."""
+    """Write this rank's part of the unit's mean gradient into ``shard``; FSDP1's hook."""
     shard.copy_(unit.reducer.reduce_scatter(gradient, unit.layout))
 
 
 def layouts(wrapped: nn.Module, world: int) -> Iterator[tuple[FullyShardedDataParallel, Layout]]:
-    """Every unit, and the layout of its flat parameter."""
+    """Yield every unit with the layout of its flat parameter."""
     for name, module in wrapped.named_modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
             yield module, Layout.cut(flat_shapes(f"{name}.".removeprefix("."), module), world)
 
 
 def flat_shapes(prefix: str, module: FullyShardedDataParallel) -> Iterator[tuple[str | None, tuple[int, ...]]]:
-    """Names and shapes of what lies in a unit's flat parameter; alignment and frozen parameters are gaps.
+    """Yield the names and shapes in a unit's flat parameter; alignment and frozen parameters have the name None.
 
     Raises:
-        BadInput: If this version of torch lays its flat parameters out in another way.
+        BadInput: If this version of torch stores flat parameters differently.
     """
     flat = module._handle.flat_param
     try:
         parameters = zip(flat._fqns, flat._shapes, flat._params, strict=True)
         numels = list(zip(flat._numels_with_padding, flat._is_padding_mask, strict=True))
     except AttributeError as error:
-        raise BadInput(f"strategy fsdp1 with a compressor does not know this version of torch ({error}).") from error
+        raise BadInput(f"strategy fsdp1 with a compressor does not support this version of torch ({error}).") from error
     for numel, padding in numels:
         if padding:
             yield None, (numel,)

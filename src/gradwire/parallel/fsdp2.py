@@ -1,4 +1,4 @@
-"""fully_shard (FSDP2): each parameter is cut along its first dimension, and reduced in groups of one unit."""
+"""fully_shard (FSDP2): each parameter is sharded along its first dimension, and reduced with its unit."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ NEEDED = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set
 
 
 class FSDP2(Strategy):
-    """Sharded parameters; the reducer is each unit's reduce-scatter, and all of the averaging is its own.
+    """Sharded parameters; the reducer replaces each unit's reduce-scatter, and does all of the averaging.
 
     Args:
         group: The ranks; None is the default group.
-        device: Where the model computes.
-        param_compress: How parameters travel to the ranks that compute with them: ``none`` (as they are), ``bf16`` or
-            ``int8``. The shards stay exact, and so do the weights in evaluation mode. With one rank nothing travels.
+        device: The model's device.
+        param_compress: Encoding of the parameters in all-gathers: ``none`` (uncompressed), ``bf16`` or ``int8``. Shards
+            and the weights in evaluation mode stay exact. With one rank nothing is sent.
     """
 
     kind = "reduce_scatter"
@@ -36,7 +36,7 @@ class FSDP2(Strategy):
         self.gather = None if param_compress == "none" else ParameterGather(param_compress, group)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Shard each unit, then what is left of the model; in place."""
+        """Shard each unit, then the rest of the model, in place."""
         mesh = self.mesh()
         for unit in units(model):
             fully_shard(unit, mesh=mesh)
@@ -50,33 +50,33 @@ class FSDP2(Strategy):
         check_offered("a compressor", *NEEDED)
         for module, parameters in groups(wrapped):
             if shapes := [(name, tuple(p.shape)) for name, p in parameters.items() if p.requires_grad]:
-                # The framework shall neither divide nor average: it hands over and takes back what is summed once.
+                # The reducer divides once; the framework must neither divide nor average.
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
                 module.set_custom_reduce_scatter(ReduceScatter(reducer, Layout.dim0(shapes, reducer.world)))
 
     def reduced_numel(self, wrapped: nn.Module) -> int:
-        """Rows are padded until the ranks divide them."""
+        """Count parameters padded to a multiple of W rows."""
         shapes = [(name, tuple(p.shape)) for name, p in wrapped.named_parameters() if p.requires_grad]
         return Layout.dim0(shapes, dist.get_world_size(self.group)).numel
 
     def accumulation(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[object]:
-        """Reduce in the last micro-batch only: gradients stay whole until then."""
+        """Reduce in the last micro-batch only; gradients are unsharded until then."""
         assert isinstance(wrapped, FSDPModule)
         wrapped.set_requires_gradient_sync(last)
         return nullcontext()
 
 
 class Collective:
-    """What FSDP2 wants of any collective that replaces its own; it calls by the names of the arguments."""
+    """Common part of the collectives that replace FSDP2's; it passes arguments by name."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer for what goes in or comes out."""
+        """Allocate an input or output buffer."""
         return torch.empty(size, dtype=dtype, device=device)
 
 
 class ReduceScatter(Collective):
-    """The form in which FSDP2 takes a reduce-scatter."""
+    """The reducer's reduce-scatter with FSDP2's interface."""
 
     def __init__(self, reducer: Reducer, layout: Layout) -> None:
         self.reducer = reducer
@@ -90,14 +90,14 @@ class ReduceScatter(Collective):
         op: object,
         async_op: bool = False,
     ) -> None:
-        """Write this rank's row of the mean; ``op`` says sum, because FSDP2 was told to divide nothing."""
+        """Write this rank's row of the mean; ``op`` is sum, because FSDP2 is set to not divide."""
         output_tensor.copy_(self.reducer.reduce_scatter(input_tensor, self.layout))
 
 
 class AllGather(Collective):
-    """The form in which FSDP2 takes an all-gather.
+    """A parameter gather with FSDP2's interface.
 
-    The layout has frozen parameters too: unlike gradients, they travel.
+    The layout includes frozen parameters: unlike their gradients, they are sent.
     """
 
     def __init__(self, gather: ParameterGather, layout: Layout, module: nn.Module) -> None:
@@ -112,7 +112,7 @@ class AllGather(Collective):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> None:
-        """Fill all rows; this rank's is there already, because the input is a view of it."""
+        """Fill all rows; this rank's row is already filled, because the input is a view of it."""
         self.gather(output_tensor, self.layout, exact=not self.module.training)
 
 
@@ -120,12 +120,12 @@ def compress_parameters(wrapped: nn.Module, gather: ParameterGather) -> None:
     """Replace the all-gather of every group of parameters.
 
     Raises:
-        BadInput: If a parameter is not float32, or this version of torch does not offer it.
+        BadInput: If a parameter is not float32, or this version of torch does not support it.
     """
     check_offered("param_compress", "set_custom_all_gather")
     for name, parameter in wrapped.named_parameters():
         if parameter.dtype != torch.float32:
-            raise BadInput(f"param_compress encodes float32 parameters, and {name} is {parameter.dtype}; leave it out.")
+            raise BadInput(f"param_compress needs float32 parameters, but {name} is {parameter.dtype}; leave it out.")
     for module, parameters in groups(wrapped):
         layout = Layout.dim0([(name, tuple(p.shape)) for name, p in parameters.items()], gather.ranks.world)
         module.set_custom_all_gather(AllGather(gather, layout, module))
@@ -134,10 +134,10 @@ def compress_parameters(wrapped: nn.Module, gather: ParameterGather) -> None:
 
 
 def reshard_evaluated(module: nn.Module, *_: object) -> None:
-    """Let the root gather its weights anew around an evaluation.
+    """Make the root gather its weights again around an evaluation.
 
-    It keeps them from a forward pass to the next backward pass, so an evaluation would compute with those of training,
-    or training with the exact ones.
+    It keeps them from a forward pass to the next backward pass, so an evaluation would use the encoded weights of
+    training, or training the exact ones.
     """
     assert isinstance(module, FSDPModule)
     if not module.training:
@@ -145,23 +145,23 @@ def reshard_evaluated(module: nn.Module, *_: object) -> None:
 
 
 def check_offered(what: str, *setters: str) -> None:
-    """Make sure that FSDP2 has these setters.
+    """Check that FSDP2 has these setters.
 
     Raises:
-        BadInput: If this version of torch does not.
+        BadInput: If this version of torch lacks one.
     """
     missing = [setter for setter in setters if not hasattr(FSDPModule, setter)]
     if missing:
-        raise BadInput(f"strategy fsdp2 with {what} needs FSDPModule.{missing[0]}: take torch 2.11 or later.")
+        raise BadInput(f"strategy fsdp2 with {what} needs FSDPModule.{missing[0]}: use torch 2.11 or later.")
 
 
 def groups(wrapped: nn.Module) -> Iterator[tuple[FSDPModule, dict[str, nn.Parameter]]]:
-    """Every module that has a group of parameters, and these by name, in buffer order.
+    """Yield every module that has a parameter group, with its parameters by name, in buffer order.
 
-    The order is the framework's own (children before own parameters), so it is read from there.
+    The order is read from the framework, which puts children before a module's own parameters.
 
     Raises:
-        BadInput: If this version of torch keeps its parameters elsewhere.
+        BadInput: If this version of torch stores its parameters differently.
     """
     names = {id(parameter): name for name, parameter in wrapped.named_parameters()}
     for module in wrapped.modules():
@@ -170,6 +170,6 @@ def groups(wrapped: nn.Module) -> Iterator[tuple[FSDPModule, dict[str, nn.Parame
                 group = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
                 members = [] if group is None else [member.sharded_param for member in group.fsdp_params]
             except AttributeError as error:
-                raise BadInput(f"our strategy fsdp2 does not know this version of torch ({error}).") from error
+                raise BadInput(f"strategy fsdp2 does not support this version of torch ({error}).") from error
             if members:
                 yield module, {names[id(parameter)]: parameter for parameter in members}

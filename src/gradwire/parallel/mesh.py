@@ -1,7 +1,7 @@
-"""The ranks as a mesh, whose dimensions are the ways to share a model out.
+"""Device mesh of the ranks, with one dimension per kind of parallelism.
 
 ``dp``: each rank has its own samples. ``tp``: layers are split. ``cp``: sequences are split. ``pp``: a rank has some of
-the layers. Only the first exists so far.
+the layers. Only ``dp`` is implemented.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ DIMENSIONS = {"dp": "data", "tp": "tensor", "cp": "context", "pp": "pipeline"}
 
 
 def build(device_type: str, group: Group = None, *, dp: int | None = None, **others: int) -> DeviceMesh:
-    """The ranks of a process group as a mesh with the dimension ``dp``, which takes that group over.
+    """Build a mesh with the dimension ``dp`` from the ranks of a process group.
 
-    A dimension of size 1 has no peers, so it gets no process group and does not appear.
+    The mesh reuses the group. Dimensions of size 1 have no peers and are left out.
 
     Args:
         device_type: ``cpu`` or ``cuda``.
         group: The ranks; None is the default group.
-        dp: Ranks that share the samples; None means all.
-        others: Sizes of ``tp``, ``cp`` and ``pp``, which have to be 1.
+        dp: Number of data-parallel ranks; None means all.
+        others: Sizes of ``tp``, ``cp`` and ``pp``, which must be 1.
 
     Raises:
-        BadInput: If a dimension is unknown, is larger than 1 without being ``dp``, or ``dp`` is not all of the ranks.
+        BadInput: If a dimension is unknown, one other than ``dp`` is larger than 1, or ``dp`` is not the group's size.
     """
     world = dist.get_world_size(group)
     check(world, {"dp": world if dp is None else dp, **others})
@@ -35,7 +35,7 @@ def build(device_type: str, group: Group = None, *, dp: int | None = None, **oth
 
 
 def check(world: int, sizes: dict[str, int]) -> None:
-    """Refuse a mesh that cannot be built from ``world`` ranks.
+    """Check that a mesh can be built from ``world`` ranks.
 
     Raises:
         BadInput: As `build`.
@@ -45,8 +45,8 @@ def check(world: int, sizes: dict[str, int]) -> None:
             raise unknown("dimension of the mesh", name, DIMENSIONS)
         if name != "dp" and size != 1:
             raise BadInput(
-                f"the mesh asks for {name} = {size}, but {DIMENSIONS[name]} parallelism does not exist here: only dp "
-                "may be larger than 1."
+                f"the mesh has {name} = {size}, but {DIMENSIONS[name]} parallelism is not implemented; only dp may be "
+                "larger than 1."
             )
     if sizes["dp"] != world:
         raise BadInput(f"the mesh has dp = {sizes['dp']}, but there are {world} ranks.")

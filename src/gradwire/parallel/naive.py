@@ -1,6 +1,6 @@
-"""Naive data parallelism, as a textbook shows it: each gradient is averaged as soon as it is accumulated.
+"""Naive data parallelism, as in a textbook: each gradient is averaged as soon as it is accumulated.
 
-`Replicas` is what it shares with `parallel.bucket`: equal weights at the start, and a hook on every gradient.
+`Replicas` is the base that it shares with `parallel.bucket`: equal initial weights, and a hook on every gradient.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from gradwire.parallel.strategy import Strategy
 class Replicas(Strategy):
     """A whole model on every rank; hooks on its parameters average their gradients during the backward pass.
 
-    Nothing is wrapped around the model, so its names stay. The ranks start with rank 0's parameters and buffers. As
-    under DDP, every parameter that requires a gradient by then must get one in every backward pass that averages.
+    The model is not wrapped, so its names stay. The ranks start with rank 0's parameters and buffers. As with DDP,
+    every parameter that requires a gradient at `wrap` must get one in every backward pass that averages.
     """
 
     kind = "all_reduce"
@@ -33,14 +33,14 @@ class Replicas(Strategy):
         super().__init__(group, device)
         self.world = dist.get_world_size(group)
         self.reducer: Reducer | None = None
-        self.parameters: dict[str, nn.Parameter] = {}  # those that are trained; a tied one once
+        self.parameters: dict[str, nn.Parameter] = {}  # trainable ones; a tied one once
         self._layout = cache(partial(Layout.dim0, world=self.world))
         self._paused = 0  # depth of `no_sync`
-        self._backward = -1  # the backward pass under way, as autograd numbers it
-        self._missing: set[str] = set()  # parameters that got no gradient in it yet
+        self._backward = -1  # autograd's id of the current backward pass
+        self._missing: set[str] = set()  # parameters that have no gradient from it yet
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Broadcast rank 0's weights, and watch the gradient of every parameter that is trained."""
+        """Broadcast rank 0's weights, and register a hook on every trainable parameter."""
         for tensor in (*model.parameters(), *model.buffers()):
             broadcast(tensor.detach(), self.group)
         self.parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -49,16 +49,16 @@ class Replicas(Strategy):
         return model
 
     def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
-        """Have the reducer average from now on."""
+        """Average with the reducer from now on."""
         self.reducer = reducer
 
     def accumulation(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[object]:
-        """`no_sync` but for the last micro-batch."""
+        """Use `no_sync` except for the last micro-batch."""
         return nullcontext() if last else self.no_sync()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes in here add to this rank's own gradients; the next one outside averages all of it."""
+        """Accumulate gradients locally; the next backward pass outside the context averages the sum."""
         self._paused += 1
         try:
             yield
@@ -66,11 +66,11 @@ class Replicas(Strategy):
             self._paused -= 1
 
     def _accumulated(self, name: str, _: nn.Parameter) -> None:
-        """Autograd's hook: a parameter's ``grad`` holds all that this backward pass adds to it."""
+        """Autograd's hook: this backward pass has finished a parameter's ``grad``."""
         if self._backward != (backward := torch._C._current_graph_task_id()):
-            self.settle()  # an exception may have broken off the pass before
+            self.settle()  # an exception may have interrupted the previous pass
             self._backward, self._missing = backward, set(self.parameters)
-            if not self._paused:  # nothing public tells when a backward pass ends; DDP and FSDP use this as well
+            if not self._paused:  # no public API signals the end of a backward pass; DDP and FSDP use this too
                 Variable._execution_engine.queue_callback(self._ended)
         self._missing.discard(name)
         self.keep(name)
@@ -88,17 +88,17 @@ class Replicas(Strategy):
             )
 
     def keep(self, name: str) -> None:
-        """Put a gradient where it belongs, inside of `no_sync` as well."""
+        """Store an accumulated gradient, also inside `no_sync`."""
 
     @abstractmethod
     def ready(self, name: str) -> None:
-        """A parameter's gradient is there to be averaged."""
+        """Average a parameter's gradient, which is now complete."""
 
     def settle(self) -> None:
-        """Wait for all that is on its way."""
+        """Wait for pending collectives."""
 
     def through_reducer(self, gradients: dict[str, Tensor]) -> None:
-        """Replace contiguous gradients by their means over the ranks."""
+        """Replace contiguous gradients with their means over the ranks."""
         assert self.reducer is not None
         layout = self._layout(tuple((name, tuple(self.parameters[name].shape)) for name in gradients))
         layout.unpack(self.reducer.all_reduce(layout.pack(gradients), layout), gradients)
@@ -120,12 +120,12 @@ class Naive(Replicas):
 
 
 def divided(gradient: Tensor, world: int) -> Tensor:
-    """A rank's summand of the mean: in place, but for types narrower than float32, which are summed in float32."""
+    """Divide a gradient by ``world``: in place, except types narrower than float32, which become float32."""
     return gradient.to(torch.promote_types(gradient.dtype, torch.float32)).div_(world)
 
 
 def broadcast(tensor: Tensor, group: ops.Group) -> None:
-    """Give every rank rank 0's values, in place; as bytes, because not every backend knows every type."""
+    """Copy rank 0's values to every rank, in place; sent as bytes, because not every backend supports every dtype."""
     values = tensor.contiguous()
     ops.broadcast(values.view(-1).view(torch.uint8), 0, group, "parameters")
     tensor.copy_(values)

@@ -1,6 +1,6 @@
-"""Parameters and optimizer state of a wrapped model: whole for the final model, sharded for checkpoints.
+"""Parameters and optimizer state of a wrapped model: full for the final model, sharded for checkpoints.
 
-Names are those of the unwrapped model in both.
+Both use the names of the unwrapped model.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from gradwire.parallel.strategy import strategy_of
 
 
 def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that an optimizer takes, by the names of the unwrapped model."""
+    """Yield the parameters for an optimizer, with their names in the unwrapped model."""
     for name, parameter in model.named_parameters():
         yield unwrapped(name), parameter
 
 
 def unwrapped(name: str) -> str:
-    """A parameter's or buffer's name without what the frameworks put into it."""
+    """Return a parameter's or buffer's name in the unwrapped model."""
     return name.replace(WRAPPED, "").removeprefix("module.")
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """All parameters and buffers, whole and on the CPU, on rank 0; empty on the other ranks. Every rank calls it."""
+    """Return all parameters and buffers, full and on the CPU, on rank 0, and {} elsewhere. Every rank must call it."""
     strategy = strategy_of(model)
-    # FSDP1 "offloads" what already lies on the CPU by freeing it under its own feet, so ask only where it moves.
+    # Offload GPU tensors only: FSDP1 frees those that are already on the CPU.
     options = StateDictOptions(full_state_dict=True, cpu_offload=strategy.device.type != "cpu")
     state = get_model_state_dict(model, options=options)
     return state if dist.get_rank(strategy.group) == 0 else {}
 
 
 def replicated(model: nn.Module) -> bool:
-    """Whether every rank holds the whole model and optimizer, not a part of them."""
+    """Whether every rank holds the full model and optimizer."""
     return strategy_of(model).kind == "all_reduce"
 
 
 def checkpoint_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """This rank's part of the model and the optimizer, in the form that `torch.distributed.checkpoint` saves.
+    """Return this rank's part of the model and the optimizer, for `torch.distributed.checkpoint`.
 
-    `own_part` of it can be saved without that library. To resume, fill it (`filled`) and hand it to
-    `load_checkpoint_state`.
+    `own_part` of it can be saved without that library. To resume, `filled` puts the saved values into it, and
+    `load_checkpoint_state` loads it.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": optimizer_state}
@@ -68,17 +68,17 @@ def load_checkpoint_state(model: nn.Module, optimizer: Optimizer, state: dict[st
 
 
 def own_part(state: Any) -> Any:
-    """A nested `checkpoint_state` with plain tensors: of each sharded one what lies on this rank."""
+    """Return a nested `checkpoint_state` with plain tensors: of a sharded one, this rank's shard."""
     if isinstance(state, dict):
         return {key: own_part(value) for key, value in state.items()}
     return _local(state) if isinstance(state, Tensor | ShardedTensor) else state
 
 
 def filled(state: Any, saved: Any) -> Any:
-    """A nested `checkpoint_state` whose tensors take the values of a saved `own_part`, in place.
+    """Copy the values of a saved `own_part` into a nested `checkpoint_state`, in place, and return it.
 
     Raises:
-        BadInput: If the two have other names or shapes.
+        BadInput: If names or shapes differ.
     """
     if isinstance(state, dict):
         if not isinstance(saved, dict) or state.keys() != saved.keys():
@@ -95,7 +95,7 @@ def filled(state: Any, saved: Any) -> Any:
 
 
 def _local(tensor: Tensor | ShardedTensor) -> Tensor:
-    """What of a tensor lies on this rank."""
+    """Return this rank's part of a tensor."""
     if isinstance(tensor, DTensor):
         return tensor.to_local()
     if isinstance(tensor, ShardedTensor):
@@ -105,7 +105,7 @@ def _local(tensor: Tensor | ShardedTensor) -> Tensor:
 
 
 def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state by parameter name, as `full_state_dict` gives the model's. Every rank calls it."""
+    """Return the optimizer's state by parameter name, as `full_state_dict` does. Every rank must call it."""
     strategy = strategy_of(model)
     options = StateDictOptions(full_state_dict=True, cpu_offload=strategy.device.type != "cpu")
     state = get_optimizer_state_dict(model, optimizer, options=options)

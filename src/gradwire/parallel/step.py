@@ -1,4 +1,4 @@
-"""What a training loop does with a wrapped model around an optimizer step."""
+"""Gradient accumulation and clipping for wrapped models."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gradwire.parallel.strategy import strategy_of
 
 
 def accumulation(model: nn.Module, last: bool) -> AbstractContextManager[object]:
-    """Context for the forward **and** backward pass of one micro-batch: gradients are reduced in the last one only.
+    """Context for the forward **and** backward pass of one micro-batch; gradients are reduced in the last one only.
 
     Args:
-        model: What `wrap` returned; with ``average=False`` gradients are never reduced.
+        model: The model returned by `wrap`; with ``average=False`` gradients are never reduced.
         last: Whether this is the last micro-batch of the optimizer step.
     """
     strategy = strategy_of(model)
@@ -24,10 +24,10 @@ def accumulation(model: nn.Module, last: bool) -> AbstractContextManager[object]
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
-    """Scale the gradients so that their common Euclidean norm is at most ``max_norm``.
+    """Scale the gradients so that their total Euclidean norm is at most ``max_norm``.
 
     Returns:
-        The norm over the whole model before clipping, the same on every rank. If it is not finite nothing is scaled.
+        The norm over the whole model before clipping, equal on every rank. If it is not finite, nothing is scaled.
     """
     strategy = strategy_of(model)
     gradients = local_gradients(model)
@@ -43,6 +43,6 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
 
 
 def local_gradients(model: nn.Module) -> list[Tensor]:
-    """This rank's gradients: whole where the model is replicated, its shards where it is sharded."""
+    """Return this rank's gradients: full for a replicated model, shards for a sharded one."""
     gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]

@@ -1,4 +1,4 @@
-"""What a strategy is: how a framework wraps a model, and where the reducer goes in."""
+"""Base class of strategies: how a framework wraps a model and calls the reducer."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ from gradwire.parallel import mesh
 
 
 class Strategy(ABC):
-    """One way to train on many ranks; every wrapped model has an instance.
+    """A kind of data parallelism; every wrapped model has its own instance.
 
     Args:
         group: The ranks; None is the default group.
-        device: Where the model computes.
+        device: The model's device.
     """
 
     kind: ClassVar[Kind]
-    """The collective that reduces gradients; after a reduce-scatter each rank holds only its part of them."""
+    """The collective that reduces gradients; after a reduce-scatter each rank holds only its shard of them."""
 
     averages: bool = True
-    """Whether gradients are averaged at all; if not, an optimizer communicates (`parallel.optimizers`)."""
+    """Whether gradients are averaged; if not, an optimizer communicates (`parallel.optimizers`)."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group = group
         self.device = device
 
     def mesh(self) -> DeviceMesh:
-        """The ranks as a mesh of one dimension, ``dp``."""
+        """Return the ranks as a mesh of one dimension, ``dp``."""
         return mesh.build(self.device.type, self.group)
 
     @abstractmethod
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Hand the model, which lies on `device`, to the framework."""
+        """Wrap a model that is on `device`."""
 
     @abstractmethod
     def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
-        """Put the reducer in the place of the framework's own reduction (with more than one rank).
+        """Replace the framework's reduction with the reducer, for more than one rank.
 
         Raises:
-            BadInput: If this version of torch does not offer what that takes.
+            BadInput: If this version of torch does not support it.
         """
 
     def reduced_numel(self, wrapped: nn.Module) -> int:
-        """Elements of the buffers that the framework's own reduction is given in a step, its padding included."""
+        """Return the number of elements that the framework itself would reduce in a step, padding included."""
         return sum(parameter.numel() for parameter in wrapped.parameters() if parameter.requires_grad)
 
     @abstractmethod
@@ -61,29 +61,29 @@ class Strategy(ABC):
 
 
 def attach(wrapped: nn.Module, strategy: Strategy) -> None:
-    """Note the strategy on the model that it wrapped."""
+    """Store the strategy on the model that it wrapped."""
     wrapped.gradwire_strategy = strategy  # type: ignore[assignment]
 
 
 def strategy_of(wrapped: nn.Module) -> Strategy:
-    """The strategy of a model that `parallel.wrap` returned.
+    """Return the strategy of a model returned by `parallel.wrap`.
 
     Raises:
-        BadInput: If it is another model.
+        BadInput: For any other model.
     """
     strategy = getattr(wrapped, "gradwire_strategy", None)
     if not isinstance(strategy, Strategy):
-        raise BadInput(f"{type(wrapped).__name__} did not come from gradwire.parallel.wrap.")
+        raise BadInput(f"{type(wrapped).__name__} was not returned by gradwire.parallel.wrap.")
     return strategy
 
 
 def units(model: nn.Module) -> list[nn.Module]:
-    """What is sharded as one: the children of the model's first `nn.ModuleList`, its transformer blocks."""
+    """Return the modules sharded as one: the children of the model's first `nn.ModuleList`, its transformer blocks."""
     blocks = (module for module in model.modules() if isinstance(module, nn.ModuleList))
     return list(next(blocks, []))
 
 
 def unit_sizes(model: nn.Module) -> list[int]:
-    """Elements of what is sharded as one: first what is in no block, then each block."""
+    """Return the number of elements outside the blocks, then that of each block."""
     blocks = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units(model)]
     return [sum(parameter.numel() for parameter in model.parameters()) - sum(blocks), *blocks]

@@ -1,4 +1,4 @@
-"""Checks for whoever doubts a run: have all ranks arrived, and do they hold the same numbers?"""
+"""Checks of a running job: all ranks reach a step, and hold the same values."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from gradwire.errors import RunFault
 from gradwire.parallel.state import named_parameters, unwrapped
 from gradwire.parallel.strategy import strategy_of
 
-PATIENCE_S = 30.0  # shorter than the process group's own timeout, which names nobody
+PATIENCE_S = 30.0  # shorter than the process group's timeout, which does not name the missing rank
 
 
 class SyncCheck:
-    """``--verify_sync``: every so many steps, who is missing before the step and what differs after it.
+    """``--verify_sync``: every few steps, checks for missing ranks before a step and for differences after it.
 
     Args:
-        model: What `parallel.wrap` returned.
+        model: The model returned by `parallel.wrap`.
         optimizer: Its optimizer.
-        every: Steps between two checks; 0 switches them off, and nothing is done.
-        patience_s: How long the ranks wait for each other.
+        every: Steps between two checks; 0 disables them.
+        patience_s: Seconds that the ranks wait for each other.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, every: int, patience_s: float = PATIENCE_S) -> None:
@@ -34,25 +34,25 @@ class SyncCheck:
         self.optimizer = optimizer
         self.every = every
         self.patience_s = patience_s
-        self._owed = False  # a comparison was due while replicas were apart on purpose
+        self._owed = False  # a comparison was due while the optimizer let the replicas drift
         self._group = meeting_group(strategy_of(model).group, patience_s) if every else None
 
     def before(self, step: int) -> None:
-        """Wait for all ranks, if the step that begins is to be checked.
+        """Wait for all ranks before a step that is checked.
 
         Raises:
-            RunFault: If a rank does not come in time; rank 0 names it, the others name rank 0.
+            RunFault: If a rank times out; rank 0 names it, the others name rank 0.
         """
         if self._due(step):
             barrier(f"optimizer step {step}", self._group, self.patience_s)
 
     def after(self, step: int) -> None:
-        """Compare the ranks, if the step that ended is to be checked.
+        """Compare the ranks after a step that is checked.
 
-        Where an optimizer lets the replicas drift, the next step that brings them together is checked instead.
+        If the optimizer lets the replicas drift, the next step that synchronizes them is checked instead.
 
         Raises:
-            RunFault: On all ranks alike, if they differ; it names the first tensor that does.
+            RunFault: On all ranks, if they differ; it names the first tensor that does.
         """
         self._owed |= self._due(step)
         if not self._owed or not getattr(self.optimizer, "in_step", True):
@@ -66,23 +66,23 @@ class SyncCheck:
 
 
 def meeting_group(group: ops.Group, patience_s: float) -> dist.ProcessGroup:
-    """A gloo group of the same ranks for `barrier`: only gloo can tell who is missing."""
+    """Return a gloo group of the same ranks for `barrier`; only gloo reports which ranks are missing."""
     ranks = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-    # Those that wait for rank 0's answer heed only the group's own timeout; rank 0 is to speak before them.
+    # The other ranks use only the group's timeout; it is longer, so that rank 0 reports first.
     timeout = timedelta(seconds=2 * patience_s)
     return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
 
 
 def barrier(where: str, group: ops.Group, patience_s: float = PATIENCE_S) -> None:
-    """Wait until every rank is here.
+    """Wait for every rank.
 
     Args:
-        where: What the ranks are about to do, for the message.
-        group: What `meeting_group` made of them.
-        patience_s: How long rank 0 waits.
+        where: What the ranks do next, for the message.
+        group: The group that `meeting_group` returned.
+        patience_s: Seconds that rank 0 waits.
 
     Raises:
-        RunFault: If one did not come in time: rank 0 names it, the others can only tell of rank 0.
+        RunFault: If a rank times out: rank 0 names it, the others can only name rank 0.
     """
     try:
         dist.monitored_barrier(group, timeout=timedelta(seconds=patience_s), wait_all_ranks=True)
@@ -92,15 +92,15 @@ def barrier(where: str, group: ops.Group, patience_s: float = PATIENCE_S) -> Non
 
 
 def first_difference(model: nn.Module, optimizer: Optimizer | None = None) -> str | None:
-    """What differs first between the ranks, in words, or None; every rank calls it and gets the same answer.
+    """Describe the first difference between the ranks, or return None. Every rank must call it; the result is equal.
 
-    Compared is what `replicated` lists, bit by bit.
+    Compares the tensors of `replicated` bit by bit.
     """
     group = strategy_of(model).group
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
     items = list(replicated(model, optimizer))
     words = [digest(name.encode()) ^ digest(data(tensor)) for name, tensor in items]
-    # Only lists of one length can be laid side by side, so lengths are compared first.
+    # Only lists of one length can be stacked, so compare lengths first.
     for own, names in (([len(items)], ["the number of its tensors"]), (words, [name for name, _ in items])):
         table = ops.all_gather(torch.tensor(own, dtype=torch.int64, device=device), group).cpu()
         differs = table != table[0]
@@ -109,16 +109,16 @@ def first_difference(model: nn.Module, optimizer: Optimizer | None = None) -> st
             ranks = differs[:, columns[0]].nonzero().flatten().tolist()
             others = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
             more = f" ({len(columns)} of {len(own)} tensors differ)" if len(columns) > 1 else ""
-            return f"{names[columns[0]]} on {others} is not what rank 0 has{more}"
+            return f"{names[columns[0]]} on {others} differs from rank 0's{more}"
     return None
 
 
 def replicated(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
-    """What has to be equal on all ranks, by name.
+    """Yield what must be equal on all ranks, by name.
 
-    Those are the parameters, where they are whole on every rank; the buffers; and of the optimizer how many steps it
-    has made and its learning rates. A shard of ``fsdp1`` or ``fsdp2`` exists once, so there is nothing to compare it
-    with: there a rank that went its own way shows in the optimizer, for example by having skipped a step.
+    These are replicated parameters, buffers, and the optimizer's number of steps and learning rates. A shard of
+    ``fsdp1`` or ``fsdp2`` exists only once, so it is not compared; a diverged rank may still show in the optimizer,
+    for example by a skipped step.
     """
     strategy = strategy_of(model)
     if strategy.kind == "all_reduce" or dist.get_world_size(strategy.group) == 1:
@@ -133,10 +133,10 @@ def replicated(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[
 
 
 def data(tensor: Tensor) -> memoryview:
-    """A tensor's bytes."""
+    """Return a tensor's bytes."""
     return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def digest(content: bytes | memoryview) -> int:
-    """A hash of 64 bits, as a signed integer."""
+    """Return a 64-bit hash as a signed integer."""
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little", signed=True)

@@ -1,4 +1,4 @@
-"""Strategies by name, and how a model gets one."""
+"""Wrap a model with a strategy, by name, or attach a reducer to a wrapped model."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ WRAPPERS: dict[type, type[Strategy]] = {DistributedDataParallel: DDP, FSDPModule
 
 
 def available() -> list[str]:
-    """Every strategy's name, sorted."""
+    """Return the names of all strategies, sorted."""
     return sorted(STRATEGIES)
 
 
 def strategy_class(name: str) -> type[Strategy]:
-    """The class behind a strategy's name.
+    """Return the class of a strategy.
 
     Raises:
-        BadInput: If there is no such strategy.
+        BadInput: If the name is unknown.
     """
     if name not in STRATEGIES:
         raise unknown("strategy", name, STRATEGIES)
@@ -58,26 +58,25 @@ def wrap(
     average: bool = True,
     **options: Any,
 ) -> nn.Module:
-    """Prepare a model for training on the reducer's group of ranks (without a reducer: on all of them).
+    """Prepare a model for training on the reducer's group of ranks, or on all ranks without a reducer.
 
     Args:
-        model: On the CPU or on ``device``, and not wrapped by any framework yet. It may be changed in place. ``fsdp1``
-            and ``fsdp2`` need the same weights on every rank; the others give all ranks rank 0's.
+        model: A model on the CPU or on ``device`` that no framework has wrapped. It may be changed in place. ``fsdp1``
+            and ``fsdp2`` need the same weights on every rank; the others broadcast rank 0's.
         strategy: ``naive``, ``bucket``, ``ddp``, ``fsdp1`` or ``fsdp2``.
-        reducer: Averages the gradients; None leaves the framework's own reduction untouched. With one rank there is
-            nothing to average and it is never called.
-        device: Where the model computes: ``cpu``, or this rank's GPU.
-        average: False leaves every rank its own gradients inside of `accumulation`, for an optimizer that communicates
-            (`parallel.optimizers`); the reducer is then the optimizer's, and only its group matters here.
-        options: The strategy's own, such as ``cap_mb`` of ``bucket`` or ``param_compress`` of ``fsdp2``; its class
-            tells them.
+        reducer: Averages the gradients; None keeps the framework's reduction. With one rank it is never called.
+        device: The device to compute on: ``cpu``, or this rank's GPU.
+        average: False keeps each rank's own gradients inside `accumulation`, for an optimizer that communicates
+            (`parallel.optimizers`). The reducer then belongs to the optimizer; only its group is used here.
+        options: Options of the strategy, such as ``cap_mb`` of ``bucket`` or ``param_compress`` of ``fsdp2``; see its
+            class.
 
     Returns:
-        The model to train; the other functions of this room take it.
+        The model to train; pass it to the other functions of this package.
 
     Raises:
-        BadInput: For an unknown strategy or option, a model that is wrapped or sharded already, a strategy that cannot
-            leave gradients alone, or if this version of torch lacks what the reducer needs.
+        BadInput: If the strategy or an option is unknown, the model is already wrapped or sharded, the strategy does
+            not support ``average=False``, or this version of torch does not support the reducer.
     """
     device = torch.device(device)
     kind = strategy_class(strategy)
@@ -86,7 +85,7 @@ def wrap(
     for option in options.keys() - known:
         raise unknown(f"option of strategy {strategy}", option, known)
     if not average and kind.kind != "all_reduce":
-        raise BadInput(f"strategy {strategy} shards gradients, so no rank could keep its own; take one with replicas.")
+        raise BadInput(f"strategy {strategy} shards gradients, so ranks cannot keep their own; use one with replicas.")
     way = kind(reducer.group if reducer else None, device, **options)
     way.averages = average
     numel = trainable(model)  # before the model is cut into shards
@@ -98,24 +97,24 @@ def wrap(
 
 
 def hook(wrapped: nn.Module, reducer: Reducer) -> None:
-    """Put the reducer into a model that DDP or ``fully_shard`` has wrapped already, before its first forward pass.
+    """Attach a reducer to a model wrapped with DDP or ``fully_shard``, before its first forward pass.
 
-    The model stays the framework's own: accumulate by its `no_sync` or `set_requires_gradient_sync`, and clip after the
-    backward pass as always. Call ``reducer.finish()`` once per optimizer step. With one rank nothing happens.
+    Use the framework as usual: accumulate with its `no_sync` or `set_requires_gradient_sync`, and clip after the
+    backward pass. Call ``reducer.finish()`` once per optimizer step. With one rank this does nothing.
 
     Args:
-        wrapped: A `DistributedDataParallel` without a communication hook, or the root of an FSDP2 model that is sharded
-            over a mesh of one dimension (so not HSDP).
-        reducer: Averages the gradients; its group is the one that the model was wrapped with.
+        wrapped: A `DistributedDataParallel` without a communication hook, or the root of an FSDP2 model sharded over a
+            mesh of one dimension (not HSDP).
+        reducer: Averages the gradients; its group must be the one that the model was wrapped with.
 
     Raises:
-        BadInput: For another model or group, or if this version of torch lacks what the reducer needs.
+        BadInput: For another model or group, or if this version of torch does not support the reducer.
     """
     kind = next((kind for framework, kind in WRAPPERS.items() if isinstance(wrapped, framework)), None)
     if kind is None:
         raise BadInput(
             f"{type(wrapped).__name__} is neither a DistributedDataParallel nor an FSDP2 model (fully_shard); "
-            f"let gradwire.wrap wrap it."
+            f"use gradwire.wrap instead."
         )
     check_ranks(wrapped, reducer)
     device = next(wrapped.parameters()).device
@@ -123,7 +122,7 @@ def hook(wrapped: nn.Module, reducer: Reducer) -> None:
 
 
 def check_plain(model: nn.Module) -> None:
-    """Make sure that no framework has wrapped or sharded the model, or a part of it: it would average a second time.
+    """Check that no framework has wrapped or sharded the model or a part of it; it would average a second time.
 
     Raises:
         BadInput: If one has.
@@ -132,16 +131,16 @@ def check_plain(model: nn.Module) -> None:
     found = [module for module in model.modules() if isinstance(module, wrappers)]
     if found or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise BadInput(
-            f"the model is wrapped or sharded already ({type((found or [model])[0]).__name__}): give gradwire.wrap the "
-            f"model itself, or a reducer to what DDP or fully_shard has made of it with gradwire.hook."
+            f"the model is wrapped or sharded already ({type((found or [model])[0]).__name__}): pass the unwrapped "
+            f"model to gradwire.wrap, or the model from DDP or fully_shard to gradwire.hook."
         )
 
 
 def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
-    """Make sure that DDP or FSDP2 averages over the reducer's ranks, and all of them at once.
+    """Check that DDP or FSDP2 averages over exactly the reducer's ranks, in one collective.
 
     Raises:
-        BadInput: If it does not: under HSDP one more all-reduce follows, which the reducer does not see.
+        BadInput: If it does not. HSDP, for one, adds an all-reduce that would bypass the reducer.
     """
     reduced = set()
     for parameter in wrapped.parameters():
@@ -150,8 +149,8 @@ def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
             if mesh.ndim > 1 or not placements[0].is_shard():
                 raise BadInput(
                     f"{type(wrapped).__name__} has parameters placed as {placements} on a mesh of shape "
-                    f"{tuple(mesh.shape)}, as HSDP, replication or tensor parallelism does: a reducer goes only into "
-                    f"plain DDP, or into fully_shard over a mesh of one dimension."
+                    f"{tuple(mesh.shape)}, as HSDP, replication or tensor parallelism does: a reducer supports only "
+                    f"plain DDP, and fully_shard over a mesh of one dimension."
                 )
             reduced.add(tuple(dist.get_process_group_ranks(mesh.get_group())))
     if isinstance(wrapped, DistributedDataParallel):
@@ -159,33 +158,33 @@ def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
     own = tuple(dist.get_process_group_ranks(reducer.group or dist.group.WORLD))
     for ranks in reduced - {own}:
         raise BadInput(
-            f"the model averages its gradients over ranks {list(ranks)} and the reducer over {list(own)}: give Reducer "
+            f"the model averages its gradients over ranks {list(ranks)} and the reducer over {list(own)}: pass Reducer "
             f"the process group that the model was wrapped with."
         )
 
 
 def attach_reducer(reducer: Reducer, wrapped: nn.Module, way: Strategy, numel: int) -> None:
-    """Put the reducer, which now learns the model's trainable elements, in the place of the framework's reduction."""
+    """Prepare the reducer for ``numel`` trainable elements, and replace the framework's reduction with it."""
     if reducer.world > 1:
         reducer.prepare(way.kind, numel)
         way.hook(wrapped, reducer)
 
 
 def trainable(model: nn.Module) -> int:
-    """Elements of the parameters that are trained."""
+    """Return the number of trainable elements."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def reduced_numel(wrapped: nn.Module) -> int:
-    """Elements that the framework's own reduction is given in one optimizer step, its padding included."""
+    """Return the number of elements that the framework itself reduces in one optimizer step, padding included."""
     return strategy_of(wrapped).reduced_numel(wrapped)
 
 
 def traffic_unhooked(numel: int, strategy: str, world: int) -> int:
-    """Bytes over all ranks that the framework's own float32 reduction sends per optimizer step (closed form).
+    """Return the bytes over all ranks that the framework's float32 reduction sends per optimizer step (closed form).
 
     Args:
-        numel: Trainable elements of the model, or with padding `reduced_numel`.
+        numel: Trainable elements of the model, or `reduced_numel` to include padding.
         strategy: Name of the strategy.
         world: Number of ranks.
     """
@@ -196,20 +195,20 @@ def traffic_unhooked(numel: int, strategy: str, world: int) -> int:
 def parameters_unhooked(
     strategy: str, units: Sequence[int], world: int, micro_batches: int = 1, *, evaluated: bool = False
 ) -> int | None:
-    """Bytes over all ranks that float32 all-gathers of the parameters send in one optimizer step (closed form).
+    """Return the bytes over all ranks of the float32 all-gathers of parameters in one optimizer step (closed form).
 
-    For each micro-batch FSDP gathers a block in the forward pass and again in the backward pass. What is in no block
-    stays gathered in between, and after an evaluation, for the next step.
+    For each micro-batch FSDP gathers a block in the forward pass and again in the backward pass. Parameters outside
+    the blocks stay gathered in between, and from an evaluation to the next step.
 
     Args:
         strategy: Name of the strategy.
-        units: Elements, frozen ones too: first what is in no block, then each block, as `unit_sizes` tells.
+        units: Elements outside the blocks, then of each block, frozen ones included, as from `unit_sizes`.
         world: Number of ranks.
         micro_batches: Forward and backward passes of the step.
-        evaluated: Whether a forward pass without a backward pass came between the step before and this one.
+        evaluated: Whether a forward pass without a backward pass came between the previous step and this one.
 
     Returns:
-        None for replicas, which gather nothing.
+        The bytes; None for replicas, which gather nothing.
     """
     if strategy_class(strategy).kind == "all_reduce":
         return None

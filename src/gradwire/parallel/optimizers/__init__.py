@@ -1,10 +1,10 @@
-"""Optimizers that do their own communication: what travels is not the gradient but what they make of it.
+"""Optimizers that communicate: they average momenta instead of gradients.
 
-One file each; they take the place of AdamW where every rank holds the whole model (`naive`, `bucket`, `ddp`)::
+One file each; they replace AdamW where every rank holds the whole model (`naive`, `bucket`, `ddp`)::
 
     model = wrap(model, "ddp", reducer, device="cpu", average=False)
     optimizer = build("onebit_adam", model, groups, reducer, steps=900, lr=1e-3)
-    norm, finite = optimizer.exchange(max_norm=1.0)  # after backward, in the place of `reducer.finish()`
+    norm, finite = optimizer.exchange(max_norm=1.0)  # after backward, instead of `reducer.finish()`
     if finite:
         optimizer.step()
 """
@@ -26,31 +26,31 @@ CLASSES = {"onebit_adam": "OneBitAdam", "zero_one_adam": "ZeroOneAdam"}
 
 
 class Communicating(Optimizer):
-    """An optimizer that communicates, as a training loop sees it: `exchange`, then torch's own ``step``."""
+    """An optimizer that communicates in `exchange`, which is called before torch's ``step``."""
 
     @property
     def in_step(self) -> bool:
-        """Whether the ranks have equal parameters now."""
+        """Whether parameters are currently equal on all ranks."""
         return True
 
     def rank_state(self) -> dict[str, Any]:
-        """What is this rank's alone, beside the reducer's state: tensors and plain data, for a checkpoint."""
+        """Return the state of this rank alone, without the reducer's: tensors and plain data, for a checkpoint."""
         return {}
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Take over what `rank_state` gave on the same rank, after parameters and optimizer were loaded."""
+        """Load a `rank_state` of the same rank, after parameters and optimizer are loaded."""
 
     @abstractmethod
     def exchange(self, max_norm: float, total: Tensor | None = None) -> tuple[float, bool]:
-        """Average over the ranks what this optimizer step needs, and end the reducer's step; every rank calls it.
+        """Average over the ranks for this optimizer step, and finish the reducer's step. Every rank must call it.
 
         Args:
-            max_norm: The gradient is clipped to this Euclidean norm.
-            total: What `Reducer.finish` sums in the same message.
+            max_norm: Maximum Euclidean norm of the gradient; larger ones are clipped.
+            total: A tensor that `Reducer.finish` sums in the same message.
 
         Returns:
-            The gradient's norm before clipping, the same on every rank, and what `Reducer.finish` says: whether to call
-            ``step``.
+            The gradient's norm before clipping, equal on every rank, and whether to call ``step`` (from
+            `Reducer.finish`).
 
         Raises:
             NonFiniteGradient: As `Reducer.finish`.
@@ -59,7 +59,7 @@ class Communicating(Optimizer):
 
 
 def available() -> list[str]:
-    """Every such optimizer's name, sorted."""
+    """Return the names of all optimizers that communicate, sorted."""
     return sorted(CLASSES)
 
 
@@ -70,13 +70,13 @@ def build(
 
     Args:
         name: One of `available`.
-        model: What `parallel.wrap` returned, with ``average=False``.
-        groups: Parameter groups, as torch's optimizers take them.
-        reducer: Sends what is sent.
-        options: As `base.CommunicatingAdam` and the class take them.
+        model: The model returned by `parallel.wrap` with ``average=False``.
+        groups: Parameter groups, as for torch's optimizers.
+        reducer: Does the communication.
+        options: Options of `base.CommunicatingAdam` and of the class.
 
     Raises:
-        BadInput: For an unknown name, or an option out of range.
+        BadInput: If the name is unknown, or an option is out of range.
     """
     if name not in CLASSES:
         raise unknown("optimizer that communicates,", name, CLASSES)

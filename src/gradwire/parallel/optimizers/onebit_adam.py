@@ -1,9 +1,9 @@
 """1-bit Adam: after a warm-up the variance is frozen, and the ranks average compressed momenta.
 
 Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed" (ICML 2021,
-Algorithm 1). Each rank adds its own gradient to the momentum, sends that through any compressor, and goes on with the
-mean that all ranks decode, so momenta and parameters stay equal. Error feedback is the reducer's: on what a rank sends,
-and in an exchange also on what the owner of a row sends.
+Algorithm 1). Each rank adds its own gradient to the momentum, sends it through any compressor, and continues with the
+decoded mean, so momenta and parameters stay equal. Error feedback is the reducer's: on the momentum that a rank sends,
+and in an exchange also on the mean that the owner of a row sends.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from gradwire.parallel.optimizers.base import CommunicatingAdam
 
 
 class OneBitAdam(CommunicatingAdam):
-    """See the module."""
+    """1-bit Adam; see the module for the algorithm."""
 
     def exchange_momenta(self, momenta: Mapping[str, Tensor]) -> None:
-        """Average them."""
+        """Average the momenta."""
         self.delivered = self.average(momenta)
 
     def apply(self, delivered: Mapping[str, Tensor]) -> None:
-        """Follow the mean."""
+        """Step with the mean momenta."""
         for name, p in self.trained.items():
             self.advance(p, delivered[name], self.rate(p))

@@ -1,13 +1,13 @@
-"""0/1 Adam: the variance is updated ever more rarely, and then the ranks go ever more steps without each other.
+"""0/1 Adam: the variance is updated at growing intervals, and then the ranks synchronise at growing intervals.
 
 Lu et al., "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam" (ICLR 2023, Algorithm 1). Between
-two synchronisations each rank takes Adam's steps by its own momentum. Then they average, through the compressor, what
-they have moved by; they start together from where they last were equal, and the momentum becomes the mean one of the
-steps in between.
+two synchronisations each rank takes Adam's steps with its own momentum. Then the ranks average their updates through
+the compressor, apply the mean to the last synchronised parameters, and set the momentum to the mean one of the steps
+in between.
 
-What differs from the paper: steps that update the variance average gradients as float32, so their momentum is the exact
-mean and needs no second message. And what travels is the mean momentum (the paper's u divided by the sum of learning
-rates), so that residuals keep their unit when rates or intervals change; with an interval of 1 this is 1-bit Adam.
+Differences from the paper: steps that update the variance average gradients as float32, so their momentum is the exact
+mean and needs no second message. And ranks send the mean momentum (the paper's u divided by the sum of learning rates),
+so that residuals keep their unit when rates or intervals change; with an interval of 1 this is 1-bit Adam.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from gradwire.parallel.optimizers.base import CommunicatingAdam
 
 
 class Drift(NamedTuple):
-    """What a parameter has done since the last synchronisation.
+    """A parameter's local updates since the last synchronisation.
 
     Attributes:
-        start: The parameter then.
-        momentum: Mean momentum since, weighted by the learning rates.
-        moved: Sum of these rates, each corrected for the momentum's start from zero.
-        kept: What weight decay has left of ``start``.
+        start: The parameter at the last synchronisation.
+        momentum: Mean momentum since then, weighted by the learning rates.
+        moved: Sum of these rates, each with the momentum's bias correction.
+        kept: Factor that weight decay has applied to ``start``.
     """
 
     start: Tensor
@@ -40,23 +40,23 @@ class Drift(NamedTuple):
 
 
 class ZeroOneAdam(CommunicatingAdam):
-    """See the module.
+    """0/1 Adam; see the module for the algorithm.
 
     Args:
-        model: As `base.CommunicatingAdam`.
-        groups: Likewise.
-        reducer: Likewise; its first ``dense_steps`` update the variance every time.
-        freeze_step: Until here the variance is updated, after the dense steps at intervals of 2, 4, 8, ... steps; by
-            default twice the dense steps.
-        variance_kappa: Updates before that interval doubles.
-        local_doubling: Steps after the freeze before the ranks synchronise every 2nd step only, and again before each
-            further doubling; by default as many as before the freeze.
-        max_local_steps: Largest interval between synchronisations.
-        steps: Of the whole run; the last one synchronises. None if nobody knows.
-        options: The base's.
+        model: As for `base.CommunicatingAdam`.
+        groups: As for `base.CommunicatingAdam`.
+        reducer: As for `base.CommunicatingAdam`; its first ``dense_steps`` all update the variance.
+        freeze_step: The step that ends the updates of the variance, which follow the dense steps at intervals of 2, 4,
+            8, ... steps; default: twice the dense steps.
+        variance_kappa: Number of updates before that interval doubles.
+        local_doubling: Number of steps after the freeze before the interval between synchronisations becomes 2, and
+            before each further doubling; default: ``freeze_step``.
+        max_local_steps: Maximum interval between synchronisations.
+        steps: Number of steps of the run; the last one synchronises. None: unknown.
+        options: Options of the base class.
 
     Raises:
-        BadInput: If an option is out of range; as the base.
+        BadInput: If an option is out of range, or as the base class.
     """
 
     def __init__(
@@ -84,17 +84,17 @@ class ZeroOneAdam(CommunicatingAdam):
             ("max_local_steps", max_local_steps),
         ):
             if value < 1:
-                raise BadInput(f"{name} is {value}: it must be at least 1.")
+                raise BadInput(f"{name} is {value}; it must be at least 1.")
         if self.freeze_step < dense:
-            raise BadInput(f"freeze_step is {freeze_step}: the {dense} dense steps come first.")
+            raise BadInput(f"freeze_step is {freeze_step}; it must be at least dense_steps ({dense}).")
         self.updates = update_steps(dense, self.freeze_step, variance_kappa)
-        self.drifts: dict[str, Drift] = {}  # by parameter; empty while the ranks are in step
+        self.drifts: dict[str, Drift] = {}  # by parameter; empty while the ranks are synchronised
         self.local_steps = 0  # since the last synchronisation
-        self.alone = False  # whether the present step sends nothing; from `exchange` to `step`
+        self.alone = False  # whether the current step sends nothing; from `exchange` to `step`
 
     @property
     def averages_gradients(self) -> bool:
-        """While warming up, and where the variance is updated."""
+        """Whether the current step is in the warm-up or updates the variance."""
         return super().averages_gradients or self.reducer.step in self.updates
 
     @property
@@ -104,7 +104,7 @@ class ZeroOneAdam(CommunicatingAdam):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """As the base; after the warm-up a mean gradient updates the variance first, then the momentum moves on."""
+        """As the base class; after the warm-up a mean gradient updates first the variance, then the momentum."""
         if self.delivered is not None or self.reducer.step <= self.reducer.codec.dense_steps:
             super().step()
             return
@@ -117,7 +117,7 @@ class ZeroOneAdam(CommunicatingAdam):
             self.advance(p, torch.lerp(state["exp_avg"], gradient, 1 - beta1), self.rate(p))
 
     def exchange_momenta(self, momenta: Mapping[str, Tensor]) -> None:
-        """Average the mean momenta since the last synchronisation, if it is time; else nothing travels."""
+        """Average the mean momenta since the last synchronisation if one is due; otherwise send nothing."""
         step = self.reducer.step
         interval = min(2 ** (max(0, step - self.freeze_step) // self.local_doubling), self.max_local_steps)
         self.alone = self.local_steps + 1 < interval and step != self.last_step
@@ -128,7 +128,7 @@ class ZeroOneAdam(CommunicatingAdam):
             self.delivered = self.average({name: self._mean(name, momentum) for name, momentum in momenta.items()})
 
     def apply(self, delivered: Mapping[str, Tensor]) -> None:
-        """Move on alone; or go back to the common start, and from there by the common mean."""
+        """Take a local step, or a step from the last synchronised parameters with the mean momenta."""
         for name, p in self.trained.items():
             momentum, rate = delivered[name], self.rate(p)
             if self.alone:
@@ -143,7 +143,7 @@ class ZeroOneAdam(CommunicatingAdam):
         self.local_steps = self.local_steps + 1 if self.alone else 0
 
     def rank_state(self) -> dict[str, Any]:
-        """Between two synchronisations: the drift, and the parameters and momenta that it has led to."""
+        """Return the drifts, and the parameters and momenta that have drifted."""
         return {
             "local_steps": self.local_steps,
             "drifts": {name: drift._asdict() for name, drift in self.drifts.items()},
@@ -153,7 +153,7 @@ class ZeroOneAdam(CommunicatingAdam):
 
     @torch.no_grad()
     def load_rank_state(self, state: dict[str, Any]) -> None:
-        """See `Communicating`."""
+        """Load a `rank_state` of the same rank."""
         self.local_steps = state["local_steps"]
         self.drifts = {name: Drift(**drift) for name, drift in state["drifts"].items()}
         for name in self.drifts:
@@ -161,7 +161,7 @@ class ZeroOneAdam(CommunicatingAdam):
             self.state[self.trained[name]]["exp_avg"].copy_(state["momenta"][name])
 
     def _mean(self, name: str, momentum: Tensor) -> Tensor:
-        """The mean momentum since the last synchronisation with another step's added, weighted by learning rates."""
+        """Return the mean momentum since the last synchronisation, this step included, weighted by learning rates."""
         drift, rate = self.drifts.get(name), self.rate(self.trained[name])
         if drift is None or drift.moved + rate == 0:
             return momentum
@@ -169,7 +169,7 @@ class ZeroOneAdam(CommunicatingAdam):
 
 
 def update_steps(dense: int, end: int, kappa: int) -> set[int]:
-    """The steps from ``dense`` to ``end`` that update the variance; after every ``kappa`` their interval doubles."""
+    """Return the steps from ``dense`` to ``end`` that update the variance; ``kappa`` updates double the interval."""
     steps: set[int] = set()
     step = dense - 1
     while step < end:
