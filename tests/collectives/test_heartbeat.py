@@ -50,7 +50,7 @@ def silence(rank, ranks, group):
 
 
 def test_who_is_silent_is_missed_at_the_next_check(world):
-    assert world(2).run(silence)[0] == ("a rank ended, or gave no sign of life for 1 s.", True, True)
+    assert world(2).run(silence)[0] == ("a rank exited, or sent no heartbeat for 1 s.", True, True)
 
 
 def failure(rank, ranks, group):
@@ -63,7 +63,7 @@ def failure(rank, ranks, group):
 
 
 def test_who_failed_is_missed(world):
-    with pytest.raises(RunFault, match="a rank ended, or gave no sign of life for 1 s"):
+    with pytest.raises(RunFault, match="a rank exited, or sent no heartbeat for 1 s"):
         world(2).run(failure)
 
 

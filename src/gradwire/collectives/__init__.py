@@ -1,4 +1,4 @@
-"""Who sends which bytes to whom: layouts, the meter, the exchange and the reducer."""
+"""Collective communication of gradients: layouts, the meter, the algorithms and the reducer."""
 
 from gradwire.collectives.layout import Layout, Piece
 from gradwire.collectives.meter import METER, Meter

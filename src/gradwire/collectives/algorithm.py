@@ -1,4 +1,4 @@
-"""What an algorithm is: how a flat buffer of gradients becomes the ranks' mean."""
+"""Base class of the algorithms that average a flat gradient buffer over the ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Kind = Literal["reduce_scatter", "all_reduce"]
 
 
 class Algorithm(ABC):
-    """One way to reduce; at least two ranks.
+    """A reduction over at least two ranks.
 
     Args:
-        codec: This rank's side of the compression.
-        ranks: Who takes part.
+        codec: This rank's codec.
+        ranks: The participating ranks.
     """
 
     name: ClassVar[str]
@@ -30,12 +30,12 @@ class Algorithm(ABC):
 
     @abstractmethod
     def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        """This rank's row of the mean: float32 [row_numel]; padding is 0."""
+        """Return this rank's row of the mean: float32 [row_numel]; padding is 0."""
 
     @abstractmethod
     def all_reduce(self, flat: Tensor, layout: Layout) -> Tensor:
-        """The mean, bit-equal on all ranks: float32 [numel]; padding is 0."""
+        """Return the mean, bit-equal on all ranks: float32 [numel]; padding is 0."""
 
     @abstractmethod
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
-        """Payload in bytes, summed over the ranks, of one call at the present step; None if it depends on the data."""
+        """Return the payload bytes of one call at the current step over all ranks; None if it depends on the data."""

@@ -1,6 +1,6 @@
-"""How near the delivered gradient comes to the exact mean, over all ranks and parameters.
+"""Compression error: the distance of the delivered gradient from the exact mean, over all ranks and parameters.
 
-It costs a float64 reduce-scatter of the whole gradient, counted as ``control``: for a step now and then.
+It costs a float64 reduce-scatter of the whole gradient, counted as ``control``; use it on few steps.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from gradwire.collectives import ops
 from gradwire.collectives.algorithm import Kind
 from gradwire.collectives.layout import Layout
 
-BLOCK = 2**21  # elements of a row that are looked at together, so that the float64 copies stay small
+BLOCK = 2**21  # elements of a row compared at once, which bounds the float64 copies
 
 
 class Reduced(NamedTuple):
-    """A reduction as one rank saw it.
+    """The input and output of a reduction on one rank.
 
     Attributes:
-        kind: Whether it was a ``reduce_scatter`` or an ``all_reduce``.
+        kind: ``reduce_scatter`` or ``all_reduce``.
         flat: This rank's gradients: [world * row_numel].
-        layout: What lies where in it.
-        mean: What was delivered: float32 [row_numel], or of ``flat``'s shape.
+        layout: The layout of ``flat``.
+        mean: The delivered mean: float32 [row_numel], or [world * row_numel] for an all-reduce.
     """
 
     kind: Kind
@@ -37,12 +37,12 @@ class Reduced(NamedTuple):
 
 
 class CompressionError(NamedTuple):
-    """A delivered gradient d against the exact mean g of the ranks' gradients, without residuals.
+    """A delivered gradient d compared with the exact mean g of the ranks' gradients, without residuals.
 
     Attributes:
         rel_error: ||d - g|| / ||g||.
         rel_error_linf: max |d - g| / max |g|.
-        cos_sim: <d, g> / (||d|| ||g||); None where d is 0.
+        cos_sim: <d, g> / (||d|| ||g||); None if d is 0.
     """
 
     rel_error: float
@@ -51,10 +51,10 @@ class CompressionError(NamedTuple):
 
 
 def compression_error(reductions: Iterable[Reduced], group: ops.Group = None) -> CompressionError | None:
-    """Compare what some reductions delivered, all together, with float64 means; equal on all ranks, which all call it.
+    """Compare the results of reductions, taken together, with float64 means. Every rank must call it.
 
     Returns:
-        None if nothing was reduced, the mean is 0, or a value is not finite.
+        The comparison, equal on all ranks; None if nothing was reduced, the mean is 0, or a value is not finite.
     """
     sums = maxima = None
     for exact, delivered in (pair for reduction in reductions for pair in _blocks(reduction, group)):
@@ -75,7 +75,7 @@ def compression_error(reductions: Iterable[Reduced], group: ops.Group = None) ->
 
 
 def _blocks(reduction: Reduced, group: ops.Group) -> Iterator[tuple[Tensor, Tensor]]:
-    """The exact and the delivered mean of this rank's row, block by block: float64 vectors, padding left out."""
+    """Yield the exact and the delivered mean of this rank's row in blocks: float64 vectors, without padding."""
     kind, flat, layout, mean = reduction
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     rows = flat.view(world, layout.row_numel)

@@ -1,6 +1,6 @@
 """Exchange: every rank sends each row's encodings to the row's owner, which decodes, sums in float32 and divides once.
 
-An all-reduce then sends each owner's means to all, encoded again or as float32. It takes any codec.
+An all-reduce then sends each owner's means to all ranks, encoded again or as float32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Exchange(Algorithm):
     name = "exchange"
 
     def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        """Encode all rows, decode and average the own one."""
+        """Encode all rows and send them to their owners; decode and average this rank's row."""
         codec, ranks = self.codec, self.ranks
         plan = codec.plan(layout, "scatter")
         units, sizes = plan.rows, plan.sizes
@@ -41,7 +41,7 @@ class Exchange(Algorithm):
             return mean.div_(ranks.world)
 
     def all_reduce(self, flat: Tensor, layout: Layout) -> Tensor:
-        """Send the own row of means to all; all rows as decoded, the own one too."""
+        """Reduce-scatter, then gather the means; all ranks use the decoded values, the owner too."""
         codec, ranks = self.codec, self.ranks
         mean = self.reduce_scatter(flat, layout)
         plan = codec.plan(layout, "gather")
@@ -60,10 +60,10 @@ class Exchange(Algorithm):
             return full
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
-        """Every encoding travels to all ranks but its sender.
+        """Return the payload bytes over all ranks: ``world - 1`` times all encodings, for each phase.
 
-        In a reduce-scatter one rank sends each row to its owner, and there are ``world - 1`` others; in an all-reduce
-        an owner sends its row to ``world - 1``.
+        In the reduce-scatter ``world - 1`` ranks send each row to its owner; an all-reduce also sends each row from its
+        owner to ``world - 1`` ranks.
         """
         totals = [self.codec.plan(layout, "scatter").total]
         if kind == "all_reduce":
@@ -73,5 +73,5 @@ class Exchange(Algorithm):
 
 
 def bulk(sizes: Sizes) -> bool:
-    """Whether a rank's message to another is large on average; all ranks know all sizes, so they agree."""
+    """Whether messages between two ranks are large on average; all ranks know all sizes, so they agree."""
     return sum(size or 0 for row in sizes for size in row) > len(sizes) * CHUNK

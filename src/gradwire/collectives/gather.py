@@ -1,7 +1,7 @@
-"""Gather: every rank sends its encodings of the whole buffer to all; each decodes all of them and averages.
+"""Gather: every rank sends its encodings of the whole buffer to all ranks, which decode and average them.
 
-One encoding and one collective instead of two, for ``world / 2`` times the bytes: it pays at two ranks, and where a
-model is so small that latency is what costs.
+One encoding and one collective instead of two, for ``world / 2`` times the bytes: useful with two ranks, and for models
+so small that latency dominates.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from gradwire.collectives.messages import exchange
 
 
 class Gather(Algorithm):
-    """Meant for all-reduces; of a reduce-scatter every rank throws away all but its row."""
+    """Meant for all-reduces; a reduce-scatter discards all rows but this rank's."""
 
     name = "gather"
 
     def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        """The own row of what all ranks know."""
+        """All-reduce, and return this rank's row."""
         row = self.ranks.rank * layout.row_numel
         return self.all_reduce(flat, layout)[row : row + layout.row_numel].clone()
 
@@ -48,6 +48,6 @@ class Gather(Algorithm):
             return mean.div_(ranks.world)
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
-        """Every rank's encodings travel to all others."""
+        """Return the payload bytes over all ranks: every rank sends its encodings to all others."""
         total, world = self.codec.plan(layout, "scatter").total, self.ranks.world
         return None if total is None else world * (world - 1) * total

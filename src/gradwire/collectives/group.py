@@ -1,4 +1,4 @@
-"""Who takes part in a reduction, and who counts what it costs."""
+"""The ranks of a reduction, and the meter of its cost."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from gradwire.collectives.ops import Group
 
 
 class Ranks(NamedTuple):
-    """The ranks of a group as one of them sees them.
+    """A process group from the view of one rank.
 
     Attributes:
-        group: None is the default group.
+        group: The process group; None is the default group.
         world: Number of ranks.
-        rank: This one's number.
-        meter: Counts every byte that the reduction sends.
+        rank: This rank.
+        meter: Counts the bytes of the reduction.
     """
 
     group: Group

@@ -1,4 +1,4 @@
-"""Ranks that work without a word to each other: each shows that it lives, so that one which hangs is found."""
+"""Heartbeats between ranks that work without collectives, to detect a rank that hangs or died."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from gradwire.collectives.meter import Meter
 from gradwire.collectives.world import World
 from gradwire.errors import RunFault
 
-BEATS = 10  # signs of life within the time after which a rank is missed
+BEATS = 10  # heartbeats per timeout
 
 
 @contextmanager
 def all_alive(world: World, timeout: float) -> Iterator[Callable[[], None]]:
-    """Do this rank's share of the work inside; leaving waits for the other ranks, for as long as they live.
+    """Send heartbeats while this rank works inside the context; the exit waits for the other ranks while they live.
 
-    A thread of each rank gives signs of life, so a rank that computes for hours is not missed; one is that was stopped,
-    that failed, or whose machine is gone.
+    A thread sends the heartbeats, so a rank that computes for hours is not reported; one that was stopped, failed, or
+    lost its machine is.
 
     Args:
-        world: This rank among the others; all of them enter.
-        timeout: Seconds without a sign of life until a rank is missed.
+        world: This rank's process group; all of its ranks must enter the context.
+        timeout: Seconds without a heartbeat after which a rank counts as dead.
 
     Yields:
-        A check to make now and then, which is quick.
+        A cheap check to call from time to time.
 
     Raises:
-        RunFault: From the check, and on leaving, if a rank is missed.
+        RunFault: From the check, and on exit, if a rank counts as dead.
     """
     if world.world_size == 1:
         yield lambda: None
@@ -54,9 +54,9 @@ def all_alive(world: World, timeout: float) -> Iterator[Callable[[], None]]:
 
     def check() -> None:
         if missed:
-            raise RunFault(f"a rank ended, or gave no sign of life for {timeout:g} s.") from missed[0]
+            raise RunFault(f"a rank exited, or sent no heartbeat for {timeout:g} s.") from missed[0]
 
-    thread = Thread(target=beat, daemon=True)  # a rank that failed does not wait for the others
+    thread = Thread(target=beat, daemon=True)  # a failed rank does not wait for the others
     thread.start()
     try:
         yield check

@@ -1,7 +1,7 @@
-"""Where the parameters lie in a flat gradient buffer, and which rank owns which part.
+"""Layout of the parameters in a flat gradient buffer, and the rank that owns each part.
 
-A buffer has one row per rank. A `Piece` is a run of one parameter's elements inside one row; what no piece covers is
-padding, and is never encoded, sent or counted.
+A buffer has one row per rank. A `Piece` is a contiguous run of one parameter's elements in one row; the rest is
+padding, which is never encoded, sent or counted.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ class Piece(NamedTuple):
 
     @property
     def run(self) -> slice:
-        """Where the piece lies in the buffer."""
+        """The piece's position in the buffer."""
         return slice(self.start, self.start + self.numel)
 
     @property
     def source(self) -> slice:
-        """Where the piece lies in its flattened parameter."""
+        """The piece's position in its flattened parameter."""
         return slice(self.at, self.at + self.numel)
 
     @property
     def form(self) -> tuple[int, ...]:
-        """The shape a codec sees: a matrix where the piece is whole rows of its parameter, else a vector."""
+        """The shape for the codec: a matrix if the piece is whole rows of its parameter, else a vector."""
         width = math.prod(self.shape[1:])
         if len(self.shape) > 1 and self.at % width == 0 and self.numel % width == 0:
             return self.numel // width, width
         return (self.numel,)
 
 
-@dataclass(frozen=True, eq=False)  # by identity: comparing two would take as long as using one
+@dataclass(frozen=True, eq=False)  # by identity, because comparing all pieces is slow
 class Layout:
     """The pieces of a buffer of ``world * row_numel`` elements, in ascending order of ``start``."""
 
@@ -59,8 +59,8 @@ class Layout:
     def dim0(cls, shapes: Iterable[tuple[str, tuple[int, ...]]], world: int) -> Layout:
         """Cut each parameter along its first dimension, as `torch.chunk` and FSDP2 do.
 
-        Row r holds the r-th chunks of all parameters one after another, each padded to the size of its first chunk; a
-        parameter with fewer rows than there are ranks has no piece in the last rows.
+        Row r holds the r-th chunks of all parameters in order, each padded to the size of the first chunk; a parameter
+        with fewer rows than ranks has no piece in the last rows.
 
         Args:
             shapes: Name and shape of every parameter, in buffer order.
@@ -83,11 +83,11 @@ class Layout:
 
     @classmethod
     def cut(cls, shapes: Iterable[tuple[str | None, tuple[int, ...]]], world: int) -> Layout:
-        """Cut one flat vector, the parameters one after another, anywhere into equal rows; the tail is padding.
+        """Cut the concatenated parameters into equal rows, at any element; the tail is padding.
 
         Args:
-            shapes: Name and shape of every parameter, in buffer order; a name of None stands for a gap that nobody
-                needs, such as FSDP1's alignment or a frozen parameter.
+            shapes: Name and shape of every parameter, in buffer order; the name None marks a gap, such as FSDP1's
+                alignment or a frozen parameter.
             world: Number of ranks.
         """
         shapes = list(shapes)
@@ -106,7 +106,7 @@ class Layout:
 
     @property
     def numel(self) -> int:
-        """Elements of the buffer, padding included."""
+        """Number of elements of the buffer, padding included."""
         return self.world * self.row_numel
 
     @cached_property
@@ -127,25 +127,25 @@ class Layout:
         return {name: tuple(found[name]) for name in names}
 
     def run_in_row(self, piece: Piece) -> slice:
-        """Where a piece lies in its own row."""
+        """Return a piece's position in its row."""
         start = piece.start - piece.row * self.row_numel
         return slice(start, start + piece.numel)
 
     def check(self, flat: Tensor) -> None:
-        """Make sure that ``flat`` is a buffer of this layout.
+        """Check that ``flat`` is a buffer of this layout.
 
         Raises:
-            RunFault: If its size is another, as after a parameter got no gradient.
+            RunFault: If its size differs, for example because a parameter got no gradient.
         """
         if flat.shape != (self.numel,):
             names = [piece.name for piece in self.pieces] or ["no parameter"]
             raise RunFault(
-                f"a gradient buffer of shape {tuple(flat.shape)} came where {self.numel} elements were expected "
+                f"a gradient buffer has shape {tuple(flat.shape)}, but {self.numel} elements were expected "
                 f"({names[0]} ... {names[-1]} on {self.world} ranks); did a parameter get no gradient?"
             )
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Copy tensors, by name, into a new float32 buffer; padding is 0."""
+        """Copy tensors by name into a new float32 buffer; padding is 0."""
         device = next(iter(tensors.values())).device
         flat = torch.zeros(self.numel, dtype=torch.float32, device=device)
         for piece in self.pieces:
@@ -153,6 +153,6 @@ class Layout:
         return flat
 
     def unpack(self, flat: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Copy a buffer back into the contiguous tensors it was packed from, by name and in place."""
+        """Copy a buffer into contiguous tensors by name, in place."""
         for piece in self.pieces:
             tensors[piece.name].view(-1)[piece.source] = flat[piece.run]

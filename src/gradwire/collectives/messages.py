@@ -1,6 +1,6 @@
-"""Messages: encodings go straight to the rank that needs them, one message per pair of ranks.
+"""Point-to-point exchange of encodings, with one message per pair of ranks.
 
-An encoding's size is known to both sides in advance, unless it depends on the data: only such sizes travel, first.
+Both sides know an encoding's size in advance, unless it depends on the data; only such sizes are sent, before the data.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ def exchange(
     *,
     bulk: bool = False,
 ) -> list[list[Tensor]]:
-    """Send to each rank its encodings and receive each rank's.
+    """Send each rank its encodings and receive those from each rank.
 
-    Whether sizes travel must be the same everywhere, so the two tables together name every encoding of the exchange.
+    All ranks must agree on whether sizes are sent, so the two tables together cover every encoding of the exchange.
 
     Args:
-        outgoing: For each rank, the encodings that it gets (uint8 vectors on ``device``).
-        sizes_out: What the receivers know about the sizes of ``outgoing``.
-        sizes_in: What this rank knows about the sizes of what it gets.
-        device: Device of all of them.
-        ranks: Who takes part.
-        purpose: What the bytes count as.
+        outgoing: For each rank, the encodings to send to it (uint8 vectors on ``device``).
+        sizes_out: The sizes of ``outgoing`` that the receivers know; None for the others.
+        sizes_in: The sizes of incoming encodings that this rank knows; None for the others.
+        device: Device of all encodings.
+        ranks: The participating ranks.
+        purpose: The purpose that the bytes are counted for.
         bulk: See `ops.all_to_all`.
 
     Returns:
-        For each rank, the encodings that it sent: views of one buffer.
+        For each rank, the encodings received from it, as views of one buffer.
     """
     lengths_out = [[wire.numel() for wire in wires] for wires in outgoing]
     if any(size is None for sizes in (*sizes_out, *sizes_in) for size in sizes):
@@ -61,7 +61,7 @@ def swap_sizes(
     ranks: Ranks,
     purpose: str,
 ) -> list[list[int]]:
-    """Send the lengths that ``sizes_out`` leaves open (int64 each) and fill in those that ``sizes_in`` leaves open."""
+    """Send the lengths that are None in ``sizes_out`` (int64 each), and return ``sizes_in`` with its None filled in."""
     unknown_out = [
         [length for length, size in zip(lengths, sizes, strict=True) if size is None]
         for lengths, sizes in zip(lengths_out, sizes_out, strict=True)

@@ -1,6 +1,6 @@
-"""What every collective cost this rank: bytes, seconds and calls, by operation and purpose.
+"""Meter of this rank's collectives: bytes, seconds and calls, by operation and purpose.
 
-Purposes: ``payload`` (gradients), ``agreement`` (the non-finite flag), ``parameters`` (their codec's time, too),
+Purposes: ``payload`` (gradients), ``agreement`` (the non-finite flag), ``parameters`` (including their codec's time),
 ``control`` (losses, norms), and ``codec`` for encoding and decoding gradients, which send nothing. Each span is a
 profiler range ``gradwire/<purpose>/<op>``.
 """
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 class Cost:
     """Sums over the calls of one operation for one purpose.
 
-    ``around``: host seconds from opening a call's profiler range to closing it, without its ``seconds``.
+    ``around``: host seconds spent on opening and closing the profiler ranges; not part of ``seconds``.
     """
 
     bytes: int = 0
@@ -42,7 +42,7 @@ class Cost:
 
 
 class Running(NamedTuple):
-    """A span on a GPU that may still run: its seconds are those between two events."""
+    """A GPU span that may still be running; its duration is the time between two events."""
 
     meter: Meter
     op: str
@@ -52,10 +52,10 @@ class Running(NamedTuple):
 
 
 class Meter:
-    """A ledger of costs; what it counts, its parent counts too.
+    """Counts costs, also in its parent.
 
-    ``bytes`` are those that this rank hands over for other ranks. ``seconds`` of work on a CPU are the host's, from
-    start to wait. Those of work on a GPU are counted inside of `measuring` only.
+    ``bytes`` are those that this rank sends to other ranks. ``seconds`` of CPU work are the host's, from start to the
+    end of the wait. ``seconds`` of GPU work are counted inside `measuring` only.
     """
 
     event = staticmethod(partial(torch.cuda.Event, enable_timing=True))
@@ -76,7 +76,7 @@ class Meter:
 
     @contextmanager
     def listing(self) -> Iterator[list[Cost]]:
-        """The cost of every payload call in here, one by one and in order; seconds of GPU work are not in it."""
+        """Record the cost of every payload call in the context, in order, without seconds of GPU work."""
         self._listed = listed = list[Cost]()
         try:
             yield listed
@@ -85,10 +85,10 @@ class Meter:
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
-        """Time what this meter and its children count on GPUs in here, by events on the streams that the work uses.
+        """Time the GPU work that this meter and its children count in the context, with events on its streams.
 
-        Nothing waits inside; the end waits for the work and adds up its seconds. For benchmarks: a training loop that
-        waited at every step would be another one.
+        Only the exit waits for the work, and adds its seconds. For benchmarks: in training, waiting at every step would
+        change what is measured.
         """
         self._running = []
         try:
@@ -103,9 +103,9 @@ class Meter:
     def span(
         self, op: str, purpose: str, sent: int = 0, *, device: torch.device = CPU, calls: int = 1
     ) -> Iterator[None]:
-        """Time a call of ``op`` on ``device`` that sends ``sent`` bytes, also for the profiler.
+        """Time a call of ``op`` on ``device`` that sends ``sent`` bytes, and mark it for the profiler.
 
-        What waits for a call that was counted before is no call of its own: ``calls`` is 0.
+        ``calls`` is 0 for waiting on a call that was already counted.
         """
         running = self._measured() if device.type == "cuda" else None
         if running is not None:
@@ -123,22 +123,22 @@ class Meter:
         self.add(op, purpose, Cost(sent, seconds, calls, around) if device.type == "cpu" else Cost(sent, calls=calls))
 
     def _measured(self) -> list[Running] | None:
-        """Where a GPU span is noted: with the nearest ancestor that measures; None if none does."""
+        """Return the list for GPU spans of the nearest meter inside `measuring`, or None."""
         if self._running is None and self.parent is not None:
             return self.parent._measured()
         return self._running
 
     def by_op(self, purpose: str) -> dict[str, Cost]:
-        """Costs of one purpose, by operation."""
+        """Return the costs of one purpose, by operation."""
         return {op: cost for (op, of), cost in self.totals.items() if of == purpose}
 
     @property
     def around(self) -> float:
-        """Seconds that opening and closing profiler ranges took, of all purposes."""
+        """Seconds spent on opening and closing profiler ranges, over all purposes."""
         return sum(cost.around for cost in self.totals.values())
 
     def sent(self, purpose: str) -> int:
-        """Bytes sent for one purpose."""
+        """Return the bytes sent for one purpose."""
         return sum(cost.bytes for cost in self.by_op(purpose).values())
 
 

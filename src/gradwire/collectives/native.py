@@ -1,6 +1,6 @@
-"""Native: a compressor's `rounds`, driven by collectives that add numbers up, fused over the parameters of a buffer.
+"""Native: runs a compressor's `rounds` with reducing collectives, fused over the parameters of a buffer.
 
-All parameters speak in turn; what they ask for in one turn, of one kind and type, travels in one collective.
+All parameters advance together; their requests of one round with the same operation and dtype share a collective.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from gradwire.compressors.rounds import Ask, Context, Rounds
 
 
 class Talk(NamedTuple):
-    """One parameter's dialogue.
+    """The state of one parameter's rounds.
 
     Attributes:
-        pieces: Of the parameter, in its own order.
+        pieces: The parameter's pieces, in the order of its elements.
         rounds: The compressor's generator.
         bad: Whether this rank's gradient is not finite: uint8 [1].
     """
@@ -33,7 +33,7 @@ class Talk(NamedTuple):
     bad: Tensor
 
     def part(self, row: int) -> Piece | None:
-        """The piece that a row owns."""
+        """Return the parameter's piece in a row."""
         return next((piece for piece in self.pieces if piece.row == row), None)
 
 
@@ -43,7 +43,7 @@ class Native(Algorithm):
     name = "native"
 
     def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
-        """This rank's row; where a compressor asks row by row, only that part is summed here."""
+        """Return this rank's row; if a compressor reduces by rows, only that part is summed."""
         row = self.ranks.rank
         out = torch.zeros(layout.row_numel, dtype=torch.float32, device=flat.device)
         for talk, mean in self._means(flat, layout, "reduce_scatter"):
@@ -53,7 +53,7 @@ class Native(Algorithm):
         return out
 
     def all_reduce(self, flat: Tensor, layout: Layout) -> Tensor:
-        """The whole buffer."""
+        """Return the whole buffer."""
         out = torch.zeros(layout.numel, dtype=torch.float32, device=flat.device)
         for talk, mean in self._means(flat, layout, "all_reduce"):
             for piece in talk.pieces:
@@ -61,9 +61,10 @@ class Native(Algorithm):
         return out
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
-        """Over all ranks an all-reduce sends its bytes ``2 (world - 1)`` times, a gather ``world (world - 1)`` times.
+        """Return the payload bytes over all ranks.
 
-        A reduce-scatter sends every rank's row, as long as the longest, ``world - 1`` times.
+        An all-reduce sends its bytes ``2 (world - 1)`` times, a gather ``world (world - 1)`` times. A reduce-scatter
+        sends every rank's row, padded to the longest, ``world - 1`` times.
         """
         world = self.ranks.world
         total = 0
@@ -79,7 +80,7 @@ class Native(Algorithm):
         return total
 
     def _means(self, flat: Tensor, layout: Layout, kind: Kind) -> list[tuple[Talk, Tensor]]:
-        """Every parameter's mean as a vector: whole, or this rank's part where its compressor asked row by row."""
+        """Return every parameter's mean as a vector: whole, or this rank's part if its compressor reduces by rows."""
         with self.ranks.meter.span("encode", "codec", device=flat.device):
             talks = [self._talk(flat, pieces) for pieces in layout.parameters.values()]
             waiting = {i: next(talk.rounds) for i, talk in enumerate(talks)}
@@ -98,7 +99,7 @@ class Native(Algorithm):
         return [(talk, means[i]) for i, talk in enumerate(talks)]
 
     def _talk(self, flat: Tensor, pieces: tuple[Piece, ...]) -> Talk:
-        """Begin a parameter's dialogue, with its residual added."""
+        """Start a parameter's rounds, with its residual added."""
         codec, piece = self.codec, whole(pieces)
         compressor = codec.of(piece, "scatter")
         values = torch.cat([flat[part.run] for part in pieces]).to(torch.float32)
@@ -112,7 +113,7 @@ class Native(Algorithm):
         return Talk(pieces, compressor.rounds(values.view(form), state, context), bad)
 
     def _answers(self, talks: Sequence[Talk], asks: dict[int, Ask], kind: Kind) -> dict[int, Tensor]:
-        """What each asking parameter receives: one collective for all asks of one kind and type."""
+        """Return the answers to the parameters' requests, with one collective per operation and dtype."""
         groups: defaultdict[tuple[str, torch.dtype, bool], list[int]] = defaultdict(list)
         for i, ask in asks.items():
             groups[ask.op, ask.tensor.dtype, ask.rows and kind == "reduce_scatter"].append(i)
@@ -129,21 +130,21 @@ class Native(Algorithm):
         return answers
 
     def _reduce(self, tensors: Sequence[Tensor], op: str) -> list[Tensor]:
-        """All-reduce some tensors at once."""
+        """All-reduce tensors in one collective."""
         group, _, _, meter = self.ranks
         fused = ops.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), op, group, "payload", meter)
         parts = fused.split([tensor.numel() for tensor in tensors])
         return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def _gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Gather some tensors at once: each [world, ...]."""
+        """Gather tensors in one collective: each [world, ...]."""
         group, world, _, meter = self.ranks
         fused = ops.all_gather(torch.cat([tensor.reshape(-1) for tensor in tensors]), group, "payload", meter)
         parts = fused.split([tensor.numel() for tensor in tensors], dim=1)
         return [part.reshape(world, *tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def _sum_rows(self, talks: Sequence[Talk], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Reduce-scatter some tensors at once: this rank's part of each, a vector; rows are padded to the longest."""
+        """Reduce-scatter tensors in one collective, padded to the longest row; return this rank's parts as vectors."""
         group, world, rank, meter = self.ranks
         numels = [[piece.numel if (piece := talk.part(row)) else 0 for talk in talks] for row in range(world)]
         longest = max(map(sum, numels))
@@ -161,11 +162,11 @@ class Native(Algorithm):
 
 
 def whole(pieces: tuple[Piece, ...]) -> Piece:
-    """A parameter's pieces as one."""
+    """Join a parameter's pieces into one."""
     return pieces[0]._replace(numel=sum(piece.numel for piece in pieces), at=0)
 
 
 def whole_form(piece: Piece) -> tuple[int, ...]:
-    """The shape in which `rounds` sees a parameter: a matrix of its first dimension, or a vector."""
+    """Return a parameter's shape for `rounds`: a matrix with its first dimension as rows, or a vector."""
     rows = piece.shape[0] if len(piece.shape) > 1 else None
     return (math.prod(piece.shape),) if rows is None else (rows, math.prod(piece.shape[1:]))

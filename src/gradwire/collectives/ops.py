@@ -1,7 +1,7 @@
-"""The data collectives of the package: all of them start here, so that all of them are counted.
+"""Metered wrappers of `torch.distributed`; every data collective of the package goes through them.
 
 They work on gloo with CPU and CUDA tensors and on NCCL, and return when the result may be used on the current stream.
-``purpose`` and the byte counts are explained in `collectives.meter`; a group of None is the default group.
+See `collectives.meter` for ``purpose`` and the byte counts; the group None is the default group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.Re
 
 
 def nbytes(x: Tensor) -> int:
-    """Size of a tensor's elements in bytes."""
+    """Return the size of a tensor's elements in bytes."""
     return x.numel() * x.element_size()
 
 
@@ -39,7 +39,7 @@ def all_reduce(
 
 
 class Pending(NamedTuple):
-    """An all-reduce that travels while the host does something else."""
+    """An asynchronous all-reduce."""
 
     x: Tensor
     work: dist.Work
@@ -47,7 +47,7 @@ class Pending(NamedTuple):
     meter: Meter
 
     def wait(self) -> Tensor:
-        """The reduced tensor, ready for the current stream; only the time that is still waited is counted."""
+        """Return the reduced tensor, ready on the current stream; only the time of this wait is counted."""
         with self.meter.span("all_reduce", self.purpose, device=self.x.device, calls=0):
             self.work.wait()
         return self.x
@@ -56,7 +56,7 @@ class Pending(NamedTuple):
 def all_reduce_async(
     x: Tensor, op: str = "sum", group: Group = None, purpose: str = "control", meter: Meter = METER
 ) -> Pending:
-    """Start what `all_reduce` does; until its `Pending` was waited for, nobody may touch ``x``."""
+    """Start an `all_reduce`; do not use ``x`` before ``wait`` of the returned `Pending`."""
     sent = sent_all_reduce(nbytes(x), dist.get_world_size(group), dist.get_rank(group))
     with meter.span("all_reduce", purpose, sent, device=x.device):
         work = dist.all_reduce(x, REDUCTIONS[op], group=group, async_op=True)
@@ -66,7 +66,7 @@ def all_reduce_async(
 def all_gather(
     x: Tensor, group: Group = None, purpose: str = "control", meter: Meter = METER, *, bulk: bool = False
 ) -> Tensor:
-    """Every rank's ``x``, all of one shape, stacked in rank order: ``[world, *x.shape]``.
+    """Stack every rank's ``x``, all of one shape, in rank order: ``[world, *x.shape]``.
 
     ``bulk`` is for bytes (uint8, contiguous), as in `all_to_all`.
     """
@@ -81,7 +81,7 @@ def all_gather(
 
 
 def reduce_scatter(x: Tensor, group: Group = None, purpose: str = "control", meter: Meter = METER) -> Tensor:
-    """The sum over the ranks of this rank's row of ``x``: ``[world, n]`` to ``[n]``, in the precision of ``x``."""
+    """Sum this rank's row of ``x`` over the ranks: ``[world, n]`` to ``[n]``, in the precision of ``x``."""
     own = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
     with meter.span("reduce_scatter", purpose, (x.shape[0] - 1) * nbytes(own), device=x.device):
         dist.reduce_scatter_tensor(own, x.view(-1), group=group)
@@ -102,12 +102,12 @@ def all_to_all(
 
     Args:
         x: Vector of bytes (uint8, contiguous), the parts in rank order.
-        sizes_out: Bytes for each rank; the own part is copied, not sent.
+        sizes_out: Bytes for each rank; this rank's own part is copied, not sent.
         sizes_in: Bytes from each rank.
         group: The ranks.
-        purpose: What the bytes are for.
-        meter: Who counts them.
-        bulk: Whether the parts are large, the same on all ranks: they then travel in messages of `CHUNK` bytes.
+        purpose: The purpose that the bytes are counted for.
+        meter: The meter that counts them.
+        bulk: Send in messages of `CHUNK` bytes, for large parts; must be equal on all ranks.
 
     Returns:
         uint8 ``[sum(sizes_in)]``, the parts in rank order.
@@ -122,14 +122,14 @@ def all_to_all(
 
 
 def _chunked(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], group: Group) -> None:
-    """An all-to-all in small messages, so that both directions of a link are busy at once.
+    """All-to-all in small messages, so that both directions of a link are busy at once.
 
-    gloo's own sends one large message each way, and often one after the other (benchmarks/strategies.md).
+    gloo's own sends one large message each way, often sequentially (benchmarks/strategies.md).
     """
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     incoming[rank].copy_(outgoing[rank])
     works = []
-    for shift in range(1, world):  # rank r talks to r + 1 and r - 1 first: no rank is everybody's first
+    for shift in range(1, world):  # rank r starts with r + 1 and r - 1, so that no rank is the first peer of all
         to, of = (rank + shift) % world, (rank - shift) % world
         sends, receives = outgoing[to].split(CHUNK), incoming[of].split(CHUNK)
         for tag in range(max(len(sends), len(receives))):
@@ -153,7 +153,7 @@ def broadcast(
 
 
 def gather_objects(value: Any, group: Group = None, meter: Meter = METER) -> list[Any]:
-    """Every rank's ``value``, in rank order, on every rank: for what a run has measured, at its end."""
+    """Return every rank's ``value``, in rank order, on every rank; for measurements at the end of a run."""
     world = dist.get_world_size(group)
     gathered: list[Any] = [None] * world
     with meter.span("all_gather", "control", (world - 1) * len(pickle.dumps(value))):

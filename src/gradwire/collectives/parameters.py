@@ -1,8 +1,8 @@
-"""Sharded parameters on their way to the ranks that compute with them: an all-gather of encodings.
+"""Compressed all-gather of sharded parameters.
 
 FSDP gathers most parameters for the forward pass and again for the backward pass, and reduces their gradients once: two
-thirds of its traffic are parameters. To quantize them for the way only, with exact masters in the shards, is "qwZ" in
-Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (arXiv:2306.10209, 2023).
+thirds of its traffic are parameters. Quantizing them for communication only, with exact shards, is "qwZ" in Wang et
+al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training" (arXiv:2306.10209, 2023).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from gradwire.compressors import build
 from gradwire.compressors.exempt import Exempt
 from gradwire.errors import unknown
 
-# What stays float32 under each method: norms and biases weigh nothing, and an int8 block of them is too coarse.
+# Parameters that stay float32, by method: norms and biases are small, and int8 blocks are too coarse for them.
 EXEMPT = {"bf16": Exempt(), "int8": Exempt(max_ndim=1)}
 
 
 class ParameterGather:
-    """Gathers the rows of a layout; every rank gets all of them as decoded, its own too, so all see the same weights.
+    """Gathers the rows of a layout; every rank decodes all of them, its own too, so that all use the same weights.
 
     Args:
-        method: ``bf16``, or ``int8`` (per block of a piece; parameters of one dimension travel as float32).
+        method: ``bf16``, or ``int8`` (per block of a piece; one-dimensional parameters are sent as float32).
         group: The ranks; None is the default group.
         meter: Counts the bytes and the codec's time, as ``parameters``.
 
     Raises:
-        BadInput: For another method.
+        BadInput: If the method is unknown.
     """
 
     def __init__(self, method: str, group: Group = None, meter: Meter = METER) -> None:
@@ -49,21 +49,21 @@ class ParameterGather:
         self.ranks = Ranks(group, dist.get_world_size(group), dist.get_rank(group), meter)
 
     def plan(self, layout: Layout, exact: bool) -> Plan:
-        """What is encoded how, exactly or not."""
+        """Return the cached plan of a layout, exact or compressed."""
         plans = self._plans.setdefault(layout, {})
         if exact not in plans:
             plans[exact] = Plan.of(layout, FLOAT32 if exact else self.compressor, self.exempt, "piece")
         return plans[exact]
 
     def __call__(self, full: Tensor, layout: Layout, *, exact: bool = False) -> None:
-        """Fill all rows of ``full``, a buffer of ``layout`` that holds this rank's row; padding stays as it is.
+        """Fill all rows of ``full``, a buffer of ``layout`` that holds this rank's row; padding is not changed.
 
-        What is not finite on one rank is not finite on all: nothing is raised here.
+        Values that are not finite arrive as such on all ranks; nothing is raised here.
 
         Args:
             full: float32 [world * row_numel].
-            layout: What lies where in it.
-            exact: Everything travels as float32.
+            layout: The layout of ``full``.
+            exact: Send everything as float32.
         """
         layout.check(full)
         world, rank, meter = self.ranks.world, self.ranks.rank, self.ranks.meter
@@ -87,7 +87,7 @@ class ParameterGather:
                         part.copy_(values)
 
     def closed_form(self, layout: Layout, *, exact: bool = False) -> int:
-        """Bytes of one gather, summed over the ranks: every row goes to all ranks but its owner."""
+        """Return the bytes of one gather over all ranks: every row goes to all ranks but its owner."""
         total = self.plan(layout, exact).total
-        assert total is not None  # neither method's sizes depend on the data
+        assert total is not None  # no method's sizes depend on the data
         return (self.ranks.world - 1) * total

@@ -1,4 +1,4 @@
-"""What of a buffer is encoded at once, by which compressor, into how many bytes."""
+"""Plan of a buffer's encodings: which pieces are encoded together, by which compressor, into how many bytes."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from gradwire.compressors.base import Compressor
 from gradwire.compressors.exempt import Exempt
 
 FLOAT32 = build("none")
-Sizes = Sequence[Sequence[int | None]]  # row by row; None depends on the data
+Sizes = Sequence[Sequence[int | None]]  # by row; None: depends on the data
 
 
 class Unit(NamedTuple):
     """Pieces of one row that are encoded together.
 
     Attributes:
-        pieces: One; or all of the row that go as float32; or with ``granularity="row"`` all that are compressed.
-        compressor: What encodes them.
-        runs: Where they lie in the buffer: each piece, but what is float32 and without a gap at once.
-        form: The shape that the compressor sees.
-        size: Bytes of the encoding, None where it depends on the data.
+        pieces: One piece; or all of the row sent as float32; or with ``granularity="row"`` all compressed ones.
+        compressor: The compressor that encodes them.
+        runs: Their positions in the buffer: one per piece; adjacent float32 pieces are joined.
+        form: The shape for the compressor.
+        size: Bytes of the encoding; None if it depends on the data.
     """
 
     pieces: tuple[Piece, ...]
@@ -40,7 +40,7 @@ class Unit(NamedTuple):
 
     @classmethod
     def of(cls, pieces: tuple[Piece, ...], compressor: Compressor) -> Unit:
-        """The unit of some pieces of one row, in ascending order."""
+        """Make a unit of pieces of one row, in ascending order."""
         runs = [piece.run for piece in pieces]
         form = pieces[0].form if len(pieces) == 1 else (sum(piece.numel for piece in pieces),)
         return cls(
@@ -53,30 +53,30 @@ class Unit(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The first parameter's."""
+        """The name of the first parameter."""
         return self.pieces[0].name
 
     def take(self, flat: Tensor, shift: int = 0) -> list[Tensor]:
-        """The runs of a buffer that begins ``shift`` elements into the layout's: views."""
+        """Return views of the runs in ``flat``, which starts ``shift`` elements into the layout's buffer."""
         return [flat[run.start - shift : run.stop - shift] for run in self.runs]
 
     def whole(self, parts: list[Tensor]) -> Tensor:
-        """The runs' values as the compressor sees them."""
+        """Concatenate the runs' values into the shape for the compressor."""
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self.form)
 
     def decode(self, wire: Tensor) -> tuple[Tensor, ...]:
-        """The values of the runs, each a vector, from the unit's bytes."""
+        """Decode the unit's bytes into the values of each run, as vectors."""
         values = self.compressor.decode(wire, self.form).view(-1)
         return values.split([run.stop - run.start for run in self.runs])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The units of a buffer, row by row.
+    """The units of a buffer, by row.
 
     Args:
-        compressor: What encodes all that is not exempt.
-        rows: Their units.
+        compressor: The compressor of all pieces that are not exempt.
+        rows: The units of each row.
     """
 
     compressor: Compressor
@@ -87,10 +87,10 @@ class Plan:
         """Plan a buffer.
 
         Args:
-            layout: What lies where.
-            compressor: What encodes it.
-            exempt: What goes as float32 all the same.
-            granularity: Whether a ``piece`` or all of a ``row`` is encoded at once.
+            layout: The layout of the buffer.
+            compressor: The compressor.
+            exempt: The parameters to send as float32.
+            granularity: Encode each ``piece`` separately, or all of a ``row`` together.
         """
         rows = []
         for row in layout.rows:
@@ -108,13 +108,13 @@ class Plan:
 
     @cached_property
     def total(self) -> int | None:
-        """Bytes of all encodings, None where one depends on the data."""
+        """Bytes of all encodings; None if one depends on the data."""
         known = [size for row in self.sizes for size in row if size is not None]
         return sum(known) if len(known) == sum(map(len, self.rows)) else None
 
 
 def joined(runs: Iterable[slice]) -> list[slice]:
-    """Ascending runs, those that touch as one."""
+    """Join adjacent runs; the runs must be ascending."""
     found: list[slice] = []
     for run in runs:
         if found and found[-1].stop == run.start:

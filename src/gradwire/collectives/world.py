@@ -1,4 +1,4 @@
-"""The process group of one run: which backend, which device, and its life from start to end."""
+"""The process group of a run: choice of backend and device, start and shutdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from gradwire.rank_env import BACKENDS, DEVICES, TIMEOUT, RankEnv, rank_env, ran
 
 @dataclass(frozen=True)
 class World:
-    """What a rank knows of its group."""
+    """A rank's view of its process group."""
 
     rank: int
     local_rank: int
@@ -30,7 +30,7 @@ class World:
 
 
 class Choice(NamedTuple):
-    """A backend, a device type, and what the user must be told of the choice ("" if nothing)."""
+    """A backend, a device type, and a note on the choice for the user ("" if none)."""
 
     backend: str
     device_type: str
@@ -38,12 +38,12 @@ class Choice(NamedTuple):
 
 
 def detect_gpus() -> int:
-    """Number of CUDA devices that this process can use."""
+    """Return the number of CUDA devices that this process can use."""
     return torch.cuda.device_count()
 
 
 def choose(backend: str, device: str, ranks: int, gpus: int) -> Choice:
-    """Choose backend and device: NCCL with a GPU per rank, gloo on the CPU and where ranks share a GPU.
+    """Choose backend and device: NCCL with a GPU per rank, gloo on the CPU and if ranks share a GPU.
 
     Args:
         backend: ``auto``, ``nccl`` or ``gloo``.
@@ -52,7 +52,7 @@ def choose(backend: str, device: str, ranks: int, gpus: int) -> Choice:
         gpus: Number of GPUs of this machine.
 
     Raises:
-        BadInput: If the machine or the other argument rules out what was asked for.
+        BadInput: If a name is unknown, or the machine or the other argument does not support the choice.
     """
     if backend not in BACKENDS:
         raise unknown("backend", backend, BACKENDS)
@@ -70,7 +70,7 @@ def choose(backend: str, device: str, ranks: int, gpus: int) -> Choice:
     if backend == "auto":
         backend = "nccl" if gpu_each else "gloo"
     shared = device_type == "cuda" and not gpu_each
-    note = f"{ranks} ranks share {gpus} GPU(s): gloo instead of NCCL, and times mean little" if shared else ""
+    note = f"{ranks} ranks share {gpus} GPU(s): gloo replaces NCCL; timings are unreliable" if shared else ""
     return Choice(backend, device_type, note)
 
 
@@ -78,20 +78,20 @@ def choose(backend: str, device: str, ranks: int, gpus: int) -> Choice:
 def process_group(
     *, backend: str = "auto", device: str = "auto", here: RankEnv | None = None, timeout: float = TIMEOUT
 ) -> Iterator[World]:
-    """Join the process group and leave it at the end; a process without peers needs no port.
+    """Join the process group, and destroy it at the end; a single process needs no port.
 
-    After an exception the group of several ranks is left standing: destroying it waits for collectives that the peers
-    may never finish, and the process is about to end.
+    After an exception a group of several ranks is not destroyed: that would wait for collectives that the peers may
+    never finish, and the process is about to exit.
 
     Args:
         backend: ``auto``, ``nccl`` or ``gloo``, as in :func:`choose`.
         device: ``auto``, ``cpu`` or ``cuda``, as in :func:`choose`.
-        here: This process's place among the ranks; by default the one that torchrun's environment gives, else alone.
-        timeout: Seconds for starting up and for each collective.
+        here: This process's rank and address; default: from torchrun's environment, else a single process.
+        timeout: Seconds for startup and for each collective.
 
     Raises:
-        BadInput: If the environment is incomplete, there is no CUDA, or the port is in use.
-        RunFault: If not all ranks arrived in time.
+        BadInput: If the environment is incomplete, CUDA is not available, or the port is in use.
+        RunFault: If not all ranks join in time.
     """
     here = here or rank_env({}, os.environ)
     gpus = detect_gpus()
@@ -113,7 +113,7 @@ def process_group(
 
 
 def _join(here: RankEnv, backend: str, device: torch.device, timeout: timedelta) -> None:
-    """Initialise the default process group and wait until all ranks are there."""
+    """Initialise the default process group and wait for all ranks."""
     bound = device if backend == "nccl" else None
     if here.master_port is None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound)
@@ -130,23 +130,23 @@ def _join(here: RankEnv, backend: str, device: torch.device, timeout: timedelta)
             timeout=timeout,
             device_id=bound,
         )
-        del host  # the group has a hold of it now
+        del host  # the group holds a reference now
     except (OSError, UnicodeError) as error:
-        raise BadInput(f"{address} is in use, or not this machine's: give another ({error}).") from None
+        raise BadInput(f"{address} is in use, or not this machine's: use another ({error}).") from None
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise RunFault(
-            f"not all {here.world_size} ranks met at {address} within {timeout.total_seconds():g} s."
+            f"not all {here.world_size} ranks connected to {address} within {timeout.total_seconds():g} s."
         ) from error
 
 
 def host_store(address: str, port: int) -> dist.TCPStore:
-    """Host the store where ranks meet; it listens at this address only, where torch's own would at every one.
+    """Host the rendezvous store, listening on this address only; torch's own listens on all.
 
-    What wants to host a store at the same port of this process afterwards, as a process group does, takes this one.
+    A process group of this process that hosts a store on the same port later reuses this one.
 
     Args:
-        address: One of this machine's; empty for all of them.
-        port: Where to listen; 0 takes a free port, which the store knows.
+        address: An address of this machine; empty for all.
+        port: The port to listen on; 0 picks a free port, which the store's ``port`` gives.
 
     Raises:
         OSError: If the port is in use, or the address is not this machine's.
