@@ -13,11 +13,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     """Add the verb's flags."""
     parser.add_argument("--data_path", type=Path, required=True, metavar="FILE", help="corpus: a JSON array or .jsonl")
     parser.add_argument(
-        "--output_dir",
-        type=output_folder,
-        required=True,
-        metavar="DIR",
-        help="output: tokenizer/ and shards/{train,val}/",
+        "--output_dir", type=output_folder, required=True, metavar="DIR", help="gets tokenizer/, shards/{train,val}/"
     )
     parser.add_argument(
         "--tokenizer", default="bpe", metavar="{bpe,DIR}", help="train byte-level BPE, or use a folder such as GPT-2's"
@@ -26,11 +22,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max_length", type=LENGTH, default=MAX_LENGTH, metavar="N", help="maximum tokens per sample")
     parser.add_argument("--shard_size", type=COUNT, default=SHARD_SIZE, metavar="N", help="samples per shard")
     parser.add_argument(
-        "--val_fraction",
-        type=FRACTION,
-        default=VAL_FRACTION,
-        metavar="F",
-        help="fraction of the documents for validation",
+        "--val_fraction", type=FRACTION, default=VAL_FRACTION, metavar="F", help="fraction of documents for validation"
     )
     parser.add_argument("--tokenizer_only", action="store_true", help="make DIR/tokenizer and no shards")
     parser.add_argument(
