@@ -151,7 +151,7 @@ def refused(rank, world, group, case):
     ("case", "message"),
     [
         ("partial of distributed", "the ranks' shares belong to different samples"),
-        ("averaged", "invalid held 'averaged'"),
+        ("averaged", "invalid scope 'averaged'"),
         ("disagree", "two squared norms of sample 'a' differ, 1 and 2"),
         ("overlap", "the ranks share 's0', 's1' (2 in all) but not all samples"),
         ("sizes", "batches of 2, 3 samples"),

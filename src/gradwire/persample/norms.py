@@ -223,7 +223,7 @@ def combined(
     Args:
         ids: This rank's samples; "" marks a filler.
         square: This rank's squared norms, float64 [B].
-        held: Which part of the norms this rank holds.
+        scope: Which part of the norms this rank holds.
         spread: Placement of the samples.
         group: The process group.
 
@@ -233,7 +233,7 @@ def combined(
     """
     if scope == "averaged":
         raise BadInput(
-            "invalid held 'averaged': gradients averaged over samples or ranks have no per-sample norms. Compute the "
+            "invalid scope 'averaged': gradients averaged over samples or ranks have no per-sample norms. Compute the "
             "norms before averaging, with norms(model, batch)."
         )
     if scope == "partial" and spread == "distributed":
