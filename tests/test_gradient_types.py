@@ -181,7 +181,7 @@ def test_sharded_weights_give_the_rows_of_whole_ones(small, tmp_path, capsys):
             torch.testing.assert_close(row, whole.rows[whole.ids.index(id_)], rtol=1e-4, atol=1e-6)
     capsys.readouterr()
     collect(small, tmp_path / "dense", "--strategy", "fsdp2", expect=2)
-    assert "needs --method hooks" in capsys.readouterr().err
+    assert "requires --method hooks" in capsys.readouterr().err
 
 
 def test_a_fresh_and_a_saved_adapter_give_the_gradients_of_its_parameters(small, tmp_path, capsys):
