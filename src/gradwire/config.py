@@ -21,7 +21,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 
 from gradwire.compressors import registry
-from gradwire.compressors.exempt import Exempt
+from gradwire.compressors.reduction import ReducerOptions
 from gradwire.compressors.schedule import Schedule
 from gradwire.defaults import (
     MAX_LENGTH,
@@ -214,19 +214,9 @@ class Training(Strict):
         return 1 + self.profile_steps if self.profile else 0
 
 
-class Reduction(Strict, strict=True):
+class Reduction(ReducerOptions):
     """The reducer's options in a cell; ``collectives.Reducer`` explains them."""
 
-    error_feedback: bool = Field(False, description="add what an encoding lost to the next gradient")
-    residual_dtype: Literal["float32", "bf16", "int8"] = Field("float32", description="how that is stored")
-    algorithm: Literal["auto", "exchange", "gather", "native"] = Field(
-        "auto", description="which collectives carry the encodings"
-    )
-    granularity: Literal["piece", "row"] = Field("piece", description="what is encoded at once")
-    second: Literal["encoded", "float32"] = Field("encoded", description="second half of an all-reduce")
-    exempt: Exempt = Field(default_factory=Exempt, description="tensors sent as float32")
-    dense_steps: Natural = Field(0, description="first steps without compression")
-    nonfinite: Literal["raise", "skip", "propagate"] = Field("raise", description="what a NaN or infinity does")
     schedule: dict[str, ByStep] = Field(
         default_factory=dict, description="an option's value from a step on, as {density: {0: 0.25, 20: 0.05}}"
     )

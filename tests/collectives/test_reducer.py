@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
+from typing import get_args
 
 import pytest
 import torch
@@ -12,9 +14,12 @@ from gradwire.collectives import METER, Exempt, Layout, Reducer, ops
 from gradwire.collectives.bytes import raw_all_reduce, raw_reduce_scatter
 from gradwire.collectives.group import Ranks
 from gradwire.collectives.messages import exchange
+from gradwire.collectives.reducer import ALGORITHMS
 from gradwire.compressors import available, build
 from gradwire.compressors.base import Compressor, numel
+from gradwire.compressors.reduction import ReducerOptions
 from gradwire.compressors.schedule import Schedule
+from gradwire.config import Reduction
 from gradwire.errors import BadInput, NonFiniteGradient, RunFault
 
 SHAPES = [("matrix", (5, 3)), ("bias", (7,)), ("scalar", (1,)), ("cube", (2, 3, 2)), ("row", (1, 4))]
@@ -490,6 +495,17 @@ def bad_option(rank, world, group, options):
 def test_bad_options_are_told(world, options, message):
     with pytest.raises(BadInput, match=message):
         world(1).run(bad_option, options)
+
+
+def test_the_keywords_are_the_options_of_a_cell():
+    keywords = inspect.signature(Reducer).parameters
+    options = {
+        name: field.get_default(call_default_factory=True) for name, field in ReducerOptions.model_fields.items()
+    }
+    assert {name: keywords[name].default for name in options} == options
+    assert set(keywords) - set(options) == {"compressor", "group", "schedule", "seed"}
+    assert set(Reduction.model_fields) == {*options, "schedule"}
+    assert get_args(ReducerOptions.model_fields["algorithm"].annotation) == ("auto", *ALGORITHMS)
 
 
 def carried(rank, world, group):

@@ -17,8 +17,8 @@ from torch import Tensor
 from gradwire.collectives.layout import Layout, Piece
 from gradwire.collectives.plan import FLOAT32, Plan, Unit
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.exempt import Exempt
 from gradwire.compressors.feedback import Feedback
+from gradwire.compressors.reduction import ReducerOptions
 from gradwire.compressors.rounds import State
 from gradwire.compressors.schedule import Schedule
 
@@ -31,36 +31,18 @@ class Codec:
 
     Args:
         compressor: What encodes a piece.
+        options: The reducer's.
         schedule: Which compressor each step uses, where it is not always ``compressor``.
-        exempt: Parameters that travel as float32.
-        dense_steps: In the first so many steps everything does.
-        second: Whether the owners' means travel ``encoded`` again or as ``float32``.
-        feedback: How a compressor's error is kept and added to the next gradient; None: it is lost.
-        granularity: Whether a ``piece`` or a whole ``row`` is encoded at once.
         seed: Of the generators.
         rank: This rank.
     """
 
     def __init__(
-        self,
-        compressor: Compressor,
-        *,
-        schedule: Schedule | None,
-        exempt: Exempt,
-        dense_steps: int,
-        second: str,
-        feedback: str | None,
-        granularity: str,
-        seed: int,
-        rank: int,
+        self, compressor: Compressor, options: ReducerOptions, *, schedule: Schedule | None, seed: int, rank: int
     ) -> None:
         self.compressor = compressor
+        self.options = options
         self.schedule = schedule
-        self.exempt = exempt
-        self.dense_steps = dense_steps
-        self.second = second
-        self.feedback = feedback
-        self.granularity = granularity
         self.seed = seed
         self.rank = rank
         self.step = 0  # optimizer steps finished
@@ -89,19 +71,19 @@ class Codec:
 
     def of(self, piece: Piece, phase: Phase) -> Compressor:
         """What encodes a piece at the present step."""
-        return FLOAT32 if self.exempt.covers(piece.name, piece.shape) else self._of_phase(phase)
+        return FLOAT32 if self.options.exempt.covers(piece.name, piece.shape) else self._of_phase(phase)
 
     def plan(self, layout: Layout, phase: Phase) -> Plan:
         """What is encoded at once at the present step."""
         plans, compressor = self._plans.setdefault(layout, {}), self._of_phase(phase)
         if phase not in plans or plans[phase].compressor is not compressor:
-            plans[phase] = Plan.of(layout, compressor, self.exempt, self.granularity)
+            plans[phase] = Plan.of(layout, compressor, self.options.exempt, self.options.granularity)
         return plans[phase]
 
     def encode(self, parts: list[Tensor], unit: Unit, phase: Phase, copies: int) -> Tensor:
         """A unit's bytes, for ``copies`` other ranks; a value that is not finite sets the flag."""
         device, compressor = parts[0].device, unit.compressor
-        keeps = self.feedback is not None and compressor is not FLOAT32
+        keeps = self.options.feedback is not None and compressor is not FLOAT32
         feedbacks = [self._feedback(piece, phase, device) for piece in unit.pieces] if keeps else []
         if keeps:
             parts = [feedback.compensate(part) for feedback, part in zip(feedbacks, parts, strict=True)]
@@ -118,16 +100,15 @@ class Codec:
 
     def compensate(self, piece: Piece, values: Tensor) -> Tensor:
         """A whole parameter with its residual, for `rounds`."""
-        if self.feedback is None or self.of(piece, "scatter") is FLOAT32:
+        if self.options.feedback is None or self.of(piece, "scatter") is FLOAT32:
             return values
         return self._feedback(piece, "scatter", values.device).compensate(values)
 
     def update(self, piece: Piece, sent: Tensor, bad: Tensor) -> None:
         """What of a compensated parameter was sent in `rounds`."""
-        if self.feedback is not None and self.of(piece, "scatter") is not FLOAT32:
-            bad = bad | FLOAT32.not_representable(
-                sent
-            )  # what PowerSGD sent of a rank's gradient depends on the others' too
+        if self.options.feedback is not None and self.of(piece, "scatter") is not FLOAT32:
+            # what PowerSGD sent of a rank's gradient depends on the others' too
+            bad = bad | FLOAT32.not_representable(sent)
             self._update(self._feedback(piece, "scatter", sent.device), sent, bad)
 
     def state(self, name: str, shape: tuple[int, ...]) -> State:
@@ -140,7 +121,7 @@ class Codec:
     def method_step(self) -> int:
         """Steps that the present compressor has made."""
         began = 0 if self.schedule is None else self.schedule.began(self.step)
-        return self.step - max(began, self.dense_steps, self.began)
+        return self.step - max(began, self.options.dense_steps, self.began)
 
     def note(self, bad: Tensor) -> None:
         """Remember that a value was not finite."""
@@ -164,7 +145,7 @@ class Codec:
     @property
     def residual_norm(self) -> float | None:
         """Euclidean norm of this rank's residuals; None without error feedback."""
-        if self.feedback is None:
+        if self.options.feedback is None:
             return None
         squares = [feedback.residual.double().square().sum() for feedback in self._feedbacks.values()]
         return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
@@ -203,14 +184,18 @@ class Codec:
 
     def _of_phase(self, phase: Phase) -> Compressor:
         """What encodes all that is not exempt at the present step; none is always `FLOAT32`, which has no options."""
-        dense = self.plain or self.step < self.dense_steps or (phase == "gather" and self.second == "float32")
+        dense = (
+            self.plain
+            or self.step < self.options.dense_steps
+            or (phase == "gather" and self.options.second == "float32")
+        )
         return FLOAT32 if dense or self.current.name == FLOAT32.name else self.current
 
     def _feedback(self, piece: Piece, phase: Phase, device: torch.device) -> Feedback:
         key = (piece.name, phase, piece.at)
         if key not in self._feedbacks:
-            assert self.feedback is not None
-            self._feedbacks[key] = Feedback(self.feedback, piece.numel, device=device)
+            assert self.options.feedback is not None
+            self._feedbacks[key] = Feedback(self.options.feedback, piece.numel, device=device)
             if key in self._residuals:
                 self._feedbacks[key].load_state_dict(self._residuals.pop(key))
         return self._feedbacks[key]

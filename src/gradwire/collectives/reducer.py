@@ -31,18 +31,11 @@ from gradwire.collectives.meter import METER, Meter
 from gradwire.collectives.native import Native
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.exempt import Exempt
-from gradwire.compressors.feedback import RESIDUAL_DTYPES
+from gradwire.compressors.reduction import ReducerOptions
 from gradwire.compressors.schedule import Schedule
-from gradwire.errors import BadInput, NonFiniteGradient, unknown
+from gradwire.errors import BadInput, NonFiniteGradient
 
 ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in (Exchange, Gather, Native)}
-CHOICES = {
-    "algorithm": ("auto", *ALGORITHMS),
-    "second": ("encoded", "float32"),
-    "granularity": ("piece", "row"),
-    "nonfinite": ("raise", "skip", "propagate"),
-    "residual_dtype": RESIDUAL_DTYPES,
-}
 NOTHING = Exempt()
 SMALL = 2**16  # bytes: up to here a collective's latency weighs more than what it carries
 
@@ -93,18 +86,16 @@ class Reducer:
         nonfinite: str = "raise",
         seed: int = 0,
     ) -> None:
-        given = {
-            "algorithm": algorithm,
-            "second": second,
-            "granularity": granularity,
-            "nonfinite": nonfinite,
-            "residual_dtype": residual_dtype,
-        }
-        for option, value in given.items():
-            if value not in CHOICES[option]:
-                raise unknown(f"value of the reducer's option {option!r},", str(value), CHOICES[option])
-        if dense_steps < 0:
-            raise BadInput(f"dense_steps is {dense_steps}: it counts optimizer steps and cannot be negative.")
+        options = ReducerOptions.of(
+            error_feedback=error_feedback,
+            residual_dtype=residual_dtype,
+            algorithm=algorithm,
+            second=second,
+            exempt=exempt,
+            dense_steps=dense_steps,
+            granularity=granularity,
+            nonfinite=nonfinite,
+        )
         used = [compressor] if schedule is None else schedule.plateaus
         if algorithm == "native" and not all(compressor.has_rounds for compressor in used):
             raise BadInput(
@@ -121,25 +112,9 @@ class Reducer:
         self.nonfinite = nonfinite
         self.loss_scale = 1.0
         self.meter = Meter(METER)
-        kept_for = given | {
-            "compressor": schedule or compressor,
-            "error_feedback": error_feedback,
-            "exempt": exempt,
-            "dense_steps": dense_steps,
-            "seed": seed,
-        }
+        kept_for = {**dict(options), "compressor": schedule or compressor, "seed": seed}
         self._options = {option: repr(value) for option, value in kept_for.items() if option != "nonfinite"}
-        self.codec = Codec(
-            compressor,
-            schedule=schedule,
-            exempt=exempt,
-            dense_steps=dense_steps,
-            second=second,
-            feedback=residual_dtype if error_feedback else None,
-            granularity=granularity,
-            seed=seed,
-            rank=self.rank,
-        )
+        self.codec = Codec(compressor, options, schedule=schedule, seed=seed, rank=self.rank)
         self._ranks = Ranks(group, self.world, self.rank, self.meter)
         self._kept: list[Reduced] | None = None  # of a `keeping` that has not ended
         self._extra_seconds = 0.0
@@ -334,7 +309,7 @@ class Reducer:
     def _chosen(self, kind: Kind, numel: int) -> str:
         """What ``auto`` stands for."""
         used = [self.compressor] if self.codec.schedule is None else self.codec.schedule.plateaus
-        if self.codec.granularity == "piece" and all(c.linear and c.has_rounds for c in used):
+        if self.codec.options.granularity == "piece" and all(c.linear and c.has_rounds for c in used):
             return "native"
         if kind == "reduce_scatter":
             return "exchange"
@@ -399,5 +374,5 @@ class Reducer:
         sent = numel - own + ((self.world - 1) * own if kind == "all_reduce" else 0)
         self._counts["raw"] += FLOAT32 * sent
         self._counts["elements"] += numel
-        exempt = self.codec.exempt
+        exempt = self.codec.options.exempt
         self._counts["exempt_elements"] += sum(p.numel for p in layout.pieces if exempt.covers(p.name, p.shape))

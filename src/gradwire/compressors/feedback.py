@@ -9,13 +9,16 @@ telescopes: sum(sent) = sum(g) + e_0 - e_T, and where the residual is stored in 
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
 from gradwire.compressors.base import Shape
+from gradwire.compressors.reduction import ResidualDtype
 from gradwire.compressors.registry import build
 
-RESIDUAL_DTYPES = ("float32", "bf16", "int8")
+RESIDUAL_DTYPES = get_args(ResidualDtype)
 
 
 class Feedback:

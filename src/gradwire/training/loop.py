@@ -222,7 +222,7 @@ def train(
             raise
     if reducer is not None and reducer.world > 1:
         outcome.algorithm = reducer.algorithm
-        outcome.residual_bytes = reducer.codec.residual_bytes if reducer.codec.feedback else None
+        outcome.residual_bytes = reducer.codec.residual_bytes if reducer.codec.options.feedback else None
     return model, optimizer, outcome
 
 

@@ -52,7 +52,7 @@ class CommunicatingAdam(AdamW, Communicating):
     """
 
     def __init__(self, model: nn.Module, groups: Iterable[dict[str, Any]], reducer: Reducer, **adamw: Any) -> None:
-        if reducer.codec.dense_steps < 1:
+        if reducer.codec.options.dense_steps < 1:
             raise BadInput(
                 f"{type(self).__name__} freezes the variance after dense_steps steps; dense_steps must be at least 1."
             )
@@ -106,7 +106,7 @@ class CommunicatingAdam(AdamW, Communicating):
     @property
     def averages_gradients(self) -> bool:
         """Whether the current step averages gradients and takes AdamW's step."""
-        return self.reducer.step < self.reducer.codec.dense_steps
+        return self.reducer.step < self.reducer.codec.options.dense_steps
 
     @abstractmethod
     def exchange_momenta(self, momenta: Mapping[str, Tensor]) -> None:

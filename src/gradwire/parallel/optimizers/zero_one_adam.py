@@ -73,7 +73,7 @@ class ZeroOneAdam(CommunicatingAdam):
         **options: Any,
     ) -> None:
         super().__init__(model, groups, reducer, **options)
-        dense = reducer.codec.dense_steps
+        dense = reducer.codec.options.dense_steps
         self.freeze_step = 2 * dense if freeze_step is None else freeze_step
         self.local_doubling = self.freeze_step if local_doubling is None else local_doubling
         self.max_local_steps = max_local_steps
@@ -105,7 +105,7 @@ class ZeroOneAdam(CommunicatingAdam):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """As the base class; after the warm-up a mean gradient updates first the variance, then the momentum."""
-        if self.delivered is not None or self.reducer.step <= self.reducer.codec.dense_steps:
+        if self.delivered is not None or self.reducer.step <= self.reducer.codec.options.dense_steps:
             super().step()
             return
         for p in self.trained.values():
