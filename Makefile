@@ -10,7 +10,7 @@
 # make nightly                           all of these, one after another
 # make train ARGS="--data_path ... --output_dir ..." [RANKS=2]   one run by hand: what is here, then its log, shown and kept
 # make tensorboard [RESULTS=results]     TensorBoard over all runs, on a free port
-# make lint                              ruff, mypy, snakefmt, codespell, snakemake --lint
+# make lint                              ruff, mypy, import-linter, snakefmt, codespell, snakemake --lint
 # make docs                              the documentation into site/, strictly: warnings and broken links are errors
 PYTHON ?= python3
 CONFIG ?= config.yaml
@@ -84,6 +84,7 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/snakefmt --check Snakefile workflow
 	$(BIN)/codespell
 	$(BIN)/snakemake --lint

@@ -14,7 +14,7 @@ from gradwire.collectives.world import World
 from gradwire.errors import RunFault
 from gradwire.failures import lost_peer, timed_out
 
-TIMEOUT = 2.0  # seconds; the machine may be busy
+TIMEOUT = 1.0
 
 
 def of(rank: int, ranks: int) -> World:
