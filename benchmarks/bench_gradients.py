@@ -225,8 +225,8 @@ def aggregate(args: argparse.Namespace) -> None:
         for rank in range(args.ranks):
             ids = [f"s{position}" for position in range(rank, total, args.ranks)]
             block = torch.randn(per_rank, args.dim, generator=torch.Generator().manual_seed(rank))
-            facts = [{"sample_id": id_, "loss": 1.0, "n_targets": 1, "norm": 1.0, "flag": None} for id_ in ids]
-            store.write(store.all_names(Path(folder) / str(rank)), store.bind(block, facts, origin))
+            metadata = [{"sample_id": id_, "loss": 1.0, "n_targets": 1, "norm": 1.0, "flag": None} for id_ in ids]
+            store.write(store.all_names(Path(folder) / str(rank)), store.bind(block, metadata, origin))
             del block
         words = [
             sys.executable,
@@ -241,7 +241,7 @@ def aggregate(args: argparse.Namespace) -> None:
             "--samples",
             str(total),
         ]
-        told = json.loads(subprocess.check_output(words, text=True))
+        merged = json.loads(subprocess.check_output(words, text=True))
         began = time.perf_counter()
         for rank in range(args.ranks):
             subprocess.run(["cp", store.all_names(Path(folder) / str(rank)).rows, f"{folder}/copy{rank}"], check=True)
@@ -249,8 +249,8 @@ def aggregate(args: argparse.Namespace) -> None:
         copied = time.perf_counter() - began
         size = args.ranks * args.gigabytes
         print(
-            f"{args.ranks} ranks × {args.gigabytes} GB: merged in {told['seconds']:.1f} s "
-            f"({size / told['seconds']:.2f} GB/s), peak {told['mb']:,.0f} MB resident; "
+            f"{args.ranks} ranks × {args.gigabytes} GB: merged in {merged['seconds']:.1f} s "
+            f"({size / merged['seconds']:.2f} GB/s), peak {merged['mb']:,.0f} MB resident; "
             f"cp and sync of the same files {copied:.1f} s ({size / copied:.2f} GB/s)"
         )
 

@@ -224,10 +224,10 @@ def count(args: argparse.Namespace) -> None:
     """Print the table of bytes."""
     rows = []
     for method, strategy, algorithm, raw, sent, closed in spawn(args.world_size, counted, args.methods, STRATEGIES):
-        told = "depends on the data" if closed is None else f"{closed:,}"
+        predicted = "depends on the data" if closed is None else f"{closed:,}"
         verdict = "–" if closed is None else "equal" if closed == sent else "NOT EQUAL"
         share = raw / sent if sent else None
-        rows.append([method, strategy, algorithm, f"{raw:,}", f"{sent:,}", told, verdict, share])
+        rows.append([method, strategy, algorithm, f"{raw:,}", f"{sent:,}", predicted, verdict, share])
     headers = ["method", "strategy", "algorithm", "float32", "counted", "closed form", "", "ratio"]
     right = ("left", "left", "left", "right", "right", "right", "left", "right")
     print(f"bytes of one step over all ranks, W = {args.world_size}, tiny\n")

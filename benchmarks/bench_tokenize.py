@@ -86,12 +86,12 @@ def measure(child: str, corpus: Path, tokenizer: str) -> dict:
     with tempfile.TemporaryDirectory(dir=corpus.parent) as folder:
         command = [sys.executable, __file__, "--child", child, str(corpus), tokenizer, folder]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        told = process.stdout.read()
+        output = process.stdout.read()
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             raise SystemExit(f"{child} failed with {process.returncode}")
-        return {**json.loads(told.splitlines()[-1]), "rss_mb": usage.ru_maxrss * 1024 / 1e6}
+        return {**json.loads(output.splitlines()[-1]), "rss_mb": usage.ru_maxrss * 1024 / 1e6}
 
 
 def main() -> None:

@@ -42,26 +42,26 @@ def generator():
 
 
 for case in [case for case in cases() if case.own]:
-    told = []
+    problems = []
     for shape in (0, 1, 257, 5003, (64, 129)):
         try:
             form = (shape,) if isinstance(shape, int) else shape
             x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
             wire = case.codec.encode(x, generator=generator())
             if not torch.equal(wire, case.codec.to_wire(x, generator())):
-                told.append(f"encode differs at {shape}")
+                problems.append(f"encode differs at {shape}")
             if not torch.equal(case.codec.decode(wire, shape).view(-1), case.codec.from_wire(wire, form).view(-1)):
-                told.append(f"decode differs at {shape}")
+                problems.append(f"decode differs at {shape}")
             if x.numel() > 1:
                 x.view(-1)[x.numel() // 2] = float("nan")
                 flag = torch.zeros(1, dtype=torch.uint8, device=device)
                 case.codec.encode(x, generator=generator(), flag=flag)
                 if not flag.item():
-                    told.append(f"NaN is not flagged at {shape}")
+                    problems.append(f"NaN is not flagged at {shape}")
         except Exception as error:
-            told.append(f"{shape}: {type(error).__name__}: {str(error)[:300]}")
-    failed += bool(told)
-    print(case.name, case.options or "", case.form(torch.device(device)), "; ".join(told) or "ok", flush=True)
+            problems.append(f"{shape}: {type(error).__name__}: {str(error)[:300]}")
+    failed += bool(problems)
+    print(case.name, case.options or "", case.form(torch.device(device)), "; ".join(problems) or "ok", flush=True)
 sys.exit(bool(failed))
 CHECK
 fi

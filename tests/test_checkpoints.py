@@ -77,10 +77,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(damage, shards
     newest = folder / "checkpoints/step00000006"
     DAMAGE[damage](newest)
     assert train(folder, shards, "--resume", keep_checkpoints=3) == 0
-    told = [line for line in capsys.readouterr().err.splitlines() if "NOTE" in line]
-    assert len(told) == 1
-    assert str(newest) in told[0]
-    assert "the checkpoint is damaged and is skipped" in told[0]
+    notes = [line for line in capsys.readouterr().err.splitlines() if "NOTE" in line]
+    assert len(notes) == 1
+    assert str(newest) in notes[0]
+    assert "the checkpoint is damaged and is skipped" in notes[0]
     assert weights(folder) == weights(whole)
     assert names(folder) == ["step00000002", "step00000004", "step00000006"]
 
@@ -227,10 +227,10 @@ def test_sigterm_saves_and_exits_75_and_the_run_goes_on_as_if_unbroken(
     running = launch(folder, shards, launcher=launcher, checkpoint_every=2, **LONG)
     wait_for(folder / "checkpoints/step00000002", running)
     os.kill(running.pid if target == "launcher" else ranks_of(running.pid, launcher)[1], signal.SIGTERM)
-    _, told = running.communicate(timeout=60)
-    assert running.returncode == 75, told
-    assert told.count("\n") == 1
-    assert "with a checkpoint; continue with --resume." in told
+    _, printed = running.communicate(timeout=60)
+    assert running.returncode == 75, printed
+    assert printed.count("\n") == 1
+    assert "with a checkpoint; continue with --resume." in printed
     failure = json.loads((folder / "train.failed.json").read_text())
     assert failure["exit_code"] == 75
     assert failure["last_step"] == int(names(folder)[-1].removeprefix("step")) < 16
@@ -244,7 +244,7 @@ def test_a_signal_while_results_are_written_does_not_break_them_off(shards, tmp_
     """Training is over by then: nothing would be left to resume, and a part of a file would stay."""
     write_table, parts = results.pq.write_table, []
 
-    def told_to_stop(table, path):
+    def interrupted(table, path):
         path.write_bytes(b"half a file")
         signal.raise_signal(signal.SIGTERM)
         parts.append(path)
@@ -253,7 +253,7 @@ def test_a_signal_while_results_are_written_does_not_break_them_off(shards, tmp_
     def ended(number, frame):  # as the signal's default action, but not of this whole process
         raise SystemExit(-number)
 
-    monkeypatch.setattr(results.pq, "write_table", told_to_stop)
+    monkeypatch.setattr(results.pq, "write_table", interrupted)
     before = signal.signal(signal.SIGTERM, ended)
     try:
         assert train(tmp_path, shards) == 0

@@ -52,8 +52,11 @@ def test_usage_names_every_verb_and_exit_code(capsys):
 
 def test_an_unknown_verb_gets_a_suggestion(capsys):
     assert cli.main(["trian", "--steps", "3"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("gradwire: unknown verb 'trian'. Did you mean 'train' or 'trace'?") and told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert (
+        printed.startswith("gradwire: unknown verb 'trian'. Did you mean 'train' or 'trace'?")
+        and printed.count("\n") == 1
+    )
 
 
 def test_a_verb_of_two_words_gets_its_arguments(verb):
@@ -78,8 +81,8 @@ def test_our_own_errors_are_one_line_and_a_file(verb, capsys, error: GradwireErr
     file = verb(raising(error))
     assert cli.main(["grads", "probe"]) == code
     assert capsys.readouterr().err == f"gradwire grads probe: {error}\n"
-    told = json.loads(file.read_text())
-    assert (told["verb"], told["reason"], told["exit_code"], told["last_step"], told["rank"]) == (
+    written = json.loads(file.read_text())
+    assert (written["verb"], written["reason"], written["exit_code"], written["last_step"], written["rank"]) == (
         *("grads probe", str(error), code, error.step),
         None,
     )
@@ -88,9 +91,9 @@ def test_our_own_errors_are_one_line_and_a_file(verb, capsys, error: GradwireErr
 def test_an_unexpected_error_says_so_and_its_file_keeps_the_traceback(verb, capsys):
     file = verb(raising(KeyError("colour")))
     assert cli.main(["grads", "probe"]) == 3
-    told = capsys.readouterr().err
-    assert told.startswith("gradwire grads probe: KeyError: 'colour'\n") and "--debug" in told
-    assert "Traceback" not in told
+    printed = capsys.readouterr().err
+    assert printed.startswith("gradwire grads probe: KeyError: 'colour'\n") and "--debug" in printed
+    assert "Traceback" not in printed
     kept = json.loads(file.read_text())
     assert kept["reason"] == "KeyError: 'colour'" and kept["traceback"].count("Traceback") == 1
 
@@ -99,8 +102,8 @@ def test_an_unexpected_error_says_so_and_its_file_keeps_the_traceback(verb, caps
 def test_debug_shows_where_any_failure_happened(verb, capsys, error):
     verb(raising(error))
     assert cli.main(["grads", "probe", "--debug"]) == getattr(error, "exit_code", 3)
-    told = capsys.readouterr().err
-    assert told.count("Traceback") == 1 and told.endswith(f"gradwire grads probe: {reason(error)}\n")
+    printed = capsys.readouterr().err
+    assert printed.count("Traceback") == 1 and printed.endswith(f"gradwire grads probe: {reason(error)}\n")
 
 
 def test_a_reader_that_leaves_early_is_no_failure():
@@ -131,8 +134,8 @@ def test_a_rank_leaves_its_message_to_the_launcher(verb, capsys, monkeypatch, tm
     file = verb(raising(RunFault("disk full.", step=9)))
     assert cli.main(["grads", "probe"]) == 3
     assert capsys.readouterr().err == "" and not file.exists()
-    told = json.loads((tmp_path / "ranks" / "rank4.json").read_text())
-    assert (told["rank"], told["reason"], told["last_step"], told["traceback"]) == (4, "disk full.", 9, "")
+    written = json.loads((tmp_path / "ranks" / "rank4.json").read_text())
+    assert (written["rank"], written["reason"], written["last_step"], written["traceback"]) == (4, "disk full.", 9, "")
 
 
 def test_only_bad_input_is_refused_again(tmp_path):

@@ -145,12 +145,12 @@ def test_a_cell_gives_back_the_mapping_it_was_read_from():
         (None, ["expected a mapping"]),
     ],
 )
-def test_a_bad_cell_is_told_in_one_message(mapping, words):
-    with pytest.raises(BadInput) as told:
+def test_a_bad_cell_is_reported_in_one_message(mapping, words):
+    with pytest.raises(BadInput) as refused:
         Cell.parse("int8x", mapping)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(refused.value)
     for word in words:
-        assert word in str(told.value)
+        assert word in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -180,12 +180,12 @@ def test_a_bad_cell_is_told_in_one_message(mapping, words):
         ),
     ],
 )
-def test_a_bad_experiment_is_told_in_one_message(change, words):
-    with pytest.raises(BadInput) as told:
+def test_a_bad_experiment_is_reported_in_one_message(change, words):
+    with pytest.raises(BadInput) as refused:
         experiment({**SMALL, **change})
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(refused.value)
     for word in words:
-        assert word in str(told.value)
+        assert word in str(refused.value)
 
 
 def bomb(kind: str) -> str:
@@ -218,9 +218,9 @@ def test_yaml_that_loses_a_value_or_grows_without_end_is_refused(case, tmp_path)
     path = tmp_path / "experiment.yaml"
     path.write_text(text)
     for read in (load, lambda path: grads_run.read(path, {})):
-        with pytest.raises(BadInput) as told:
+        with pytest.raises(BadInput) as refused:
             read(path)
-        assert str(path) in str(told.value) and words in str(told.value) and "\n" not in str(told.value)
+        assert str(path) in str(refused.value) and words in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_json_with_a_key_twice_is_refused_and_anchors_are_followed(tmp_path):

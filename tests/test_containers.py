@@ -208,7 +208,7 @@ def test_rules_ask_for_the_image_of_the_locks_and_say_how_to_get_it(tmp_path, de
     assert f"{image_name(device, tmp_path / 'containers')}.sif is missing: run `make image VARIANT={device}`" in said
 
 
-def test_a_missing_apptainer_is_told_with_how_to_get_it(monkeypatch, tmp_path):
+def test_a_missing_apptainer_is_reported_with_how_to_get_it(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BadInput, match="containers/get-apptainer"):
         check_apptainer()

@@ -22,16 +22,16 @@ from gradwire.measurement.cost_model import (
     leave_one_link_out,
     two_levels,
 )
-from gradwire.report.predict import cell_of, crossover_text, interval_text
+from gradwire.report.predict import crossover_text, interval_text, measurement_of
 
 
-def cells(noise=0.0, **fields):
-    return tuple(cell_of(one) for one in experiment(noise=noise, **fields))
+def measurements(noise=0.0, **fields):
+    return tuple(measurement_of(one) for one in experiment(noise=noise, **fields))
 
 
 @pytest.fixture(scope="module")
 def exact():
-    return Model(cells())
+    return Model(measurements())
 
 
 def test_the_fit_finds_the_law(exact):
@@ -46,31 +46,33 @@ def test_the_fit_finds_the_law(exact):
     }
 
 
-def test_one_odd_cell_does_not_bend_the_fit():
-    first, *others = cells()
+def test_one_odd_measurement_does_not_bend_the_fit():
+    first, *others = measurements()
     odd = first.__class__(**vars(first) | {"gradients": first.gradients._replace(seconds=9 * first.gradients.seconds)})
     fit = Model((odd, *others)).fit
     assert fit.factor == pytest.approx(FACTOR, rel=0.05)
 
 
 def test_a_left_out_link_is_predicted():
-    found = leave_one_link_out(cells())
-    assert {one.cell.link for one in found} == {"1gbit", "100mbit"}  # what has no rate cannot be predicted
+    found = leave_one_link_out(measurements())
+    assert {one.measurement.link for one in found} == {"1gbit", "100mbit"}  # what has no rate cannot be predicted
     assert len(found) == 2 * 2 * len(LABELS)
     assert max(abs(error) for one in found for error in one.errors) < 0.03
 
 
 def test_the_target_is_met_with_noise_and_missed_where_a_link_is_not_what_it_is_called():
-    found = leave_one_link_out(cells(noise=0.05))
+    found = leave_one_link_out(measurements(noise=0.05))
     assert np.median([np.abs(one.errors) for one in found], axis=0).max() < 0.15
-    slow = [one.__class__(**vars(one) | {"rate": one.rate / 2}) if one.link == "1gbit" else one for one in cells()]
-    wrong = [abs(one.errors[1]) for one in leave_one_link_out(slow) if one.cell.label == "none"]
+    slow = [
+        one.__class__(**vars(one) | {"rate": one.rate / 2}) if one.link == "1gbit" else one for one in measurements()
+    ]
+    wrong = [abs(one.errors[1]) for one in leave_one_link_out(slow) if one.measurement.label == "none"]
     assert np.median(wrong) > 0.3
 
 
 def test_at_the_measured_world_size_the_measured_steps_come_out(exact):
     for strategy, label, link in product(("ddp", "fsdp2"), ("none", "int8", "powersgd"), ("1gbit", "100mbit")):
-        measured = cell_of(row(strategy, label, link))
+        measured = measurement_of(row(strategy, label, link))
         names, steps, times = exact.steps((strategy, label), 2, np.array([RATES[link]]), 0.0)
         by_way = dict(zip(names, zip(steps[:, 0], times[:, 0], strict=True), strict=True))
         way = {"all_gather": "all-gather", "all_to_all": "all-to-all"}.get(measured.gradients.op, "ring")
@@ -79,13 +81,13 @@ def test_at_the_measured_world_size_the_measured_steps_come_out(exact):
 
 
 def test_hidden_communication_stays_hidden_and_does_not_go_below_nothing():
-    own = [cell_of(row("ddp", "none", link, exposed_comm_ms=max(0.0, ms))) for link, ms in (("1gbit", 5.0),)]
-    (cell,) = own
-    model = Model((cell, *cells()[1:]))
-    hidden = cell.communication - 0.005
-    assert cell.hidden == pytest.approx(hidden)
-    assert model.step(cell, 0.3) - model.step(cell, 0.2) == pytest.approx(0.1)
-    assert model.step(cell, hidden / 2) == model.step(cell, 0.0)
+    own = [measurement_of(row("ddp", "none", link, exposed_comm_ms=max(0.0, ms))) for link, ms in (("1gbit", 5.0),)]
+    (measured,) = own
+    model = Model((measured, *measurements()[1:]))
+    hidden = measured.communication - 0.005
+    assert measured.hidden == pytest.approx(hidden)
+    assert model.step(measured, 0.3) - model.step(measured, 0.2) == pytest.approx(0.1)
+    assert model.step(measured, hidden / 2) == model.step(measured, 0.0)
 
 
 def ring(size, world, laps):
@@ -145,7 +147,7 @@ def test_crossovers_are_those_of_the_law(exact):
     true = math.exp(brentq(lead, math.log(1e6), math.log(1e12)))
     own, base = (exact.fastest(("ddp", label), 2, 0.0) for label in ("int8", "none"))
     assert crossover(own, base) == pytest.approx(true, rel=0.1)
-    noisy = Model(cells(noise=0.01))
+    noisy = Model(measurements(noise=0.01))
     drawn = [
         crossover(*(one.fastest(("ddp", label), 2, 0.0) for label in ("int8", "none"))) for one in noisy.resampled(60)
     ]
@@ -166,7 +168,7 @@ def test_always_and_never():
 
 @pytest.mark.parametrize("world", [2, 3, 64, 4096])
 def test_predictions_make_sense_at_every_size(exact, world):
-    for key in exact.runs:
+    for key in exact.by_label:
         steps = [exact.predict(key, world, rate, 5e-5).step for rate in (1e7, 1e9, 1e11)]
         assert all(np.isfinite(steps))
         assert steps == sorted(steps, reverse=True)
@@ -228,7 +230,7 @@ def test_sharded_states_shrink_with_the_ranks(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("rows", "words", "told"),
+    ("rows", "words", "message"),
     [
         (None, ["1gbit", "--world_size", "4"], "results.jsonl; run an experiment with links first"),
         (experiment(links=("none",)), ["1gbit", "--world_size", "4"], "on links of at least two rates, and has none"),
@@ -239,9 +241,9 @@ def test_sharded_states_shrink_with_the_ranks(tmp_path, capsys):
         (experiment(("ddp",)), ["1gbit", "--world_size", "1"], "for 2 to 4096 ranks"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_predicted_is_bad_input(tmp_path, capsys, rows, words, told):
+def test_what_cannot_be_predicted_is_bad_input(tmp_path, capsys, rows, words, message):
     given = write_rows(tmp_path / "links", rows or [])
     if rows is None:
         (tmp_path / "links/results.jsonl").unlink()
     assert main([*given, *words]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -59,8 +59,8 @@ def test_bad_input_is_one_message_and_leaves_nothing(case, verb, tmp_path, capsy
     words = download if verb == "download" else tokenize_words(tmp_path / "in.json", output)
     assert main(words) == 2
     error = capsys.readouterr().err
-    told = [line for line in error.splitlines() if "fewer than --vocab_size" not in line]  # a note on a tiny corpus
-    assert len(told) == 1 and message in told[0] and "in.json" in told[0]
+    printed = [line for line in error.splitlines() if "fewer than --vocab_size" not in line]  # a note on a tiny corpus
+    assert len(printed) == 1 and message in printed[0] and "in.json" in printed[0]
     assert [file.name for file in output.rglob("*")] == [f"{verb}.failed.json"]
 
 
@@ -198,8 +198,8 @@ def test_wikipedia_refuses_a_file_that_is_no_whole_parquet(damage, tmp_path, cap
     file.write_bytes(broken)
     words = ["download", "--source", "wikipedia", "--max_mb", "9", "--data_path", str(file)]
     assert main([*words, "--output", str(tmp_path / "c.json")]) == 2
-    told = capfd.readouterr().err.strip()
-    assert "wiki.parquet cannot be read as a Parquet file: " in told and "\n" not in told
+    printed = capfd.readouterr().err.strip()
+    assert "wiki.parquet cannot be read as a Parquet file: " in printed and "\n" not in printed
     assert {path.name for path in tmp_path.iterdir()} == {"wiki.parquet", "download.failed.json"}
 
 
@@ -239,7 +239,7 @@ def test_a_second_attempt_at_bad_input_ends_at_once(tmp_path, capsys):
     words = ["download", "--source", "json", "--output", f"{tmp_path}/c.json", "--data_path", f"{tmp_path}/in.json"]
     (tmp_path / "in.json").write_text("[]")
     assert main(words) == 2
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     (tmp_path / "in.json").unlink()  # a second look would now say that the file is missing
     assert main([*words, "--attempt", "2"]) == 2
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == printed

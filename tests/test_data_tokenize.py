@@ -260,8 +260,8 @@ def test_a_tokenizer_with_an_unusable_configuration(case, corpus, output, tmp_pa
     folder = shutil.copytree(output / "tokenizer", tmp_path / "tokenizer")
     (folder / "tokenizer_config.json").write_text(text)
     assert main(tokenize_words(corpus, tmp_path / "out", tokenizer=folder)) == 2
-    told = capsys.readouterr().err
-    assert words in told and "tokenizer_config.json" in told and told.count("\n") == 1 and len(told) < 400
+    printed = capsys.readouterr().err
+    assert words in printed and "tokenizer_config.json" in printed and printed.count("\n") == 1 and len(printed) < 400
     assert [file.name for file in (tmp_path / "out").iterdir()] == ["tokenize.failed.json"]
 
 

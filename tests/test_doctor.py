@@ -12,9 +12,9 @@ from gradwire import cli
 @pytest.mark.full
 def test_two_ranks_collect_and_every_row_is_proven(capsys):
     assert cli.main(["doctor", "--multi_gpu", "--launcher", "spawn"]) == 0
-    told = capsys.readouterr().out
-    assert "torch" in told and "processors" in told
-    assert told.count("ok  ") == 4 and "failed" not in told
+    printed = capsys.readouterr().out
+    assert "torch" in printed and "processors" in printed
+    assert printed.count("ok  ") == 4 and "failed" not in printed
 
 
 def test_what_is_missing_is_named_with_the_way_to_get_it_and_is_no_failure(capsys, monkeypatch):
@@ -37,7 +37,7 @@ def test_what_is_there_is_not_missing(capsys):
     assert "workflow" not in missing
 
 
-def test_a_port_in_use_is_told(capsys):
+def test_a_port_in_use_is_reported(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

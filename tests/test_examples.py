@@ -131,7 +131,7 @@ def not_hookable(rank: int, world_size: int, group) -> str:
 
 
 def test_another_model_is_refused(world):
-    assert all("Linear is neither a DistributedDataParallel" in told for told in world(2).run(not_hookable))
+    assert all("Linear is neither a DistributedDataParallel" in message for message in world(2).run(not_hookable))
 
 
 def on_a_mesh(rank: int, world_size: int, group) -> dict[str, str]:
@@ -161,7 +161,7 @@ def on_a_mesh(rank: int, world_size: int, group) -> dict[str, str]:
         way = ShardingStrategy.HYBRID_SHARD
         return FullyShardedDataParallel(model(), device_mesh=mesh, sharding_strategy=way, device_id=torch.device("cpu"))
 
-    def told(act) -> str:
+    def refusal(act) -> str:
         try:
             act()
         except BadInput as error:
@@ -180,13 +180,13 @@ def on_a_mesh(rank: int, world_size: int, group) -> dict[str, str]:
         "fine in halves": (DistributedDataParallel(model(), process_group=inside), inside),
     }
     answers = {
-        name: told(lambda model=model, of=of: hook(model, Reducer(build("none"), of)))
+        name: refusal(lambda model=model, of=of: hook(model, Reducer(build("none"), of)))
         for name, (model, of) in hooked.items()
     }
     for way in available():
         for name, made in (("sharded", sharded(mesh)), ("hybrid", hybrid()), ("ddp", DistributedDataParallel(model()))):
             options = {"param_compress": "int8"} if way == "fsdp2" else {}
-            answers[f"wrap {name} {way}"] = told(
+            answers[f"wrap {name} {way}"] = refusal(
                 lambda made=made, way=way, options=options: wrap(
                     made, way, Reducer(build("none")), device="cpu", **options
                 )
@@ -197,15 +197,19 @@ def on_a_mesh(rank: int, world_size: int, group) -> dict[str, str]:
 def test_a_model_that_is_averaged_over_other_ranks_or_twice_is_refused(world):
     """Hooked as HSDP, the sums of two replicas would be added up: gradients were twice too large."""
     for answers in world(4).run(on_a_mesh):
-        hooked = {name: told for name, told in answers.items() if not name.startswith("wrap")}
-        wrapped = {name: told for name, told in answers.items() if name.startswith("wrap")}
+        hooked = {name: message for name, message in answers.items() if not name.startswith("wrap")}
+        wrapped = {name: message for name, message in answers.items() if name.startswith("wrap")}
         assert (hooked.pop("fine"), hooked.pop("fine in halves")) == ("", "")
         for name in ("hsdp", "hsdp on all ranks", "replicate"):
             assert "and fully_shard over a mesh of one dimension" in hooked.pop(name), name
         assert "neither a DistributedDataParallel nor" in hooked.pop("fsdp1")
         assert "gradients over ranks [0, 1, 2, 3] and the reducer over [" in hooked["all for a half"]
-        assert len(hooked) == 3 and all("pass Reducer the process group" in told for told in hooked.values()), hooked
-        assert len(wrapped) == 15 and all("wrapped or sharded already" in told for told in wrapped.values()), wrapped
+        assert len(hooked) == 3 and all("pass Reducer the process group" in message for message in hooked.values()), (
+            hooked
+        )
+        assert len(wrapped) == 15 and all("wrapped or sharded already" in message for message in wrapped.values()), (
+            wrapped
+        )
 
 
 def test_the_package_offers_its_names_and_loads_torch_only_for_them():
@@ -229,7 +233,7 @@ def test_the_package_offers_its_names_and_loads_torch_only_for_them():
     assert done.returncode == 0, done.stderr
 
 
-def test_type_checkers_are_told_the_same_names():
+def test_type_checkers_see_the_same_names():
     stub = Path(gradwire.__file__).with_suffix(".pyi").read_text()
-    told = {name: home for home, name in re.findall(r"^from (\S+) import (\S+) as \2$", stub, re.MULTILINE)}
-    assert told == gradwire.HOMES
+    homes = {name: home for home, name in re.findall(r"^from (\S+) import (\S+) as \2$", stub, re.MULTILINE)}
+    assert homes == gradwire.HOMES

@@ -208,7 +208,7 @@ def test_a_fresh_and_a_saved_adapter_give_the_gradients_of_its_parameters(small,
     assert "holds no LoRA adapter: adapter_config.json is missing" in capsys.readouterr().err
 
 
-def test_adam_without_moments_is_told_before_anything_starts(small, tmp_path, capsys):
+def test_adam_without_moments_is_reported_before_anything_starts(small, tmp_path, capsys):
     bare = tmp_path / "bare"
     shutil.copytree(small.model, bare)
     (bare / optimizer.FILE).unlink()
@@ -240,7 +240,7 @@ def maker(small, projection="rademacher", method="hooks", batch_size=8):
 
 
 @pytest.mark.parametrize("projection", ["rademacher", "factored"])
-def test_out_of_memory_halves_the_batch_and_is_told(small, monkeypatch, capsys, projection):
+def test_out_of_memory_halves_the_batch_and_is_reported(small, monkeypatch, capsys, projection):
     shards = Shards(small.shards, "train")
     wanted = maker(small, projection).blocks(shards, range(SAMPLES))[36]
     forward = rows.collate
@@ -309,8 +309,8 @@ def wrong_under_fsdp2(rank, world, group, small, rule):
 
 def test_a_method_is_checked_where_weights_are_sharded(world, small):
     assert world(2).run(wrong_under_fsdp2, small, 1.0) == ["hooks"] * 2
-    for told in world(2).run(wrong_under_fsdp2, small, 1.5):
-        assert "--method hooks computes a different gradient of sample" in told
+    for printed in world(2).run(wrong_under_fsdp2, small, 1.5):
+        assert "--method hooks computes a different gradient of sample" in printed
 
 
 def test_auto_takes_the_next_method_where_one_fails(small, monkeypatch, capfd):
@@ -324,9 +324,9 @@ def test_auto_takes_the_next_method_where_one_fails(small, monkeypatch, capfd):
     made = maker(small, "factored", "auto")
     made.check(shards, [1, 4])
     assert made.method == "loop"
-    told = capfd.readouterr().err
-    assert "uses vmap, because hooks fails: --method hooks computes a different gradient of sample" in told
-    assert "uses loop, because vmap fails: division by zero" in told
+    printed = capfd.readouterr().err
+    assert "uses vmap, because hooks fails: --method hooks computes a different gradient of sample" in printed
+    assert "uses loop, because vmap fails: division by zero" in printed
     with pytest.raises(BadInput, match="--method vmap does not support this model, use loop: division by zero"):
         maker(small, method="vmap").check(shards, [1, 4])
 

@@ -206,16 +206,20 @@ def test_weights_that_are_not_finite_are_the_models_fault(small, tmp_path, capsy
     torch.nn.init.constant_(model.transformer.ln_f.weight, math.nan)
     model.save_pretrained(tmp_path / "nan")
     assert cli.main(options(small, tmp_path / "run", model_dir=tmp_path / "nan")) == 2
-    told = capsys.readouterr().err
-    assert "transformer.ln_f.weight of the model in" in told and "is not finite" in told and "--method" not in told
+    printed = capsys.readouterr().err
+    assert (
+        "transformer.ln_f.weight of the model in" in printed
+        and "is not finite" in printed
+        and "--method" not in printed
+    )
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["grads_collect.failed.json"]
 
 
 @pytest.mark.parametrize("id_", ["é" * 100_000, "a word " * 20_000], ids=["one word", "many"])
 def test_a_long_id_makes_no_long_message(tmp_path, id_):
-    told = str(NonFiniteGradient(f"the gradients of {id_!r}, {id_!r} and {id_!r} are not finite: remove them."))
-    assert told.startswith(f"the gradients of '{id_[:20]}") and told.endswith("are not finite: remove them.")
-    assert len(told) < 11_000 and " characters) …" in told
+    printed = str(NonFiniteGradient(f"the gradients of {id_!r}, {id_!r} and {id_!r} are not finite: remove them."))
+    assert printed.startswith(f"the gradients of '{id_[:20]}") and printed.endswith("are not finite: remove them.")
+    assert len(printed) < 11_000 and " characters) …" in printed
     failures.write_failure(tmp_path, "norms", KeyError(id_))
     assert (tmp_path / "norms.failed.json").stat().st_size < 100_000
     assert len(checks.Check("rows", "", [f"{id_!r} is missing"] * 9).report()["detail"]) < 11_000
@@ -304,15 +308,15 @@ def test_all_documents_of_a_corpus_file_are_collected(small, of_corpus, capsys):
         for id_ in sample_ids(document.id, len(cuts(length, MAX_LENGTH)))
     ]
     assert ids == expected and len(ids) > len(texts) == 17
-    told = f"{len(ids)} samples of 17 documents"
-    assert f"gradients of {told} in {run}" in (of_corpus / "told").read_text()
+    printed = f"{len(ids)} samples of 17 documents"
+    assert f"gradients of {printed} in {run}" in (of_corpus / "told").read_text()
 
     words = ["norms", "--model_dir", small.model, "--data_path", small.corpus, "--cache_dir", of_corpus / "cache"]
     words = [*map(str, words), "--output_dir", str(of_corpus)]
     assert cli.main([*words, "--split", "val"]) == 2
     assert f"--split val: {small.corpus} is a corpus file, which is used whole" in capsys.readouterr().err
     assert cli.main(words) == 0
-    assert f"norms of {told} in {of_corpus / 'norms.parquet'}" in capsys.readouterr().out
+    assert f"norms of {printed} in {of_corpus / 'norms.parquet'}" in capsys.readouterr().out
     table = pq.read_table(of_corpus / "norms.parquet")
     assert table["id"].to_pylist() == ids
     assert table["norm"].to_pylist() == pytest.approx(merged(run, 8).meta["norm"].to_pylist(), rel=1e-4)
@@ -427,7 +431,7 @@ def test_a_run_folder_of_another_configuration_is_refused_and_restarted_on_reque
     before = sha256_file(run / "rank_0" / "dim64" / "all_orig.pt")
     changed = options(small, run, seed=1)
     assert cli.main(changed) == 2
-    assert "a run folder of another configuration: seed is 0 there and 1 here" in capsys.readouterr().err
+    assert "a collection folder of another configuration: seed is 0 there and 1 here" in capsys.readouterr().err
     assert sha256_file(run / "rank_0" / "dim64" / "all_orig.pt") == before
     assert cli.main([*changed, "--restart"]) == 0
     assert sha256_file(run / "rank_0" / "dim64" / "all_orig.pt") != before
@@ -445,7 +449,7 @@ def test_a_run_folder_of_another_configuration_is_refused_and_restarted_on_reque
         ({"data_path": "nowhere"}, "nowhere is neither a shards folder nor a corpus file"),
     ],
 )
-def test_bad_input_is_told_before_anything_is_written(small, tmp_path, capsys, changes, message):
+def test_bad_input_is_reported_before_anything_is_written(small, tmp_path, capsys, changes, message):
     assert cli.main(options(small, tmp_path / "run", **changes)) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run" / "collect.json").exists()
@@ -478,8 +482,8 @@ MERGED = origin(5, dims=[3], method="loop", projection="rademacher")
 
 
 def block_of(ids, rows):
-    facts = [{"sample_id": id_, "loss": 1.0, "n_targets": 1, "norm": 1.0, "flag": None} for id_ in ids]
-    return store.bind(rows, facts, MERGED)
+    records = [{"sample_id": id_, "loss": 1.0, "n_targets": 1, "norm": 1.0, "flag": None} for id_ in ids]
+    return store.bind(rows, records, MERGED)
 
 
 def test_merging_orders_by_the_data_and_checks_duplicates(tmp_path, monkeypatch):
@@ -816,9 +820,9 @@ def unlisted_normalized(run):
 
 def unlisted_file(run):
     path = run / "dim64" / "manifest.json"
-    told = json.loads(path.read_text())
-    del told["sha256"]["all_meta.parquet"]
-    path.write_text(json.dumps(told))
+    stored = json.loads(path.read_text())
+    del stored["sha256"]["all_meta.parquet"]
+    path.write_text(json.dumps(stored))
     return run / "dim64" / "all_meta.parquet"
 
 
@@ -851,8 +855,8 @@ def number_as_string(run):
 
 def checksums_of_a_list(run):
     path = run / "dim64" / "manifest.json"
-    told = json.loads(path.read_text())
-    path.write_text(json.dumps({**told, "sha256": list(told["sha256"])}))
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({**stored, "sha256": list(stored["sha256"])}))
     return path
 
 
@@ -899,9 +903,9 @@ def test_validation_finds_the_fault_and_names_the_file(pair, tmp_path, capsys, p
     shutil.copytree(pair, run)
     path = plant(run)
     assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "64"]) == 1
-    told = json.loads((run / "validation.json").read_text())
-    failed = [check for check in told["checks"] if not check["passed"]]
-    assert told["passed"] is False and failed
+    stored = json.loads((run / "validation.json").read_text())
+    failed = [check for check in stored["checks"] if not check["passed"]]
+    assert stored["passed"] is False and failed
     assert str(path) in " ".join(check["detail"] for check in failed)
     assert str(path) in capsys.readouterr().err
     assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "100"]) == 0
@@ -916,10 +920,10 @@ def test_an_edited_provenance_is_not_that_of_the_rows(pair, tmp_path, capsys, ch
     for path in (run / "collect.json", run / "dim64" / "manifest.json", run / "dim100" / "manifest.json"):
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
     assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "64", "--recompute", "1"]) == 1
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     for place in ("rank_0/dim64/grads-4.pt", "rank_1/dim64/grads-6.pt", "dim64/all_orig.pt"):
-        assert f"{run / place} with" in told
-    assert "no row is of this collection" in told
+        assert f"{run / place} with" in printed
+    assert "no row is of this collection" in printed
     assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", "64"]) == 2
     assert "no row is of this collection" in capsys.readouterr().err
 
@@ -929,39 +933,39 @@ def test_a_matrix_of_another_width_beside_the_runs_is_found(pair, tmp_path, caps
     shutil.copytree(pair, run)
     path = extra_width(run)
     assert cli.main(["grads", "validate", "--output_dir", str(run)]) == 1
-    assert f"{path} belongs to no rank or width of the run" in capsys.readouterr().err
+    assert f"{path} belongs to no rank or width of the collection" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda told: [told], "object"),
-        (lambda told: None, "object"),
-        (lambda told: {**told, "samples": "11"}, "samples: Input should be a valid integer"),
-        (lambda told: {**told, "samples": 1000}, "says 1000 samples on 2 ranks"),
-        (lambda told: {**told, "world_size": 12}, "says 11 samples on 12 ranks"),
-        (lambda told: {**told, "save_interval": 0}, "save_interval: Input should be greater than or equal to 1"),
-        (lambda told: {**told, "dims": []}, "dims: List should have at least 1 item"),
-        (lambda told: {**told, "dims": [64, "100"]}, "dims.1: Input should be a valid integer"),
-        (lambda told: {**told, "split": ["train"]}, "split: Input should be 'train', 'val' or 'all'"),
-        (lambda told: {**told, "projection": "none such"}, "projection: Input should be"),
-        (lambda told: {**told, "seed": 2**80}, "seed: Input should be less than"),
+        (lambda stored: [stored], "object"),
+        (lambda stored: None, "object"),
+        (lambda stored: {**stored, "samples": "11"}, "samples: Input should be a valid integer"),
+        (lambda stored: {**stored, "samples": 1000}, "says 1000 samples on 2 ranks"),
+        (lambda stored: {**stored, "world_size": 12}, "says 11 samples on 12 ranks"),
+        (lambda stored: {**stored, "save_interval": 0}, "save_interval: Input should be greater than or equal to 1"),
+        (lambda stored: {**stored, "dims": []}, "dims: List should have at least 1 item"),
+        (lambda stored: {**stored, "dims": [64, "100"]}, "dims.1: Input should be a valid integer"),
+        (lambda stored: {**stored, "split": ["train"]}, "split: Input should be 'train', 'val' or 'all'"),
+        (lambda stored: {**stored, "projection": "none such"}, "projection: Input should be"),
+        (lambda stored: {**stored, "seed": 2**80}, "seed: Input should be less than"),
         (
-            lambda told: {name: told[name] for name in told if name != "format"},
+            lambda stored: {name: stored[name] for name in stored if name != "format"},
             "written by another version of gradwire",
         ),
-        (lambda told: {**told, "format": 1}, "written by another version of gradwire"),
+        (lambda stored: {**stored, "format": 1}, "written by another version of gradwire"),
     ],
 )
 def test_a_provenance_of_other_types_is_bad_input(small, pair, tmp_path, capsys, change, message):
     run = tmp_path / "run"
     run.mkdir()
-    told = json.loads((pair / "collect.json").read_text())
-    (run / "collect.json").write_text(json.dumps(change(told)))
+    stored = json.loads((pair / "collect.json").read_text())
+    (run / "collect.json").write_text(json.dumps(change(stored)))
     for verb in (["validate", "--output_dir", str(run)], ["aggregate", "--base_path", str(run), "--dim", "64"]):
         assert cli.main(["grads", *verb]) == 2
-        told = capsys.readouterr().err
-        assert message in told and "collect.json" in told and "Traceback" not in told
+        printed = capsys.readouterr().err
+        assert message in printed and "collect.json" in printed and "Traceback" not in printed
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of types that it does not recommend
@@ -971,9 +975,9 @@ def test_what_is_no_plain_matrix_of_rows_is_refused(tmp_path):
 
     def refusal(saved_):
         torch.save(saved_, path)
-        with pytest.raises(BadInput, match=str(path)) as told:
+        with pytest.raises(BadInput, match=str(path)) as printed:
             RowFile(path)
-        return str(told.value)
+        return str(printed.value)
 
     for other in (
         rows.to_sparse(),

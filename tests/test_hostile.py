@@ -70,9 +70,9 @@ def left(folder: Path) -> set[str]:
 def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """What a command says, which must be one line under exit code 2."""
     assert cli.main(words) == 2
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.count("\n") == 1 and len(told.err) < 600, told
-    return told.err
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1 and len(printed.err) < 600, printed
+    return printed.err
 
 
 def test_every_number_of_every_verb_has_bounds():
@@ -91,9 +91,9 @@ def test_a_number_out_of_bounds_is_named(case, tmp_path, capsys):
     verb, action = case
     for word in INTEGERS if action.type.kind is int else FLOATS:
         words = [*verb.split(), *required(verb, tmp_path, action.dest), f"--{action.dest}={word}"]
-        told = refused([*words, *positional(verb, tmp_path)], capsys)
-        assert told.startswith(f"gradwire {verb}: --{action.dest} is {float(word)}" if "n" in word else "gradwire ")
-        assert f"--{action.dest} is " in told and "it must be " in told
+        printed = refused([*words, *positional(verb, tmp_path)], capsys)
+        assert printed.startswith(f"gradwire {verb}: --{action.dest} is {float(word)}" if "n" in word else "gradwire ")
+        assert f"--{action.dest} is " in printed and "it must be " in printed
     assert left(tmp_path) == set()
 
 
@@ -164,16 +164,16 @@ OTHERS = {
     f"init --name {'x' * 5000}": "name: String should have at most 100 characters",
 }
 CASES = [
-    *((f"train --data_path nowhere --output_dir OUT/run {flags}", told) for flags, told in TRAIN.items()),
-    *((f"tokenize --data_path nowhere --output_dir OUT/run {flags}", told) for flags, told in TOKENIZE.items()),
-    *((command.replace("download", "download --output OUT/c.json"), told) for command, told in OTHERS.items()),
+    *((f"train --data_path nowhere --output_dir OUT/run {flags}", expected) for flags, expected in TRAIN.items()),
+    *((f"tokenize --data_path nowhere --output_dir OUT/run {flags}", expected) for flags, expected in TOKENIZE.items()),
+    *((command.replace("download", "download --output OUT/c.json"), expected) for command, expected in OTHERS.items()),
 ]
 
 
-@pytest.mark.parametrize(("command", "told"), CASES, ids=[command[:60] for command, _ in CASES])
-def test_a_number_that_no_run_can_use(command, told, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("command", "expected"), CASES, ids=[command[:60] for command, _ in CASES])
+def test_a_number_that_no_run_can_use(command, expected, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert told in refused(command.replace("OUT", str(tmp_path)).split(), capsys)
+    assert expected in refused(command.replace("OUT", str(tmp_path)).split(), capsys)
     assert left(tmp_path) == set()
 
 
@@ -181,7 +181,7 @@ GRID = {"name": "x", "compressors": {"none": {}}, "grid": {}}
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         ({"training": {"lr": float("inf")}}, "training.lr: Input should be a finite number"),
         ({"training": {"weight_decay": float("nan")}}, "training.weight_decay: Input should be a finite number"),
@@ -199,10 +199,10 @@ GRID = {"name": "x", "compressors": {"none": {}}, "grid": {}}
         ({"compressors": {"int8": {"block": 2**80}}}, "int8 option 'block'"),
     ],
 )
-def test_the_configuration_refuses_the_same_numbers(change, told):
+def test_the_configuration_refuses_the_same_numbers(change, expected):
     with pytest.raises(BadInput) as refusal:
         config.experiment(GRID | change)
-    assert told in str(refusal.value) and len(str(refusal.value)) < 1000
+    assert expected in str(refusal.value) and len(str(refusal.value)) < 1000
 
 
 def test_every_output_is_checked():
@@ -236,9 +236,11 @@ def test_an_output_that_cannot_be_written(case, tmp_path, capsys):
     else:
         paths |= {f"{tmp_path}/file": "a file is in the way; give another path."}
     others = [*required(verb, tmp_path, action.dest), *positional(verb, tmp_path)]
-    for path, told in paths.items():
+    for path, expected in paths.items():
         message = refused([*verb.split(), f"--{action.dest}={path}", *others], capsys)
-        assert told in message and ("UTF-8" in told or message.startswith(f"gradwire {verb}: --{action.dest}: "))
+        assert expected in message and (
+            "UTF-8" in expected or message.startswith(f"gradwire {verb}: --{action.dest}: ")
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_text() == "kept"
 
 
@@ -283,7 +285,7 @@ TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "1
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "expected"),
     [
         *(({name: value}, f"{name} in the environment is {value!r}; it must be an integer") for name, value in (
             ("RANK", "x"), ("RANK", ""), ("RANK", "1.0"), ("LOCAL_RANK", "one"), ("WORLD_SIZE", "2 3"),
@@ -297,15 +299,15 @@ TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "1
         ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK is 5 and WORLD_SIZE is 2 in the environment"),
     ],
 )  # fmt: skip
-def test_an_environment_that_is_no_ranks(change, told, tmp_path, monkeypatch, capsys):
+def test_an_environment_that_is_no_ranks(change, expected, tmp_path, monkeypatch, capsys):
     for name, value in (TORCHRUN | change).items():
         monkeypatch.setenv(name, value)
     given = {"world_size": None, "rank": None, "local_rank": None, "master_addr": None, "master_port": None}
     with pytest.raises(BadInput) as refusal:
         rank_options(argparse.Namespace(**given, backend="auto", device="cpu", timeout=60.0))
-    assert told in str(refusal.value)
+    assert expected in str(refusal.value)
     words = ["train", "--data_path", "nowhere", "--output_dir", str(tmp_path / "run"), "--device", "cpu"]
-    assert told in refused(words, capsys)  # at once: nobody waits for ranks that never come
+    assert expected in refused(words, capsys)  # at once: nobody waits for ranks that never come
 
 
 @pytest.mark.parametrize("value", ["many", "0", "-2", str(2**80)])
@@ -318,16 +320,16 @@ def test_a_number_of_local_ranks_that_is_none(value, monkeypatch):
 def test_a_rank_without_a_number_tells_its_failure_itself(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(RANK_FAILURES, str(tmp_path))
     monkeypatch.setenv("RANK", "x")
-    told = refused(["train", "--data_path", "nowhere", "--output_dir", str(tmp_path / "run")], capsys)
-    assert "RANK" in told and not list(tmp_path.glob("rank*.json"))
+    printed = refused(["train", "--data_path", "nowhere", "--output_dir", str(tmp_path / "run")], capsys)
+    assert "RANK" in printed and not list(tmp_path.glob("rank*.json"))
 
 
 @pytest.mark.parametrize("place", ["file", "file/below", "/proc/x"])
 def test_a_folder_of_locks_that_cannot_be_written(place, tmp_path, monkeypatch, capsys):
     (tmp_path / "file").write_text("kept")
     monkeypatch.setenv(leases.FOLDER, str(tmp_path / place))
-    told = refused(["launch", "--world_size", "2", "--launcher", "spawn", "--", "compressors"], capsys)
-    assert told.startswith(f"gradwire launch: {leases.FOLDER}: ") and "cannot be written" in told
+    printed = refused(["launch", "--world_size", "2", "--launcher", "spawn", "--", "compressors"], capsys)
+    assert printed.startswith(f"gradwire launch: {leases.FOLDER}: ") and "cannot be written" in printed
     assert (tmp_path / "file").read_text() == "kept"
 
 
@@ -340,8 +342,8 @@ def test_an_input_that_cannot_be(case, tmp_path, capsys):
     (tmp_path / "file").write_text("kept")
     for path in (f"{tmp_path}/{'x' * 300}", f"{tmp_path}/file/below", "/proc/x/y"):
         words = [*verb.split(), *required(verb, tmp_path, action.dest), f"--{action.dest}={path}"]
-        told = refused([*words, *positional(verb, tmp_path)], capsys)
-        assert "x" * 300 not in path or told.startswith(f"gradwire {verb}: --{action.dest}: ")
+        printed = refused([*words, *positional(verb, tmp_path)], capsys)
+        assert "x" * 300 not in path or printed.startswith(f"gradwire {verb}: --{action.dest}: ")
 
 
 def test_a_model_and_a_corpus_whose_names_are_too_long():

@@ -98,8 +98,8 @@ def test_what_the_rows_are_of_has_to_agree(stores, tmp_path, capsys):
         train = copied(of["train"], tmp_path / "train")
         edit(train / "manifest.json", **changes)
         assert influence(tmp_path / "out", [train], [of["val"]]) == 2
-        told = capsys.readouterr().err
-        assert (message or "no row is of this collection") in told
+        printed = capsys.readouterr().err
+        assert (message or "no row is of this collection") in printed
         shutil.rmtree(train)
     both = [copied(of[name], tmp_path / name) for name in ("train", "val")]
     for path, moments in zip(both, ("one", "other"), strict=True):
@@ -134,7 +134,7 @@ def another_seed(path):
     return "all_orig.pt", "no row is of this collection"
 
 
-def altered_facts(path):
+def altered_metadata(path):
     (path / "all_meta.parquet").write_bytes((path / "all_meta.parquet").read_bytes() + b"0")
     return "all_meta.parquet", "its SHA-256 differs"
 
@@ -150,9 +150,9 @@ def list_of_manifests(path):
 
 
 def older(path):
-    told = json.loads((path / "manifest.json").read_text())
-    del told["format"]
-    (path / "manifest.json").write_text(json.dumps(told))
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["format"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
     return "manifest.json", "was written by another version of gradwire; collect the gradients again"
 
 
@@ -163,7 +163,7 @@ def older(path):
         swapped_and_signed,
         offset_and_signed,
         another_seed,
-        altered_facts,
+        altered_metadata,
         unlisted_copy,
         list_of_manifests,
         older,
@@ -176,8 +176,8 @@ def test_a_store_that_is_not_what_its_manifest_says_is_refused(stores, tmp_path,
     if plant is another_seed:
         plant(both[1])
     assert influence(tmp_path / "out", both[:1], both[1:]) == 2
-    told = capsys.readouterr().err
-    assert str(tmp_path) in told and file in told and message in told and "Traceback" not in told
+    printed = capsys.readouterr().err
+    assert str(tmp_path) in printed and file in printed and message in printed and "Traceback" not in printed
     assert not (tmp_path / "out" / "top.jsonl").exists()
 
 

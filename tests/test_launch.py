@@ -56,7 +56,7 @@ def test_ranks_know_their_place_and_share_the_cores(tmp_path, launcher):
     assert {r[name] for r in ranks.values() for name in THREADS} == {share}
 
 
-def test_torchruns_store_listens_where_it_was_told_only(tmp_path):
+def test_torchruns_store_listens_where_it_was_asked_to_only(tmp_path):
     running = subprocess.Popen(command(tmp_path, {0: "wait", 1: "wait"}, launcher="torchrun"), env=CLEAN)
     try:
         deadline = time.monotonic() + 60
@@ -88,13 +88,13 @@ def test_a_given_number_of_threads_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize("launcher", ["fork", "torchrun"])
-def test_bad_input_of_a_rank_is_told_once_and_keeps_its_code(tmp_path, launcher):
+def test_bad_input_of_a_rank_is_reported_once_and_keeps_its_code(tmp_path, launcher):
     ended = launch(tmp_path, {1: "refuse"}, launcher=launcher)
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == "gradwire launch: rank 1: an option is bad.\n"
-    told = failure(tmp_path)
-    assert (told["rank"], told["exit_code"], told["last_step"]) == (1, 2, 7)
-    assert told["reason"] == "rank 1: an option is bad."
+    written = failure(tmp_path)
+    assert (written["rank"], written["exit_code"], written["last_step"]) == (1, 2, 7)
+    assert written["reason"] == "rank 1: an option is bad."
 
 
 def test_both_ranks_refusing_is_still_one_message(tmp_path):
@@ -258,7 +258,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def told(code: int, at: float, lost_peer: bool = False, timed_out: bool = False) -> dict:
+def failed(code: int, at: float, lost_peer: bool = False, timed_out: bool = False) -> dict:
     return {
         "reason": f"code {code}.",
         "exit_code": code,
@@ -273,13 +273,28 @@ def told(code: int, at: float, lost_peer: bool = False, timed_out: bool = False)
 @pytest.mark.parametrize(
     ("codes", "messages", "rank", "code"),
     [
-        ({0: 3, 2: -9}, {0: told(3, 1.0, lost_peer=True)}, 2, 3),  # killed, and a peer noticed
-        ({0: 2, 1: 3}, {0: told(2, 2.0), 1: told(3, 1.0, lost_peer=True)}, 0, 2),  # a peer was quicker to say so
-        ({0: 2, 1: 1}, {0: told(2, 2.0), 1: told(1, 1.0)}, 1, 1),  # two that failed by themselves: the earlier
-        ({0: -6, 1: 2}, {1: told(2, 1.0)}, 1, 2),  # what a library does to a peer
-        ({0: -15, 1: 75, 2: -9}, {1: told(75, 1.0)}, 2, 3),  # asked to end after another was killed
-        ({0: 3, 1: 3}, {0: told(3, 2.0, lost_peer=True), 1: told(3, 1.0, lost_peer=True)}, 1, 3),  # out of step
-        ({0: 3, 1: 1}, {0: told(3, 1.0, lost_peer=True)}, 1, 3),  # a rank that could not even start Python
+        ({0: 3, 2: -9}, {0: failed(3, 1.0, lost_peer=True)}, 2, 3),  # killed, and a peer noticed
+        (
+            {0: 2, 1: 3},
+            {0: failed(2, 2.0), 1: failed(3, 1.0, lost_peer=True)},
+            0,
+            2,
+        ),  # a peer was quicker to say so
+        (
+            {0: 2, 1: 1},
+            {0: failed(2, 2.0), 1: failed(1, 1.0)},
+            1,
+            1,
+        ),  # two that failed by themselves: the earlier
+        ({0: -6, 1: 2}, {1: failed(2, 1.0)}, 1, 2),  # what a library does to a peer
+        ({0: -15, 1: 75, 2: -9}, {1: failed(75, 1.0)}, 2, 3),  # asked to end after another was killed
+        (
+            {0: 3, 1: 3},
+            {0: failed(3, 2.0, lost_peer=True), 1: failed(3, 1.0, lost_peer=True)},
+            1,
+            3,
+        ),  # out of step
+        ({0: 3, 1: 1}, {0: failed(3, 1.0, lost_peer=True)}, 1, 3),  # a rank that could not even start Python
     ],
 )
 def test_the_first_cause_wins(codes, messages, rank, code):
@@ -290,16 +305,16 @@ def test_the_first_cause_wins(codes, messages, rank, code):
 
 
 def test_a_rank_that_others_waited_for_in_vain_hung_unless_it_was_killed():
-    waited = {0: told(3, 1.0, lost_peer=True, timed_out=True)}
+    waited = {0: failed(3, 1.0, lost_peer=True, timed_out=True)}
     cause = first_cause(Ended({0: 3, 1: -9}), waited)
     assert (cause.rank, cause.exit_code) == (1, 3)
     assert "rank 1: hung: rank 0 timed out waiting for it (code 3.)" in str(cause)
-    lost = {0: told(3, 1.0, lost_peer=True)}
+    lost = {0: failed(3, 1.0, lost_peer=True)}
     assert "was killed by SIGKILL" in str(first_cause(Ended({0: 3, 1: -9}), lost))
 
 
 def test_a_stop_is_resumable_if_a_rank_says_so():
-    cause = first_cause(Ended({0: -15}, stopped=True), {1: told(75, 1.0)})
+    cause = first_cause(Ended({0: -15}, stopped=True), {1: failed(75, 1.0)})
     assert (cause.exit_code, cause.step) == (75, 4)
     assert first_cause(Ended({0: -15, 1: -15}, stopped=True), {}).exit_code == 3
 

@@ -34,7 +34,7 @@ class Machine:
         self.running: list[subprocess.Popen[str]] = []
 
     def launch(self, name: str, world_size: int, *flags: str, deed: str = "wait", device: str = "cuda", **variables):
-        """A cell whose ranks say what they see and then wait, or end."""
+        """A run whose ranks say what they see and then wait, or end."""
         command = [sys.executable, PROBE, "launch", "--world_size", str(world_size), "--launcher", "spawn", *flags]
         deeds = json.dumps(dict.fromkeys(range(world_size), deed))
         probe = ["--", "probe", "--output_dir", str(self.folder / name), "--ranks", deeds, "--device", device]
@@ -45,7 +45,7 @@ class Machine:
         return process
 
     def seen(self, name: str) -> list[str]:
-        """The devices that the ranks of a cell see, once all of a cell's two ranks have started."""
+        """The devices that the ranks of a run see, once all of its two ranks have started."""
         found = sorted((self.folder / name).glob("started*.json"))
         return [json.loads(path.read_text()).get(leases.VISIBLE) for path in found]
 
@@ -70,11 +70,11 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def waiting(process: subprocess.Popen[str]) -> str:
-    """The line by which a cell says that it waits."""
+    """The line by which a run says that it waits."""
     return process.stderr.readline()
 
 
-def test_cells_get_their_own_gpus_and_as_many_as_ranks(machine):
+def test_runs_get_their_own_gpus_and_as_many_as_ranks(machine):
     machine.launch("one", 1)
     machine.launch("two", 2)
     until(lambda: len(machine.seen("one")) == 1 and len(machine.seen("two")) == 2)
@@ -86,9 +86,9 @@ def test_cells_get_their_own_gpus_and_as_many_as_ranks(machine):
 
 def test_more_than_the_machine_has_is_refused(machine):
     refused = machine.launch("five", 5)
-    _, told = refused.communicate(timeout=60)
+    _, printed = refused.communicate(timeout=60)
     assert refused.returncode == 2
-    assert told == (
+    assert printed == (
         "gradwire launch: 5 ranks need a GPU each and this machine has 4: use a smaller world size or --device cpu.\n"
     )
     assert not machine.started("five")
@@ -96,46 +96,46 @@ def test_more_than_the_machine_has_is_refused(machine):
 
 def test_only_what_is_visible_is_leased_whatever_it_is_called(machine):
     refused = machine.launch("two", 2, **{leases.VISIBLE: "3"})
-    _, told = refused.communicate(timeout=60)
-    assert (refused.returncode, "CUDA_VISIBLE_DEVICES is '3'" in told) == (2, True)
+    _, printed = refused.communicate(timeout=60)
+    assert (refused.returncode, "CUDA_VISIBLE_DEVICES is '3'" in printed) == (2, True)
     machine.launch("three", 3, **{leases.VISIBLE: "0,1,3"})
     until(lambda: machine.started("three"))
     assert machine.seen("three")[0] == ",".join(UUIDS[index] for index in (0, 1, 3))
     by_name = machine.launch("by_name", 1, **{leases.VISIBLE: UUIDS[3]})
-    assert waiting(by_name) == "gradwire launch: waiting for 1 of 1 GPUs, in use by other cells ...\n"
+    assert waiting(by_name) == "gradwire launch: waiting for 1 of 1 GPUs, in use by other runs ...\n"
 
 
 def test_a_killed_holder_frees_its_lease_and_the_first_that_waits_gets_it(machine):
     holder = machine.launch("holder", 4)
     until(lambda: machine.started("holder"))
     large = machine.launch("large", 3)
-    assert waiting(large) == "gradwire launch: waiting for 3 of 4 GPUs, in use by other cells ...\n"
+    assert waiting(large) == "gradwire launch: waiting for 3 of 4 GPUs, in use by other runs ...\n"
     small = machine.launch("small", 2)
-    assert waiting(small) == "gradwire launch: waiting for cells that wait for GPUs ...\n"
+    assert waiting(small) == "gradwire launch: waiting for runs that wait for GPUs ...\n"
     assert not machine.started("large") and not machine.started("small")
     holder.send_signal(signal.SIGKILL)
     until(lambda: machine.started("large"))
     assert len(machine.seen("large")[0].split(",")) == 3
-    assert waiting(small) == "gradwire launch: waiting for 1 of 4 GPUs, in use by other cells ...\n"
+    assert waiting(small) == "gradwire launch: waiting for 1 of 4 GPUs, in use by other runs ...\n"
     large.send_signal(signal.SIGKILL)
     until(lambda: machine.started("small"))
 
 
 @pytest.mark.parametrize(("device", "expected"), [("cpu", None), ("auto", UUIDS[0])])
-def test_a_cell_on_the_cpu_leases_nothing(machine, device, expected):
-    done = machine.launch("cell", 1, deed="end", device=device)
+def test_a_run_on_the_cpu_leases_nothing(machine, device, expected):
+    done = machine.launch("own", 1, deed="end", device=device)
     assert done.wait(60) == 0
-    assert machine.seen("cell") == [expected]
+    assert machine.seen("own") == [expected]
 
 
-def test_a_cell_that_is_timed_runs_alone(machine):
+def test_a_run_that_is_timed_runs_alone(machine):
     machine.launch("first", 1, device="cpu")
     machine.launch("second", 1, device="cpu")
     until(lambda: machine.started("first") and machine.started("second"))
     timed = machine.launch("timed", 1, "--alone", device="cpu")
-    assert waiting(timed) == "gradwire launch: waiting for the cells that run here ...\n"
+    assert waiting(timed) == "gradwire launch: waiting for the runs on this machine ...\n"
     late = machine.launch("late", 1, device="cpu")
-    assert waiting(late) == "gradwire launch: waiting for a timed cell ...\n"
+    assert waiting(late) == "gradwire launch: waiting for a timed run ...\n"
     assert not machine.started("timed")
     for process in machine.running[:2]:
         process.send_signal(signal.SIGKILL)

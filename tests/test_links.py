@@ -137,7 +137,7 @@ def test_missing_tools_are_named(tmp_path):
     assert not list(tmp_path.glob("started*"))
 
 
-def test_no_permission_is_told(tmp_path):
+def test_no_permission_is_reported(tmp_path):
     folder = tmp_path / "bin"
     folder.mkdir()
     for tool in links.TOOLS:

@@ -186,22 +186,22 @@ def test_a_model_whose_json_is_unusable_is_refused(small, tmp_path, file, conten
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda tensors, facts: facts.update(betas=[0.9]), "not enough values"),
-        (lambda tensors, facts: facts.update(betas="ab"), "could not convert"),
-        (lambda tensors, facts: facts["step"].pop("w"), "KeyError: 'w'"),
-        (lambda tensors, facts: facts.update(eps=[]), "TypeError"),
-        (lambda tensors, facts: tensors.pop("exp_avg_sq/w"), "KeyError: 'w'"),
-        (lambda tensors, facts: tensors.update({"exp_avg_sq/w": torch.ones(4)}), "do not match"),
-        (lambda tensors, facts: tensors.update({"exp_avg_sq/v": torch.ones(3)}), "do not match"),
+        (lambda tensors, settings: settings.update(betas=[0.9]), "not enough values"),
+        (lambda tensors, settings: settings.update(betas="ab"), "could not convert"),
+        (lambda tensors, settings: settings["step"].pop("w"), "KeyError: 'w'"),
+        (lambda tensors, settings: settings.update(eps=[]), "TypeError"),
+        (lambda tensors, settings: tensors.pop("exp_avg_sq/w"), "KeyError: 'w'"),
+        (lambda tensors, settings: tensors.update({"exp_avg_sq/w": torch.ones(4)}), "do not match"),
+        (lambda tensors, settings: tensors.update({"exp_avg_sq/v": torch.ones(3)}), "do not match"),
     ],
 )
 def test_moments_that_do_not_belong_together_are_refused(tmp_path, change, message):
     tensors = {"exp_avg/w": torch.ones(3), "exp_avg_sq/w": torch.full((3,), 2.0)}
-    facts = {"step": {"w": 7}, "betas": [0.9, 0.99], "eps": 1e-8}
-    save_file(tensors, tmp_path / optimizer.FILE, metadata={"adam": json.dumps(facts)})
+    settings = {"step": {"w": 7}, "betas": [0.9, 0.99], "eps": 1e-8}
+    save_file(tensors, tmp_path / optimizer.FILE, metadata={"adam": json.dumps(settings)})
     assert optimizer.load(tmp_path).step == {"w": 7}
-    change(tensors, facts)
-    save_file(tensors, tmp_path / optimizer.FILE, metadata={"adam": json.dumps(facts)})
+    change(tensors, settings)
+    save_file(tensors, tmp_path / optimizer.FILE, metadata={"adam": json.dumps(settings)})
     with pytest.raises(BadInput, match=f"is unusable: .*{message}"):
         optimizer.load(tmp_path)
 
@@ -278,17 +278,17 @@ def test_a_continuation_passes_the_models_window_and_ends_at_the_end_of_text(sma
 
 def test_generate_reads_a_prompt_from_stdin_and_repeats_itself_by_seed(small, capsys, monkeypatch):
     words = [sys.executable, "-m", "gradwire", "generate", "--model_dir", str(small.model), "--max_new_tokens", "12"]
-    told = subprocess.run(words, input="a sample\n", capture_output=True, text=True, encoding="utf-8", check=True)
-    assert told.stdout.startswith("a sample") and told.stdout.endswith("\n")
-    assert told.stderr == ""
+    done = subprocess.run(words, input="a sample\n", capture_output=True, text=True, encoding="utf-8", check=True)
+    assert done.stdout.startswith("a sample") and done.stdout.endswith("\n")
+    assert done.stderr == ""
 
     def here(*more):
         monkeypatch.setattr("sys.stdin", io.StringIO("a sample\n"))
         assert cli.main([*words[3:], *more]) == 0
         return capsys.readouterr().out
 
-    assert here() == told.stdout
-    assert here("--seed", "1") != told.stdout
+    assert here() == done.stdout
+    assert here("--seed", "1") != done.stdout
     assert here("--temperature", "0") == here("--temperature", "0", "--seed", "1")
 
 

@@ -48,7 +48,7 @@ def add(folder, run, ms, ppls, every=2, status="ok", **fields):
     pq.write_table(pa.Table.from_pylist(rows[::-1], schema=schema), place / "steps.parquet")
 
 
-def told(folder):
+def times_to_quality(folder):
     fields = ("target_reached", "time_to_target_ppl_s", "steps_to_target_ppl", "ppl_at_fixed_time")
     return {row.compressor: tuple(getattr(row, field) for field in fields) for row in collect(folder)}
 
@@ -68,7 +68,7 @@ def test_targets_are_reached_censored_or_unknown(tmp_path):
     add(tmp_path, RUN._replace(compressor="poor"), 7, [95.0, 70.0, 52.6])
     add(tmp_path, RUN._replace(compressor="lost"), 1, [99.0], status="diverged", reason="the loss is nan")
     add(tmp_path, RUN._replace(compressor="alone", seed=1), 3, [70.0])
-    assert told(tmp_path) == {
+    assert times_to_quality(tmp_path) == {
         "none": (True, pytest.approx(0.066), 6, pytest.approx(80)),
         "fast": (True, pytest.approx(0.020), 4, pytest.approx(52)),
         "poor": (False, None, None, pytest.approx(95)),
@@ -79,10 +79,10 @@ def test_targets_are_reached_censored_or_unknown(tmp_path):
 
 def test_a_quality_that_comes_from_another_run_says_nothing_about_this_one_s_time(tmp_path):
     add(tmp_path, RUN, 10, [80.0, 60.0], quality_from="benchmarks/quality.jsonl: ddp/none/ws2/none/seed0")
-    assert told(tmp_path) == {"none": (None, None, None, None)}
+    assert times_to_quality(tmp_path) == {"none": (None, None, None, None)}
 
 
-def test_broken_steps_are_told_and_spare_the_row(tmp_path, capsys):
+def test_broken_steps_are_reported_and_spare_the_row(tmp_path, capsys):
     add(tmp_path, RUN, 10, [80.0, 60.0])
     path = tmp_path / "runs" / RUN.path / "steps.parquet"
     path.write_bytes(path.read_bytes()[:-9])

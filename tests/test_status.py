@@ -12,7 +12,7 @@ import pytest
 
 from gradwire import cli
 from gradwire.config import Run
-from gradwire.report.status import duration, look, remaining, told
+from gradwire.report.status import duration, look, overview, remaining
 from gradwire.training import progress
 
 HERE = {"excluded": None, "quality_from": None, "shared": True}
@@ -57,7 +57,7 @@ def test_every_run_has_a_state_and_a_reason(results, capsys):
 def test_a_silent_run_has_stopped_and_the_pace_tells_what_is_left(results):
     states = look(results, now=time.time() + 600)
     assert [state.name for state in states.values()].count("stopped") == 1
-    assert "nothing heard for 10 min" in told(states, results)
+    assert "nothing heard for 10 min" in overview(states, results)
     states = look(results)
     assert remaining(states, results) == pytest.approx(200, abs=5), "one record in 100 s, two runs to come"
     assert (duration(12.4), duration(185), duration(3900)) == ("12 s", "3 min", "1 h 05 min")

@@ -52,14 +52,14 @@ def test_a_row_takes_its_label_s_perplexity_of_the_same_seed(tmp_path):
     own = row("ddp", "int8", "1gbit", val_ppl=77.5, quality_from="perplexity")
     found, complaints = perplexity_reference(path)
     assert complaints == []
-    (sharded, other, lacking, kept), told = with_quality([*timing, own], found)
+    (sharded, other, lacking, kept), notes = with_quality([*timing, own], found)
     assert sharded.val_ppl == pytest.approx(53 * 1.004)
     assert sharded.val_loss == pytest.approx(math.log(53 * 1.004))
     assert sharded.quality_from == f"{path}: fsdp2/int8/ws2/none/seed1"
     assert other.quality_from == f"{path}: ddp/none/ws2/none/seed0"
     assert lacking.val_ppl is None
     assert lacking.quality_from is None
-    assert told == [f"ddp/none/ws2/none/seed9 has no perplexity: {path} has no seed 9 of ddp/none"]
+    assert notes == [f"ddp/none/ws2/none/seed9 has no perplexity: {path} has no seed 9 of ddp/none"]
     assert kept == own
 
 
@@ -100,9 +100,9 @@ def test_a_broken_line_and_another_version_are_named_by_line_and_spare_the_rest(
     found, complaints = perplexity_reference(path)
     assert [(one.compressor, one.seed) for one in found.rows] == [("none", 0), ("int8", 1)]
     begin = [f"{path}: line {number} is left out: " for number in (2, 3, 6, 7)]
-    assert [told.startswith(start) for told, start in zip(complaints, begin, strict=True)] == [True] * 4
+    assert [complaint.startswith(start) for complaint, start in zip(complaints, begin, strict=True)] == [True] * 4
     reasons = "not valid JSON", "version is 7, not 1", "val_ppl", "version is null"
-    assert [reason in told for told, reason in zip(complaints, reasons, strict=True)] == [True] * 4
+    assert [reason in complaint for complaint, reason in zip(complaints, reasons, strict=True)] == [True] * 4
 
 
 @pytest.fixture(scope="module")

@@ -187,7 +187,7 @@ def test_a_gloo_trace_gives_the_times_computed_by_hand(tmp_path):
     assert profile["unfinished"] == 2
 
 
-def test_ranges_are_told_apart_by_purpose_and_what_follows_a_step_is_left_out(tmp_path):
+def test_ranges_are_distinguished_by_purpose_and_what_follows_a_step_is_left_out(tmp_path):
     events = [
         event("user_annotation", "gradwire/step", 10, 90, 1),  # then an evaluation, up to the next step
         event("user_annotation", "gradwire/parameters/encode", 11, 14, 1),
@@ -254,7 +254,7 @@ RIGHT = [(9.0, 9.0, 9.0), (0.111, 0.071, 0.0), (0.131, 0.088, 0.0), (8.0, 8.0, 8
         ([RIGHT[0], (0.121, 0.071, 0.0), (0.147, 0.088, 0.0)], 0.02, False, {"communication": 0.268 / 0.24}),
     ],
 )
-def test_a_meter_that_disagrees_with_the_trace_of_any_rank_is_told(tmp_path, second, around, agrees, quotients):
+def test_a_meter_that_disagrees_with_the_trace_of_any_rank_is_reported(tmp_path, second, around, agrees, quotients):
     for rank in (0, 1):
         write_trace(tmp_path, rank, RECORDED)
     write_steps(tmp_path, {0: RIGHT, 1: second}, around)
@@ -310,7 +310,7 @@ def test_a_damaged_steps_parquet_is_one_clear_message_wherever_it_is_read(tmp_pa
     assert curves.read(path).seconds[-1] == quality.read(path).total_s == 0.0095
     spoil(path)
     for reader in (curves.read, quality.read):
-        with pytest.raises(BadInput, match=f"{path} is unusable .*train this cell again"):
+        with pytest.raises(BadInput, match=f"{path} is unusable .*train this run again"):
             reader(path)
     write_trace(tmp_path, 0, RECORDED, world_size=1)
     assert main(["trace", "--run_dir", str(tmp_path)]) == 2

@@ -562,10 +562,10 @@ def test_bad_input_is_one_message_and_leaves_nothing(case, shards, tmp_path, cap
     change, expected = BAD[case]
     folder = tmp_path / "run"
     assert cli.main(["train", *words(shards, folder), *change]) == 2
-    told = capsys.readouterr().err.strip()
-    assert "\n" not in told
+    printed = capsys.readouterr().err.strip()
+    assert "\n" not in printed
     for word in expected:
-        assert word in told
+        assert word in printed
     assert [path.name for path in folder.iterdir()] == ["train.failed.json"]
     assert json.loads((folder / "train.failed.json").read_text())["exit_code"] == 2
 

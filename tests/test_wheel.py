@@ -54,8 +54,8 @@ def test_the_wheel_holds_every_file_of_the_package(wheel):
 def test_the_wheel_names_its_licence_and_its_needs(wheel):
     archive = zipfile.ZipFile(wheel)
     (metadata,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-    told = archive.read(metadata).decode()
-    assert "License-Expression: Apache-2.0" in told and "Requires-Dist: torch>=" in told
+    printed = archive.read(metadata).decode()
+    assert "License-Expression: Apache-2.0" in printed and "Requires-Dist: torch>=" in printed
     assert any(name.endswith("licenses/LICENSE") for name in archive.namelist())
 
 
@@ -72,7 +72,7 @@ def test_two_ranks_train_from_the_wheel_in_an_empty_folder(wheel, tmp_path):
     gradwire = installed / "bin" / "gradwire"
     train = ("train", "--data_path", "my.jsonl", "--output_dir", "run", "--comm_compress", "int8", "--vocab_size", 290)
     sizes = ("--max_length", 24, "--batch_size", 2, "--steps", 2, "--warmup_steps", 0, "--lr_warmup_steps", 1)
-    told = run(gradwire, "launch", "--world_size", 2, "--", *train, *sizes, "--no-profile", cwd=work, path=installed)
+    printed = run(gradwire, "launch", "--world_size", 2, "--", *train, *sizes, "--no-profile", cwd=work, path=installed)
     record = json.loads((work / "run" / "record.json").read_text())
     assert (record["status"], record["steps"], record["world_size"]) == ("ok", 2, 2)
-    assert record["bytes_compressed_total"] > 0 and "ratio" in told
+    assert record["bytes_compressed_total"] > 0 and "ratio" in printed

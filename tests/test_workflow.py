@@ -21,7 +21,7 @@ from snakemakes import Snakemakes
 from gradwire.launch.links import probe
 
 ROOT = Path(__file__).parent.parent
-TOO_LARGE = 4000  # ranks: more than the corpus has samples, so that this cell fails before any rank starts
+TOO_LARGE = 4000  # ranks: more than the corpus has samples, so that this run fails before any rank starts
 
 SMALL = {
     "name": "small",
@@ -82,12 +82,12 @@ def checkout(tmp_path_factory) -> Iterator[Checkout]:
 
 
 @pytest.mark.parametrize("timing", [True, False])
-def test_cells_of_a_timing_experiment_have_the_machine_for_themselves(timing, checkout):
+def test_runs_of_a_timing_experiment_have_the_machine_for_themselves(timing, checkout):
     grid = [{"strategies": ["fsdp2"], "world_sizes": [1]}]
     checkout.configure({**SMALL, "timing": timing, "grid": grid, "gradients": None})
-    told = checkout.snakemake("-n", "-p").stdout
-    assert told.count(" train ") >= 2
-    assert (told.count("--alone"), told.count("threads: 2")) == ((2, 2) if timing else (0, 0))
+    printed = checkout.snakemake("-n", "-p").stdout
+    assert printed.count(" train ") >= 2
+    assert (printed.count("--alone"), printed.count("threads: 2")) == ((2, 2) if timing else (0, 0))
 
 
 def test_every_verb_knows_its_attempt(checkout):
@@ -105,9 +105,9 @@ def test_every_verb_knows_its_attempt(checkout):
 def test_nodes_follow_from_the_ranks_that_a_node_takes(checkout):
     checkout.configure(SMALL)
     shown = checkout.snakemake("-n", "-p", "--config", "ranks_per_node=1")
-    told = shown.stdout
-    assert "nodes=2, mpi=srun, tasks=2, tasks_per_gpu=0, cpus_per_task=1" in told
-    assert "--nodes 2 --world_size 2" in told
+    printed = shown.stdout
+    assert "nodes=2, mpi=srun, tasks=2, tasks_per_gpu=0, cpus_per_task=1" in printed
+    assert "--nodes 2 --world_size 2" in printed
     shown = checkout.snakemake("-n", "-p", "--config", "ranks_per_node=2")
     assert "mpi=srun" not in shown.stdout
     refused = checkout.snakemake("-n", "--config", "ranks_per_node=0")
@@ -153,7 +153,7 @@ def test_a_real_experiment_runs_and_fails_in_one_cell(checkout):
 
 
 def test_only_what_a_change_touches_is_run_again(checkout):
-    # A cell that fails leaves the other cells' results, and the table.
+    # A run that fails leaves the other runs' results, and the table.
     checkout.configure(BROKEN)
     done = checkout.run()
     assert done.returncode != 0
@@ -216,7 +216,7 @@ def test_only_what_a_change_touches_is_run_again(checkout):
     assert "shards" not in checkout.jobs()
 
 
-def test_a_cell_that_needs_more_gpus_than_there_are_is_refused_not_shrunk(checkout):
+def test_a_run_that_needs_more_gpus_than_there_are_is_refused_not_shrunk(checkout):
     training = {**SMALL["training"], "device": "cuda"}
     checkout.configure({**SMALL, "name": "gpus", "training": training, "compressors": {"none": {}}, "gradients": None})
     done = checkout.snakemake("--resources", "gpu=1")
@@ -228,7 +228,7 @@ def test_a_cell_that_needs_more_gpus_than_there_are_is_refused_not_shrunk(checko
     checkout.configure(SMALL)
 
 
-def test_cells_on_links_are_left_out_where_there_can_be_none(checkout, tmp_path):
+def test_runs_on_links_are_left_out_where_there_can_be_none(checkout, tmp_path):
     checkout.configure({**SMALL, "grid": [{**SMALL["grid"][0], "links": ["none", "100mbit"]}]})
     here = {"none", "100mbit"} if probe().way is not None else {"none"}
     assert checkout.jobs()["train"] == 2 * len(here)

@@ -560,8 +560,8 @@ def checked(model: type[Model], value: Any, where: str) -> Model:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        told = "; ".join(_explain(model, problem) for problem in error.errors())
-        raise BadInput(f"{where}: {told}." if where else f"{told}.") from None
+        problems = "; ".join(_explain(model, problem) for problem in error.errors())
+        raise BadInput(f"{where}: {problems}." if where else f"{problems}.") from None
 
 
 def _explain(model: type[BaseModel], problem: Any) -> str:

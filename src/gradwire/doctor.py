@@ -25,7 +25,7 @@ class Finding(NamedTuple):
     """What was checked, what was found, and how to install it if it is missing."""
 
     name: str
-    told: str
+    found: str
     advice: str = ""
 
 
@@ -47,8 +47,8 @@ def main(args: argparse.Namespace) -> None:
         CheckFailed: If a step fails, with its message.
     """
     found = list(findings())
-    for name, told, _ in found:
-        print(f"{name:<12} {told}")
+    for name, text, _ in found:
+        print(f"{name:<12} {text}")
     if missing := [finding for finding in found if finding.advice]:
         print("\noptional, not found")
         for name, _, advice in missing:
@@ -146,12 +146,12 @@ def slurm() -> Finding:
         return Finding("Slurm", "no: no sbatch", "a cluster's login node (docs/clusters.md).")
     if installed("snakemake-executor-plugin-slurm") is None:
         return Finding("Slurm", "no: Snakemake's plugin is not installed", "`pip install 'gradwire[slurm]'`.")
-    told = _says("sinfo", "--noheader", "--format=%R: %D nodes")
-    if not told:
+    partitions = _says("sinfo", "--noheader", "--format=%R: %D nodes")
+    if not partitions:
         return Finding(
             "Slurm", "no: sbatch is installed, but no cluster responds", "a cluster's login node (docs/clusters.md)."
         )
-    return Finding("Slurm", told)
+    return Finding("Slurm", partitions)
 
 
 def _says(*command: str) -> str:
@@ -193,7 +193,7 @@ def multi_gpu(args: argparse.Namespace) -> None:
         )
 
 
-def step(told: str, work: Callable[[], None]) -> None:
+def step(title: str, work: Callable[[], None]) -> None:
     """Run a step and print the result.
 
     Raises:
@@ -202,9 +202,9 @@ def step(told: str, work: Callable[[], None]) -> None:
     try:
         work()
     except GradwireError as error:
-        print(f"failed       {told}")
-        raise CheckFailed(f"{told}: {error}") from error
-    print(f"ok           {told}")
+        print(f"failed       {title}")
+        raise CheckFailed(f"{title}: {error}") from error
+    print(f"ok           {title}")
 
 
 def make(folder: Path) -> None:

@@ -76,8 +76,8 @@ def write_failure(folder: Path, verb: str, error: BaseException) -> None:
     """
     path = failure_file(folder, verb)
     try:
-        told = {"verb": verb, "rank": getattr(error, "rank", None), **_told(error)}
-        write_json(path, told | {"traceback": where(error) if unexpected(error) else ""})
+        failure = {"verb": verb, "rank": getattr(error, "rank", None), **_summary(error)}
+        write_json(path, failure | {"traceback": where(error) if unexpected(error) else ""})
     except (RunFault, OSError) as problem:
         print(f"gradwire: NOTE: {problem}", file=sys.stderr)
 
@@ -114,7 +114,7 @@ def report_rank_failure(error: BaseException) -> bool:
         Path(folder) / f"rank{rank}.json",
         {
             "rank": rank,
-            **_told(error),
+            **_summary(error),
             "lost_peer": lost_peer(error),
             "timed_out": timed_out(error),
             "traceback": where(error) if unexpected(error) else "",
@@ -128,7 +128,7 @@ def rank_failures(folder: Path) -> dict[int, dict[str, Any]]:
     return {failure["rank"]: failure for failure in map(read_json, Path(folder).glob("rank*.json"))}
 
 
-def _told(error: BaseException) -> dict[str, Any]:
+def _summary(error: BaseException) -> dict[str, Any]:
     """The fields that a failure file and a rank's message share."""
     step = getattr(error, "step", None)
     return {"reason": reason(error), "exit_code": exit_code(error), "last_step": step, "time": time.time()}

@@ -41,11 +41,11 @@ class Ended(NamedTuple):
     """How a command ended."""
 
     code: int
-    told: str
+    stderr: str
 
     @property
     def last(self) -> str:
-        return self.told.strip().splitlines()[-1]
+        return self.stderr.strip().splitlines()[-1]
 
 
 def start(words: Words, cwd: Path, **variables: str) -> subprocess.Popen[str]:
@@ -54,8 +54,8 @@ def start(words: Words, cwd: Path, **variables: str) -> subprocess.Popen[str]:
 
 
 def finished(process: subprocess.Popen[str]) -> Ended:
-    _, told = process.communicate(timeout=900)
-    return Ended(process.returncode, told)
+    _, stderr = process.communicate(timeout=900)
+    return Ended(process.returncode, stderr)
 
 
 def run(words: Words, cwd: Path, **variables: str) -> Ended:
@@ -107,7 +107,7 @@ class Laboratory:
 
     def succeed(self, words: Words) -> None:
         done = run(words, self.folder)
-        assert done.code == 0, done.told
+        assert done.code == 0, done.stderr
 
     def tokenize(self, output: Path) -> Words:
         made = {"vocab_size": 300, "max_length": 24, "shard_size": 20, "val_fraction": 0.1}
@@ -145,7 +145,7 @@ def rerun_trains(lab: Laboratory, folder: Path) -> str:
     assert not orphans(folder)
     assert not (folder / "record.json").exists()
     again = run(lab.train(folder), lab.folder)
-    assert again.code == 0, again.told
+    assert again.code == 0, again.stderr
     return lab.same_run(folder)
 
 
@@ -176,9 +176,9 @@ def test_kill_9_while_tokenizing(lab, tmp_path, table):
     ended = struck(lab.tokenize(tmp_path), lab.folder, "-", "KILL", tmp_path / "shards/train/shard-0000[1-9].pt")
     assert ended.code == -9 and not orphans(tmp_path)
     refused = run(lab.train(tmp_path / "run", data_path=tmp_path / "shards"), lab.folder)
-    assert refused.code == 2 and "gradwire tokenize" in refused.told
+    assert refused.code == 2 and "gradwire tokenize" in refused.stderr
     again = run(lab.tokenize(tmp_path), lab.folder)
-    assert again.code == 0, again.told
+    assert again.code == 0, again.stderr
     assert tree(tmp_path, "shards/*/*") == tree(lab.folder / "data", "shards/*/*")
     table("kill -9, tokenizing", f"training on it: exit 2: {refused.last}", "same shards, to the byte")
 
@@ -259,7 +259,7 @@ def test_a_full_disk(lab, tmp_path, table):
         ended = run(lab.train(folder), lab.folder)
         assert ended.code == 3
         assert "cannot be written: No space left on device." in ended.last
-        assert "Traceback" not in ended.told
+        assert "Traceback" not in ended.stderr
         assert not list(folder.glob("checkpoints/*"))
         subprocess.run(["mount", "-o", "remount,size=64m", str(folder)], check=True)
         rerun = rerun_trains(lab, folder)
@@ -269,12 +269,12 @@ def test_a_full_disk(lab, tmp_path, table):
     with mounted(folder, "-t", "tmpfs", "-o", "size=60k", "small"):
         ended = run(lab.tokenize(folder), lab.folder)
         assert ended.code == 3
-        assert "cannot be written: No space left on device." in ended.told
-        assert "Traceback" not in ended.told
+        assert "cannot be written: No space left on device." in ended.stderr
+        assert "Traceback" not in ended.stderr
         subprocess.run(["mount", "-o", "remount,size=64m", str(folder)], check=True)
         lab.succeed(lab.tokenize(folder))
         assert tree(folder, "shards/*/*") == tree(lab.folder / "data", "shards/*/*")
-    said = next(line for line in ended.told.splitlines() if "NOTE" not in line and "No space left" in line)
+    said = next(line for line in ended.stderr.splitlines() if "NOTE" not in line and "No space left" in line)
     table("disk full (60 kB), tokenizing", f"exit 3: {said}", "same shards, to the byte")
 
 
@@ -290,7 +290,7 @@ def test_a_read_only_output_folder(lab, tmp_path, table):
         subprocess.run(["umount", str(folder)], check=True)
     assert ended.code == 2
     assert "cannot be written: Read-only file system; give another path." in ended.last
-    assert "Traceback" not in ended.told
+    assert "Traceback" not in ended.stderr
     table("read-only output folder", f"exit 2, before any rank starts: {ended.last}", rerun_trains(lab, folder))
 
 
@@ -320,7 +320,7 @@ def test_checksums_that_do_not_match(lab, tmp_path, table):
     flip(newest / "state1.pt")
     again = run(lab.train(folder), lab.folder)
     assert again.code == 0
-    named = next(line for line in again.told.splitlines() if "NOTE" in line)
+    named = next(line for line in again.stderr.splitlines() if "NOTE" in line)
     assert str(newest / "state1.pt") in named
     table("checksum of the newest checkpoint", named, lab.same_run(folder))
 
@@ -339,9 +339,9 @@ def test_the_clock_jumps(jump, lab, tmp_path, table):
         time.sleep(0.01)
     subprocess.run(["sh", "-c", 'echo "$1" > "$0"', str(clock), str(jump)], check=True)
     ended = finished(process)
-    assert ended.code == 0, ended.told
+    assert ended.code == 0, ended.stderr
     jumped = run(NOW, tmp_path, LD_PRELOAD=str(library), JUMP=str(clock))
-    assert float(jumped.told) - time.time() == pytest.approx(jump, abs=60), "else nothing jumped"
+    assert float(jumped.stderr) - time.time() == pytest.approx(jump, abs=60), "else nothing jumped"
     record = json.loads((folder / "record.json").read_text())
     assert 0 < record["step_time_ms_mean"] < 60_000
     table(f"the clock jumps by {jump / DAY:+.0f} days", "exit 0, times as measured", lab.same_run(folder))
@@ -393,10 +393,10 @@ def test_two_snakemakes_in_one_folder_and_one_that_is_killed(tmp_path, table):
         time.sleep(0.05)
     second = run(*snakemake(two), **package[two])
     assert second.code != 0
-    refusal = next(line for line in second.told.splitlines() if "is in use by another process" in line)
+    refusal = next(line for line in second.stderr.splitlines() if "is in use by another process" in line)
     assert f"({first.pid})" in refusal
     ended = finished(first)
-    assert ended.code == 0, ended.told
+    assert ended.code == 0, ended.stderr
     table("two `make run` in one folder", f"the second: exit {second.code}: {refusal}", "the first ends as if alone")
 
     shutil.copytree(two / "results/data", killed / "results/data")
@@ -409,6 +409,6 @@ def test_two_snakemakes_in_one_folder_and_one_that_is_killed(tmp_path, table):
     stopped = json.loads((killed / OF_RUN / "train.failed.json").read_text())
     assert stopped["exit_code"] == 75
     again = run(*snakemake(killed), **package[killed])
-    assert again.code == 0, again.told
+    assert again.code == 0, again.stderr
     assert outcome(killed) == outcome(two)
     table("kill -9 of Snakemake, training", f"its cell: exit 75: {stopped['reason']}", "same losses and perplexity")

@@ -160,8 +160,8 @@ def refused(rank, world, group, case):
     ],
 )
 def test_what_cannot_be_right_is_refused_on_every_rank(world, case, message):
-    for told in world(2).run(refused, case):
-        assert message in told
+    for refusal in world(2).run(refused, case):
+        assert message in refusal
 
 
 class Mixing(torch.nn.Module):
@@ -197,8 +197,8 @@ def test_an_unknown_layer_is_not_skipped(capsys):
 
 
 def test_an_unknown_layer_with_sharded_weights_is_refused(world):
-    (told,) = world(1).run(sharded_and_odd)
-    assert "scale is sharded and used by an unsupported layer or outside its layer" in told
+    (refusal,) = world(1).run(sharded_and_odd)
+    assert "scale is sharded and used by an unsupported layer or outside its layer" in refusal
 
 
 def sharded_and_odd(rank, world, group):

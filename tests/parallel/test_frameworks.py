@@ -408,7 +408,7 @@ def foreign_model(rank, world, group):
     clip_grad_norm(Even(), 1.0)
 
 
-def test_bad_input_is_told(world):
+def test_bad_input_is_reported(world):
     assert available() == sorted(STRATEGIES)
     with pytest.raises(BadInput, match=r"unknown strategy 'fsdp3'\. Did you mean 'fsdp"):
         world(1).run(unknown_strategy)

@@ -93,7 +93,7 @@ def trained(rank, world, group, name, strategy, method, cell, steps, options=Non
         optimizer = optimizers.build(name, model, groups_of(model), reducer, lr=1.0, betas=BETAS, **options or {})
     else:
         optimizer = torch.optim.AdamW(groups_of(model), lr=1.0, betas=BETAS)
-    told = []
+    history = []
     for step in range(steps):
         set_rates(optimizer, step)
         backward(model, rank, step, micros)
@@ -107,8 +107,8 @@ def trained(rank, world, group, name, strategy, method, cell, steps, options=Non
         if finite:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        told.append((whole(model), norm, finite, first_difference(model, optimizer)))
-    return told, reducer.traffic
+        history.append((whole(model), norm, finite, first_difference(model, optimizer)))
+    return history, reducer.traffic
 
 
 class Plan(NamedTuple):
@@ -246,11 +246,11 @@ def test_onebit_adam_is_its_protocol_in_one_process(world, case, strategy, size)
     method, options, more = case
     results = world(size).run(trained, "onebit_adam", strategy, method, cell(method=options, **more), 10)
     expected = simulated(size, 10, method, options, more)
-    for told, traffic in results:
-        assert [difference for *_, difference in told] == [None] * 10, "replicas are bit-equal after every step"
+    for history, traffic in results:
+        assert [difference for *_, difference in history] == [None] * 10, "replicas are bit-equal after every step"
         for step in range(10):
-            assert_near(told[step][0], expected[step][0])
-            assert_same(told[step][0], results[0][0][step][0])
+            assert_near(history[step][0], expected[step][0])
+            assert_same(history[step][0], results[0][0][step][0])
         assert traffic["raw"] > 0 and (traffic["sent"] < traffic["raw"]) == (method != "none")
     sent = sum(traffic["sent"] for _, traffic in results)
     assert [traffic["closed_form"] for _, traffic in results] == [sent] * size
@@ -262,14 +262,14 @@ def test_onebit_adam_is_its_protocol_in_one_process(world, case, strategy, size)
 def test_zero_one_adam_is_its_protocol_in_one_process(world, size, strategy, method, options):
     results = world(size).run(trained, "zero_one_adam", strategy, method, cell(method=options), 14, ZERO_ONE)
     expected = simulated(size, 14, method, options, {}, ZERO_ONE_PLAN)
-    for rank, (told, traffic) in enumerate(results):
+    for rank, (history, traffic) in enumerate(results):
         for step in range(14):
-            assert_near(told[step][0], expected[step][rank])
+            assert_near(history[step][0], expected[step][rank])
             if step in ZERO_ONE_PLAN.alone:
-                assert told[step][3].startswith("cube on rank"), "replicas drift"
+                assert history[step][3].startswith("cube on rank"), "replicas drift"
             else:
-                assert told[step][3] is None
-                assert_same(told[step][0], results[0][0][step][0])
+                assert history[step][3] is None
+                assert_same(history[step][0], results[0][0][step][0])
         assert traffic["elements"] == 14 * sum(p.numel() for p in held().parameters() if p.requires_grad)
     sent, raw = (sum(traffic[key] for _, traffic in results) for key in ("sent", "raw"))
     assert [traffic["closed_form"] for _, traffic in results] == [sent] * size
@@ -278,10 +278,10 @@ def test_zero_one_adam_is_its_protocol_in_one_process(world, size, strategy, met
 
 
 def test_a_single_rank_takes_adams_step_with_the_variance_frozen(world):
-    [(told, traffic)] = world(1).run(trained, "onebit_adam", "naive", "onebit", cell(), 8)
+    [(history, traffic)] = world(1).run(trained, "onebit_adam", "naive", "onebit", cell(), 8)
     expected = simulated(1, 8, "none", {}, {})
     for step in range(8):
-        assert_near(told[step][0], expected[step][0])
+        assert_near(history[step][0], expected[step][0])
     assert traffic["raw"] == traffic["sent"] == 0
 
 
@@ -299,14 +299,14 @@ def test_accumulated_gradients_are_sent_once(world, strategy):
 @pytest.mark.parametrize("step", [1, 4])
 def test_a_skipped_step_leaves_parameters_and_momentum(world, size, step):
     results = world(size).run(trained, "onebit_adam", "ddp", "none", cell(nonfinite="skip"), 7, None, (size - 1, step))
-    for told, traffic in results:
-        assert [finite for _, _, finite, _ in told] == [at != step for at in range(7)]
-        assert_same(told[step][0], told[step - 1][0])
-        assert all(value.isfinite().all() for value in told[-1][0].values())
-        assert told[-1][3] is None and traffic["nonfinite_steps"] == 1
+    for history, traffic in results:
+        assert [finite for _, _, finite, _ in history] == [at != step for at in range(7)]
+        assert_same(history[step][0], history[step - 1][0])
+        assert all(value.isfinite().all() for value in history[-1][0].values())
+        assert history[-1][3] is None and traffic["nonfinite_steps"] == 1
         if step == 4:
             exact = simulated(size, 7, "none", {}, {}, Plan(skipped=(4,)))
-            assert_near(told[-1][0], exact[-1][0])
+            assert_near(history[-1][0], exact[-1][0])
     assert not torch.equal(results[0][0][step + 1][0]["bias"], results[0][0][step][0]["bias"])
 
 
@@ -316,19 +316,21 @@ def test_a_gradient_that_is_not_finite_is_skipped_where_nothing_is_sent_too(worl
     given = ("none", cell(nonfinite="skip"), 14, ZERO_ONE, (size - 1, 8))
     results = world(size).run(trained, "zero_one_adam", "naive", *given)
     exact = simulated(size, 14, "none", {}, {}, Plan((0, 1, 2, 4), alone=(9, 10, 12), skipped=(8,)))
-    for rank, (told, traffic) in enumerate(results):
-        assert [finite for _, _, finite, _ in told] == [step != 8 for step in range(14)]
+    for rank, (history, traffic) in enumerate(results):
+        assert [finite for _, _, finite, _ in history] == [step != 8 for step in range(14)]
         assert traffic["nonfinite_steps"] == 1
         for step in range(14):
-            assert_near(told[step][0], exact[step][rank])
+            assert_near(history[step][0], exact[step][rank])
 
 
 def diverging(rank, world, group, policy):
     try:
-        told, _ = trained(rank, world, group, "onebit_adam", "naive", "onebit", cell(nonfinite=policy), 6, None, (0, 4))
+        history, _ = trained(
+            rank, world, group, "onebit_adam", "naive", "onebit", cell(nonfinite=policy), 6, None, (0, 4)
+        )
     except NonFiniteGradient as error:
         return error.step
-    return [finite for _, _, finite, _ in told], bool(told[-1][0]["bias"].isfinite().all())
+    return [finite for _, _, finite, _ in history], bool(history[-1][0]["bias"].isfinite().all())
 
 
 def test_other_policies_raise_on_all_ranks_or_propagate(world):
@@ -338,18 +340,18 @@ def test_other_policies_raise_on_all_ranks_or_propagate(world):
 
 def test_no_element_moves_further_than_adam_would(world):
     """Rows that the warm-up never met have no variance: without a bound their first gradient is divided by eps."""
-    [(told, _)] = world(1).run(trained, "onebit_adam", "naive", "none", cell(), 7)
+    [(history, _)] = world(1).run(trained, "onebit_adam", "naive", "none", cell(), 7)
     for step in (5, 6):
         rate = RATES[step] / (1 - BETAS[0] ** (step + 1))
-        kept = (1 - RATES[step] * DECAY) * told[step - 1][0]["rows.weight"]
-        moved = (told[step][0]["rows.weight"] - kept)[4:].abs()
+        kept = (1 - RATES[step] * DECAY) * history[step - 1][0]["rows.weight"]
+        moved = (history[step][0]["rows.weight"] - kept)[4:].abs()
         torch.testing.assert_close(moved, torch.full_like(moved, rate), rtol=1e-4, atol=0)
 
 
 def test_tied_and_frozen_parameters(world):
-    told, _ = world(2).run(trained, "onebit_adam", "ddp", "onebit", cell(), 5)[0]
-    assert torch.equal(told[-1][0]["still"], held().still)
-    assert "head.weight" not in told[-1][0], "a tied parameter has one name"
+    history, _ = world(2).run(trained, "onebit_adam", "ddp", "onebit", cell(), 5)[0]
+    assert torch.equal(history[-1][0]["still"], held().still)
+    assert "head.weight" not in history[-1][0], "a tied parameter has one name"
 
 
 def refused(rank, world, group, name, strategy, dense_steps, options):
@@ -362,7 +364,7 @@ def refused(rank, world, group, name, strategy, dense_steps, options):
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy", "dense_steps", "options", "told"),
+    ("name", "strategy", "dense_steps", "options", "expected"),
     [
         ("onebit_adam", "fsdp2", 3, {}, "strategy fsdp2 shards gradients"),
         ("onebit_adam", "fsdp1", 3, {}, "strategy fsdp1 shards gradients"),
@@ -372,9 +374,9 @@ def refused(rank, world, group, name, strategy, dense_steps, options):
         ("one_bit_adam", "ddp", 3, {}, "Did you mean 'onebit_adam'"),
     ],
 )
-def test_bad_input_is_one_message(world, name, strategy, dense_steps, options, told):
+def test_bad_input_is_one_message(world, name, strategy, dense_steps, options, expected):
     [message] = world(1).run(refused, name, strategy, dense_steps, options)
-    assert told in message
+    assert expected in message
 
 
 def without_a_gradient(rank, world, group):

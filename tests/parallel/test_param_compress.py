@@ -17,7 +17,7 @@ from gradwire.collectives.meter import METER
 from gradwire.collectives.parameters import EXEMPT, ParameterGather
 from gradwire.compressors import build
 from gradwire.errors import BadInput
-from gradwire.parallel import accumulation, full_state_dict, parameters_unhooked, unit_sizes, wrap
+from gradwire.parallel import accumulation, block_sizes, full_state_dict, parameters_unhooked, wrap
 
 worlds = pytest.mark.parametrize("size", [2, 3])
 methods = pytest.mark.parametrize("method", ["bf16", "int8"])
@@ -206,7 +206,7 @@ def counted(rank, world, group, strategy, micros, checkpointing):
     if checkpointing:
         for index, layer in enumerate(model.layers):
             model.layers[index] = Recomputed(layer)
-    sizes = unit_sizes(model)
+    sizes = block_sizes(model)
     model = wrap(model, strategy, device="cpu").train()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     counts = []
@@ -297,7 +297,7 @@ def wrapped(rank, world, group, strategy, dtype, options):
     wrap(Even().to(dtype), strategy, device="cpu", **options)
 
 
-def test_bad_input_is_told(world):
+def test_bad_input_is_reported(world):
     for strategy in ("naive", "bucket", "ddp", "fsdp1"):
         with pytest.raises(BadInput, match=f"unknown option of strategy {strategy} 'param_compress'"):
             world(1).run(wrapped, strategy, torch.float32, {"param_compress": "int8"})

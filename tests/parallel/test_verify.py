@@ -32,7 +32,7 @@ def trained(rank, world, group, strategy, fault, every):
     model = wrap(model, strategy, device="cpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     check = verify.SyncCheck(model, optimizer, every)
-    told = []
+    differences = []
     for step in range(4):
         check.before(step)
         optimizer.zero_grad()
@@ -48,8 +48,8 @@ def trained(rank, world, group, strategy, fault, every):
             inner = getattr(model, "module", model)
             for name in ("norm.bias", "layers.2.weight"):  # one bit of one element
                 inner.get_parameter(name).data.view(-1)[-1:].view(torch.int32).bitwise_xor_(1)
-        told.append(outcome(check.after, step))
-    return told
+        differences.append(outcome(check.after, step))
+    return differences
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -62,8 +62,10 @@ def test_every_strategy_is_checked(world, strategy, fault):
         return
     assert results[0][0] is None
     if fault == "buffer":
-        told = [f"after optimizer step {step} seen on rank 1 differs from rank 0's." for step in (1, 2, 3)]
-        assert results[0][1:] == ([told[0], None, None] if strategy == "ddp" else told), "DDP broadcasts its buffers"
+        differences = [f"after optimizer step {step} seen on rank 1 differs from rank 0's." for step in (1, 2, 3)]
+        assert results[0][1:] == ([differences[0], None, None] if strategy == "ddp" else differences), (
+            "DDP broadcasts its buffers"
+        )
     elif fault == "step" and strategy in REPLICAS:
         assert "after optimizer step 1 scale on rank 1 differs" in results[0][1]
     elif fault == "step":
@@ -83,8 +85,10 @@ def test_the_first_tensor_that_differs_is_named(world, strategy):
 
 
 def test_a_learning_rate_of_its_own_is_found(world):
-    told = world(2).run(trained, "ddp", "rate", 1)[0][1]
-    assert told == "after optimizer step 1 the learning rate of parameter group 0 on rank 1 differs from rank 0's."
+    differences = world(2).run(trained, "ddp", "rate", 1)[0][1]
+    assert (
+        differences == "after optimizer step 1 the learning rate of parameter group 0 on rank 1 differs from rank 0's."
+    )
 
 
 def another_model(rank, world, group):
@@ -94,7 +98,7 @@ def another_model(rank, world, group):
     return verify.first_difference(model)
 
 
-def test_models_of_different_length_are_told_apart(world):
+def test_models_of_different_length_are_distinguished(world):
     assert world(2).run(another_model) == ["the number of its tensors on rank 1 differs from rank 0's"] * 2
 
 
@@ -102,23 +106,23 @@ def late(rank, world, group, absent):
     """The message and the waiting time of each rank at a barrier that one of them does not reach in time."""
     own = verify.meeting_group(group, 1.0)
     start = time.monotonic()
-    told = None if rank == absent else outcome(verify.barrier, "optimizer step 7", own, 1.0)
+    differences = None if rank == absent else outcome(verify.barrier, "optimizer step 7", own, 1.0)
     waited = time.monotonic() - start
     dist.barrier()
-    return told, waited
+    return differences, waited
 
 
 @pytest.mark.parametrize("absent", [0, 2])
 def test_the_barrier_names_who_is_missing(world, absent):
     results = world(3).run(late, absent)
     assert results[absent][0] is None
-    told = [message for message, _ in results if message]
-    assert all(message.startswith("not all ranks reached optimizer step 7 within 1 s: ") for message in told)
-    assert len(told) == 2 and max(waited for _, waited in results) < 10
+    differences = [message for message, _ in results if message]
+    assert all(message.startswith("not all ranks reached optimizer step 7 within 1 s: ") for message in differences)
+    assert len(differences) == 2 and max(waited for _, waited in results) < 10
     if absent == 2:
-        assert "Ranks 2 failed to pass monitoredBarrier" in told[0]
+        assert "Ranks 2 failed to pass monitoredBarrier" in differences[0]
     else:
-        assert all("rank 0" in message.lower() for message in told)
+        assert all("rank 0" in message.lower() for message in differences)
 
 
 def test_an_off_switch(world):

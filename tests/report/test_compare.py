@@ -41,19 +41,19 @@ def lines_of(text, title):
 def test_differences_are_paired_by_seed_and_tested(tmp_path, capsys):
     a, b = two(tmp_path)
     assert main(["compare", str(a), str(b), "--tables", str(tmp_path / "tables")]) == 0
-    told = capsys.readouterr().out
-    assert "8 runs are in both, 4 in" in told
-    times = lines_of(told, "step time, ms")
+    printed = capsys.readouterr().out
+    assert "8 runs are in both, 4 in" in printed
+    times = lines_of(printed, "step time, ms")
     assert set(times) == {"none", "int8"}
     pairs, one, other, difference, interval, *_, verdict = times["int8"]
     assert pairs == "4"
     assert float(other) / float(one) == pytest.approx(1.1017, rel=1e-3)
     assert float(difference.removesuffix(" %")) == pytest.approx(10.17, abs=0.02)
     assert interval == "+10.00 … +10.33", "four pairs have a range: the factors 1.1 and 1.1 × 1.003"
-    assert "| range |" in " ".join(told.split())
+    assert "| range |" in " ".join(printed.split())
     assert verdict == "higher"
-    assert [row[-1] for row in lines_of(told, "perplexity").values()] == ["equal", "equal"]
-    assert "Gradient bytes: equal in all 2 cells." in told
+    assert [row[-1] for row in lines_of(printed, "perplexity").values()] == ["equal", "equal"]
+    assert "Gradient bytes: equal in all 2 cells." in printed
     assert len(list((tmp_path / "tables").iterdir())) == 9
 
 
@@ -63,13 +63,13 @@ def test_one_pair_is_no_test(tmp_path, capsys):
     assert lines_of(capsys.readouterr().out, "step time, ms")["int8"][-4:] == ["–", "–", "–", "one pair, no test"]
 
 
-def test_unlike_machines_and_settings_are_told(tmp_path, capsys):
+def test_unlike_machines_and_settings_are_reported(tmp_path, capsys):
     a, b = two(tmp_path, steps=99, environment={"processor": "another"})
     assert main(["compare", str(a), str(b)]) == 0
-    told = capsys.readouterr().out
-    assert "Machines or versions differ" in told
-    assert "another" in told
-    assert "Settings differ: steps." in told
+    printed = capsys.readouterr().out
+    assert "Machines or versions differ" in printed
+    assert "another" in printed
+    assert "Settings differ: steps." in printed
 
 
 def test_experiments_without_a_common_run_are_bad_input(tmp_path, capsys):

@@ -121,17 +121,17 @@ def test_validity_names_failed_and_skipped_runs_with_their_reasons(page):
     assert states["failed"] == "every run that was asked for has a result"
 
 
-def test_what_fell_back_to_float32_is_told_and_marked_only_where_it_was_most(folder, page):
+def test_what_fell_back_to_float32_is_reported_and_marked_only_where_it_was_most(folder, page):
     rows = [Result(**json.loads(line)) for line in (folder / "results.jsonl").read_text().splitlines()]
     found = {gate.name: gate for gate in gates.gates(rows, None, folder, shared=False)}
     finite = found["no gradient was non-finite"]
     assert (finite.state, finite.found) == ("marked", "35 of 36 runs; not: ddp/int8/ws2/none/seed1")
     encoded = found["compressors encoded at least half of the elements that they were given"]
     assert encoded.state == "marked"
-    told = "ddp/int8/ws2 50 % of the elements that it was given (7 encodings); ddp/powersgd/ws2 0.9 %"
+    printed = "ddp/int8/ws2 50 % of the elements that it was given (7 encodings); ddp/powersgd/ws2 0.9 %"
     assert (
         encoded.found.startswith("35 of 36 runs; not: ddp/int8/ws2/none/seed1; sent as float32")
-        and told in encoded.found
+        and printed in encoded.found
     )
     others = [row for row in rows if row.compressor != "int8"]
     encoded = {gate.name: gate for gate in gates.gates(others, None, folder, shared=False)}[encoded.name]
@@ -197,9 +197,9 @@ def test_no_results_yet_is_bad_input(tmp_path, capsys):
     assert not (tmp_path / "nowhere").exists()
     (tmp_path / "results.jsonl").write_text("")
     assert main(["report", "--results_dir", str(tmp_path)]) == 2
-    told = capsys.readouterr().err
-    assert "run the experiment" in told
-    assert "holds no result yet" in told
+    printed = capsys.readouterr().err
+    assert "run the experiment" in printed
+    assert "holds no result yet" in printed
     assert not (tmp_path / "report.html").exists()
 
 
@@ -260,12 +260,12 @@ def test_one_seed_has_no_range_and_the_page_says_so(odd_page):
     assert "2 of 2 cells have one seed" in odd_page
 
 
-def test_a_private_run_s_guarantee_is_told(odd_page, page):
-    told = (
+def test_a_private_run_s_guarantee_is_reported(odd_page, page):
+    printed = (
         "ε = 1.71 at δ = 1e-05 (noise multiplier 0.6, poisson sampling, zero-out adjacency, "
         "88 % of the samples clipped, by PRV accountant)"
     )
-    assert odd_page.count(told) == 1
+    assert odd_page.count(printed) == 1
     assert "δ" not in page
 
 
@@ -278,7 +278,7 @@ def test_markup_in_a_compressor_s_name_stays_text(odd, odd_page):
     assert "\\|" in (odd / "tables/cells.md").read_text()
 
 
-def test_rows_of_another_schema_version_are_left_out_and_told(odd_page, odd, tmp_path, capsys):
+def test_rows_of_another_schema_version_are_left_out_and_reported(odd_page, odd, tmp_path, capsys):
     assert "line 3 is left out: its schema version is 2, not 1" in odd_page
     assert shown(odd_page)["n"].tolist() == ["1", "1"]
     (tmp_path / "results.jsonl").write_text((odd / "results.jsonl").read_text().splitlines()[-1])
@@ -286,7 +286,7 @@ def test_rows_of_another_schema_version_are_left_out_and_told(odd_page, odd, tmp
     assert "schema version is 2" in capsys.readouterr().err
 
 
-def test_a_broken_steps_parquet_is_told_and_spares_the_rest(odd_page):
+def test_a_broken_steps_parquet_is_reported_and_spares_the_rest(odd_page):
     assert "steps.parquet is unusable" in odd_page
     assert 'id="figure-loss-steps-ddp-ws2-none"' in odd_page
 
@@ -306,7 +306,7 @@ def test_the_front_holds_what_nothing_beats():
             assert any((cost[j], worse[j]) == (cost[i], worse[i]) for j in best)
 
 
-def test_labels_are_told_apart_by_more_than_colour():
+def test_labels_are_distinguished_by_more_than_colour():
     found = looks([f"label{i}" for i in range(28)])
     assert (
         len(

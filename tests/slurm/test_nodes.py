@@ -29,7 +29,7 @@ def ended(running: subprocess.Popen[str]) -> tuple[int, str]:
     return running.returncode, said
 
 
-def test_bad_input_keeps_its_code_and_is_told_once(tmp_path):
+def test_bad_input_keeps_its_code_and_is_reported_once(tmp_path):
     assert ended(launch(tmp_path, {1: "refuse"})) == (2, "gradwire launch: rank 1: an option is bad.\n")
     assert (failure(tmp_path)["rank"], failure(tmp_path)["exit_code"]) == (1, 2)
     assert {place["LOCAL_RANK"] for place in started(tmp_path).values()} == {"0"}
@@ -65,6 +65,6 @@ def launcher(output: Path) -> int:
     raise AssertionError("no launcher")
 
 
-def test_what_slurm_refuses_is_told_in_its_own_words(tmp_path):
+def test_what_slurm_refuses_is_reported_in_its_own_words(tmp_path):
     code, said = ended(launch(tmp_path, {}, nodes=4))
     assert code == 3 and "Only allocated 2 nodes asked for 4" in said and said.count("\n") == 1

@@ -124,12 +124,14 @@ def jobs() -> list[Job]:
 def parsed(line: str) -> Job:
     """One line of `scontrol show job -o`."""
 
-    def told(key: str) -> str:
+    def field(key: str) -> str:
         found = re.search(rf"(?:^| ){key}=(\S*)", line)
         return found[1] if found else ""
 
-    gpus = told("TresPerJob") or told("TresPerNode")
-    return Job(int(told("JobId")), told("Comment"), told("JobState"), told("NodeList"), gpus, int(told("Restarts")))
+    gpus = field("TresPerJob") or field("TresPerNode")
+    return Job(
+        int(field("JobId")), field("Comment"), field("JobState"), field("NodeList"), gpus, int(field("Restarts"))
+    )
 
 
 def trained(ran: list[Job], run: str) -> list[Job]:

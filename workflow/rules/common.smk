@@ -72,9 +72,9 @@ os.environ.update(
 
 TOKENS = f"{CORPUS}/{EXPERIMENT.dataset.tokens_folder}"
 RESULTS = f"results/{EXPERIMENT.name}"
-CELL = "{strategy}/{compressor}/ws{world_size}/{link}/seed{seed}"
-RUN = f"{RESULTS}/runs/{CELL}"
-GRADIENTS = f"{RESULTS}/gradients/{CELL}"
+RUN_PATH = "{strategy}/{compressor}/ws{world_size}/{link}/seed{seed}"
+RUN = f"{RESULTS}/runs/{RUN_PATH}"
+GRADIENTS = f"{RESULTS}/gradients/{RUN_PATH}"
 LOGS = f"{RESULTS}/logs"
 PRIORITIES = {run.path: len(RUNS) - at for at, run in enumerate(RUNS)}
 CLAIMED = []  # locks, held while referenced
@@ -122,13 +122,13 @@ def source_of_cell(label):
 
 
 def train_source(wildcards):
-    """The source digest of a job's cell."""
+    """The digest of the source that trains this run."""
     return source_of_cell(wildcards.compressor)
 
 
 def priority_of(wildcards):
-    """The priority of a cell: cells start in the order that the experiment draws."""
-    return PRIORITIES[CELL.format(**wildcards)]
+    """The priority of a run: runs start in the order that the experiment draws."""
+    return PRIORITIES[RUN_PATH.format(**wildcards)]
 
 
 def world_size_of(wildcards):
@@ -192,7 +192,7 @@ def granted_gpus(wildcards, resources):
 
 
 def alone_of(wildcards):
-    """The flag for timing experiments, whose cells have the machine to themselves, even among experiments."""
+    """The flag for timing experiments, whose runs have the machine to themselves, even among experiments."""
     return "--alone" if TIMED else ""
 
 

@@ -11,7 +11,7 @@ if EXPERIMENT.gradients is not None:
                 for dim in EXPERIMENT.gradients.dim
             ],
         log:
-            f"{LOGS}/grads_collect/{CELL}.log",
+            f"{LOGS}/grads_collect/{RUN_PATH}.log",
         threads: world_size_of
         resources:
             **RANKS,
@@ -48,7 +48,7 @@ if EXPERIMENT.gradients is not None:
             f"{GRADIENTS}/dim{{dim}}/all_ids.pkl",
             f"{GRADIENTS}/dim{{dim}}/manifest.json",
         log:
-            f"{LOGS}/grads_aggregate/{CELL}.dim{{dim}}.log",
+            f"{LOGS}/grads_aggregate/{RUN_PATH}.dim{{dim}}.log",
         resources:
             attempt=attempt_of,
         params:
@@ -65,7 +65,7 @@ if EXPERIMENT.gradients is not None:
         output:
             f"{GRADIENTS}/validation.json",
         log:
-            f"{LOGS}/grads_validate/{CELL}.log",
+            f"{LOGS}/grads_validate/{RUN_PATH}.log",
         resources:
             attempt=attempt_of,
         params:
@@ -84,7 +84,7 @@ if EXPERIMENT.gradients is not None:
         output:
             f"{GRADIENTS}/norms.parquet",
         log:
-            f"{LOGS}/norms/{CELL}.log",
+            f"{LOGS}/norms/{RUN_PATH}.log",
         threads: world_size_of
         resources:
             **RANKS,

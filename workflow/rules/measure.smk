@@ -7,7 +7,7 @@ rule trace:
     output:
         f"{RUN}/profile.json",
     log:
-        f"{LOGS}/trace/{CELL}.log",
+        f"{LOGS}/trace/{RUN_PATH}.log",
     resources:
         attempt=attempt_of,
     params:
@@ -24,7 +24,7 @@ rule perplexity:
     output:
         f"{RUN}/perplexity.json",
     log:
-        f"{LOGS}/perplexity/{CELL}.log",
+        f"{LOGS}/perplexity/{RUN_PATH}.log",
     resources:
         attempt=attempt_of,
     params:

@@ -1,4 +1,4 @@
-# One job per cell: strategy x compressor x world size x link x seed.
+# One job per run: strategy x compressor x world size x link x seed.
 
 
 rule train:
@@ -12,7 +12,7 @@ rule train:
         environment=directory(f"{RUN}/environment"),
         profiler=directory(f"{RUN}/profiler"),
     log:
-        f"{LOGS}/train/{CELL}.log",
+        f"{LOGS}/train/{RUN_PATH}.log",
     priority: priority_of
     threads: train_threads
     resources:

@@ -328,7 +328,7 @@ def resident_peak(action: Callable[[], object]) -> int:
 
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is None:
-        raise OSError("no malloc_trim: freed memory could not be told from used memory")
+        raise OSError("no malloc_trim: cannot distinguish freed memory from used memory")
     trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the present
     before = read("VmRSS:")
@@ -491,7 +491,7 @@ def line(record: dict[str, Any]) -> dict[str, str]:
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
-    """Rows as text; as JSON lines, and told so, where tabulate is not installed."""
+    """Rows as text; as JSON lines, with a note, where tabulate is not installed."""
     try:
         from tabulate import tabulate
     except ImportError:

@@ -13,7 +13,7 @@ from gradwire.compressors import registry
 if TYPE_CHECKING:
     from gradwire.compressors.base import Compressor
 
-MATRIX = (1024, 1024)  # of which wire sizes are told, here and in the documentation
+MATRIX = (1024, 1024)  # the shape that wire sizes are given for, here and in the documentation
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -49,7 +49,7 @@ def described(method: type[Compressor]) -> str:
         for name, option in registry.option_schema(method.name).get("properties", {}).items()
     ]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)] if rows else []
-    lines = [f"{name:<{widths[0]}}  {values:<{widths[1]}}  {told}".rstrip() for name, values, told in rows]
+    lines = [f"{name:<{widths[0]}}  {values:<{widths[1]}}  {text}".rstrip() for name, values, text in rows]
     return "\n".join([*head, *lines, ""])
 
 

@@ -65,7 +65,7 @@ class Shards(Dataset[Sample]):
         """A digest of the split's samples, from the checksums of its shards; in hex."""
         return digest([shard["sha256"] for shard in self.meta["shards"]], length=64)
 
-    def told(self, count: int) -> str:
+    def describe(self, count: int) -> str:
         """Describe the split's first ``count`` samples, with its total numbers of samples and documents."""
         samples = f"{count} samples" if count == len(self) else f"the first {count} of {len(self)} samples"
         return f"{samples} of {self.meta['processed_documents']} documents"
@@ -178,9 +178,9 @@ def read(path: Path) -> Any:
     except FileNotFoundError:
         raise BadInput(f"the token shard {path} is missing; run `gradwire tokenize` into a new folder.") from None
     except Exception as error:  # torch raises many types for unreadable files
-        told = (str(error) or type(error).__name__).splitlines()[0]
+        message = (str(error) or type(error).__name__).splitlines()[0]
         raise BadInput(
-            f"{path} is damaged ({told}); run `gradwire tokenize` into a new folder or with --restart."
+            f"{path} is damaged ({message}); run `gradwire tokenize` into a new folder or with --restart."
         ) from None
 
 

@@ -94,7 +94,7 @@ def prepare(choice: str, folder: Path, corpus_path: Path, vocab_size: int) -> To
         found = read_object(folder / ORIGIN)
         if found != wanted:
             raise BadInput(
-                f"{folder} holds another tokenizer ({_told(found)}) than the requested one ({_told(wanted)}); "
+                f"{folder} holds another tokenizer ({_listed(found)}) than the requested one ({_listed(wanted)}); "
                 "use another --output_dir or remove that folder."
             )
     else:
@@ -111,7 +111,7 @@ def origin(choice: str, corpus_path: Path, vocab_size: int) -> dict[str, Any]:
     return {"tokenizer": "folder", "sha256": hashlib.sha256(_backend(Path(choice)).to_str().encode()).hexdigest()}
 
 
-def _told(origin: dict[str, Any]) -> str:
+def _listed(origin: dict[str, Any]) -> str:
     return ", ".join(f"{key} {str(value)[:12]}" for key, value in origin.items())
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Define the verb's flags."""
-    parser.add_argument("--base_path", type=Path, required=True, help="the run folder, with rank_<r>/dim<D>/")
+    parser.add_argument("--base_path", type=Path, required=True, help="the collection folder, with rank_<r>/dim<D>/")
     parser.add_argument(
         "--output_dir", type=output_folder, help="where to write dim<D>/, or dim<D> itself (default: --base_path)"
     )
@@ -49,8 +49,8 @@ def main(args: argparse.Namespace) -> None:
     """Merge the ranks and write the matrix, its ids, its metadata and a manifest.
 
     Raises:
-        BadInput: If a rank or a sample is missing, a row differs from what was collected, or the run folder does not
-            match the arguments.
+        BadInput: If a rank or a sample is missing, a row differs from what was collected, or the collection folder does
+            not match the arguments.
         CheckFailed: If two rows of one sample disagree.
     """
     from gradwire.gradients import manifest, merge, provenance, store, types
@@ -104,17 +104,17 @@ def write(merged: Merged, names: Names, args: argparse.Namespace) -> None:
                 writer.append(chunk)
             for writer in scaled:
                 writer.append(row_file.normalized(chunk))
-    store.write_facts(names, merged.meta, merged.ids)
+    store.write_metadata(names, merged.meta, merged.ids)
 
 
-def check_asked(origin: Provenance, run: Path, num_gpus: int | None, dims: list[int]) -> None:
-    """Check that a run folder matches the arguments of a verb.
+def check_asked(origin: Provenance, collection: Path, num_gpus: int | None, dims: list[int]) -> None:
+    """Check that a collection folder matches the arguments of a verb.
 
     Raises:
         BadInput: If it was collected by a different number of ranks, or lacks one of these widths.
     """
     if num_gpus not in (None, origin.world_size):
-        raise BadInput(f"--num_gpus {num_gpus}: {run} was collected by {origin.world_size} ranks.")
+        raise BadInput(f"--num_gpus {num_gpus}: {collection} was collected by {origin.world_size} ranks.")
     absent = sorted(set(dims) - set(origin.dims))
     if absent:
-        raise BadInput(f"--dim {absent[0]}: {run} has rows of {', '.join(map(str, origin.dims))} columns.")
+        raise BadInput(f"--dim {absent[0]}: {collection} has rows of {', '.join(map(str, origin.dims))} columns.")

@@ -54,10 +54,10 @@ class Stored(NamedTuple):
 
 
 class Audit:
-    """The checks of one run folder. Each method appends to ``checks``, and the blocks it reads to ``stored``."""
+    """The checks of one collection folder. Each method appends to ``checks``, and the blocks it reads to ``stored``."""
 
-    def __init__(self, run: Path, origin: Provenance, shards: Shards) -> None:
-        self.run, self.origin, self.shards = run, origin, shards
+    def __init__(self, collection: Path, origin: Provenance, shards: Shards) -> None:
+        self.collection, self.origin, self.shards = collection, origin, shards
         self.ids = sample_ids(origin, shards)
         self.checks: list[Check] = []
         self.stored: list[Stored] = []
@@ -77,16 +77,16 @@ class Audit:
         self.checks.append(Check("every document of the corpus has its samples", f"{path}", list(problems)))
 
     def folders(self, dims: Sequence[int] | None) -> None:
-        """Check that only the run's own folders exist, for the given widths or for all."""
-        own = {place / f"dim{dim}" for dim in self.origin.dims for place in (self.run, *self._ranks())}
+        """Check that only the collection's own folders exist, for the given widths or for all."""
+        own = {place / f"dim{dim}" for dim in self.origin.dims for place in (self.collection, *self._ranks())}
         widths = [f"dim{dim}" for dim in dims] if dims else ["dim*"]
-        found = {path for width in widths for name in (width, f"rank_*/{width}") for path in self.run.glob(name)}
-        strange = [f"{path} belongs to no rank or width of the run" for path in sorted(found - own)]
-        self.checks.append(Check("folders: those of the run", f"{self.run}", strange))
+        found = {path for width in widths for name in (width, f"rank_*/{width}") for path in self.collection.glob(name)}
+        strange = [f"{path} belongs to no rank or width of the collection" for path in sorted(found - own)]
+        self.checks.append(Check("folders: those of the collection", f"{self.collection}", strange))
 
     def rank(self, rank: int, dim: int) -> None:
         """Check a rank's output: complete blocks, joined in order, with the samples assigned to the rank."""
-        folder, ends = store.rank_folder(self.run, rank, dim), self.origin.ends()
+        folder, ends = store.rank_folder(self.collection, rank, dim), self.origin.ends()
         whole = store.all_names(folder)
         names = [*(store.part_names(folder, end) for end in ends), whole]
         blocks, unreadable = _read(names, dim)
@@ -107,7 +107,7 @@ class Audit:
 
     def aggregated(self, dim: int) -> None:
         """Check the merged matrix, its manifest, and each row against the ranks checked before."""
-        folder = self.run / f"dim{dim}"
+        folder = self.collection / f"dim{dim}"
         whole = store.all_names(folder)
         blocks, unreadable = _read([whole], dim)
         ranks = [stored.block for stored in self.stored if stored.dim == dim]
@@ -150,17 +150,17 @@ class Audit:
     def custom(self) -> None:
         """Run the checks of other packages, registered as entry points ``gradwire.gradient_checks``.
 
-        Each is a function of the run folder and the blocks read so far that returns the problems it found.
+        Each is a function of the collection folder and the blocks read so far that returns the problems it found.
         """
         for entry in entry_points(group=CUSTOM):
             try:
-                problems = list(entry.load()(self.run, self.stored))
+                problems = list(entry.load()(self.collection, self.stored))
             except Exception as error:
                 raise BadInput(f"the check {entry.name} ({entry.value}) raised {error!r}") from error
-            self.checks.append(Check(entry.name, f"{self.run}", problems))
+            self.checks.append(Check(entry.name, f"{self.collection}", problems))
 
     def _ranks(self) -> list[Path]:
-        return [self.run / f"rank_{rank}" for rank in range(self.origin.world_size)]
+        return [self.collection / f"rank_{rank}" for rank in range(self.origin.world_size)]
 
     def _band(self, dim: int) -> Band:
         return projections.build(self.origin.projection, {}, self.origin.seed).band(dim)
@@ -171,7 +171,7 @@ class Audit:
         return {**made_from, "dim": dim, "rows": len(self.ids)}
 
     def _add(self, name: str, folder: Path, found: Sequence[tuple[str, Iterable[str]]]) -> None:
-        self.checks += [Check(f"{name}: {told}", f"{folder}", list(problems)) for told, problems in found]
+        self.checks += [Check(f"{name}: {label}", f"{folder}", list(problems)) for label, problems in found]
 
     def _keep(self, blocks: dict[Names, Block], whole: Names, dim: int) -> None:
         if whole in blocks:
@@ -236,8 +236,8 @@ def _unlikely(blocks: dict[Names, Block], band: Band) -> Iterator[str]:
         for row, (square, norm) in enumerate(zip(squares, block.meta["norm"].to_pylist(), strict=True)):
             ratio = square / norm**2 if norm else 0.0
             if norm and not band.low <= ratio <= band.high:
-                told = f"{ratio:.3g} times that of its gradient, outside {band.low:.3g} to {band.high:.3g}"
-                yield f"{names.rows}: row {row} of {block.ids[row]!r} has a squared norm {told}"
+                comparison = f"{ratio:.3g} times that of its gradient, outside {band.low:.3g} to {band.high:.3g}"
+                yield f"{names.rows}: row {row} of {block.ids[row]!r} has a squared norm {comparison}"
             elif not norm and square:
                 yield f"{names.rows}: row {row} of {block.ids[row]!r} is not zero, but its gradient is"
 

@@ -31,7 +31,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model_dir", type=Path, required=True, help="a saved model, such as a run's final_model/")
     parser.add_argument("--data_path", type=Path, required=True, help="a shards folder, or a corpus file")
     parser.add_argument(
-        "--output_path", type=output_folder, required=True, help="the run folder; rank_<r>/dim<D>/ is written there"
+        "--output_path",
+        type=output_folder,
+        required=True,
+        help="the collection folder; rank_<r>/dim<D>/ is written there",
     )
     parser.add_argument(
         "--split", choices=get_args(Split), help="split of a shards folder (default: train); not for a corpus file"
@@ -95,12 +98,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def beside(args: argparse.Namespace) -> Path:
-    """Return the run folder."""
+    """Return the collection folder."""
     return args.output_path
 
 
 def preflight(args: argparse.Namespace) -> None:
-    """Check the arguments, the model, the data and the run folder before any rank starts.
+    """Check the arguments, the model, the data and the collection folder before any rank starts.
 
     Raises:
         BadInput: If one of them is invalid.
@@ -177,11 +180,11 @@ def main(args: argparse.Namespace) -> None:
         with all_alive(world, args.timeout) as check:
             collect(args.output_path, intended, world, args.batch_size, check)
         if world.rank == 0:
-            print(f"gradients of {shards.told(intended.samples)} in {args.output_path}")
+            print(f"gradients of {shards.describe(intended.samples)} in {args.output_path}")
 
 
 def collect(
-    run: Path,
+    collection: Path,
     intended: Provenance,
     world: World,
     batch_size: int | None = None,
@@ -193,7 +196,7 @@ def collect(
     samples that two ranks computed.
 
     Args:
-        run: The run folder.
+        collection: The collection folder.
         intended: What to collect; `provenance.FOUND` is filled in from the loaded model.
         world: The process group.
         batch_size: Samples per forward pass; None for as many as fit.
@@ -213,11 +216,11 @@ def collect(
     with_target = (at for at in range(intended.samples) if len(shards[at].input_ids) > 1)
     maker.check(shards, list(islice(with_target, 2)) or [0])
     intended = maker.made_from
-    provenance.agree(run, intended)
-    provenance.claim(run, intended)
+    provenance.agree(collection, intended)
+    provenance.claim(collection, intended)
 
     sampler_indices, ends = intended.sampler_indices(world.rank), intended.ends()
-    folders = {dim: store.rank_folder(run, world.rank, dim) for dim in intended.dims}
+    folders = {dim: store.rank_folder(collection, world.rank, dim) for dim in intended.dims}
     quiet = None if world.rank == 0 else True  # None: show a bar if stderr is a terminal
     for start, end in tqdm(list(pairwise([0, *ends])), desc="gradients", unit="file", disable=quiet):
         check()

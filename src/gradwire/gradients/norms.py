@@ -112,7 +112,7 @@ def main(args: argparse.Namespace) -> None:
         if world.rank == 0:
             _check(rows, shards, args, world)
             _write(args.output_dir / FILE, rows)
-            print(f"norms of {shards.told(len(rows))} in {args.output_dir / FILE}")
+            print(f"norms of {shards.describe(len(rows))} in {args.output_dir / FILE}")
 
 
 def collect(model: nn.Module, shards: Shards, args: argparse.Namespace, world: World) -> list[dict[str, Any]]:
@@ -125,18 +125,18 @@ def collect(model: nn.Module, shards: Shards, args: argparse.Namespace, world: W
     names = norms.share(model, world.rank, world.world_size) if scope == "partial" else None
     count = _count(shards, args.max_samples)
     squares: dict[str, float] = {}
-    facts: dict[str, tuple[float, int]] = {}
+    metadata: dict[str, tuple[float, int]] = {}
     for batch in batches(shards, count, args.batch_size, world, replicated):
         batch = batch.to(world.device)
         found = _norms(model, batch, args, names)
         spread = norms.layout_of(batch, args.distribution)
         _merge(squares, norms.combined(batch.sample_id, found.square, scope, spread))
-        told = zip(batch.sample_id, found.loss.tolist(), found.n_targets.tolist(), strict=True)
-        facts |= {id_: (loss, valid) for id_, loss, valid in told if id_}
-    for of_rank in ops.gather_objects(facts):
-        facts |= of_rank
+        samples = zip(batch.sample_id, found.loss.tolist(), found.n_targets.tolist(), strict=True)
+        metadata |= {id_: (loss, valid) for id_, loss, valid in samples if id_}
+    for of_rank in ops.gather_objects(metadata):
+        metadata |= of_rank
     ids = [shards[position].sample_id for position in range(count)]
-    return [_row(id_, squares[id_], *facts[id_]) for id_ in ids]
+    return [_row(id_, squares[id_], *metadata[id_]) for id_ in ids]
 
 
 def _norms(model: nn.Module, batch: Batch, args: argparse.Namespace, names: list[str] | None) -> Norms:

@@ -1,4 +1,4 @@
-"""Provenance of a run folder of gradients: ``collect.json``, written once and checked by every later call."""
+"""Provenance of a collection folder of gradients: ``collect.json``, written once and checked by every later call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True)
 class Provenance:
-    """Everything that the rows of a run depend on.
+    """Everything that the rows of a collection depend on.
 
     Attributes:
         format: ``FORMAT``, which other versions of gradwire do not read.
@@ -118,15 +118,17 @@ class Provenance:
         return [*range(self.save_interval, share, self.save_interval), share]
 
 
-def read(run: Path) -> Provenance:
-    """Read the provenance of a run folder.
+def read(collection: Path) -> Provenance:
+    """Read the provenance of a collection folder.
 
     Raises:
         BadInput: If it is missing, damaged or of a different version of gradwire.
     """
-    if not (run / FILE).is_file():
-        raise BadInput(f"{run} is not a gradient run: {FILE} is missing; run `gradwire grads collect` first.")
-    return typed(run / FILE, Provenance)
+    if not (collection / FILE).is_file():
+        raise BadInput(
+            f"{collection} is not a gradient collection: {FILE} is missing; run `gradwire grads collect` first."
+        )
+    return typed(collection / FILE, Provenance)
 
 
 def typed(path: Path, kind: type[Record]) -> Record:
@@ -148,27 +150,27 @@ def typed(path: Path, kind: type[Record]) -> Record:
         raise BadInput(f"{where}: {problem}. The file was changed or damaged; collect the gradients again.") from None
 
 
-def agree(run: Path, intended: Provenance) -> None:
-    """Check that a run folder is new or has the intended provenance.
+def agree(collection: Path, intended: Provenance) -> None:
+    """Check that a collection folder is new or has the intended provenance.
 
     Raises:
         BadInput: If it holds gradients of a different configuration.
     """
-    differ = differences(run, intended)
+    differ = differences(collection, intended)
     if differ:
         raise BadInput(
-            f"{run} is a run folder of another configuration: {'; '.join(differ)}. "
+            f"{collection} is a collection folder of another configuration: {'; '.join(differ)}. "
             "Choose another --output_path, or pass --restart to delete its gradients."
         )
 
 
-def differences(run: Path, intended: Provenance) -> list[str]:
-    """Describe how a run folder's provenance differs from the intended one; empty if the folder is new."""
-    begun = any(run.glob("rank_*/dim*"))  # look first: other ranks write FILE before their first row
-    if not (run / FILE).is_file():
+def differences(collection: Path, intended: Provenance) -> list[str]:
+    """Describe how a collection folder's provenance differs from the intended one; empty if the folder is new."""
+    begun = any(collection.glob("rank_*/dim*"))  # look first: other ranks write FILE before their first row
+    if not (collection / FILE).is_file():
         return [f"{FILE} is missing, but the folder holds gradients"] if begun else []
     try:
-        found, wanted = asdict(read(run)), asdict(intended)
+        found, wanted = asdict(read(collection)), asdict(intended)
     except BadInput as error:
         return [f"{error}".removesuffix(".")]
     return [
@@ -178,22 +180,22 @@ def differences(run: Path, intended: Provenance) -> list[str]:
     ]
 
 
-def discard(run: Path) -> None:
-    """Delete all gradients of a run folder, and ``collect.json`` last."""
-    for folder in (*run.glob("rank_*"), *run.glob("dim*")):
+def discard(collection: Path) -> None:
+    """Delete all gradients of a collection folder, and ``collect.json`` last."""
+    for folder in (*collection.glob("rank_*"), *collection.glob("dim*")):
         shutil.rmtree(folder)
-    (run / "validation.json").unlink(missing_ok=True)
-    (run / FILE).unlink(missing_ok=True)
+    (collection / "validation.json").unlink(missing_ok=True)
+    (collection / FILE).unlink(missing_ok=True)
 
 
-def claim(run: Path, provenance: Provenance) -> None:
+def claim(collection: Path, provenance: Provenance) -> None:
     """Write the provenance unless an earlier call did; each rank calls this before its first row."""
-    if not (run / FILE).is_file():
-        write_json(run / FILE, asdict(provenance))
+    if not (collection / FILE).is_file():
+        write_json(collection / FILE, asdict(provenance))
 
 
 def samples(provenance: Provenance) -> Shards:
-    """Open the samples of a run; it uses the first ``provenance.samples`` of them.
+    """Open the samples of a collection; it uses the first ``provenance.samples`` of them.
 
     Raises:
         BadInput: If they are missing or have changed.
@@ -214,5 +216,5 @@ def samples(provenance: Provenance) -> Shards:
 
 
 def sample_ids(provenance: Provenance, shards: Shards) -> list[str]:
-    """Return the ids of the run's samples, in data order."""
+    """Return the ids of the collection's samples, in data order."""
     return [shards[position].sample_id for position in range(provenance.samples)]

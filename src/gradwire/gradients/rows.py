@@ -216,29 +216,29 @@ class RowMaker:
     def _stack(self, shards: Shards, positions: Sequence[int]) -> dict[int, Block]:
         """Compute the blocks of samples that are projected together."""
         rows = torch.empty(len(positions), self.numel, device=self.device)
-        facts: list[dict[str, Any]] = []
+        records: list[dict[str, Any]] = []
 
         def fill(part: Sequence[int]) -> None:
             samples = [shards[position] for position in part]
             found = METHODS[self.method](self.model, self._batch(shards, samples), self.provenance.loss)
-            own = rows[len(facts) : len(facts) + len(part)]
+            own = rows[len(records) : len(records) + len(part)]
             flattened(found, own)
             self.kind(own)
             own[found.n_targets == 0] = 0.0
             norms = torch.linalg.vector_norm(own, dim=1, dtype=torch.float64)
-            facts.extend(self._facts(samples, part, found.loss, found.n_targets, norms))
+            records.extend(self._metadata_of(samples, part, found.loss, found.n_targets, norms))
 
         assert self.batch_size is not None
         _, self.batch_size = self._halving(positions, self.batch_size, fill)
         projected = self.projector.project(rows, self.dims)
-        return {dim: store.bind(found.cpu(), facts, self.made_from) for dim, found in projected.items()}
+        return {dim: store.bind(found.cpu(), records, self.made_from) for dim, found in projected.items()}
 
     def _fused_stack(self, shards: Shards, positions: Sequence[int]) -> dict[int, Block]:
         samples = [shards[position] for position in positions]
         batch = self._batch(shards, samples)
         made = self._fused(batch)
-        facts = self._facts(samples, positions, made.loss, n_targets(batch.labels), made.square_norm.sqrt())
-        return {dim: store.bind(rows.cpu(), facts, self.made_from) for dim, rows in made.rows.items()}
+        records = self._metadata_of(samples, positions, made.loss, n_targets(batch.labels), made.square_norm.sqrt())
+        return {dim: store.bind(rows.cpu(), records, self.made_from) for dim, rows in made.rows.items()}
 
     def _fused(self, batch: Batch) -> Fused:
         assert isinstance(self.projector, Factored)
@@ -278,7 +278,7 @@ class RowMaker:
                 "smaller --batch_size or --save_interval, a smaller model, or --strategy fsdp2 on more ranks."
             ) from error
 
-    def _facts(
+    def _metadata_of(
         self, samples: Sequence[Sample], positions: Sequence[int], losses: Tensor, targets: Tensor, norms: Tensor
     ) -> list[dict[str, Any]]:
         """Return the metadata of each sample for the store.
@@ -286,20 +286,20 @@ class RowMaker:
         Raises:
             NonFiniteGradient: If a gradient is not finite.
         """
-        facts = []
+        records = []
         found = zip(samples, positions, losses.tolist(), targets.tolist(), norms.tolist(), strict=True)
         for sample, position, loss, count, norm in found:
             if not norm < float("inf"):
                 raise NonFiniteGradient(f"the gradient of sample {sample.sample_id!r} is not finite (loss {loss}).")
-            fact = {
+            record = {
                 "sample_id": sample.sample_id,
                 "loss": loss if count else None,
                 "n_targets": count,
                 "norm": norm,
                 "flag": None if count else "no_target",
             }
-            facts.append(fact | metadata.columns(self.provenance.metadata, sample, position, fact))
-        return facts
+            records.append(record | metadata.columns(self.provenance.metadata, sample, position, record))
+        return records
 
 
 def resolved(method: str, model: nn.Module) -> str:

@@ -28,7 +28,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "`grads validate`, `launcher: NAME` for `gradwire launch`, and `train: OPTIONS` to run `gradwire train "
         "OPTIONS` first",
     )
-    parser.add_argument("--output_dir", type=output_folder, required=True, help="the run folder")
+    parser.add_argument("--output_dir", type=output_folder, required=True, help="the collection folder")
     parser.add_argument("--num_gpus", type=RANKS, default=1, help="number of ranks for training and collection")
     parser.add_argument(
         "--dim", type=COUNT, nargs="+", metavar="N", help="columns per row (default: `dim` of the file)"
@@ -37,12 +37,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def beside(args: argparse.Namespace) -> Path:
-    """Return the run folder."""
+    """Return the collection folder."""
     return args.output_dir
 
 
 def main(args: argparse.Namespace) -> None:
-    """Run the steps in order; a failed step ends the run, and the next call resumes there.
+    """Run the steps in order; a failed step ends the verb, and the next call resumes there.
 
     Raises:
         BadInput: If the configuration is invalid.
@@ -89,17 +89,17 @@ def _options() -> set[str]:
     }
 
 
-def commands(config: Mapping[str, Any], run: Path, num_gpus: int, skip_training: bool) -> Iterator[list[str]]:
+def commands(config: Mapping[str, Any], collection: Path, num_gpus: int, skip_training: bool) -> Iterator[list[str]]:
     """Yield the steps as command lines."""
     launcher = ["--launcher", config["launcher"]] if "launcher" in config else []
     ranks = ["launch", "--world_size", str(num_gpus), *launcher, "--"]
     if "train" in config and not skip_training:
         yield [*ranks, "train", *shlex.split(config["train"])]
     options = {name: value for name, value in config.items() if name not in OWN}
-    yield [*(ranks if num_gpus > 1 else []), "grads", "collect", *_flags({**options, "output_path": run})]
+    yield [*(ranks if num_gpus > 1 else []), "grads", "collect", *_flags({**options, "output_path": collection})]
     for dim in _list(config["dim"]):
-        yield ["grads", "aggregate", *_flags({"base_path": run, "dim": dim, "num_gpus": num_gpus})]
-    yield ["grads", "validate", *_flags({"output_dir": run, "recompute": config.get("recompute")})]
+        yield ["grads", "aggregate", *_flags({"base_path": collection, "dim": dim, "num_gpus": num_gpus})]
+    yield ["grads", "validate", *_flags({"output_dir": collection, "recompute": config.get("recompute")})]
 
 
 def _flags(options: Mapping[str, Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 ``rank_<r>/dim<D>/grads-<N>.pt, ids-<N>.pkl, meta-<N>.parquet`` hold the rows a rank collected since its last block,
 where N counts its samples so far. ``all_orig.pt, all_ids.pkl, all_meta.parquet`` hold all rows of a rank and, in
-``dim<D>/`` of the run folder, one row for every sample of the data. Row i belongs to id i: a digest in ``meta``
+``dim<D>/`` of the collection folder, one row for every sample of the data. Row i belongs to id i: a digest in ``meta``
 covers the row, its id and metadata, and the provenance of the collection.
 """
 
@@ -60,9 +60,9 @@ class Names(NamedTuple):
         return all(path.is_file() for path in self)
 
 
-def rank_folder(run: Path, rank: int, dim: int) -> Path:
+def rank_folder(collection: Path, rank: int, dim: int) -> Path:
     """Return the folder of a rank's rows of one width."""
-    return run / f"rank_{rank}" / f"dim{dim}"
+    return collection / f"rank_{rank}" / f"dim{dim}"
 
 
 def part_names(folder: Path, seen: int) -> Names:
@@ -88,9 +88,9 @@ def row_digests(identity: str, meta: pa.Table, rows: Tensor) -> list[str]:
         For each row, the hex SHA-256 of the collection's `Provenance.identity`, the row's metadata as JSON with sorted
         keys (all columns but the digest), and its entries (float32, little-endian), concatenated.
     """
-    told = (json.dumps(fact, sort_keys=True) for fact in meta.drop_columns("digest").to_pylist())
-    bound = zip(told, rows, strict=True)
-    return [hashlib.sha256(f"{identity}{fact}".encode() + row.numpy().tobytes()).hexdigest() for fact, row in bound]
+    as_json = (json.dumps(record, sort_keys=True) for record in meta.drop_columns("digest").to_pylist())
+    bound = zip(as_json, rows, strict=True)
+    return [hashlib.sha256(f"{identity}{text}".encode() + row.numpy().tobytes()).hexdigest() for text, row in bound]
 
 
 def unbound(names: Names, block: Block, identity: str, first: int = 0) -> list[str]:
@@ -126,10 +126,10 @@ def write(names: Names, block: Block) -> None:
     rows = block.rows if _alone(block.rows) else block.rows.clone(memory_format=torch.contiguous_format)
     with whole(names.rows) as part, part.open("wb") as stream:  # a stream: torch would embed a path's name in the file
         torch.save(rows, stream)
-    write_facts(names, block.meta, block.ids)
+    write_metadata(names, block.meta, block.ids)
 
 
-def write_facts(names: Names, meta: pa.Table, ids: Sequence[str]) -> None:
+def write_metadata(names: Names, meta: pa.Table, ids: Sequence[str]) -> None:
     """Write the table and then the ids of a block whose rows are already written."""
     with whole(names.meta) as part:
         pq.write_table(meta, part)
@@ -242,10 +242,10 @@ def concatenated(blocks: Iterable[Block]) -> Block:
     return Block(torch.cat(rows), [id_ for part in ids for id_ in part], pa.concat_tables(meta))
 
 
-def bind(rows: Tensor, facts: Sequence[Mapping[str, Any]], origin: Provenance) -> Block:
+def bind(rows: Tensor, records: Sequence[Mapping[str, Any]], origin: Provenance) -> Block:
     """Build a block of rows and their metadata (`META` and additional columns), with digests that bind them."""
-    meta = pa.Table.from_pylist(facts, pa.schema([*META, *_further(origin.metadata)]))
-    return Block(rows, [fact["sample_id"] for fact in facts], with_digests(origin.identity, meta, rows))
+    meta = pa.Table.from_pylist(records, pa.schema([*META, *_further(origin.metadata)]))
+    return Block(rows, [record["sample_id"] for record in records], with_digests(origin.identity, meta, rows))
 
 
 def with_digests(identity: str, meta: pa.Table, rows: Tensor) -> pa.Table:

@@ -23,7 +23,7 @@ RESULT = "validation.json"
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Define the verb's flags."""
-    parser.add_argument("--output_dir", type=Path, required=True, help="the run folder; gets validation.json")
+    parser.add_argument("--output_dir", type=Path, required=True, help="the collection folder; gets validation.json")
     parser.add_argument("--check_ranks", action="store_true", help="check rank_<r>/dim<D>/ (default: both)")
     parser.add_argument("--check_aggregated", action="store_true", help="check dim<D>/ (default: both)")
     parser.add_argument("--num_gpus", type=RANKS, help="ranks that collected (default: from collect.json)")
@@ -43,7 +43,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def beside(args: argparse.Namespace) -> Path:
-    """Return the run folder."""
+    """Return the collection folder."""
     return args.output_dir
 
 
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> None:
     """Run the checks and write ``validation.json``, even if some fail.
 
     Raises:
-        BadInput: If the run folder, its model or its data are missing or have changed.
+        BadInput: If the collection folder, its model or its data are missing or have changed.
         CheckFailed: If a check failed, with the affected files.
     """
     (args.output_dir / RESULT).unlink(missing_ok=True)
@@ -59,8 +59,8 @@ def main(args: argparse.Namespace) -> None:
     failed = [check for check in checks if not check["passed"]]
     write_json(args.output_dir / RESULT, {"passed": not failed, "checks": checks})
     if failed:
-        told = "".join(f"\n  {check['name']}: {check['detail']}" for check in failed)
-        raise CheckFailed(f"{len(failed)} of {len(checks)} checks of {args.output_dir} failed:{told}")
+        details = "".join(f"\n  {check['name']}: {check['detail']}" for check in failed)
+        raise CheckFailed(f"{len(failed)} of {len(checks)} checks of {args.output_dir} failed:{details}")
     print(f"{len(checks)} checks of {args.output_dir} passed")
 
 
@@ -96,7 +96,7 @@ def _audit(args: argparse.Namespace) -> Audit:
 
 
 def _origin(args: argparse.Namespace) -> Provenance:
-    """Read the run's provenance, with the paths given on the command line."""
+    """Read the collection's provenance, with the paths given on the command line."""
     from gradwire.gradients import provenance
 
     origin = provenance.read(args.output_dir)

@@ -49,7 +49,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--alone",
         action="store_true",
-        help="for timings: run while no other cell runs on this machine; wait if necessary",
+        help="for timings: run while this machine trains nothing else; wait if necessary",
     )
     parser.add_argument(
         "command", nargs="+", metavar="VERB", help="the verb to run on each rank, with its flags, after --"
@@ -92,7 +92,7 @@ def main(args: argparse.Namespace) -> None:
 
 @contextmanager
 def _leased(args: argparse.Namespace, child: argparse.Namespace) -> Iterator[None]:
-    """Hold this machine, alone or shared with other cells, and a GPU per rank if the verb uses GPUs.
+    """Hold this machine, alone or shared with other runs, and a GPU per rank if the verb uses GPUs.
 
     On several nodes Slurm assigns the devices.
     """

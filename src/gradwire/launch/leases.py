@@ -1,7 +1,7 @@
 """Leases of this machine and its GPUs: file locks, which the kernel releases when their holder exits.
 
-A cell leases one GPU per rank and sees no others. A timed cell has the machine to itself; other cells share it.
-Waiting cells queue, so a large cell does not starve behind small ones, and deadlocks cannot occur.
+A run leases one GPU per rank and sees no others. A timed run has the machine to itself; other runs share it.
+Waiting runs queue, so a large run does not starve behind small ones, and deadlocks cannot occur.
 
 Locks are per user. To share them between users, all set GRADWIRE_LOCKS to the same folder.
 """
@@ -71,26 +71,26 @@ def gpus(wanted: int) -> Iterator[dict[str, str]]:
             "or --device cpu."
         )
     with ExitStack() as held:
-        with _locked("queue-gpu", "cells that wait for GPUs"):
+        with _locked("queue-gpu", "runs that wait for GPUs"):
             mine: list[str] = []
-            told = False
+            announced = False
             while len(mine) < wanted:
                 for device in offered:
                     if len(mine) < wanted and device not in mine and (lock := _try(f"gpu-{device}")) is not None:
                         held.enter_context(lock)
                         mine.append(device)
                 if len(mine) < wanted:
-                    if not told:
-                        _tell(f"waiting for {wanted - len(mine)} of {len(offered)} GPUs, in use by other cells")
-                    told = True
+                    if not announced:
+                        _announce(f"waiting for {wanted - len(mine)} of {len(offered)} GPUs, in use by other runs")
+                    announced = True
                     time.sleep(POLL)
         yield {VISIBLE: ",".join(device for device in offered if device in mine)}
 
 
 @contextmanager
 def machine(alone: bool) -> Iterator[None]:
-    """Lease this machine, ``alone`` or shared with other cells; wait until it is available."""
-    whose = "the cells that run here" if alone else "a timed cell"
+    """Lease this machine, ``alone`` or shared with other runs; wait until it is available."""
+    whose = "the runs on this machine" if alone else "a timed run"
     with ExitStack() as held:
         with _locked("queue-machine", whose):
             held.enter_context(_locked("machine", whose, fcntl.LOCK_EX if alone else fcntl.LOCK_SH))
@@ -137,10 +137,10 @@ def _locked(name: str, whose: str, kind: int = fcntl.LOCK_EX) -> Iterator[None]:
         try:
             fcntl.flock(stream, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            _tell(f"waiting for {whose}")
+            _announce(f"waiting for {whose}")
             fcntl.flock(stream, kind)
         yield
 
 
-def _tell(message: str) -> None:
+def _announce(message: str) -> None:
     print(f"gradwire launch: {message} ...", file=sys.stderr, flush=True)

@@ -60,13 +60,13 @@ def start(command: Sequence[str], world_size: int, nodes: int, folder: Path, por
 
     folder.mkdir(parents=True, exist_ok=True)
     to_sigterm = on((signal.SIGINT, signal.SIGHUP), lambda: signal.raise_signal(signal.SIGTERM))
-    with tempfile.TemporaryDirectory(prefix=".launch-", dir=folder.resolve()) as told, to_sigterm:
+    with tempfile.TemporaryDirectory(prefix=".launch-", dir=folder.resolve()) as messages, to_sigterm:
         store = host_store("", port)
         here = [sys.executable, "-m", "gradwire.launch.nodes", str(world_size // nodes), str(nodes), str(store.port)]
-        with environment({RANK_FAILURES: told}):
-            end = srun([*SRUN, f"--nodes={nodes}", f"--ntasks={nodes}", *here, *command], Path(told))
+        with environment({RANK_FAILURES: messages}):
+            end = srun([*SRUN, f"--nodes={nodes}", f"--ntasks={nodes}", *here, *command], Path(messages))
         if end.code or end.stopped:
-            raise _cause(end, Path(told))
+            raise _cause(end, Path(messages))
 
 
 class End(NamedTuple):
@@ -110,11 +110,11 @@ def srun(command: Sequence[str], folder: Path) -> End:
 def _cause(end: End, folder: Path) -> GradwireError:
     """The root cause, from what ranks and nodes wrote to ``folder``."""
     nodes = [read_json(path) for path in folder.glob("node*.json")]
-    told = rank_failures(folder)
+    failures = rank_failures(folder)
     codes = {int(rank): code for node in nodes for rank, code in node["codes"].items()}
     stopped = end.stopped or (bool(nodes) and all(node["stopped"] for node in nodes))
-    if stopped or told or codes:
-        return first_cause(Ended(codes, stopped), told)
+    if stopped or failures or codes:
+        return first_cause(Ended(codes, stopped), failures)
     return RunFault(f"srun ended with code {end.code}: {'; '.join(end.words) or 'no reason given'}.")
 
 

@@ -239,22 +239,22 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
             rank.wait()
 
 
-def first_cause(ended: Ended, told: Mapping[int, Mapping[str, Any]]) -> GradwireError:
+def first_cause(ended: Ended, messages: Mapping[int, Mapping[str, Any]]) -> GradwireError:
     """The root cause, or after a stop the rank that can be resumed."""
     if ended.stopped:
-        resumable = [rank for rank in told if told[rank]["exit_code"] == Stopped.exit_code]
+        resumable = [rank for rank in messages if messages[rank]["exit_code"] == Stopped.exit_code]
         if not resumable:
             return RunFault("stopped by a signal; no rank saved anything to resume from.")
-        return _failure(resumable[0], told[resumable[0]], 0)
-    hung = [rank for rank, code in ended.codes.items() if code == -signal.SIGKILL and rank not in told]
-    waited = [rank for rank in told if told[rank]["timed_out"]]
+        return _failure(resumable[0], messages[resumable[0]], 0)
+    hung = [rank for rank, code in ended.codes.items() if code == -signal.SIGKILL and rank not in messages]
+    waited = [rank for rank in messages if messages[rank]["timed_out"]]
     if hung and waited:  # a killed peer is lost at once; a hung one times out and is ended by the launcher
         return RankFailure(
             hung[0],
-            f"hung: {_listed(waited)} timed out waiting for it ({told[waited[0]]['reason']}); it was ended.",
+            f"hung: {_listed(waited)} timed out waiting for it ({messages[waited[0]]['reason']}); it was ended.",
             FAULT,
         )
-    failures = [(rank, told.get(rank), ended.codes.get(rank, 0)) for rank in {*told, *ended.codes}]
+    failures = [(rank, messages.get(rank), ended.codes.get(rank, 0)) for rank in {*messages, *ended.codes}]
     return _failure(*min(failures, key=lambda failure: _precedence(*failure[1:])))
 
 
@@ -262,23 +262,23 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
-def _precedence(told: Mapping[str, Any] | None, code: int) -> tuple[int, float]:
+def _precedence(message: Mapping[str, Any] | None, code: int) -> tuple[int, float]:
     """Sort key: root causes before their consequences, each kind by time.
 
     The kinds are: ranks with an error of their own; killed ranks; ranks that lost a peer or left no message; ranks that
     the launcher terminated after a failure elsewhere and that saved a checkpoint; those that did not.
     """
-    if told is None:
+    if message is None:
         return 4 if code == -signal.SIGTERM else 1 if code < 0 else 2, 0.0
-    return 3 if told["exit_code"] == Stopped.exit_code else 2 if told["lost_peer"] else 0, told["time"]
+    return 3 if message["exit_code"] == Stopped.exit_code else 2 if message["lost_peer"] else 0, message["time"]
 
 
-def _failure(rank: int, told: Mapping[str, Any] | None, code: int) -> RankFailure:
+def _failure(rank: int, message: Mapping[str, Any] | None, code: int) -> RankFailure:
     """The failure of one rank."""
-    if told is None and code < 0:
+    if message is None and code < 0:
         number = signal.Signals(-code)
         return RankFailure(rank, f"was killed by {number.name}{HINTS.get(number, '')} and left no message.", FAULT)
-    if told is None:
+    if message is None:
         return RankFailure(rank, f"exited with code {code} and left no message; see its output.", FAULT)
-    lost = "lost contact with another rank, which exited, hangs or is out of step: " if told["lost_peer"] else ""
-    return RankFailure(rank, lost + told["reason"], told["exit_code"], told["last_step"], told["traceback"])
+    lost = "lost contact with another rank, which exited, hangs or is out of step: " if message["lost_peer"] else ""
+    return RankFailure(rank, lost + message["reason"], message["exit_code"], message["last_step"], message["traceback"])

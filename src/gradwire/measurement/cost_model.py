@@ -1,4 +1,4 @@
-"""Predict step times on unmeasured links and world sizes, with a model fitted to cells on a few links.
+"""Predict step times on unmeasured links and world sizes, with a model fitted to measurements on a few links.
 
 A collective takes T = α + B · √(h² + (8 f / R)²): a startup time α, and for each of the B bytes that a rank sends, h on
 the host and f times its time on a link of R bit/s. h is the cost on an unlimited link; f is the backend's factor (how
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Key = tuple[str, str]
 
-WEIGHT_OF_PRIOR = 0.02  # keeps parameters that the cells do not determine at their initial values
+WEIGHT_OF_PRIOR = 0.02  # keeps parameters that the measurements do not determine at their initial values
 GRID = np.logspace(4, 13, 577)  # bits per second at which crossovers are searched
 STATES = 16  # bytes per parameter: itself, its gradient, AdamW's two moments, all float32
 WAYS = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "all-gather", "all_to_all": "all-to-all"}
@@ -50,7 +50,7 @@ class Flow(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cell:
+class Measurement:
     """One measured run.
 
     Args:
@@ -83,7 +83,7 @@ class Cell:
 
     @property
     def flows(self) -> tuple[Flow, ...]:
-        """All flows of the cell."""
+        """All flows of the measurement."""
         return (self.gradients,) if self.parameters is None else (self.gradients, self.parameters)
 
     @property
@@ -167,17 +167,17 @@ class Fit:
     factor: dict[str, float]
 
     @classmethod
-    def of(cls, cells: Sequence[Cell]) -> Fit:
-        """Fit the cells' times by robust least squares of relative errors (soft L1 loss)."""
+    def of(cls, measurements: Sequence[Measurement]) -> Fit:
+        """Fit the measurements' times by robust least squares of relative errors (soft L1 loss)."""
         from scipy.optimize import least_squares
 
-        points = [(cell, flow) for cell in cells for flow in cell.flows]
-        keys = sorted({(cell.strategy, flow.op) for cell, flow in points})
+        points = [(measurement, flow) for measurement in measurements for flow in measurement.flows]
+        keys = sorted({(measurement.strategy, flow.op) for measurement, flow in points})
         ops = sorted({flow.op for _, flow in points})
-        a = np.array([keys.index((cell.strategy, flow.op)) for cell, flow in points])
+        a = np.array([keys.index((measurement.strategy, flow.op)) for measurement, flow in points])
         o = np.array([ops.index(flow.op) for _, flow in points])
         size, seconds = (np.array([getattr(flow, name) for _, flow in points]) for name in ("bytes", "seconds"))
-        wire = 8 / np.array([cell.rate for cell, _ in points])  # seconds per byte
+        wire = 8 / np.array([measurement.rate for measurement, _ in points])  # seconds per byte
         n, m = len(keys), len(ops)
         lines = np.arange(len(points))
         start = np.concatenate(
@@ -243,38 +243,38 @@ class Model:
     """The fit, and the measured remainder of a step for each compressor.
 
     Args:
-        cells: The measured cells, all of one world size.
+        measurements: The measured measurements, all of one world size.
     """
 
-    cells: tuple[Cell, ...]
+    measurements: tuple[Measurement, ...]
 
     @cached_property
     def fit(self) -> Fit:
         """The fitted model of collectives."""
-        return Fit.of(self.cells)
+        return Fit.of(self.measurements)
 
     @cached_property
-    def runs(self) -> dict[Key, list[Cell]]:
-        """The cells by strategy and label."""
-        found: defaultdict[Key, list[Cell]] = defaultdict(list)
-        for cell in self.cells:
-            found[cell.strategy, cell.label].append(cell)
+    def by_label(self) -> dict[Key, list[Measurement]]:
+        """The measurements by strategy and label."""
+        found: defaultdict[Key, list[Measurement]] = defaultdict(list)
+        for measurement in self.measurements:
+            found[measurement.strategy, measurement.label].append(measurement)
         return dict(found)
 
-    def communication(self, cell: Cell) -> float:
-        """Seconds of communication that the fit predicts for a cell."""
-        return sum(self._expected(cell, flow) for flow in cell.flows)
+    def communication(self, measurement: Measurement) -> float:
+        """Seconds of communication that the fit predicts for a measurement."""
+        return sum(self._expected(measurement, flow) for flow in measurement.flows)
 
-    def _expected(self, cell: Cell, flow: Flow) -> float:
-        """Seconds that the fit predicts for one flow of a cell."""
-        return float(self.fit.seconds(cell.strategy, flow.op, flow.bytes, cell.rate))
+    def _expected(self, measurement: Measurement, flow: Flow) -> float:
+        """Seconds that the fit predicts for one flow of a measurement."""
+        return float(self.fit.seconds(measurement.strategy, flow.op, flow.bytes, measurement.rate))
 
-    def step(self, cell: Cell, communication: Any) -> Any:
-        """Seconds of a step with the cell's compressor and ``communication`` seconds of communication.
+    def step(self, measurement: Measurement, communication: Any) -> Any:
+        """Seconds of a step with the measurement's compressor and ``communication`` seconds of communication.
 
         Computation hides as much communication as on the link where it hid the most.
         """
-        runs = self.runs[cell.strategy, cell.label]
+        runs = self.by_label[measurement.strategy, measurement.label]
         hidden = max(run.hidden for run in runs)
         return fmean(run.rest for run in runs) + np.maximum(communication - hidden, 0)
 
@@ -287,20 +287,22 @@ class Model:
             rates: Bits per second.
             latency: Additional seconds per message.
         """
-        cell = self.runs[key][0]
-        decode = fmean(run.decode for run in self.runs[key])
-        decodings = cell.world if cell.gradients.op == "all_gather" else 2
+        measurement = self.by_label[key][0]
+        decode = fmean(run.decode for run in self.by_label[key])
+        decodings = measurement.world if measurement.gradients.op == "all_gather" else 2
         names, steps, times = [], [], []
-        for way in ways(cell, world):
-            if (cell.strategy, way.op) not in self.fit.alpha:
+        for way in ways(measurement, world):
+            if (measurement.strategy, way.op) not in self.fit.alpha:
                 continue
-            each = self._seconds(cell.strategy, way, rates, latency)
-            if cell.parameters is not None:
-                gathers = parameter_ways(cell.parameters, cell.world, world)
-                each = each + np.min([self._seconds(cell.strategy, one, rates, latency) for one in gathers], axis=0)
+            each = self._seconds(measurement.strategy, way, rates, latency)
+            if measurement.parameters is not None:
+                gathers = parameter_ways(measurement.parameters, measurement.world, world)
+                each = each + np.min(
+                    [self._seconds(measurement.strategy, one, rates, latency) for one in gathers], axis=0
+                )
             names.append(way.name)
             times.append(each)
-            steps.append(self.step(cell, each) + decode * (way.decodings / decodings - 1))
+            steps.append(self.step(measurement, each) + decode * (way.decodings / decodings - 1))
         return names, np.array(steps), np.array(times)
 
     def _seconds(self, strategy: str, way: Way, rates: Array, latency: float) -> Any:
@@ -317,41 +319,45 @@ class Model:
         return self.steps(key, world, GRID, latency)[1].min(0)
 
     def resampled(self, times: int, seed: int = 0) -> Iterator[Model]:
-        """Yield models of resampled cells: a bootstrap of the residuals.
+        """Yield models of resampled measurements: a bootstrap of the residuals.
 
-        Each collective's time is the fitted time multiplied by a relative residual drawn from all cells; the rest of
-        each step is drawn from the cells of its strategy and label.
+        Each collective's time is the fitted time multiplied by a relative residual drawn from all measurements; the
+        rest of each step is drawn from the measurements of its strategy and label.
         """
         draw = np.random.default_rng(seed)
-        flows = [(flow, self._expected(cell, flow)) for cell in self.cells for flow in cell.flows]
+        flows = [
+            (flow, self._expected(measurement, flow)) for measurement in self.measurements for flow in measurement.flows
+        ]
         residuals = np.array([flow.seconds / expected for flow, expected in flows])
         for _ in range(times):
-            yield Model(tuple(self._drawn(cell, residuals, draw) for cell in self.cells))
+            yield Model(tuple(self._drawn(measurement, residuals, draw) for measurement in self.measurements))
 
-    def _drawn(self, cell: Cell, residuals: Array, draw: np.random.Generator) -> Cell:
-        runs = self.runs[cell.strategy, cell.label]
+    def _drawn(self, measurement: Measurement, residuals: Array, draw: np.random.Generator) -> Measurement:
+        runs = self.by_label[measurement.strategy, measurement.label]
         rest = runs[draw.integers(len(runs))].rest
         flows = [
-            flow._replace(seconds=self._expected(cell, flow) * float(residuals[draw.integers(len(residuals))]))
-            for flow in cell.flows
+            flow._replace(seconds=self._expected(measurement, flow) * float(residuals[draw.integers(len(residuals))]))
+            for flow in measurement.flows
         ]
         gradients, *others = flows
-        drawn = replace(cell, gradients=gradients, parameters=others[0] if others else None)
-        exposed = max(drawn.communication - cell.hidden, 0.0)
+        drawn = replace(measurement, gradients=gradients, parameters=others[0] if others else None)
+        exposed = max(drawn.communication - measurement.hidden, 0.0)
         return replace(drawn, exposed=exposed, step=rest + exposed)
 
 
-def ways(cell: Cell, world: int) -> list[Way]:
-    """Ways to communicate a cell's gradients between ``world`` ranks: reductions of summable data, else encodings."""
-    op, sent, _ = cell.gradients
-    if cell.sharded:
-        size = sent / all_to_all(1, cell.world).bytes
+def ways(measurement: Measurement, world: int) -> list[Way]:
+    """Ways to communicate gradients between ``world`` ranks: reductions of summable data, else encodings."""
+    op, sent, _ = measurement.gradients
+    if measurement.sharded:
+        size = sent / all_to_all(1, measurement.world).bytes
         return _levels(op, size, world, 1)
     if op == "all_reduce":
-        return _levels(op, sent / all_reduce(1, cell.world).bytes, world, 1)
-    size = sent / (all_gather if op == "all_gather" else all_reduce)(1, cell.world).bytes  # bytes of one encoded buffer
+        return _levels(op, sent / all_reduce(1, measurement.world).bytes, world, 1)
+    size = (
+        sent / (all_gather if op == "all_gather" else all_reduce)(1, measurement.world).bytes
+    )  # bytes of one encoded buffer
     both = [*_levels("all_to_all", size, world, 2), *_levels("all_gather", size, world, 1, decodings=world)]
-    return [way for way in both if way.op == op or not cell.fixed]
+    return [way for way in both if way.op == op or not measurement.fixed]
 
 
 def parameter_ways(flow: Flow, measured: int, world: int) -> list[Way]:
@@ -386,29 +392,29 @@ def crossover(own: Array, baseline: Array) -> float:
 
 
 class LeftOut(NamedTuple):
-    """A cell and its step and communication seconds, predicted from cells on other links."""
+    """A measurement and its step and communication seconds, predicted from measurements on other links."""
 
-    cell: Cell
+    measurement: Measurement
     step: float
     communication: float
 
     @property
     def errors(self) -> tuple[float, float]:
         """Relative errors of step and communication time."""
-        return self.step / self.cell.step - 1, self.communication / self.cell.communication - 1
+        return self.step / self.measurement.step - 1, self.communication / self.measurement.communication - 1
 
 
-def leave_one_link_out(cells: Iterable[Cell]) -> list[LeftOut]:
-    """Predict each cell on a rate-limited link from the cells on all other links."""
-    cells = list(cells)
+def leave_one_link_out(measurements: Iterable[Measurement]) -> list[LeftOut]:
+    """Predict each measurement on a rate-limited link from the measurements on all other links."""
+    measurements = list(measurements)
     found = []
-    for link in dict.fromkeys(cell.link for cell in cells if math.isfinite(cell.rate)):
-        model = Model(tuple(cell for cell in cells if cell.link != link))
-        for cell in cells:
-            known = {(cell.strategy, flow.op) for flow in cell.flows} <= model.fit.alpha.keys()
-            if cell.link == link and known and (cell.strategy, cell.label) in model.runs:
-                communication = model.communication(cell)
-                found.append(LeftOut(cell, float(model.step(cell, communication)), communication))
+    for link in dict.fromkeys(measurement.link for measurement in measurements if math.isfinite(measurement.rate)):
+        model = Model(tuple(measurement for measurement in measurements if measurement.link != link))
+        for measurement in measurements:
+            known = {(measurement.strategy, flow.op) for flow in measurement.flows} <= model.fit.alpha.keys()
+            if measurement.link == link and known and (measurement.strategy, measurement.label) in model.by_label:
+                communication = model.communication(measurement)
+                found.append(LeftOut(measurement, float(model.step(measurement, communication)), communication))
     return found
 
 
@@ -416,7 +422,7 @@ def peak_memory(measured: float, sharded: int, world: int, other: int) -> float:
     """Peak memory of a rank at another world size, in bytes.
 
     A rank's share of parameters, gradients and moments changes with the number of ranks. Activations, buckets and what
-    FSDP gathers of a unit stay as they are.
+    FSDP gathers of a block stay as they are.
 
     Args:
         measured: The peak at ``world`` ranks.

@@ -176,10 +176,10 @@ def read(path: Path) -> Trace:
                 trace.add(event)
     except (OSError, EOFError, zlib.error, JSONError, LookupError, TypeError) as error:
         raise BadInput(
-            f"{path} is truncated or not a profiler trace ({type(error).__name__}: {error}); train this cell again."
+            f"{path} is truncated or not a profiler trace ({type(error).__name__}: {error}); train this run again."
         ) from None
     if not trace.steps:
-        raise BadInput(f"{path} holds no profiled step (ProfilerStep#N); train this cell again with --profile.")
+        raise BadInput(f"{path} holds no profiled step (ProfilerStep#N); train this run again with --profile.")
     return trace
 
 

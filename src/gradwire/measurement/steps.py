@@ -37,5 +37,5 @@ def read(path: Path, columns: Sequence[str]) -> pa.Table:
             if len(table) and not (0 <= pc.min(table[name]).as_py() <= pc.max(table[name]).as_py() < len(table)):
                 raise ValueError(f"{name} is out of range")
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
-        raise BadInput(f"{path} is unusable ({' '.join(str(error).split())}); train this cell again.") from None
+        raise BadInput(f"{path} is unusable ({' '.join(str(error).split())}); train this run again.") from None
     return table

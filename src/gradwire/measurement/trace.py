@@ -152,7 +152,7 @@ def profile(run_dir: Path) -> dict[str, Any]:
     if missing:
         raise BadInput(
             f"{run_dir / 'profiler'}: the trace of rank {', '.join(map(str, missing))} of {expected} is missing; "
-            "train this cell again."
+            "train this run again."
         )
     steps = {rank: breakdowns(trace) for rank, trace in traces.items()}
     means = {rank: mean(own.values()) for rank, own in steps.items()}
@@ -183,7 +183,7 @@ def trace_files(run_dir: Path) -> dict[int, Path]:
     found = {int(re.findall(r"\d+", path.name)[0]): path for path in (run_dir / "profiler").glob(PATTERN)}
     if not found:
         raise BadInput(
-            f"{run_dir / 'profiler'} holds no trace (rank<R>.pt.trace.json.gz); train this cell with --profile."
+            f"{run_dir / 'profiler'} holds no trace (rank<R>.pt.trace.json.gz); train this run with --profile."
         )
     return dict(sorted(found.items()))
 

@@ -51,7 +51,7 @@ def save(
         shutil.copytree(tokenizer_dir, part, dirs_exist_ok=True)
         config.save_pretrained(part)
         save_file(weights, part / saved.WEIGHTS, metadata={"format": "pt"})
-        write_json(part / saved.FACTS, {"max_length": config.n_positions, **extra})
+        write_json(part / saved.METADATA, {"max_length": config.n_positions, **extra})
         if optimizer_state is not None:
             optimizer.save(optimizer_state, part)
 

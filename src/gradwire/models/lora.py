@@ -64,8 +64,8 @@ def attach(model: nn.Module, base: Path, *, adapter: Path | None = None, rank: i
         try:
             return peft.PeftModel.from_pretrained(model, str(adapter), is_trainable=True)
         except (OSError, RuntimeError, ValueError, TypeError, KeyError) as error:
-            told = str(error).strip().splitlines() or [type(error).__name__]
-            raise BadInput(f"the LoRA adapter in {adapter} does not match {base}: {told[0]}") from error
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise BadInput(f"the LoRA adapter in {adapter} does not match {base}: {lines[0]}") from error
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         try:

@@ -45,13 +45,13 @@ def save(state: Mapping[str, Any], folder: Path) -> None:
 
     trained = {name: of for name, of in state["state"].items() if all(kind in of for kind in KINDS)}
     group = state["param_groups"][0]
-    facts = {
+    settings = {
         "step": {name: int(of["step"]) for name, of in trained.items()},
         "betas": list(group["betas"]),
         "eps": group["eps"],
     }
     tensors = {f"{kind}/{name}": of[kind].float().cpu().contiguous() for name, of in trained.items() for kind in KINDS}
-    save_file(tensors, folder / FILE, metadata={"adam": json.dumps(facts)})
+    save_file(tensors, folder / FILE, metadata={"adam": json.dumps(settings)})
 
 
 def digest(folder: Path) -> str:
@@ -78,7 +78,7 @@ def load(folder: Path) -> Moments:
         raise BadInput(f"{path} is missing.")
     try:
         with safe_open(path, framework="pt") as stream:
-            facts = json.loads((stream.metadata() or {})["adam"])
+            settings = json.loads((stream.metadata() or {})["adam"])
             found: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
             for key in stream.keys():  # noqa: SIM118  # not a mapping
                 kind, _, name = key.partition("/")
@@ -87,8 +87,8 @@ def load(folder: Path) -> Moments:
         alike = all(first[name].shape == second[name].shape and second[name].is_floating_point() for name in first)
         if first.keys() != second.keys() or not alike:
             raise ValueError("first and second moments do not match")
-        beta1, beta2 = map(float, facts["betas"])
-        step = {name: int(facts["step"][name]) for name in first}
-        return Moments(path, first, second, step, (beta1, beta2), float(facts["eps"]))
+        beta1, beta2 = map(float, settings["betas"])
+        step = {name: int(settings["step"][name]) for name in first}
+        return Moments(path, first, second, step, (beta1, beta2), float(settings["eps"]))
     except (SafetensorError, OSError, LookupError, ValueError, TypeError) as error:
         raise BadInput(f"{path} is unusable: {type(error).__name__}: {error}") from error

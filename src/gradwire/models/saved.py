@@ -1,4 +1,4 @@
-"""Facts about a saved model, read without loading it or importing torch or transformers."""
+"""Metadata of a saved model, read without loading it or importing torch or transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradwire.errors import BadInput
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 ADAPTER = "adapter_config.json"  # transformers would load such an adapter with the model
 INDEX = "model.safetensors.index.json"  # of weights in several files
-FACTS = "gradwire.json"
+METADATA = "gradwire.json"
 
 
 def check(path: Path) -> None:
@@ -82,9 +82,9 @@ def max_length(path: Path) -> int:
     Raises:
         BadInput: If neither file has it.
     """
-    for name, key in ((FACTS, "max_length"), (CONFIG, "n_positions"), (CONFIG, "max_position_embeddings")):
+    for name, key in ((METADATA, "max_length"), (CONFIG, "n_positions"), (CONFIG, "max_position_embeddings")):
         file = Path(path) / name
-        facts = files.read_json(file) if file.is_file() else {}
-        if isinstance(facts, dict) and isinstance(facts.get(key), int):
-            return facts[key]
-    raise BadInput(f"neither {FACTS} nor {CONFIG} in {path} gives the context length: set --max_length.")
+        metadata = files.read_json(file) if file.is_file() else {}
+        if isinstance(metadata, dict) and isinstance(metadata.get(key), int):
+            return metadata[key]
+    raise BadInput(f"neither {METADATA} nor {CONFIG} in {path} gives the context length: set --max_length.")

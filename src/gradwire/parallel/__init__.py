@@ -11,12 +11,13 @@ from gradwire.parallel.state import (
     replicated,
 )
 from gradwire.parallel.step import accumulation, clip_grad_norm
-from gradwire.parallel.strategy import unit_sizes
+from gradwire.parallel.strategy import block_sizes
 from gradwire.parallel.wrap import available, hook, parameters_unhooked, reduced_numel, traffic_unhooked, wrap
 
 __all__ = [
     "accumulation",
     "available",
+    "block_sizes",
     "checkpoint_state",
     "clip_grad_norm",
     "filled",
@@ -30,6 +31,5 @@ __all__ = [
     "reduced_numel",
     "replicated",
     "traffic_unhooked",
-    "unit_sizes",
     "wrap",
 ]

@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel (FSDP1): each unit's parameters are one flat vector, cut evenly over the ranks."""
+"""FullyShardedDataParallel (FSDP1): each block's parameters are one flat vector, cut evenly over the ranks."""
 
 from __future__ import annotations
 
@@ -13,42 +13,42 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from gradwire.collectives import Layout, Reducer
 from gradwire.errors import BadInput
-from gradwire.parallel.strategy import Strategy, units
+from gradwire.parallel.strategy import Strategy, blocks
 
 WRAPPED = "_fsdp_wrapped_module."  # FSDP1 inserts this into the names of parameters
 
 
-class Unit(NamedTuple):
-    """The hook's state for one unit."""
+class HookState(NamedTuple):
+    """The hook's state for one block."""
 
     reducer: Reducer
     layout: Layout
 
 
 class FSDP1(Strategy):
-    """Sharded parameters; the reducer is FSDP1's communication hook, with one layout per unit."""
+    """Sharded parameters; the reducer is FSDP1's communication hook, with one layout per block."""
 
     kind = "reduce_scatter"
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Wrap each unit, then the model; a single rank does not shard."""
-        blocks = {id(unit) for unit in units(model)}
+        """Wrap each block, then the rest of the model; a single rank does not shard."""
+        wrapped = {id(block) for block in blocks(model)}
         single = dist.get_world_size(self.group) == 1
         return FullyShardedDataParallel(
             model,
             device_mesh=self.mesh(),  # with a mesh instead of a group, checkpoints hold DTensors
             sharding_strategy=ShardingStrategy.NO_SHARD if single else ShardingStrategy.FULL_SHARD,
-            auto_wrap_policy=CustomPolicy(lambda module: id(module) in blocks),
+            auto_wrap_policy=CustomPolicy(lambda module: id(module) in wrapped),
             device_id=self.device,
             use_orig_params=True,
         )
 
     def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
-        """Register the hook, and set the state of each unit."""
+        """Register the hook, and set the state of each block."""
         assert isinstance(wrapped, FullyShardedDataParallel)
-        wrapped.register_comm_hook(None, reduce_unit)
+        wrapped.register_comm_hook(None, reduce_block)
         for module, layout in layouts(wrapped, reducer.world):
-            module._comm_hook_state = Unit(reducer, layout)
+            module._comm_hook_state = HookState(reducer, layout)
 
     def reduced_numel(self, wrapped: nn.Module) -> int:
         """Count flat parameters with padding: of their parts, for alignment, and of the whole, to a multiple of W."""
@@ -61,20 +61,20 @@ class FSDP1(Strategy):
         return nullcontext() if last else wrapped.no_sync()
 
 
-def reduce_unit(unit: Unit, gradient: Tensor, shard: Tensor) -> None:
-    """Write this rank's part of the unit's mean gradient into ``shard``; FSDP1's hook."""
-    shard.copy_(unit.reducer.reduce_scatter(gradient, unit.layout))
+def reduce_block(state: HookState, gradient: Tensor, shard: Tensor) -> None:
+    """Write this rank's part of the block's mean gradient into ``shard``; FSDP1's hook."""
+    shard.copy_(state.reducer.reduce_scatter(gradient, state.layout))
 
 
 def layouts(wrapped: nn.Module, world: int) -> Iterator[tuple[FullyShardedDataParallel, Layout]]:
-    """Yield every unit with the layout of its flat parameter."""
+    """Yield every block with the layout of its flat parameter."""
     for name, module in wrapped.named_modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
             yield module, Layout.cut(flat_shapes(f"{name}.".removeprefix("."), module), world)
 
 
 def flat_shapes(prefix: str, module: FullyShardedDataParallel) -> Iterator[tuple[str | None, tuple[int, ...]]]:
-    """Yield the names and shapes in a unit's flat parameter; alignment and frozen parameters have the name None.
+    """Yield the names and shapes in a block's flat parameter; alignment and frozen parameters have the name None.
 
     Raises:
         BadInput: If this version of torch stores flat parameters differently.

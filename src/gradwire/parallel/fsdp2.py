@@ -1,4 +1,4 @@
-"""fully_shard (FSDP2): each parameter is sharded along its first dimension, and reduced with its unit."""
+"""fully_shard (FSDP2): each parameter is sharded along its first dimension, and reduced with its block."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gradwire.collectives import Layout, Reducer
 from gradwire.collectives.ops import Group
 from gradwire.collectives.parameters import ParameterGather
 from gradwire.errors import BadInput
-from gradwire.parallel.strategy import Strategy, units
+from gradwire.parallel.strategy import Strategy, blocks
 
 NEEDED = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor")
 
 
 class FSDP2(Strategy):
-    """Sharded parameters; the reducer replaces each unit's reduce-scatter, and does all of the averaging.
+    """Sharded parameters; the reducer replaces each block's reduce-scatter, and does all of the averaging.
 
     Args:
         group: The ranks; None is the default group.
@@ -36,10 +36,10 @@ class FSDP2(Strategy):
         self.gather = None if param_compress == "none" else ParameterGather(param_compress, group)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Shard each unit, then the rest of the model, in place."""
+        """Shard each block, then the rest of the model, in place."""
         mesh = self.mesh()
-        for unit in units(model):
-            fully_shard(unit, mesh=mesh)
+        for block in blocks(model):
+            fully_shard(block, mesh=mesh)
         wrapped = fully_shard(model, mesh=mesh)
         if self.gather is not None:
             compress_parameters(wrapped, self.gather)

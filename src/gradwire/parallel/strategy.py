@@ -77,13 +77,13 @@ def strategy_of(wrapped: nn.Module) -> Strategy:
     return strategy
 
 
-def units(model: nn.Module) -> list[nn.Module]:
+def blocks(model: nn.Module) -> list[nn.Module]:
     """Return the modules sharded as one: the children of the model's first `nn.ModuleList`, its transformer blocks."""
-    blocks = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    return list(next(blocks, []))
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
+    return list(next(lists, []))
 
 
-def unit_sizes(model: nn.Module) -> list[int]:
+def block_sizes(model: nn.Module) -> list[int]:
     """Return the number of elements outside the blocks, then that of each block."""
-    blocks = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units(model)]
-    return [sum(parameter.numel() for parameter in model.parameters()) - sum(blocks), *blocks]
+    sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks(model)]
+    return [sum(parameter.numel() for parameter in model.parameters()) - sum(sizes), *sizes]

@@ -87,8 +87,8 @@ def barrier(where: str, group: ops.Group, patience_s: float = PATIENCE_S) -> Non
     try:
         dist.monitored_barrier(group, timeout=timedelta(seconds=patience_s), wait_all_ranks=True)
     except RuntimeError as error:
-        told = str(error).strip().splitlines()[0]
-        raise RunFault(f"not all ranks reached {where} within {patience_s:g} s: {told}") from error
+        message = str(error).strip().splitlines()[0]
+        raise RunFault(f"not all ranks reached {where} within {patience_s:g} s: {message}") from error
 
 
 def first_difference(model: nn.Module, optimizer: Optimizer | None = None) -> str | None:

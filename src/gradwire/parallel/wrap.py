@@ -193,7 +193,7 @@ def traffic_unhooked(numel: int, strategy: str, world: int) -> int:
 
 
 def parameters_unhooked(
-    strategy: str, units: Sequence[int], world: int, micro_batches: int = 1, *, evaluated: bool = False
+    strategy: str, sizes: Sequence[int], world: int, micro_batches: int = 1, *, evaluated: bool = False
 ) -> int | None:
     """Return the bytes over all ranks of the float32 all-gathers of parameters in one optimizer step (closed form).
 
@@ -202,7 +202,7 @@ def parameters_unhooked(
 
     Args:
         strategy: Name of the strategy.
-        units: Elements outside the blocks, then of each block, frozen ones included, as from `unit_sizes`.
+        sizes: Elements outside the blocks, then of each block, frozen ones included, as from `block_sizes`.
         world: Number of ranks.
         micro_batches: Forward and backward passes of the step.
         evaluated: Whether a forward pass without a backward pass came between the previous step and this one.
@@ -212,5 +212,5 @@ def parameters_unhooked(
     """
     if strategy_class(strategy).kind == "all_reduce":
         return None
-    first, *blocks = units
+    first, *blocks = sizes
     return raw_all_gather(micro_batches * (first + 2 * sum(blocks)) - evaluated * first, world)

@@ -95,5 +95,9 @@ def note(text: str) -> None:
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether the error is an out-of-memory error of the GPU or CPU allocator."""
-    told = str(error)
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in told or "can't allocate memory" in told
+    message = str(error)
+    return (
+        isinstance(error, torch.OutOfMemoryError)
+        or "DefaultCPUAllocator" in message
+        or "can't allocate memory" in message
+    )

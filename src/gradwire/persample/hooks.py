@@ -191,14 +191,14 @@ class _Watch:
         x = _entering(args, kwargs).detach()
         self._open.update(own.values())
 
-        def tell(grad: Tensor) -> None:
+        def store(grad: Tensor) -> None:
             found = rule(module, self._by_sample(module, x), self._by_sample(module, grad.detach(), output=True))
             for local, name in own.items():
                 self._open[name] -= 1
                 if name not in self.unseen:
                     self._take(name, found[local], not self._open[name])
 
-        output.register_hook(tell)
+        output.register_hook(store)
         return output
 
     def _rule(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | None:

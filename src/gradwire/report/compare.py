@@ -127,10 +127,10 @@ def unlike(pairs: dict[Run, tuple[Result, Result]]) -> list[str]:
     """What else differs between the two: machines and versions, and settings."""
     machines = sorted({(machine(one), machine(other)) for one, other in pairs.values()})
     differing = "; ".join(f"{one} | {other}" for one, other in machines if one != other)
-    told = [f"Machines or versions differ, and times with them: {differing}."] if differing else []
+    lines = [f"Machines or versions differ, and times with them: {differing}."] if differing else []
     fields = ("model", "dataset", "steps", "batch_size", "max_length", "optimizer", "compress_config")
     changed = [name for name in fields if any(getattr(a, name) != getattr(b, name) for a, b in pairs.values())]
-    return [*told, *([f"Settings differ: {', '.join(changed)}."] if changed else [])]
+    return [*lines, *([f"Settings differ: {', '.join(changed)}."] if changed else [])]
 
 
 def differences(pairs: dict[Run, tuple[Result, Result]], quantity: Column) -> list[Difference]:

@@ -62,10 +62,10 @@ def gates(results: Sequence[Result], cells: pd.DataFrame | None, results_dir: Pa
 def finished(results: Sequence[Result]) -> Gate:
     """Whether every run has a result."""
     counts = pd.Series([row.status for row in results]).value_counts()
-    told = ", ".join(f"{count} {status}" for status, count in counts.items())
+    summary = ", ".join(f"{count} {status}" for status, count in counts.items())
     lost = counts.get("failed", 0)
     state: State = "failed" if lost else "marked" if counts.get("ok", 0) < len(results) else "passed"
-    return Gate("every run that was asked for has a result", state, told)
+    return Gate("every run that was asked for has a result", state, summary)
 
 
 def quality(cells: pd.DataFrame | None) -> Gate:
@@ -77,8 +77,10 @@ def quality(cells: pd.DataFrame | None) -> Gate:
     bad = known[known["gated"]]
     named = [f"{cell.strategy}/{cell.compressor}/ws{cell.world_size}/{cell.link}" for cell in bad.itertuples()]
     unknown = 0 if cells is None else len(cells) - len(known)
-    told = f"{len(known) - len(bad)} of {len(known)} cells pass" + (f", {unknown} without a comparison" * bool(unknown))
-    return Gate(name, "marked" if named else "passed", told + (f"; above: {listed(named)}" if named else ""))
+    summary = f"{len(known) - len(bad)} of {len(known)} cells pass" + (
+        f", {unknown} without a comparison" * bool(unknown)
+    )
+    return Gate(name, "marked" if named else "passed", summary + (f"; above: {listed(named)}" if named else ""))
 
 
 def of_runs(name: str, ok: Iterable[Result], holds: Callable[[Result], bool | None], bad: State) -> Gate:
@@ -88,8 +90,8 @@ def of_runs(name: str, ok: Iterable[Result], holds: Callable[[Result], bool | No
     if not known:
         return Gate(name, "not checked", "no run tells it")
     wrong = [run for run, one in known.items() if not one]
-    told = f"{len(known) - len(wrong)} of {len(known)} runs"
-    return Gate(name, bad if wrong else "passed", told + (f"; not: {listed(wrong)}" if wrong else ""))
+    summary = f"{len(known) - len(wrong)} of {len(known)} runs"
+    return Gate(name, bad if wrong else "passed", summary + (f"; not: {listed(wrong)}" if wrong else ""))
 
 
 def shortened(ok: Sequence[Result]) -> Gate:
@@ -115,15 +117,15 @@ def links(ok: Iterable[Result]) -> Gate:
 def one_machine(ok: Iterable[Result]) -> Gate:
     """Whether times may be compared."""
     found = machines(ok)
-    told = "; ".join(found[1:]) if found else "one kind of machine, one set of versions"
-    return Gate("all runs ran on like machines", "marked" if found else "passed", told)
+    summary = "; ".join(found[1:]) if found else "one kind of machine, one set of versions"
+    return Gate("all runs ran on like machines", "marked" if found else "passed", summary)
 
 
 def alone(ok: Sequence[Result], shared: bool) -> Gate:
     """Whether runs had the machine for themselves."""
-    told = "others may have run at the same time: there is no “timing: true”" if shared else "one run at a time"
+    summary = "others may have run at the same time: there is no “timing: true”" if shared else "one run at a time"
     state: State = "not checked" if not ok else "marked" if shared else "passed"
-    return Gate("runs had the machine for themselves", state, told)
+    return Gate("runs had the machine for themselves", state, summary)
 
 
 def seeds(cells: pd.DataFrame | None) -> Gate:
@@ -132,9 +134,9 @@ def seeds(cells: pd.DataFrame | None) -> Gate:
     if cells is None or cells.empty:
         return Gate(name, "not checked", "no cell has a result")
     single = int((cells["n"] < 2).sum())
-    told = f"{single} of {len(cells)} cells have one seed: neither can be given for them"
+    summary = f"{single} of {len(cells)} cells have one seed: neither can be given for them"
     enough = f"{int(cells['n'].min())} seeds or more (from {LEAST} on an interval)"
-    return Gate(name, "marked" if single else "passed", told if single else enough)
+    return Gate(name, "marked" if single else "passed", summary if single else enough)
 
 
 def stores(results_dir: Path) -> Gate:
@@ -145,8 +147,8 @@ def stores(results_dir: Path) -> Gate:
         return Gate(name, "not checked", "no gradients were collected")
     wrong = [run for run, checks in found.items() if not all(check["passed"] for check in checks)]
     count = sum(map(len, found.values()))
-    told = f"{len(found) - len(wrong)} of {len(found)} stores pass {count} checks"
-    return Gate(name, "failed" if wrong else "passed", told + (f"; not: {listed(wrong)}" if wrong else ""))
+    summary = f"{len(found) - len(wrong)} of {len(found)} stores pass {count} checks"
+    return Gate(name, "failed" if wrong else "passed", summary + (f"; not: {listed(wrong)}" if wrong else ""))
 
 
 def validations(results_dir: Path) -> dict[str, list[dict[str, Any]]]:

@@ -42,8 +42,8 @@ def machines(ok: Iterable[Result]) -> list[str]:
         groups[machine(row)].append(row.run_name)
     if len(groups) < 2:
         return []
-    told = "runs of unlike machines: no speed-up is computed between them, and a mean over their seeds mixes them"
-    return [told, *(f"{name}: {', '.join(_cells(runs))}" for name, runs in groups.items())]
+    title = "runs of unlike machines: no speed-up is computed between them, and a mean over their seeds mixes them"
+    return [title, *(f"{name}: {', '.join(_cells(runs))}" for name, runs in groups.items())]
 
 
 def mostly_float32(row: Result) -> bool:
@@ -53,16 +53,18 @@ def mostly_float32(row: Result) -> bool:
 
 def fallbacks(ok: Iterable[Result]) -> list[str]:
     """How much of what they were given compressors sent as float32, because they would not have made it shorter."""
-    shares: defaultdict[str, list[Result]] = defaultdict(list)
+    cells: defaultdict[str, list[Result]] = defaultdict(list)
     for row in ok:
         if row.fallbacks:
-            shares[f"{row.strategy}/{row.compressor}/ws{row.world_size}"].append(row)
-    told = [
+            cells[f"{row.strategy}/{row.compressor}/ws{row.world_size}"].append(row)
+    shares = [
         f"{cell} {100 * max(row.fallback_fraction or 0 for row in rows):.2g} % of the elements that it was given "
         f"({max(row.fallbacks or 0 for row in rows):,} encodings)"
-        for cell, rows in shares.items()
+        for cell, rows in cells.items()
     ]
-    return ["sent as float32, because the method would not have made it shorter: " + "; ".join(told)] if told else []
+    return (
+        ["sent as float32, because the method would not have made it shorter: " + "; ".join(shares)] if shares else []
+    )
 
 
 def _cells(runs: Sequence[str]) -> list[str]:

@@ -25,7 +25,7 @@ from gradwire.report.traffic import SHARDED, gradient_op, parameter_op, rate
 from gradwire.units import bits_per_second, rate_text, seconds
 
 if TYPE_CHECKING:
-    from gradwire.measurement.cost_model import Cell, Flow, LeftOut, Model
+    from gradwire.measurement.cost_model import Flow, LeftOut, Measurement, Model
 
 BASELINES = (BASELINE, BF16)
 RESAMPLES = 200
@@ -65,7 +65,7 @@ def main(args: Namespace) -> None:
     for complaint in complaints:
         print(f"gradwire predict: {complaint}", file=sys.stderr)
     chosen = usable(rows, path)
-    model = Model(tuple(cell_of(row) for row in chosen))
+    model = Model(tuple(measurement_of(row) for row in chosen))
     quality, doubts = quality_of(rows, path)
     for doubt in doubts:
         print(f"gradwire predict: {doubt}", file=sys.stderr)
@@ -76,12 +76,12 @@ def main(args: Namespace) -> None:
         *machines(chosen),
         DEFINITIONS,
     ]
-    for strategy in dict.fromkeys(cell.strategy for cell in model.cells):
+    for strategy in dict.fromkeys(one.strategy for one in model.measurements):
         own = [row for row in rows if row.strategy == strategy and row.status == "ok"]
         worse = ppl_percent([row for row in chosen if row.strategy == strategy], quality)
         parts += steps(model, strategy, own, worse, args.world_size, bandwidth, latency, args.memory)
         parts += crossovers(model, resampled, strategy, args.world_size, latency)
-    parts += [*law(model), *trial(leave_one_link_out(model.cells), rows)]
+    parts += [*law(model), *trial(leave_one_link_out(model.measurements), rows)]
     print("\n\n".join(parts))
 
 
@@ -101,21 +101,21 @@ def usable(rows: Iterable[Result], path: Path) -> list[Result]:
     found = [row for row in found if row.world_size == world]
     rates = {row.link for row in found if math.isfinite(rate(row.link))}
     if len(rates) < 2:
-        told = f"only {', '.join(rates)}" if rates else "none"
-        raise BadInput(f"{path}: a fit needs profiled cells on links of at least two rates, and has {told}.")
+        measured = f"only {', '.join(rates)}" if rates else "none"
+        raise BadInput(f"{path}: a fit needs profiled cells on links of at least two rates, and has {measured}.")
     lacking = {row.strategy for row in found} - {row.strategy for row in found if row.compressor == BASELINE}
     if lacking:
         raise BadInput(f"{path}: there is no cell `{BASELINE}` of {', '.join(sorted(lacking))} to compare with.")
     return found
 
 
-def cell_of(row: Result) -> Cell:
+def measurement_of(row: Result) -> Measurement:
     """A row as the cost model sees it.
 
     FSDP's parameters are told from gradients by their collective; where both use one, they count together. All other
     collectives of a step (its loss, its flag) stand with the gradients.
     """
-    from gradwire.measurement.cost_model import Cell, Flow
+    from gradwire.measurement.cost_model import Flow, Measurement
 
     steps, measured = row.steps or 1, row.measured_steps or 1
     times = {op: ms / measured / 1e3 for op, ms in (row.comm_time_ms_by_op or {}).items()}
@@ -128,7 +128,7 @@ def cell_of(row: Result) -> Cell:
         parameters = Flow(of_parameters, gathered, times.pop(of_parameters))
     else:
         gradients += gathered
-    return Cell(
+    return Measurement(
         strategy=row.strategy,
         label=row.compressor,
         sharded=row.strategy in SHARDED,
@@ -155,7 +155,7 @@ def steps(
     memory: bool,
 ) -> list[str]:
     """The strategy's heading, its winners, and the table of predicted steps, fastest first."""
-    labels = [label for own, label in model.runs if own == strategy]
+    labels = [label for own, label in model.by_label if own == strategy]
     found = {label: model.predict((strategy, label), world, bandwidth, latency) for label in labels}
     compute = compute_seconds(rows)
     ordered = sorted(labels, key=lambda label: found[label].step)
@@ -185,7 +185,7 @@ def crossovers(model: Model, resampled: Sequence[Model], strategy: str, world: i
     """The table of crossover bandwidths."""
     from gradwire.measurement.cost_model import crossover
 
-    labels = [label for own, label in model.runs if own == strategy]
+    labels = [label for own, label in model.by_label if own == strategy]
     bases = [base for base in BASELINES if base in labels]
     found, *drawn = (
         {label: one.fastest((strategy, label), world, latency) for label in labels} for one in (model, *resampled)

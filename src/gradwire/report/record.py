@@ -296,7 +296,7 @@ def _merged(folder: Path, run: Run) -> Result:
         raise BadInput("did not run: there is no record.json")
     record = _load(Record, path)
     if run_of(record) != run:
-        raise BadInput(f"{path} is the record of another run, {record.run_name}; delete it and train this cell again.")
+        raise BadInput(f"{path} is the record of another run, {record.run_name}; delete it and train this run again.")
     if record.schema_version != SCHEMA_VERSION:
         raise BadInput(f"{path} has schema version {record.schema_version}, not {SCHEMA_VERSION}; train it again.")
     if record.status == "diverged":

@@ -25,7 +25,7 @@ from gradwire.report.figures import line_plots, pareto, scaling, step_time, winn
 from gradwire.report.figures.style import Drawing
 from gradwire.report.markdown import MISSING
 from gradwire.report.notes import mostly_float32, privacy
-from gradwire.report.predict import cell_of, ppl_percent, usable
+from gradwire.report.predict import measurement_of, ppl_percent, usable
 from gradwire.report.record import Result
 from gradwire.report.tables import Table
 from gradwire.report.traffic import as_computed
@@ -43,7 +43,7 @@ class Section:
         short: The same for the list of sections.
         lead: What it shows and how it was computed.
         absent: Why it shows nothing, or empty.
-        facts: Terms and what they are.
+        properties: Terms and what they are.
         gates: Checks.
         failures: Runs without a result.
         plots: Figures, to be drawn.
@@ -56,7 +56,7 @@ class Section:
     short: str
     lead: str = ""
     absent: str = ""
-    facts: Sequence[tuple[str, str]] = ()
+    properties: Sequence[tuple[str, str]] = ()
     gates: Sequence[gates.Gate] = ()
     failures: Sequence[Result] = ()
     plots: Sequence[Drawing] = ()
@@ -91,7 +91,7 @@ def validity(data: Data) -> Section:
     """What was run, and whether it is valid."""
     measured = [row for row in data.results if row.status in ("ok", "diverged")]
     environment = next((row.environment for row in measured if row.environment), {})
-    facts = {
+    properties = {
         "runs": f"{len(data.results)} in {len({row.run_name.rpartition('/')[0] for row in data.results})} cells",
         "compressors": _distinct(row.compressor for row in data.results),
         "strategies": _distinct(row.strategy for row in data.results),
@@ -106,7 +106,7 @@ def validity(data: Data) -> Section:
             f"{row.steps} steps of {row.batch_size} × {row.max_length} tokens per rank, {row.optimizer}"
             for row in measured
         ),
-        "privacy": _distinct(told for row in measured if (told := privacy(row))),
+        "privacy": _distinct(guarantee for row in measured if (guarantee := privacy(row))),
         "backend": _distinct(f"{row.backend} on {row.device}" for row in measured),
         "versions": ", ".join(
             f"{name} {version}"
@@ -116,7 +116,7 @@ def validity(data: Data) -> Section:
     }
     return replace(
         Section.of("validity"),
-        facts=[(name, text) for name, text in facts.items() if text],
+        properties=[(name, text) for name, text in properties.items() if text],
         gates=gates.gates(data.results, data.cells, data.results_dir, data.shared),
         failures=[row for row in data.results if row.status != "ok"],
     )
@@ -249,13 +249,13 @@ def winners_section(data: Data) -> Section:
         chosen = usable(data.results, path)
     except BadInput as error:
         return replace(Section.of("winners"), absent=str(error).removeprefix(f"{path}: ").removesuffix("."))
-    model = Model(tuple(map(cell_of, chosen)))
-    errors = [abs(one.errors[0]) for one in leave_one_link_out(model.cells)]
+    model = Model(tuple(map(measurement_of, chosen)))
+    errors = [abs(one.errors[0]) for one in leave_one_link_out(model.measurements)]
     off = f" Predicted from the other links, the median step is {100 * median(errors):.0f} % off." if errors else ""
     made = Section.of("winners", cells=len(chosen), world=chosen[0].world_size, latency=winners.LATENCY * 1e6, off=off)
     plots = []
-    for strategy in dict.fromkeys(cell.strategy for cell in model.cells):
-        labels = [label for own, label in model.runs if own == strategy]
+    for strategy in dict.fromkeys(one.strategy for one in model.measurements):
+        labels = [label for own, label in model.by_label if own == strategy]
         worse = ppl_percent([row for row in chosen if row.strategy == strategy], data.quality)
         within = [label for label in labels if worse.get(label, float("inf")) <= 1]
         plots.append(partial(winners.draw, model, strategy, labels, "any perplexity", data.looks))
@@ -312,7 +312,7 @@ def environments(data: Data) -> Section:
     made = Section.of("environment")
     folder = data.results_dir / "runs"
     ranks: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
-    told: dict[str, dict[str, Any]] = {}
+    environments: dict[str, dict[str, Any]] = {}
     for row in data.results:
         for path in sorted((folder / row.run_name / "environment").glob("rank*.json")):
             try:
@@ -324,23 +324,23 @@ def environments(data: Data) -> Section:
             for changing in ("clocks", "world_size"):
                 values.pop(changing, None)
             key = digest(values)
-            told[key] = values
+            environments[key] = values
             ranks[key].append((row.run_name, rank))
-    if not told:
+    if not environments:
         made.absent = "no run left environment/rank<R>.json"
         return made
-    first = next(iter(told.values()))
-    shared = {name for name, value in first.items() if all(other.get(name) == value for other in told.values())}
-    made.facts = [(name, _told(first[name])) for name in first if name in shared and _told(first[name])]
-    differing = sorted({name for values in told.values() for name in values} - shared)
+    first = next(iter(environments.values()))
+    shared = {name for name, value in first.items() if all(other.get(name) == value for other in environments.values())}
+    made.properties = [(name, _text(first[name])) for name in first if name in shared and _text(first[name])]
+    differing = sorted({name for values in environments.values() for name in values} - shared)
     records = [
-        {name: _told(values.get(name)) or MISSING for name in differing}
+        {name: _text(values.get(name)) or MISSING for name in differing}
         | {
             "ranks": len(ranks[key]),
             "runs": gates.listed(sorted({run for run, _ in ranks[key]})),
             "numbers": ", ".join(map(str, sorted({rank for _, rank in ranks[key]}))),
         }
-        for key, values in told.items()
+        for key, values in environments.items()
     ]
     shown = [*columns.ENVIRONMENTS, *(columns.text(name, name) for name in differing)]
     made.tables = [Table.of("environment", "Environments", records, shown)]
@@ -363,10 +363,10 @@ def _profile(data: Data, row: Result) -> dict[str, Any] | None:
     return found
 
 
-def _told(value: Any) -> str:
+def _text(value: Any) -> str:
     """A value of an environment in words."""
     if isinstance(value, dict):
-        return ", ".join(f"{name} {_told(of)}" for name, of in value.items() if of is not None)
+        return ", ".join(f"{name} {_text(of)}" for name, of in value.items() if of is not None)
     return "" if value is None else json.dumps(value) if isinstance(value, bool) else str(value)
 
 

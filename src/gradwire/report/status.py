@@ -55,7 +55,7 @@ def main(args: Namespace) -> None:
     """
     while True:
         states = look(args.results_dir)
-        view = told(states, args.results_dir, quiet=args.quiet)
+        view = overview(states, args.results_dir, quiet=args.quiet)
         in_place = args.watch is not None and sys.stdout.isatty()
         print((CLEAR if in_place else "") + view, flush=True)
         if args.watch is None or not any(state.name in ("running", "waiting") for state in states.values()):
@@ -109,7 +109,7 @@ def state(folder: Path, now: float) -> State:
     return State("waiting")
 
 
-def told(states: dict[Run, State], results_dir: Path, *, quiet: bool = False) -> str:
+def overview(states: dict[Run, State], results_dir: Path, *, quiet: bool = False) -> str:
     """A line for every run, and one that sums them up."""
     width = max(len(run.path) for run in states)
     ordered = sorted(states.items(), key=lambda item: ORDER.index(item[1].name))

@@ -101,7 +101,7 @@ def header(results: Sequence[Result]) -> str:
     statuses = [row.status for row in results]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in STATUSES if status in statuses)
     measured = [row for row in results if row.status in ("ok", "diverged")]
-    facts = [
+    properties = [
         ("dataset", _distinct(row.dataset for row in measured)),
         ("model", _distinct(_model(row) for row in measured)),
         ("training", _distinct(_training(row) for row in measured)),
@@ -110,7 +110,7 @@ def header(results: Sequence[Result]) -> str:
         ("versions", _distinct(_versions(row) for row in measured)),
         ("unigram yardstick", _distinct(number(row.unigram_ppl, "perplexity {:.1f}") for row in measured)),
     ]
-    lines = [f"runs: {counts}", *(f"{fact}: {text}" for fact, text in facts if text)]
+    lines = [f"runs: {counts}", *(f"{name}: {text}" for name, text in properties if text)]
     return "\n".join(textwrap.fill(line, WIDTH, initial_indent="- ", subsequent_indent="  ") for line in lines)
 
 

@@ -145,14 +145,14 @@ def section(key: tuple[str, int, str, str], cells: Sequence[Gain]) -> str:
     fastest = {
         limit: next((gain.cell.row.compressor for gain in gains if gain.worse.mean <= limit), None) for limit in TIERS
     }
-    told = "; ".join(f"within {limit} %: {f'`{label}`' if label else 'none'}" for limit, label in fastest.items())
+    tiers = "; ".join(f"within {limit} %: {f'`{label}`' if label else 'none'}" for limit, label in fastest.items())
     rows = [
         line(gain, [limit for limit, label in fastest.items() if label == gain.cell.row.compressor]) for gain in gains
     ]
     return "\n\n".join(
         [
             f"### {strategy}, W = {world}, {link}",
-            f"Fastest {told}.",
+            f"Fastest {tiers}.",
             Table.of("", "", rows, columns.TIER).markdown(),
         ]
     )
@@ -197,7 +197,7 @@ def wire(rows: Sequence[Result]) -> list[str]:
     for row in rows:
         of_link[row.link].append(row)
     factors = {link: backend_factors(alike) for link, alike in sorted(of_link.items(), key=lambda item: -rate(item[0]))}
-    told = "; ".join(
+    ratios = "; ".join(
         f"{link}: " + ", ".join(f"{op} {factor:.3f}" for op, factor in sorted(found.items()))
         for link, found in factors.items()
     )
@@ -209,7 +209,7 @@ def wire(rows: Sequence[Result]) -> list[str]:
         rest = {"explained": explained, "rest_percent": 100 * (seen / sent / explained - 1)}
         lines.append({**run_of(row)._asdict(), **found, **rest})
     return [
-        fill(f"Interface over counted bytes by collective, fitted to these cells, headers included: {told}.", WIDTH),
+        fill(f"Interface over counted bytes by collective, fitted to these cells, headers included: {ratios}.", WIDTH),
         Table.of("", "", lines, columns.WIRE).markdown(),
     ]
 

@@ -33,14 +33,14 @@ class Checkpoints:
 
     Args:
         run_folder: The run's folder.
-        run: What identifies the run, such as its identity and the digest of its source.
+        origin: What identifies the run, such as its identity and the digest of its source.
         world: The process group and this rank's position in it.
         keep: Number of checkpoints to keep, at least 1.
     """
 
-    def __init__(self, run_folder: Path, run: Mapping[str, str], world: World, keep: int) -> None:
+    def __init__(self, run_folder: Path, origin: Mapping[str, str], world: World, keep: int) -> None:
         self.folder = Path(run_folder) / "checkpoints"
-        self.run = dict(run)
+        self.origin = dict(origin)
         self.world = world
         self.keep = keep
 
@@ -70,8 +70,8 @@ class Checkpoints:
             files = {name: _write(part / name, value) for name, value in written.items()}
             files = {name: sha for rank in ops.gather_objects(files) for name, sha in rank.items()}
             if self.world.rank == 0:
-                run = self.run | {"world_size": self.world.world_size, "step": step, "sha256": files}
-                write_json(part / MANIFEST, run)
+                manifest = self.origin | {"world_size": self.world.world_size, "step": step, "sha256": files}
+                write_json(part / MANIFEST, manifest)
                 shutil.rmtree(target, ignore_errors=True)  # a damaged checkpoint of the same step
                 part.replace(target)
                 self._prune(target)
@@ -103,11 +103,11 @@ class Checkpoints:
             checkpoint = self.folder / name
             problems = [problem for problem in ops.gather_objects(self._problem(checkpoint, model)) if problem]
             if problems:
-                self._tell(f"{problems[0]}: the checkpoint is damaged and is skipped.")
+                self._note(f"{problems[0]}: the checkpoint is damaged and is skipped.")
                 continue
             if difference := self._agreed(self._difference(read_json(checkpoint / MANIFEST))):
                 if restart:
-                    self._tell(f"{checkpoint} {difference}: starting over.")
+                    self._note(f"{checkpoint} {difference}: starting over.")
                     break
                 raise BadInput(
                     f"{checkpoint} {difference}; repeat that run, choose another --output_dir, or start over with "
@@ -148,7 +148,7 @@ class Checkpoints:
         """How the checkpoint differs from this run, or None."""
         if manifest.get("world_size") != self.world.world_size:
             return f"was written at another world size, {manifest.get('world_size')}"
-        for name, value in self.run.items():
+        for name, value in self.origin.items():
             if manifest.get(name) != value:
                 return "belongs to a run of another configuration" if name == "identity" else f"has another {name}"
         return None
@@ -173,7 +173,7 @@ class Checkpoints:
     def _barrier(self) -> None:
         ops.gather_objects(None)
 
-    def _tell(self, message: str) -> None:
+    def _note(self, message: str) -> None:
         if self.world.rank == 0:
             print(f"gradwire train: NOTE: {message}", file=sys.stderr, flush=True)
 

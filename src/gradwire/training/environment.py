@@ -108,10 +108,10 @@ def gpu(device: torch.device) -> dict[str, str]:
         f"--id=GPU-{properties.uuid}",
     ]
     try:
-        told = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        output = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return found
-    return found | dict(zip(NVIDIA_SMI.values(), (value.strip() for value in told.split(",")), strict=False))
+    return found | dict(zip(NVIDIA_SMI.values(), (value.strip() for value in output.split(",")), strict=False))
 
 
 class PeakMemory:

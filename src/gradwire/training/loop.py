@@ -85,7 +85,7 @@ class Outcome:
 def train(
     settings: Settings, shards: tuple[Shards, Shards], world: World, identity: str, asked: Preemption
 ) -> tuple[nn.Module, torch.optim.Optimizer, Outcome]:
-    """Train one cell and return the wrapped model, its optimizer and the measurements.
+    """Train one run and return the wrapped model, its optimizer and the measurements.
 
     Args:
         settings: The run.
@@ -115,7 +115,7 @@ def train(
         outcome.guarantee = privacy.guarantee(training, settings.cell, len(train_split), world.world_size)
     matrices = {name for name, p in model.named_parameters() if p.ndim >= 2}
 
-    sizes = parallel.unit_sizes(model)
+    sizes = parallel.block_sizes(model)
 
     reducer = build_reducer(settings)
     compressed = settings.cell.param_compress != "none"
@@ -126,8 +126,8 @@ def train(
     if reducer is None:
         outcome.reduced_numel = parallel.reduced_numel(model)
 
-    run = {"identity": identity, "source": settings.source()}
-    checkpoints = Checkpoints(settings.output_dir, run, world, training.keep_checkpoints)
+    origin = {"identity": identity, "source": settings.source()}
+    checkpoints = Checkpoints(settings.output_dir, origin, world, training.keep_checkpoints)
     trace = trace_file(settings.output_dir, world)
     start = 0
     if not settings.resume:
@@ -163,7 +163,7 @@ def train(
 
     model.train()
     with (
-        progress(settings.output_dir, training.steps, start, world) as tell,
+        progress(settings.output_dir, training.steps, start, world) as show,
         profiling(training, start, trace, world) as profiler,
         tensorboard(settings.output_dir / "logs" / "tensorboard", outcome.rows, world) as log,
     ):
@@ -202,7 +202,7 @@ def train(
                     row["val_loss"] = validate().loss
                     row["residual_norm"] = residual_norm(reducer)
                 log(row)
-                tell(row)
+                show(row)
                 if asked.agreed or due(training.checkpoint_every, step):
                     save(step + 1)
                 if asked.agreed:
@@ -322,7 +322,7 @@ def optimizer_step(
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     clock.lap("optimizer_ms")
-    loss_of_all, feed.n_targets, stops, *told = totals
+    loss_of_all, feed.n_targets, stops, *statistics = totals
     asked.agreed = bool(stops > 0)
     check_finite(float(loss_of_all), "the loss")
     clock.stop()
@@ -332,7 +332,7 @@ def optimizer_step(
         "tokens": sum(batch.n_targets for batch in micro_batches),
         "loss": float(loss_of_all) if n_targets else None,
         "passes": objective.passes * len(micro_batches),
-        **objective.told([float(value) for value in told]),
+        **objective.columns([float(value) for value in statistics]),
         "grad_norm": grad_norm,
         "clipped": grad_norm > training.clip_grad_norm,
         "nonfinite": not reduced,

@@ -49,7 +49,7 @@ class Plain:
         """This rank's statistics of the step, to be summed over ranks."""
         return []
 
-    def told(self, totals: Sequence[float]) -> dict[str, Any]:
+    def columns(self, totals: Sequence[float]) -> dict[str, Any]:
         """The step's columns, from the sums of `totals` over ranks."""
         return {}
 
@@ -107,7 +107,7 @@ class Private(Plain):
         """Number of samples, number of clipped samples and sum of norms."""
         return list(self._totals)
 
-    def told(self, totals: Sequence[float]) -> dict[str, Any]:
+    def columns(self, totals: Sequence[float]) -> dict[str, Any]:
         """``samples``, ``clipped_samples``, ``clipped_fraction`` and ``sample_norm_mean``."""
         samples, clipped, total = totals
         fields = {"samples": int(samples), "clipped_samples": int(clipped)}

@@ -33,7 +33,7 @@ def progress(folder: Path, steps: int, start: int, world: World) -> Iterator[Cal
     raw = sent = 0
     began = written = time.monotonic()
 
-    def told(row: dict[str, Any]) -> None:
+    def show(row: dict[str, Any]) -> None:
         nonlocal raw, sent, written
         raw, sent = raw + (row["bytes_raw"] or 0), sent + (row["bytes_sent"] or 0)
         loss = row["loss"]
@@ -48,6 +48,6 @@ def progress(folder: Path, steps: int, start: int, world: World) -> Iterator[Cal
 
     try:
         with tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, disable=None) as bar:
-            yield told
+            yield show
     finally:
         (folder / FILE).unlink(missing_ok=True)

@@ -127,7 +127,7 @@ def write(
     return record
 
 
-def told(record: Row) -> str:
+def summary(record: Row) -> str:
     """Summarize a record in one line."""
     if record["status"] == "diverged":
         return f"{record['run_name']}: diverged ({record['reason']})"

@@ -1,4 +1,4 @@
-"""The verb ``train``: one cell of the experiment, from shards to ``record.json``."""
+"""The verb ``train``: one run of the experiment, from shards to ``record.json``."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def shards_folder(args: argparse.Namespace, rank: int) -> Path:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Train one cell and write ``record.json``, ``steps.parquet``, ``final_model/`` and the other files of the run."""
+    """Train one run and write ``record.json``, ``steps.parquet``, ``final_model/`` and the other files of the run."""
     if "RANK" not in os.environ:
         preflight(args)
 
@@ -143,4 +143,4 @@ def main(args: argparse.Namespace) -> None:
             model, optimizer, outcome = train(settings, splits, world, identity, asked)
             record = results.write(settings, identity, splits, world, model, optimizer, outcome)
     if record is not None:
-        print(results.told(record))
+        print(results.summary(record))

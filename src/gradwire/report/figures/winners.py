@@ -58,14 +58,14 @@ def draw(model: Model, strategy: str, labels: Collection[str], limit: str, looks
             box = {"fc": PAPER, "ec": "none", "pad": 2, "alpha": 0.9}
             ax.text(at, middle, names[i], ha="center", va="center", fontsize=8, color=INK, bbox=box)
     shown = [names[i] for i in present]
-    cells = {(cell.world, cell.rate) for cell in model.cells if cell.strategy == strategy and cell.world in WORLDS}
-    for world, rate in sorted(cells):
+    points = {(one.world, one.rate) for one in model.measurements if one.strategy == strategy and one.world in WORLDS}
+    for world, rate in sorted(points):
         at = math.log10(rate) if math.isfinite(rate) else x[-1]
         marker = "o" if math.isfinite(rate) else ">"
         (point,) = ax.plot(at, WORLDS.index(world), marker, color=INK, mfc=PAPER, ms=7, mew=1.5, clip_on=False, ls="")
         if math.isfinite(rate):
             handle = point
-    if any(math.isfinite(rate) for _, rate in cells):
+    if any(math.isfinite(rate) for _, rate in points):
         handles.append(handle)
         shown.append("measured")
     ax.set_xlim(edges[0], edges[-1])
