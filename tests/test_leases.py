@@ -89,9 +89,18 @@ def test_more_than_the_machine_has_is_refused(machine):
     _, printed = refused.communicate(timeout=60)
     assert refused.returncode == 2
     assert printed == (
-        "gradwire launch: 5 ranks need a GPU each and this machine has 4: use a smaller world size or --device cpu.\n"
+        "gradwire launch: 5 ranks need a GPU each and this machine has 4: use a smaller world size or --device cpu. "
+        "With --backend gloo, ranks share GPUs.\n"
     )
     assert not machine.started("five")
+
+
+def test_ranks_share_gpus_with_gloo_alone(machine, monkeypatch):
+    for name in ("PATH", leases.FOLDER):
+        monkeypatch.setenv(name, machine.environment[name])
+    monkeypatch.delenv(leases.VISIBLE, raising=False)
+    assert [leases.wanted_gpus("cuda", "gloo", ranks) for ranks in (3, 4, 5)] == [3, 4, 4]
+    assert [leases.wanted_gpus(device, "nccl", 5) for device in ("cuda", "auto", "cpu", None)] == [5, 5, 0, 0]
 
 
 def test_only_what_is_visible_is_leased_whatever_it_is_called(machine):

@@ -36,6 +36,11 @@ def as_numbers(wire: Tensor, dtype: torch.dtype) -> Tensor:
     return (wire if aligned else wire.clone()).view(dtype)
 
 
+def quotient(x: Tensor, number: float) -> Tensor:
+    """``x / number``, correctly rounded on every device: CUDA multiplies by the reciprocal of a Python number."""
+    return x / x.new_full((), number)
+
+
 class Compressor(BaseModel, ABC):
     """Base of all compressors: frozen, and its fields are the method's options.
 

@@ -9,8 +9,8 @@ FLOPs / FLOPs per second of a square product (`bench_cases.Case.work` says what 
 Times are medians over rounds. In each round every case runs once, in an order drawn anew, so that drift is shared;
 compilation happens before. On a CPU one core runs everything, and its time is the process's own, so that what other
 processes do in between does not count; freed memory stays with the process, so that chance does not decide which call
-pays for page faults (the copy pays for none). On CUDA it is the time between two events, and before each call a buffer
-larger than the caches is overwritten.
+pays for page faults (the copy pays for none). On CUDA it is the time between two events: before each call a buffer
+larger than the caches is overwritten, and the GPU is kept busy until Python has submitted the call.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ COPIES = 5  # in a round
 PRODUCT = 1024  # rows of the square product that tells the FLOPs per second
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 FLUSH = 2**28  # bytes, more than the caches of any GPU of today
+AHEAD = 4_000_000  # GPU cycles, about 2 ms: the GPU waits while Python prepares the call that is timed
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -400,6 +401,7 @@ def stopwatch(device: torch.device) -> Callable[[Callable[[], T]], tuple[T, floa
 
     def cuda(action: Callable[[], T]) -> tuple[T, float]:
         flush.zero_()
+        torch.cuda._sleep(AHEAD)
         begin.record()
         result = action()
         end.record()

@@ -101,7 +101,9 @@ def _leased(args: argparse.Namespace, child: argparse.Namespace) -> Iterator[Non
 
 
 def _wanted_gpus(args: argparse.Namespace, child: argparse.Namespace) -> int:
-    return leases.wanted_gpus(getattr(child, "device", None), args.world_size) if args.nodes == 1 else 0
+    if args.nodes != 1:
+        return 0
+    return leases.wanted_gpus(getattr(child, "device", None), getattr(child, "backend", None), args.world_size)
 
 
 @contextmanager

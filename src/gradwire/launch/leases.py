@@ -45,9 +45,14 @@ def devices() -> list[str]:
     return [machine.get(name, name) for name in filter(None, map(str.strip, visible.split(","))) if name != "-1"]
 
 
-def wanted_gpus(device: str | None, world_size: int) -> int:
-    """Number of GPUs that a command leases: one per rank if its ``--device`` uses GPUs, else none."""
-    return world_size if device == "cuda" or (device == "auto" and devices()) else 0
+def wanted_gpus(device: str | None, backend: str | None, world_size: int) -> int:
+    """Number of GPUs that a command leases: one per rank if its ``--device`` uses GPUs, else none.
+
+    With ``--backend gloo``, ranks share GPUs where the machine has fewer.
+    """
+    if device == "cpu" or device is None or (device == "auto" and not devices()):
+        return 0
+    return min(world_size, max(1, len(devices()))) if backend == "gloo" else world_size
 
 
 @contextmanager
@@ -68,7 +73,7 @@ def gpus(wanted: int) -> Iterator[dict[str, str]]:
         seen = f" ({VISIBLE} is {os.environ[VISIBLE]!r})" if VISIBLE in os.environ else ""
         raise BadInput(
             f"{wanted} ranks need a GPU each and this machine has {len(offered)}{seen}: use a smaller world size "
-            "or --device cpu."
+            "or --device cpu. With --backend gloo, ranks share GPUs."
         )
     with ExitStack() as held:
         with _locked("queue-gpu", "runs that wait for GPUs"):

@@ -18,7 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradwire.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel
+from gradwire.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel, quotient
 
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal blocks, and zeros at zero
 
@@ -54,7 +54,7 @@ class Float8(BlockQuantizer):
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Scale each block to ``top`` and cast."""
         blocks = self.in_blocks(x.view(-1))
-        scales = (blocks.abs().amax(dim=1) / self.top).clamp_min_(SMALLEST_SCALE)
+        scales = quotient(blocks.abs().amax(dim=1), self.top).clamp_min_(SMALLEST_SCALE)
         codes = (blocks / scales.unsqueeze(1)).to(self.dtype).view(-1)[: x.numel()]
         return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)])
 

@@ -19,7 +19,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradwire.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel
+from gradwire.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel, quotient
 from gradwire.compressors.packing import pack, packed_bytes, unpack
 from gradwire.compressors.philox import draw_seed, uniforms
 from gradwire.compressors.rounds import Ask, Context, RoundCost, Rounds, State
@@ -65,7 +65,7 @@ class Int8(BlockQuantizer):
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Scale each block to ``top`` and round."""
         blocks = self.in_blocks(x.view(-1))
-        scales = (blocks.abs().amax(dim=1) / self.top).clamp_min_(SMALLEST_SCALE)
+        scales = quotient(blocks.abs().amax(dim=1), self.top).clamp_min_(SMALLEST_SCALE)
         levels = (blocks / scales.unsqueeze(1)).view(-1)[: x.numel()]
         if self.rounding == "nearest":
             codes = levels.round()
@@ -90,7 +90,7 @@ class Int8(BlockQuantizer):
         if not top:
             raise BadInput(f"int8 sums the codes of at most 127 ranks, not of {context.world}; use the exchange.")
         largest = yield Ask("max", torch.cat([x.view(-1).abs(), x.new_zeros(1)]).amax().view(1))
-        scale = (largest / top).clamp_min(SMALLEST_SCALE)
+        scale = quotient(largest, top).clamp_min(SMALLEST_SCALE)
         codes = (x / scale).round_().clamp_(-top, top).to(torch.int8)
         total = yield Ask("sum", codes, rows=True)
         return total.to(torch.float32) * scale / context.world, codes.to(torch.float32) * scale

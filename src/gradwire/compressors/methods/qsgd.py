@@ -24,7 +24,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradwire.compressors import elias
-from gradwire.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel
+from gradwire.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel, quotient
 from gradwire.compressors.packing import pack, packed_bytes, unpack
 from gradwire.compressors.philox import draw_seed, uniforms
 
@@ -81,7 +81,7 @@ class Qsgd(BlockQuantizer):
 
     def steps(self, norms: Tensor) -> Tensor:
         """What the numbers of each bucket are multiples of: float32 [b]."""
-        return (norms / self.levels).clamp_min_(SMALLEST_STEP)
+        return quotient(norms, self.levels).clamp_min_(SMALLEST_STEP)
 
     def not_representable(self, x: Tensor) -> Tensor:
         """Whether a norm is not finite: bool []."""
