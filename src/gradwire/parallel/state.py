@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -41,9 +42,7 @@ def unwrapped(name: str) -> str:
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Return all parameters and buffers, full and on the CPU, on rank 0, and {} elsewhere. Every rank must call it."""
     strategy = strategy_of(model)
-    # Offload GPU tensors only: FSDP1 frees those that are already on the CPU.
-    options = StateDictOptions(full_state_dict=True, cpu_offload=strategy.device.type != "cpu")
-    state = get_model_state_dict(model, options=options)
+    state = _full(get_model_state_dict(model, options=_options(model)))
     return state if dist.get_rank(strategy.group) == 0 else {}
 
 
@@ -107,6 +106,21 @@ def _local(tensor: Tensor | ShardedTensor) -> Tensor:
 def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer's state by parameter name, as `full_state_dict` does. Every rank must call it."""
     strategy = strategy_of(model)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=strategy.device.type != "cpu")
-    state = get_optimizer_state_dict(model, optimizer, options=options)
+    state = _full(get_optimizer_state_dict(model, optimizer, options=_options(model)))
     return state if dist.get_rank(strategy.group) == 0 else {}
+
+
+def _options(model: nn.Module) -> StateDictOptions:
+    """Return options for a full state on the CPU; `_full` gathers what they leave sharded."""
+    strategy = strategy_of(model)
+    offload = strategy.device.type != "cpu"  # FSDP1 frees tensors that are already on the CPU
+    # torch 2.11 crashes when it gathers a DTensor on a GPU through gloo; on the CPU it gathers correctly.
+    crashes = offload and isinstance(model, FSDPModule) and dist.get_backend(strategy.group) == "gloo"
+    return StateDictOptions(full_state_dict=not crashes, cpu_offload=offload)
+
+
+def _full(state: Any) -> Any:
+    """Return a nested state with the full tensor of each DTensor."""
+    if isinstance(state, dict):
+        return {key: _full(value) for key, value in state.items()}
+    return state.full_tensor() if isinstance(state, DTensor) else state

@@ -22,6 +22,7 @@ from gradwire.gradients.projections.base import Band, Projector, Shapes, chi2_ba
 
 SLOTS = 1 << 16
 NONZEROS = 4
+BLOCKS = {"cpu": 1, "cuda": 64}  # whose signs are generated at once: few fit a core's cache, a GPU is slow to start
 
 
 class Sorted(NamedTuple):
@@ -38,6 +39,8 @@ class Sjlt(Projector):
     def __init__(self, shapes: Shapes, seed: int) -> None:
         super().__init__(shapes, seed)
         self._sorted: dict[tuple[int, torch.device], Sorted] = {}
+        self._rotations: dict[str, list[int]] = {}
+        self._signs: dict[tuple[str, torch.device], Tensor] = {}  # of the parameters of one block
 
     def project(self, rows: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
         """Project rows [samples, n] to float32 [samples, dim] for each dim, in one pass over the rows."""
@@ -48,18 +51,31 @@ class Sjlt(Projector):
 
     def add(self, name: str, values: Tensor, slots: Tensor) -> None:
         """Add a parameter's gradients [samples, numel] to ``slots`` [samples, SLOTS]."""
-        stream = hashing.key(self.seed, f"{name} sjlt")
-        for block, (first, last) in enumerate(tiles(values.shape[1], SLOTS)):
-            signs = hashing.signs(stream, first, last, values.device)
-            turned = self.rotation(name, block)
-            fits = min(last - first, SLOTS - turned)
-            slots[:, turned : turned + fits].addcmul_(values[:, first : first + fits].float(), signs[:fits])
-            slots[:, : last - first - fits].addcmul_(values[:, first + fits : last].float(), signs[fits:])
+        blocks = iter(self.rotations(name))
+        for begin, end in tiles(values.shape[1], SLOTS * BLOCKS[values.device.type]):
+            signs = self.signs(name, begin, end, values.device)
+            for part, sign in zip(values[:, begin:end].split(SLOTS, dim=1), signs.split(SLOTS), strict=True):
+                turned = next(blocks)
+                fits = min(len(sign), SLOTS - turned)
+                slots[:, turned : turned + fits].addcmul_(part[:, :fits].float(), sign[:fits])
+                slots[:, : len(sign) - fits].addcmul_(part[:, fits:].float(), sign[fits:])
 
-    def rotation(self, name: str, block: int) -> int:
-        """Return the slot of the block's first column."""
-        stream = hashing.key(self.seed, f"{name} rotation")
-        return int(hashing.below(stream, torch.tensor([block]), SLOTS))
+    def rotations(self, name: str) -> list[int]:
+        """Return the slot of the first column of each of a parameter's blocks."""
+        if name not in self._rotations:
+            stream = hashing.key(self.seed, f"{name} rotation")
+            blocks = torch.arange(-(-self.sizes[name] // SLOTS))
+            self._rotations[name] = hashing.below(stream, blocks, SLOTS).tolist()
+        return self._rotations[name]
+
+    def signs(self, name: str, first: int, last: int, device: torch.device) -> Tensor:
+        """Return the signs of some of a parameter's columns: float32 [last - first]."""
+        stream = hashing.key(self.seed, f"{name} sjlt")
+        if self.sizes[name] > SLOTS:
+            return hashing.signs(stream, first, last, device)
+        if (name, device) not in self._signs:
+            self._signs[name, device] = hashing.signs(stream, 0, self.sizes[name], device)
+        return self._signs[name, device][first:last]
 
     def spread(self, slots: Tensor, dim: int) -> Tensor:
         """Map the slots' sums [samples, SLOTS] to rows: float32 [samples, dim]."""
@@ -74,9 +90,8 @@ class Sjlt(Projector):
         for part in bags:
             hashed.update(part.numpy().tobytes())
         for name, numel in self.sizes.items():
-            stream = hashing.key(self.seed, f"{name} sjlt")
-            ends = [float(hashing.signs(stream, at, at + 1, torch.device("cpu"))) for at in (0, numel - 1)]
-            hashed.update(f"{name} {numel} {ends} {self.rotation(name, (numel - 1) // SLOTS)}".encode())
+            ends = [float(self.signs(name, at, at + 1, torch.device("cpu"))) for at in (0, numel - 1)]
+            hashed.update(f"{name} {numel} {ends} {self.rotations(name)[-1]}".encode())
         return hashed.hexdigest()
 
     def band(self, dim: int) -> Band:
