@@ -232,7 +232,7 @@ def test_sharded_states_shrink_with_the_ranks(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("rows", "words", "message"),
     [
-        (None, ["1gbit", "--world_size", "4"], "results.jsonl; run an experiment with links first"),
+        (None, ["1gbit", "--world_size", "4"], "results.jsonl does not exist; first run an experiment"),
         (experiment(links=("none",)), ["1gbit", "--world_size", "4"], "on links of at least two rates, and has none"),
         (experiment(links=("none", "1gbit")), ["1gbit", "--world_size", "4"], "at least two rates, and has only 1gbit"),
         (experiment(("ddp",))[3:], ["1gbit", "--world_size", "4"], "no cell `none` of ddp"),

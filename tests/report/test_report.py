@@ -118,7 +118,7 @@ def test_validity_names_failed_and_skipped_runs_with_their_reasons(page):
     assert "train failed after step 7 (exit 3): rank 1 was killed" in section
     assert "too &lt;large&gt;" in section
     states = dict(re.findall(r'<li class="([a-z-]+)">.*?<strong>(.*?)</strong>', section, re.DOTALL))
-    assert states["failed"] == "every run that was asked for has a result"
+    assert states["failed"] == "every requested run has a result"
 
 
 def test_what_fell_back_to_float32_is_reported_and_marked_only_where_it_was_most(folder, page):
@@ -126,9 +126,9 @@ def test_what_fell_back_to_float32_is_reported_and_marked_only_where_it_was_most
     found = {gate.name: gate for gate in gates.gates(rows, None, folder, shared=False)}
     finite = found["no gradient was non-finite"]
     assert (finite.state, finite.found) == ("marked", "35 of 36 runs; not: ddp/int8/ws2/none/seed1")
-    encoded = found["compressors encoded at least half of the elements that they were given"]
+    encoded = found["compressors encoded at least half of their elements"]
     assert encoded.state == "marked"
-    printed = "ddp/int8/ws2 50 % of the elements that it was given (7 encodings); ddp/powersgd/ws2 0.9 %"
+    printed = "ddp/int8/ws2 50 % of its elements (7 encodings); ddp/powersgd/ws2 0.9 %"
     assert (
         encoded.found.startswith("35 of 36 runs; not: ddp/int8/ws2/none/seed1; sent as float32")
         and printed in encoded.found
@@ -256,7 +256,7 @@ def odd_page(odd) -> str:
 def test_one_seed_has_no_range_and_the_page_says_so(odd_page):
     table = shown(odd_page)
     assert set(table["ppl range"]) | set(table["step range"]) | set(table["× fp32 range"]) == {"–"}
-    assert "Where n is 1 there is no range" in odd_page
+    assert "A single seed (n = 1) has no range" in odd_page
     assert "2 of 2 cells have one seed" in odd_page
 
 

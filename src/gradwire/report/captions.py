@@ -1,4 +1,4 @@
-"""The page's words: each section's heading, its short form, and what it shows and how that was computed."""
+"""Captions of the page: each section's heading, its short form, what it shows and how that was computed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gradwire.report.record import BF16
 
 
 class Caption(NamedTuple):
-    """What a section begins with."""
+    """The heading and lead of a section."""
 
     title: str
     short: str
@@ -29,7 +29,7 @@ CAPTIONS = {
         "Cells",
         f"One row per cell, means over n seeds; {SPREAD}. Sorted by strategy, world "
         "size and link; within these, cells that pass the quality gate come first, and fast ones first. Perplexity "
-        f"and step time are compared seed by seed with {BASELINE} (fp32, the framework untouched) and {BF16}, "
+        f"and step time are compared seed by seed with {BASELINE} (fp32, the framework's own reduction) and {BF16}, "
         "speed on the same link and like machines only. “×” is how many times smaller or shorter: above 1 is better.",
     ),
     "pareto": Caption(
@@ -73,17 +73,17 @@ CAPTIONS = {
         "What compression does to the gradient",
         "Gradient error",
         "The delivered gradient against the exact mean of the ranks' gradients, at the sampled steps, and the norm "
-        "of what error feedback still holds back: means over seeds, bands from the lowest to the highest.",
+        "of the residuals of error feedback: means over seeds, bands from the lowest to the highest.",
     ),
     "stores": Caption(
         "Stores of per-sample gradients",
         "Gradient stores",
-        "What the verb grads validate found: whether files are whole, and row i of the matrix belongs to sample id i.",
+        "Results of `gradwire grads validate`: files are complete, and row i of the matrix belongs to sample id i.",
     ),
     "environment": Caption(
         "The environment of every rank",
         "Environment",
-        "What each rank told of itself when its run began. Ranks that told the same share a row.",
+        "What each rank recorded at the start of its run. Ranks with equal records share a row.",
     ),
     "compare": Caption(
         "Against {other}",

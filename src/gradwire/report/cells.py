@@ -1,4 +1,4 @@
-"""The cells of an experiment as the page shows them: statistics over seeds, groups of cells, how to make one anew."""
+"""The cells of an experiment on the page: statistics over seeds, groups of cells, commands to reproduce them."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ class Group(NamedTuple):
 
     @property
     def slug(self) -> str:
-        """A part of a file's name."""
+        """The group as part of a file name."""
         return slug(f"{self.strategy}-ws{self.world_size}-{self.link}")
 
 
 def slug(text: str) -> str:
-    """A text as part of a file's name and of an id."""
+    """Turn a text into part of a file name or an id."""
     return re.sub(r"[^A-Za-z0-9.+_-]+", "-", text)
 
 
 def cells_of(ok: Sequence[Result], quality: PerplexityReference) -> pd.DataFrame:
-    """One line per cell, as `report.table.over_seeds`; within a group those that pass the gate first, fast ones first.
+    """Return one line per cell, as `report.table.over_seeds`; in each group gated cells last, then by speed.
 
-    A cell that has its perplexity from another experiment is compared by all seeds of that one; ``quality_n`` is their
-    number.
+    A cell with the perplexity of another experiment is compared over all seeds of that experiment; ``quality_n`` is
+    their number.
     """
     cells = over_seeds(ok)
     rows: defaultdict[tuple[Hashable, ...], list[Result]] = defaultdict(list)
@@ -76,7 +76,7 @@ def groups(cells: pd.DataFrame) -> Iterator[tuple[Group, pd.DataFrame]]:
 
 
 def on_one_link(found: Iterable[Group]) -> list[Group]:
-    """The groups without those that differ from an earlier one in their link only: it changes no loss and no bytes."""
+    """Drop groups that differ from an earlier one in their link only; a link changes no loss and no bytes."""
     seen: dict[tuple[str, int], Group] = {}
     for group in found:
         seen.setdefault((group.strategy, group.world_size), group)
@@ -89,7 +89,7 @@ def of_group(rows: Iterable[Result], group: Group) -> list[Result]:
 
 
 def command(runs: Sequence[Result], results_dir: Path) -> str:
-    """The shell command that makes a cell's runs anew, from the repository's root."""
+    """The shell command that repeats a cell's runs, from the repository's root."""
     folder = Path("results") / results_dir.resolve().name
     config = folder / "config.json" if (results_dir / "config.json").is_file() else Path("CONFIG.yaml")
     records = [str(folder / "runs" / row.run_name / "record.json") for row in runs]

@@ -1,4 +1,4 @@
-"""The catalogue of columns: title, field and format of all that the summary, the page and the tables' files show."""
+"""The catalogue of columns: title, field and format of everything in the summary, the page and the table files."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Record = Mapping[Any, Any]
 
 
 class Entry(NamedTuple):
-    """What stands in one place.
+    """One entry of a table.
 
     Attributes:
-        text: What is read.
-        value: What it is sorted by, in full; None is below all others.
-        full: What the CSV file has instead of the value.
+        text: The text shown.
+        value: The sort key, with all digits; None sorts first.
+        full: The entry of the CSV file, if that is not the value.
     """
 
     text: str
@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The value as text, empty where there is none."""
+        """The value as text, or an empty text."""
         return "" if self.value is None else str(self.value)
 
 
@@ -39,16 +39,16 @@ class Column:
     """One column.
 
     Args:
-        title: Its heading; ``{spread}`` in it becomes what `markdown.spread_title` says.
+        title: Its heading; ``{spread}`` is replaced by `markdown.spread_title`.
         field: The field of a record that it shows. A spread also reads ``<field>_n``, ``_low`` and ``_high``.
-        form: How its numbers are written; a column without a format holds text.
-        unit: What follows a number.
-        per: What a number is divided by.
-        base: The compressor that has a dash, being what the others are compared with.
+        form: Format of its numbers; a column without a format holds text.
+        unit: Text after each number.
+        per: Divisor of the numbers.
+        base: The compressor that others are compared with; it has a dash.
         mark: The field whose text follows each entry, if any.
         ends: Whether it shows the spread over seeds, sorted by its lower end, instead of the value.
-        number: Whether its entries stand to the right.
-        hint: What it means, where the heading does not say it.
+        number: Whether its entries are aligned to the right.
+        hint: An explanation of the heading.
     """
 
     title: str
@@ -63,22 +63,22 @@ class Column:
     hint: str = ""
 
     def titled(self, title: str, **changes: Any) -> Column:
-        """The same column under another title, and with other ``changes`` of its attributes."""
+        """Copy the column with another title and other ``changes``."""
         return replace(self, title=title, **changes)
 
     def spread(self, title: str) -> Column:
-        """The column of this one's spreads over seeds."""
+        """The column of the spreads over seeds."""
         return replace(self, title=title, ends=True, mark="", hint="")
 
     def headed(self, records: Iterable[Record]) -> Column:
-        """The column with the title that it has over these records."""
+        """The column with its title for these records."""
         if not self.ends:
             return self
         kind = markdown.spread_title(record[f"{self.field}_n"] for record in records)
         return self.titled(self.title.replace("{spread}", kind))
 
     def entry(self, record: Record) -> Entry:
-        """The record's entry; a dash where its number is None or NaN."""
+        """The record's entry; a dash if its number is None or NaN."""
         if self.base and record["compressor"] == self.base:
             return Entry(MISSING)
         if self.ends:
@@ -95,7 +95,7 @@ class Column:
 
 
 def text(title: str, field: str) -> Column:
-    """A column of text, to the left."""
+    """A left-aligned column of text."""
     return Column(title, field, number=False)
 
 
@@ -109,7 +109,7 @@ def megabytes(title: str, field: str, **more: Any) -> Column:
     return Column(title, field, "{:,.3f}", per=1e6, **more)
 
 
-# What names a cell, and what is measured of it.
+# Names and measurements of a cell.
 
 COMPRESSOR = text("compressor", "compressor")
 STRATEGY = text("strategy", "strategy")
@@ -141,7 +141,7 @@ SPEED_UP_BF16 = Column(
 )
 TOKENS = Column("tokens/s", "tokens_per_s", "{:,.0f}")
 
-# The tables of the summary, of the page, of a comparison.
+# Tables of the summary, the page and a comparison.
 
 SUMMARY_CELL = (STRATEGY, WORLD, COMPRESSOR, LINK, SEEDS)
 QUALITY = (
@@ -211,7 +211,7 @@ ENVIRONMENTS = (Column("ranks", "ranks", "{:d}"), text("of runs", "runs"), text(
 QUANTITIES = (PERPLEXITY, STEP.titled("step time, ms"), BYTES)
 DIFFERENCE = Column("difference", "difference", "{:+z.2f}", " %")
 
-# The tables of quality tiers and of bytes at the interfaces.
+# Tables of quality tiers and of bytes at the interfaces.
 
 TIER = (
     COMPRESSOR,
@@ -244,7 +244,7 @@ WIRE = (
 
 
 def compared(quantity: Column) -> tuple[Column, ...]:
-    """The columns of the table in which two experiments differ in a quantity."""
+    """Columns of the table that compares a quantity of two experiments."""
     return (
         *CELL,
         Column("pairs", "pairs", "{:d}"),

@@ -1,4 +1,4 @@
-"""The verb ``compare``: how the cells of two experiments differ, paired by seed, and if that is more than chance."""
+"""The verb ``compare``: differences of cells between two experiments, paired by seed, with tests of significance."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from gradwire.report.tables import Table
 
 SIGNIFICANT = 0.05
-LEAST = 6  # cells: with fewer, no signed-rank test over them can say anything at 5 %
+LEAST = 6  # cells; with fewer, a signed-rank test cannot reach p < 5 %
 
 
 class Difference(NamedTuple):
     """One cell's difference.
 
     Attributes:
-        cell: A run of it; its seed means nothing.
+        cell: One of its runs; the seed does not matter.
         one: The first experiment's mean over the seeds that both have.
         other: The second one's.
         found: The difference, pair by pair.
@@ -45,7 +45,7 @@ class Difference(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """What it says."""
+        """The result of the test in words."""
         if self.found.n == 1:
             return "equal" if not self.found.mean else "one pair, no test"
         if not self.found.mean and self.found.p == 1:
@@ -55,7 +55,7 @@ class Difference(NamedTuple):
         return "higher" if self.found.mean > 0 else "lower"
 
     def record(self) -> dict[str, Any]:
-        """Its row of a table, by the fields of the columns."""
+        """The row of a table, keyed by column fields."""
         return {
             **self.cell._asdict(),
             "pairs": self.found.n,
@@ -118,13 +118,13 @@ def section(one: Data, other: Data) -> Section:
 
 
 def common(one: Sequence[Result], other: Sequence[Result]) -> dict[Run, tuple[Result, Result]]:
-    """The runs that both have."""
+    """Runs of both experiments."""
     theirs = {run_of(row): row for row in other}
     return {run_of(row): (row, theirs[run_of(row)]) for row in one if run_of(row) in theirs}
 
 
 def unlike(pairs: dict[Run, tuple[Result, Result]]) -> list[str]:
-    """What else differs between the two: machines and versions, and settings."""
+    """Describe how machines, versions and settings differ."""
     machines = sorted({(machine(one), machine(other)) for one, other in pairs.values()})
     differing = "; ".join(f"{one} | {other}" for one, other in machines if one != other)
     lines = [f"Machines or versions differ, and times with them: {differing}."] if differing else []
@@ -134,7 +134,7 @@ def unlike(pairs: dict[Run, tuple[Result, Result]]) -> list[str]:
 
 
 def differences(pairs: dict[Run, tuple[Result, Result]], quantity: Column) -> list[Difference]:
-    """Each cell's difference, in the order of their names; without cells that neither has numbers above 0 for."""
+    """Differences of the cells with positive numbers in both experiments, sorted by name."""
     from statistics import fmean
 
     from gradwire.measurement.statistics import adjusted, paired
@@ -153,7 +153,7 @@ def differences(pairs: dict[Run, tuple[Result, Result]], quantity: Column) -> li
 
 
 def over_cells(quantity: Column, found: Sequence[Difference]) -> list[str]:
-    """What the cells say together: a signed-rank test over their differences."""
+    """Describe all differences together, with a signed-rank test."""
     import numpy as np
     from scipy.stats import wilcoxon
 

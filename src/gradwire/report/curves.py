@@ -1,4 +1,4 @@
-"""What ``steps.parquet`` tells of a run's course: losses, seconds, gradient error and residual norm."""
+"""Curves from ``steps.parquet``: losses, seconds, gradient error and residual norm over the steps of a run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Array = NDArray[np.float64]
 
 
 class Course(NamedTuple):
-    """One run, step by step; of the ranks the mean, and of step times the slowest rank's.
+    """One run, step by step: means over ranks, and the slowest rank's step times.
 
     Attributes:
         seconds: Since the first step began, after each step; evaluations are left out.
@@ -31,10 +31,10 @@ class Course(NamedTuple):
 
 
 def read(path: Path) -> Course:
-    """The course in a ``steps.parquet``.
+    """Read the course of a run from its ``steps.parquet``.
 
     Raises:
-        BadInput: If it is none.
+        BadInput: If the file is unusable.
     """
     table = read_steps(path, ["step", "step_ms", *COLUMNS])
     step, ms, *columns = (table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names)
@@ -54,7 +54,7 @@ def _over_ranks(step: NDArray[np.int64], values: Array, steps: int) -> Array:
 
 
 def courses(rows: Iterable[Result], results_dir: Path) -> tuple[dict[str, Course], list[str]]:
-    """The courses by run name, and why some cannot be read; a run without the file has none."""
+    """Read the courses by run name, and the errors of unreadable files; runs without the file are skipped."""
     found, complaints = {}, []
     for row in rows:
         path = results_dir / "runs" / row.run_name / "steps.parquet"
@@ -67,7 +67,7 @@ def courses(rows: Iterable[Result], results_dir: Path) -> tuple[dict[str, Course
 
 
 class Line(NamedTuple):
-    """A cell's course over its seeds: means and, with two seeds or more, the lowest and highest."""
+    """A cell's course over its seeds: the mean, and for two or more seeds the lowest and highest."""
 
     steps: Array
     seconds: Array
@@ -77,10 +77,10 @@ class Line(NamedTuple):
 
 
 def line(runs: Iterable[Course], column: str) -> Line | None:
-    """A column over seeds, at the steps that all of them made and have it; long runs as means over `WINDOWS` windows.
+    """Average a column over seeds, at steps where all have it; long runs as means over `WINDOWS` windows.
 
     Returns:
-        None where there is no such step.
+        None if no step has the column for all seeds.
     """
     courses = list(runs)
     length = min((len(course.seconds) for course in courses), default=0)

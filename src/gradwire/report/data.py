@@ -1,4 +1,4 @@
-"""What the page and a comparison are made from: an experiment's rows, their statistics, and what its runs left."""
+"""Input of the page and of comparisons: an experiment's rows, their statistics, and files of its runs."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from gradwire.report.table import one_by_one
 
 @dataclass(frozen=True)
 class Data:
-    """All that sections are made from.
+    """Input of all sections.
 
     Args:
         results_dir: The experiment's folder.
         results: Its rows.
         quality: The runs whose perplexities count.
         shared: Whether runs may have shared the machine.
-        notes: What could not be used.
+        notes: Descriptions of unusable files.
     """
 
     results_dir: Path
@@ -48,7 +48,7 @@ class Data:
 
     @cached_property
     def cells(self) -> pd.DataFrame | None:
-        """Statistics over seeds; None where nothing has a result."""
+        """Statistics over seeds; None if no run has a result."""
         return cells_of(self.ok, self.quality) if self.ok else None
 
     @cached_property
@@ -68,13 +68,13 @@ class Data:
 
     @cached_property
     def courses(self) -> dict[str, curves.Course]:
-        """What ``steps.parquet`` tells."""
+        """The runs' courses from ``steps.parquet``."""
         found, complaints = curves.courses(self.ok, self.results_dir)
         self.notes.extend(complaints)
         return found
 
     def lines(self, column: str) -> dict[Group, dict[str, curves.Line]]:
-        """A column of the courses over seeds, by group and label; without what was not measured."""
+        """A column of the courses over seeds, by group and label; unmeasured cells are left out."""
         found: dict[Group, dict[str, curves.Line]] = {}
         for group in self.groups:
             runs: defaultdict[str, list[curves.Course]] = defaultdict(list)
@@ -91,12 +91,12 @@ def read(results_dir: Path) -> Data:
     """An experiment's results.
 
     Raises:
-        BadInput: If there are none, or none that this version can read.
+        BadInput: If there are no results, or this version cannot read them.
     """
     path = results_dir / "results.jsonl"
     if not path.is_file():
         raise BadInput(
-            f"there is no {path}: run the experiment (`make run`) or, where runs exist, `gradwire summarize`."
+            f"{path} does not exist: run the experiment (`make run`) or, where runs exist, `gradwire summarize`."
         )
     rows, complaints = read_results(path)
     if not rows:

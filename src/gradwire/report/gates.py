@@ -1,4 +1,4 @@
-"""What must hold before a number is believed: checks over a whole experiment, each with what it found."""
+"""Checks of a whole experiment that must pass before its numbers count, each with its findings."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class Gate(NamedTuple):
     """One check.
 
     Attributes:
-        name: What must hold.
-        state: ``failed``: some run is not valid; ``marked``: the cells are named and cannot head the table, or their
-            numbers say less; ``not checked``: there was nothing to check.
-        found: What was found.
+        name: The condition.
+        state: ``failed``: some run is not valid; ``marked``: the named cells cannot head the table, or their numbers
+            are less reliable; ``not checked``: nothing to check.
+        found: The findings.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Gate(NamedTuple):
 
 
 def gates(results: Sequence[Result], cells: pd.DataFrame | None, results_dir: Path, shared: bool) -> list[Gate]:
-    """All checks, in the order of their weight."""
+    """All checks, the most important first."""
     ok = [row for row in results if row.status == "ok"]
     return [
         finished(results),
@@ -51,7 +51,7 @@ def gates(results: Sequence[Result], cells: pd.DataFrame | None, results_dir: Pa
         links(ok),
         of_runs("no gradient was non-finite", ok, _finite, "marked"),
         shortened(ok),
-        of_runs("every rank told its environment", ok, lambda row: _ranks(row, results_dir), "failed"),
+        of_runs("every rank recorded its environment", ok, lambda row: _ranks(row, results_dir), "failed"),
         one_machine(ok),
         alone(ok, shared),
         seeds(cells),
@@ -65,7 +65,7 @@ def finished(results: Sequence[Result]) -> Gate:
     summary = ", ".join(f"{count} {status}" for status, count in counts.items())
     lost = counts.get("failed", 0)
     state: State = "failed" if lost else "marked" if counts.get("ok", 0) < len(results) else "passed"
-    return Gate("every run that was asked for has a result", state, summary)
+    return Gate("every requested run has a result", state, summary)
 
 
 def quality(cells: pd.DataFrame | None) -> Gate:
@@ -73,7 +73,7 @@ def quality(cells: pd.DataFrame | None) -> Gate:
     name = f"mean perplexity at most {TOLERANCE:g} % above that of {BASELINE} (fp32)"
     known = pd.DataFrame() if cells is None else cells[cells["worse_percent"].notna()]
     if known.empty:
-        return Gate(name, "not checked", f"no cell has a perplexity and a cell {BASELINE} beside it")
+        return Gate(name, "not checked", f"no cell has a perplexity and a cell {BASELINE} to compare with")
     bad = known[known["gated"]]
     named = [f"{cell.strategy}/{cell.compressor}/ws{cell.world_size}/{cell.link}" for cell in bad.itertuples()]
     unknown = 0 if cells is None else len(cells) - len(known)
@@ -84,20 +84,20 @@ def quality(cells: pd.DataFrame | None) -> Gate:
 
 
 def of_runs(name: str, ok: Iterable[Result], holds: Callable[[Result], bool | None], bad: State) -> Gate:
-    """Whether something holds for each run; None is "does not apply"."""
+    """Check a condition for each run; ``holds`` returns None where it does not apply."""
     found = {row.run_name: holds(row) for row in ok}
     known = {run: one for run, one in found.items() if one is not None}
     if not known:
-        return Gate(name, "not checked", "no run tells it")
+        return Gate(name, "not checked", "no run has data for it")
     wrong = [run for run, one in known.items() if not one]
     summary = f"{len(known) - len(wrong)} of {len(known)} runs"
     return Gate(name, bad if wrong else "passed", summary + (f"; not: {listed(wrong)}" if wrong else ""))
 
 
 def shortened(ok: Sequence[Result]) -> Gate:
-    """Whether compressors encoded what they were given; some send small tensors as float32."""
+    """Whether compressors encoded their input; some send small tensors as float32."""
     gate = of_runs(
-        "compressors encoded at least half of the elements that they were given",
+        "compressors encoded at least half of their elements",
         ok,
         lambda row: None if row.fallback_fraction is None else not mostly_float32(row),
         "marked",
@@ -106,7 +106,7 @@ def shortened(ok: Sequence[Result]) -> Gate:
 
 
 def links(ok: Iterable[Result]) -> Gate:
-    """Whether losses depend on the link, which they must not."""
+    """Whether losses are independent of the link, as they must be."""
     name = "losses at every step are equal on all links"
     found = losses_over_links(ok)
     if not found:
@@ -115,26 +115,26 @@ def links(ok: Iterable[Result]) -> Gate:
 
 
 def one_machine(ok: Iterable[Result]) -> Gate:
-    """Whether times may be compared."""
+    """Whether times are comparable."""
     found = machines(ok)
     summary = "; ".join(found[1:]) if found else "one kind of machine, one set of versions"
     return Gate("all runs ran on like machines", "marked" if found else "passed", summary)
 
 
 def alone(ok: Sequence[Result], shared: bool) -> Gate:
-    """Whether runs had the machine for themselves."""
-    summary = "others may have run at the same time: there is no “timing: true”" if shared else "one run at a time"
+    """Whether runs shared the machine."""
+    summary = "others may have run at the same time (no “timing: true”)" if shared else "one run at a time"
     state: State = "not checked" if not ok else "marked" if shared else "passed"
-    return Gate("runs had the machine for themselves", state, summary)
+    return Gate("runs did not share the machine", state, summary)
 
 
 def seeds(cells: pd.DataFrame | None) -> Gate:
-    """Whether there are ranges or intervals."""
+    """Whether cells have ranges or intervals."""
     name = "every cell has several seeds, and so a range or an interval"
     if cells is None or cells.empty:
         return Gate(name, "not checked", "no cell has a result")
     single = int((cells["n"] < 2).sum())
-    summary = f"{single} of {len(cells)} cells have one seed: neither can be given for them"
+    summary = f"{single} of {len(cells)} cells have one seed and neither"
     enough = f"{int(cells['n'].min())} seeds or more (from {LEAST} on an interval)"
     return Gate(name, "marked" if single else "passed", summary if single else enough)
 
@@ -152,7 +152,7 @@ def stores(results_dir: Path) -> Gate:
 
 
 def validations(results_dir: Path) -> dict[str, list[dict[str, Any]]]:
-    """The checks of each gradient store by its run; a file that cannot be read is a check that failed."""
+    """The checks of each gradient store by run; an unreadable file is a failed check."""
     found = {}
     for path in sorted((results_dir / "gradients").glob("*/*/*/*/*/validation.json")):
         try:
@@ -164,7 +164,7 @@ def validations(results_dir: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names in a sentence, not too many."""
+    """List names in a sentence, at most `SHOWN`."""
     more = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 

@@ -1,4 +1,4 @@
-"""Markdown tables and the numbers in them, as every table of the package writes them."""
+"""Markdown tables and number formats, used by all tables of the package."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ MISSING = "–"
 SPREAD = (
     f"“a … b” is the range of fewer than {LEAST} seeds, “[a, b]” Student's 95 % interval of the mean from {LEAST} on"
 )
-tabulate.MIN_PADDING = 0  # headers no wider than their words: a dozen columns have to fit a terminal
+tabulate.MIN_PADDING = 0  # headers without padding, so that a dozen columns fit a terminal
 
 
 def table(rows: Sequence[Sequence[str]], headers: Sequence[str], left: Container[int] = (0,)) -> str:
-    """A table; the columns ``left`` stand to the left, all others are numbers and stand to the right."""
+    """Format a table; columns ``left`` are aligned to the left, all others (numbers) to the right."""
     align = ["left" if column in left else "right" for column in range(len(headers))]
     return tabulate.tabulate(rows, headers, tablefmt="pipe", colalign=align if rows else None, disable_numparse=True)
 
 
 def spread(n: int, low: float, high: float, form: str) -> str:
-    """The spread of n seeds, a range as ``a … b``, an interval as ``[a, b]``; a dash where there is none."""
+    """Format the spread of n seeds: a range ``a … b``, an interval ``[a, b]``, or a dash for one seed."""
     if math.isnan(low):
         return MISSING
     ends = form.format(low), form.format(high)
@@ -31,12 +31,12 @@ def spread(n: int, low: float, high: float, form: str) -> str:
 
 
 def spread_title(ns: Iterable[int]) -> str:
-    """What a column of spreads holds: ranges, intervals or both."""
+    """The title for a column of spreads: ranges, intervals or both."""
     several = [n for n in ns if n > 1]
     kinds = {"range": any(n < LEAST for n in several) or not several, "95 %": any(n >= LEAST for n in several)}
     return ", ".join(kind for kind, holds in kinds.items() if holds)
 
 
 def number(value: float | None, form: str) -> str:
-    """A number, or a dash for None and NaN."""
+    """Format a number; a dash for None and NaN."""
     return MISSING if value is None or math.isnan(value) else form.format(value)

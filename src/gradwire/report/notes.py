@@ -1,4 +1,4 @@
-"""What a reader has to know before comparing lines of the table: unlike machines, losses that should be equal."""
+"""Notes on comparing lines of the table: unlike machines, fallbacks, and losses that should be equal."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gradwire.report.record import Result, hardware
 
 
 def machine(row: Result) -> str:
-    """What a run ran on, as far as its times depend on it: device, processor, cores, threads and versions."""
+    """Describe what a run's times depend on: device, processor, cores, threads and versions."""
     environment = row.environment or {}
     device, processor, cores = hardware(row)
     parts = [
@@ -23,7 +23,7 @@ def machine(row: Result) -> str:
 
 
 def privacy(row: Result) -> str:
-    """A private run's guarantee and how it came about; empty for any other run."""
+    """Describe a private run's guarantee and its settings; empty for other runs."""
     if row.sampling is None:
         return ""
     bound = "no bound: no noise" if row.epsilon is None else f"ε = {row.epsilon:.3g} at δ = {row.delta:.2g}"
@@ -36,7 +36,7 @@ def privacy(row: Result) -> str:
 
 
 def machines(ok: Iterable[Result]) -> list[str]:
-    """Which cells ran on which machine; nothing where all ran on alike ones."""
+    """List the cells of each machine; empty if all machines are alike."""
     groups: defaultdict[str, list[str]] = defaultdict(list)
     for row in ok:
         groups[machine(row)].append(row.run_name)
@@ -47,28 +47,26 @@ def machines(ok: Iterable[Result]) -> list[str]:
 
 
 def mostly_float32(row: Result) -> bool:
-    """Whether the compressor encoded less than half of what it was given: the run then says little about it."""
+    """Whether the compressor encoded less than half of its elements; the run then says little about it."""
     return (row.fallback_fraction or 0) > 0.5
 
 
 def fallbacks(ok: Iterable[Result]) -> list[str]:
-    """How much of what they were given compressors sent as float32, because they would not have made it shorter."""
+    """Describe how much compressors sent as float32, because encoding would not have made it shorter."""
     cells: defaultdict[str, list[Result]] = defaultdict(list)
     for row in ok:
         if row.fallbacks:
             cells[f"{row.strategy}/{row.compressor}/ws{row.world_size}"].append(row)
     shares = [
-        f"{cell} {100 * max(row.fallback_fraction or 0 for row in rows):.2g} % of the elements that it was given "
+        f"{cell} {100 * max(row.fallback_fraction or 0 for row in rows):.2g} % of its elements "
         f"({max(row.fallbacks or 0 for row in rows):,} encodings)"
         for cell, rows in cells.items()
     ]
-    return (
-        ["sent as float32, because the method would not have made it shorter: " + "; ".join(shares)] if shares else []
-    )
+    return ["sent as float32, because encoding would not have made it shorter: " + "; ".join(shares)] if shares else []
 
 
 def _cells(runs: Sequence[str]) -> list[str]:
-    """Run names (``…/seed<S>``), the seeds of one cell together."""
+    """Join run names (``…/seed<S>``) that differ only in their seed."""
     seeds: defaultdict[str, list[str]] = defaultdict(list)
     for run in runs:
         cell, _, seed = run.rpartition("/seed")
@@ -77,7 +75,7 @@ def _cells(runs: Sequence[str]) -> list[str]:
 
 
 def losses_over_links(ok: Iterable[Result]) -> list[str]:
-    """Whether runs that differ only in their link had equal losses at every step, which they must; by their digests."""
+    """Check that runs which differ only in their link have equal losses at every step, by their digests."""
     digests: defaultdict[tuple[str, str, int, int], dict[str, str]] = defaultdict(dict)
     for row in ok:
         if row.loss_digest is not None:
@@ -96,7 +94,7 @@ def losses_over_links(ok: Iterable[Result]) -> list[str]:
 
 
 def _unlike(links: dict[str, str]) -> str:
-    """Links with equal losses together: ``none, 1gbit | 100mbit``."""
+    """Group links with equal losses: ``none, 1gbit | 100mbit``."""
     by_digest: defaultdict[str, list[str]] = defaultdict(list)
     for link, digest in links.items():
         by_digest[digest].append(link)

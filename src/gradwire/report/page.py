@@ -1,4 +1,4 @@
-"""The verb ``report``: results as one page that needs no network, with its figures and tables as files."""
+"""The verb ``report``: one self-contained page of results, with its figures and tables as files."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def arguments(parser: ArgumentParser) -> None:
 
 
 def beside(args: Namespace) -> Path | None:
-    """The experiment's folder; a folder that does not exist is not made for the sake of telling so."""
+    """The experiment's folder, or None if it does not exist."""
     return args.results_dir if args.results_dir.is_dir() else None
 
 
 def main(args: Namespace) -> None:
-    """Write ``report.html``, ``figures/`` and ``tables/``, and name the page."""
+    """Write ``report.html``, ``figures/`` and ``tables/``, and print the page's path."""
     from gradwire.report.data import read
     from gradwire.report.sections import sections
 
@@ -53,10 +53,10 @@ def main(args: Namespace) -> None:
 
 
 def save(made: Sequence[Section], results_dir: Path) -> dict[str, list[Drawn]]:
-    """Write the figures' and tables' files.
+    """Write the files of figures and tables.
 
     Returns:
-        The figures as the page shows them, by the keys of their sections.
+        The figures for the page, by section key.
     """
     from gradwire.report.figures.files import save_all
 
@@ -69,7 +69,7 @@ def save(made: Sequence[Section], results_dir: Path) -> dict[str, list[Drawn]]:
 
 
 def render(data: Data, made: Sequence[Section], drawn: Mapping[str, Sequence[Drawn]]) -> str:
-    """The page; whatever comes from files is escaped."""
+    """Render the page; all text from files is escaped."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -92,5 +92,5 @@ def render(data: Data, made: Sequence[Section], drawn: Mapping[str, Sequence[Dra
 
 
 def template_digests() -> dict[str, str]:
-    """The templates' SHA-256 by name: a page is made anew when one changes."""
+    """The templates' SHA-256 by name; the workflow writes the page again when one changes."""
     return {path.name: sha256_file(path) for path in sorted(TEMPLATES.iterdir())}

@@ -1,6 +1,6 @@
 """The verb ``predict``: which compressor wins at a world size, bandwidth and latency, from cells measured on links.
 
-`measurement.cost_model` is fitted to the rows of ``results.jsonl``, and tried on each link with the others' cells.
+`measurement.cost_model` is fitted to the rows of ``results.jsonl``, and tested by predicting each link from the others.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ RESAMPLES = 200
 MOST = 4096
 
 DEFINITIONS = """\
-Each step by the fastest way that the cells tell of; `× none`, `× bf16-native`: how many times shorter than theirs.
-`N/(1+α)`: the speed-up over one rank, where α is what a step takes beside computation, over computation. `ppl`:
-perplexity against that of `none`, as measured; a winner is named within 1, 5 and 20 % of it. A crossover is the
-bandwidth below which a label's step is shorter, with the 95 % interval of a bootstrap of the fit's residuals. Hosts are
-as fast as those that were measured, every rank has as much to compute, and a collective is one call per step:
-`--latency` counts for each of its messages."""
+Each step uses the fastest way of the measured cells; `× none`, `× bf16-native`: how many times shorter than theirs.
+`N/(1+α)`: the speed-up over one rank, where α is the time of a step outside computation over that of computation.
+`ppl`: measured perplexity against that of `none`; winners are named within 1, 5 and 20 % of it. A crossover is the
+bandwidth below which a label's step is shorter, with the 95 % interval of a bootstrap of the fit's residuals. Assumed:
+hosts as fast as the measured ones, equal computation on every rank, and one call per collective and step, with
+`--latency` for each of its messages."""
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -60,7 +60,9 @@ def main(args: Namespace) -> None:
         raise BadInput(f"--world_size {args.world_size}: a prediction is for 2 to {MOST} ranks.")
     path = args.results_dir / "results.jsonl"
     if not path.is_file():
-        raise BadInput(f"there is no {path}; run an experiment with links first: make run CONFIG=configs/links.yaml.")
+        raise BadInput(
+            f"{path} does not exist; first run an experiment with links: make run CONFIG=configs/links.yaml."
+        )
     rows, complaints = read_results(path)
     for complaint in complaints:
         print(f"gradwire predict: {complaint}", file=sys.stderr)
@@ -86,10 +88,10 @@ def main(args: Namespace) -> None:
 
 
 def usable(rows: Iterable[Result], path: Path) -> list[Result]:
-    """The rows that a fit can use: profiled, of the largest world size.
+    """Select the rows for the fit: profiled, of the largest world size.
 
     Raises:
-        BadInput: If there are links of fewer than two rates, or of one strategy no baseline.
+        BadInput: If the rows have fewer than two rates, or a strategy has no baseline.
     """
     found = [
         row
@@ -105,15 +107,15 @@ def usable(rows: Iterable[Result], path: Path) -> list[Result]:
         raise BadInput(f"{path}: a fit needs profiled cells on links of at least two rates, and has {measured}.")
     lacking = {row.strategy for row in found} - {row.strategy for row in found if row.compressor == BASELINE}
     if lacking:
-        raise BadInput(f"{path}: there is no cell `{BASELINE}` of {', '.join(sorted(lacking))} to compare with.")
+        raise BadInput(f"{path}: no cell `{BASELINE}` of {', '.join(sorted(lacking))} to compare with.")
     return found
 
 
 def measurement_of(row: Result) -> Measurement:
-    """A row as the cost model sees it.
+    """Convert a row for the cost model.
 
-    FSDP's parameters are told from gradients by their collective; where both use one, they count together. All other
-    collectives of a step (its loss, its flag) stand with the gradients.
+    FSDP's parameters are separated from gradients by their collective; if both use the same one, they count together.
+    All other collectives of a step (its loss, its flag) count with the gradients.
     """
     from gradwire.measurement.cost_model import Flow, Measurement
 
@@ -154,7 +156,7 @@ def steps(
     latency: float,
     memory: bool,
 ) -> list[str]:
-    """The strategy's heading, its winners, and the table of predicted steps, fastest first."""
+    """The heading, the winners and the table of predicted steps of a strategy, fastest first."""
     labels = [label for own, label in model.by_label if own == strategy]
     found = {label: model.predict((strategy, label), world, bandwidth, latency) for label in labels}
     compute = compute_seconds(rows)
@@ -208,18 +210,18 @@ def crossovers(model: Model, resampled: Sequence[Model], strategy: str, world: i
 
 
 def crossover_text(of: float) -> str:
-    """A crossover bandwidth, or that there is none."""
+    """A crossover bandwidth in words, also if there is none."""
     return "never" if of == 0 else "always" if math.isinf(of) else rate_text(of)
 
 
 def interval_text(low: float, high: float) -> str:
-    """The interval of a crossover."""
+    """The interval of a crossover in words."""
     ends = crossover_text(low), crossover_text(high)
     return ends[0] if ends[0] == ends[1] else f"[{ends[0]}, {ends[1]}]"
 
 
 def law(model: Model) -> list[str]:
-    """The fit's numbers."""
+    """Tables of the fitted parameters."""
     fit = model.fit
     alphas = [[strategy, op, f"{1e3 * of:.2f}"] for (strategy, op), of in fit.alpha.items()]
     hosts = [[op, rate_text(8 / of), f"{fit.factor[op]:.3f}"] for op, of in fit.host.items()]
@@ -231,7 +233,7 @@ def law(model: Model) -> list[str]:
 
 
 def trial(found: Sequence[LeftOut], rows: Sequence[Result]) -> list[str]:
-    """How far predictions from the other links' cells are off, and each measured α."""
+    """Errors of predictions from the other links, and each measured α."""
     lines = []
     for cell, step, communication in found:
         compute = compute_seconds([row for row in rows if row.strategy == cell.strategy])
@@ -262,7 +264,7 @@ def trial(found: Sequence[LeftOut], rows: Sequence[Result]) -> list[str]:
 
 
 def compute_seconds(rows: Iterable[Result]) -> float | None:
-    """Seconds of computation in a step: `none`'s step at W = 1, else its computation by the profile."""
+    """Seconds of computation in a step: the step of `none` at W = 1, else its profiled computation."""
     baseline = [row for row in rows if row.compressor == BASELINE and row.status == "ok"]
     alone = [row.step_time_ms_p50 for row in baseline if row.world_size == 1 and row.step_time_ms_p50 is not None]
     profiled = [row.compute_time_ms for row in baseline if row.compute_time_ms is not None]
@@ -271,23 +273,23 @@ def compute_seconds(rows: Iterable[Result]) -> float | None:
 
 
 def quality_of(rows: Sequence[Result], path: Path) -> tuple[PerplexityReference, list[str]]:
-    """The runs that the rows have their perplexities from, all seeds of them, and what is wrong with their file."""
+    """Return all seeds of the runs that the rows take their perplexities from, and complaints about their file."""
     named = sorted({row.quality_from.partition(": ")[0] for row in rows if row.quality_from})
     if len(named) == 1 and Path(named[0]).is_file():
         return perplexity_reference(Path(named[0]))
-    doubts = [f"{name}, which perplexities are from, is not here: {path} has one seed of them" for name in named]
+    doubts = [f"{name}, the source of perplexities, is missing: {path} has one seed of them" for name in named]
     return PerplexityReference.of(str(path), rows), doubts
 
 
 def ppl_percent(rows: Sequence[Result], quality: PerplexityReference) -> dict[str, float]:
-    """By how many percent a label's mean perplexity is above that of `none`, where both are known."""
+    """Percent by which each label's mean perplexity is above that of `none`, where both are known."""
     baseline = next(row for row in rows if row.compressor == BASELINE)
     found = {row.compressor: quality.percent_worse(row, baseline) for row in rows if row.compressor != BASELINE}
     return {BASELINE: 0.0} | {label: fmean(percents) for label, percents in found.items() if percents}
 
 
 def memory_text(rows: Iterable[Result], label: str, world: int) -> str:
-    """Peak memory of a rank in GB."""
+    """Predicted peak memory of a rank in GB."""
     from gradwire.measurement.cost_model import peak_memory
 
     measured = [row for row in rows if row.compressor == label and row.world_size > 1 and row.mem_peak_alloc_gb]

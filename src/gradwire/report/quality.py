@@ -1,8 +1,8 @@
-"""Perplexities of another experiment for runs that were too short to have one of their own.
+"""Perplexities of another experiment, for runs that are too short to have their own.
 
-What compression takes away does not depend on the link, so a timing cell takes its perplexity, by label, from a long
-run: of its own strategy if there is one, else of ddp, else of any. The two may differ in their numbers of steps and of
-warm-up steps (``dense_steps``, ``freeze_step``) and in nothing else; where they do, the cell has none.
+Quality does not depend on the link, so a timing cell takes the perplexity of a long run with its label: of its own
+strategy if that has one, else of ddp, else of any. The two may differ only in their numbers of steps and of warm-up
+steps (``dense_steps``, ``freeze_step``); otherwise the cell has no perplexity.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gradwire.measurement.statistics import percent_worse
 from gradwire.report.record import Result
 from gradwire.report.results_file import read_results
 
-PREFERRED = "ddp"  # whose perplexity stands for a strategy that has none
+PREFERRED = "ddp"  # the strategy whose perplexity others use if they have none
 WARM_UP = ("dense_steps", "freeze_step")
 SAME = ("compress_config", "model", "parameters", "dataset", "max_length", "batch_size", "optimizer", "world_size")
 
@@ -29,8 +29,8 @@ class PerplexityReference:
     """Runs with a perplexity.
 
     Args:
-        name: Where they stand.
-        rows: They themselves.
+        name: The results file.
+        rows: The runs.
     """
 
     name: str
@@ -46,18 +46,18 @@ class PerplexityReference:
 
     @classmethod
     def of(cls, name: str, rows: Iterable[Result]) -> Self:
-        """A book of those rows that have a perplexity."""
+        """Keep the rows that have a perplexity."""
         return cls(name, tuple(row for row in rows if row.val_ppl is not None))
 
     def seeds(self, row: Result, strategy: str | None = None) -> dict[int, Result]:
-        """The runs, by seed, whose perplexity is that of ``row``'s cell.
+        """Return the runs, by seed, whose perplexity counts for the cell of ``row``.
 
         Args:
             row: A run of the cell.
-            strategy: Whose runs are wanted first; by default those of the row's own strategy.
+            strategy: The preferred strategy; by default the row's own.
 
         Raises:
-            BadInput: With the reason why there is none.
+            BadInput: If there are none, with the reason.
         """
         labelled = self.by_label.get(row.compressor, [])
         if not labelled:
@@ -71,7 +71,7 @@ class PerplexityReference:
         return {one.seed: one for one in alike if one.strategy == wanted}
 
     def percent_worse(self, row: Result, baseline: Result) -> list[float]:
-        """By how many percent a cell's perplexity is above the baseline's, by seed; empty where one is not known."""
+        """Percent by which a cell's perplexity is above the baseline's, by seed; empty if one is unknown."""
         try:
             own = self.seeds(row)
             against = self.seeds(baseline, next(iter(own.values())).strategy)
@@ -85,7 +85,7 @@ def _perplexities(runs: Mapping[int, Result]) -> dict[int, float]:
 
 
 def differences(one: Result, other: Result) -> list[str]:
-    """The fields in which two runs differ that must not differ between runs of one quality."""
+    """Fields that differ between two runs and must not for their qualities to be equal."""
     return [field for field in SAME if _compared(one, field) != _compared(other, field)]
 
 
@@ -95,13 +95,13 @@ def _compared(row: Result, field: str) -> Any:
 
 
 def perplexity_reference(path: Path) -> tuple[PerplexityReference, list[str]]:
-    """The perplexities of a results file, and what is wrong with lines that are left out."""
+    """Read the perplexities of a results file; return them with complaints about skipped lines."""
     rows, complaints = read_results(path)
     return PerplexityReference.of(str(path), rows), complaints
 
 
 def with_quality(results: Sequence[Result], found: PerplexityReference) -> tuple[list[Result], list[str]]:
-    """The rows, those without a perplexity with that of their label and seed, and why some are left without."""
+    """Fill in missing perplexities by label and seed; return the rows with complaints about those still missing."""
     joined, complaints = [], []
     for row in results:
         if row.status == "ok" and row.val_ppl is None:
@@ -114,10 +114,10 @@ def with_quality(results: Sequence[Result], found: PerplexityReference) -> tuple
 
 
 def _joined(row: Result, found: PerplexityReference) -> Result:
-    """The row with the perplexity of its own seed.
+    """Fill in the perplexity of the row's own seed.
 
     Raises:
-        BadInput: If there is none.
+        BadInput: If that seed has none.
     """
     seeds = found.seeds(row)
     if row.seed not in seeds:

@@ -1,4 +1,4 @@
-"""One run as one row: its record, its profile and its perplexity merged, or the reason why there is none."""
+"""One run as one row: its record, profile and perplexity merged, or the reason for a missing result."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Text = str | None
 Count = int | None
 Number = float | None
 BF16 = "bf16-native"  # the label of the second baseline: the collective itself in bf16
-OWN_QUALITY = ("train", "perplexity")  # of the same run, so that its steps lead there
+OWN_QUALITY = ("train", "perplexity")  # of the same run, so that its steps explain it
 Status = Literal["ok", "failed", "skipped", "diverged"]
 Alone = dict[tuple[str, str], dict[tuple[Any, ...], list[float]]]  # tokens/s by strategy and label, and hardware
 
 
 class Row(BaseModel):
-    """Data read from a file: the types must be right, NaN and infinity are refused, other keys are left behind."""
+    """Data read from a file: types are checked, NaN and infinity are errors, unknown keys are ignored."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, frozen=True, extra="ignore")
 
@@ -39,10 +39,10 @@ class Result(Row):
     Times are in milliseconds: ``comm_time_ms_total`` and ``comm_time_ms_by_op`` are the profiled steps' mean times the
     measured steps, all others are per step. Bytes are sums over ranks and all optimizer steps.
 
-    - ``extra_collectives``: what a rank's reductions called beyond one payload collective each, over the whole run.
+    - ``extra_collectives``: collectives of a rank's reductions beyond one payload collective each, over the whole run.
     - ``density``, ``sparsity``: share of the elements that sparsifiers sent of what they encoded, and the rest.
-    - ``fallbacks``: encodings as float32 on all ranks that nobody asked for; ``fallback_fraction``: their share of the
-      elements that the compressor was given, null where it was given none.
+    - ``fallbacks``: unrequested encodings as float32 on all ranks; ``fallback_fraction``: their share of the
+      compressor's elements, null without any.
     - ``grad_*``: the delivered gradient against the exact mean of the step's gradients, the mean over sampled steps;
       null where the framework reduces, or an optimizer sends something else.
     - ``effective_bw_*_gbps``: Gbit/s of a rank: the bytes of a step, gradients' and gathered parameters', as float32 or
@@ -127,7 +127,7 @@ class Result(Row):
     delta: Number = None
     noise_multiplier: Number = None
     clipped_fraction: Number = None
-    # What the table needs besides.
+    # For the table.
     noise_multiplier_accounted: Number = None
     sampling: Text = None
     adjacency: Text = None
@@ -136,14 +136,14 @@ class Result(Row):
     measured_steps: Count = None
     unigram_ppl: Number = None
     bytes_closed_form_total: Count = None
-    bytes_traced_total: Count = None  # where the framework reduces: those of the mean profiled step, times the steps
+    bytes_traced_total: Count = None  # framework reductions: those of the mean profiled step, times the steps
     bytes_by_op: dict[str, int] | None = None
     compute_time_ms: Number = None
     transfer_time_ms: Number = None
     algorithm: Text = None
     fallback_fraction: Number = None
     loss_digest: Text = None
-    target_reached: bool | None = None  # false: censored, it never was as good; null: there is no baseline
+    target_reached: bool | None = None  # false: censored, never reached; null: no baseline
     meter_agrees: bool | None = None  # meter and trace on the profiled steps' payload, encoding and decoding
     meter_over_trace: dict[str, float] | None = None
 
@@ -152,13 +152,13 @@ RESULT_FIELDS = tuple(Result.model_fields)
 
 
 class Record(Result):
-    """What ``train`` writes; the fields that other verbs measure are null in it."""
+    """The record of ``train``; fields that other verbs measure are null."""
 
     measured_steps: int
 
 
 class Failure(Row):
-    """What ``<verb>.failed.json`` tells."""
+    """The contents of ``<verb>.failed.json``."""
 
     reason: str
     exit_code: int
@@ -166,7 +166,7 @@ class Failure(Row):
 
 
 class Profile(Row):
-    """What a row takes from ``profile.json``: the mean profiled step."""
+    """The fields of ``profile.json`` in a row: the mean profiled step."""
 
     comm_time_ms_per_step: float
     comm_time_ms_by_op_per_step: dict[str, float]
@@ -190,7 +190,7 @@ class Profile(Row):
             "comm_ratio": self.comm_ratio,
             "transfer_time_ms": self.transfer_ms_per_step,
             "compute_time_ms": self.compute_ms_per_step,
-            "compress_time_ms": self.encode_ms_per_step or None,  # without any encoding the field does not apply
+            "compress_time_ms": self.encode_ms_per_step or None,  # does not apply without encoding
             "decompress_time_ms": self.decode_ms_per_step or None,
             "exposed_comm_ms": self.exposed_comm_ms,
             "overlap_ratio": self.overlap_ratio,
@@ -204,13 +204,13 @@ class Profile(Row):
         }
 
     def traced(self, record: Record) -> int | None:
-        """Gradient bytes of the whole run by its trace, where the framework reduced and nothing else counted them."""
+        """Gradient bytes of the whole run by its trace; None if a reducer counted them."""
         if self.reduced_bytes_per_step is None or record.steps is None or record.bytes_source != "closed_form":
             return None
         return round(record.steps * self.reduced_bytes_per_step)
 
     def gbps(self, record: Record, gradients: int | None, parameters: int | None) -> float | None:
-        """Gbit/s of a rank that sends its share of a run's bytes in the communication time; None without either."""
+        """Gbit/s of a rank: its share of the run's bytes over the communication time; None without either."""
         if not gradients or not record.steps or not self.comm_time_ms_per_step:
             return None
         bits = 8 * (gradients + (parameters or 0)) / record.world_size / record.steps
@@ -218,7 +218,7 @@ class Profile(Row):
 
 
 class Perplexity(Row):
-    """What a row takes from ``perplexity.json``."""
+    """The fields of ``perplexity.json`` in a row."""
 
     avg_loss: float
     ppl: float
@@ -229,7 +229,7 @@ class Perplexity(Row):
 
 
 def result(folder: Path, run: Run) -> Result:
-    """The row of one run, whatever its folder holds; what cannot be used is a failed row that says why."""
+    """Read the row of one run; an unusable folder gives a failed row with the reason."""
     try:
         return _merged(folder, run)
     except BadInput as error:
@@ -237,7 +237,7 @@ def result(folder: Path, run: Run) -> Result:
 
 
 def compared(results: Sequence[Result], results_dir: Path) -> list[Result]:
-    """The rows with what it takes several runs to tell: quality against time, and efficiency against one rank."""
+    """Add the fields that need several runs: quality against time, and efficiency against one rank."""
     curves = {}
     for row in results:
         steps = results_dir / "runs" / row.run_name / "steps.parquet"
@@ -259,7 +259,7 @@ def compared(results: Sequence[Result], results_dir: Path) -> list[Result]:
 
 
 def scaling_efficiency(row: Result, alone: Alone) -> float | None:
-    """Tokens/s per rank, against one rank's on like hardware; None where there is nothing to compare."""
+    """Tokens/s per rank over one rank's on like hardware; None without such a run."""
     base = alone.get((row.strategy, row.compressor)) or alone.get((row.strategy, BASELINE), {})
     rates = base.get(hardware(row))
     if row.status != "ok" or row.world_size == 1 or not row.tokens_per_s or not rates:
@@ -268,7 +268,7 @@ def scaling_efficiency(row: Result, alone: Alone) -> float | None:
 
 
 def hardware(row: Result) -> tuple[Any, ...]:
-    """What a run ran on: what times of two runs must have in common to be compared."""
+    """The hardware that two runs must share for their times to be comparable."""
     return tuple((row.environment or {}).get(key) for key in ("device", "processor", "cores"))
 
 
@@ -285,15 +285,15 @@ def without_measurements(run: Run, status: Status, reason: str) -> Result:
 def _merged(folder: Path, run: Run) -> Result:
     """Merge a run's files.
 
-    A run that diverged has no perplexity, and no other verb can fail it.
+    A diverged run has no perplexity, and failures of other verbs do not count.
 
     Raises:
-        BadInput: With the reason why the run has no result.
+        BadInput: If the run has no result, with the reason.
     """
     _raise_failure_of("train", folder)
     path = folder / "record.json"
     if not path.exists():
-        raise BadInput("did not run: there is no record.json")
+        raise BadInput("did not run: record.json is missing")
     record = _load(Record, path)
     if run_of(record) != run:
         raise BadInput(f"{path} is the record of another run, {record.run_name}; delete it and train this run again.")
@@ -323,7 +323,7 @@ def _load(model: type[Model], path: Path) -> Model:
     """Read and check one JSON file of a run.
 
     Raises:
-        BadInput: If it is no JSON, or a field is missing or of the wrong type.
+        BadInput: If it is not valid JSON, or a field is missing or of the wrong type.
     """
     try:
         return model.model_validate(read_json(path))

@@ -1,4 +1,4 @@
-"""Reading ``results.jsonl``, line by line: a line that is of no use is told and spares the others."""
+"""Read ``results.jsonl`` line by line; an unusable line is reported and skipped."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from gradwire.report.record import Result
 
 
 def read_results(path: Path) -> tuple[list[Result], list[str]]:
-    """The rows of a results file, and what is wrong with the lines that are left out, by their numbers.
+    """Read the rows of a results file; return them with complaints about skipped lines.
 
     Raises:
-        BadInput: If there is no such file.
+        BadInput: If the file cannot be read.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -34,10 +34,10 @@ def read_results(path: Path) -> tuple[list[Result], list[str]]:
 
 
 def _row(line: bytes) -> Result:
-    """One line's row.
+    """Parse one line.
 
     Raises:
-        ValueError: If it is none, or one of another version.
+        ValueError: If it is not a row, or has another schema version.
     """
     try:
         value = json.loads(line)

@@ -1,4 +1,4 @@
-"""The page's sections, in its order: what each shows, or the one line that says why it shows nothing."""
+"""The sections of the page in order; each has its content, or one line that says why it is empty."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ class Section:
     """A part of the page.
 
     Args:
-        key: Its id, and the first part of the names of its files.
+        key: Its id, and the start of its file names.
         title: Its heading.
-        short: The same for the list of sections.
+        short: The heading in the list of sections.
         lead: What it shows and how it was computed.
-        absent: Why it shows nothing, or empty.
-        properties: Terms and what they are.
+        absent: Why the section is empty, if it is.
+        properties: Terms and their values.
         gates: Checks.
         failures: Runs without a result.
-        plots: Figures, to be drawn.
-        tables: Tables, the first of which is shown, others folded.
-        notes: What else a reader has to know.
+        plots: Figures to draw.
+        tables: Tables; the first is shown, the others are folded.
+        notes: Further notes.
     """
 
     key: str
@@ -65,7 +65,7 @@ class Section:
 
     @classmethod
     def of(cls, key: str, **values: Any) -> Self:
-        """An empty section with its words, in which ``values`` are filled."""
+        """Make a section with its captions; ``values`` are formatted into them."""
         title, short, lead = CAPTIONS[key]
         return cls(key, title.format(**values), short, lead.format(**values)) if values else cls(key, *CAPTIONS[key])
 
@@ -143,19 +143,19 @@ def headline(data: Data) -> Section:
         )
     ]
     if (data.cells["n"] < 2).any():
-        made.notes = ["Where n is 1 there is no range: one seed says nothing about the spread."]
+        made.notes = ["A single seed (n = 1) has no range."]
     if (data.cells["quality_n"] > data.cells["n"]).any():
         named = sorted({row.quality_from.partition(": ")[0] for row in data.ok if row.quality_from})
         most = int(data.cells["quality_n"].max())
         made.notes = [
             *made.notes,
-            f"Perplexities against fp32 are those of {', '.join(named)}, over up to {most} seeds; n counts timed runs.",
+            f"Perplexities against fp32 are from {', '.join(named)}, over up to {most} seeds; n counts timed runs.",
         ]
     return made
 
 
 def marks(cell: Mapping[Any, Any], rows: Sequence[Result]) -> str:
-    """What a reader has to know of a cell."""
+    """The marks of a cell."""
     found = {
         "worse than fp32 + 1 %": cell["gated"],
         "no perplexity": pd.isna(cell["val_ppl"]),
@@ -354,7 +354,7 @@ def _profile(data: Data, row: Result) -> dict[str, Any] | None:
         return None
     try:
         found: dict[str, Any] = read_json(path)
-        if not found["steps"]:  # it broke off before any was recorded
+        if not found["steps"]:  # ended before a profiled step
             return None
         step_time.parts(found)
     except (BadInput, KeyError, TypeError) as error:
@@ -364,7 +364,7 @@ def _profile(data: Data, row: Result) -> dict[str, Any] | None:
 
 
 def _text(value: Any) -> str:
-    """A value of an environment in words."""
+    """Format a value of an environment."""
     if isinstance(value, dict):
         return ", ".join(f"{name} {_text(of)}" for name, of in value.items() if of is not None)
     return "" if value is None else json.dumps(value) if isinstance(value, bool) else str(value)

@@ -1,4 +1,4 @@
-"""The verb ``status``: which runs of an experiment are done, running, failed or still to come, and how long is left."""
+"""The verb ``status``: which runs of an experiment are done, running, failed or pending, and the time left."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from gradwire.files import read_json
 from gradwire.flags import SECONDS
 from gradwire.report.summarize import EXPECTED, asked_for
 
-PROGRESS = "progress.json"  # of a run that goes on, in its folder (training.progress; this room imports no torch)
-CLEAR = "\033[H\033[2J"  # a terminal: what comes next stands alone, from the top
-SILENT = 60.0  # seconds without a word, after which a run counts as stopped
+PROGRESS = "progress.json"  # in the folder of a running run; written by training.progress, which imports torch
+CLEAR = "\033[H\033[2J"  # clears a terminal
+SILENT = 60.0  # seconds without progress after which a run counts as stopped
 ORDER = ("running", "stopped", "failed", "diverged", "done", "waiting", "skipped")
 
 
 class State(NamedTuple):
-    """How a run stands.
+    """The state of a run.
 
     Attributes:
         name: One of ``ORDER``.
-        text: What is to be said of it.
-        left: Seconds that it will still take; None where that is not known.
+        text: A description.
+        left: Estimated seconds left; None if unknown.
     """
 
     name: str
@@ -42,16 +42,16 @@ def arguments(parser: ArgumentParser) -> None:
         "--watch",
         type=SECONDS,
         metavar="SECONDS",
-        help="a view that renews itself until all runs ended; plain lines where nobody sits at a terminal",
+        help="update the view every SECONDS until all runs have ended",
     )
-    parser.add_argument("--quiet", action="store_true", help="the sums only, not every run")
+    parser.add_argument("--quiet", action="store_true", help="print the totals only")
 
 
 def main(args: Namespace) -> None:
-    """Tell how every run stands, once or until all have ended.
+    """Print the state of every run, once or until all have ended.
 
     Raises:
-        BadInput: If there is no experiment.
+        BadInput: If the folder holds no experiment.
     """
     while True:
         states = look(args.results_dir)
@@ -66,14 +66,14 @@ def main(args: Namespace) -> None:
 
 
 def look(results_dir: Path, now: float | None = None) -> dict[Run, State]:
-    """How every run stands that the experiment asks for.
+    """Return the state of every requested run.
 
     Args:
         results_dir: The experiment's folder.
         now: Seconds since the epoch; by default the clock's.
 
     Raises:
-        BadInput: If there is no experiment.
+        BadInput: If the folder holds no experiment.
     """
     asked = asked_for(results_dir)
     if not asked:
@@ -86,7 +86,7 @@ def look(results_dir: Path, now: float | None = None) -> dict[Run, State]:
 
 
 def state(folder: Path, now: float) -> State:
-    """How one run stands, by what is in its folder."""
+    """Return the state of one run, from the files in its folder."""
     if (record := folder / "record.json").is_file():
         found = read_json(record)
         if found["status"] == "diverged":
@@ -110,7 +110,7 @@ def state(folder: Path, now: float) -> State:
 
 
 def overview(states: dict[Run, State], results_dir: Path, *, quiet: bool = False) -> str:
-    """A line for every run, and one that sums them up."""
+    """Format a line per run and a summary line."""
     width = max(len(run.path) for run in states)
     ordered = sorted(states.items(), key=lambda item: ORDER.index(item[1].name))
     lines = [] if quiet else [f"{one.name:<8}  {run.path:<{width}}  {one.text}".rstrip() for run, one in ordered]
@@ -121,7 +121,7 @@ def overview(states: dict[Run, State], results_dir: Path, *, quiet: bool = False
 
 
 def remaining(states: dict[Run, State], results_dir: Path) -> float | None:
-    """Seconds until the last run ends, at the pace since the workflow was called last; None if it has no pace yet."""
+    """Estimate the seconds until the last run ends from the pace since the workflow started; None without a pace."""
     to_come = sum(one.name in ("waiting", "running") for one in states.values())
     listed = results_dir / EXPECTED
     if not to_come or not listed.is_file():
@@ -133,7 +133,7 @@ def remaining(states: dict[Run, State], results_dir: Path) -> float | None:
 
 
 def duration(seconds: float) -> str:
-    """``1 h 05 min``, ``3 min``, ``12 s``."""
+    """Format seconds: ``1 h 05 min``, ``3 min``, ``12 s``."""
     if seconds < 60:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -18,18 +18,18 @@ from gradwire.files import read_json, write_text
 from gradwire.report.quality import PerplexityReference, perplexity_reference, with_quality
 from gradwire.report.record import RESULT_FIELDS, Result, compared, result, without_measurements
 
-EXPECTED = "expected.json"  # below the experiment's folder: the runs that it asks for
+EXPECTED = "expected.json"  # in the experiment's folder: the requested runs
 
 
 SHARED = "times are shared: other runs may have used the machine at the same time (`timing: true` runs one at a time)"
 
 
 class Asked(NamedTuple):
-    """What an experiment asks for with one run.
+    """The request for one run.
 
     Attributes:
         excluded: Why it is left out, or None.
-        quality_from: The results file that it takes its perplexity from, or None.
+        quality_from: The results file with its perplexity, or None.
         shared: Whether other runs may use the machine at the same time.
     """
 
@@ -44,20 +44,20 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--experiment",
         type=Path,
-        help="JSON list of the runs that the experiment asks for; by default RESULTS_DIR/expected.json if it exists",
+        help="JSON list of the requested runs; default: RESULTS_DIR/expected.json if it exists",
     )
     parser.add_argument(
         "--quality_from",
         type=Path,
         metavar="FILE",
-        help="results.jsonl of another experiment, whose perplexities stand for runs that have none; by default the "
-        "one that the list of runs names",
+        help="results.jsonl of another experiment, with perplexities for runs that have none; default: the "
+        "one named in the list of runs",
     )
     parser.add_argument("--print_only", action="store_true", help="print the table and write nothing")
 
 
 def beside(args: Namespace) -> Path | None:
-    """The experiment's folder; a folder that does not exist is not made for the sake of telling so."""
+    """The experiment's folder, or None if it does not exist."""
     return args.results_dir if args.results_dir.is_dir() else None
 
 
@@ -81,15 +81,15 @@ def main(args: Namespace) -> None:
 def joined(
     results_dir: Path, experiment: Path | None = None, quality_from: Path | None = None
 ) -> tuple[list[Result], PerplexityReference, list[str]]:
-    """A row for every run, those without a perplexity with that of another experiment.
+    """Return a row for every run; missing perplexities are taken from another experiment.
 
     Args:
         results_dir: The experiment's folder.
         experiment: As for `collect`.
-        quality_from: The results file of the other experiment; by default the one that the list of runs names, if any.
+        quality_from: The results file of the other experiment; by default the one named in the list of runs, if any.
 
     Returns:
-        The rows; the runs whose perplexities count, its own where there is no other experiment; what could not be used.
+        The rows, the runs whose perplexities count (of this or the other experiment), and complaints.
 
     Raises:
         BadInput: As `collect`; if a results file cannot be read; if the list names several.
@@ -109,13 +109,13 @@ def joined(
 
 
 def collect(results_dir: Path, experiment: Path | None = None) -> list[Result]:
-    """A row for every run, in the order of their names.
+    """Return a row for every run, sorted by name.
 
     Args:
         results_dir: The experiment's folder.
-        experiment: The list of runs that the experiment asks for; the default is ``results_dir/expected.json``. Where
-            there is none, the runs on disk are the experiment. Runs on disk that it does not ask for are left out,
-            and said so on standard error: they may have been made under other settings.
+        experiment: The list of requested runs; default: ``results_dir/expected.json``. Without a list, all runs on disk
+            count. Runs on disk that are not in the list may have other settings: they are left out, with a note on
+            standard error.
 
     Raises:
         BadInput: If there is nothing to summarize, or the list is unusable.
@@ -127,7 +127,7 @@ def collect(results_dir: Path, experiment: Path | None = None) -> list[Result]:
     strangers = sorted(run.path for run in folders if run not in asked)
     if strangers:
         listed = experiment or results_dir / EXPECTED
-        print(f"gradwire summarize: not asked for by {listed}, left out: {', '.join(strangers)}", file=sys.stderr)
+        print(f"gradwire summarize: not in {listed}, left out: {', '.join(strangers)}", file=sys.stderr)
     rows = [
         without_measurements(run, "skipped", one.excluded)
         if one.excluded
@@ -138,7 +138,7 @@ def collect(results_dir: Path, experiment: Path | None = None) -> list[Result]:
 
 
 def asked_for(results_dir: Path, experiment: Path | None = None) -> dict[Run, Asked]:
-    """The runs that make the experiment: those of the list, where there is none those on disk."""
+    """The runs of the experiment: those of the list, or without a list those on disk."""
     if experiment is None and (results_dir / EXPECTED).exists():
         experiment = results_dir / EXPECTED
     return dict.fromkeys(run_folders(results_dir), Asked()) if experiment is None else expected(experiment)
@@ -156,7 +156,7 @@ def run_folders(results_dir: Path) -> dict[Run, Path]:
 
 
 def expected(path: Path) -> dict[Run, Asked]:
-    """The runs that an experiment asks for.
+    """Read the list of requested runs.
 
     Raises:
         BadInput: If the file is not such a list.
@@ -169,7 +169,7 @@ def expected(path: Path) -> dict[Run, Asked]:
             for cell in read_json(path)
         }
     except (AttributeError, KeyError, TypeError) as error:
-        raise BadInput(f"{path} is no list of runs with {', '.join(Run._fields)}, excluded ({error!r}).") from None
+        raise BadInput(f"{path} is not a list of runs with {', '.join(Run._fields)}, excluded ({error!r}).") from None
 
 
 def jsonl(results: Sequence[Result]) -> str:
@@ -178,7 +178,7 @@ def jsonl(results: Sequence[Result]) -> str:
 
 
 def csv_text(results: Sequence[Result]) -> str:
-    """The same rows as CSV; mappings are JSON in their cell, null is empty."""
+    """The same rows as CSV; mappings are JSON, null is empty."""
 
     def plain(value: Any) -> Any:
         return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value

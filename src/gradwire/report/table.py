@@ -1,4 +1,4 @@
-"""The summary as Markdown that also reads well in a terminal: quality, bytes and times over seeds."""
+"""The summary as Markdown that is readable in a terminal: quality, bytes and times over seeds."""
 
 from __future__ import annotations
 
@@ -41,16 +41,22 @@ MEASURED = [
     "decompress_time_ms",
 ]
 ESTIMATED = ["val_ppl", "worse_percent", "step_time_ms_mean", "speed_up", "speed_up_bf16", "sent_mb"]
-PARTS = {"": "mean", "_n": "n", "_std": "std", "_low": "low", "_high": "high"}  # of an estimate, by its column's ending
-SIGNS = {None: "", True: " =", False: " ≠"}  # of bytes against their closed form; the worst is the greatest
+PARTS = {
+    "": "mean",
+    "_n": "n",
+    "_std": "std",
+    "_low": "low",
+    "_high": "high",
+}  # of an estimate, by column suffix
+SIGNS = {None: "", True: " =", False: " ≠"}  # bytes against their closed form; the worst sorts last
 WIDTH = 138
 
 DEFINITIONS = f"""\
-- n seeds; sd: sample standard deviation over them; range or 95 % interval of what stands before it:
+- n seeds; sd: sample standard deviation over them; range or 95 % interval of the column before it:
   {SPREAD}.
-- `vs {BASELINE}`: against `{BASELINE}` (fp32, the framework untouched) under the same strategy and world size W, paired
-  by seed: perplexity in percent, step time as a speed-up, that one on the same link and machine only. `!` marks a mean
-  perplexity more than 1 % above that of `{BASELINE}`: such a cell stands below all others, however fast it is.
+- `vs {BASELINE}`: against `{BASELINE}` (fp32, the framework's own reduction) with the same strategy and world size W,
+  paired by seed: perplexity in percent, step time as a speed-up (on the same link and machine only). `!` marks a mean
+  perplexity more than 1 % above that of `{BASELINE}`: such a cell is listed below all others, however fast it is.
   `× unigram`: perplexity over that of a model that knows only how often each token occurs.
 - Bytes of gradient reduction, summed over ranks and all steps; `ratio` is against a bandwidth-optimal float32
   collective, `steady` that after the dense steps; `MB closed form` is what the formula says: `=` what was measured is
@@ -63,13 +69,13 @@ DEFINITIONS = f"""\
 
 
 def summary(name: str, results: Sequence[Result], tiers: str = "", notes: Sequence[str] = ()) -> str:
-    """The whole page.
+    """Format the whole summary.
 
     Args:
         name: The experiment's name.
         results: Its rows, at least one.
-        tiers: Sections on quality tiers and links, where there are any.
-        notes: What the reader has to know besides.
+        tiers: Sections on quality tiers and links, if any.
+        notes: Further notes.
 
     Returns:
         Markdown of at most about 140 columns, with a line break at the end.
@@ -97,7 +103,7 @@ def summary(name: str, results: Sequence[Result], tiers: str = "", notes: Sequen
 
 
 def header(results: Sequence[Result]) -> str:
-    """What was run, on what, and how many runs have a result."""
+    """Describe the experiment, its machines and how many runs have a result."""
     statuses = [row.status for row in results]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in STATUSES if status in statuses)
     measured = [row for row in results if row.status in ("ok", "diverged")]
@@ -115,7 +121,7 @@ def header(results: Sequence[Result]) -> str:
 
 
 def one_by_one(ok: Sequence[Result]) -> pd.DataFrame:
-    """One line per run: what was measured, and what it is compared with.
+    """Return one line per run: measurements and comparisons.
 
     ``worse_percent``: perplexity above that of the baseline with the same seed. ``speed_up``, ``speed_up_bf16``: how
     many times shorter a step is than that of the baseline, of the cell `BF16`, on the same link and machine.
@@ -138,7 +144,7 @@ def one_by_one(ok: Sequence[Result]) -> pd.DataFrame:
 
 
 def over_seeds(ok: Sequence[Result]) -> pd.DataFrame:
-    """One line per strategy, world size, compressor and link: statistics over seeds, and what is compared with them.
+    """Return one line per strategy, world size, compressor and link: statistics over seeds, and comparisons.
 
     Sorted by strategy and world size; then those that pass the quality gate, those without a perplexity, those that do
     not pass; then perplexity. Numbers that no seed has are NaN.
@@ -148,7 +154,7 @@ def over_seeds(ok: Sequence[Result]) -> pd.DataFrame:
     cells = groups[[*MEASURED, "comm_ms", "over_unigram"]].mean()
     cells["n"] = groups.size()
     cells["comm_percent"] = 100 * cells["comm_ratio"]
-    cells["sign"] = groups["sign"].max()  # one run that differs makes a cell that does
+    cells["sign"] = groups["sign"].max()  # a cell differs if one of its runs does
     for column in ESTIMATED:
         samples = [sample.dropna().tolist() for _, sample in groups[column]]
         found = pd.DataFrame(estimates(samples), index=cells.index)
@@ -164,13 +170,13 @@ def over_seeds(ok: Sequence[Result]) -> pd.DataFrame:
 
 
 def _baseline(lines: pd.DataFrame, column: str, by: list[str], label: str = BASELINE) -> pd.Series[float]:
-    """Each line's baseline: the mean of its ``column`` where the columns ``by`` are the same; NaN without one."""
+    """Each line's baseline: the mean of ``column`` over baseline lines with the same ``by``; NaN without one."""
     means = lines[lines["compressor"] == label].groupby(by)[column].mean()
     return lines[by].join(means.rename("baseline"), on=by)["baseline"]
 
 
 def op_table(ok: Sequence[Result], cells: pd.DataFrame) -> str:
-    """Communication by op in milliseconds per step, in the cells' order; empty where nothing was communicated."""
+    """Communication by op in milliseconds per step, in the cells' order; empty without communication."""
     times = pd.DataFrame(
         [
             row.model_dump(include={*CELL}) | {op: ms / row.measured_steps for op, ms in row.comm_time_ms_by_op.items()}
@@ -192,7 +198,7 @@ def complaints(rows: Iterable[Result]) -> str:
 
 
 def _item(text: str) -> str:
-    """An item of a list, as wide as the page."""
+    """Wrap an item of a list to the page width."""
     return textwrap.fill(
         text, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
@@ -203,7 +209,7 @@ def _table(cells: pd.DataFrame, shown: Sequence[Column]) -> str:
 
 
 def _distinct(texts: Iterable[Any]) -> str:
-    """The different texts among them, in order."""
+    """Join the distinct texts, in order."""
     return "; ".join(dict.fromkeys(str(text) for text in texts if text and text != MISSING))
 
 

@@ -1,4 +1,4 @@
-"""A table as data: for the page, and as CSV, LaTeX and Markdown files."""
+"""Tables for the page, and as CSV, LaTeX and Markdown files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Table:
     """A table.
 
     Args:
-        name: The name of its files.
+        name: The name of its files, without suffix.
         caption: What it shows.
         columns: Its columns.
-        rows: As many entries each.
+        rows: Rows of one entry per column.
         commands: A shell command for each row, if any.
-        fails: Which rows are marked as not having passed, if any.
+        fails: For each row, whether it is marked as failed, if any.
     """
 
     name: str
@@ -44,22 +44,22 @@ class Table:
 
     @property
     def texts(self) -> list[list[str]]:
-        """What stands in it."""
+        """The texts of all entries."""
         return [[one.text for one in row] for row in self.rows]
 
     @property
     def titles(self) -> list[str]:
-        """Its headings."""
+        """The headings."""
         return [column.title for column in self.columns]
 
     def markdown(self) -> str:
-        """As Markdown."""
+        """Format as Markdown."""
         left = [i for i, column in enumerate(self.columns) if not column.number]
         rows = [[text.replace("|", "\\|") for text in row] for row in self.texts]
         return table(rows, self.titles, left)
 
     def latex(self) -> str:
-        """As a LaTeX table with rules of the package booktabs."""
+        """Format as LaTeX, for the package booktabs."""
         align = ["right" if column.number else "left" for column in self.columns]
         rows = [[text.replace(MISSING, "--") for text in row] for row in self.texts]
         return tabulate.tabulate(
@@ -67,7 +67,7 @@ class Table:
         )
 
     def csv(self) -> str:
-        """As CSV, numbers in full."""
+        """Format as CSV, with all digits."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(self.titles)

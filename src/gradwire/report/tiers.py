@@ -1,6 +1,6 @@
-"""What compression buys on a slow link, within which loss of quality; and the bytes at the ranks' interfaces.
+"""Speed-ups on slow links by loss of quality, and the bytes at the ranks' interfaces.
 
-Made where an experiment has links. Speed is that of its own cells, quality that of the runs in a `Book`.
+For experiments with links. Speeds are those of its own cells, qualities those of a `PerplexityReference`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ TIER_DEFINITIONS = f"""\
 Fastest first. `ppl`: perplexity against that of `{BASELINE}` (fp32), paired by seed, the mean over n seeds:
 {SPREAD}.
 `tier`: the tightest of {", ".join(map(str, TIERS))} % that the mean is within, `fastest`: those in which it is the
-fastest. `step ms`: the median. `transfer ms`: communication per step without waiting for ranks that are late.
-Against the cell `{BASELINE}`: `×`, transfer so many times shorter; `bytes ×`, so many times
-fewer (gradients and parameters, after the dense steps); `÷`, the first over the second. `speed-up` of the step;
+fastest. `step ms`: the median. `transfer ms`: communication per step without waiting for late ranks.
+Against the cell `{BASELINE}`: `×`, how many times shorter the transfer is; `bytes ×`, how many times fewer bytes are
+sent (gradients and parameters, after the dense steps); `÷`, the first over the second; `speed-up` of the step;
 `ceiling` is Amdahl's, (1 + m) / (1 + m / r) with m = transfer ÷ compute of `{BASELINE}` and r = `bytes ×`; `of it`,
 the share reached."""
 
 WIRE_DEFINITIONS = """\
-`counted`: gradients, the flag of each step and parameters, as bandwidth-optimal collectives would send them where the
-framework was left untouched. `interface`: what the ranks' own interfaces sent, protocol headers included. `quotient`:
-the second over the first; `explained`: the quotient that the backend's factors give; `rest`: what they leave."""
+`counted`: gradients, the flag of each step and parameters, as bandwidth-optimal collectives would send them for the
+framework's own reduction. `interface`: what the ranks' own interfaces sent, protocol headers included. `quotient`:
+the second over the first; `explained`: the quotient by the backend's factors; `rest`: the remaining factor."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Timed:
 
     Args:
         row: One of its runs.
-        step: Milliseconds of a step, the median: what else the machine did now and then does not count.
-        transfer: Milliseconds of a step in which anything is communicated, waiting left out, NaN if not measured.
-        compute: Milliseconds of a step in which anything is computed, likewise.
+        step: Median milliseconds of a step; the median ignores occasional other load of the machine.
+        transfer: Milliseconds of communication per step without waiting, NaN if not measured.
+        compute: Milliseconds of computation per step, NaN if not measured.
         ratio: Float32 bytes over sent ones, gradients and parameters, after the dense steps.
     """
 
@@ -65,7 +65,7 @@ class Timed:
 
     @classmethod
     def of(cls, runs: Sequence[Result]) -> Timed:
-        """The cell of some runs that differ in their seed only."""
+        """Average runs that differ only in their seed."""
         return cls(
             runs[0],
             step=mean(row.step_time_ms_p50 for row in runs),
@@ -77,7 +77,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a cell gains over the baseline on the same link, strategy and world size; NaN where it cannot be told."""
+    """Gains of a cell over the baseline with the same link, strategy and world size; NaN if unknown."""
 
     cell: Timed
     baseline: Timed
@@ -85,33 +85,33 @@ class Gain:
 
     @property
     def tier(self) -> int | None:
-        """The tightest tier that it is within."""
+        """The tightest tier that the cell is within, or None."""
         return next((limit for limit in TIERS if self.worse.mean <= limit), None)
 
     @property
     def communication(self) -> float:
-        """How many times shorter communication is, without waiting."""
+        """Communication time of the baseline over that of the cell, without waiting."""
         return quotient(self.baseline.transfer, self.cell.transfer)
 
     @property
     def bytes(self) -> float:
-        """How many times fewer bytes it sends than the baseline."""
+        """Bytes of the baseline over those of the cell."""
         return quotient(self.cell.ratio, self.baseline.ratio)
 
     @property
     def speed_up(self) -> float:
-        """How many times shorter a step is."""
+        """Step time of the baseline over that of the cell."""
         return quotient(self.baseline.step, self.cell.step)
 
     @property
     def ceiling(self) -> float:
-        """The speed-up if communication shrank as the bytes do, and nothing else changed (Amdahl's law)."""
+        """The speed-up if communication shrank as much as the bytes and the rest stayed equal (Amdahl's law)."""
         m = quotient(self.baseline.transfer, self.baseline.compute)
         return (1 + m) / (1 + quotient(m, self.bytes))
 
 
 def tiers(results: Sequence[Result], quality: PerplexityReference) -> str:
-    """The sections on quality tiers and interface bytes as Markdown; empty where no link was shaped."""
+    """The sections on quality tiers and interface bytes as Markdown; empty without a shaped link."""
     ok = [row for row in results if row.status == "ok" and row.world_size > 1]
     parts = []
     timed = groups(ok)
@@ -127,7 +127,7 @@ def tiers(results: Sequence[Result], quality: PerplexityReference) -> str:
 
 
 def groups(ok: Iterable[Result]) -> dict[tuple[str, int, str, str], list[Timed]]:
-    """Timed cells by strategy, world size, shaped link and machine, where there is a baseline; fast links first."""
+    """Timed cells by strategy, world size, shaped link and machine, if they have a baseline; fast links first."""
     runs: defaultdict[tuple[str, int, str, str], defaultdict[str, list[Result]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -159,7 +159,7 @@ def section(key: tuple[str, int, str, str], cells: Sequence[Gain]) -> str:
 
 
 def line(gain: Gain, fastest: Sequence[int]) -> dict[str, Any]:
-    """One cell of a tier table, by the fields of its columns."""
+    """One row of a tier table, keyed by column fields."""
     worse = gain.worse
     ends = spread(worse.n, worse.low, worse.high, "{:+.1f}")
     return {
@@ -191,7 +191,7 @@ def byte_ratio(row: Result) -> float:
 def wire(rows: Sequence[Result]) -> list[str]:
     """The backend's factors, and the table of counted and interface bytes.
 
-    Factors are of one link: on a fast one packets that leave together share their headers until they are sent.
+    Factors are per link: on a fast link, packets that leave together share headers until they are sent.
     """
     of_link: defaultdict[str, list[Result]] = defaultdict(list)
     for row in rows:
@@ -215,10 +215,10 @@ def wire(rows: Sequence[Result]) -> list[str]:
 
 
 def backend_factors(rows: Sequence[Result]) -> dict[str, float]:
-    """How many bytes the interfaces sent for each counted byte of a collective: what the backend's algorithm costs.
+    """Fit the bytes that interfaces send per counted byte of a collective: the cost of the backend's algorithm.
 
-    gloo's reduce-scatter, for one, is an all-reduce and sends twice what is needed. Fitted over the cells by relative
-    error, robustly, so that one cell that is no such sum does not bend the others.
+    For example, gloo's reduce-scatter is an all-reduce and sends twice the necessary bytes. The fit is robust and
+    uses relative errors, so that a single outlier does not distort it.
     """
     from scipy.optimize import least_squares
 
@@ -226,7 +226,7 @@ def backend_factors(rows: Sequence[Result]) -> dict[str, float]:
     seen = np.array([row.bytes_interface_total for row in rows], dtype=np.float64)
     ops = sorted({op for one in sent for op in one})
     shares = np.array([[one.get(op, 0) for op in ops] for one in sent]) / seen[:, None]
-    carried = shares.max(0) > 0.01  # a collective that nowhere carries a hundredth of the bytes tells nothing of itself
+    carried = shares.max(0) > 0.01  # below 1 % of the bytes everywhere, a factor cannot be determined
     fitted = least_squares(
         lambda factors: shares[:, carried] @ factors + shares[:, ~carried].sum(1) - 1,
         np.ones(carried.sum()),
@@ -238,11 +238,11 @@ def backend_factors(rows: Sequence[Result]) -> dict[str, float]:
 
 
 def mean(values: Iterable[float | None]) -> float:
-    """The mean of what is known, NaN if nothing is."""
+    """The mean of the known values, NaN without any."""
     known = [value for value in values if value is not None]
     return fmean(known) if known else math.nan
 
 
 def quotient(one: float, other: float) -> float:
-    """``one / other``, NaN where there is nothing to divide by."""
+    """``one / other``, NaN for a zero divisor."""
     return one / other if other else math.nan

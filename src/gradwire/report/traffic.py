@@ -1,4 +1,4 @@
-"""What one run sent by which collective, as far as its row tells it."""
+"""Bytes that one run sent by each collective, from its row."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ CARRIERS = {"exchange": "all_to_all", "gather": "all_gather"}  # else the framew
 
 
 def rate(link: str) -> float:
-    """Bits per second of a link, infinite where nothing limits it.
+    """Bits per second of a link, infinite without a limit.
 
     Raises:
-        BadInput: If it is no link.
+        BadInput: If the link is invalid.
     """
     return math.inf if link == UNSHAPED else bits_per_second(link)
 
 
 def hooked(row: Result) -> bool:
-    """Whether a reducer carried the gradients; else the framework did."""
+    """Whether a reducer averaged the gradients, not the framework."""
     return row.bytes_source == "metered"
 
 
 def as_computed(row: Result) -> bool | None:
-    """Whether the gradient bytes that were measured are the closed form's; None where none were measured.
+    """Whether the measured gradient bytes equal the closed form; None if not measured.
 
-    A reducer's messages are counted in all steps, those of the framework in the profiled ones, by the trace.
+    A reducer's messages are counted in all steps, the framework's in the traces of the profiled steps.
     """
     measured = row.bytes_compressed_total if hooked(row) else row.bytes_traced_total
     if row.world_size == 1 or measured is None or row.bytes_closed_form_total is None:
@@ -56,7 +56,7 @@ def carriers(row: Result) -> list[str]:
 
 
 def counted(row: Result) -> int:
-    """Bytes that all ranks were counted to send: gradients, the flag of each step, parameters."""
+    """Counted bytes of all ranks: gradients, the flag of each step, parameters."""
     return sum((row.bytes_compressed_total or 0, row.bytes_agreement_total or 0, row.bytes_parameters_total or 0))
 
 

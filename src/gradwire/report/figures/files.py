@@ -1,4 +1,4 @@
-"""A figure as SVG and PNG files for a paper, and as the SVG that stands in the page."""
+"""A figure as SVG and PNG files for a paper, and as SVG inside the page."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gradwire.files import write_text, write_with
 from gradwire.report.figures.style import COLOURS, GRID, INK, MUTED, NEUTRAL, PAPER, Drawing, Plot, styled
 
 PNG: Any = {"format": "png", "dpi": 200, "pil_kwargs": {"compress_level": 1}}  # a sixth larger, sooner written
-FEW = 4  # figures for which a further process does not pay
+FEW = 4  # figures per process, below which another process does not pay off
 SVG = "http://www.w3.org/2000/svg"
 HREF = "{http://www.w3.org/1999/xlink}href"
 VARIABLES = {INK: "ink", MUTED: "muted", NEUTRAL: "neutral", GRID: "grid", PAPER: "paper"} | {
@@ -35,20 +35,20 @@ class Drawn(NamedTuple):
 
 
 def save_all(drawings: Sequence[Drawing], folder: Path) -> list[Drawn]:
-    """Draw every figure and write its files, on all cores: this is what a report spends its time on."""
+    """Draw all figures and write their files, on all cores: most of a report's time."""
     processes = min(len(os.sched_getaffinity(0)), len(drawings) // FEW)
     if processes < 2:
         return [save(drawing, folder) for drawing in drawings]
-    fork = multiprocessing.get_context("fork")  # children inherit what is to be drawn, and the imports
+    fork = multiprocessing.get_context("fork")  # children inherit the drawings and the imports
     with fork.Pool(processes, _take, (drawings, folder)) as pool:
         return pool.map(_save, range(len(drawings)), chunksize=1)
 
 
 def _take(drawings: Sequence[Drawing], folder: Path) -> None:
-    """In a child: what there is to draw."""
+    """In a child process: draw figures until none is left."""
     global _TAKEN
     _TAKEN = drawings, folder
-    gc.freeze()  # what the parent holds is no garbage here: not to be gone through again for each figure
+    gc.freeze()  # exclude the parent's objects from garbage collection
 
 
 def _save(number: int) -> Drawn:
@@ -68,7 +68,7 @@ def save(drawing: Drawing, folder: Path) -> Drawn:
 
 
 def inline(text: str, plot: Plot) -> str:
-    """The SVG as part of a page: it scales, its ids are its own, its colours are the page's, artists have tips."""
+    """Prepare an SVG for the page: scalable, with unique ids, the page's colours, and tips for artists."""
     root = ET.fromstring(text)
     for attribute in ("width", "height"):
         root.attrib.pop(attribute, None)
@@ -94,7 +94,7 @@ def inline(text: str, plot: Plot) -> str:
 
 
 def _own(attribute: str, value: str, prefix: str) -> str:
-    """An attribute's value as the page has it."""
+    """Rewrite an attribute's value for the page."""
     if attribute == HREF:
         return value.replace("#", prefix, 1)
     if attribute in ("d", "x", "y", "points", "transform"):

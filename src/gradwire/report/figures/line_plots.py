@@ -1,4 +1,4 @@
-"""A run's course: loss over steps and over seconds, gradient error and residual norm over steps."""
+"""Line plots: loss over steps and over seconds, gradient error and residual norm over steps."""
 
 from __future__ import annotations
 

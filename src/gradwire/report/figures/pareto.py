@@ -1,4 +1,4 @@
-"""Quality against what it costs: perplexity difference over gradient bytes, and over step time."""
+"""Pareto fronts: perplexity difference over gradient bytes, and over step time."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ COSTS = {
     "bytes": ("sent_mb", "gradient megabytes sent per rank and step"),
     "time": ("step_time_ms_mean", "step time, ms"),
 }
-LARGE = 10.0  # percent: from here on differences are drawn on a logarithmic scale
+LARGE = 10.0  # percent: larger differences are drawn on a logarithmic scale
 
 
 def plots(cost: str, cells: pd.DataFrame, runs: pd.DataFrame, looks: Mapping[str, Look]) -> Iterator[Drawing]:
-    """A front for each group with a baseline and a perplexity; over bytes for one link, which changes nothing of it.
+    """Yield a front for each group with a baseline and a perplexity; over bytes for one link only, as all are equal.
 
     Args:
         cost: A key of `COSTS`.
@@ -39,7 +39,7 @@ def plots(cost: str, cells: pd.DataFrame, runs: pd.DataFrame, looks: Mapping[str
 
 
 def front(cost: np.ndarray, worse: np.ndarray) -> np.ndarray:
-    """Which points no other one beats: cheaper or equal, and better or equal, and not the same; as indices by cost."""
+    """Indices of the Pareto-optimal points, by cost: no other point is at least as cheap and good, and not equal."""
     order = np.lexsort((worse, cost))
     best = np.minimum.accumulate(worse[order])
     first = np.concatenate([[True], worse[order][1:] < best[:-1]])

@@ -1,4 +1,4 @@
-"""Scaling over world sizes: tokens per second against as many times that of one rank."""
+"""Scaling over world sizes: tokens per second, with the line of linear scaling."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from gradwire.units import UNSHAPED
 def plots(runs: pd.DataFrame, looks: Mapping[str, Look]) -> Iterator[Drawing]:
     """A figure for each strategy and link with runs of two world sizes or more.
 
-    One rank sends nothing: its runs stand in the figures of all links of their strategy, and those of the baseline at
-    the beginning of every label that has none.
+    One rank sends nothing, so its runs are shown on all links of their strategy, and those of the baseline start the
+    line of every label without such runs.
     """
     runs = runs[runs["tokens_per_s"].notna()]
     for strategy, own in runs.groupby("strategy", sort=False):

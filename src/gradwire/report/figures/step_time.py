@@ -17,7 +17,7 @@ FILLS = dict(zip(PARTS, ["", "---", "///", "\\\\\\", "xxx", "+++", ""], strict=T
 def parts(profile: Mapping[str, float]) -> dict[str, float]:
     """The parts of a ``profile.json``'s mean step in milliseconds.
 
-    What is computed while the rank communicates counts as overlapped communication, so the parts add up to the step.
+    Computation during communication counts as overlapped communication, so the parts add up to the step.
     """
     overlap = profile["overlap_ms_per_step"]
     found = [
@@ -36,8 +36,8 @@ def draw(group: Group, times: pd.DataFrame) -> Plot:
     """One group.
 
     Args:
-        group: Which.
-        times: Mean milliseconds, a column for each of `PARTS`, by label; the first stands at the top.
+        group: The group.
+        times: Mean milliseconds, a column for each of `PARTS`, by label; the first is drawn at the top.
     """
     longest = max(len(str(label)) for label in times.index)
     figure, ax = axes(

@@ -1,7 +1,7 @@
-"""How figures look: one style per label throughout, for light, dark and print, and never by colour alone.
+"""Styles of figures: one per label, for light, dark and print, distinguished by more than colour.
 
 Colours are those of Okabe and Ito ("Color Universal Design", 2008) without yellow and black, and an indigo; labels
-beyond them differ in dashes and markers too. The baseline is drawn in ink.
+beyond them differ in dashes and markers too. The baseline has the colour of the text.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5549a", "#c98a00", "#2b95d6", "#5
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)))
 MARKERS = "os^DvPX*<>"
 HATCHES = ("", "///", "---", "xxx", "|||", "+++")  # lines only: dots make an SVG a hundred times larger
-WIDTH = 4.9  # inches: a column of a paper, and what a telephone shows in readable letters
+WIDTH = 4.9  # inches: a column of a paper, readable on a phone
 TOP, RIGHT, BOTTOM, LINE = 0.32, 0.25, 0.5, 0.165  # inches around the axes; of a legend's line
 SETTINGS: Any = {
-    "svg.fonttype": "none",  # text stays text
-    "text.parse_math": False,  # a label may hold a dollar
+    "svg.fonttype": "none",  # keep text as text
+    "text.parse_math": False,  # a label may contain a dollar sign
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
     "font.size": 9,
@@ -51,7 +51,7 @@ SETTINGS: Any = {
 
 
 class Look(NamedTuple):
-    """How one label is drawn."""
+    """The style of one label."""
 
     colour: str
     dash: Any
@@ -59,9 +59,9 @@ class Look(NamedTuple):
 
 
 class Plot(NamedTuple):
-    """A figure with its name, which is that of its files, and what it shows in words.
+    """A figure with the name of its files and a description.
 
-    ``tips`` are texts for single artists, by their gid: the page shows them under the pointer.
+    ``tips`` are tooltips of single artists, by gid.
     """
 
     name: str
@@ -70,11 +70,11 @@ class Plot(NamedTuple):
     tips: dict[str, str]
 
 
-Drawing = Callable[[], Plot]  # a figure that nobody has drawn yet: that is done on all cores
+Drawing = Callable[[], Plot]  # draws a figure when called, so that all cores can be used
 
 
 def looks(labels: Iterable[str]) -> dict[str, Look]:
-    """A look for each label, in the order given; the baseline's is the same everywhere."""
+    """A style for each label, in the given order; the baseline always has the same."""
     found = {}
     others = [label for label in dict.fromkeys(labels) if label != BASELINE]
     for i, label in enumerate(others):
@@ -85,7 +85,7 @@ def looks(labels: Iterable[str]) -> dict[str, Look]:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """The settings, for as long as something is drawn or saved."""
+    """Apply matplotlib settings while drawing or saving."""
     with mpl.rc_context(SETTINGS):
         yield
 
@@ -96,7 +96,7 @@ def axes(title: str, x: str, y: str, height: float = 2.6, left: float = 0.72) ->
     Args:
         title: Its title.
         x: What the x axis shows, with its unit.
-        y: Likewise.
+        y: What the y axis shows, with its unit.
         height: Of the axes, in inches.
         left: Room for the y axis's labels, in inches.
     """
@@ -108,7 +108,7 @@ def axes(title: str, x: str, y: str, height: float = 2.6, left: float = 0.72) ->
 
 
 def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
-    """A legend below the axes, in as many columns as its longest label leaves room for; the last touch to a figure."""
+    """Add a legend below the axes, in as many columns as fit; call it last."""
     columns = max(1, min(4, len(labels), int((WIDTH - 0.2) / (0.45 + 0.065 * max(map(len, labels), default=1)))))
     below = BOTTOM + LINE * -(-len(labels) // columns)
     ax = figure.axes[0]

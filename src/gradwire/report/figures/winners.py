@@ -1,4 +1,4 @@
-"""The map of winners: which compressor's step is predicted to be the shortest, over bandwidth and world size."""
+"""The map of winners: the compressor with the shortest predicted step, over bandwidth and world size."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fastest(model: Model, strategy: str, labels: Collection[str]) -> NDArray[np.
 
 
 def draw(model: Model, strategy: str, labels: Collection[str], limit: str, looks: Mapping[str, Look]) -> Plot:
-    """One strategy's map, among ``labels``; ``limit`` says in words how those were chosen."""
+    """One strategy's map, among ``labels``; ``limit`` describes how they were chosen."""
     names = list(labels)
     won = fastest(model, strategy, names)
     figure, ax = axes(f"{group_title(strategy)}: {limit}", "bandwidth of each rank's link", "world size W")
@@ -80,6 +80,6 @@ def draw(model: Model, strategy: str, labels: Collection[str], limit: str, looks
 
 
 def _stretches(line: NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """Where a row of truths begins to hold and ends to."""
+    """Start and end of each stretch of True values."""
     changes = np.flatnonzero(np.diff(np.concatenate([[False], line, [False]]).astype(int)))
     return list(zip(changes[::2].tolist(), changes[1::2].tolist(), strict=True))
