@@ -6,11 +6,11 @@ encode is to read x once and to write the wire, to decode is to read the wire an
 algorithm needs more. Methods of matrix products count more passes, and their floor is the larger of this and
 FLOPs / FLOPs per second of a square product (`bench_cases.Case.work` says what is counted).
 
-Times are medians over rounds. In each round every case runs once, in an order drawn anew, so that drift is shared;
-compilation happens before. On a CPU one core runs everything, and its time is the process's own, so that what other
-processes do in between does not count; freed memory stays with the process, so that chance does not decide which call
-pays for page faults (the copy pays for none). On CUDA it is the time between two events: before each call a buffer
-larger than the caches is overwritten, and the GPU is kept busy until Python has submitted the call.
+Times are medians over rounds. In each round every case runs once, in a new random order, so that drift is shared;
+compilation happens before. On a CPU everything runs on one core and processor time is measured, so that other processes
+do not count; freed memory stays with the process, so that page faults do not fall on random calls (the copy has none).
+On CUDA the time between two events is measured: before each call a buffer larger than the caches is overwritten, and
+the GPU is kept busy until Python has submitted the call.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ SCHEMA_VERSION = 1
 NUMEL = {"cpu": 2**22, "cuda": 2**26}
 PACKAGES = ("torch", "numpy", "numba", "triton")
 COPIES = 5  # in a round
-PRODUCT = 1024  # rows of the square product that tells the FLOPs per second
+PRODUCT = 1024  # rows of the square product that measures FLOPs per second
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 FLUSH = 2**28  # bytes, more than the caches of any GPU of today
 AHEAD = 4_000_000  # GPU cycles, about 2 ms: the GPU waits while Python prepares the call that is timed
@@ -97,10 +97,10 @@ def bench(
     seed: int = 0,
     gradient: Path | None = None,
 ) -> dict[str, Any]:
-    """Everything that is measured, as JSON; the arguments are the verb's flags.
+    """Measure everything and return it as JSON; the arguments are the verb's flags.
 
     Raises:
-        BadInput: For a device that is not there, a name that is not known, or a file that holds no gradient.
+        BadInput: For a missing device, an unknown name, or a file without a gradient.
     """
     import torch
 
@@ -136,10 +136,10 @@ def bench(
 
 
 def chosen_device(name: str) -> torch.device:
-    """The device that ``--device`` means.
+    """The device selected by ``--device``.
 
     Raises:
-        BadInput: If CUDA is asked for and there is none.
+        BadInput: If CUDA is requested but not available.
     """
     import torch
 
@@ -150,7 +150,7 @@ def chosen_device(name: str) -> torch.device:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """torch's own operations on one core, as the fused forms are."""
+    """Run torch's own operations on one core, like the fused forms."""
     import torch
 
     before = torch.get_num_threads()
@@ -163,7 +163,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def kept_memory() -> Iterator[None]:
-    """Have glibc keep what is freed, up to blocks of 32 MB; elsewhere nothing is changed."""
+    """Make glibc keep freed blocks of up to 32 MB; without glibc do nothing."""
     import ctypes
 
     library = ctypes.CDLL(None)
@@ -176,12 +176,12 @@ def kept_memory() -> Iterator[None]:
         yield
     finally:
         for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
-            library.mallopt(option, 2**17)  # what it begins with
+            library.mallopt(option, 2**17)  # the default
         library.malloc_trim(0)
 
 
 def gradient_matrices(path: Path | None, seed: int) -> list[Tensor]:
-    """The gradient whose relative error is shown, a matrix or vector per parameter.
+    """The gradient for relative errors, a matrix or vector per parameter.
 
     Raises:
         BadInput: If the file holds no finite, non-zero float tensor.
@@ -194,7 +194,7 @@ def gradient_matrices(path: Path | None, seed: int) -> list[Tensor]:
         return list(sample_gradient(seed).values())
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for what it cannot read
+    except Exception as error:  # torch raises many kinds for unreadable files
         raise BadInput(f"--gradient: {path} cannot be read by torch.load ({type(error).__name__}).") from None
     if not (isinstance(loaded, torch.Tensor) and loaded.is_floating_point() and loaded.layout is torch.strided):
         kind = f"a tensor of {loaded.dtype}" if isinstance(loaded, torch.Tensor) else f"a {type(loaded).__name__}"
@@ -207,24 +207,24 @@ def gradient_matrices(path: Path | None, seed: int) -> list[Tensor]:
 
 @dataclass
 class Record:
-    """What was measured of one case.
+    """Measurements of one case.
 
     Args:
         method: Its name.
-        options: Those that are not the defaults.
-        form: What ran (`bench_cases.Case.form`).
-        error: Why it could not be measured; None if it was.
+        options: Options that are not defaults.
+        form: The implementation (`bench_cases.Case.form`).
+        error: Why it failed, or None.
         wire_bytes: Size of the timed tensor's encoding.
         bits_per_element: The same, per element.
         gradient_bits_per_element: The same for the real gradient.
-        relative_error: Of the real gradient; None where its values are too large for the wire.
-        encode_peak_bytes: Memory beyond x that encoding takes, the wire included; None where nothing tells.
-        encode_ms: Milliseconds of each round; ``decode_ms`` alike.
-        encode_floor: The bytes that count; ``decode_floor`` alike.
-        encode_x_floor: Median time as a multiple of the floor; ``decode_x_floor`` alike.
-        encode_x_kept: The same as a multiple of copying only what is sent, where its choice needs no look at x.
-        target: The largest multiples that are good enough, as (encode, decode).
-        met: Whether both are.
+        relative_error: Of the real gradient; None if its values are too large for the wire.
+        encode_peak_bytes: Memory of encoding beyond x, including the wire; None if unknown.
+        encode_ms: Milliseconds of each round; also ``decode_ms``.
+        encode_floor: The bytes of the floor; also ``decode_floor``.
+        encode_x_floor: Median time as a multiple of the floor; also ``decode_x_floor``.
+        encode_x_kept: The same as a multiple of copying only what is sent, if that is chosen without reading x.
+        target: The largest acceptable multiples, as (encode, decode).
+        met: Whether both are met.
     """
 
     method: str
@@ -248,9 +248,9 @@ class Record:
 
 
 def prepare(case: Case, x: Tensor, matrices: Sequence[Tensor], seed: int) -> Record:
-    """Compile a case's code and take what does not depend on time: bytes, memory, the error on the gradient.
+    """Compile a case's code and measure everything but time: bytes, memory, the error on the gradient.
 
-    A case that fails has the reason in its record, and the others are measured all the same.
+    If a case fails, its record has the reason, and the others are measured.
     """
     import torch
 
@@ -298,9 +298,9 @@ def on_gradient(case: Case, record: Record, matrices: Sequence[Tensor], generato
 
 
 def peak_bytes(action: Callable[[], object], device: torch.device) -> int | None:
-    """Memory that ``action`` takes at its peak beyond what was there before, its result included.
+    """Peak memory of ``action`` beyond the memory in use before, including its result.
 
-    On CUDA the allocator knows; on Linux the resident set is watched, by pages; elsewhere None.
+    From the allocator on CUDA, from the resident set on Linux (in pages); None elsewhere.
     """
     import torch
 
@@ -316,10 +316,10 @@ def peak_bytes(action: Callable[[], object], device: torch.device) -> int | None
 
 
 def resident_peak(action: Callable[[], object]) -> int:
-    """How far the process's resident set rises during ``action``, in bytes.
+    """Growth of the process's resident set during ``action``, in bytes.
 
     Raises:
-        OSError: Where the kernel does not tell.
+        OSError: If the kernel does not report it.
     """
     import ctypes
 
@@ -331,14 +331,14 @@ def resident_peak(action: Callable[[], object]) -> int:
     if trim is None:
         raise OSError("no malloc_trim: cannot distinguish freed memory from used memory")
     trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the present
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = read("VmRSS:")
     action()
     return max(0, read("VmHWM:") - before)
 
 
 class Speed(NamedTuple):
-    """What the machine does in the rounds: a copy's time, its bytes per second, and FLOPs per second."""
+    """Speed of the machine during the rounds: time of a copy, its bytes per second, and FLOPs per second."""
 
     copy_ms: float
     copy_bytes_per_s: float
@@ -367,7 +367,7 @@ def measure(running: Sequence[tuple[Case, Record]], x: Tensor, repeats: int, see
     def multiply() -> None:
         products.append(clock(lambda: square @ square)[1])
 
-    copy()  # to warm up; the cases have been
+    copy()  # warm-up; the cases are warm
     multiply()
     copies.clear()
     products.clear()
@@ -384,7 +384,7 @@ def measure(running: Sequence[tuple[Case, Record]], x: Tensor, repeats: int, see
 
 
 def stopwatch(device: torch.device) -> Callable[[Callable[[], T]], tuple[T, float]]:
-    """What runs an action and says how many milliseconds the device took."""
+    """Return a function that runs an action and measures its milliseconds on the device."""
     import torch
 
     if device.type == "cpu":
@@ -497,7 +497,7 @@ def table(rows: Sequence[dict[str, str]]) -> str:
     try:
         from tabulate import tabulate
     except ImportError:
-        print("gradwire bench compressors: tabulate is not installed, so there is no table.", file=sys.stderr)
+        print("gradwire bench compressors: tabulate is not installed: JSON lines instead of a table.", file=sys.stderr)
         return "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
     left = ("method", "options", "form", "target")
     align = ["left" if column in left else "right" for column in (rows[0] if rows else ())]

@@ -1,7 +1,7 @@
-"""What ``bench compressors`` times: every registered method, variants, chains, and PyTorch's own operations.
+"""The cases of ``bench compressors``: every registered method, variants, chains, and PyTorch's own operations.
 
-Beside each case stands what it is held against: its floor (the bytes it cannot avoid to read and write, and for matrix
-products the multiplications and additions) and its target, a multiple of the floor.
+Each case has a floor (the bytes that any implementation must read and write, and for matrix products the
+multiplications and additions) and a target, a multiple of the floor.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "qsgd": [{"norm": "max"}, {"coding": "elias"}],
     "terngrad": [{"packing": "base3"}],
 }
-"""Options besides the defaults that are worth a line."""
+"""Options that are timed besides the defaults."""
 
 CHAINS = ("topk+int8", "topk+natural", "topk+fp16", "randomk+qsgd", "randomk+int8", "threshold+onebit")
-"""Chains that are timed unless others are asked for."""
+"""Chains that are timed by default."""
 
 
 class Codec(Protocol):
-    """What can be timed; a `Compressor` is one."""
+    """Interface of timed objects; a `Compressor` has it."""
 
     def encode(self, x: Tensor, *, generator: torch.Generator, flag: Tensor) -> Any:
-        """What would travel: a tensor, or several."""
+        """Encode into one or several tensors."""
 
     def decode(self, wire: Any, shape: tuple[int, ...]) -> Tensor:
-        """The tensor that ``wire`` stands for."""
+        """Decode ``wire`` into a tensor."""
 
 
 class Target(NamedTuple):
-    """The largest multiples of the floor that are good enough.
+    """The largest acceptable multiples of the floor.
 
     Attributes:
         encode: For `encode`.
         decode: For `decode`.
-        kept: Whether `encode` is held against reading only what is sent.
+        kept: Whether the floor of `encode` reads only what is sent.
     """
 
     encode: float
@@ -60,7 +60,7 @@ class Target(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What one call cannot avoid.
+    """The least work of one call.
 
     Attributes:
         moved: Bytes read and written.
@@ -98,7 +98,7 @@ class Case:
 
     @property
     def own(self) -> bool:
-        """Whether it is one of the package's compressors."""
+        """Whether the case is one of the package's compressors."""
         return isinstance(self.codec, Compressor)
 
     def form(self, device: torch.device) -> str:
@@ -109,12 +109,12 @@ class Case:
         return "+".join(dict.fromkeys("fused" if kernels.find(part, device) else "plain" for part in parts))
 
     def target(self, kind: str) -> Target | None:
-        """The target on that kind of device, where there is one."""
+        """The target on a kind of device, if any."""
         stochastic = self.name == "int8" and self.options.get("rounding") == "stochastic"
         return TARGETS.get("qsgd" if stochastic else self.name, {}).get(kind) if self.own else None
 
     def work(self, shape: tuple[int, int], wire: int) -> tuple[Work, Work]:
-        """What `encode` and `decode` cannot avoid for a matrix of ``shape`` whose encoding has ``wire`` bytes."""
+        """The least work of `encode` and `decode` for a matrix of ``shape`` with an encoding of ``wire`` bytes."""
         n, codec = numel(shape), self.codec
         encode = Work(4 * n + wire, 0, "x read, wire written")
         decode = Work(wire + 4 * n, 0, "wire read, tensor written")
@@ -133,18 +133,18 @@ class Case:
         return encode, decode
 
     def kept(self, shape: Shape) -> int | None:
-        """How many elements are sent, where they are chosen without a look at them."""
+        """Number of sent elements, if they are chosen without reading x."""
         return self.codec.kept(shape) if isinstance(self.codec, RandomK) else None
 
 
 def cases(names: Sequence[str] | None = None) -> list[Case]:
-    """What is timed, in the table's order.
+    """Return the cases in the order of the table.
 
     Args:
         names: Methods (with their variants) and chains; all, and PyTorch's own operations, by default.
 
     Raises:
-        BadInput: If there is no such method or chain.
+        BadInput: If a method or chain is unknown.
     """
     if names is None:
         methods = registry.available()
@@ -193,7 +193,7 @@ class QuantizeRows:
         scales = (x.abs().amax(dim=1) / 127).clamp_min(torch.finfo(torch.float32).tiny)
         zeros = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it is to be removed from PyTorch one day
+            warnings.simplefilter("ignore")  # deprecated in PyTorch
             return torch.quantize_per_channel(x, scales, zeros, 0, torch.qint8), scales
 
     def decode(self, wire: tuple[Tensor, Tensor], shape: tuple[int, ...]) -> Tensor:
@@ -222,7 +222,7 @@ class TopK:
 
 
 class Nonzero(TopK):
-    """What lies above a threshold that a normal distribution of x's spread would cross that often."""
+    """Elements above the quantile of a normal distribution with x's standard deviation."""
 
     def encode(self, x: Tensor, *, generator: torch.Generator, flag: Tensor) -> tuple[Tensor, Tensor]:
         """Values and places."""
@@ -235,8 +235,8 @@ class Nonzero(TopK):
 
 @dataclass(frozen=True)
 class LowRank:
-    """What PyTorch's PowerSGD hook computes for a matrix, without the collectives: P = M Q, P made orthonormal by
-    ``torch.linalg.qr``, Q = M'P. The random Q with which it begins is drawn anew each time.
+    """The computation of PyTorch's PowerSGD hook for a matrix, without collectives: P = M Q, P made orthonormal by
+    ``torch.linalg.qr``, Q = M'P. Each call draws a new random Q.
     """
 
     rank: int
@@ -255,6 +255,6 @@ class LowRank:
 
 
 def size(wire: Any) -> int:
-    """Bytes of what a case's `encode` gave."""
+    """Bytes of an encoding."""
     parts = wire if isinstance(wire, tuple) else (wire,)
     return sum(part.numel() * part.element_size() for part in parts)

@@ -1,4 +1,4 @@
-"""The verb ``compressors``: every compressor with its options, those of other packages included."""
+"""The verb ``compressors``: list every compressor with its options, including those of other packages."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def main(args: Namespace) -> None:
 
 
 def listing(names: Sequence[str] = ()) -> str:
-    """A paragraph per method: what it is, and its options with defaults and descriptions.
+    """Return a paragraph per method: a summary, and its options with defaults and descriptions.
 
     Raises:
-        BadInput: If there is no such method.
+        BadInput: If a method is unknown.
     """
     found = dict.fromkeys(member for name in names for member in registry.members(name))
     text = "\n".join(described(registry.method_class(name)) for name in found or registry.available())
@@ -54,7 +54,7 @@ def described(method: type[Compressor]) -> str:
 
 
 def size(method: type[Compressor]) -> str:
-    """What travels for a matrix, with all options' defaults."""
+    """Wire size for a matrix, with default options."""
     wire, whole = method().wire_bytes(MATRIX), 4 * math.prod(MATRIX)
     of = f"for {MATRIX[0]} x {MATRIX[1]} elements"
     if wire is None:
@@ -64,12 +64,12 @@ def size(method: type[Compressor]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A default as a configuration would write it."""
+    """Format a default as in a configuration."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def kind(method: type[Compressor]) -> str:
-    """What a chain can use it for, and whether a native collective can reduce it."""
+    """The method's role in a chain, and whether a native collective can reduce it."""
     from gradwire.compressors.base import Compressor, Quantizer
     from gradwire.compressors.sparse import Sparsifier
 
@@ -79,7 +79,7 @@ def kind(method: type[Compressor]) -> str:
 
 
 def taken(option: dict[str, Any]) -> str:
-    """The values that an option takes, from its JSON schema."""
+    """The valid values of an option, from its JSON schema."""
     if "enum" in option or "const" in option:
         return " | ".join(map(str, option.get("enum") or [option["const"]]))
     if "anyOf" in option:

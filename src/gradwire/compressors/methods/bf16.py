@@ -3,10 +3,10 @@
 Kalamkar et al., "A Study of BFLOAT16 for Deep Learning Training" (arXiv:1905.12322, 2019).
 
 Wire: bfloat16 [n], each rounded to nearest, ties to even. The few float32 values that round to infinity (from
-2^128 - 2^119 on) count as a non-finite gradient, as NaN and infinity themselves do.
+2^128 - 2^119 on) count as non-finite gradients, as NaN and infinity do.
 
-Rounds: a sum of the rounded values in bfloat16, so each addition on the way rounds to 8 significant bits too; the
-division by the number of ranks is float32's.
+Rounds: a sum of the rounded values in bfloat16, so each addition also rounds to 8 significant bits; the
+division by the number of ranks is in float32.
 """
 
 from __future__ import annotations

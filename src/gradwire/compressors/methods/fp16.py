@@ -1,14 +1,14 @@
 """IEEE 754 half precision: 11 significant bits, largest finite value 65,504.
 
-Micikevicius et al., "Mixed Precision Training" (ICLR 2018), whose loss scaling keeps small gradients in its range.
+Micikevicius et al., "Mixed Precision Training" (ICLR 2018). Its loss scaling keeps small gradients in its range.
 
 Wire: float16 [n], each rounded to nearest, ties to even. From 65,520 on a value rounds to infinity: that counts as a
 non-finite gradient, as NaN and infinity themselves do.
 
 Rounds: a sum in float16 of the values divided by 2^k before the cast, the smallest power of two that is at least
 sqrt(W). Dividing by W would keep the sum of any W values in range, but cost log2(W) bits of every value below 2^-14,
-where gradients lie, and without a word; not dividing lets W large values overflow. In between the sum overflows where
-the mean's magnitude passes 65,504 * 2^k / W, and that shows: it is infinite.
+where gradients lie, silently; without division, W large values overflow. With 2^k, the sum overflows only where the
+mean's magnitude exceeds 65,504 * 2^k / W, and the overflow is visible: the sum is infinite.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Half(Quantizer):
         return as_numbers(wire, torch.float16).to(torch.float32)
 
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
-        """One sum in float16 of values made smaller by a power of two."""
+        """One sum in float16 of values divided by a power of two."""
         smaller = 2.0 ** math.ceil(math.log2(context.world) / 2)
         own = (x / smaller).to(torch.float16)
         total = yield Ask("sum", own, rows=True)

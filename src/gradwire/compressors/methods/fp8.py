@@ -1,13 +1,13 @@
 """8-bit floats with one scale per block of consecutive elements: e4m3 (4 significant bits) or e5m2 (3, wider range).
 
 The formats are those of Micikevicius et al., "FP8 Formats for Deep Learning" (arXiv:2209.05433, 2022): e4m3 without
-infinities, largest value 448, smallest step 2^-9; e5m2 as IEEE 754 has it, largest value 57,344, smallest step 2^-16.
+infinities, largest value 448, smallest step 2^-9; e5m2 as in IEEE 754, largest value 57,344, smallest step 2^-16.
 
 Wire, for n elements in row-major order and b = ceil(n / block) blocks: b scales as float32, then n codes, a byte each:
 sign, exponent, mantissa from the highest bit down. Element i decodes to ``value(code[i]) * scale[i // block]``;
 ``scale = max|x| / top`` over its block, where top is the format's largest value, and ``x / scale`` is rounded to
 nearest, ties to even. Float32 may round ``x / scale`` just above top, which still rounds to top: a finite block has
-finite codes. A block that is not finite has a scale that is not, and decodes to NaN.
+finite codes. A block with a non-finite value has a non-finite scale and decodes to NaN.
 """
 
 from __future__ import annotations

@@ -5,12 +5,12 @@ Yu et al., "GradiVeQ: Vector Quantization for Bandwidth-Efficient Gradient Aggre
 is the slices' mean and U [K, k] their first k principal components.
 
 Wire, for S whole slices: mu as float32 [K], U^T as float32 [k, K], the coefficients as float32 [S, k], and the elements
-after the last whole slice as float32. Where that is no shorter than the tensor, it travels as float32.
+after the last whole slice as float32. If that is not shorter than the tensor, it travels as float32.
 
 Rounds: for ``window`` steps the gradient is summed uncompressed, and every rank keeps the second moment of the mean's
-slices. Then the first rank's basis is gathered (an eigendecomposition's bits, and where eigenvalues are near each other
-its very vectors, differ between unlike machines), and only coefficients are summed, which are linear in the gradient:
-the result is that of one worker with the mean. After ``refresh`` steps it begins anew.
+slices. Then the first rank's basis is gathered (the result of an eigendecomposition differs between machines, and for
+nearly equal eigenvalues even its vectors do), and only coefficients are summed. These are linear in the gradient, so
+the result is that of one worker with the mean. After ``refresh`` steps the next window begins.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ TILE = 4096  # slices whose moment is computed at a time
 
 
 class Sums(NamedTuple):
-    """What a basis is computed from: sums over slices, in float64.
+    """Sums over slices that a basis is computed from, in float64.
 
     Attributes:
-        count: How many slices: [].
+        count: Number of slices: [].
         total: Their sum: [K].
         moment: The sum of ``g g^T``: [K, K].
     """
@@ -45,8 +45,8 @@ class Sums(NamedTuple):
 class GradiVeQ(Compressor):
     """Sends k coefficients per slice, and the basis.
 
-    What is lost of a slice is ``||g - mu||^2 - ||y||^2``, its energy outside the basis: nothing where the slices lie
-    in k dimensions around their mean.
+    The squared error of a slice is ``||g - mu||^2 - ||y||^2``, its energy outside the basis: zero if the slices lie in
+    k dimensions around their mean.
     """
 
     name = "gradiveq"
@@ -80,7 +80,7 @@ class GradiVeQ(Compressor):
         return (1 + self.components) * self.slice
 
     def compresses(self, shape: Shape) -> bool:
-        """Whether a tensor of that shape travels as coefficients, and not as float32."""
+        """Whether a tensor of this shape travels as coefficients instead of float32."""
         return self.basis_numel + self.sent(shape) < numel(shape)
 
     def wire_bytes(self, shape: Shape) -> int:
@@ -88,12 +88,12 @@ class GradiVeQ(Compressor):
         return 4 * (self.basis_numel + self.sent(shape) if self.compresses(shape) else numel(shape))
 
     def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """The wire, and whether it is not finite: mu is not, where a value of a slice is not."""
+        """The wire, and whether it is not finite; a non-finite value of a slice makes mu non-finite."""
         wire = self.to_wire(x, generator)
         return wire, self.not_representable(as_numbers(wire, torch.float32))
 
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The basis of x's own slices, and x in it."""
+        """Compute the basis of x's own slices and the coefficients of x."""
         if not self.compresses(x.shape):
             return x.view(-1).view(torch.uint8)
         slices, _ = self.cut(x.view(-1))
@@ -136,7 +136,7 @@ class GradiVeQ(Compressor):
         return sent
 
     def expand(self, sent: Tensor, basis: Tensor, shape: Shape) -> Tensor:
-        """The vector that `project` gives as ``sent``, up to what lies outside the basis."""
+        """Invert `project`, except for the part outside the basis."""
         x = sent.new_empty(numel(shape))
         slices, rest = self.cut(x)
         coefficients, end = sent.split([len(slices) * self.components, len(rest)])
@@ -145,7 +145,7 @@ class GradiVeQ(Compressor):
         return x
 
     def new_state(self, shape: Shape, seed: int) -> State:
-        """No steps taken, no slices seen."""
+        """Return the state before the first step."""
         if not self.compresses(shape):
             return {}
         return {
@@ -160,7 +160,7 @@ class GradiVeQ(Compressor):
         """Sum x in the window, and coefficients after it; the state counts its own steps."""
         if not self.compresses(x.shape):
             return (yield Ask("sum", x, rows=True)) / context.world, x
-        step = int(state["steps"]) % self.refresh  # on the CPU always
+        step = int(state["steps"]) % self.refresh  # always on the CPU
         state["steps"] = state["steps"] + 1
         if step >= self.window:
             basis = state["basis"].to(x.device)
@@ -189,7 +189,7 @@ class GradiVeQ(Compressor):
 
 
 def sums(slices: Tensor) -> Sums:
-    """What the basis of float32 ``slices`` [S, K] is computed from."""
+    """Sum float32 ``slices`` [S, K] for a basis."""
     total = slices.new_zeros(slices.shape[1], dtype=torch.float64)
     moment = slices.new_zeros(slices.shape[1], slices.shape[1], dtype=torch.float64)
     for tile in slices.split(TILE):

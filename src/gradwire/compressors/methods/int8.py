@@ -50,12 +50,12 @@ class Int8(BlockQuantizer):
 
     @property
     def has_rounds(self) -> bool:
-        """Codes of 8 bits, rounded to nearest, can be summed where they travel."""
+        """Codes of 8 bits, rounded to nearest, can be summed by a collective."""
         return self.num_bits == 8 and self.rounding == "nearest"
 
     @property
     def top(self) -> int:
-        """Codes on either side of zero."""
+        """The largest code."""
         return 2 ** (self.num_bits - 1) - 1
 
     def wire_bytes(self, shape: Shape) -> int:

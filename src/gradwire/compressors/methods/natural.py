@@ -7,10 +7,10 @@ fraction: added to a number of as many random bits, it carries over into the exp
 Wire, for n elements in row-major order. 9 bits, the paper's: n bytes of exponents as float32 has them (0 for zero, 1
 for 2^-126 and so on), then n signs as bits, packed (`gradwire.compressors.packing`). 8 bits, the default: for each of
 b = ceil(n / block) blocks a byte with the lowest exponent that it can send, of the same kind; then n bytes, the sign in
-the highest bit, below it 0 for zero, 1 for that lowest exponent and so on. That leaves 127 powers: the highest is what
-the block's largest magnitude may be rounded up to.
+the highest bit, below it 0 for zero, 1 for that lowest exponent and so on. That leaves 127 powers; the highest is the
+one that the block's largest magnitude may be rounded up to.
 
-Below the lowest power an element becomes that or zero, in both forms; denormal numbers are such elements.
+In both forms, an element below the lowest power is rounded to that power or to zero, as denormal numbers are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gradwire.compressors.philox import draw_seed, words
 MANTISSA = 23  # bits
 SIGNLESS = 0x7FFFFFFF
 NOT_FINITE = 255  # the exponent of infinity and NaN
-POWERS = 127  # that 8 bits leave
+POWERS = 127  # powers with 8 bits
 SCALES = [2.0 ** (1 - lowest) for lowest in range(256)]  # of a block, by its lowest exponent
 
 
@@ -36,7 +36,7 @@ class Natural(BlockQuantizer):
     """Sends sign and exponent of every element; unbiased.
 
     The variance of an element between the powers a and 2a is ``(|x| - a) (2a - |x|)``: at most ``x^2 / 8``, reached at
-    4a / 3; powers of two stay what they are. An element below the lowest power a has ``|x| (a - |x|)``; its probability
+    4a / 3; powers of two are exact. An element below the lowest power a has ``|x| (a - |x|)``; its probability
     is exact for 9 bits, and to 2^-24 for 8.
     """
 
@@ -49,7 +49,7 @@ class Natural(BlockQuantizer):
 
     @property
     def unbiased(self) -> bool:
-        """With every option."""
+        """True for all options."""
         return True
 
     def wire_bytes(self, shape: Shape) -> int:
@@ -57,7 +57,7 @@ class Natural(BlockQuantizer):
         return numel(shape) + (self.blocks(shape) if self.bits == 8 else packed_bytes(numel(shape), 1))
 
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Let the random bits carry over; with 8 bits, once a block's lowest power is moved to 2^-126."""
+        """Round with random bits that carry over; with 8 bits, after scaling a block's lowest power to 2^-126."""
         values = x.view(-1)
         noise = words(draw_seed(generator, x.device, self.name), x.numel()) >> (32 - MANTISSA)
         minus = values.signbit().to(torch.uint8)
@@ -77,7 +77,7 @@ class Natural(BlockQuantizer):
         return (magnitudes + noise >> MANTISSA).clamp_(max=NOT_FINITE)
 
     def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Put exponents and signs where float32 has them."""
+        """Assemble float32 values from exponents and signs."""
         n = numel(shape)
         if self.bits == 9:
             exponents, minus = wire[:n], unpack(wire[n:], 1, n)

@@ -13,14 +13,14 @@ from gradwire.compressors.rounds import Ask, Context, RoundCost, Rounds, State
 
 
 class Uncompressed(Quantizer):
-    """Sends float32 as it is."""
+    """Sends float32 unchanged."""
 
     name = "none"
     use = "The baseline, and with `algorithm: exchange` the control that shows what the exchange itself costs."
 
     @property
     def unbiased(self) -> bool:
-        """Nothing is lost."""
+        """True: the encoding is exact."""
         return True
 
     def wire_bytes(self, shape: Shape) -> int:

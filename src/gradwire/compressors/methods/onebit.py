@@ -9,7 +9,8 @@ and the mean of those that are (0 where a side is empty); then n bits, 1 where `
 (`gradwire.compressors.packing`).
 
 Means are sums in float64, divided there and rounded once to float32. Within a group the decoded values C are the
-orthogonal projection of x onto what these bits can say: C has x's sum, and ``||x - C||^2 = ||x||^2 - ||C||^2``.
+orthogonal projection of x onto the values that these bits can represent: C has x's sum, and
+``||x - C||^2 = ||x||^2 - ||C||^2``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class OneBit(BlockQuantizer):
     use = "A bit per element: with error feedback and dense steps first, or as `comm_optimizer: onebit_adam`."
 
     means: Literal["block", "column"] = Field(
-        "block", description="what shares two means: consecutive elements, or a column of the matrix (a vector is one)"
+        "block",
+        description="what shares two means: consecutive elements, or a matrix column (a vector is one)",
     )
     block: Block = Field(256, description="consecutive elements of a block")
 
@@ -66,7 +68,7 @@ class OneBit(BlockQuantizer):
         return torch.cat([torch.stack(means, dim=1).view(-1).view(torch.uint8), pack(negative, 1)])
 
     def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Give each element its side's mean."""
+        """Replace each element by the mean of its side."""
         means, packed = wire.split([8 * self.groups(shape), packed_bytes(numel(shape), 1)])
         rest, negative = (
             self.per_element(side, shape) for side in as_numbers(means, torch.float32).view(-1, 2).unbind(1)
@@ -75,5 +77,5 @@ class OneBit(BlockQuantizer):
 
 
 def columns(shape: Shape) -> int:
-    """Columns of a matrix; a vector is one, and so is what holds nothing."""
+    """Number of columns; a vector or an empty tensor counts as one."""
     return shape[-1] if isinstance(shape, tuple) and len(shape) > 1 and numel(shape) else 1

@@ -4,12 +4,12 @@ Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compressio
 (NeurIPS 2019), algorithm 1: ``P = orthonormal(M Q)``, ``Q = M^T P``, and the matrix decodes to ``P Q^T``, the
 projection of M onto the columns of P.
 
-Wire, for an n x m matrix: P as float32 [n, rank], then Q as float32 [m, rank], both row-major. What is no matrix, or
-is so small that this saves nothing (``rank (n + m) >= n m``), travels as float32.
+Wire, for an n x m matrix: P as float32 [n, rank], then Q as float32 [m, rank], both row-major. Vectors, and
+matrices too small for savings (``rank (n + m) >= n m``), travel as float32.
 
-Rounds: the sum of the ranks' ``M Q``, made orthonormal by every rank for itself, then the sum of their ``M^T P``. Both
+Rounds: the sum of the ranks' ``M Q``, made orthonormal on every rank, then the sum of their ``M^T P``. Both
 products are linear in M, so the result is that of one worker with the mean. Every rank's contribution is the result
-itself: error feedback keeps what the aggregate leaves out, as in the paper.
+itself: error feedback keeps the error of the aggregate, as in the paper.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from gradwire.compressors.base import Compressor, Count, Shape, as_numbers, nume
 from gradwire.compressors.philox import draw_seed, uniforms
 from gradwire.compressors.rounds import Ask, Context, RoundCost, Rounds, State
 
-DEPENDENT = 1e-6  # a column with less than this part outside those before it is float32's rounding of M Q
+DEPENDENT = 1e-6  # a column whose part outside the earlier ones is smaller than this is only rounding error of M Q
 
 
 class PowerSGD(Compressor):
     """Sends the two factors of an approximation of low rank.
 
-    ``||M - C||^2 = ||M||^2 - ||P^T M||^2``, up to rounding, and nothing is lost of a matrix of at most that rank.
+    ``||M - C||^2 = ||M||^2 - ||P^T M||^2``, up to rounding, and a matrix of at most this rank is exact.
     """
 
     name = "powersgd"
@@ -38,10 +38,10 @@ class PowerSGD(Compressor):
     linear = True
 
     rank: Count = Field(4, description="columns of the two factors")
-    warm_start: bool = Field(True, description="whether rounds begin with the last step's Q; else with random numbers")
+    warm_start: bool = Field(True, description="start rounds with the last step's Q instead of random numbers")
 
     def compresses(self, shape: Shape) -> bool:
-        """Whether a tensor of that shape travels as two factors, and not as float32."""
+        """Whether a tensor of this shape travels as two factors instead of float32."""
         return not isinstance(shape, int) and len(shape) == 2 and self.rank * sum(shape) < math.prod(shape)
 
     def wire_bytes(self, shape: Shape) -> int:
@@ -52,7 +52,7 @@ class PowerSGD(Compressor):
         return 4 * self.rank * sum(shape)
 
     def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """The wire, and whether it is not finite: a value of x that is not makes its row of P so."""
+        """The wire, and whether it is not finite; a non-finite value of x makes its row of P non-finite."""
         wire = self.to_wire(x, generator)
         return wire, self.not_representable(as_numbers(wire, torch.float32))
 
@@ -72,7 +72,7 @@ class PowerSGD(Compressor):
         return p @ q.T
 
     def drawn(self, shape: Shape, seed: Tensor) -> Tensor:
-        """A random Q for a matrix of ``shape``: uniform in (-1, 1) and nowhere 0, float32 [m, rank]."""
+        """A random Q for a matrix of ``shape``: uniform in (-1, 1) without 0, float32 [m, rank]."""
         assert isinstance(shape, tuple)
         return (uniforms(seed, shape[1] * self.rank) * 2 - (1 - 2.0**-24)).view(shape[1], self.rank)
 
@@ -83,8 +83,8 @@ class PowerSGD(Compressor):
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
         """Sum ``M Q``, then ``M^T P``.
 
-        A column of Q that becomes 0 or not finite (the gradient was so, or its rank is too small) would stay so: it
-        keeps its direction from before.
+        A column of Q that becomes 0 or non-finite (from the gradient, or because its rank is too small) would stay
+        so; it keeps its previous direction.
         """
         if not self.compresses(x.shape):
             return (yield Ask("sum", x, rows=True)) / context.world, x
@@ -95,7 +95,7 @@ class PowerSGD(Compressor):
         p = orthonormal((yield Ask("sum", x @ start)))
         q = (yield Ask("sum", (p.T @ x).T.contiguous())) / context.world
         if self.warm_start:
-            length = q.abs().amax(dim=0)  # P depends on the directions alone; so it neither overflows nor vanishes
+            length = q.abs().amax(dim=0)  # P depends on directions only; scaling avoids overflow and underflow
             state["q"] = torch.where((length > 0) & (length < math.inf), q / length, start)
         mean = p @ q.T
         return mean, mean

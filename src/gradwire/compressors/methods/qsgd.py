@@ -10,8 +10,8 @@ Wire, for n elements in row-major order and b = ceil(n / block) buckets: b norms
 data.
 
 The 2-norm is summed in float64 and rounded once. It is the paper's definition and leaves most numbers 0 when s is below
-the square root of the bucket's size, where Elias coding pays. The maximum norm uses all s levels: with the dense code
-it is the more exact one of the same size (the paper's own experiments use it).
+the square root of the bucket's size, where Elias coding pays off. The maximum norm uses all s levels: with the dense
+code it is more accurate at the same size (the paper's own experiments use it).
 """
 
 from __future__ import annotations
@@ -43,22 +43,20 @@ class Qsgd(BlockQuantizer):
     use = "When an analysis asks for an unbiased estimate with a bound on its variance."
 
     levels: int = Field(127, ge=1, le=2**15 - 1, description="levels s between zero and the norm")
-    norm: Literal["l2", "max"] = Field(
-        "l2", description="what of a bucket is sent: its 2-norm or its largest magnitude"
-    )
+    norm: Literal["l2", "max"] = Field("l2", description="norm of a bucket: its 2-norm or its largest magnitude")
     block: Block = Field(512, description="consecutive elements of a bucket, which share one norm")
     coding: Literal["dense", "elias"] = Field(
-        "dense", description="equally many bits for all, or few for small numbers"
+        "dense", description="dense: equal numbers of bits; elias: fewer bits for small numbers"
     )
 
     @property
     def unbiased(self) -> bool:
-        """With every option."""
+        """True for all options."""
         return True
 
     @property
     def overflow(self) -> float:  # type: ignore[override]
-        """Magnitudes from here on may have a 2-norm that is no finite float32."""
+        """The magnitude from which the 2-norm may overflow float32."""
         return torch.finfo(torch.float32).max / math.sqrt(self.block) if self.norm == "l2" else math.inf
 
     @property
@@ -80,7 +78,7 @@ class Qsgd(BlockQuantizer):
         return blocks.to(torch.float64).square_().sum(dim=1).sqrt_().to(torch.float32)
 
     def steps(self, norms: Tensor) -> Tensor:
-        """What the numbers of each bucket are multiples of: float32 [b]."""
+        """Size of each bucket's levels: float32 [b]."""
         return quotient(norms, self.levels).clamp_min_(SMALLEST_STEP)
 
     def not_representable(self, x: Tensor) -> Tensor:
@@ -91,7 +89,7 @@ class Qsgd(BlockQuantizer):
         """Divide each bucket by its step and round down or up."""
         norms = self.norms(x)
         levels = (self.in_blocks(x.view(-1)) / self.steps(norms).unsqueeze(1)).view(-1)[: x.numel()]
-        low = levels.floor()  # for negative ones the larger magnitude, which is then the less probable by as much
+        low = levels.floor()  # the larger magnitude for negative values, whose probability is lower accordingly
         up = uniforms(draw_seed(generator, x.device, self.name), x.numel()) < levels - low
         numbers = (low + up).clamp_(-self.levels, self.levels).to(torch.int16)
         if self.coding == "elias":

@@ -1,12 +1,12 @@
-"""Random-k: k elements at places that a seed draws, without replacement, so that no indices travel.
+"""Random-k: k elements at places drawn from a seed without replacement, so that no indices travel.
 
 As in Stich et al., "Sparsified SGD with Memory" (NeurIPS 2018), and, scaled, in Wangni et al., "Gradient Sparsification
 for Communication-Efficient Distributed Optimization" (NeurIPS 2018) with equal probabilities.
 
-Wire: the seed in 8 bytes, then the values in the order in which the seed's permutation of the n places begins
+Wire: the seed in 8 bytes, then the values at the first k places of the seed's permutation, in its order
 (`gradwire.compressors.permutation`); the receiver multiplies by n / k if ``scaled``.
 
-Rounds: all ranks take the places from the run's seed, the step and the parameter's name, and their values are summed.
+Rounds: all ranks derive the places from the run's seed, the step and the parameter's name, and sum the values there.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RandomK(Sparsifier):
     """
 
     name = "randomk"
-    use = "Unbiased, and a seed stands for the places; topk loses less at the same size."
+    use = "Unbiased, and a seed replaces the indices; topk loses less at the same size."
     linear = True
 
     density: float = Field(0.01, gt=0, le=1, description="part of the elements that is sent")
@@ -42,7 +42,7 @@ class RandomK(Sparsifier):
 
     @property
     def unbiased(self) -> bool:
-        """Only if scaled."""
+        """True if scaled."""
         return self.scaled
 
     def kept(self, shape: Shape) -> int:
@@ -63,14 +63,14 @@ class RandomK(Sparsifier):
         return seed.view(torch.uint8), x.view(-1)[permuted(seed, x.numel(), self.kept(x.numel()))]
 
     def places(self, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
-        """What the seed says."""
+        """The places drawn from the seed."""
         return permuted(self.seed(wire), numel(shape), self.kept(shape)), SEED
 
     def seed(self, wire: Tensor) -> Tensor:
         """The seed at the start of ``wire``: int64 [1].
 
         Raises:
-            ValueError: If it is not there.
+            ValueError: If the wire is too short.
         """
         if wire.numel() < SEED:
             raise ValueError(f"{self.name}: {wire.numel()} bytes hold no seed of {SEED}")

@@ -2,16 +2,17 @@
 
 Bernstein et al., "signSGD: Compressed Optimisation for Non-Convex Problems" (ICML 2018), whose signs and majority vote
 are ``scale: none``; scaled as in Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression
-Schemes" (ICML 2019), a block at a time. A sign is -1 where ``x < 0`` and else +1, at 0 too.
+Schemes" (ICML 2019), a block at a time. A sign is -1 where ``x < 0``, else +1, also at 0.
 
 Wire, for n elements in row-major order and b = ceil(n / block) blocks: b scales as float32, each the mean of |x| over
 its block (a float64 sum, divided there and rounded once); or, without scales, one byte, which is 0, or 1 where x is not
-finite, and then everything decodes to NaN, as no sign could show it. Then n bits, 1 where ``x < 0``, packed
-(`gradwire.compressors.packing`). A scaled block of d elements errs by ``||x||^2 - ||x||_1^2 / d`` exactly.
+finite; then everything decodes to NaN, because signs cannot represent it. Then n bits, 1 where ``x < 0``, packed
+(`gradwire.compressors.packing`). A scaled block of d elements has the squared error
+``||x||^2 - ||x||_1^2 / d``.
 
 Rounds, without scales only: the wires are gathered, and each element of the mean is the sign of the sum of the ranks'
-signs: -1, +1, or 0 for a tie, which an even number of ranks can have. It is no mean of the gradients in any unit.
-A rank contributes its own signs; error feedback that subtracts these makes sense only for gradients of size 1.
+signs: -1, +1, or 0 for a tie, which an even number of ranks can have. This result has no scale.
+A rank contributes its own signs; error feedback subtracts these, which makes sense only for gradients of magnitude 1.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class SignSGD(BlockQuantizer):
         return scales.repeat_interleave(block)[: signs.numel()] * signs
 
     def magnitudes(self, head: Tensor, shape: Shape) -> tuple[Tensor, int]:
-        """Scales (float32 [b]) and how many elements share one; without scales it is one, 1 or NaN, for all."""
+        """Scales (float32 [b]) and the number of elements per scale; without scales, one for all: 1 or NaN."""
         if self.scale == "mean":
             return as_numbers(head, torch.float32), self.block
         return torch.where(head == 0, 1.0, torch.nan), max(1, numel(shape))

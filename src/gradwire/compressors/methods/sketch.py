@@ -13,14 +13,14 @@ first bit. Row r's numbers (a, b for the column, a, b for the sign) are words 8 
 (`gradwire.compressors.philox`), two words each, the lower one first.
 
 Wire: the seed as int64, then the table as float32 [rows, columns]. It decodes to the median estimates of the k
-elements where these are largest, and 0 elsewhere. Where that is no shorter than the tensor, it travels as float32.
+elements where these are largest, and 0 elsewhere. If that is not shorter than the tensor, it travels as float32.
 
 Rounds: the tables of all ranks are summed, with hash functions of the step that all ranks know. The elements where
-the summed table's estimates are largest, ``candidates`` times k of them, are then summed as they are, and the k
-largest sums stay. A rank's own contribution is its exact values at those k places, so their mean is the result.
+the summed table's estimates are largest, ``candidates`` times k of them, are then summed exactly, and the k largest
+sums are kept. A rank's own contribution is its exact values at those k places, so their mean is the result.
 
-A table is summed in float64 and rounded once, so that the order of addition, which CUDA leaves open, does not show,
-unless a sum lies within float64's rounding of the middle between two float32 numbers.
+A table is summed in float64 and rounded once, so that the order of addition, which CUDA does not fix, does not matter
+unless a sum lies within float64's rounding error of the middle between two float32 numbers.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Sketch(Compressor):
     """
 
     name = "sketch"
-    use = "When sums of encodings must be encodings of sums, at a size that does not depend on the data."
+    use = "When encodings must be additive, with a size that does not depend on the data."
     linear = True
 
     rows: Literal[1, 3, 5, 7, 9] = Field(5, description="rows of the table; odd, so that the median is one of them")
     width: float = Field(0.02, gt=0, le=1, description="columns of the table, as a fraction of the elements")
     density: float = Field(0.01, gt=0, le=1, description="fraction of the elements that is recovered")
-    candidates: Count = Field(4, description="in rounds, elements looked at exactly for each one that is kept")
+    candidates: Count = Field(4, description="in rounds, elements summed exactly for each one that is kept")
 
     def columns(self, shape: Shape) -> int:
         """Columns of the table."""
@@ -71,7 +71,7 @@ class Sketch(Compressor):
         return min(self.candidates * self.kept(shape), numel(shape))
 
     def compresses(self, shape: Shape) -> bool:
-        """Whether a tensor of that shape travels as a table, and not as float32."""
+        """Whether a tensor of this shape travels as a table instead of float32."""
         return 8 + 4 * self.rows * self.columns(shape) < 4 * numel(shape)
 
     def wire_bytes(self, shape: Shape) -> int:
@@ -95,11 +95,11 @@ class Sketch(Compressor):
         return self.read(self.fastest(wire).largest, wire, shape)
 
     def fastest(self, x: Tensor) -> Any:
-        """What has the fastest ``table`` and ``largest`` for x's device."""
+        """The module with the fastest ``table`` and ``largest`` for x's device."""
         return kernels.find(self, x.device) or type(self)
 
     def write(self, table: Callable, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """The wire by that form of `table`, and whether it is not finite: what is not in x makes its columns so."""
+        """The wire with this form of `table`, and whether it is not finite; a non-finite x makes its columns so."""
         if not self.compresses(x.shape):
             return x.view(-1).view(torch.uint8), self.not_representable(x)
         seed = draw_seed(generator, x.device, self.name)
@@ -107,7 +107,7 @@ class Sketch(Compressor):
         return torch.cat([seed.view(torch.uint8), numbers.view(-1).view(torch.uint8)]), self.not_representable(numbers)
 
     def read(self, largest: Callable, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Decode by that form of `largest`."""
+        """Decode with this form of `largest`."""
         if not self.compresses(shape):
             return as_numbers(wire, torch.float32)
         seed, table = as_numbers(wire[:8], torch.int64), as_numbers(wire[8:], torch.float32)
@@ -135,13 +135,13 @@ class Sketch(Compressor):
         return table.to(torch.float32)
 
     def estimates(self, table: Tensor, seed: Tensor, count: int) -> Tensor:
-        """The median over rows of what the table says of each of ``count`` elements: float32."""
+        """The median estimate over rows for each of ``count`` elements: float32."""
         hashes = self.hashes(seed, count, table.shape[1])
         rows = [sign * row[column] for row, (column, sign) in zip(table, hashes, strict=True)]
         return torch.stack(rows).median(dim=0).values
 
     def largest(self, table: Tensor, seed: Tensor, count: int, keep: int) -> tuple[Tensor, Tensor]:
-        """Where the estimates of ``count`` elements are largest, rising (int64 [keep]), and what they are there."""
+        """The places of the largest of ``count`` estimates, ascending (int64 [keep]), and the estimates there."""
         return where_largest(self.estimates(table, seed, count), keep)
 
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
@@ -168,7 +168,7 @@ class Sketch(Compressor):
 
 
 def largest(x: Tensor, keep: int) -> Tensor:
-    """Which ``keep`` elements of a float32 vector are the largest in magnitude: bool, ties to the lowest index.
+    """Mask of the ``keep`` elements of largest magnitude in a float32 vector: bool, ties to the lowest index.
 
     NaN counts as the largest.
     """
@@ -179,6 +179,6 @@ def largest(x: Tensor, keep: int) -> Tensor:
 
 
 def where_largest(x: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    """Where those are, rising (int64 [keep]), and what they are; nothing synchronises."""
+    """Their places, ascending (int64 [keep]), and their values; without synchronisation."""
     places = torch.nonzero_static(largest(x, keep), size=keep).view(-1)
     return places, x[places]

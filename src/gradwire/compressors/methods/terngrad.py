@@ -4,12 +4,12 @@ Wen, Xu, Yan, Wu, Wang, Chen, Li, "TernGrad: Ternary Gradients to Reduce Communi
 (NeurIPS 2017): ``s * sgn(x) * b`` with ``s = max|x|`` and b drawn, 1 with probability ``|x| / s``. The paper takes one
 scale per layer; here a block of consecutive elements has one, which is closer to most of its elements (a block as large
 as the largest tensor is the paper's). Its gradient clipping, to c sigma, lowers the scale and with it the variance, and
-biases what is larger. Sigma is the block's root mean square: about zero, so that equal elements are not clipped away.
+biases larger elements. Sigma is the block's root mean square: about zero, so that equal elements are not clipped away.
 
 Wire, for n elements in row-major order and b = ceil(n / block) blocks: b scales as float32, then n ternary digits, by
 default as two's complement of 2 bits, packed, which is fast; or five to a byte, ``base3``, each 1 more than its value,
-1.6 bits instead of 2 (`gradwire.compressors.packing`). In 2 bits, the code of -2 stands for no ternary and is never
-sent; in base 3, nor is a byte above 242, whose digits are those of what is left below 243.
+1.6 bits instead of 2 (`gradwire.compressors.packing`). In 2 bits, the code of -2 is invalid and never sent; nor
+in base 3 a byte above 242, which decodes as its remainder modulo 243.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Terngrad(BlockQuantizer):
 
     @property
     def unbiased(self) -> bool:
-        """Without clipping."""
+        """True without clipping."""
         return self.clip is None
 
     def digit_bytes(self, shape: Shape) -> int:

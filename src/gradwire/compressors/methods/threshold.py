@@ -1,4 +1,4 @@
-"""Threshold: every element whose magnitude reaches a threshold; how many those are, the data decide.
+"""Threshold: every element whose magnitude reaches a threshold; their number depends on the data.
 
 The hard threshold of Sahu et al., "Rethinking Gradient Sparsification as Total Error Minimization" (NeurIPS 2021),
 absolute as there, or adapted to the tensor.
@@ -24,9 +24,9 @@ INFINITY = 0x7F800000  # the bits of float32's
 
 
 class Threshold(Sparsifier):
-    """Sends every element of magnitude ``v`` or more that is not 0, perhaps none.
+    """Sends every non-zero element of magnitude ``v`` or more, if any.
 
-    The error of an element is less than v, so that of the whole is at most ``min(||x||^2, n v^2)``.
+    The error of an element is less than v, so the squared error of the tensor is at most ``min(||x||^2, n v^2)``.
     """
 
     name = "threshold"
@@ -45,15 +45,15 @@ class Threshold(Sparsifier):
         return self
 
     def kept(self, shape: Shape) -> None:
-        """The data decide."""
+        """None: it depends on the data."""
 
     def head_bytes(self, shape: Shape) -> None:
-        """The data decide."""
+        """None: it depends on the data."""
 
     def least(self, x: Tensor) -> Tensor:
         """The bits of the least magnitude sent: int32 [], at least 1 and at most infinity's.
 
-        So a zero is never sent, and what is not finite always is. The unit is computed in float64, and the threshold
+        Zeros are never sent, non-finite values always. The unit is computed in float64, and the threshold
         rounded once to float32.
         """
         if self.scale == "absolute" or not x.numel():
@@ -83,14 +83,14 @@ class Threshold(Sparsifier):
         return found, COUNT + used
 
     def sent_elements(self, shape: Shape, wire: Tensor | None = None) -> int | None:
-        """What the wire says."""
+        """The number in the wire; None without one."""
         return None if wire is None else self.count(wire, shape)
 
     def count(self, wire: Tensor, shape: Shape) -> int:
         """Read how many places there are.
 
         Raises:
-            ValueError: If it is not said, or there are fewer.
+            ValueError: If the number is missing or too large.
         """
         count = int(as_numbers(wire[:COUNT], torch.int64)) if wire.numel() >= COUNT else -1
         if not 0 <= count <= numel(shape):

@@ -20,8 +20,8 @@ from gradwire.compressors.sparse import Sparsifier, magnitudes, share
 class TopK(Sparsifier):
     """Sends exactly ``k = max(1, round(density * n))`` elements; of equal magnitudes, those of lower index.
 
-    No other k elements come nearer to x. With n elements the error is at most ``(1 - k / n) ||x||^2``, which it reaches
-    where all magnitudes are equal. NaN counts as the largest.
+    This is the best approximation of x by k elements. The squared error is at most ``(1 - k / n) ||x||^2`` for n
+    elements, reached when all magnitudes are equal. NaN counts as the largest.
     """
 
     name = "topk"
@@ -35,7 +35,7 @@ class TopK(Sparsifier):
         return share(self.density, numel(shape))
 
     def head_bytes(self, shape: Shape) -> int | None:
-        """What the code of the places takes; None for ``varint``."""
+        """Bytes of the places' code; None for ``varint``."""
         return indices.coded_bytes(numel(shape), self.kept(shape), self.indices)
 
     def pick(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

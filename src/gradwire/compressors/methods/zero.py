@@ -1,4 +1,4 @@
-"""Nothing is sent, and everything decodes to 0: the control which shows that a measure of quality can fail.
+"""Sends nothing and decodes to 0: a control that shows whether a measure of quality can fail.
 
 Wire: empty.
 """
@@ -18,7 +18,7 @@ class Zero(Compressor):
     use = "A negative control: training must get worse with it, or quality is not being measured."
 
     def wire_bytes(self, shape: Shape) -> int:
-        """None at all."""
+        """Zero bytes."""
         return 0
 
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
