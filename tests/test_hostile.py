@@ -106,7 +106,7 @@ def fields(model: Any) -> Iterator[dict[str, Any]]:
         yield from fields(part)
 
 
-@pytest.mark.parametrize("name", ["configuration", "cell", *registry.built_in()])
+@pytest.mark.parametrize("name", ["configuration", "cell", *registry.COMPRESSORS.built_in()])
 def test_every_integer_of_the_configuration_has_bounds(name):
     schemas = {
         "configuration": [config.json_schema()],
@@ -121,7 +121,7 @@ def test_every_integer_of_the_configuration_has_bounds(name):
 def test_every_fraction_of_the_configuration_is_finite(value):
     floats = [
         (kind, key)
-        for kind in (config.Dataset, config.Training, *map(registry.method_class, registry.built_in()))
+        for kind in (config.Dataset, config.Training, *map(registry.method_class, registry.COMPRESSORS.built_in()))
         for key, field in kind.model_fields.items()
         if field.annotation in (float, float | None)
     ]

@@ -48,7 +48,7 @@ VERBS = {
     "train": Verb("gradwire.training.train", "train a GPT-2 model under a compressor and a strategy"),
     "trace": Verb("gradwire.measurement.trace", "read a run's profiler traces into profile.json"),
     "perplexity": Verb("gradwire.training.perplexity", "compute the token-weighted perplexity of a saved model"),
-    "generate": Verb("gradwire.models.generate", "continue a prompt with a saved model"),
+    "generate": Verb("gradwire.training.generate", "continue a prompt with a saved model"),
     "grads collect": Verb("gradwire.gradients.collect", "collect projected per-sample gradients with their sample ids"),
     "grads aggregate": Verb("gradwire.gradients.aggregate", "merge the ranks' gradients into one matrix"),
     "grads validate": Verb("gradwire.gradients.validate", "check that row i is the gradient of sample id i"),

@@ -10,7 +10,8 @@ import pytest
 import torch
 from samples import normal
 
-from gradwire.compressors import available, build, method_class, option_schema, registry
+from gradwire import plugins
+from gradwire.compressors import available, build, method_class, option_schema
 from gradwire.compressors.base import Compressor, numel
 from gradwire.errors import BadInput
 
@@ -64,8 +65,8 @@ class Halved(Compressor):
 
 def offer(monkeypatch, name, value):
     """Make an entry point, as an installed package would."""
-    entry = EntryPoint(name, value, registry.ENTRY_POINTS)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [entry] if group == registry.ENTRY_POINTS else [])
+    entry = EntryPoint(name, value, "gradwire.compressors")
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [entry] if group == entry.group else [])
 
 
 def test_an_entry_point_adds_a_compressor(monkeypatch):

@@ -5,55 +5,28 @@ Names are known without importing torch; a method's module is imported when the 
 
 from __future__ import annotations
 
-import pkgutil
 from collections import Counter
-from functools import cache
-from importlib import import_module, metadata
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from gradwire.errors import BadInput, unknown
+from gradwire.plugins import Plugins
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
     from gradwire.compressors.base import Compressor
 
-ENTRY_POINTS = "gradwire.compressors"
+COMPRESSORS = Plugins("compressor", "gradwire.compressors.methods", "gradwire.compressors")
 ALIASES = {"nc": "natural", "thresholdv": "threshold", "1bit": "onebit"}
 HERE = Path(__file__).parent
 
 
-@cache
-def built_in() -> list[str]:
-    """Names of the methods that come with gradwire: the files of ``methods/``."""
-    return [module.name for module in pkgutil.iter_modules([str(HERE / "methods")])]
-
-
-@cache
-def entry_points(group: str) -> tuple[EntryPoint, ...]:
-    """What installed packages offer to a group; read once, as every package's metadata is looked at for it."""
-    return tuple(metadata.entry_points(group=group))
-
-
-def third_party() -> dict[str, EntryPoint]:
-    """Methods that installed packages offer, by name.
-
-    Raises:
-        BadInput: If one of them has the name of a built-in method.
-    """
-    found = {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
-    for name in set(built_in()) & set(found):
-        raise BadInput(f"entry point {found[name].value!r} takes the built-in compressor's name {name!r}; rename it.")
-    return found
-
-
 def available() -> list[str]:
     """Every compressor's name, sorted; a sparsifier and a quantizer also make a chain, ``topk+int8``."""
-    return sorted([*built_in(), *third_party()])
+    return COMPRESSORS.available()
 
 
 def members(name: str) -> list[str]:
@@ -64,8 +37,7 @@ def members(name: str) -> list[str]:
     """
     found = [ALIASES.get(part, part) for part in name.split("+")]
     for member in found:
-        if member not in available():
-            raise unknown("compressor", member, available())
+        COMPRESSORS.check(member)
     if len(found) > 2:
         raise BadInput(f"compressor {name!r}: a chain has two members, a sparsifier and a quantizer.")
     return found
@@ -79,20 +51,7 @@ def method_class(name: str) -> type[Compressor]:
     """
     from gradwire.compressors.base import Compressor
 
-    method = ALIASES.get(name, name)
-    offered = third_party()
-    if method in built_in():
-        origin = f"gradwire.compressors.methods.{method}"
-        found = next(
-            (value for value in vars(import_module(origin)).values() if getattr(value, "name", None) == method), None
-        )
-    elif method in offered:
-        origin, found = offered[method].value, offered[method].load()
-    else:
-        raise unknown("compressor", name, available())
-    if not (isinstance(found, type) and issubclass(found, Compressor) and found.name == method):
-        raise BadInput(f"{origin} holds no Compressor class whose name is {method!r}.")
-    return found
+    return COMPRESSORS.find(ALIASES.get(name, name), Compressor)
 
 
 def classes(name: str) -> list[type[Compressor]]:
