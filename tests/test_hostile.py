@@ -349,5 +349,5 @@ def test_an_input_that_cannot_be(case, tmp_path, capsys):
 def test_a_model_and_a_corpus_whose_names_are_too_long():
     with pytest.raises(BadInput, match=r"--model: \.\.\.x+ cannot be read: File name too long"):
         gpt2.build("x" * 300, 258, 8, seed=1)
-    with pytest.raises(BadInput, match=r"dataset.data_path: .* cannot be read: File name too long"):
-        _ = config.Dataset(source="json", data_path="x" * 300).corpus_folder
+    with pytest.raises(BadInput, match=r"dataset: data_path: .* cannot be read: File name too long"):
+        config.checked(config.Dataset, {"source": "json", "data_path": "x" * 300}, "dataset")

@@ -11,7 +11,6 @@ import argparse
 import itertools
 import json
 import random
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
@@ -23,6 +22,7 @@ from pydantic.fields import FieldInfo
 from gradwire.compressors import registry
 from gradwire.compressors.reduction import ReducerOptions
 from gradwire.compressors.schedule import Schedule
+from gradwire.data import sources
 from gradwire.defaults import (
     MAX_LENGTH,
     SHARD_SIZE,
@@ -30,7 +30,7 @@ from gradwire.defaults import (
     VOCAB_SIZE,
 )
 from gradwire.errors import BadInput, unknown
-from gradwire.files import check_length, digest, sha256_file
+from gradwire.files import digest
 from gradwire.flags import COUNT, LENGTH, NATURAL, RANKS, SEED, VOCABULARY, check_shard
 from gradwire.parsing import read_yaml
 from gradwire.units import UNSHAPED, bits_per_second
@@ -85,13 +85,13 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class Dataset(Strict):
-    """Where the text comes from and how it is cut into samples."""
+class Dataset(Strict, extra="allow"):
+    """Where the text comes from and how it is cut into samples.
 
-    source: Literal["pydocs", "json", "wikipedia"] = Field("pydocs", description="where the corpus comes from")
-    data_path: str | None = Field(None, description="the corpus file of source `json`")
-    id_from: str | None = Field(None, description="key of a document's id in source `json`, or an entry point's name")
-    revision: str | None = Field(None, description="pinned revision of source `wikipedia`")
+    Other keys are options of the source (`gradwire.data.sources`), which checks them.
+    """
+
+    source: str = Field("pydocs", description="where the corpus comes from; its options are keys beside it")
     max_mb: float | None = Field(None, gt=0, description="stop the download after so many MB of text")
     tokenizer: str = Field("bpe", description="`bpe` trains one on the corpus; else a tokenizer folder such as GPT-2's")
     vocab_size: int = Field(VOCAB_SIZE, **VOCABULARY.limits, description="vocabulary of a trained tokenizer")
@@ -100,9 +100,14 @@ class Dataset(Strict):
     val_fraction: float = Field(VAL_FRACTION, gt=0, lt=1, description="share of the documents held out for validation")
 
     @model_validator(mode="after")
-    def _path_belongs_to_json(self) -> Self:
-        if (self.source == "json") != (self.data_path is not None):
-            raise ValueError("`data_path` goes with `source: json`, and that source needs it")
+    def _the_source_takes_its_options(self) -> Self:
+        try:
+            known = sources.source_class(self.source).model_fields
+            for key in self.source_options.keys() - known.keys():
+                raise unknown(f"key of a dataset with source {self.source}", key, [*Dataset.model_fields, *known])
+            sources.build(self.source, self.source_options)
+        except BadInput as error:
+            raise ValueError(str(error).rstrip(".")) from None
         return self
 
     @model_validator(mode="after")
@@ -114,20 +119,19 @@ class Dataset(Strict):
         return self
 
     @property
+    def source_options(self) -> dict[str, Any]:
+        """The options of the source, as given."""
+        return self.model_extra or {}
+
+    @property
     def corpus_folder(self) -> str:
-        """``<source>/<digest of what the corpus depends on>``, below ``results/data/``.
+        """``<label of the source>/<digest of what the corpus depends on>``, below ``results/data/``.
 
         Raises:
-            BadInput: If the file of source ``json`` is missing.
+            BadInput: If the source cannot be read.
         """
-        if self.data_path is None:
-            return f"{self.source}/{digest([self.source, self.revision, self.max_mb])}"
-        path = Path(self.data_path)
-        check_length(path, "dataset.data_path")
-        if not path.is_file():
-            raise BadInput(f"dataset.data_path: there is no file {path}.")
-        stem = re.sub(r"[^A-Za-z0-9._+-]+", "_", path.stem)  # it becomes a folder
-        return f"{stem}/{digest([sha256_file(path), self.max_mb, *([self.id_from] if self.id_from else [])])}"
+        source = sources.build(self.source, self.source_options)
+        return f"{source.label}/{digest([self.source, source.content(), self.max_mb])}"
 
     @property
     def tokens_folder(self) -> str:

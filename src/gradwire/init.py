@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from gradwire.config import Dataset, Experiment, Gradients, Training, experiment
+from gradwire.data.sources import meaning, options
 from gradwire.errors import BadInput
 from gradwire.files import write_text
 from gradwire.flags import output_file
@@ -83,7 +84,7 @@ def template(name: str, file: Path) -> str:
         name=json.dumps(name),
         says=fields["name"].description,
         model=fields["model"].description,
-        dataset=indent(commented(Dataset), "  "),
+        dataset=indent(f"{commented(Dataset)}\n{source_options()}", "  "),
         training=indent(commented(Training), "  "),
         gradients=indent(commented(Gradients), "#   ", lambda line: True).replace("#   # ", "#   "),
     )
@@ -99,6 +100,11 @@ def commented(model: type[BaseModel]) -> str:
         value = "" if default is None else f" {json.dumps(default)}"
         lines.append(f"{'# ' if default is None else ''}{name}:{value} # {field.description}{_choices(field)}")
     return "\n".join(lines)
+
+
+def source_options() -> str:
+    """One line per option of a source, switched off."""
+    return "\n".join(f"# {name}: # {meaning(fields)}" for name, fields in options().items())
 
 
 def _choices(field: FieldInfo) -> str:

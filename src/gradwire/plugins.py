@@ -11,11 +11,10 @@ from functools import cache
 from importlib import import_module, metadata
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from gradwire.errors import BadInput, unknown
 
-Base = TypeVar("Base")
 PACKAGE = Path(__file__).parent
 
 
@@ -90,7 +89,7 @@ class Plugins:
         except Exception as error:  # any code may run
             raise BadInput(f"the {self.kind} {name} ({entry.value}) cannot be loaded: {error!r}") from error
 
-    def find(self, name: str, base: type[Base]) -> type[Base]:
+    def find(self, name: str, base: type) -> Any:
         """The class of a plug-in: a subclass of ``base`` whose attribute ``name`` is its name.
 
         Raises:

@@ -10,7 +10,7 @@ from snakemake.settings.types import DeploymentMethod
 from snakemake.utils import validate
 
 from gradwire.config import experiment, to_flags
-from gradwire.data.download import SOURCES
+from gradwire.data.sources import modules as source_modules
 from gradwire.errors import BadInput
 from gradwire.files import claim, write_json
 from gradwire.image import check_image, crossing, image_file, variant_for

@@ -12,9 +12,9 @@ rule download:
     params:
         source=source_digest(
             "gradwire.data.download",
-            f"gradwire.data.sources.{SOURCES[EXPERIMENT.dataset.source]}",
+            *source_modules(EXPERIMENT.dataset.source),
         ),
-        flags=dataset_flags("source", "data_path", "revision", "max_mb", "id_from"),
+        flags=dataset_flags("source", "max_mb", *EXPERIMENT.dataset.source_options),
     shell:
         "gradwire download --attempt {resources.attempt} {params.flags:q} --output {output:q} > {log:q} 2>&1"
 

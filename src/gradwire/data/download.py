@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, get_args
 
 from gradwire.errors import BadInput
 from gradwire.files import sha256_file, write_json
 from gradwire.flags import POSITIVE, output_file
 
-SOURCES = {"pydocs": "pydocs", "wikipedia": "wikipedia", "json": "json_file"}  # name -> module of data/sources
-
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's flags."""
-    parser.add_argument(
-        "--source", choices=sorted(SOURCES), default="pydocs", help="pydocs needs no network; json takes --data_path"
-    )
+    """Add the verb's flags; the options of the sources define theirs."""
+    from gradwire.data.sources import SOURCES, meaning, options
+
+    parser.add_argument("--source", choices=SOURCES.available(), default="pydocs", help="where the documents come from")
     parser.add_argument("--output", type=output_file, required=True, metavar="FILE", help="the corpus file to write")
     parser.add_argument(
         "--max_mb",
@@ -26,23 +25,25 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="maximum size of the file in MB (10^6 bytes); None: no limit",
     )
-    parser.add_argument(
-        "--revision",
-        metavar="R",
-        help="required revision; any other is an error. wikipedia: a commit, branch or tag (None: a pinned commit); "
-        "pydocs: the Python version; json: the file's SHA-256",
-    )
-    parser.add_argument(
-        "--data_path",
-        type=Path,
-        metavar="FILE",
-        help="json: the corpus file, a JSON array or .jsonl; wikipedia: a Parquet file to read instead of the Hub's",
-    )
-    parser.add_argument(
-        "--id_from",
-        metavar="NAME",
-        help="json: the key of a document's id, or an entry point of the group gradwire.sample_ids (None: id)",
-    )
+    for option, fields in options().items():
+        path = any(Path in (field.annotation, *get_args(field.annotation)) for field in fields.values())
+        told = meaning(fields).replace("%", "%%")
+        parser.add_argument(f"--{option}", type=Path if path else str, metavar="PATH" if path else "VALUE", help=told)
+
+
+def given_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The sources' options that were given as flags.
+
+    Raises:
+        BadInput: If one is not an option of the source.
+    """
+    from gradwire.data.sources import options
+
+    given = {option: getattr(args, option) for option in options() if getattr(args, option) is not None}
+    for option in given:
+        if args.source not in (takers := options()[option]):
+            raise BadInput(f"--{option} works with --source {' or '.join(takers)} only, not with {args.source}.")
+    return given
 
 
 def beside(args: argparse.Namespace) -> Path:
@@ -52,27 +53,33 @@ def beside(args: argparse.Namespace) -> Path:
 
 def main(args: argparse.Namespace) -> None:
     """Write the corpus and, next to it, its origin in ``<name>.source.json``."""
-    from gradwire.data import corpus
+    from gradwire.data import corpus, sources
 
-    if args.source == "wikipedia" and args.max_mb is None:
-        raise BadInput("--source wikipedia is about 20 GB; limit its size with --max_mb N.")
-    module = importlib.import_module(f"gradwire.data.sources.{SOURCES[args.source]}")
-    if args.id_from and args.source != "json":
-        raise BadInput(f"--id_from {args.id_from} works with --source json only.")
-    source = module.source(args.data_path, args.revision, *([args.id_from] if args.id_from else []))
-    documents = corpus.distinct(source.documents, source.name)
+    source = sources.build(args.source, given_options(args))
+    if source.size and args.max_mb is None:
+        raise BadInput(f"--source {args.source} is {source.size}; limit its size with --max_mb N.")
+    stream = source.open()
+    documents = corpus.distinct(stream.documents, stream.where)
     written = corpus.write(args.output, documents, args.max_mb and int(args.max_mb * 1e6))
     write_json(
         args.output.with_suffix(".source.json"),
         {
             "source": args.source,
-            "revision": source.revision,
+            "options": source.model_dump(mode="json", exclude_unset=True),
+            "revision": stream.revision,
             "max_mb": args.max_mb,
             "documents": written.documents,
             "bytes": written.bytes,
             "sha256": sha256_file(args.output),
+            "facts": dict(stream.facts),
         },
     )
     if written.cut:
         print(f"gradwire download: stopped at --max_mb {args.max_mb:g}; the source has more.", file=sys.stderr)
-    print(f"{args.output}: {written.documents} documents, {written.bytes / 1e6:.2f} MB")
+    print(f"{args.output}: {written.documents} documents, {written.bytes / 1e6:.2f} MB{shown(stream.facts)}")
+
+
+def shown(facts: Mapping[str, Any]) -> str:
+    """The facts of a stream as part of a line: ``; 12 files, 12 files in utf-8``."""
+    counted = [f"{value} {name.replace('_', ' ')}" for name, value in facts.items() if value]
+    return f"; {', '.join(counted)}" if counted else ""

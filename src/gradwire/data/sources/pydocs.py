@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from gradwire.data import corpus
-from gradwire.data.sources import Source, require_revision
-from gradwire.errors import BadInput
+from gradwire.data.sources import Source, Stream, require_revision
 
 MIN_CHARACTERS = 150  # shorter docstrings are signatures and one-liners rather than prose
 SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "_bundled"}
@@ -22,16 +21,19 @@ SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "_bundled"}
 Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def source(data_path: Path | None, revision: str | None) -> Source:
-    """Return the documentation of the running Python; its revision is the Python version.
+class Pydocs(Source):
+    """The documentation of the running Python: language topics and docstrings; needs no network.
 
-    Raises:
-        BadInput: If a file is given, or another revision is wanted.
+    The revision is the Python version.
     """
-    if data_path is not None:
-        raise BadInput("--source pydocs reads the running Python's documentation and does not take --data_path.")
-    name = "the running Python's documentation"
-    return Source(name, require_revision(name, revision, platform.python_version()), corpus.parse(_values(), name))
+
+    name = "pydocs"
+
+    def open(self) -> Stream:
+        """Return the documents in a deterministic order."""
+        where = "the running Python's documentation"
+        revision = require_revision(where, self.revision, platform.python_version())
+        return Stream(where, revision, corpus.parse(_values(), where))
 
 
 def _values() -> Iterator[dict[str, str]]:

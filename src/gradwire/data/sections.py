@@ -1,0 +1,179 @@
+"""Titles of texts, and texts split at their headings: Markdown, reStructuredText and HTML, by the standard library."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from itertools import pairwise
+from typing import NamedTuple
+
+FENCE = re.compile(r" {0,3}(```|~~~)")
+ATX = re.compile(r" {0,3}#{1,6}(?:[ \t]+(.*?))??(?:[ \t]+#+)?[ \t]*$")  # Markdown's "## Heading ##"
+SETEXT = re.compile(r" {0,3}(=+|-{2,})[ \t]*$")  # Markdown's line below a heading
+ADORNMENT = re.compile(r"([!-/:-@\[-`{-~])\1+[ \t]*$")  # reStructuredText's line below, and above, a heading
+
+SKIPPED = {"script", "style", "template", "noscript", "svg", "nav", "footer"}
+BLOCKS = {
+    *("address", "article", "aside", "blockquote", "body", "br", "caption", "dd", "details", "div", "dl", "dt"),
+    *("fieldset", "figcaption", "figure", "footer", "form", "h1", "h2", "h3", "h4", "h5", "h6", "head", "header"),
+    *("hr", "li", "main", "nav", "ol", "p", "pre", "section", "summary", "table", "title", "tr", "ul"),
+}
+HEADINGS = {"h1", "h2", "h3", "h4", "h5", "h6"}
+
+
+class Block(NamedTuple):
+    """Some lines of a text.
+
+    Attributes:
+        line: The number of the first one in the file, from 1.
+        text: The lines, without the last line break.
+        title: The heading that they are, or None for other text.
+    """
+
+    line: int
+    text: str
+    title: str | None = None
+
+
+class Section(NamedTuple):
+    """A part of a text: its first line's number, its title ("" without a heading), and the text without it."""
+
+    line: int
+    title: str
+    body: str
+
+
+def blocks(text: str, form: str) -> list[Block]:
+    """Cut a text into lines; a heading is one block with the lines that mark it.
+
+    Args:
+        text: The text.
+        form: ``text``, which has no headings, ``markdown``, ``rst`` or ``html``, whose markup is removed.
+    """
+    if form == "html":
+        parser = Html()
+        parser.feed(text)
+        parser.close()
+        parser.end()
+        return parser.blocks
+    lines = text.split("\n")
+    read = {"markdown": _markdown, "rst": _rst}.get(form)
+    return list(read(lines)) if read else [Block(number, line) for number, line in enumerate(lines, 1)]
+
+
+def whole(text: str, form: str) -> Iterator[Section]:
+    """Yield the text as one section; a heading that begins it becomes the title. Nothing is yielded for blank text."""
+    found = [*blocks(text, form)]
+    while found and not found[0].text.strip():
+        del found[0]
+    if found and found[0].title is not None and (body := _joined(found[1:])).strip():
+        yield Section(1, found[0].title, body)
+    elif found:
+        yield Section(1, "", _joined(found))
+
+
+def split(text: str, form: str) -> Iterator[Section]:
+    """Yield the sections of a text: from each heading to the next; no text is lost.
+
+    A heading without text before the next one is joined to that one's title: ``Chapter / Section``. Nothing is yielded
+    for blank text.
+    """
+    found = blocks(text, form)
+    starts = sorted({0, len(found), *(at for at, block in enumerate(found) if block.title is not None)})
+    waiting: list[Block] = []  # headings without text
+    for start, end in pairwise(starts):
+        head = [found[start]] if found[start].title is not None else []
+        body = _joined(found[start + len(head) : end])
+        waiting += head
+        if body.strip():
+            yield Section((waiting or found[start:])[0].line, " / ".join(b.title or "" for b in waiting), body)
+            waiting = []
+    if waiting:
+        yield Section(waiting[0].line, "", _joined(waiting))
+
+
+def _joined(found: list[Block]) -> str:
+    return "\n".join(block.text for block in found).strip("\n")
+
+
+def _markdown(lines: list[str]) -> Iterator[Block]:
+    fenced, at = False, 0
+    while at < len(lines):
+        line, below = lines[at], lines[at + 1] if at + 1 < len(lines) else ""
+        fenced ^= FENCE.match(line) is not None
+        heading = None if fenced else ATX.match(line)
+        if heading and heading[1]:
+            yield Block(at + 1, line, heading[1].strip())
+        elif not fenced and line.strip() and SETEXT.match(below) and not SETEXT.match(line):
+            yield Block(at + 1, f"{line}\n{below}", line.strip())
+            at += 1
+        else:
+            yield Block(at + 1, line)
+        at += 1
+
+
+def _rst(lines: list[str]) -> Iterator[Block]:
+    at = 0
+    while at < len(lines):
+        above, title, below = [*lines[at : at + 3], "", ""][:3]
+        after_blank = at == 0 or not lines[at - 1].strip()
+        if after_blank and above == below and ADORNMENT.match(above) and _titled(title, below):
+            yield Block(at + 1, f"{above}\n{title}\n{below}", title.strip())
+            at += 3
+        elif after_blank and not above.startswith((" ", "\t")) and _titled(above, title):
+            yield Block(at + 1, f"{above}\n{title}", above.strip())
+            at += 2
+        else:
+            yield Block(at + 1, above)
+            at += 1
+
+
+def _titled(title: str, adornment: str) -> bool:
+    """Whether the second line marks the first one as a heading; it is as long, or docutils would warn."""
+    marked = ADORNMENT.match(adornment) is not None and not ADORNMENT.match(title)
+    return bool(title.strip()) and marked and len(adornment.rstrip()) >= len(title.strip())
+
+
+class Html(HTMLParser):
+    """Collects the text of an HTML page in `blocks`, one per block of the page; whitespace as a browser shows it."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.blocks: list[Block] = []
+        self._text: list[str] = []
+        self._line = 1
+        self._skipped = self._verbatim = 0  # depth inside skipped and preformatted elements
+        self._heading = self._titled = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        """Start a block, or skip an element."""
+        if tag in BLOCKS:
+            self.end()
+        self._skipped += tag in SKIPPED
+        self._verbatim += tag == "pre"
+        self._heading = tag in HEADINGS if tag in BLOCKS else self._heading
+        self._titled = tag == "title" if tag in BLOCKS else self._titled
+
+    def handle_endtag(self, tag: str) -> None:
+        """End a block, or an element that is skipped."""
+        if tag in BLOCKS:
+            self.end()
+            self._heading = self._titled = False
+        self._skipped = max(0, self._skipped - (tag in SKIPPED))
+        self._verbatim = max(0, self._verbatim - (tag == "pre"))
+
+    def handle_data(self, data: str) -> None:
+        """Take text; the page's title repeats its first heading, so it is left out."""
+        if self._skipped or self._titled:
+            return
+        if not self._text:
+            self._line = self.getpos()[0]
+        self._text.append(data)
+
+    def end(self) -> None:
+        """End the current block."""
+        joined, self._text = "".join(self._text), []
+        text = joined.strip("\n") if self._verbatim else " ".join(joined.split())
+        if text.strip():
+            self.blocks.append(Block(self._line, text, text if self._heading else None))

@@ -1,0 +1,95 @@
+"""Any dataset of the Hugging Face Hub, streamed, or a local folder that ``save_to_disk`` wrote."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from gradwire.data import corpus, hub
+from gradwire.data.sources import Source, Stream, folder_name, require_revision
+from gradwire.errors import BadInput
+from gradwire.files import digest, sha256_file
+
+ONE, SEVERAL = "state.json", "dataset_dict.json"  # files of a saved split, and of a folder of saved splits
+WITHOUT_NETWORK = "Check the network (and unset HF_HUB_OFFLINE), or give a local folder that `save_to_disk` wrote."
+
+
+class Datasets(Source):
+    """A dataset of the Hugging Face Hub, streamed, or a local folder that `save_to_disk` wrote.
+
+    Rows without text are left out and counted. The revision is a commit, branch or tag on the Hub, and a digest of a
+    local folder.
+    """
+
+    name = "datasets"
+
+    data_path: Path = Field(description="a dataset's name on the Hub, or a local folder")
+    configuration: str | None = Field(None, description="the dataset's configuration, such as wikitext-2-raw-v1")
+    split: str = Field("train", description="the split to read")
+    text_column: str = Field("text", description="the column with the text")
+    id_column: str | None = Field(None, description="the column with the id (None: <split>/<row>)")
+    title_column: str | None = Field(None, description="the column with the title (None: no title)")
+
+    def open(self) -> Stream:
+        """Return the rows in the dataset's order."""
+        facts: Counter[str] = Counter()
+        table, revision = self._saved() if self.data_path.is_dir() else self._on_hub()
+        return Stream(self._where, revision, corpus.parse(self._documents(table, facts), self._where), facts)
+
+    def content(self) -> Any:
+        """The options, with a local folder's digest instead of its path."""
+        here = self.data_path.is_dir()
+        return [super().content() | ({"data_path": saved_digest(self.data_path)} if here else {})]
+
+    @property
+    def label(self) -> str:
+        """The dataset's name."""
+        return folder_name(self.data_path.name if self.data_path.is_dir() else str(self.data_path))
+
+    @property
+    def _where(self) -> str:
+        parts = (str(self.data_path), self.configuration, f"split {self.split}")
+        return ", ".join(part for part in parts if part)
+
+    def _on_hub(self) -> tuple[Any, str | None]:
+        if self.data_path.is_absolute() or len(self.data_path.parts) > 2:
+            raise BadInput(f"data_path: {self.data_path} is neither a folder nor a dataset's name on the Hub.")
+        found = hub.commit(str(self.data_path), self.revision, WITHOUT_NETWORK)
+        options = {"name": self.configuration, "split": self.split, "revision": found}
+        try:
+            return hub.streamed(path=str(self.data_path), **options), found
+        except ValueError as error:  # such as an unknown configuration or split
+            raise BadInput(f"{self._where}: {str(error).splitlines()[0].rstrip('.')}.") from None
+
+    def _saved(self) -> tuple[Any, str]:
+        revision = require_revision(str(self.data_path), self.revision, saved_digest(self.data_path))
+        splits = self.data_path / self.split
+        folder = splits if (self.data_path / SEVERAL).is_file() else self.data_path
+        if not (folder / ONE).is_file():
+            raise BadInput(f"{self._where}: {folder} holds no dataset that `save_to_disk` wrote; {ONE} is missing.")
+        datasets = hub.library()
+        try:
+            return datasets.load_from_disk(str(folder)).to_iterable_dataset(), revision
+        except Exception as error:  # Arrow's and the operating system's errors have no common type
+            raise BadInput(f"{self._where} cannot be read: {error}.") from None
+
+    def _documents(self, table: Any, facts: Counter[str]) -> Iterator[Mapping[str, Any]]:
+        chosen = {"id": self.id_column, "title": self.title_column, "text": self.text_column}
+        columns = {key: column for key, column in chosen.items() if column is not None}
+        for row, values in enumerate(hub.rows(table, list(columns.values()), self._where)):
+            document = {key: values[column] for key, column in columns.items()}
+            if document["text"] is None or (isinstance(document["text"], str) and not document["text"].strip()):
+                facts["rows_without_text"] += 1
+                continue
+            yield {"id": f"{self.split}/{row}", **document}
+
+
+def saved_digest(folder: Path) -> str:
+    """A digest of a folder that ``save_to_disk`` wrote: its states, and the names and sizes of all files."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    sizes = [(str(file.relative_to(folder)), file.stat().st_size) for file in files]
+    return digest([sizes, [sha256_file(file) for file in files if file.name == ONE]], length=64)

@@ -1,0 +1,47 @@
+"""A local corpus file: a JSON array of objects with id, title and text, or one object per line (``.jsonl``)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field
+
+from gradwire.data import corpus
+from gradwire.data.sources import Source, Stream, folder_name, require_revision
+from gradwire.errors import BadInput
+from gradwire.files import sha256_file
+
+
+class Json(Source):
+    """A JSON array of objects with id, title and text, or one object per line (``.jsonl``).
+
+    The revision is the SHA-256 of the file.
+    """
+
+    name = "json"
+
+    data_path: Path = Field(description="the corpus file, a JSON array or .jsonl")
+    id_from: str | None = Field(
+        None, description="key of a document's id, or an entry point of the group gradwire.sample_ids (None: id)"
+    )
+
+    def open(self) -> Stream:
+        """Return the documents of the file."""
+        where = str(self.data_path)
+        revision = require_revision(where, self.revision, self._digest())
+        return Stream(where, revision, corpus.documents(self.data_path, self.id_from))
+
+    def content(self) -> Any:
+        """The file's digest, and where ids come from."""
+        return [self._digest(), self.id_from]
+
+    @property
+    def label(self) -> str:
+        """The file's name."""
+        return folder_name(self.data_path.stem)
+
+    def _digest(self) -> str:
+        if not self.data_path.is_file():
+            raise BadInput(f"data_path: there is no corpus file {self.data_path}.")
+        return sha256_file(self.data_path)

@@ -1,0 +1,299 @@
+"""Sources: every one keeps the contract, whoever wrote it; text files and saved datasets, read as they are."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from itertools import chain
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pytest
+from data_samples import values, write_corpus
+
+from gradwire import plugins
+from gradwire.cli import main
+from gradwire.config import Dataset, checked
+from gradwire.data import corpus, sections, sources, text_files
+from gradwire.data.corpus import Document, documents
+from gradwire.data.sources import SOURCES, Source, Stream
+from gradwire.errors import BadInput
+
+HEAD = "<html><head><title>T</title><style>p {}</style></head>"
+PAGE = f"{HEAD}<body><h1>Big &amp; <i>small</i></h1><p>One\n two</p></body>"
+FENCED = "```\n# no heading\n```"
+MARKDOWN = f"intro\n\n# First #\nalpha\n{FENCED}\nSecond\n------\nbeta\n"
+RST = "Top\n===\n\nalpha\n\n-----\nBelow\n-----\n\nbeta\n\n| table |\n=====\n"
+
+
+class Numbers(Source):
+    """A third party's source: so many documents."""
+
+    name = "numbers"
+    count: int
+
+    def open(self):
+        made = ({"id": str(n), "text": f"the number {n}"} for n in range(self.count))
+        return Stream("numbers", "1", corpus.parse(made, "numbers"))
+
+
+@pytest.fixture(autouse=True)
+def third_party(monkeypatch):
+    """An installed package's entry point."""
+    entry = EntryPoint("numbers", f"{__name__}:Numbers", SOURCES.group)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: (entry,) if group == SOURCES.group else ())
+
+
+def saved(folder, rows, splits=False):
+    """A dataset as `save_to_disk` writes it, without its progress bars."""
+    datasets.disable_progress_bars()
+    table = datasets.Dataset.from_dict(rows)
+    (datasets.DatasetDict({"train": table, "test": table}) if splits else table).save_to_disk(str(folder))
+    return folder
+
+
+def example(name: str, folder: Path) -> dict:
+    """Options of a small source of each kind."""
+    folder.mkdir(exist_ok=True)
+    if name == "json":
+        return {"data_path": str(write_corpus(folder / "c.json", values(5)))}
+    if name == "text":
+        (folder / "a.txt").write_text("some words")
+        (folder / "b.md").write_text("# Title\nother words")
+        return {"data_path": str(folder)}
+    if name == "datasets":
+        return {"data_path": str(saved(folder / "set", {"text": ["one", "two", "three"]}))}
+    if name == "wikipedia":
+        table = pa.table({"id": ["1", "2"], "title": ["A", "B"], "text": ["one", "two"]})
+        pa.parquet.write_table(table, folder / "w.parquet")
+        return {"data_path": str(folder / "w.parquet")}
+    return {"numbers": {"count": 4}}.get(name, {})
+
+
+# pydocs reads 20 MB of source: tests/test_data_corpus.py has its tests.
+every_source = pytest.mark.parametrize("name", sorted({*SOURCES.built_in(), "numbers"} - {"pydocs"}))
+
+
+@every_source
+def test_a_source_keeps_the_contract(name, tmp_path):
+    source = sources.build(name, example(name, tmp_path / "in"))
+    assert source.name == name and type(source).__doc__
+    assert all(field.description for key, field in type(source).model_fields.items() if key != "count")
+    first, second = source.open(), source.open()
+    found = list(first.documents)
+    assert found == list(second.documents) and first.revision == second.revision
+    assert all(isinstance(document, Document) and document.id and document.body.strip() for document in found)
+    assert len({document.id for document in found}) == len(found) > 1
+    assert json.loads(json.dumps(source.content())) == source.content() == source.content()
+    assert json.dumps(dict(first.facts))
+    assert source.label and "/" not in source.label
+    with pytest.raises(BadInput):  # an option that it does not have, and a revision that it is not at
+        sources.build(name, {**example(name, tmp_path / "in"), "no_option": 1})
+
+
+@every_source
+def test_a_source_is_a_dataset_and_a_verb(name, tmp_path):
+    options = example(name, tmp_path / "in")
+    made = Dataset(source=name, **options)
+    assert made.corpus_folder == Dataset(source=name, **options).corpus_folder
+    assert made.corpus_folder != Dataset(source=name, max_mb=1, **options).corpus_folder
+    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    output = tmp_path / "c.json"
+    assert main(["download", "--source", name, *words, "--max_mb", "1", "--output", str(output)]) == 0
+    assert list(documents(output)) == list(sources.build(name, options).open().documents)
+    assert json.loads((tmp_path / "c.source.json").read_text())["source"] == name
+
+
+def test_sources_are_known_without_heavy_packages():
+    program = "import sys; from gradwire.data import sources; sources.options(); print(list(sys.modules))"
+    loaded = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert not {name for name in ("torch", "datasets", "pyarrow", "transformers") if f"'{name}'" in loaded}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"source": "txt"}, "unknown source 'txt'. Did you mean 'text'"),
+        ({"source": "json"}, "source json, data_path: Field required"),
+        ({"source": "pydocs", "data_path": "x"}, "unknown key of a dataset with source pydocs 'data_path'"),
+        ({"source": "text", "data_path": "x", "split_by": "files"}, "'split_by'. Did you mean 'split_at'"),
+        ({"sorce": "text"}, "'sorce'. Did you mean 'source'"),
+        ({"source": "text", "data_path": "x", "encoding": "utf-9"}, "Python knows no encoding 'utf-9'"),
+    ],
+)
+def test_a_wrong_source_or_option_is_answered_with_the_nearest(given, message):
+    with pytest.raises(BadInput) as raised:
+        checked(Dataset, given, "configuration")
+    assert message in str(raised.value)
+
+
+def test_a_corpus_folder_follows_content_not_place(tmp_path):
+    for place in ("one", "two"):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "a.txt").write_text("same")
+    one, two = (Dataset(source="text", data_path=str(tmp_path / place)).corpus_folder for place in ("one", "two"))
+    assert one.split("/")[1] == two.split("/")[1]
+    (tmp_path / "two" / "a.txt").write_text("else")
+    assert one.split("/")[1] != Dataset(source="text", data_path=str(tmp_path / "two")).corpus_folder.split("/")[1]
+
+
+def read(folder, **options):
+    stream = sources.build("text", {"data_path": str(folder), **options}).open()
+    return [(one.id, one.title, one.body) for one in stream.documents], dict(stream.facts)
+
+
+def test_a_folder_is_its_text_files_by_path(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "page.html").write_text(PAGE)
+    (tmp_path / "b.md").write_text(MARKDOWN)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\r\n") + gzip.compress("zwei é".encode()))
+    (tmp_path / "c.rst.zst").write_bytes(pa.compress(RST.encode(), codec="zstd", asbytes=True))
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0")
+    (tmp_path / ".hidden.txt").write_text("no")
+    (tmp_path / "again.md").symlink_to("b.md")
+    found, facts = read(tmp_path)
+    assert found == [
+        ("a.txt.gz", "a.txt.gz", "one\nzwei é"),
+        ("b.md", "b.md", MARKDOWN.strip("\n")),
+        ("c.rst.zst", "Top", "alpha\n\n-----\nBelow\n-----\n\nbeta\n\n| table |\n====="),
+        ("sub/page.html", "Big & small", "One two"),
+    ]
+    assert facts == {"files": 5, "files_in_utf-8": 5, "files_without_text": 1}
+    assert [id_ for id_, *_ in read(f"{tmp_path}/*/*.html")[0]] == ["sub/page.html"]
+    assert [id_ for id_, *_ in read(tmp_path / "b.md")[0]] == ["b.md"]
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "expected"),
+    [
+        (
+            "markdown",
+            MARKDOWN,
+            [(1, "", "intro"), (3, "First", f"alpha\n{FENCED}"), (8, "Second", "beta")],
+        ),
+        ("rst", RST, [(1, "Top", "alpha"), (6, "Below", "beta\n\n| table |\n=====")]),
+        ("html", PAGE, [(1, "Big & small", "One two")]),
+        ("html", "<p>a<p>b\n<h2>C</h2>\n<pre>x\n  y</pre>", [(1, "", "a\nb"), (2, "C", "x\n  y")]),
+        ("text", "# one\ntwo", [(1, "", "# one\ntwo")]),
+        ("markdown", "# A\n\n## B\ntext\n# C\n", [(1, "A / B", "text"), (5, "", "# C")]),
+        ("markdown", " \n", []),
+    ],
+)
+def test_sections_lose_no_text_and_know_their_lines(form, text, expected):
+    assert list(sections.split(text, form)) == [sections.Section(*one) for one in expected]
+    if form != "html":
+        kept = "".join(chain(*((title.replace(" / ", ""), body) for _, title, body in expected)))
+        assert set(kept) >= set(text) - set("#=- \n")
+
+
+def test_ids_of_sections_lead_to_the_line_of_the_heading(tmp_path):
+    (tmp_path / "b.md").write_text(MARKDOWN)
+    found, _ = read(tmp_path, split_at="headings")
+    assert [(id_, title) for id_, title, _ in found] == [("b.md:1", "b.md"), ("b.md:3", "First"), ("b.md:8", "Second")]
+
+
+@pytest.mark.parametrize(
+    ("data", "text", "encoding"),
+    [
+        ("naïve ☃".encode(), "naïve ☃", "utf-8"),
+        ("naïve".encode("utf-8-sig"), "naïve", "utf-8-sig"),
+        ("naïve ☃".encode("utf-16"), "naïve ☃", "utf-16"),
+        ("naïve ☃".encode("utf-32"), "naïve ☃", "utf-32"),
+        (b'<meta charset="koi8-r">' + "привет".encode("koi8-r"), '<meta charset="koi8-r">привет', "koi8-r"),
+        ("naïve “quoted”".encode("windows-1252"), "naïve “quoted”", "windows-1252"),
+    ],
+)
+def test_encodings_are_detected(data, text, encoding, tmp_path):
+    (tmp_path / "a.txt").write_bytes(data)
+    assert text_files.read(tmp_path / "a.txt") == (text, encoding)
+
+
+GZIP = gzip.compress(b"first member, " * 99) + gzip.compress(b"second")
+ZSTD = pa.compress(b"text " * 999, codec="zstd", asbytes=True)
+BAD_FILES = {
+    "binary": ("a.txt", bytes(range(256)), "a.txt is not text"),
+    "no encoding": ("a.txt", b"\x81\x8d text", "a.txt is not text"),
+    "control characters": ("a.txt", b"\xe9\x01 text", "a.txt is not text"),
+    "truncated gzip": ("a.md.gz", GZIP[:-5], "a.md.gz is not a whole gzip file"),
+    "broken gzip member": ("a.md.gz", GZIP[:-7] + bytes([GZIP[-7] ^ 1]) + GZIP[-6:], "is not a whole gzip file (CRC"),
+    "no gzip": ("a.md.gz", b"plain text", "a.md.gz is not a whole gzip file"),
+    "truncated zstd": ("a.rst.zst", ZSTD[: len(ZSTD) // 2], "a.rst.zst is not a whole zstd file"),
+    "all blank": ("a.txt", b" \n", "contains no documents"),
+    "no text file": ("a.png", b"\x89PNG", "holds no text files (.txt,"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_bad_file_is_one_message_and_leaves_nothing(case, tmp_path, capsys):
+    name, data, message = BAD_FILES[case]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(data)
+    output = tmp_path / "out" / "c.json"
+    assert main(["download", "--source", "text", "--data_path", str(tmp_path / "in"), "--output", str(output)]) == 2
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 1 and message in told[0] and str(tmp_path / "in") in told[0]
+    assert [file.name for file in output.parent.iterdir()] == ["download.failed.json"]
+
+
+@pytest.mark.parametrize(("path", "message"), [("nowhere", "no folder or file"), ("*.rst", "no file that matches")])
+def test_a_path_to_nothing_is_refused(path, message, tmp_path):
+    with pytest.raises(BadInput, match=message):
+        sources.build("text", {"data_path": str(tmp_path / path)}).open()
+
+
+def test_a_text_in_another_encoding_than_given_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xe9")
+    with pytest.raises(BadInput, match=r"a.txt is not utf-8: unexpected end of data at byte 0"):
+        read(tmp_path, encoding="utf8")
+    assert read(tmp_path, encoding="latin-1")[0][0][2] == "é"
+
+
+ROWS = {"body": ["one", " ", "three", None], "key": ["a", "b", "c", "d"], "head": ["A", "B", "C", "D"]}
+
+
+def table(path, **options):
+    stream = sources.build("datasets", {"data_path": str(path), **options}).open()
+    return [(one.id, one.title, one.body) for one in stream.documents], dict(stream.facts)
+
+
+def test_a_saved_dataset_gives_the_chosen_columns(tmp_path):
+    one, two = saved(tmp_path / "one", ROWS), saved(tmp_path / "two", ROWS, splits=True)
+    kept = {"rows_without_text": 2}
+    assert table(one, text_column="body") == ([("train/0", "", "one"), ("train/2", "", "three")], kept)
+    chosen = {"text_column": "body", "id_column": "key", "title_column": "head"}
+    assert table(two, split="test", **chosen) == ([("a", "A", "one"), ("c", "C", "three")], kept)
+
+
+def broken_arrow(folder):
+    next(folder.glob("*.arrow")).write_bytes(b"\xff" * 20)
+
+
+@pytest.mark.parametrize(
+    ("options", "damage", "message"),
+    [
+        ({}, None, "has no column text; it has body, key, head"),
+        ({"text_column": "body", "id_column": "doi"}, None, "has no column doi; it has body, key, head"),
+        ({"text_column": "body"}, broken_arrow, "cannot be read"),
+        ({"text_column": "body"}, lambda folder: (folder / "state.json").unlink(), "state.json is missing"),
+    ],
+)
+def test_a_bad_dataset_is_one_message(options, damage, message, tmp_path):
+    folder = saved(tmp_path / "one", ROWS)
+    if damage:
+        damage(folder)
+    with pytest.raises(BadInput, match=message) as raised:
+        table(folder, **options)
+    assert str(folder) in str(raised.value)
+
+
+def test_a_dataset_that_is_nowhere_is_refused_at_once(tmp_path, monkeypatch):
+    with pytest.raises(BadInput, match="neither a folder nor a dataset's name on the Hub"):
+        table(tmp_path / "no" / "where")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(BadInput, match="cannot reach the Hugging Face Hub for nobody/nothing"):
+        table("nobody/nothing")
