@@ -14,10 +14,11 @@ import datasets
 import pyarrow as pa
 import pytest
 from data_samples import values, write_corpus
+from pydantic import Field
 
 from gradwire import plugins
 from gradwire.cli import main
-from gradwire.config import Dataset, checked
+from gradwire.config import Dataset, checked, to_flags
 from gradwire.data import corpus, sections, sources, text_files
 from gradwire.data.corpus import Document, documents
 from gradwire.data.sources import SOURCES, Source, Stream
@@ -35,9 +36,10 @@ class Numbers(Source):
 
     name = "numbers"
     count: int
+    odd: bool = Field(False, description="odd ones only")
 
     def open(self):
-        made = ({"id": str(n), "text": f"the number {n}"} for n in range(self.count))
+        made = ({"id": str(n), "text": f"the number {n}"} for n in range(self.odd, self.count, 1 + self.odd))
         return Stream("numbers", "1", corpus.parse(made, "numbers"))
 
 
@@ -71,7 +73,7 @@ def example(name: str, folder: Path) -> dict:
         table = pa.table({"id": ["1", "2"], "title": ["A", "B"], "text": ["one", "two"]})
         pa.parquet.write_table(table, folder / "w.parquet")
         return {"data_path": str(folder / "w.parquet")}
-    return {"numbers": {"count": 4}}.get(name, {})
+    return {"numbers": {"count": 6, "odd": True}}.get(name, {})
 
 
 # pydocs reads 20 MB of source: tests/test_data_corpus.py has its tests.
@@ -101,7 +103,7 @@ def test_a_source_is_a_dataset_and_a_verb(name, tmp_path):
     made = Dataset(source=name, **options)
     assert made.corpus_folder == Dataset(source=name, **options).corpus_folder
     assert made.corpus_folder != Dataset(source=name, max_mb=1, **options).corpus_folder
-    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    words = to_flags(made, *options)
     output = tmp_path / "c.json"
     assert main(["download", "--source", name, *words, "--max_mb", "1", "--output", str(output)]) == 0
     assert list(documents(output)) == list(sources.build(name, options).open().documents)

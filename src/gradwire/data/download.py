@@ -26,9 +26,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="maximum size of the file in MB (10^6 bytes); None: no limit",
     )
     for option, fields in options().items():
-        path = any(Path in (field.annotation, *get_args(field.annotation)) for field in fields.values())
+        kinds = {kind for field in fields.values() for kind in (field.annotation, *get_args(field.annotation))}
         told = meaning(fields).replace("%", "%%")
-        parser.add_argument(f"--{option}", type=Path if path else str, metavar="PATH" if path else "VALUE", help=told)
+        if bool in kinds:
+            parser.add_argument(f"--{option}", action=argparse.BooleanOptionalAction, help=told)
+        else:
+            kind = Path if Path in kinds else str
+            parser.add_argument(f"--{option}", type=kind, metavar="PATH" if kind is Path else "VALUE", help=told)
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
