@@ -72,11 +72,12 @@ class Protocol:
         world: Number of ranks.
         seed: Of the generators and of the `rounds`.
         feedback: Whether the ranks keep what their encodings lose.
+        decay: What they multiply it by before they add it.
     """
 
-    def __init__(self, compressor, cut, shapes, world, seed=0, feedback=True):
+    def __init__(self, compressor, cut, shapes, world, seed=0, feedback=True, decay=1.0):
         self.compressor, self.cut, self.shapes = compressor, cut, shapes
-        self.world, self.seed, self.feedback = world, seed, feedback
+        self.world, self.seed, self.feedback, self.decay = world, seed, feedback, decay
         self.generators, self.residuals, self.states = {}, {}, {}
         self.step = 0
         self.sent = 0  # bytes of all ranks
@@ -136,7 +137,7 @@ class Protocol:
 
     def compensated(self, key, values):
         """The values with what was lost before."""
-        return self.residuals.get(key, 0.0) + values if self.feedback else values
+        return self.decay * self.residuals.get(key, 0.0) + values if self.feedback else values
 
     def keep(self, key, values, sent):
         """What was not sent is the next step's."""

@@ -398,6 +398,51 @@ def test_the_record_of_an_optimizer_that_communicates(world, shards, tmp_path, s
         assert record["mem_residual_gb"] > 0
 
 
+ROUNDS = {"H": 3, "outer_lr": 0.7, "outer_momentum": 0.5}  # of 7 steps: 0 to 2, 3 to 5, and 6
+LOCAL = [("naive", 2, {"inner": "sgd"}), ("ddp", 2, {"dense_rounds": 1}), ("bucket", 3, {"H": {0: 1, 2: 4}})]
+
+
+@pytest.mark.parametrize(("strategy", "size", "more"), LOCAL)
+def test_a_run_of_local_updates_resumes_inside_of_a_round(world, shards, tmp_path, strategy, size, more):
+    """Its bytes are the closed form's; only steps that end a round send; evaluations see the same anchors."""
+    cell = {"comm_optimizer": "diloco", **ROUNDS, **more}
+    options = {"strategy": strategy, "comm_compress": "onebit", "comm_config_json": json.dumps(cell), "steps": 7}
+    options |= {"checkpoint_every": 4, "verify_sync": 1, "eval_every": 2}
+    whole = world(size).run(run, words(shards, tmp_path / "whole", **options))
+    shutil.copytree(tmp_path / "whole" / "checkpoints", tmp_path / "resumed" / "checkpoints")
+    resumed = world(size).run(run, words(shards, tmp_path / "resumed", "--resume", **options))
+    ends = {0, 1, 5, 6} if "H" in more else {2, 5, 6}
+    compared = ("loss", "grad_norm", "val_loss", "bytes_sent", "bytes_raw", "bytes_closed_form", "residual_norm")
+    for (before, _), (after, _) in zip(whole, resumed, strict=True):
+        for name in compared:
+            assert [row[name] for row in after] == [row[name] for row in before]
+        assert {row["step"] for row in before if row["bytes_sent"]} == ends, "the checkpoint is inside of a round"
+        assert len({row["bytes_raw"] for row in before}) == 1
+    weights = [(tmp_path / name / "final_model/model.safetensors").read_bytes() for name in ("whole", "resumed")]
+    assert weights[0] == weights[1]
+    record = whole[0][1]
+    assert record["optimizer"] == "diloco" and record["compress_config"]["error_feedback"] is True
+    assert record["bytes_compressed_total"] == record["bytes_closed_form_total"]
+    dense = {2} if "dense_rounds" in more else set()
+    sent = [sum(rank[0][step]["bytes_sent"] for rank in whole) for step in range(7)]
+    raw = sum(rank[0][0]["bytes_raw"] for rank in whole)
+    assert all((sent[step] == raw) == (step in dense) for step in ends)
+    steady = [step for step in range(7) if step > max(dense, default=-1)]
+    assert record["compression_ratio_steady"] == pytest.approx(len(steady) * raw / sum(sent[step] for step in steady))
+    assert record["compression_ratio"] == pytest.approx(7 * raw / sum(sent))
+
+
+def test_evaluations_of_local_updates_are_of_the_anchors(world, shards, tmp_path):
+    """Until the first round ends nothing is agreed: the loss is that of the initial weights, and then it is another."""
+    cell = {"comm_optimizer": "diloco", "H": 5, "outer_lr": 1.0, "outer_momentum": 0.0}
+    options = {"strategy": "ddp", "comm_compress": "onebit", "comm_config_json": json.dumps(cell), "eval_every": 1}
+    rows = world(2).run(run, words(shards, tmp_path, **options))[0][0]
+    evaluated = [row["val_loss"] for row in rows]
+    assert len(set(evaluated[:4])) == 1 and len(set(evaluated)) == 3
+    assert evaluated[0] == pytest.approx(math.log(300), rel=0.02)
+    assert len(set(losses(rows))) == len(rows), "while the ranks train"
+
+
 def test_a_run_that_was_killed_after_its_last_checkpoint_only_validates(world, shards, tmp_path):
     flags = {"checkpoint_every": 6, "comm_compress": "powersgd", "strategy": "ddp"}
     whole, record = world(2).run(run, words(shards, tmp_path, **flags))[0]

@@ -19,9 +19,10 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
+from gradwire.communication import CommOptimizer, Communication, check_communication, preset
 from gradwire.compressors import registry
 from gradwire.compressors.reduction import ReducerOptions
-from gradwire.compressors.schedule import Schedule
+from gradwire.compressors.schedule import ByStep, Schedule
 from gradwire.data import sources
 from gradwire.defaults import (
     MAX_LENGTH,
@@ -39,7 +40,6 @@ SCHEMA_VERSION = 1  # of record.json and results.jsonl
 BASELINE = "none"  # the label of the framework untouched in fp32
 
 Strategy = Literal["naive", "bucket", "ddp", "fsdp1", "fsdp2"]
-CommOptimizer = Literal["gradient", "onebit_adam", "zero_one_adam"]
 ParamCompress = Literal["none", "bf16", "int8"]
 Split = Literal["train", "val"]
 SampleLoss = Literal["mean", "sum"]
@@ -49,16 +49,6 @@ Projection = Literal["rademacher", "normal", "sjlt", "srht", "factored", "none"]
 GradMethod = Literal["auto", "loop", "vmap", "hooks"]
 Model = TypeVar("Model", bound=BaseModel)
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", max_length=100)]  # becomes a folder
-
-
-def _by_step(values: Any) -> Any:
-    """A schedule's values by step; JSON has steps as strings."""
-    if not isinstance(values, Mapping):
-        return values
-    steps = [int(key) if isinstance(key, str) and key.isdecimal() else key for key in values]
-    if len(set(steps)) < len(steps):
-        raise ValueError("a step is given twice")
-    return dict(zip(steps, values.values(), strict=True))
 
 
 def _rate(link: str) -> str:
@@ -71,7 +61,6 @@ def _rate(link: str) -> str:
     return link
 
 
-ByStep = Annotated[dict[int, Any], BeforeValidator(_by_step)]
 Link = Annotated[str, Field(pattern=r"^(none|\d+(\.\d+)?[kmgt]?bit)$"), AfterValidator(_rate)]  # as tc spells it
 Count = Annotated[int, Field(**COUNT.limits)]
 Natural = Annotated[int, Field(**NATURAL.limits)]
@@ -226,55 +215,6 @@ class Reduction(ReducerOptions):
     )
 
 
-class Communication(Strict, strict=True):
-    """What of a gradient travels, as a cell says; ``parallel.optimizers`` explains the options."""
-
-    comm_optimizer: CommOptimizer = Field("gradient", description="what travels: gradients, or an optimizer's momenta")
-    freeze_step: int | None = Field(None, **COUNT.limits, description="0/1 Adam updates the variance until here")
-    variance_kappa: Count = Field(16, description="updates before their interval doubles")
-    local_doubling: int | None = Field(
-        None, **COUNT.limits, description="steps before the local steps' interval doubles"
-    )
-    max_local_steps: Count = Field(16, description="largest interval between synchronisations")
-
-    @property
-    def averages_gradients(self) -> bool:
-        """Whether the strategy averages gradients, so that any optimizer will do."""
-        return self.comm_optimizer == "gradient"
-
-    @property
-    def optimizer(self) -> str:
-        """The record's ``optimizer``."""
-        return "adamw" if self.averages_gradients else self.comm_optimizer
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The optimizer's own options, as given."""
-        return self.model_dump(exclude_unset=True, exclude={"comm_optimizer"})
-
-
-def check_communication(communication: Communication, method: str, reduction: Reduction) -> None:
-    """Refuse an optimizer that communicates where its cell does not suit it.
-
-    Raises:
-        BadInput: If it does not have an option, has no compressor, or no warm-up.
-    """
-    name, dense_steps = communication.comm_optimizer, reduction.dense_steps
-    for option in communication.options if name != "zero_one_adam" else ():
-        raise BadInput(f"{option}: an option of comm_optimizer zero_one_adam, not of {name}.")
-    if communication.averages_gradients:
-        return
-    if method == "none" and "algorithm" not in reduction.model_fields_set:
-        raise BadInput(
-            f"comm_optimizer {name} sends its momentum through a compressor: give a method, or algorithm: exchange for "
-            "the control without compression."
-        )
-    if dense_steps == 0:
-        raise BadInput(f"comm_optimizer {name} freezes its variance after a warm-up: dense_steps must be at least 1.")
-    if communication.freeze_step is not None and communication.freeze_step < dense_steps:
-        raise BadInput(f"freeze_step is {communication.freeze_step}: the {dense_steps} dense steps come first.")
-
-
 class Cell(Strict):
     """One compressor setting: a method, its options, the reducer's options, and what travels.
 
@@ -305,7 +245,8 @@ class Cell(Strict):
         if not isinstance(mapping, Mapping):
             raise BadInput(f"{where}: expected a mapping of options such as {{}}, got {json.dumps(mapping)}.")
         given = dict(mapping)
-        method = given.pop("method", label)
+        chosen = preset(given.get("comm_optimizer"))
+        method = given.pop("method", chosen.method or label)
         if not isinstance(method, str):
             raise BadInput(f"{where}: `method` must be a name, got {json.dumps(method)}.")
         reduction = {key: given.pop(key) for key in Reduction.model_fields if key in given}
@@ -326,7 +267,7 @@ class Cell(Strict):
             if optimizer == "gradient":
                 del communication["comm_optimizer"]
             else:
-                reduction = {"error_feedback": True, **reduction}
+                reduction = {"error_feedback": True, **chosen.reduction, **reduction}
             parts = {"options": given, "reduction": reduction, "communication": communication, **others}
             cell = checked(cls, {"label": label, "method": method, **parts}, "")
             check_communication(cell.communication, method, cell.reduction)

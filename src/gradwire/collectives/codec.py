@@ -194,8 +194,9 @@ class Codec:
     def _feedback(self, piece: Piece, phase: Phase, device: torch.device) -> Feedback:
         key = (piece.name, phase, piece.at)
         if key not in self._feedbacks:
-            assert self.options.feedback is not None
-            self._feedbacks[key] = Feedback(self.options.feedback, piece.numel, device=device)
+            options = self.options
+            assert options.feedback is not None
+            self._feedbacks[key] = Feedback(options.feedback, piece.numel, decay=options.ef_decay, device=device)
             if key in self._residuals:
                 self._feedbacks[key].load_state_dict(self._residuals.pop(key))
         return self._feedbacks[key]

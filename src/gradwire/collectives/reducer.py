@@ -49,7 +49,8 @@ class Reducer:
         compressor: What encodes a piece.
         group: The ranks; None is the default group.
         error_feedback: Whether each rank keeps what its encodings lost and adds it to its next gradient.
-        residual_dtype: How those residuals are stored: ``float32``, ``bf16`` or ``int8``.
+        ef_decay: What those residuals are multiplied by before they are added; 1 forgets nothing.
+        residual_dtype: How residuals are stored: ``float32``, ``bf16`` or ``int8``.
         algorithm: ``exchange`` (encodings go to the owner of their row), ``gather`` (to all ranks),
             ``native`` (the compressor's `rounds`, summed by collectives), or ``auto``, which `prepare` resolves once.
         second: How the exchange's second half sends an all-reduce's means: ``encoded`` again, or as ``float32``.
@@ -76,6 +77,7 @@ class Reducer:
         group: ops.Group = None,
         *,
         error_feedback: bool = False,
+        ef_decay: float = 1.0,
         residual_dtype: str = "float32",
         algorithm: str = "auto",
         second: str = "encoded",
@@ -88,6 +90,7 @@ class Reducer:
     ) -> None:
         options = ReducerOptions.of(
             error_feedback=error_feedback,
+            ef_decay=ef_decay,
             residual_dtype=residual_dtype,
             algorithm=algorithm,
             second=second,

@@ -29,11 +29,13 @@ class Feedback:
     Args:
         dtype: How the residual is stored: one of `RESIDUAL_DTYPES`. bf16 and int8 (blocks of 256) round it to nearest.
         shape: The parameter's.
+        decay: What the residual is multiplied by before it is added; 1 forgets nothing.
         device: Where its gradients lie.
     """
 
-    def __init__(self, dtype: str, shape: Shape, *, device: torch.device | str = "cpu") -> None:
+    def __init__(self, dtype: str, shape: Shape, *, decay: float = 1.0, device: torch.device | str = "cpu") -> None:
         self.dtype = dtype
+        self.decay = decay
         self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self._store = None if dtype == "float32" else build(dtype)
         if self._store is None:
@@ -53,7 +55,7 @@ class Feedback:
         return self._stored.nbytes
 
     def compensate(self, gradient: Tensor) -> Tensor:
-        """The gradient with the residual added: what is to be compressed.
+        """The gradient with the decayed residual added: what is to be compressed.
 
         It is the only tensor of that size that this allocates for a float32 gradient; nothing synchronises.
 
@@ -70,7 +72,10 @@ class Feedback:
         if self._corrected is not None:
             raise RuntimeError("compensate was called twice without update: the first gradient would be lost")
         self._check("gradient", gradient)
-        self._corrected = self.residual.add_(gradient.detach())
+        residual = self.residual
+        if self.decay != 1:
+            residual.mul_(self.decay)
+        self._corrected = residual.add_(gradient.detach())
         return self._corrected
 
     def update(self, sent: Tensor, lost: Tensor | None = None) -> None:

@@ -19,6 +19,7 @@ class ReducerOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     error_feedback: bool = Field(False, description="add what an encoding lost to the next gradient")
+    ef_decay: float = Field(1.0, gt=0, le=1, description="what is lost is multiplied by this before it is added")
     residual_dtype: ResidualDtype = Field("float32", description="how that is stored")
     algorithm: Literal["auto", "exchange", "gather", "native"] = Field(
         "auto", description="which collectives carry the encodings"

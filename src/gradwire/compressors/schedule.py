@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BeforeValidator
 
 from gradwire.compressors import registry
 from gradwire.errors import BadInput, unknown
 
 if TYPE_CHECKING:
     from gradwire.compressors.base import Compressor
+
+
+def by_step(values: Any) -> Any:
+    """A schedule's values by step; JSON has steps as strings."""
+    if not isinstance(values, Mapping):
+        return values
+    steps = [int(key) if isinstance(key, str) and key.isdecimal() else key for key in values]
+    if len(set(steps)) < len(steps):
+        raise ValueError("a step is given twice")
+    return dict(zip(steps, values.values(), strict=True))
+
+
+ByStep = Annotated[dict[int, Any], BeforeValidator(by_step)]
 
 
 class Schedule:

@@ -39,12 +39,14 @@ class Moments(NamedTuple):
 def save(state: Mapping[str, Any], folder: Path) -> None:
     """Write the moments of a full optimizer state (from ``parallel.full_optimizer_state``) into ``folder``.
 
-    Parameters without moments, which were never updated, are omitted.
+    Parameters without moments, which were never updated or not by Adam, are omitted; without any there is no file.
     """
     from safetensors.torch import save_file
 
     trained = {name: of for name, of in state["state"].items() if all(kind in of for kind in KINDS)}
-    group = state["param_groups"][0]
+    group = next((group for group in state["param_groups"] if "betas" in group), None)
+    if group is None:
+        return
     settings = {
         "step": {name: int(of["step"]) for name, of in trained.items()},
         "betas": list(group["betas"]),

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from gradwire.collectives import ops
 from gradwire.errors import RunFault
+from gradwire.parallel.optimizers import Communicating
 from gradwire.parallel.state import named_parameters, unwrapped
 from gradwire.parallel.strategy import strategy_of
 
@@ -49,16 +50,17 @@ class SyncCheck:
     def after(self, step: int) -> None:
         """Compare the ranks after a step that is checked.
 
-        If the optimizer lets the replicas drift, the next step that synchronizes them is checked instead.
+        While the optimizer lets the replicas drift, their parameters are left out, and the next step that synchronizes
+        them is checked as well.
 
         Raises:
             RunFault: On all ranks, if they differ; it names the first tensor that does.
         """
-        self._owed |= self._due(step)
-        if not self._owed or not getattr(self.optimizer, "in_step", True):
+        due, in_step = self._due(step), getattr(self.optimizer, "in_step", True)
+        owed, self._owed = due or self._owed, (due or self._owed) and not in_step
+        if not (due or (owed and in_step)):
             return
-        self._owed = False
-        if difference := first_difference(self.model, self.optimizer):
+        if difference := first_difference(self.model, self.optimizer, drifting=not in_step):
             raise RunFault(f"after optimizer step {step} {difference}.", step=step + 1)
 
     def _due(self, step: int) -> bool:
@@ -91,14 +93,14 @@ def barrier(where: str, group: ops.Group, patience_s: float = PATIENCE_S) -> Non
         raise RunFault(f"not all ranks reached {where} within {patience_s:g} s: {message}") from error
 
 
-def first_difference(model: nn.Module, optimizer: Optimizer | None = None) -> str | None:
+def first_difference(model: nn.Module, optimizer: Optimizer | None = None, *, drifting: bool = False) -> str | None:
     """Describe the first difference between the ranks, or return None. Every rank must call it; the result is equal.
 
     Compares the tensors of `replicated` bit by bit.
     """
     group = strategy_of(model).group
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    items = list(replicated(model, optimizer))
+    items = list(replicated(model, optimizer, drifting))
     words = [digest(name.encode()) ^ digest(data(tensor)) for name, tensor in items]
     # Only lists of one length can be stacked, so compare lengths first.
     for own, names in (([len(items)], ["the number of its tensors"]), (words, [name for name, _ in items])):
@@ -113,18 +115,21 @@ def first_difference(model: nn.Module, optimizer: Optimizer | None = None) -> st
     return None
 
 
-def replicated(model: nn.Module, optimizer: Optimizer | None) -> Iterator[tuple[str, Tensor]]:
+def replicated(model: nn.Module, optimizer: Optimizer | None, drifting: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield what must be equal on all ranks, by name.
 
-    These are replicated parameters, buffers, and the optimizer's number of steps and learning rates. A shard of
-    ``fsdp1`` or ``fsdp2`` exists only once, so it is not compared; a diverged rank may still show in the optimizer,
-    for example by a skipped step.
+    These are replicated parameters (unless they are ``drifting``), buffers, the optimizer's number of steps and learning
+    rates, and what else an optimizer that communicates shares. A shard of ``fsdp1`` or ``fsdp2`` exists only once, so
+    it is not compared; a diverged rank may still show in the optimizer, for example by a skipped step.
     """
     strategy = strategy_of(model)
-    if strategy.kind == "all_reduce" or dist.get_world_size(strategy.group) == 1:
+    whole = strategy.kind == "all_reduce" or dist.get_world_size(strategy.group) == 1
+    if whole and not drifting:
         yield from named_parameters(model)
     for name, buffer in model.named_buffers():
         yield unwrapped(name), buffer
+    if isinstance(optimizer, Communicating):
+        yield from optimizer.shared()
     if optimizer is not None:
         steps = [float(state["step"]) for state in optimizer.state.values() if "step" in state]
         yield "the optimizer's number of steps", torch.tensor(max(steps, default=0.0))

@@ -62,6 +62,7 @@ class Outcome:
         config: The model's configuration.
         numel: Number of trainable parameters; tied ones count once.
         reduced_numel: Elements that the framework's own reduction handles in a step, including padding.
+        dense_steps: Number of first steps in which everything travels as float32.
         algorithm: The reducer's algorithm, with ``auto`` resolved; None if nothing was reduced.
         residual_bytes: Memory of this rank's residuals; None without error feedback.
         memory: Peak memory.
@@ -74,6 +75,7 @@ class Outcome:
     config: Any = None
     numel: int = 0
     reduced_numel: int = 0
+    dense_steps: int = 0
     algorithm: str | None = None
     residual_bytes: int | None = None
     memory: PeakMemory = field(default_factory=PeakMemory)
@@ -123,6 +125,7 @@ def train(
     averages = settings.cell.communication.averages_gradients
     model = parallel.wrap(model, settings.strategy, reducer, device=world.device, average=averages, **options)
     optimizer = build_optimizer(settings, model, matrices, reducer)
+    outcome.dense_steps = getattr(optimizer, "dense_steps", settings.cell.reduction.dense_steps)
     if reducer is None:
         outcome.reduced_numel = parallel.reduced_numel(model)
 
@@ -157,7 +160,9 @@ def train(
         checkpoints.save(step, model, optimizer, own)
 
     def validate() -> Quality:
-        quality = evaluate(model, eval_batches(val_split, batch_size, rank, size), world.device)
+        communicates = isinstance(optimizer, optimizers.Communicating)
+        with optimizer.synchronized() if communicates else nullcontext():
+            quality = evaluate(model, eval_batches(val_split, batch_size, rank, size), world.device)
         check_finite(quality.ppl, "the validation perplexity")
         return quality
 
@@ -436,7 +441,7 @@ def build_optimizer(
         return torch.optim.AdamW(groups, **adam)
     assert reducer is not None  # a cell with such an optimizer is hooked
     options = communication.options
-    if communication.comm_optimizer == "zero_one_adam":
+    if communication.comm_optimizer != "onebit_adam":  # the last step synchronises
         options["steps"] = training.steps
     return optimizers.build(communication.comm_optimizer, model, groups, reducer, **adam, **options)
 

@@ -113,7 +113,7 @@ def write(
         **parameter_traffic(settings, outcome, rows),
         "bytes_interface_total": interface_traffic(rows),
         **codec(settings, rows),
-        **compression_error(settings, outcome.rows),
+        **compression_error(outcome),
         **quality(outcome),
         "mem_peak_alloc_gb": max(rank["allocated"] for rank in ranks),
         "mem_peak_reserved_gb": None if reserved is None else max(rank["reserved"] for rank in ranks),
@@ -177,7 +177,7 @@ def traffic(settings: Settings, world: World, outcome: Outcome, rows: list[Row])
         raw, sent, agreement = (sum(row[f"bytes_{what}"] for row in rows) for what in ("raw", "sent", "agreement"))
         steps = [row["bytes_closed_form"] for row in outcome.rows]
         closed, source = None if None in steps else sum(steps), "metered"
-        steady = ratio([row for row in rows if row["step"] >= settings.cell.reduction.dense_steps])
+        steady = ratio([row for row in rows if row["step"] >= outcome.dense_steps])
     else:
         raw, sent = (
             len(outcome.rows) * parallel.traffic_unhooked(numel, settings.strategy, world.world_size)
@@ -238,9 +238,9 @@ def codec(settings: Settings, rows: list[Row]) -> Row:
     return dict(zip(fields, values, strict=True))
 
 
-def compression_error(settings: Settings, rows: list[Row]) -> Row:
+def compression_error(outcome: Outcome) -> Row:
     """Means over the sampled steps after the dense ones; null if no step was sampled."""
-    steady = [row for row in rows if row["step"] >= settings.cell.reduction.dense_steps]
+    steady = [row for row in outcome.rows if row["step"] >= outcome.dense_steps]
     found = {name: [row[name] for row in steady if row[name] is not None] for name in COLUMNS}
     return {name: fmean(values) if values else None for name, values in found.items()}
 

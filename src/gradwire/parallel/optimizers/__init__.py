@@ -1,4 +1,4 @@
-"""Optimizers that communicate: they average momenta instead of gradients.
+"""Optimizers that communicate: they average momenta, or the outcome of local steps, instead of gradients.
 
 One file each; they replace AdamW where every rank holds the whole model (`naive`, `bucket`, `ddp`)::
 
@@ -12,7 +12,8 @@ One file each; they replace AdamW where every rank holds the whole model (`naive
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 from gradwire.collectives import Reducer
 from gradwire.errors import unknown
 
-CLASSES = {"onebit_adam": "OneBitAdam", "zero_one_adam": "ZeroOneAdam"}
+CLASSES = {"onebit_adam": "OneBitAdam", "zero_one_adam": "ZeroOneAdam", "diloco": "DiLoCo"}
 
 
 class Communicating(Optimizer):
@@ -32,6 +33,19 @@ class Communicating(Optimizer):
     def in_step(self) -> bool:
         """Whether parameters are currently equal on all ranks."""
         return True
+
+    @property
+    @abstractmethod
+    def dense_steps(self) -> int:
+        """Number of first steps in which everything travels as float32."""
+
+    def synchronized(self) -> AbstractContextManager[None]:
+        """Return a context in which the parameters are those that all ranks share, for an evaluation."""
+        return nullcontext()
+
+    def shared(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield by name what else is equal on all ranks after every step."""
+        yield from ()
 
     def rank_state(self) -> dict[str, Any]:
         """Return the state of this rank alone, without the reducer's: tensors and plain data, for a checkpoint."""
@@ -54,7 +68,7 @@ class Communicating(Optimizer):
 
         Raises:
             NonFiniteGradient: As `Reducer.finish`.
-            RunFault: If a parameter has no gradient.
+            RunFault: If a parameter that this optimizer sends has no gradient.
         """
 
 

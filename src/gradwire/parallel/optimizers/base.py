@@ -104,9 +104,14 @@ class CommunicatingAdam(AdamW, Communicating):
             self.delivered = None
 
     @property
+    def dense_steps(self) -> int:
+        """The reducer's."""
+        return self.reducer.codec.options.dense_steps
+
+    @property
     def averages_gradients(self) -> bool:
         """Whether the current step averages gradients and takes AdamW's step."""
-        return self.reducer.step < self.reducer.codec.options.dense_steps
+        return self.reducer.step < self.dense_steps
 
     @abstractmethod
     def exchange_momenta(self, momenta: Mapping[str, Tensor]) -> None:

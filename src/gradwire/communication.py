@@ -1,0 +1,122 @@
+"""What travels in a cell: gradients, or what an optimizer that communicates sends instead; with its options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from gradwire.compressors.reduction import ReducerOptions
+from gradwire.compressors.schedule import by_step
+from gradwire.errors import BadInput
+from gradwire.flags import COUNT, NATURAL
+
+CommOptimizer = Literal["gradient", "onebit_adam", "zero_one_adam", "diloco"]
+Inner = Literal["adamw", "sgd"]
+MOMENTUM = ("onebit_adam", "zero_one_adam")  # freeze the variance after a warm-up, and send momenta
+LOCAL = ("diloco",)  # train alone for H steps, and send what that changed
+OPTIONS = {  # of which optimizers an option is
+    **dict.fromkeys(("freeze_step", "variance_kappa", "local_doubling", "max_local_steps"), ("zero_one_adam",)),
+    **dict.fromkeys(("H", "outer_lr", "outer_momentum", "dense_rounds", "inner"), LOCAL),
+}
+
+
+class Preset(NamedTuple):
+    """What a cell with an optimizer has if it does not say otherwise.
+
+    Attributes:
+        method: The method; None: the label names it, as everywhere.
+        reduction: Options of the reducer.
+    """
+
+    method: str | None = None
+    reduction: Mapping[str, Any] = MappingProxyType({})
+
+
+PRESETS: dict[str, Preset] = {}
+
+
+def preset(comm_optimizer: Any) -> Preset:
+    """The defaults of a cell with an optimizer."""
+    return PRESETS.get(comm_optimizer, Preset()) if isinstance(comm_optimizer, str) else Preset()
+
+
+def _interval(value: Any) -> Any:
+    """Steps of a round, at least one, from step 0 on; JSON has a schedule's steps as strings."""
+    value = by_step(value)
+    lengths = value if isinstance(value, Mapping) else {0: value}
+    numbers = all(type(number) is int for number in (*lengths, *lengths.values()))
+    if not numbers or 0 not in lengths or min(lengths) < 0 or not 1 <= min(lengths.values()) <= COUNT.most:
+        raise ValueError("give a number of steps from 1 on, or a schedule from step 0 on, such as {0: 1, 100: 5}")
+    return value
+
+
+Count = Annotated[int, Field(**COUNT.limits)]
+Interval = Annotated[int | dict[int, int], BeforeValidator(_interval)]
+
+
+class Communication(BaseModel):
+    """What travels, as a cell says; ``parallel.optimizers`` explains the options.
+
+    A field that is None has the default of its optimizer.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+
+    comm_optimizer: CommOptimizer = Field(
+        "gradient", description="what travels: gradients, an optimizer's momenta, or the outcome of local updates"
+    )
+    freeze_step: int | None = Field(None, **COUNT.limits, description="0/1 Adam updates the variance until here")
+    variance_kappa: Count = Field(16, description="updates before their interval doubles")
+    local_doubling: int | None = Field(
+        None, **COUNT.limits, description="steps before the local steps' interval doubles"
+    )
+    max_local_steps: Count = Field(16, description="largest interval between synchronisations")
+    H: Interval | None = Field(None, description="local steps of a round, or a schedule: {0: 1, 100: 5}")
+    outer_lr: float | None = Field(None, gt=0, description="learning rate of the outer step")
+    outer_momentum: float | None = Field(None, ge=0, lt=1, description="Nesterov momentum of the outer step")
+    dense_rounds: int = Field(0, **NATURAL.limits, description="first rounds without compression")
+    inner: Inner | None = Field(None, description="the optimizer of the local steps")
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the strategy averages gradients, so that any optimizer will do."""
+        return self.comm_optimizer == "gradient"
+
+    @property
+    def optimizer(self) -> str:
+        """The record's ``optimizer``."""
+        return "adamw" if self.averages_gradients else self.comm_optimizer
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The optimizer's own options, as given."""
+        return self.model_dump(exclude_unset=True, exclude={"comm_optimizer"})
+
+
+def check_communication(communication: Communication, method: str, reduction: ReducerOptions) -> None:
+    """Refuse an optimizer that communicates where its cell does not suit it.
+
+    Raises:
+        BadInput: If it does not have an option; if it sends momenta and has no compressor or no warm-up; if it takes
+            local steps and has ``dense_steps``.
+    """
+    name, dense_steps = communication.comm_optimizer, reduction.dense_steps
+    for option in communication.options:
+        if name not in OPTIONS[option]:
+            raise BadInput(f"{option}: an option of comm_optimizer {', '.join(OPTIONS[option])}, not of {name}.")
+    if name in LOCAL and dense_steps:
+        raise BadInput(f"dense_steps counts optimizer steps; comm_optimizer {name} has dense_rounds.")
+    if name not in MOMENTUM:
+        return
+    if method == "none" and "algorithm" not in reduction.model_fields_set:
+        raise BadInput(
+            f"comm_optimizer {name} sends its momentum through a compressor: give a method, or algorithm: exchange for "
+            "the control without compression."
+        )
+    if dense_steps == 0:
+        raise BadInput(f"comm_optimizer {name} freezes its variance after a warm-up: dense_steps must be at least 1.")
+    if communication.freeze_step is not None and communication.freeze_step < dense_steps:
+        raise BadInput(f"freeze_step is {communication.freeze_step}: the {dense_steps} dense steps come first.")

@@ -1,0 +1,102 @@
+"""DiLoCo: local AdamW steps; the ranks average what they changed, and an outer SGD with momentum applies it.
+
+Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (arXiv:2311.08105, 2023). At the
+end of a round each rank's pseudo-gradient is its anchor minus its parameters. The cell's compressor and error feedback
+work on it, and SGD with Nesterov momentum takes a step with the mean. The inner moments stay on their rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.collectives import Reducer
+from gradwire.errors import BadInput
+from gradwire.parallel.optimizers import inner as inner_optimizers
+from gradwire.parallel.optimizers.local import LocalUpdates
+from gradwire.parallel.optimizers.rounds import Interval
+
+
+class DiLoCo(LocalUpdates):
+    """DiLoCo; see the module for the algorithm.
+
+    Args:
+        model: As for `local.LocalUpdates`.
+        groups: Parameter groups of the inner optimizer.
+        reducer: As for `local.LocalUpdates`.
+        H: Steps of a round, or a schedule.
+        outer_lr: Learning rate of the outer SGD; 1 without momentum moves to the mean of the ranks.
+        outer_momentum: Its Nesterov momentum; 0 for none.
+        dense_rounds: In the first so many rounds everything travels as float32.
+        inner: The inner optimizer, ``adamw`` or ``sgd``.
+        steps: Number of steps of the run; the last one ends a round. None: unknown.
+        options: Options of the inner optimizer.
+
+    Raises:
+        BadInput: If an option is out of range, or as the base class.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Iterable[dict[str, Any]],
+        reducer: Reducer,
+        *,
+        H: Interval = 500,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        dense_rounds: int = 0,
+        inner: str = "adamw",
+        steps: int | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(model, inner_optimizers.build(inner, groups, **options), reducer, H, steps)
+        if not outer_lr > 0:
+            raise BadInput(f"outer_lr is {outer_lr}; it must be above 0.")
+        if not 0 <= outer_momentum < 1:
+            raise BadInput(f"outer_momentum is {outer_momentum}; it must be at least 0 and below 1.")
+        self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
+        self.dense_rounds = dense_rounds
+        self.momenta = {name: torch.zeros_like(p) for name, p in self.anchors.items()} if outer_momentum else {}
+        self.delivered: dict[str, Tensor] = {}  # mean pseudo-gradients, from `exchange` to `step`
+
+    @property
+    def dense_steps(self) -> int:
+        """The steps of the dense rounds."""
+        return self.rounds.began(self.dense_rounds)
+
+    def reduce(self) -> None:
+        """Average the pseudo-gradients."""
+        deltas = {name: self.anchors[name] - p for name, p in self.trained.items()}
+        with self.reducer.plain() if self.reducer.step < self.dense_steps else nullcontext():
+            mean = self.reducer.all_reduce(self.layout.pack(deltas), self.layout)
+        self.delivered = deltas
+        self.layout.unpack(mean, self.delivered)
+
+    def advance(self) -> None:
+        """Take the outer step."""
+        for name, mean in self.delivered.items():
+            if self.outer_momentum:
+                momentum = self.momenta[name].mul_(self.outer_momentum).add_(mean)
+                mean.add_(momentum, alpha=self.outer_momentum)
+            self.anchors[name].add_(mean, alpha=-self.outer_lr)
+        self.delivered = {}
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return the base class's state, and the outer momentum."""
+        return super().rank_state() | {"momenta": self.momenta}
+
+    def load_rank_state(self, state: dict[str, Any]) -> None:
+        """Load a `rank_state` of the same rank."""
+        super().load_rank_state(state)
+        self.momenta = dict(state["momenta"])
+
+    def shared(self) -> Any:
+        """Yield the anchors and the outer momentum."""
+        yield from super().shared()
+        for name, momentum in self.momenta.items():
+            yield f"the outer momentum of {name}", momentum

@@ -1,0 +1,384 @@
+"""Local updates against their protocol in one process, bit for bit, and against plain optimizers where they meet."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+from diagonals import diagonals
+from protocols import Protocol, by_rows
+from test_optimizers import BETAS, CLIP, RATES, REPLICAS, assert_same, backward, gradients_of, groups_of, held, whole
+
+from gradwire.collectives import Reducer
+from gradwire.compressors import build
+from gradwire.errors import BadInput, NonFiniteGradient
+from gradwire.parallel import named_parameters, optimizers, wrap
+from gradwire.parallel.optimizers.rounds import Rounds
+from gradwire.parallel.verify import SyncCheck, first_difference
+
+STEPS = 8
+LONE = {"outer_lr": 1.0, "outer_momentum": 0.0}  # the outer step moves to the mean
+
+
+def set_rates(optimizer, step):
+    for i, group in enumerate(optimizer.param_groups):
+        group["lr"] = RATES[step] * (1 + i)
+
+
+def started(group, name, strategy, method, cell, options):
+    cell = dict(cell)
+    reducer = Reducer(build(method, **cell.pop("method", {})), group, seed=4, **cell)
+    model = wrap(held(), strategy, reducer, device="cpu", average=False)
+    settings = {"lr": 1.0, "betas": BETAS, "steps": STEPS, **options}
+    return reducer, model, optimizers.build(name, model, groups_of(model), reducer, **settings)
+
+
+def trained(rank, world, group, name, strategy, method, cell, options, clip=CLIP, fault=None):
+    """After each step: parameters, norm, bytes sent, what differs between the ranks, and whether the step was taken."""
+    reducer, model, optimizer = started(group, name, strategy, method, cell, options)
+    told = []
+    for step in range(STEPS):
+        set_rates(optimizer, step)
+        backward(model, rank, step, 1)
+        if fault == (rank, step):
+            next(p for n, p in named_parameters(model) if n == "bias").grad[2] = float("nan")
+        elif fault in FAULTS:
+            FAULTS[fault](optimizer, rank, step)
+        norm, taken = optimizer.exchange(clip)
+        if taken:
+            optimizer.step()
+        optimizer.zero_grad()
+        told.append(
+            (
+                whole(model),
+                norm,
+                reducer.traffic["sent"],
+                first_difference(model, optimizer, drifting=not optimizer.in_step),
+                taken,
+            )
+        )
+    return told, reducer.traffic
+
+
+class Simulated:
+    """All ranks of a run in one process: torch's own AdamW or SGD on every rank, torch's SGD outside."""
+
+    def __init__(self, world, method, cell, H, outer_lr, outer_momentum, dense_rounds=0, inner="adamw"):
+        self.world, self.H, self.dense_rounds = world, H, dense_rounds
+        self.models = [held() for _ in range(world)]
+        self.shapes = {n: tuple(p.shape) for n, p in self.models[0].named_parameters() if p.requires_grad}
+        kinds = {"adamw": lambda groups: torch.optim.AdamW(groups, betas=BETAS), "sgd": torch.optim.SGD}
+        self.inner = [kinds[inner](groups_of(model)) for model in self.models]
+        self.anchors = {n: torch.nn.Parameter(p.detach().clone()) for n, p in self.parameters(0).items()}
+        nesterov = {"momentum": outer_momentum, "nesterov": True} if outer_momentum else {}
+        self.outer = torch.optim.SGD(self.anchors.values(), lr=outer_lr, **nesterov)
+        self.algorithm = cell.get("algorithm", "exchange")
+        feedback = cell.get("error_feedback", False)
+        compressor = build(method, **cell.get("method", {}))
+        decay = cell.get("ef_decay", 1.0)
+        self.protocol = Protocol(compressor, by_rows(self.shapes, world), self.shapes, world, 4, feedback, decay)
+        self.rounds = 0
+
+    def parameters(self, rank):
+        return {n: p for n, p in self.models[rank].named_parameters() if p.requires_grad}
+
+    def step(self, step, clip):
+        """Take a step; the norm."""
+        norms = []
+        for rank in range(self.world):
+            gradients = {n: gradients_of(rank, step)[n] for n in self.shapes}
+            squares = (
+                torch.stack([torch.zeros(()), *map(torch.linalg.vector_norm, gradients.values())]).double().square()
+            )
+            norms.append(float(squares.sum().sqrt()))
+            for name, p in self.parameters(rank).items():
+                p.grad = gradients[name] * (clip / norms[-1]) if norms[-1] > clip else gradients[name]
+            set_rates(self.inner[rank], step)
+            self.inner[rank].step()
+        if (step + 1) % self.H == 0 or step + 1 == STEPS:
+            self.end_round()
+        return math.sqrt(sum(norm**2 for norm in norms) / self.world)
+
+    @torch.no_grad()
+    def end_round(self):
+        deltas = [{n: self.anchors[n] - p for n, p in self.parameters(rank).items()} for rank in range(self.world)]
+        if self.rounds < self.dense_rounds:
+            means = {n: sum((d[n] for d in deltas), torch.zeros(())) / self.world for n in self.shapes}
+        else:
+            means = self.protocol.reduce(self.algorithm, "all_reduce", deltas)
+        for name, anchor in self.anchors.items():
+            anchor.grad = means[name].view(anchor.shape)
+        self.outer.step()
+        for rank in range(self.world):
+            for name, p in self.parameters(rank).items():
+                p.copy_(self.anchors[name])
+        self.rounds += 1
+
+
+def simulated(size, method, cell, options, clip=CLIP):
+    """The parameters on every rank and the norm, after each step, and the bytes of all ranks."""
+    run, told = Simulated(size, method, cell, **options), []
+    for step in range(STEPS):
+        norm = run.step(step, clip)
+        told.append(([{n: p.detach().clone() for n, p in run.parameters(r).items()} for r in range(size)], norm))
+    return told, run.protocol.sent
+
+
+ONEBIT = {"method": {"block": 16}, "error_feedback": True, "algorithm": "exchange"}
+CASES = [
+    ("none", {"algorithm": "exchange"}, {"H": 3, "outer_lr": 0.7, "outer_momentum": 0.6}),
+    ("onebit", ONEBIT, {"H": 3, **LONE}),
+    ("onebit", ONEBIT, {"H": 2, "outer_lr": 0.7, "outer_momentum": 0.9, "dense_rounds": 1}),
+    ("onebit", {**ONEBIT, "ef_decay": 0.9, "algorithm": "gather"}, {"H": 3, **LONE}),
+    ("int8", {**ONEBIT, "method": {"num_bits": 4, "block": 64}, "algorithm": "gather"}, {"H": 5, **LONE}),
+    ("topk", {"method": {"density": 0.3}, "error_feedback": True, "algorithm": "gather"}, {"H": 1, **LONE}),
+    ("onebit", {**ONEBIT, "error_feedback": False}, {"H": 4, **LONE, "inner": "sgd"}),
+]
+
+
+def trainable(parameters):
+    return {name: value for name, value in parameters.items() if name != "still"}
+
+
+def in_step(step, H):
+    return (step + 1) % H == 0 or step + 1 == STEPS
+
+
+@pytest.mark.parametrize(("case", "strategy", "size"), diagonals(CASES, REPLICAS, [2, 3]), ids=str)
+def test_diloco_is_its_protocol_in_one_process(world, case, strategy, size):
+    method, cell, options = case
+    results = world(size).run(trained, "diloco", strategy, method, cell, options)
+    expected, bytes_sent = simulated(size, method, cell, options)
+    for rank, (told, _) in enumerate(results):
+        for step, (parameters, norm, sent, difference, _) in enumerate(told):
+            assert_same(trainable(parameters), expected[step][0][rank])
+            assert norm == pytest.approx(expected[step][1], rel=1e-6)
+            assert difference is None, "anchors are equal on all ranks, and parameters at the end of a round"
+            assert (sent > (told[step - 1][2] if step else 0)) == in_step(step, options["H"])
+    assert not torch.equal(results[0][0][0][0]["bias"], results[1][0][0][0]["bias"]) or options["H"] == 1
+    sent = sum(traffic["sent"] for _, traffic in results)
+    assert [traffic["closed_form"] for _, traffic in results] == [sent] * size
+    assert sent == bytes_sent or options.get("dense_rounds")
+    numel = sum(p.numel() for p in held().parameters() if p.requires_grad)
+    assert {traffic["elements"] for _, traffic in results} == {STEPS * numel}, "raw counts every step"
+
+
+def forget_the_error(optimizer, rank, step):
+    for feedback in optimizer.reducer.codec._feedbacks.values():
+        feedback.drop()
+
+
+def drift(optimizer, rank, step):
+    if rank == 1 and step == 4:
+        optimizer.anchors["bias"][3] += 1e-3
+
+
+def double_momentum(optimizer, rank, step):
+    for name, momentum in optimizer.momenta.items():
+        optimizer.anchors[name].add_(momentum, alpha=-0.1) if step == 4 else None
+
+
+FAULTS = {"no error": forget_the_error, "drift": drift, "momentum twice": double_momentum}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_simulation_sees_a_fault(world, fault):
+    options = {"H": 3, "outer_lr": 0.7, "outer_momentum": 0.5}
+    results = world(2).run(trained, "diloco", "ddp", "onebit", ONEBIT, options, CLIP, fault)
+    expected, _ = simulated(2, "onebit", ONEBIT, options)
+    for rank, (told, _) in enumerate(results):
+        assert_same(trainable(told[2][0]), expected[2][0][rank])
+        assert any(not torch.equal(told[5][0][name], value) for name, value in expected[5][0][rank].items())
+        assert (told[4][3] == "the anchor of bias on rank 1 differs from rank 0's") == (fault == "drift")
+
+
+def sgd(rank, world, group, clip):
+    """Every-step SGD under torch's own DDP."""
+    model = wrap(held(), "ddp", device="cpu")
+    optimizer = torch.optim.SGD(groups_of(model))
+    told = []
+    for step in range(STEPS):
+        set_rates(optimizer, step)
+        backward(model, rank, step, 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        told.append(whole(model))
+    return told
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_local_step_of_sgd_is_every_step_sgd(world, size):
+    options = {"H": 1, **LONE, "inner": "sgd"}
+    results = world(size).run(trained, "diloco", "ddp", "none", {"algorithm": "exchange"}, options, math.inf)
+    for (told, _), expected in zip(results, world(size).run(sgd, math.inf), strict=True):
+        for step in range(STEPS):
+            for name, value in expected[step].items():
+                # a rounding of the parameter and one of the mean, in each step
+                torch.testing.assert_close(told[step][0][name], value, rtol=2e-7 * (step + 1), atol=2e-7 * (step + 1))
+
+
+@pytest.mark.parametrize("H", [1, 3, 5, {0: 1, 3: 4}], ids=str)
+def test_a_single_rank_is_plain_adamw(world, H):
+    [(told, traffic)] = world(1).run(trained, "diloco", "naive", "onebit", {"error_feedback": True}, {"H": H, **LONE})
+    model = held()
+    optimizer = torch.optim.AdamW(groups_of(model), betas=BETAS)
+    for step in range(STEPS):
+        set_rates(optimizer, step)
+        model(gradients_of(0, step)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, value in whole(model).items():
+            torch.testing.assert_close(told[step][0][name], value, rtol=1e-6, atol=1e-6)
+    assert traffic["raw"] == traffic["sent"] == 0
+
+
+def rounds_kept(rank, world, group, method, cell, H):
+    """Every round's pseudo-gradient and what was delivered, and this rank's residuals, as flat buffers."""
+    reducer, model, optimizer = started(group, "diloco", "ddp", method, cell, {"H": H, **LONE})
+    with reducer.keeping() as kept:
+        for step in range(STEPS):
+            set_rates(optimizer, step)
+            backward(model, rank, step, 1)
+            optimizer.exchange(CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+    residual = defaultdict(lambda: torch.zeros(optimizer.layout.numel, dtype=torch.float64))
+    for (name, phase, at), state in reducer.codec.state_dict()["residuals"].items():
+        piece = next(p for p in optimizer.layout.pieces if (p.name, p.at) == (name, at))
+        residual[phase][piece.run] = state["residual.float32"].double()
+    return [(one.flat.double(), one.mean.double()) for one in kept], dict(residual)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("algorithm", ["gather", "exchange"])
+def test_what_rounds_deliver_telescopes(world, size, algorithm):
+    """What was delivered is what was to be delivered, but for the residuals that are left."""
+    results = world(size).run(rounds_kept, "onebit", {**ONEBIT, "algorithm": algorithm}, 2)
+    rounds = [len(kept) for kept, _ in results]
+    assert rounds == [4] * size
+    given = sum(flat for kept, _ in results for flat, _ in kept) / size
+    delivered = sum(mean for _, mean in results[0][0])
+    left = sum(residual["scatter"] for _, residual in results) / size
+    owned = sum(residual["gather"] for _, residual in results) if algorithm == "exchange" else 0
+    torch.testing.assert_close(delivered, given - left - owned, rtol=1e-5, atol=1e-6)
+    assert left.norm() > 0.01 * delivered.norm(), "the compressor had to lose something"
+
+
+@pytest.mark.parametrize("step", [3, 5])
+def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(world, step):
+    """Step 3 is local: nobody takes it. Step 5 ends a round: the ranks return to the anchors."""
+    cell = {**ONEBIT, "nonfinite": "skip"}
+    results = world(2).run(trained, "diloco", "ddp", "onebit", cell, {"H": 3, **LONE}, CLIP, (1, step))
+    for told, traffic in results:
+        assert [taken for *_, taken in told] == [at != step for at in range(STEPS)]
+        assert_same(told[step][0], told[2][0])
+        assert traffic["nonfinite_steps"] == 1
+        assert [difference for _, _, _, difference, _ in told] == [None] * STEPS
+        assert all(value.isfinite().all() for value in told[-1][0].values())
+        assert not torch.equal(told[-1][0]["bias"], told[step][0]["bias"])
+
+
+def diverging(rank, world, group, policy, step):
+    cell = {**ONEBIT, "nonfinite": policy}
+    try:
+        told, _ = trained(rank, world, group, "diloco", "naive", "onebit", cell, {"H": 3, **LONE}, CLIP, (0, step))
+    except NonFiniteGradient as error:
+        return error.step
+    return math.isnan(told[step][1]), bool(told[-1][0]["bias"].isfinite().all())
+
+
+def test_other_policies_raise_on_all_ranks_or_propagate(world):
+    assert world(2).run(diverging, "raise", 4) == [4, 4]
+    assert world(2).run(diverging, "raise", 5) == [5, 5]
+    assert world(2).run(diverging, "propagate", 4) == [(True, False)] * 2
+
+
+def checked(rank, world, group, fault):
+    """The steps after which ``verify_sync`` complained, when it looks every other step."""
+    _, model, optimizer = started(group, "diloco", "ddp", "onebit", ONEBIT, {"H": 4, "outer_lr": 0.5})
+    check, told = SyncCheck(model, optimizer, 2), []
+    for step in range(STEPS):
+        set_rates(optimizer, step)
+        backward(model, rank, step, 1)
+        optimizer.exchange(CLIP)
+        optimizer.step()
+        if step == 4 and rank == 1:
+            fault_of = {"anchor": optimizer.anchors, "momentum": optimizer.momenta, "none": whole(model)}
+            fault_of[fault]["cube"].view(-1)[4] += 1e-6
+        try:
+            check.after(step)
+        except Exception as error:
+            told.append((step, str(error)))
+    return told
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"), [("none", None), ("anchor", "the anchor"), ("momentum", "the outer momentum")]
+)
+def test_verify_sync_checks_what_is_shared_between_rounds(world, fault, what):
+    for told in world(2).run(checked, fault):
+        assert [step for step, _ in told] == ([] if what is None else [5, 7])
+        if what is not None:
+            assert told[0][1].startswith(f"after optimizer step 5 {what} of cube on rank 1 differs from rank 0's")
+            assert told[1][1].startswith("after optimizer step 7 cube on rank 1"), "parameters at the end of a round"
+
+
+def swapped(rank, world, group):
+    _, model, optimizer = started(group, "diloco", "ddp", "onebit", ONEBIT, {"H": 4, **LONE})
+    first = whole(model)
+    for step in range(2):
+        set_rates(optimizer, step)
+        backward(model, rank, step, 1)
+        optimizer.exchange(CLIP)
+        optimizer.step()
+    own = whole(model)
+    with optimizer.synchronized():
+        inside = whole(model)
+    return first, own, inside, whole(model)
+
+
+def test_an_evaluation_sees_the_anchors(world):
+    for first, own, inside, after in world(2).run(swapped):
+        assert_same(inside, first)
+        assert_same(after, own)
+        assert not torch.equal(own["bias"], first["bias"])
+
+
+@pytest.mark.parametrize(
+    ("interval", "steps", "ends", "began"),
+    [
+        (1, 4, [0, 1, 2, 3], [0, 1, 2, 3]),
+        (3, 8, [2, 5, 7], [0, 3, 6]),
+        ({0: 1, 2: 3, 9: 2}, 12, [0, 1, 4, 7, 8, 10, 11], [0, 1, 2, 5, 8, 9, 11]),
+    ],
+)
+def test_rounds(interval, steps, ends, began):
+    rounds = Rounds(interval, steps)
+    assert [step for step in range(steps) if rounds.ends(step)] == ends
+    assert [rounds.began(number) for number in range(len(began))] == began
+
+
+def refused(rank, world, group, cell, options):
+    try:
+        started(group, "diloco", "ddp", "onebit", cell, options)
+    except BadInput as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("cell", "options", "message"),
+    [
+        ({"dense_steps": 3}, {}, "dense_steps counts optimizer steps; local updates have dense_rounds"),
+        ({}, {"H": 0}, "H is 0; give a number from 1 on"),
+        ({}, {"H": {3: 1}}, "H is {3: 1}; give a number from 1 on"),
+        ({}, {"outer_lr": 0.0}, "outer_lr is 0.0; it must be above 0"),
+        ({}, {"outer_momentum": 1.0}, "outer_momentum is 1.0; it must be at least 0 and below 1"),
+        ({}, {"inner": "adam"}, "Did you mean 'adamw'"),
+    ],
+)
+def test_bad_input_is_one_message(world, cell, options, message):
+    [told] = world(1).run(refused, cell, options)
+    assert message in told
