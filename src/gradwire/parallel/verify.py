@@ -118,9 +118,9 @@ def first_difference(model: nn.Module, optimizer: Optimizer | None = None, *, dr
 def replicated(model: nn.Module, optimizer: Optimizer | None, drifting: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield what must be equal on all ranks, by name.
 
-    These are replicated parameters (unless they are ``drifting``), buffers, the optimizer's number of steps and learning
-    rates, and what else an optimizer that communicates shares. A shard of ``fsdp1`` or ``fsdp2`` exists only once, so
-    it is not compared; a diverged rank may still show in the optimizer, for example by a skipped step.
+    These are replicated parameters (unless they are ``drifting``), buffers, the optimizer's number of steps and
+    learning rates, and what else an optimizer that communicates shares. A shard of ``fsdp1`` or ``fsdp2`` exists only
+    once, so it is not compared; a diverged rank may still show in the optimizer, for example by a skipped step.
     """
     strategy = strategy_of(model)
     whole = strategy.kind == "all_reduce" or dist.get_world_size(strategy.group) == 1
