@@ -239,7 +239,7 @@ def exchanged_on_a_link(rank: int, world: int, numel: int, method: str, rounds: 
     codec = build(method)
     layout = Layout.cut([("gradient", (numel,))], world)
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
-    outgoing = [[codec.encode(gradient[piece.run])] for piece in layout.pieces]
+    outgoing = [[codec.encode(gradient[piece.place])] for piece in layout.pieces]
     sizes = [[codec.wire_bytes((piece.numel,))] for piece in layout.pieces]
     ranks = Ranks(None, world, rank, Meter())
     device = torch.device("cpu")

@@ -72,7 +72,7 @@ def test_error_feedback_telescopes(world, case, size, cut, kind):
             share = size if phase == "scatter" else 1
             native = results[0][3] == "native"
             for piece in layout.parameters[parameter] if native else [pieces[parameter, at]]:
-                left[piece.run] += (residual[piece.source] if native else residual).double() / share
+                left[piece.place] += (residual[piece.source] if native else residual).double() / share
             lost += float(residual.abs().sum())
     parts = [[row[0] for row in result[0]] for result in results]
     if kind == "reduce_scatter":

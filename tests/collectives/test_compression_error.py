@@ -31,7 +31,7 @@ def padding(layout):
     """Where no piece lies."""
     free = torch.ones(layout.numel, dtype=torch.bool)
     for piece in layout.pieces:
-        free[piece.run] = False
+        free[piece.place] = False
     return free
 
 

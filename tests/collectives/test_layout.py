@@ -51,7 +51,7 @@ def test_a_piece_lies_in_its_row_and_holds_what_it_names(cut, shapes, world):
         for piece in pieces:
             assert piece.row == row and piece.numel > 0
             expected = tensors[piece.name].flatten()[piece.at : piece.at + piece.numel]
-            assert torch.equal(rows[row][layout.run_in_row(piece)], expected)
+            assert torch.equal(rows[row][layout.place_in_row(piece)], expected)
 
 
 @both_cuts
@@ -74,7 +74,7 @@ def test_dim0_cuts_as_torch_chunk_does(shapes, world):
         pieces = [piece for piece in layout.pieces if piece.name == name]
         assert len(pieces) == len(chunks)
         for piece, chunk in zip(pieces, chunks, strict=True):
-            assert torch.equal(flat[piece.run], chunk.flatten())
+            assert torch.equal(flat[piece.place], chunk.flatten())
 
 
 def test_dim0_leaves_rows_empty_and_pads_each_parameter():

@@ -194,12 +194,12 @@ def test_sizes_travel_only_where_they_depend_on_the_data(world):
     expected = sum(buffer(layout, rank).clamp_min(0) for rank in range(3)) / 3
     for piece in layout.pieces:
         if piece.numel == 1:  # sent as it is
-            expected[piece.run] = exact_mean(layout, 3)[piece.run].float()
+            expected[piece.place] = exact_mean(layout, 3)[piece.place].float()
     torch.testing.assert_close(rows, expected)
     for rank, result in enumerate(results):
         assert result["reduce_scatter closed form"] is result["reduce_scatter traffic"]["closed_form"] is None
         ragged = [piece for piece in layout.pieces if piece.numel > 1 and piece.row != rank]
-        kept = sum(int((buffer(layout, rank)[piece.run] > 0).sum()) for piece in ragged)
+        kept = sum(int((buffer(layout, rank)[piece.place] > 0).sum()) for piece in ragged)
         single = sum(4 for piece in layout.pieces if piece.numel == 1 and piece.row != rank)
         assert result["reduce_scatter traffic"]["sent"] == 8 * kept + single + 8 * len(ragged)
         assert result["reduce_scatter traffic"]["by_op"]["all_to_all"]["calls"] == 2
@@ -210,7 +210,7 @@ def test_exempt_parameters_travel_as_float32(world):
     results = world(2).run(both_kinds, "dim0", "int8", {}, {"exempt": Exempt(max_ndim=1)})
     mean = exact_mean(layout, 2)
     for piece in layout.pieces:
-        error = (results[0]["all_reduce"].double() - mean)[piece.run].abs().max()
+        error = (results[0]["all_reduce"].double() - mean)[piece.place].abs().max()
         assert (error < 1e-6) == (len(piece.shape) == 1), piece
     for result in results:
         assert result["all_reduce traffic"]["exempt_elements"] == 8

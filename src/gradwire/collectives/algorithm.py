@@ -29,11 +29,11 @@ class Algorithm(ABC):
         self.ranks = ranks
 
     @abstractmethod
-    def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
+    def mean_of_row(self, flat: Tensor, layout: Layout) -> Tensor:
         """Return this rank's row of the mean: float32 [row_numel]; padding is 0."""
 
     @abstractmethod
-    def all_reduce(self, flat: Tensor, layout: Layout) -> Tensor:
+    def mean_everywhere(self, flat: Tensor, layout: Layout) -> Tensor:
         """Return the mean, bit-equal on all ranks: float32 [numel]; padding is 0."""
 
     @abstractmethod

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.layout import Layout, Piece
-from gradwire.collectives.plan import FLOAT32, Plan, Unit
+from gradwire.collectives.plan import FLOAT32, Plan, Segment
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.feedback import Feedback
 from gradwire.compressors.reduction import ReducerOptions
@@ -80,21 +80,21 @@ class Codec:
             plans[phase] = Plan.of(layout, compressor, self.options.exempt, self.options.granularity)
         return plans[phase]
 
-    def encode(self, parts: list[Tensor], unit: Unit, phase: Phase, copies: int) -> Tensor:
-        """A unit's bytes, for ``copies`` other ranks; a value that is not finite sets the flag."""
-        device, compressor = parts[0].device, unit.compressor
+    def encode(self, parts: list[Tensor], segment: Segment, phase: Phase, copies: int) -> Tensor:
+        """A segment's bytes, for ``copies`` other ranks; a value that is not finite sets the flag."""
+        device, compressor = parts[0].device, segment.compressor
         keeps = self.options.feedback is not None and compressor is not FLOAT32
-        feedbacks = [self._feedback(piece, phase, device) for piece in unit.pieces] if keeps else []
+        feedbacks = [self._feedback(piece, phase, device) for piece in segment.pieces] if keeps else []
         if keeps:
             parts = [feedback.compensate(part) for feedback, part in zip(feedbacks, parts, strict=True)]
-        values = unit.whole(parts)
+        values = segment.whole(parts)
         bad = torch.zeros(1, dtype=torch.uint8, device=device)
-        wire = compressor.encode(values, generator=self._generator(unit.name, phase, device), flag=bad)
-        self.index_bytes += copies * compressor.index_bytes(wire, unit.form)
-        self.count(compressor, unit.form, wire)
+        wire = compressor.encode(values, generator=self._generator(segment.name, phase, device), flag=bad)
+        self.index_bytes += copies * compressor.index_bytes(wire, segment.form)
+        self.count(compressor, segment.form, wire)
         self.note(bad)
         if keeps:
-            for feedback, part in zip(feedbacks, unit.decode(wire), strict=True):
+            for feedback, part in zip(feedbacks, segment.decode(wire), strict=True):
                 self._update(feedback, part, bad)
         return wire
 

@@ -82,7 +82,7 @@ def _blocks(reduction: Reduced, group: ops.Group) -> Iterator[tuple[Tensor, Tens
     own = mean if kind == "reduce_scatter" else mean.view(rows.shape)[rank]
     real = torch.zeros(layout.row_numel, dtype=torch.bool, device=flat.device)
     for piece in layout.rows[rank]:
-        real[layout.run_in_row(piece)] = True
+        real[layout.place_in_row(piece)] = True
     for start in range(0, layout.row_numel, BLOCK):
         block = slice(start, start + BLOCK)
         exact = ops.reduce_scatter(rows[:, block].to(torch.float64).contiguous(), group).div_(world)

@@ -20,42 +20,44 @@ class Exchange(Algorithm):
 
     name = "exchange"
 
-    def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
+    def mean_of_row(self, flat: Tensor, layout: Layout) -> Tensor:
         """Encode all rows and send them to their owners; decode and average this rank's row."""
         codec, ranks = self.codec, self.ranks
         plan = codec.plan(layout, "scatter")
-        units, sizes = plan.rows, plan.sizes
+        segments, sizes = plan.rows, plan.sizes
         with ranks.meter.span("encode", "codec", device=flat.device):
             outgoing = [
-                [codec.encode(unit.take(flat), unit, "scatter", int(row != ranks.rank)) for unit in of_row]
-                for row, of_row in enumerate(units)
+                [codec.encode(segment.take(flat), segment, "scatter", int(row != ranks.rank)) for segment in of_row]
+                for row, of_row in enumerate(segments)
             ]
         incoming = exchange(outgoing, sizes, [sizes[ranks.rank]] * ranks.world, flat.device, ranks, bulk=bulk(sizes))
         with ranks.meter.span("decode", "codec", device=flat.device):
             mean = torch.zeros(layout.row_numel, dtype=torch.float32, device=flat.device)
             for wires in incoming:  # summed in rank order
-                for unit, wire in zip(units[ranks.rank], wires, strict=True):
-                    values = unit.decode(wire)
-                    for part, value in zip(unit.take(mean, ranks.rank * layout.row_numel), values, strict=True):
+                for segment, wire in zip(segments[ranks.rank], wires, strict=True):
+                    values = segment.decode(wire)
+                    for part, value in zip(segment.take(mean, ranks.rank * layout.row_numel), values, strict=True):
                         part += value
             return mean.div_(ranks.world)
 
-    def all_reduce(self, flat: Tensor, layout: Layout) -> Tensor:
+    def mean_everywhere(self, flat: Tensor, layout: Layout) -> Tensor:
         """Reduce-scatter, then gather the means; all ranks use the decoded values, the owner too."""
         codec, ranks = self.codec, self.ranks
-        mean = self.reduce_scatter(flat, layout)
+        mean = self.mean_of_row(flat, layout)
         plan = codec.plan(layout, "gather")
-        units, sizes = plan.rows, plan.sizes
+        segments, sizes = plan.rows, plan.sizes
         with ranks.meter.span("encode", "codec", device=flat.device):
             shift = ranks.rank * layout.row_numel
-            own = [codec.encode(unit.take(mean, shift), unit, "gather", ranks.world - 1) for unit in units[ranks.rank]]
+            own = [
+                codec.encode(each.take(mean, shift), each, "gather", ranks.world - 1) for each in segments[ranks.rank]
+            ]
         known = [sizes[ranks.rank]] * ranks.world
         incoming = exchange([own] * ranks.world, known, sizes, mean.device, ranks, bulk=bulk(sizes))
         with ranks.meter.span("decode", "codec", device=flat.device):
             full = torch.zeros(layout.numel, dtype=torch.float32, device=mean.device)
-            for of_row, wires in zip(units, incoming, strict=True):
-                for unit, wire in zip(of_row, wires, strict=True):
-                    for part, value in zip(unit.take(full), unit.decode(wire), strict=True):
+            for of_row, wires in zip(segments, incoming, strict=True):
+                for segment, wire in zip(of_row, wires, strict=True):
+                    for part, value in zip(segment.take(full), segment.decode(wire), strict=True):
                         part.copy_(value)
             return full
 

@@ -20,18 +20,18 @@ class Gather(Algorithm):
 
     name = "gather"
 
-    def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
+    def mean_of_row(self, flat: Tensor, layout: Layout) -> Tensor:
         """All-reduce, and return this rank's row."""
         row = self.ranks.rank * layout.row_numel
-        return self.all_reduce(flat, layout)[row : row + layout.row_numel].clone()
+        return self.mean_everywhere(flat, layout)[row : row + layout.row_numel].clone()
 
-    def all_reduce(self, flat: Tensor, layout: Layout) -> Tensor:
+    def mean_everywhere(self, flat: Tensor, layout: Layout) -> Tensor:
         """Encode everything, gather, decode and average, summed in rank order."""
         codec, ranks = self.codec, self.ranks
-        units = [unit for row in codec.plan(layout, "scatter").rows for unit in row]
-        sizes = [unit.size for unit in units]
+        segments = [segment for row in codec.plan(layout, "scatter").rows for segment in row]
+        sizes = [segment.size for segment in segments]
         with ranks.meter.span("encode", "codec", device=flat.device):
-            own = [codec.encode(unit.take(flat), unit, "scatter", ranks.world - 1) for unit in units]
+            own = [codec.encode(segment.take(flat), segment, "scatter", ranks.world - 1) for segment in segments]
         if None in sizes:
             incoming = exchange([own] * ranks.world, [sizes] * ranks.world, [sizes] * ranks.world, flat.device, ranks)
         else:
@@ -42,8 +42,8 @@ class Gather(Algorithm):
         with ranks.meter.span("decode", "codec", device=flat.device):
             mean = torch.zeros(layout.numel, dtype=torch.float32, device=flat.device)
             for wires in incoming:
-                for unit, wire in zip(units, wires, strict=True):
-                    for part, value in zip(unit.take(mean), unit.decode(wire), strict=True):
+                for segment, wire in zip(segments, wires, strict=True):
+                    for part, value in zip(segment.take(mean), segment.decode(wire), strict=True):
                         part += value
             return mean.div_(ranks.world)
 

@@ -29,7 +29,7 @@ class Piece(NamedTuple):
     at: int
 
     @property
-    def run(self) -> slice:
+    def place(self) -> slice:
         """The piece's position in the buffer."""
         return slice(self.start, self.start + self.numel)
 
@@ -126,7 +126,7 @@ class Layout:
         names = dict.fromkeys(piece.name for piece in self.pieces)
         return {name: tuple(found[name]) for name in names}
 
-    def run_in_row(self, piece: Piece) -> slice:
+    def place_in_row(self, piece: Piece) -> slice:
         """Return a piece's position in its row."""
         start = piece.start - piece.row * self.row_numel
         return slice(start, start + piece.numel)
@@ -149,10 +149,10 @@ class Layout:
         device = next(iter(tensors.values())).device
         flat = torch.zeros(self.numel, dtype=torch.float32, device=device)
         for piece in self.pieces:
-            flat[piece.run] = tensors[piece.name].reshape(-1)[piece.source]
+            flat[piece.place] = tensors[piece.name].reshape(-1)[piece.source]
         return flat
 
     def unpack(self, flat: Tensor, tensors: Mapping[str, Tensor]) -> None:
         """Copy a buffer into contiguous tensors by name, in place."""
         for piece in self.pieces:
-            tensors[piece.name].view(-1)[piece.source] = flat[piece.run]
+            tensors[piece.name].view(-1)[piece.source] = flat[piece.place]

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import NamedTuple
 
 import torch
@@ -52,7 +53,7 @@ class Running(NamedTuple):
 
 
 class Meter:
-    """Counts costs, also in its parent.
+    """Counts costs, also in its parent; threads may share it.
 
     ``bytes`` are those that this rank sends to other ranks. ``seconds`` of CPU work are the host's, from start to the
     end of the wait. ``seconds`` of GPU work are counted inside `measuring` only.
@@ -63,12 +64,14 @@ class Meter:
     def __init__(self, parent: Meter | None = None) -> None:
         self.parent = parent
         self.totals: defaultdict[tuple[str, str], Cost] = defaultdict(Cost)
+        self._lock = Lock()
         self._running: list[Running] | None = None  # GPU spans of a `measuring` that has not ended
         self._listed: list[Cost] | None = None  # payload calls of a `listing` that has not ended
 
     def add(self, op: str, purpose: str, cost: Cost) -> None:
         """Count a cost here and in every ancestor."""
-        self.totals[op, purpose] += cost
+        with self._lock:
+            self.totals[op, purpose] += cost
         if self._listed is not None and purpose == "payload" and cost.calls:
             self._listed.append(cost)
         if self.parent is not None:
@@ -130,12 +133,14 @@ class Meter:
 
     def by_op(self, purpose: str) -> dict[str, Cost]:
         """Return the costs of one purpose, by operation."""
-        return {op: cost for (op, of), cost in self.totals.items() if of == purpose}
+        with self._lock:
+            return {op: cost for (op, of), cost in self.totals.items() if of == purpose}
 
     @property
     def around(self) -> float:
         """Seconds spent on opening and closing profiler ranges, over all purposes."""
-        return sum(cost.around for cost in self.totals.values())
+        with self._lock:
+            return sum(cost.around for cost in self.totals.values())
 
     def sent(self, purpose: str) -> int:
         """Return the bytes sent for one purpose."""

@@ -42,22 +42,22 @@ class Native(Algorithm):
 
     name = "native"
 
-    def reduce_scatter(self, flat: Tensor, layout: Layout) -> Tensor:
+    def mean_of_row(self, flat: Tensor, layout: Layout) -> Tensor:
         """Return this rank's row; if a compressor reduces by rows, only that part is summed."""
         row = self.ranks.rank
         out = torch.zeros(layout.row_numel, dtype=torch.float32, device=flat.device)
         for talk, mean in self._means(flat, layout, "reduce_scatter"):
             piece = talk.part(row)
             if piece is not None:
-                out[layout.run_in_row(piece)] = mean if mean.numel() == piece.numel else mean[piece.source]
+                out[layout.place_in_row(piece)] = mean if mean.numel() == piece.numel else mean[piece.source]
         return out
 
-    def all_reduce(self, flat: Tensor, layout: Layout) -> Tensor:
+    def mean_everywhere(self, flat: Tensor, layout: Layout) -> Tensor:
         """Return the whole buffer."""
         out = torch.zeros(layout.numel, dtype=torch.float32, device=flat.device)
         for talk, mean in self._means(flat, layout, "all_reduce"):
             for piece in talk.pieces:
-                out[piece.run] = mean[piece.source]
+                out[piece.place] = mean[piece.source]
         return out
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
@@ -102,7 +102,7 @@ class Native(Algorithm):
         """Start a parameter's rounds, with its residual added."""
         codec, piece = self.codec, whole(pieces)
         compressor = codec.of(piece, "scatter")
-        values = torch.cat([flat[part.run] for part in pieces]).to(torch.float32)
+        values = torch.cat([flat[part.place] for part in pieces]).to(torch.float32)
         values = codec.compensate(piece, values)
         bad = compressor.not_representable(values).to(torch.uint8).view(1)
         codec.note(bad)

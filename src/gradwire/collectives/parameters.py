@@ -70,7 +70,7 @@ class ParameterGather:
         plan = self.plan(layout, exact)
         bad = torch.zeros(1, dtype=torch.uint8, device=full.device)
         with meter.span("encode", "parameters", device=full.device):
-            own = [unit.compressor.encode(unit.whole(unit.take(full)), flag=bad) for unit in plan.rows[rank]]
+            own = [each.compressor.encode(each.whole(each.take(full)), flag=bad) for each in plan.rows[rank]]
         incoming = exchange(
             [own] * world,
             [plan.sizes[rank]] * world,
@@ -81,9 +81,9 @@ class ParameterGather:
             bulk=bulk(plan.sizes),
         )
         with meter.span("decode", "parameters", device=full.device):
-            for units, wires in zip(plan.rows, incoming, strict=True):
-                for unit, wire in zip(units, wires, strict=True):
-                    for part, values in zip(unit.take(full), unit.decode(wire), strict=True):
+            for segments, wires in zip(plan.rows, incoming, strict=True):
+                for segment, wire in zip(segments, wires, strict=True):
+                    for part, values in zip(segment.take(full), segment.decode(wire), strict=True):
                         part.copy_(values)
 
     def closed_form(self, layout: Layout, *, exact: bool = False) -> int:

@@ -21,32 +21,32 @@ FLOAT32 = build("none")
 Sizes = Sequence[Sequence[int | None]]  # by row; None: depends on the data
 
 
-class Unit(NamedTuple):
+class Segment(NamedTuple):
     """Pieces of one row that are encoded together.
 
     Attributes:
         pieces: One piece; or all of the row sent as float32; or with ``granularity="row"`` all compressed ones.
         compressor: The compressor that encodes them.
-        runs: Their positions in the buffer: one per piece; adjacent float32 pieces are joined.
+        places: Their positions in the buffer: one per piece; adjacent float32 pieces are joined.
         form: The shape for the compressor.
         size: Bytes of the encoding; None if it depends on the data.
     """
 
     pieces: tuple[Piece, ...]
     compressor: Compressor
-    runs: tuple[slice, ...]
+    places: tuple[slice, ...]
     form: tuple[int, ...]
     size: int | None
 
     @classmethod
-    def of(cls, pieces: tuple[Piece, ...], compressor: Compressor) -> Unit:
-        """Make a unit of pieces of one row, in ascending order."""
-        runs = [piece.run for piece in pieces]
+    def of(cls, pieces: tuple[Piece, ...], compressor: Compressor) -> Segment:
+        """Make a segment of pieces of one row, in ascending order."""
+        places = [piece.place for piece in pieces]
         form = pieces[0].form if len(pieces) == 1 else (sum(piece.numel for piece in pieces),)
         return cls(
             pieces,
             compressor,
-            tuple(joined(runs) if compressor is FLOAT32 else runs),
+            tuple(joined(places) if compressor is FLOAT32 else places),
             form,
             compressor.wire_bytes(form),
         )
@@ -57,30 +57,30 @@ class Unit(NamedTuple):
         return self.pieces[0].name
 
     def take(self, flat: Tensor, shift: int = 0) -> list[Tensor]:
-        """Return views of the runs in ``flat``, which starts ``shift`` elements into the layout's buffer."""
-        return [flat[run.start - shift : run.stop - shift] for run in self.runs]
+        """Return views of the places in ``flat``, which starts ``shift`` elements into the layout's buffer."""
+        return [flat[place.start - shift : place.stop - shift] for place in self.places]
 
     def whole(self, parts: list[Tensor]) -> Tensor:
-        """Concatenate the runs' values into the shape for the compressor."""
+        """Concatenate the places' values into the shape for the compressor."""
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).view(self.form)
 
     def decode(self, wire: Tensor) -> tuple[Tensor, ...]:
-        """Decode the unit's bytes into the values of each run, as vectors."""
+        """Decode the segment's bytes into the values of each place, as vectors."""
         values = self.compressor.decode(wire, self.form).view(-1)
-        return values.split([run.stop - run.start for run in self.runs])
+        return values.split([place.stop - place.start for place in self.places])
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The units of a buffer, by row.
+    """The segments of a buffer, by row.
 
     Args:
         compressor: The compressor of all pieces that are not exempt.
-        rows: The units of each row.
+        rows: The segments of each row.
     """
 
     compressor: Compressor
-    rows: tuple[tuple[Unit, ...], ...]
+    rows: tuple[tuple[Segment, ...], ...]
 
     @classmethod
     def of(cls, layout: Layout, compressor: Compressor, exempt: Exempt, granularity: str) -> Plan:
@@ -97,14 +97,14 @@ class Plan:
             exact = [compressor is FLOAT32 or exempt.covers(piece.name, piece.shape) for piece in row]
             dense, coded = list(compress(row, exact)), list(compress(row, map(not_, exact)))
             groups = [tuple(coded)] if granularity == "row" and coded else [(piece,) for piece in coded]
-            units = [Unit.of(group, compressor) for group in groups]
-            rows.append((*units, Unit.of(tuple(dense), FLOAT32)) if dense else tuple(units))
+            segments = [Segment.of(group, compressor) for group in groups]
+            rows.append((*segments, Segment.of(tuple(dense), FLOAT32)) if dense else tuple(segments))
         return cls(compressor, tuple(rows))
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Bytes of every unit's encoding."""
-        return [[unit.size for unit in row] for row in self.rows]
+        """Bytes of every segment's encoding."""
+        return [[segment.size for segment in row] for row in self.rows]
 
     @cached_property
     def total(self) -> int | None:
@@ -113,12 +113,12 @@ class Plan:
         return sum(known) if len(known) == sum(map(len, self.rows)) else None
 
 
-def joined(runs: Iterable[slice]) -> list[slice]:
-    """Join adjacent runs; the runs must be ascending."""
+def joined(places: Iterable[slice]) -> list[slice]:
+    """Join adjacent places; the places must be ascending."""
     found: list[slice] = []
-    for run in runs:
-        if found and found[-1].stop == run.start:
-            found[-1] = slice(found[-1].start, run.stop)
+    for place in places:
+        if found and found[-1].stop == place.start:
+            found[-1] = slice(found[-1].start, place.stop)
         else:
-            found.append(run)
+            found.append(place)
     return found

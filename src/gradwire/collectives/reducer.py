@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from gradwire.collectives.group import Ranks
 from gradwire.collectives.layout import Layout
 from gradwire.collectives.meter import METER, Meter
 from gradwire.collectives.native import Native
+from gradwire.collectives.queue import CallerQueue, Handle, ReductionQueue, build_queue, finished
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.exempt import Exempt
 from gradwire.compressors.reduction import ReducerOptions
@@ -37,13 +39,17 @@ from gradwire.errors import BadInput, NonFiniteGradient
 
 ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in (Exchange, Gather, Native)}
 NOTHING = Exempt()
+Then: TypeAlias = Callable[[Tensor], object]  # what to do with a mean
+FREE = ("overlap", "nonfinite")  # options that a resumed run may change
 SMALL = 2**16  # bytes: up to here a collective's latency weighs more than what it carries
 
 
 class Reducer:
     """Reduces flat gradient buffers; one per run and rank, and every rank makes the same calls in the same order.
 
-    At a world size of 1 it is the identity: nothing is encoded, kept or counted.
+    Reductions run one after another in a queue (`collectives.queue`): `begin_all_reduce` and `begin_reduce_scatter` add
+    one, and the handle's `wait` returns its mean. At a world size of 1 the reducer is the identity: nothing is encoded,
+    kept or counted.
 
     Args:
         compressor: What encodes a piece.
@@ -58,6 +64,8 @@ class Reducer:
         schedule: Which compressor each optimizer step uses, where it is not always ``compressor``.
         dense_steps: In the first so many optimizer steps everything travels as float32.
         granularity: Whether a ``piece`` of one parameter is encoded at once, or all of a ``row``.
+        overlap: Whether reductions run beside the caller: in a thread with a process group of its own, or on a CUDA
+            stream. The means are the same, bit for bit.
         nonfinite: What `finish` does if any rank met a value that is not finite: ``raise`` on all ranks, ``skip``
             (return False), or ``propagate`` (return True).
         seed: Of the codecs' generators. Each parameter, phase and rank draws from a generator of its own.
@@ -85,6 +93,7 @@ class Reducer:
         schedule: Schedule | None = None,
         dense_steps: int = 0,
         granularity: str = "piece",
+        overlap: bool = True,
         nonfinite: str = "raise",
         seed: int = 0,
     ) -> None:
@@ -97,6 +106,7 @@ class Reducer:
             exempt=exempt,
             dense_steps=dense_steps,
             granularity=granularity,
+            overlap=overlap,
             nonfinite=nonfinite,
         )
         used = [compressor] if schedule is None else schedule.plateaus
@@ -112,13 +122,16 @@ class Reducer:
         self.world = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.algorithm = algorithm
+        self.overlap = overlap
         self.nonfinite = nonfinite
         self.loss_scale = 1.0
         self.meter = Meter(METER)
         kept_for = {**dict(options), "compressor": schedule or compressor, "seed": seed}
-        self._options = {option: repr(value) for option, value in kept_for.items() if option != "nonfinite"}
+        self._options = {option: repr(value) for option, value in kept_for.items() if option not in FREE}
         self.codec = Codec(compressor, options, schedule=schedule, seed=seed, rank=self.rank)
         self._ranks = Ranks(group, self.world, self.rank, self.meter)
+        self._queue: ReductionQueue = CallerQueue()  # until the first reduction
+        self._device: torch.device | None = None  # of the first reduction
         self._kept: list[Reduced] | None = None  # of a `keeping` that has not ended
         self._extra_seconds = 0.0
         self._counts: Counter[str] = Counter()
@@ -140,48 +153,60 @@ class Reducer:
             self.algorithm = self._chosen(kind, numel)
 
     def reduce_scatter(self, flat: Tensor, layout: Layout | str) -> Tensor:
-        """This rank's row of the mean over the ranks.
+        """This rank's row of the mean over the ranks: `begin_reduce_scatter`, and wait."""
+        return self.begin_reduce_scatter(flat, layout).wait()
+
+    def all_reduce(self, flat: Tensor, layout: Layout | str) -> Tensor:
+        """The mean over the ranks, bit-equal on all of them: `begin_all_reduce`, and wait."""
+        return self.begin_all_reduce(flat, layout).wait()
+
+    def begin_reduce_scatter(self, flat: Tensor, layout: Layout | str, then: Then | None = None) -> Handle:
+        """Begin to reduce a buffer to this rank's row of the mean over the ranks.
 
         Args:
-            flat: Vector of any float type, `layout.numel` elements.
+            flat: Vector of any float type, `layout.numel` elements; not to be changed before the reduction has
+                finished.
             layout: What lies where in ``flat``; a name stands for one vector that is cut anywhere.
+            then: Called with the mean in the queue's thread or stream, before ``wait`` returns.
 
         Returns:
-            float32 [row_numel]; padding is 0.
+            A handle; its ``wait`` returns float32 [row_numel], padding 0, or raises what the reduction raised.
 
         Raises:
             RunFault: If ``flat`` is no buffer of that layout.
+            Exception: What an earlier reduction raised.
         """
-        flat, layout = self._buffer(flat, layout)
-        if self.world == 1:
-            return flat.to(torch.float32)
-        with self._counted(layout, "reduce_scatter") as reduction:
-            mean = self._scaled(reduction.reduce_scatter(self._unscaled(flat), layout))
-        self._keep("reduce_scatter", flat, layout, mean)
-        return mean
+        return self._begin("reduce_scatter", flat, layout, then)
 
-    def all_reduce(self, flat: Tensor, layout: Layout | str) -> Tensor:
-        """The mean over the ranks, bit-equal on all of them: float32 of ``flat``'s shape; else as `reduce_scatter`."""
-        numel = flat.numel()
-        flat, layout = self._buffer(flat, layout)
-        if self.world == 1:
-            return flat.to(torch.float32)
-        with self._counted(layout, "all_reduce") as reduction:
-            mean = self._scaled(reduction.all_reduce(self._unscaled(flat), layout))
-        self._keep("all_reduce", flat, layout, mean)
-        return mean[:numel]
+    def begin_all_reduce(self, flat: Tensor, layout: Layout | str, then: Then | None = None) -> Handle:
+        """Begin to reduce a buffer to the mean over the ranks, bit-equal on all of them.
+
+        Its handle's ``wait`` returns float32 of ``flat``'s shape; else as `begin_reduce_scatter`.
+        """
+        return self._begin("all_reduce", flat, layout, then)
+
+    def drain(self) -> None:
+        """Wait for all reductions that have begun; `finish` does.
+
+        Raises:
+            Exception: What one of them raised.
+        """
+        self._queue.drain()
 
     def skip(self, layout: Layout) -> None:
         """Count a buffer that is not reduced in this step, in the place of `all_reduce`: raw bytes, and none sent."""
         if self.world > 1:
+            self.drain()
             self._count(layout, "all_reduce")
 
     @contextmanager
     def plain(self) -> Iterator[None]:
         """What is reduced in here travels as float32, as in the first ``dense_steps``."""
+        self.drain()
         self.codec.plain = True
         try:
             yield
+            self.drain()
         finally:
             self.codec.plain = False
 
@@ -200,7 +225,7 @@ class Reducer:
     def finish(self, total: Tensor | None = None) -> bool:
         """End the optimizer step: advance `step` and agree over the ranks whether every value was finite.
 
-        Call it once per optimizer step, after backward, on every rank.
+        Call it once per optimizer step, after backward, on every rank. It waits for reductions that have begun.
 
         Args:
             total: A float32 vector of the caller's, such as its loss, that is summed over the ranks in place. It
@@ -211,7 +236,9 @@ class Reducer:
 
         Raises:
             NonFiniteGradient: On all ranks alike, under ``raise``.
+            Exception: What a reduction raised.
         """
+        self.drain()
         finished, self.codec.step = self.codec.step, self.codec.step + 1
         if self.world == 1 or self._agreed_finite(total):
             return True
@@ -284,7 +311,7 @@ class Reducer:
         Of another world size only the step counts: the rest begins anew.
 
         Raises:
-            BadInput: If that reducer had other options than this one (``nonfinite`` may differ); nothing has changed.
+            BadInput: If that reducer had other options than this one, except for `FREE`; nothing has changed.
         """
         if state["world"] != self.world:
             warnings.warn(
@@ -303,6 +330,49 @@ class Reducer:
         if state["algorithm"] != "auto":
             self.algorithm = state["algorithm"]
         self.codec.load_state_dict(state)
+
+    def _begin(self, kind: Kind, flat: Tensor, layout: Layout | str, then: Then | None) -> Handle:
+        """Add a reduction to the queue."""
+        numel = flat.numel()
+        flat, layout = self._buffer(flat.detach(), layout)
+        if self.world == 1:
+            mean = flat.to(torch.float32)
+            if then is not None:
+                then(mean)
+            return finished(mean)
+        self.prepare(kind, sum(piece.numel for piece in layout.pieces))
+        if self._device is None:
+            self._device = flat.device
+            self._queue, group = build_queue(self.group, flat.device, self.overlap)
+            self._ranks = self._ranks._replace(group=group)
+        task = partial(self._reduce, kind, flat, layout, numel, self.loss_scale, self._kept, then)
+        return self._queue.begin(task, flat)
+
+    def _reduce(
+        self,
+        kind: Kind,
+        flat: Tensor,
+        layout: Layout,
+        numel: int,
+        scale: float,
+        kept: list[Reduced] | None,
+        then: Then | None,
+    ) -> Tensor:
+        """Reduce a buffer; runs in the queue, so what another thread may change meanwhile is passed in."""
+        gradient = flat if scale == 1 else flat.to(torch.float32) / scale  # narrow types may not hold it
+        with self._counted(layout, kind) as algorithm:
+            if kind == "all_reduce":
+                mean = algorithm.mean_everywhere(gradient, layout)
+            else:
+                mean = algorithm.mean_of_row(gradient, layout)
+        if scale != 1:
+            mean.mul_(scale)
+        if kept is not None:
+            kept.append(Reduced(kind, flat, layout, mean))
+        delivered = mean[:numel] if kind == "all_reduce" else mean
+        if then is not None:
+            then(delivered)
+        return delivered
 
     @property
     def _reduction(self) -> Algorithm:
@@ -330,14 +400,6 @@ class Reducer:
         layout.check(flat)
         return flat, layout
 
-    def _unscaled(self, flat: Tensor) -> Tensor:
-        """The gradient of the loss itself; float32, because narrow types may not hold it."""
-        return flat if self.loss_scale == 1 else flat.to(torch.float32) / self.loss_scale
-
-    def _scaled(self, mean: Tensor) -> Tensor:
-        """The gradient of the scaled loss."""
-        return mean if self.loss_scale == 1 else mean.mul_(self.loss_scale)
-
     def _agreed_finite(self, total: Tensor | None) -> bool:
         """Whether no rank met a value that is not finite since the last call; the same answer on all ranks."""
         flag = self.codec.flag
@@ -364,11 +426,6 @@ class Reducer:
             calls.remove(max(calls, key=lambda cost: cost.bytes))
         self._counts["extra_collectives"] += len(calls)
         self._extra_seconds += sum(cost.seconds for cost in calls)
-
-    def _keep(self, kind: Kind, flat: Tensor, layout: Layout, mean: Tensor) -> None:
-        """Remember a reduction inside of `keeping`; a loss scale is in both buffers alike."""
-        if self._kept is not None:
-            self._kept.append(Reduced(kind, flat, layout, mean))
 
     def _count(self, layout: Layout, kind: Kind) -> None:
         """Count a call's elements, and the bytes that this rank would send as float32."""

@@ -28,6 +28,7 @@ class ReducerOptions(BaseModel):
     second: Literal["encoded", "float32"] = Field("encoded", description="second half of an all-reduce")
     exempt: Exempt = Field(default_factory=Exempt, description="tensors sent as float32")
     dense_steps: Annotated[int, Field(**NATURAL.limits)] = Field(0, description="first steps without compression")
+    overlap: bool = Field(True, description="reduce beside the backward pass")
     nonfinite: Literal["raise", "skip", "propagate"] = Field("raise", description="what a NaN or infinity does")
 
     @classmethod

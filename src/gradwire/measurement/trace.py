@@ -12,8 +12,9 @@ the step. Training ends a step by reading a number from the device, so a step in
 - **encode, decode** of gradients: the ranges ``gradwire/codec/…``, timed on the device if there is one; the ranges
   ``gradwire/parameters/…`` together are the **parameter codec**.
 - **payload**: the ranges ``gradwire/payload/<op>``, timed likewise; the meter calls this communication.
-- **compute**: kernels other than NCCL's if the rank has a device, else CPU ops, excluding those inside the package's
-  ranges, calls and collectives on the same thread or stream. Codec work is therefore not compute and hides nothing.
+- **compute**: kernels other than NCCL's if the rank has a device, else CPU ops of the thread that trains, excluding those
+  inside the package's ranges, calls and collectives on the same thread or stream. Codec work is therefore not compute
+  and hides nothing, nor do the other threads of a rank, such as the one that reduces gradients.
 - **transfer**: communication without waiting for ranks that call late (`transfer_ms`).
 - **overlap** = compute ∩ communication; **exposed** = communication − compute; **idle**: none of these (Python, the
   autograd engine, data loading).
@@ -235,7 +236,9 @@ def activity(trace: Trace) -> Activity:
     if trace.kernels or trace.nccl:
         lanes, ranges, foreign = trace.kernels, trace.device_ranges, trace.device_ranges
     else:
-        lanes, ranges, foreign = trace.ops, trace.ranges, [*trace.ranges, *trace.calls, *trace.gloo]
+        trains = {step.lane for step in trace.steps}  # other threads reduce gradients, or read data
+        lanes = {lane: cover for lane, cover in trace.ops.items() if lane in trains}
+        ranges, foreign = trace.ranges, [*trace.ranges, *trace.calls, *trace.gloo]
     gradients = [span for span in ranges if span.purpose != "parameters"]
     compute = [
         difference(cover.intervals(), covered(span for span in foreign if span.lane == lane))
@@ -315,19 +318,23 @@ def within_steps(trace: Trace, span: Span) -> bool:
 
 def purpose_of(call: Span, own: list[Span]) -> str:
     """The purpose of the package's range around a call; without one, the call is the framework's, for gradients."""
-    around = (span.purpose for span in own if span.lane == call.lane and span.start <= call.start < span.end)
-    return next(around, "payload")
+    around = range_around(call, own)
+    return "payload" if around is None else around.purpose
 
 
-def collectives_of_steps(trace: Trace) -> list[dict[tuple[str, int], Span]]:
-    """The collectives that start in each step, by op and index; point-to-point messages are excluded."""
+def collectives_of_steps(trace: Trace) -> list[dict[tuple[str, str, int], Span]]:
+    """The collectives that start in each step, by op, purpose and index; point-to-point messages are excluded.
+
+    Those of one purpose have the same order on all ranks; those of two may run in two threads.
+    """
     spans = sorted(collectives(trace, [span for span in trace.gloo if span.name in OPS]), key=lambda span: span.start)
     found = []
     for step in sorted(trace.steps, key=lambda step: step.start):
-        numbers: defaultdict[str, count[int]] = defaultdict(count)
+        numbers: defaultdict[tuple[str, str], count[int]] = defaultdict(count)
         within = [window for window in trace.windows or [step] if step.start <= window.start < step.end]
         inside = [span for span in spans if any(window.start <= span.start < window.end for window in within)]
-        found.append({(span.name, next(numbers[span.name])): span for span in inside})
+        kinds = [(span.name, span.purpose) for span in inside]
+        found.append({(*kind, next(numbers[kind])): span for kind, span in zip(kinds, inside, strict=True)})
     return found
 
 
@@ -345,14 +352,14 @@ def gloo_collectives(calls: list[Span], events: list[Span], own: list[Span]) -> 
         queue = waiting[RUNS_AS.get(event.name, event.name)]
         known = event.name in OPS and queue and queue[0].start <= event.start
         call = queue.popleft() if known else event
-        found.append(Span(asked_for(call, own), call.lane, call.start, max(call.end, event.end)))
+        asked = range_around(call, own) or call
+        found.append(Span(asked.name, call.lane, call.start, max(call.end, event.end), asked.purpose))
     return found
 
 
-def asked_for(call: Span, own: list[Span]) -> str:
-    """The op of the package's range around a call, else the call's op."""
-    around = (span.name for span in own if span.lane == call.lane and span.start <= call.start < span.end)
-    return next(around, call.name)
+def range_around(call: Span, own: list[Span]) -> Span | None:
+    """The package's range around a call."""
+    return next((span for span in own if span.lane == call.lane and span.start <= call.start < span.end), None)
 
 
 def covered(spans: Iterable[Span]) -> Intervals:

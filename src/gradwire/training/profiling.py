@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from gradwire.collectives.world import World
@@ -56,5 +57,11 @@ def profiling(training: Training, start: int, path: Path, world: World) -> Itera
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (world.device.type == "cuda")
     timetable = schedule(skip_first=steps.start - start, wait=0, warmup=1, active=len(steps) - 1, repeat=1)
-    with profile(activities=activities, schedule=timetable, record_shapes=True, on_trace_ready=save) as recorder:
+    with profile(
+        activities=activities,
+        schedule=timetable,
+        record_shapes=True,
+        on_trace_ready=save,
+        experimental_config=_ExperimentalConfig(profile_all_threads=True),  # the reducer's thread too
+    ) as recorder:
         yield Profiler(recorder)

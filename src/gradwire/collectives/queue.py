@@ -1,0 +1,183 @@
+"""The queue of a reducer: reductions run in the order in which they were begun, beside the thread that began them.
+
+On the CPU a thread runs them, through a process group of its own: a collective that another thread starts in between,
+such as FSDP's all-gather of parameters, cannot take the place of one of the queue's. With NCCL they are launched on a
+stream of their own, and nothing waits on the host.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import TypeAlias
+from weakref import finalize
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from gradwire.collectives.ops import Group
+
+Task: TypeAlias = Callable[[], Tensor]
+Item: TypeAlias = tuple["Future[Tensor]", Task]
+
+
+class Handle:
+    """A reduction that has begun."""
+
+    def __init__(self, future: Future[Tensor], ready: torch.cuda.Event | None = None) -> None:
+        self._future = future
+        self._ready = ready
+
+    def wait(self) -> Tensor:
+        """Return the mean, which the current stream may use.
+
+        Raises:
+            Exception: What the reduction, or one that began before it, raised.
+        """
+        mean = self._future.result()
+        if self._ready is not None:
+            stream = torch.cuda.current_stream(mean.device)
+            stream.wait_event(self._ready)
+            mean.record_stream(stream)
+        return mean
+
+
+class ReductionQueue(ABC):
+    """Runs tasks in the order of `begin`."""
+
+    @abstractmethod
+    def begin(self, task: Task, flat: Tensor) -> Handle:
+        """Run a task after all earlier ones.
+
+        Args:
+            task: Reads ``flat``, and returns the mean.
+            flat: The input; not to be changed before the task has finished.
+
+        Raises:
+            Exception: What an earlier task raised in the meantime.
+        """
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Wait until no task runs on the host.
+
+        Raises:
+            Exception: What a task raised.
+        """
+
+
+class CallerQueue(ReductionQueue):
+    """Runs a task in the thread that begins it, which waits: no overlap."""
+
+    def begin(self, task: Task, flat: Tensor) -> Handle:
+        """Run the task; what it raises, this raises."""
+        return finished(task())
+
+    def drain(self) -> None:
+        """Return: `begin` waited."""
+
+
+class StreamQueue(ReductionQueue):
+    """Launches tasks on a CUDA stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+
+    def begin(self, task: Task, flat: Tensor) -> Handle:
+        """Launch the task after the work of the current stream, which made ``flat``."""
+        self._stream.wait_stream(torch.cuda.current_stream(flat.device))
+        flat.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            return finished(task(), self._stream.record_event)
+
+    def drain(self) -> None:
+        """Return: the host only launches."""
+
+
+class ThreadQueue(ReductionQueue):
+    """Runs tasks in a thread, which ends with this object.
+
+    After a task has failed, the ranks no longer agree on what comes next: all later tasks fail with its error. The
+    thread is a daemon, so that a process which fails or is interrupted does not wait for its collectives.
+    """
+
+    def __init__(self) -> None:
+        self._items: SimpleQueue[Item | None] = SimpleQueue()
+        self._begun: deque[Future[Tensor]] = deque()  # tasks whose outcome nobody has seen
+        threads, started = torch.get_num_threads(), Event()
+        Thread(target=serve, args=(self._items, started), name="gradwire-reducer", daemon=True).start()
+        started.wait()
+        torch.set_num_threads(threads)  # later threads of this process take the last number that any thread set
+        finalize(self, self._items.put, None)
+
+    def begin(self, task: Task, flat: Tensor) -> Handle:
+        """Hand the task to the thread."""
+        while self._begun and self._begun[0].done():
+            self._begun.popleft().result()
+        future: Future[Tensor] = Future()
+        self._begun.append(future)
+        self._items.put((future, task))
+        return Handle(future)
+
+    def drain(self) -> None:
+        """Wait for the thread to finish all tasks."""
+        while self._begun:
+            self._begun.popleft().result()
+
+
+def serve(items: SimpleQueue[Item | None], started: Event) -> None:
+    """Run tasks until None comes; the thread of a `ThreadQueue`.
+
+    It computes with one thread, since the rank's others are at work in the backward pass.
+    """
+    torch.set_num_threads(1)
+    started.set()
+    fault: BaseException | None = None
+    with torch.no_grad():
+        while (item := items.get()) is not None:
+            future, task = item
+            try:
+                if fault is not None:
+                    raise fault
+                future.set_result(task())
+            except BaseException as error:
+                fault = error
+                future.set_exception(error)
+            del item, future, task  # they would keep the buffers of the last reduction until the next
+
+
+def finished(mean: Tensor, record: Callable[[], torch.cuda.Event] | None = None) -> Handle:
+    """Return the handle of a reduction that has run, or was launched before the event that ``record`` returns."""
+    future: Future[Tensor] = Future()
+    future.set_result(mean)
+    return Handle(future, record and record())
+
+
+def build_queue(group: Group, device: torch.device, overlap: bool) -> tuple[ReductionQueue, Group]:
+    """Build the queue of a reducer, and the group of its collectives; all ranks of ``group`` must call this together.
+
+    Args:
+        group: The ranks.
+        device: Where the gradients are. gloo's collectives of CUDA tensors block the host and do not overlap.
+        overlap: Whether tasks run beside the caller.
+    """
+    if overlap and device.type == "cpu":
+        return ThreadQueue(), copied(group)
+    if overlap and dist.get_backend(group) == "nccl":
+        return StreamQueue(device), group
+    return CallerQueue(), group
+
+
+def copied(group: Group) -> Group:
+    """Return a new gloo group of the same ranks, with the same timeout."""
+    own = group or dist.group.WORLD
+    assert own is not None
+    ranks = dist.get_process_group_ranks(own)
+    timeout = own._get_backend(torch.device("cpu")).options._timeout
+    part = len(ranks) < dist.get_world_size()  # the other ranks do not take part then
+    return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=part)
