@@ -248,7 +248,7 @@ def rounds_kept(rank, world, group, method, cell, H):
     residual = defaultdict(lambda: torch.zeros(optimizer.layout.numel, dtype=torch.float64))
     for (name, phase, at), state in reducer.codec.state_dict()["residuals"].items():
         piece = next(p for p in optimizer.layout.pieces if (p.name, p.at) == (name, at))
-        residual[phase][piece.run] = state["residual.float32"].double()
+        residual[phase][piece.place] = state["residual.float32"].double()
     return [(one.flat.double(), one.mean.double()) for one in kept], dict(residual)
 
 
