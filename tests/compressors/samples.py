@@ -7,7 +7,6 @@ from itertools import product
 
 import numpy as np
 import torch
-from scipy import stats
 
 from gradwire.compressors import available, method_class
 from gradwire.compressors.base import Compressor, Quantizer, Shape
@@ -88,6 +87,8 @@ def assert_frequencies(ups: torch.Tensor, trials: int, probability: torch.Tensor
     Each coordinate alone within 5 sigma (the exact binomial where fewer than 25 of an outcome are expected), and
     the sum of the squared deviations within the chi-square band that holds all but 1e-6 of its mass on either side.
     """
+    from scipy import stats  # not above: benchmarks import this module, also where there is no scipy
+
     ups, p = ups.double().numpy().ravel(), probability.double().numpy().ravel()
     certain = (p == 0) | (p == 1)
     assert (ups[certain] == trials * p[certain]).all()

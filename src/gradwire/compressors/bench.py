@@ -102,18 +102,27 @@ def bench(
     Raises:
         BadInput: For a missing device, an unknown name, or a file without a gradient.
     """
-    import torch
-
     from gradwire.compressors.bench_cases import cases
 
     found = cases(methods)
     where = chosen_device(device)
-    numel = NUMEL[where.type] if numel is None else numel
+    with one_thread():
+        matrices = gradient_matrices(gradient, seed)
+    result = times(found, where, numel or NUMEL[where.type], repeats, seed, matrices)
+    return {**result, "gradient": str(gradient) if gradient else "a byte-level language model"}
+
+
+def times(
+    found: Sequence[Case], where: torch.device, numel: int, repeats: int, seed: int, matrices: Sequence[Tensor]
+) -> dict[str, Any]:
+    """Measure any cases on a matrix of at most ``numel`` elements, and their errors on ``matrices``, if there are any."""
+    import torch
+
     rows = math.isqrt(numel)
     shape = (rows, numel // rows)
     generator = torch.Generator(where).manual_seed(seed)
     with one_thread(), kept_memory():
-        matrices = [matrix.to(where) for matrix in gradient_matrices(gradient, seed)]
+        matrices = [matrix.to(where) for matrix in matrices]
         x = torch.randn(shape, generator=generator, device=where)
         records = [prepare(case, x, matrices, seed) for case in found]
         running = [(case, record) for case, record in zip(found, records, strict=True) if not record.error]
@@ -128,7 +137,6 @@ def bench(
         "shape": list(shape),
         "repeats": repeats,
         "seed": seed,
-        "gradient": str(gradient) if gradient else "a byte-level language model",
         "gradient_numel": sum(matrix.numel() for matrix in matrices),
         **speed._asdict(),
         "records": [asdict(record) for record in records],
@@ -272,7 +280,8 @@ def prepare(case: Case, x: Tensor, matrices: Sequence[Tensor], seed: int) -> Rec
         record.bits_per_element = 8 * record.wire_bytes / x.numel()
         del wire
         record.encode_peak_bytes = peak_bytes(encode, x.device)
-        on_gradient(case, record, matrices, generator)
+        if matrices:
+            on_gradient(case, record, matrices, generator)
     except Exception as error:
         record.error = f"{type(error).__name__}: {error}"
     return record

@@ -1,0 +1,245 @@
+"""The fused forms against the plain ones, byte for byte: ``python -m gpu.kernels``, or ``--sanitized`` for a few.
+
+Every method with a CUDA form, with all options of the tests, and every chain: odd sizes, views that are not aligned, not
+contiguous, values at the edges of float32, flags for NaN and infinity, and 2^28 elements. Without a GPU Triton's
+interpreter runs the kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from gpu.part import DEVICE, SMALL, Part, Row, run
+from gpu.workers import Failed, each
+
+if DEVICE == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+from samples import CHAINS, METHODS, generator
+from torch import Tensor
+
+from gradwire.compressors import build, kernels
+from gradwire.compressors.base import Compressor
+from gradwire.compressors.chain import Chain
+
+SHAPES: list[Any] = [0, 1, 2, 3, 31, 255, 256, 257, 4095, 4096, 4097, 5003, 65_537, 1_000_003, 2**20]
+SHAPES += [(1, 1), (7, 11), (64, 129), (1000, 1001)]
+SMALL_SHAPES: list[Any] = [0, 1, 257, 5003, (64, 129)]
+LARGE = 2**28 + 5
+LARGE_BUILDS: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in ("int8", "fp8", "bf16", "onebit", "signsgd", "natural", "terngrad", "qsgd", "topk")),
+    ("int8", {"num_bits": 4}),
+    ("int8", {"rounding": "stochastic"}),
+    ("threshold", {}),
+    ("topk+int8", {}),
+]
+SANITIZED = [("int8", {}), ("onebit", {}), ("topk", {}), ("natural", {}), ("terngrad", {"packing": "base3"})]
+
+
+def title(name: str, options: dict[str, Any]) -> str:
+    """A build's name."""
+    return " ".join([name, *(f"{key}={value}" for key, value in options.items())])
+
+
+def cuda_form(method: Any, device: torch.device) -> Any:
+    """The CUDA form, also for CPU tensors: what `kernels.find` is replaced by without a GPU."""
+    module = kernels.load("cuda", method.name)
+    return module if module is not None and module.covers(method) else None
+
+
+def fused(compressor: Compressor) -> bool:
+    """Whether a CUDA kernel takes part."""
+    parts = [compressor.sparsifier, compressor.quantizer] if isinstance(compressor, Chain) else [compressor]
+    return any(cuda_form(part, torch.device("cuda")) for part in parts)
+
+
+def inputs() -> Iterator[tuple[str, Tensor]]:
+    """Tensors with what they are called."""
+
+    def normal(shape: Any, seed: int = 1) -> Tensor:
+        return torch.randn(shape, generator=generator(seed)).to(DEVICE)
+
+    for shape in SMALL_SHAPES if SMALL else SHAPES:
+        yield str(shape), normal(shape)
+    for n in (5003,) if SMALL else (5003, 8192, 100_003):
+        for offset in (1, 3) if SMALL else (1, 2, 3):
+            yield f"{n} from element {offset} on", normal(n + 8)[offset : offset + n]
+    yield "(129, 128) transposed", normal((128, 129)).t()
+    yield "every second of 10,006", normal(10_006)[::2]
+    yield "bfloat16 5003", normal(5003).bfloat16()
+    plain = normal(5003, 2)
+    yield "zeros", torch.zeros_like(plain)
+    yield "equal magnitudes", plain.sign()
+    yield "subnormal", plain * 1e-41
+    yield "large", plain * 1e4
+    yield "very large", plain.clamp(-3, 3) * 1e38
+
+
+def differences(compressor: Compressor, label: str, x: Tensor) -> list[str]:
+    """What of an encoding and its decoding is not as the plain form has it."""
+    flag = torch.zeros(1, dtype=torch.uint8, device=x.device)
+    wire = compressor.encode(x, generator=generator(3, DEVICE), flag=flag)
+    straight = x.to(torch.float32).contiguous()
+    unfit = bool(compressor.not_representable(straight))
+    if flag.item():
+        return [] if unfit or label == "very large" else [f"{label}: flagged, though it fits"]
+    plain = compressor.to_wire(straight.clone(), generator(3, DEVICE))
+    if wire.shape != plain.shape:
+        return [f"{label}: {wire.numel()} bytes instead of {plain.numel()}"]
+    wrong = []
+    if not torch.equal(wire, plain):
+        places = (wire != plain).nonzero().view(-1)
+        wrong.append(f"{label}: {len(places)} of {len(wire)} bytes differ, first at {int(places[0])}")
+    shape = tuple(x.shape)
+    expected = compressor.from_wire(plain.clone(), shape).view(shape)
+    if not torch.equal(compressor.decode(plain, shape), expected):
+        wrong.append(f"{label}: decoded numbers differ")
+    elsewhere = torch.empty(len(plain) + 3, dtype=torch.uint8, device=x.device)
+    for offset in (1, 3):  # a wire within a message
+        elsewhere[offset : offset + len(plain)] = plain
+        if not torch.equal(compressor.decode(elsewhere[offset : offset + len(plain)], shape), expected):
+            wrong.append(f"{label}: decoded numbers differ where the wire is at byte {offset}")
+    return wrong
+
+
+def flags(compressor: Compressor) -> list[str]:
+    """Values that are not finite and are not flagged."""
+    wrong = []
+    for value in (float("nan"), float("inf"), float("-inf")):
+        for place in (0, 4097, 5002):
+            x = torch.randn(5003, generator=generator(1)).to(DEVICE)
+            x[place] = value
+            flag = torch.zeros(1, dtype=torch.uint8, device=DEVICE)
+            compressor.encode(x, generator=generator(3, DEVICE), flag=flag)
+            if not flag.item():
+                wrong.append(f"{value} at {place} is not flagged")
+    return wrong
+
+
+def across(compressor: Compressor) -> list[str]:
+    """Whether a CPU decodes what a GPU encoded."""
+    x = torch.randn((64, 129), generator=generator(1)).to(DEVICE)
+    wire = compressor.encode(x, generator=generator(3, DEVICE))
+    here = compressor.decode(wire, (64, 129)).cpu()
+    kernels.find = ORIGINAL_FIND  # a CPU's own form
+    try:
+        there = compressor.decode(wire.cpu(), (64, 129))
+    finally:
+        choose_forms()
+    close = torch.allclose(here, there, rtol=1e-6, atol=1e-6 * float(there.abs().max()))
+    return [] if close else ["a CPU decodes other numbers"]
+
+
+ORIGINAL_FIND = kernels.find
+
+
+def choose_forms() -> None:
+    """CUDA forms also without a GPU."""
+    kernels.find = ORIGINAL_FIND if DEVICE == "cuda" else cuda_form
+
+
+def check(_: None, name: str, options: dict[str, Any]) -> Row:
+    """Compare one build on all inputs."""
+    choose_forms()
+    compressor = build(name, **options)
+    wrong, compared = [], 0
+    if fused(compressor):
+        for label, x in inputs():
+            compared += 1
+            try:
+                wrong += differences(compressor, label, x)
+            except RuntimeError as error:
+                if "CUDA error" in str(error):
+                    raise
+                wrong.append(f"{label}: {type(error).__name__}: {str(error)[:200]}")
+        wrong += flags(compressor)
+    wrong += across(compressor)
+    return {"form": "fused" if fused(compressor) else "plain", "inputs": compared, "wrong": wrong}
+
+
+def large(_: None, name: str, options: dict[str, Any], n: int) -> Row:
+    """Compare one build on a large tensor, a view that is not aligned."""
+    choose_forms()
+    compressor = build(name, **options)
+    x = torch.randn(n + 1, generator=generator(5, DEVICE), device=DEVICE)[1:]
+    wrong = differences(compressor, f"{n:,}", x)
+    peak = torch.cuda.max_memory_allocated() / 1e9 if DEVICE == "cuda" else None
+    return {"wrong": wrong, "peak_gb": peak}
+
+
+def sanitized() -> int:
+    """A few builds in this process, for compute-sanitizer."""
+    choose_forms()
+    failed = False
+    for name, options in SANITIZED:
+        compressor = build(name, **options)
+        for label, x in (("5003", torch.randn(5003)), ("4096 from 1", torch.randn(4097)[1:])):
+            wrong = differences(compressor, label, x.to(DEVICE))
+            print(title(name, options), label, wrong or "ok", flush=True)
+            failed |= bool(wrong)
+    return int(failed)
+
+
+def sanitizer(part: Part) -> None:
+    """Run `sanitized` under compute-sanitizer, where it is installed."""
+    found = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    if found is None or DEVICE == "cpu":
+        print("compute-sanitizer: not found", flush=True)
+        return
+
+    def work() -> Row:
+        command = [found, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-m", "gpu.kernels"]
+        try:
+            done = subprocess.run([*command, "--sanitized"], capture_output=True, text=True, timeout=60, check=False)
+        except subprocess.TimeoutExpired:
+            return {"outcome": "took more than 60 s"}
+        tail = (done.stdout + done.stderr)[-1500:]
+        return {"outcome": "ok"} if done.returncode == 0 else {"wrong": [f"exit code {done.returncode}: {tail}"]}
+
+    part.measure("compute-sanitizer", work)
+
+
+def builds() -> list[tuple[str, dict[str, Any]]]:
+    """What is compared, slow ones first."""
+    if SMALL:
+        few = [(name, options) for name, options in METHODS if not options]
+        return [*few, ("topk+int8", {}), ("threshold+onebit", {}), ("randomk+natural", {})]
+    return [*CHAINS, *METHODS]
+
+
+def main() -> int:
+    """Compare everything."""
+    if "--sanitized" in sys.argv:
+        return sanitized()
+    part = Part("kernels", 120)
+    jobs = {title(*one): (check, *one) for one in builds() if part.row(title(*one)) is None}
+    workers = 2 if DEVICE == "cpu" else min(10, os.cpu_count() or 1)
+    for name, found in each(jobs, workers, 100, lambda: part.left):
+        part.record(name, {"error": str(found)} if isinstance(found, Failed) else found)
+    for name in jobs:
+        if not any(row["name"] == name for row in part.rows):
+            part.skip(name)
+    n = 100_003 if SMALL else LARGE
+    many = [
+        (f"{title(*one)}, {n:,} elements", (large, *one, n)) for one in (LARGE_BUILDS[:2] if SMALL else LARGE_BUILDS)
+    ]
+    jobs = {name: job for name, job in many if part.row(name) is None}
+    for name, found in each(jobs, 1, 40, lambda: part.left):
+        part.record(name, {"error": str(found)} if isinstance(found, Failed) else found)
+    for name in jobs:
+        if not any(row["name"] == name for row in part.rows):
+            part.skip(name)
+    sanitizer(part)
+    right = sum(not row.get("wrong") and "error" not in row for row in part.rows)
+    print(f"\n{right} of {len(part.rows)} as the plain forms have it")
+    return part.finish()
+
+
+if __name__ == "__main__":
+    run(main)

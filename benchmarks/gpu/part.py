@@ -1,0 +1,160 @@
+"""A part of the GPU check: its rows, its targets and its time, written to a JSON file after every row."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+DEVICE = os.environ.get("DEVICE", "cuda")
+SMALL = os.environ.get("SIZE") == "small"
+OUT = Path(os.environ.get("OUT", "results/gpu"))
+Row = dict[str, Any]
+
+
+class Part:
+    """Runs pieces of work one after another; one that fails is recorded, and the others run all the same.
+
+    Args:
+        name: The part's name, also that of its files.
+        seconds: No piece starts later than this. The variable LIMIT replaces it.
+
+    A file of an earlier call that did not finish is continued: what it holds without an error is not repeated.
+    """
+
+    def __init__(self, name: str, seconds: float) -> None:
+        self.name, self.began = name, time.monotonic()
+        self.seconds = float(os.environ.get("LIMIT") or seconds)
+        self.file = OUT / f"{name}.json"
+        self.rows: list[Row] = []
+        self.targets: list[Row] = []
+        self.skipped: list[str] = []
+        OUT.mkdir(parents=True, exist_ok=True)
+        if self.file.exists() and not os.environ.get("FRESH"):
+            before = json.loads(self.file.read_text())
+            self.rows = [row for row in before["rows"] if "error" not in row]
+
+    @property
+    def left(self) -> float:
+        """Seconds that are left."""
+        return self.seconds - (time.monotonic() - self.began)
+
+    def row(self, name: str) -> Row | None:
+        """What is known of a piece of work, if it succeeded."""
+        return next((row for row in self.rows if row["name"] == name and "error" not in row), None)
+
+    def measure(self, name: str, work: Callable[[], Row], *, optional: bool = False) -> Row | None:
+        """Do a piece of work; its row, or None if it failed or there was no time for it.
+
+        A failure of ``optional`` work, such as what PyTorch itself may refuse, is noted and is no failure of the part.
+        """
+        if (known := self.row(name)) is not None:
+            return known
+        if self.left <= 0:
+            self.skip(name)
+            return None
+        began = time.monotonic()
+        try:
+            found = work()
+        except Exception as error:
+            found = {"note" if optional else "error": told(error)}
+        return self.record(name, found | {"took_s": round(time.monotonic() - began, 2)})
+
+    def record(self, name: str, found: Row) -> Row | None:
+        """Add a row, print it and write the file."""
+        row = {"name": name, **found}
+        self.rows.append(row)
+        print(f"{name}: " + ", ".join(f"{key} {short(value)}" for key, value in found.items()), flush=True)
+        self.write(finished=False)
+        return None if {"error", "note"} & row.keys() else row
+
+    def skip(self, name: str) -> None:
+        """Note that there was no time for a piece of work."""
+        self.skipped.append(name)
+        print(f"{name}: no time left", flush=True)
+
+    def target(self, name: str, value: float | None, limit: float, *, at_least: bool = False) -> None:
+        """Hold a value against its target; None is missed."""
+        met = value is not None and (value >= limit if at_least else value <= limit)
+        self.targets.append({"name": name, "value": value, "limit": limit, "at_least": at_least, "met": met})
+
+    def write(self, finished: bool) -> None:
+        """Write the file."""
+        found = {
+            "part": self.name,
+            "device": DEVICE,
+            "small": SMALL,
+            "finished": finished,
+            "took_s": round(time.monotonic() - self.began, 1),
+            "failed": [row["name"] for row in self.rows if "error" in row or row.get("wrong")],
+            "skipped": self.skipped,
+            "targets": self.targets,
+            "rows": self.rows,
+        }
+        whole = self.file.with_suffix(".part")
+        whole.write_text(json.dumps(found, indent=1, default=str))
+        whole.replace(self.file)
+
+    def finish(self, columns: list[str] | None = None) -> int:
+        """Print the tables and write the file for the last time; the exit code, 1 if anything failed."""
+        good = [row for row in self.rows if "error" not in row]
+        rows = [{key: short(row[key]) for key in ["name", *(columns or [])] if key in row} for row in good]
+        if rows := [row for row in rows if len(row) > 1]:
+            print("\n" + table(rows))
+        if self.targets:
+            print("\n" + table([verdict(target) for target in self.targets]))
+        failed = [row for row in self.rows if "error" in row or row.get("wrong")]
+        for row in failed:
+            print(f"\nFAILED {row['name']}: {row.get('error') or row['wrong']}")
+        self.write(finished=not self.skipped)
+        return 1 if failed else 0
+
+
+def verdict(target: Row) -> dict[str, str]:
+    """A target as a line of a table."""
+    sign = "≥" if target["at_least"] else "≤"
+    met = "met" if target["met"] else "missed"
+    return {"target": target["name"], "value": short(target["value"]), "limit": f"{sign} {target['limit']:g}", "": met}
+
+
+def told(error: BaseException) -> str:
+    """An error in a few lines: its kind and message, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)[-4:]
+    where = " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames))
+    return f"{type(error).__name__}: {str(error)[:600]} [{where}]"
+
+
+def short(value: Any) -> str:
+    """A value for a table."""
+    if isinstance(value, float):
+        return f"{value:,.3f}" if abs(value) < 1000 else f"{value:,.0f}"
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return f"{len(value)} lines"
+    if isinstance(value, list):
+        return f"[{', '.join(short(one) for one in value[:6])}{', ...' if len(value) > 6 else ''}]"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {short(one)}" for key, one in value.items())
+    return str(value)
+
+
+def table(rows: list[dict[str, str]]) -> str:
+    """Rows as a Markdown table; a cell that a row lacks is empty."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    cells = [columns, *([row.get(column, "") for column in columns] for row in rows)]
+    widths = [max(len(line[at]) for line in cells) for at in range(len(columns))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in cells
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def run(main: Callable[[], int]) -> None:
+    """Exit with the code of a part's main function."""
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.exit(main())
