@@ -74,6 +74,11 @@ def test_every_strategy_is_checked(world, strategy, fault):
         )
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_alone_agrees_with_itself(world, strategy):
+    assert world(1).run(trained, strategy, "none", 1) == [[None] * 4]
+
+
 @pytest.mark.parametrize("strategy", REPLICAS)
 def test_the_first_tensor_that_differs_is_named(world, strategy):
     results = world(3).run(trained, strategy, "parameter", 2)

@@ -123,8 +123,7 @@ def replicated(model: nn.Module, optimizer: Optimizer | None, drifting: bool = F
     once, so it is not compared; a diverged rank may still show in the optimizer, for example by a skipped step.
     """
     strategy = strategy_of(model)
-    whole = strategy.kind == "all_reduce" or dist.get_world_size(strategy.group) == 1
-    if whole and not drifting:
+    if strategy.kind == "all_reduce" and not drifting:
         yield from named_parameters(model)
     for name, buffer in model.named_buffers():
         yield unwrapped(name), buffer
