@@ -1,0 +1,306 @@
+"""Strategies on the GPU: ``python -m gpu.strategies``.
+
+Steps of `tiny` on a made-up corpus through the package's own training loop, each strategy with each compressor: one rank on
+NCCL, two ranks on gloo that share the GPU, and the same on the CPU. Losses are held against the CPU's, counted bytes
+against the closed form, memory against the prediction. The reductions run once more by themselves, where any wait of the
+host for the GPU is an error.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from gpu.part import DEVICE, OUT, SMALL, Part, Row, run
+from gpu.workers import Ranks, group
+
+import torch
+import transformers.models.gpt2.modeling_gpt2  # noqa: F401  imported before the ranks are forked
+
+from gradwire.collectives import Layout, Reducer
+from gradwire.collectives.world import World
+from gradwire.compressors import build
+from gradwire.config import Cell, Training
+from gradwire.data.shards import Shards
+from gradwire.files import write_json
+from gradwire.measurement.cost_model import peak_memory
+from gradwire.models import gpt2
+from gradwire.training import loop
+from gradwire.training.preemption import Preemption
+from gradwire.training.settings import Settings
+
+STRATEGIES = ("naive", "bucket", "ddp", "fsdp1", "fsdp2")
+REPLICAS = ("naive", "bucket", "ddp")
+CELLS: dict[str, dict[str, Any]] = {
+    "none": {"method": "none"},
+    "none, hooked": {"method": "none", "algorithm": "exchange"},
+    "int8": {"method": "int8"},
+    "topk-ef": {"method": "topk", "density": 0.05, "error_feedback": True},
+    "powersgd": {"method": "powersgd", "rank": 4, "error_feedback": True},
+    "onebit_adam": {"method": "onebit", "comm_optimizer": "onebit_adam", "dense_steps": 3},
+}
+TOLERANCE = {"none": 1e-4, "none, hooked": 1e-4, "int8": 1e-3, "powersgd": 2e-2}  # relative; else OTHERS
+OTHERS = 5e-3
+STEPS, PROFILED = 6, 2
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::item", "aten::nonzero")
+WORDS = "gradient rank wire tensor shard token byte sum mean row column scale sign step bucket ring".split()
+
+
+def corpus(folder: Path) -> Path:
+    """Shards of made-up documents."""
+    from gradwire.data.tokenization import tokenize
+
+    draw = random.Random(0)
+    documents = [
+        {"id": f"made/{n}", "title": f"{n}", "text": " ".join(draw.choices(WORDS, k=draw.randint(40, 90)))}
+        for n in range(160)
+    ]
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    write_json(folder / "corpus.json", documents)
+    tokenize(
+        folder / "corpus.json",
+        folder,
+        tokenizer="bpe",
+        vocab_size=320,
+        max_length=64,
+        shard_size=64,
+        val_fraction=0.1,
+        dataset="made up",
+    )
+    return folder / "shards"
+
+
+def settings(
+    shards: Path, folder: Path, strategy: str, cell: dict[str, Any], device: str, model: str, training: dict[str, Any]
+) -> Settings:
+    """The settings of a run."""
+    return Settings(
+        training=Training(device=device, **training),  # type: ignore[arg-type]
+        cell=Cell.parse("cell", cell),
+        strategy=strategy,  # type: ignore[arg-type]
+        model=model,
+        seed=0,
+        data_path=shards,
+        output_dir=folder,
+        resume=False,
+        verify_sync=2,
+    )
+
+
+def trained(
+    world: World,
+    shards: Path,
+    folder: Path,
+    strategy: str,
+    cell: dict[str, Any],
+    model: str = "tiny",
+    training: dict[str, Any] | None = None,
+) -> Row:
+    """Train; this rank's losses, bytes and peak memory."""
+    loop.tensorboard = lambda *_: nullcontext(lambda row: None)  # type: ignore[assignment]  # it may not be installed
+    device = world.device.type
+    given: dict[str, Any] = {"batch_size": 4, "steps": STEPS, "warmup_steps": 1, "evaluate": False, "eval_every": 0}
+    given |= {"profile": device == "cuda", "profile_steps": PROFILED} | (training or {})
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    run_settings = settings(shards, folder, strategy, cell, device, model, given)
+    splits = Shards(shards, "train"), Shards(shards, "val")
+    _, _, outcome = loop.train(run_settings, splits, world, "gpu-check", Preemption())
+    found: Row = {
+        "losses": [row["loss"] for row in outcome.rows],
+        "sent": [row["bytes_sent"] for row in outcome.rows],
+        "closed_form": [row.get("bytes_closed_form") for row in outcome.rows],
+        "step_ms": [row["step_ms"] for row in outcome.rows if not row["warmup"] and not row["profiled"]],
+        "numel": outcome.numel,
+        "peak_bytes": int(outcome.memory.gb()[0] * 1e9),
+        "diverged": outcome.diverged,
+        "val_loss": outcome.quality.loss if outcome.quality else None,
+    }
+    trace = folder / "profiler" / f"rank{world.rank}.pt.trace.json.gz"
+    if trace.exists():
+        found["waits"] = waits(trace)
+    return found
+
+
+def waits(trace: Path) -> dict[str, int]:
+    """How often the host waited for the GPU within the package's ranges, by range and call."""
+    with gzip.open(trace, "rt") as file:
+        events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
+    ranges = [e for e in events if e["name"].startswith("gradwire/") and e.get("cat") == "user_annotation"]
+    found: dict[str, int] = {}
+    for event in events:
+        if event["name"] not in WAITS:
+            continue
+        for span in ranges:
+            inside = span["ts"] <= event["ts"] <= span["ts"] + span["dur"]
+            if inside and span["tid"] == event["tid"] and span["name"] != "gradwire/step":
+                key = f"{span['name']} {event['name']}"
+                found[key] = found.get(key, 0) + 1
+    return found
+
+
+def reduced(world: World, cell: dict[str, Any], kind: str) -> Row:
+    """A reduction of the gradients of `tiny` by itself, also with one rank; any wait of the host is an error."""
+    parsed = Cell.parse("cell", cell)
+    options = {name: getattr(parsed.reduction, name) for name in parsed.reduction.model_fields_set}
+    reducer = Reducer(build(parsed.method, **parsed.options), **options)
+    shapes = [(name, tuple(p.shape)) for name, p in gpt2.build("tiny", 320, 64, 0).named_parameters()]
+    layout = Layout.dim0(shapes, world.world_size)
+    numel = sum(piece.numel for piece in layout.pieces)
+    reducer.prepare(kind, numel)  # type: ignore[arg-type]
+    flat = torch.randn(layout.numel, generator=torch.Generator().manual_seed(world.rank)).to(world.device)
+    reduction = getattr(reducer._reduction, kind)  # a Reducer of one rank is the identity
+    for _ in range(2):
+        result = reduction(flat.clone(), layout)
+    found: Row = {"algorithm": reducer.algorithm, "finite": bool(result.isfinite().all())}
+    if world.device.type == "cpu":
+        return found
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        given = flat.clone()
+        reduction(given, layout)
+        found["host_waits"] = "none"
+    except RuntimeError as error:
+        found["host_waits"] = str(error)[:300]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()  # type: ignore[no-untyped-call]
+    for _ in range(5):
+        reduction(flat, layout)
+    end.record()  # type: ignore[no-untyped-call]
+    end.synchronize()
+    return found | {"ms": begin.elapsed_time(end) / 5}
+
+
+def compared(part: Part, name: str, label: str, here: list[Row], there: list[Row] | None) -> None:
+    """Record a cell: what the ranks measured on the device, and how it differs from the CPU's ranks."""
+    wrong = []
+    losses = [rank["losses"] for rank in here]
+    apart = None
+    if there is None:
+        wrong.append("no losses of the CPU to compare with")
+    else:
+        apart = max(abs(a - b) / abs(b) for a, b in zip(losses[0], there[0]["losses"], strict=True))
+        if not apart <= TOLERANCE.get(label, OTHERS):
+            wrong.append(f"losses {losses[0]} are not the CPU's {there[0]['losses']}")
+        if sent_bytes(here) != sent_bytes(there):
+            wrong.append(f"bytes {sent_bytes(here)} are not the CPU's {sent_bytes(there)}")
+    if any(other != losses[0] for other in losses):
+        wrong.append("ranks report different losses")
+    if any(rank["diverged"] for rank in here):
+        wrong.append(f"diverged: {here[0]['diverged']}")
+    counted = sent_bytes(here)
+    closed = here[0]["closed_form"]
+    for step, (bytes_, form) in enumerate(zip(counted, closed, strict=True)):
+        if bytes_ is not None and form is not None and bytes_ != form:
+            wrong.append(f"step {step} sent {bytes_} bytes, the closed form is {form}")
+    codec_waits = {key: n for rank in here for key, n in rank.get("waits", {}).items() if "/codec/" in key}
+    if codec_waits:
+        wrong.append(f"the host waits inside the codec: {codec_waits}")
+    part.record(
+        name,
+        {
+            "loss": losses[0][-1],
+            "apart": apart,
+            "bytes_per_step": counted[-1],
+            "closed_form": closed[-1],
+            "step_ms": min(here[0]["step_ms"], default=None),
+            "peak_mb": max(rank["peak_bytes"] for rank in here) / 1e6,
+            "numel": here[0]["numel"],
+            "waits": here[0].get("waits", {}),
+            "wrong": wrong,
+        },
+    )
+
+
+def sent_bytes(ranks: list[Row]) -> list[int | None]:
+    """Bytes of each step over all ranks; None without a reducer."""
+    steps = zip(*(rank["sent"] for rank in ranks), strict=True)
+    return [None if None in each else sum(each) for each in steps]
+
+
+def memory(part: Part) -> None:
+    """Hold the peak of two ranks against what the peak of one predicts."""
+    for strategy in STRATEGIES:
+        one, two = (part.row(f"{strategy}, none, W = {world}") for world in (1, 2))
+        if one is None or two is None or DEVICE == "cpu":
+            continue
+        sharded = one["numel"] if strategy.startswith("fsdp") else 0
+        predicted = peak_memory(1e6 * one["peak_mb"], sharded, 1, 2) / 1e6
+        found = {"predicted_mb": predicted, "measured_mb": two["peak_mb"], "ratio": predicted / two["peak_mb"]}
+        wrong = [] if 0.7 < found["ratio"] < 1.3 else ["prediction and measurement are more than 30 % apart"]
+        part.measure(f"memory, {strategy}", lambda found=found, wrong=wrong: {**found, "wrong": wrong})
+
+
+def main() -> int:
+    """Run all cells on both world sizes."""
+    part = Part("strategies", 130)
+    shards = corpus(OUT / "made-up")
+    gpus = torch.cuda.device_count() if DEVICE == "cuda" else 0
+    worlds = [1, 2, *([gpus] if gpus > 2 else [])]
+    strategies = ("ddp", "fsdp2") if SMALL else STRATEGIES
+    labels = ("none", "int8", "onebit_adam") if SMALL else tuple(CELLS)
+    for world in sorted(worlds, reverse=True):
+        backend = "auto"  # NCCL with a GPU for each rank, gloo where they share one
+        here = Ranks(lambda world=world, backend=backend: group(world, backend, DEVICE))
+        there = Ranks(lambda world=world: group(world, "gloo", "cpu"))
+        for strategy in strategies:
+            for label in labels:
+                if label == "onebit_adam" and strategy not in REPLICAS:
+                    continue
+                name = f"{strategy}, {label}, W = {world}"
+                if part.row(name) is not None:
+                    continue
+                if part.left <= 0:
+                    part.skip(name)
+                    continue
+                one(part, name, label, here, there, shards, strategy)
+        for label in labels:
+            if label in ("none", "onebit_adam"):
+                continue
+            for kind in ("all_reduce", "reduce_scatter"):
+                name = f"{label} alone, {kind}, W = {world}"
+
+                def alone(label: str = label, kind: str = kind, here: Ranks = here) -> Row:
+                    found = here.run(40, reduced, CELLS[label], kind)[0]
+                    waited = found.get("host_waits", "none") != "none"
+                    return found | {"wrong": [f"the host waits: {found['host_waits']}"] if waited else []}
+
+                part.measure(name, alone)
+        here.end()
+        there.end()
+    memory(part)
+    return part.finish(
+        ["loss", "apart", "bytes_per_step", "closed_form", "step_ms", "peak_mb", "ms", "host_waits", "ratio"]
+    )
+
+
+def one(part: Part, name: str, label: str, here: Ranks, there: Ranks, shards: Path, strategy: str) -> None:
+    """Train one cell on the CPU and on the device."""
+    folder = OUT / "runs" / name.replace(", ", "-").replace(" ", "")
+    seconds = 60.0
+    try:
+        expected = there.run(seconds, trained, shards, folder / "cpu", strategy, CELLS[label])
+    except Exception as error:
+        print(f"{name}: on the CPU: {error}", flush=True)
+        expected = None
+    try:
+        found = here.run(seconds, trained, shards, folder / "device", strategy, CELLS[label])
+    except Exception as error:
+        part.record(name, {"error": str(error)})
+    else:
+        compared(part, name, label, found, expected)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    run(main)
