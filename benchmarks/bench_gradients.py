@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tabulate import tabulate
 
 from gradwire.data.batches import collate
 from gradwire.data.shards import Sample
@@ -90,9 +89,16 @@ def spread(ratios: np.ndarray) -> str:
     return f"{np.median(ratios):.2f} [{low:.2f}, {high:.2f}]"
 
 
-def methods(args: argparse.Namespace) -> None:
-    data = samples(args.samples, args.length, args.vocabulary)
-    jobs: dict[str, Callable[[], Any]] = {}
+def show(rows: Sequence[Sequence[Any]], headers: Sequence[str]) -> None:
+    from tabulate import tabulate  # not above: benchmarks/gpu imports this module, also where it is not installed
+
+    print(tabulate(rows, headers, tablefmt="pipe"))
+
+
+PLAIN = "forward + backward, no rows"
+
+
+def plain_passes(args: argparse.Namespace, data: Samples) -> Callable[[], None]:
     plain = gpt2.build(args.model, args.vocabulary, args.length, seed=0).to(args.device)
     batches = [
         collate(data[first : first + args.batch_size], 0, args.batch_size).to(args.device)
@@ -105,13 +111,22 @@ def methods(args: argparse.Namespace) -> None:
             sample_losses(logits, batch.labels, "mean").sum().backward()
             plain.zero_grad(set_to_none=True)
 
-    jobs["forward + backward, no rows"] = forward_backward
+    return forward_backward
+
+
+def rows_by(args: argparse.Namespace, data: Samples, method: str, projection: str) -> Callable[[], Any]:
+    made = maker(args, method, projection, 1 if method == "loop" else args.batch_size)
+    return lambda: made.blocks(data, range(args.samples))
+
+
+def methods(args: argparse.Namespace) -> None:
+    data = samples(args.samples, args.length, args.vocabulary)
+    jobs: dict[str, Callable[[], Any]] = {PLAIN: plain_passes(args, data)}
     for projection in args.projections:
         for method in ("loop", "vmap", "hooks"):
-            made = maker(args, method, projection, 1 if method == "loop" else args.batch_size)
-            jobs[f"{projection}, {method}"] = lambda made=made: made.blocks(data, range(args.samples))
+            jobs[f"{projection}, {method}"] = rows_by(args, data, method, projection)
     seconds = interleaved(args.device, jobs, args.rounds)
-    base = seconds["forward + backward, no rows"]
+    base = seconds[PLAIN]
     table = []
     for name, of in seconds.items():
         projection = name.partition(",")[0]
@@ -124,7 +139,7 @@ def methods(args: argparse.Namespace) -> None:
                 spread(base / of),
             ]
         )
-    print(tabulate(table, ["rows", "samples/s", "× the loop", "× forward + backward"], tablefmt="pipe"))
+    show(table, ["rows", "samples/s", "× the loop", "× forward + backward"])
 
 
 def memory(args: argparse.Namespace) -> None:
@@ -136,7 +151,7 @@ def memory(args: argparse.Namespace) -> None:
             for name in ("model", "device", "samples", "batch_size", "dim", "length", "vocabulary"):
                 words += [f"--{name}", str(getattr(args, name))]
             table.append([f"{projection}, {method}", subprocess.check_output(words, text=True).strip()])
-    print(tabulate(table, ["rows", "MB above the model"], tablefmt="pipe"))
+    show(table, ["rows", "MB above the model"])
 
 
 def one(args: argparse.Namespace) -> None:
@@ -150,13 +165,16 @@ def one(args: argparse.Namespace) -> None:
         print(f"{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3:,.0f}")
 
 
-def project(args: argparse.Namespace) -> None:
-    """Each projection of a stack of gradients, against reading it once and against the dense matrix product."""
+READ, PRODUCT = "read once (sum)", "matrix product alone"
+
+
+def projection_jobs(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Callable[[], Any]]:
+    """Each projection of a stack of gradients, reading it once, and the dense matrix product."""
     numel, height = args.numel, args.batch_size
     stack = torch.randn(height, numel, device=args.device)
     shapes = {"w": (numel // 512, 512)}
-    jobs: dict[str, Callable[[], Any]] = {"read once (sum)": lambda: stack.sum()}
-    for name in ("sjlt", "srht", "factored", "rademacher", "normal"):
+    jobs: dict[str, Callable[[], Any]] = {READ: lambda: stack.sum()}
+    for name in names:
         projector = projections.build(name, shapes, 0)
         jobs[name] = lambda projector=projector: projector.project(stack, [args.dim])
     tile = torch.randn(max(1, projections.dense.TILE // args.dim), args.dim, device=args.device)
@@ -165,14 +183,19 @@ def project(args: argparse.Namespace) -> None:
         for first in range(0, numel - len(tile) + 1, len(tile)):
             stack[:, first : first + len(tile)] @ tile
 
-    jobs["matrix product alone"] = product
+    return jobs | {PRODUCT: product}
+
+
+def project(args: argparse.Namespace) -> None:
+    """Each projection of a stack of gradients, against reading it once and against the dense matrix product."""
+    jobs = projection_jobs(args, ("sjlt", "srht", "factored", "rademacher", "normal"))
     seconds = interleaved(args.device, jobs, args.rounds)
-    read, floor = seconds["read once (sum)"], seconds["matrix product alone"]
+    read, floor = seconds[READ], seconds[PRODUCT]
     table = [
         [name, f"{1e3 * np.median(of):,.1f}", spread(of / read), spread(of / floor)] for name, of in seconds.items()
     ]
-    print(f"{height} gradients of {numel:,} entries to {args.dim} columns, {args.device}\n")
-    print(tabulate(table, ["", "ms", "× reading", "× matrix product"], tablefmt="pipe"))
+    print(f"{args.batch_size} gradients of {args.numel:,} entries to {args.dim} columns, {args.device}\n")
+    show(table, ["", "ms", "× reading", "× matrix product"])
 
 
 def ranks(args: argparse.Namespace) -> None:

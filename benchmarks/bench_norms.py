@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_gradients import interleaved, samples, spread
-from tabulate import tabulate
+from bench_gradients import interleaved, samples, show, spread
 
 from gradwire.collectives.world import World
 from gradwire.config import Training
@@ -43,19 +42,22 @@ def forward(model: torch.nn.Module, batch: Batch) -> None:
     sample_losses(model(batch.input_ids, use_cache=False).logits, batch.labels, "mean").sum()
 
 
-def passes(args: argparse.Namespace) -> None:
-    """A norm pass against a plain forward and backward pass of the same batch, and against the loop over samples."""
+def pass_jobs(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
     model, batch = made(args)
-    jobs: dict[str, Callable[[], Any]] = {
+    return {
         "forward": lambda: forward(model, batch),
         "forward + backward": lambda: plain(model, batch),
         "norms": lambda: norms.norms(model, batch),
         "norms, by the loop": lambda: loop.gradients(model, batch, "mean"),
     }
-    seconds = interleaved(args.device, jobs, args.rounds)
+
+
+def passes(args: argparse.Namespace) -> None:
+    """A norm pass against a plain forward and backward pass of the same batch, and against the loop over samples."""
+    seconds = interleaved(args.device, pass_jobs(args), args.rounds)
     whole, first = seconds["forward + backward"], seconds["forward"]
     table = [[name, f"{1e3 * np.median(of):,.0f}", spread(of / whole)] for name, of in seconds.items()]
-    print(tabulate(table, ["", "ms", "× forward + backward"], tablefmt="pipe"))
+    show(table, ["", "ms", "× forward + backward"])
     print(
         f"\nnorms without their forward pass, × plain backward: {spread((seconds['norms'] - first) / (whole - first))}"
     )
@@ -113,7 +115,7 @@ def private(args: argparse.Namespace) -> None:
     jobs = {"plain": lambda: plain(model, batch), "clipped": step(0.0), "clipped, with noise": step(1.0)}
     seconds = interleaved(args.device, jobs, args.rounds)
     table = [[name, f"{1e3 * np.median(of):,.0f}", spread(of / seconds["plain"])] for name, of in seconds.items()]
-    print(tabulate(table, ["passes of a step", "ms", "× plain"], tablefmt="pipe"))
+    show(table, ["passes of a step", "ms", "× plain"])
 
 
 def main() -> None:

@@ -1,74 +1,51 @@
 #!/usr/bin/env bash
-# On a machine with a GPU, from anywhere, nothing installed: the CUDA forms against the plain ones, then the benchmark.
+# On a machine with a GPU, from anywhere, nothing installed: everything that claims CUDA, checked and timed.
 #
-#   benchmarks/gpu.sh [FILE.json]      PYTHON=python3 by default; further packages may be on PYTHONPATH
+#   benchmarks/gpu.sh [PART ...]     kernels codecs strategies model gradients (9 minutes together), quality (8 minutes)
 #
-# Needs torch, triton, numba, numpy and pydantic. With pytest, scipy and hypothesis the check is that of the tests, with
-# tabulate there is a table. Under 10 minutes. DEVICE=cpu tries the script itself where there is no GPU.
+#   PYTHON=python3                   with torch, triton, transformers, numba, numpy, pydantic, perhaps through PYTHONPATH
+#   OUT=results/gpu                  a table and a JSON of each part; environment.json; summary.md
+#   DEVICE=cpu SIZE=small            tries the whole script where there is no GPU
+#   FRESH=1                          repeats what is finished; else a finished part is skipped and an unfinished one goes on
+#   LIMIT=SECONDS                    of each part, in place of its own
+#   TOTAL=SECONDS                    of all parts: the last ones get what is left
+#
+# A part that fails or hangs does not stop the others. Exit code 0: all that ran is right (a missed target of speed is
+# reported, and no failure); 1: something is wrong or unfinished; 2: nothing can run here.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+export DEVICE=${DEVICE:-cuda} OUT=${OUT:-results/gpu} PYTHONUNBUFFERED=1
+export PYTHONPATH=src:benchmarks:tests/compressors${PYTHONPATH:+:$PYTHONPATH}
+export PYTORCH_NVML_BASED_CUDA_CHECK=1 # asking for GPUs must not keep processes that are forked later from using them
+export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo} # all ranks are here
 python=${PYTHON:-python3}
-device=${DEVICE:-cuda}
-json=${1:-compressors-$device.json}
-export PYTHONPATH=src${PYTHONPATH:+:$PYTHONPATH}
-
-has() { "$python" -c 'import importlib.util as u, sys; sys.exit(any(u.find_spec(n) is None for n in sys.argv[1:]))' "$@"; }
-
-for package in torch triton numba numpy pydantic; do
-    has "$package" || { echo "gpu.sh: $python has no $package; put it on PYTHONPATH" >&2; exit 2; }
+declare -A limits=([kernels]=90 [codecs]=110 [strategies]=110 [model]=80 [gradients]=75 [quality]=420)
+parts=("$@")
+[ ${#parts[@]} -gt 0 ] || parts=(kernels codecs strategies model gradients quality)
+for part in "${parts[@]}"; do
+    [ -n "${limits[$part]:-}" ] || { echo "gpu.sh: no part $part; there are: ${!limits[*]}" >&2; exit 2; }
 done
-command -v nvidia-smi >/dev/null && nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
-"$python" -c 'import torch, triton; print("torch", torch.__version__, "triton", triton.__version__)'
 
-echo "== the fused forms have the plain forms' bytes"
-if has pytest scipy hypothesis; then
-    timeout 270 "$python" -m pytest tests/compressors/test_kernels.py tests/collectives/test_meter.py -q -p no:cacheprovider
-else
-    timeout 270 "$python" - "$device" <<'CHECK'
-"""Without pytest and what the tests stand on: the same comparison for every line of the benchmark."""
+mkdir -p "$OUT"
+timeout 120 "$python" -m gpu.environment || exit 2
 
-import sys
+for part in "${parts[@]}"; do
+    if [ -z "${FRESH:-}" ] && grep -q '"finished": true' "$OUT/$part.json" 2>/dev/null; then
+        echo "== $part: finished before (FRESH=1 repeats it)"
+        continue
+    fi
+    echo "== $part"
+    seconds=${LIMIT:-${limits[$part]}}
+    left=$((${TOTAL:-100000} - SECONDS - 30))
+    [ "$seconds" -le "$left" ] || seconds=$left
+    [ "$seconds" -gt 15 ] || { echo "== $part: no time left"; continue; }
+    # The part ends by its own clock; the timeout is for what hangs.
+    LIMIT=$seconds timeout --kill-after=5 $((seconds + 40)) "$python" -m "gpu.$part" 2>&1 | tee "$OUT/$part.log"
+    code=${PIPESTATUS[0]}
+    [ "$code" = 0 ] || echo "== $part: exit code $code"
+done
 
-import torch
-
-from gradwire.compressors.bench_cases import cases
-
-device = sys.argv[1]
-failed = 0
-
-
-def generator():
-    return torch.Generator(device).manual_seed(3)
-
-
-for case in [case for case in cases() if case.own]:
-    problems = []
-    for shape in (0, 1, 257, 5003, (64, 129)):
-        try:
-            form = (shape,) if isinstance(shape, int) else shape
-            x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(device)
-            wire = case.codec.encode(x, generator=generator())
-            if not torch.equal(wire, case.codec.to_wire(x, generator())):
-                problems.append(f"encode differs at {shape}")
-            if not torch.equal(case.codec.decode(wire, shape).view(-1), case.codec.from_wire(wire, form).view(-1)):
-                problems.append(f"decode differs at {shape}")
-            if x.numel() > 1:
-                x.view(-1)[x.numel() // 2] = float("nan")
-                flag = torch.zeros(1, dtype=torch.uint8, device=device)
-                case.codec.encode(x, generator=generator(), flag=flag)
-                if not flag.item():
-                    problems.append(f"NaN is not flagged at {shape}")
-        except Exception as error:
-            problems.append(f"{shape}: {type(error).__name__}: {str(error)[:300]}")
-    failed += bool(problems)
-    print(case.name, case.options or "", case.form(torch.device(device)), "; ".join(problems) or "ok", flush=True)
-sys.exit(bool(failed))
-CHECK
-fi
-checked=$?
-
-echo "== the benchmark"
-timeout 300 "$python" -m gradwire bench compressors --device "$device" --json "$json" ${NUMEL:+--numel "$NUMEL"}
-timed=$?
-echo "gpu.sh: check $checked, benchmark $timed (0 is good); results in $json"
-exit $((checked || timed))
+echo "== summary"
+"$python" -m gpu.summary "${parts[@]}" | tee "$OUT/summary.md"
+exit "${PIPESTATUS[0]}"

@@ -1,7 +1,7 @@
 """Encoding and decoding against the memory's speed: ``python -m gpu.codecs``.
 
-`gradwire bench compressors` at three sizes, with the plain forms of some methods under ``torch.compile`` beside them; and
-the 28 tensors of the model `tiny`, where launches and the host's time count.
+`gradwire bench compressors` at three sizes, beside the plain forms of some methods under ``torch.compile``; and the 28
+tensors of the model `tiny`, where launches and the host's time count.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from gpu.part import DEVICE, SMALL, Part, Row, run
-from gpu.workers import Failed, Ranks, alone
+from gpu.workers import Ranks, alone
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # it forks as many processes otherwise
 
@@ -99,9 +99,6 @@ def timed(_: None, name: str, numel: int) -> Row:
         if record["error"]:
             lines.append(line | {"error": record["error"][:500]})
             continue
-        x = torch.randn(result["shape"], device=where)
-        flag, generator = torch.zeros(1, dtype=torch.uint8, device=where), torch.Generator(where).manual_seed(0)
-        wire = case.codec.encode(x, generator=generator, flag=flag)
         line |= {
             "form": record["form"],
             "encode_ms": median(record["encode_ms"]),
@@ -110,11 +107,22 @@ def timed(_: None, name: str, numel: int) -> Row:
             "decode_x_floor": record["decode_x_floor"],
             "bits": record["bits_per_element"],
             "peak_mb": (record["encode_peak_bytes"] or 0) / 1e6,
-            "launches": launches(lambda: case.codec.encode(x, generator=generator, flag=flag)),
-            "decode_launches": launches(lambda: case.codec.decode(wire, tuple(x.shape))),
-        }
+        } | launches_of(case, result["shape"])
         lines.append(line)
     return {"copy_gb_per_s": result["copy_bytes_per_s"] / 1e9, "lines": lines}
+
+
+def launches_of(case: Case, shape: list[int]) -> Row:
+    """Launches of a case's calls."""
+    if DEVICE == "cpu":
+        return {}
+    x, flag = torch.randn(shape, device=DEVICE), torch.zeros(1, dtype=torch.uint8, device=DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    wire = case.codec.encode(x, generator=generator, flag=flag)
+    return {
+        "launches": launches(lambda: case.codec.encode(x, generator=generator, flag=flag)),
+        "decode_launches": launches(lambda: case.codec.decode(wire, tuple(shape))),
+    }
 
 
 def launches(action: Callable[[], Any]) -> int | None:
@@ -186,13 +194,13 @@ def targets(part: Part) -> None:
 
 def main() -> int:
     """Time everything, the largest size first: it has the targets."""
-    part = Part("codecs", 150)
+    part = Part("codecs", 110)
     assert len(TINY) == 28
     worker = Ranks(lambda: [alone])
 
     def ask(name: str, seconds: float, task: Callable[..., Row], *arguments: Any) -> None:
         def work() -> Row:
-            return worker.run(min(seconds, max(10.0, part.left)), task, *arguments)[0]
+            return worker.run(part.at_most(seconds), task, *arguments)[0]
 
         part.measure(name, work, optional="torch" in name)
 

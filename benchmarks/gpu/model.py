@@ -1,22 +1,22 @@
 """Training steps of the 62M model at 1,024 tokens: ``python -m gpu.model``.
 
-Tokens per second, the share of the GPU's peak (MFU), memory, what a wrapped model costs beside the bare one, what encoding
-the gradient costs, and where the time goes by the trace.
+Tokens per second, the share of the GPU's peak (MFU), memory, what a wrapped model costs beside the bare one, what
+encoding the gradient costs, and where the time goes by the trace.
 """
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from statistics import median
 from typing import Any
 
-from gpu.part import DEVICE, SMALL, Part, Row, run
-from gpu.workers import Ranks, alone, group
-
 import torch
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401  imported before the ranks are forked
+from gpu.part import DEVICE, SMALL, Part, Row, run
+from gpu.workers import Ranks, alone, group
 from torch import Tensor, nn
 
 from gradwire import parallel
@@ -52,6 +52,10 @@ class Trainee:
     """A model, its optimizer and one batch."""
 
     def __init__(self, batch_size: int, world: World | None = None, **wrapping: Any) -> None:
+        gc.collect()  # what earlier work left
+        if DEVICE == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         model: nn.Module = gpt2.build(PRESET, VOCABULARY, LENGTH, seed=0).train().to(DEVICE)
         self.numel = sum(p.numel() for p in model.parameters())
         self.config = model.config
@@ -105,7 +109,7 @@ def milliseconds(action: Callable[[], Any], steps: int = STEPS, warmup: int = 2)
 
 def peaks(_: None) -> Row:
     """FLOPs per second of a large square product by precision, and the state of TF32."""
-    found: Row = {"tf32_by_default": torch.backends.cuda.matmul.allow_tf32, "name": name_of_gpu()}
+    found: Row = {"tf32_by_default": torch.backends.cuda.matmul.allow_tf32, "gpu": name_of_gpu()}
     for mode in ("bf16", "tf32", "fp32"):
         dtype = torch.bfloat16 if mode == "bf16" else torch.float32
         square = torch.randn(PRODUCT, PRODUCT, device=DEVICE, dtype=dtype)
@@ -122,9 +126,6 @@ def name_of_gpu() -> str:
 
 def bare(_: None, mode: str, batch_size: int, compiled: bool = False) -> Row:
     """Steps of the model without any wrapper."""
-    if DEVICE == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     trainee = Trainee(batch_size)
     if compiled:
         trainee.model.compile()
@@ -153,8 +154,6 @@ def largest(_: None, mode: str) -> Row:
         except torch.cuda.OutOfMemoryError:
             break
         fits, batch_size = batch_size, 2 * batch_size
-        if DEVICE == "cuda":
-            torch.cuda.empty_cache()
     return {"batch": fits}
 
 
@@ -208,7 +207,7 @@ def traced(world: World, strategy: str, mode: str, batch_size: int) -> Row:
 
 def main() -> int:
     """Measure everything."""
-    part = Part("model", 110)
+    part = Part("model", 80)
     single = Ranks(lambda: [alone])
     member = Ranks(lambda: group(1, "auto", DEVICE))
     pair = Ranks(lambda: group(2, "auto", DEVICE))
@@ -216,7 +215,7 @@ def main() -> int:
     def ask(
         name: str, ranks: Ranks, seconds: float, task: Callable[..., Row], *arguments: Any, **how: bool
     ) -> Row | None:
-        return part.measure(name, lambda: ranks.run(seconds, task, *arguments)[0], **how)
+        return part.measure(name, lambda: ranks.run(part.at_most(seconds), task, *arguments)[0], **how)
 
     peak = ask("peak of a square product", single, 40, peaks)
     for mode in ("bf16", "fp32", "tf32"):
@@ -249,7 +248,7 @@ def shares(part: Part, peak: Row | None) -> None:
         if peak is None or "model_tflops" not in row or "W = 2" in row["name"]:
             continue
         mode = next(mode for mode in ("bf16", "tf32", "fp32") if mode in row["name"])
-        nominal = next((by for name, by in NOMINAL.items() if name in peak["name"]), None)
+        nominal = next((by for name, by in NOMINAL.items() if name in peak["gpu"]), None)
         row["mfu_measured"] = row["model_tflops"] / peak[f"{mode}_tflops"]
         row["mfu_nominal"] = 1e12 * row["model_tflops"] / nominal[mode] if nominal else None
     plain, hooked = part.row("bf16"), part.row("ddp W = 1 none, bf16")

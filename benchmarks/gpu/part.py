@@ -44,6 +44,10 @@ class Part:
         """Seconds that are left."""
         return self.seconds - (time.monotonic() - self.began)
 
+    def at_most(self, seconds: float) -> float:
+        """Seconds for a piece of work that may take so many, but may not end much later than the part."""
+        return min(seconds, max(10.0, self.left + 5))
+
     def row(self, name: str) -> Row | None:
         """What is known of a piece of work, if it succeeded."""
         return next((row for row in self.rows if row["name"] == name and "error" not in row), None)

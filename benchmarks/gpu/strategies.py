@@ -1,7 +1,7 @@
 """Strategies on the GPU: ``python -m gpu.strategies``.
 
-Steps of `tiny` on a made-up corpus through the package's own training loop, each strategy with each compressor: one rank on
-NCCL, two ranks on gloo that share the GPU, and the same on the CPU. Losses are held against the CPU's, counted bytes
+Steps of `tiny` on a made-up corpus through the package's own training loop, each strategy with each compressor: one rank
+on NCCL, two ranks on gloo that share the GPU, and the same on the CPU. Losses are held against the CPU's, counted bytes
 against the closed form, memory against the prediction. The reductions run once more by themselves, where any wait of the
 host for the GPU is an error.
 """
@@ -16,15 +16,14 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from gpu.part import DEVICE, OUT, SMALL, Part, Row, run
-from gpu.workers import Ranks, group
-
 import torch
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401  imported before the ranks are forked
+from gpu.part import DEVICE, OUT, SMALL, Part, Row, run
+from gpu.workers import Ranks, alone, group
 
 from gradwire.collectives import Layout, Reducer
 from gradwire.collectives.world import World
-from gradwire.compressors import build
+from gradwire.compressors import build, kernels
 from gradwire.config import Cell, Training
 from gradwire.data.shards import Shards
 from gradwire.files import write_json
@@ -48,7 +47,21 @@ TOLERANCE = {"none": 1e-4, "none, hooked": 1e-4, "int8": 1e-3, "powersgd": 2e-2}
 OTHERS = 5e-3
 STEPS, PROFILED = 6, 2
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::item", "aten::nonzero")
-WORDS = "gradient rank wire tensor shard token byte sum mean row column scale sign step bucket ring".split()
+WORDS = [
+    "gradient",
+    "rank",
+    "wire",
+    "tensor",
+    "shard",
+    "token",
+    "byte",
+    "sum",
+    "mean",
+    "row",
+    "column",
+    "scale",
+    "sign",
+]
 
 
 def corpus(folder: Path) -> Path:
@@ -105,6 +118,8 @@ def trained(
     """Train; this rank's losses, bytes and peak memory."""
     loop.tensorboard = lambda *_: nullcontext(lambda row: None)  # type: ignore[assignment]  # it may not be installed
     device = world.device.type
+    if DEVICE == "cuda" and device == "cpu":
+        kernels.find = lambda method, where: None  # plain forms: nothing to compile
     given: dict[str, Any] = {"batch_size": 4, "steps": STEPS, "warmup_steps": 1, "evaluate": False, "eval_every": 0}
     given |= {"profile": device == "cuda", "profile_steps": PROFILED} | (training or {})
     if device == "cuda":
@@ -241,11 +256,18 @@ def memory(part: Part) -> None:
         part.measure(f"memory, {strategy}", lambda found=found, wrong=wrong: {**found, "wrong": wrong})
 
 
+def count_gpus(_: None) -> int:
+    """Number of GPUs; asked in a worker, since asking may keep later forks from using them."""
+    return torch.cuda.device_count() if DEVICE == "cuda" else 0
+
+
 def main() -> int:
     """Run all cells on both world sizes."""
-    part = Part("strategies", 130)
+    part = Part("strategies", 110)
     shards = corpus(OUT / "made-up")
-    gpus = torch.cuda.device_count() if DEVICE == "cuda" else 0
+    counting = Ranks(lambda: [alone])
+    gpus = counting.run(60, count_gpus)[0]
+    counting.end()
     worlds = [1, 2, *([gpus] if gpus > 2 else [])]
     strategies = ("ddp", "fsdp2") if SMALL else STRATEGIES
     labels = ("none", "int8", "onebit_adam") if SMALL else tuple(CELLS)
@@ -270,12 +292,12 @@ def main() -> int:
             for kind in ("all_reduce", "reduce_scatter"):
                 name = f"{label} alone, {kind}, W = {world}"
 
-                def alone(label: str = label, kind: str = kind, here: Ranks = here) -> Row:
-                    found = here.run(40, reduced, CELLS[label], kind)[0]
+                def reduction(label: str = label, kind: str = kind, here: Ranks = here) -> Row:
+                    found = here.run(part.at_most(40), reduced, CELLS[label], kind)[0]
                     waited = found.get("host_waits", "none") != "none"
                     return found | {"wrong": [f"the host waits: {found['host_waits']}"] if waited else []}
 
-                part.measure(name, alone)
+                part.measure(name, reduction)
         here.end()
         there.end()
     memory(part)
@@ -287,7 +309,7 @@ def main() -> int:
 def one(part: Part, name: str, label: str, here: Ranks, there: Ranks, shards: Path, strategy: str) -> None:
     """Train one cell on the CPU and on the device."""
     folder = OUT / "runs" / name.replace(", ", "-").replace(" ", "")
-    seconds = 60.0
+    seconds = part.at_most(60)
     try:
         expected = there.run(seconds, trained, shards, folder / "cpu", strategy, CELLS[label])
     except Exception as error:

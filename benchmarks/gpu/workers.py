@@ -36,8 +36,7 @@ def serve(connection: Connection, setup: Setup) -> None:
     """A worker's life: answer each request with (result, None) or (None, error)."""
     import torch
 
-    if DEVICE == "cpu":
-        torch.set_num_threads(1)
+    torch.set_num_threads(1 if DEVICE == "cpu" else 4)
     try:
         with setup() as context:
             if DEVICE == "cuda":

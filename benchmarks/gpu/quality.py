@@ -1,0 +1,133 @@
+"""Perplexity after compressed training on two ranks: ``python -m gpu.quality``.
+
+As many steps of each cell as fit the time, the same number for all, on the documentation of the running Python. The ranks
+share the GPU unless there are two.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import transformers.models.gpt2.modeling_gpt2  # noqa: F401  imported before the ranks are forked
+from gpu.part import DEVICE, OUT, SMALL, Part, Row, run
+from gpu.strategies import corpus, sent_bytes, trained
+from gpu.workers import Failed, Ranks, group
+
+MODEL = os.environ.get("MODEL") or ("micro" if SMALL else "62m")
+VOCABULARY, LENGTH = (512, 64) if SMALL else (8192, 256)
+BATCH = 4 if SMALL else 16
+CALIBRATION, MOST = (3, 3) if SMALL else (8, 900)  # steps
+WARM = 0.12  # share of the steps that methods with a dense phase begin with
+
+
+def cells(steps: int) -> dict[str, dict[str, Any]]:
+    """The cells of the study, as in configs/quality.yaml."""
+    dense = max(1, round(WARM * steps))
+    found: dict[str, dict[str, Any]] = {
+        "none": {"method": "none"},
+        "int8": {"method": "int8"},
+        "topk-ef": {"method": "topk+int8", "topk.density": 0.1, "error_feedback": True, "dense_steps": dense},
+        "onebit_adam": {"method": "onebit", "comm_optimizer": "onebit_adam", "dense_steps": dense},
+        "int4": {"method": "int8", "num_bits": 4, "block": 64},
+        "powersgd": {"method": "powersgd", "rank": 8, "error_feedback": True, "dense_steps": dense},
+    }
+    return {name: found[name] for name in ("none", "int8", "onebit_adam")} if SMALL else found
+
+
+def shards() -> Path:
+    """The documentation of the running Python, tokenized; a made-up corpus at a small size."""
+    folder = OUT / "pydocs"
+    if SMALL:
+        return corpus(folder)
+    if (folder / "shards").is_dir():
+        return folder / "shards"
+    folder.mkdir(parents=True, exist_ok=True)
+    gradwire = [sys.executable, "-m", "gradwire"]
+    file = str(folder / "corpus.json")
+    subprocess.run([*gradwire, "download", "--source", "pydocs", "--output", file], check=True, timeout=120)
+    from gradwire.data.tokenization import tokenize
+
+    tokenize(
+        Path(file),
+        folder,
+        tokenizer="bpe",
+        vocab_size=VOCABULARY,
+        max_length=LENGTH,
+        shard_size=4096,
+        val_fraction=0.05,
+        dataset="pydocs",
+    )
+    return folder / "shards"
+
+
+def training(steps: int) -> dict[str, Any]:
+    """The training options."""
+    warm = max(1, steps // 20)
+    return {
+        "batch_size": BATCH,
+        "steps": steps,
+        "warmup_steps": 1,
+        "lr": 1e-3,
+        "lr_warmup_steps": warm,
+        "evaluate": True,
+        "profile": False,
+    }
+
+
+def main() -> int:
+    """Choose the number of steps, then train every cell."""
+    part = Part("quality", 420)
+    data = shards()
+    ranks = Ranks(lambda: group(2, "auto", DEVICE))
+    folder = OUT / "runs" / "quality"
+
+    def train(name: str, steps: int) -> list[Row]:
+        try:
+            return ranks.run(
+                max(30.0, part.left + 60), trained, data, folder, "ddp", cells(steps)[name], MODEL, training(steps)
+            )
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def calibrated() -> Row:
+        found: dict[str, float] = {}
+        for name in cells(CALIBRATION):
+            try:
+                found[name] = train(name, CALIBRATION)[0]["step_ms"][-1]
+            except Failed as error:  # it fails again below, where it counts
+                print(f"calibration of {name}: {error}", flush=True)
+        share = 0.8 * part.left / len(found)  # the rest for evaluation
+        return {"step_ms": found, "steps": max(CALIBRATION, min(MOST, int(1e3 * share / max(found.values()))))}
+
+    chosen = part.measure("calibration", calibrated)
+    if chosen is None:
+        return part.finish()
+    steps: int = chosen["steps"]
+    for name in cells(steps):
+
+        def work(name: str = name) -> Row:
+            here = train(name, steps)
+            sent, raw = sent_bytes(here), 2 * 4 * here[0]["numel"]
+            total = None if None in sent else sum(number for number in sent if number is not None)
+            return {
+                "steps": steps,
+                "ratio": raw * steps / total if total else 1.0,
+                "train_loss": here[0]["losses"][-1],
+                "val_ppl": math.exp(here[0]["val_loss"]),
+                "step_ms": here[0]["step_ms"][-1],
+                "wrong": [f"diverged: {here[0]['diverged']}"] if here[0]["diverged"] else [],
+            }
+
+        part.measure(name, work)
+    ranks.end()
+    return part.finish(["steps", "ratio", "train_loss", "val_ppl", "step_ms"])
+
+
+if __name__ == "__main__":
+    run(main)
