@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401  imported before the ranks are forked
 from gpu.part import DEVICE, SMALL, Part, Row, run
-from gpu.workers import Ranks, alone, group
+from gpu.workers import MEAN, Ranks, alone, group
 from torch import Tensor, nn
 
 from gradwire import parallel
@@ -166,7 +166,7 @@ def codecs(world: World, method: str, options: dict[str, Any]) -> Row:
     found: Row = {}
     for kind in ("all_reduce", "reduce_scatter"):
         reducer.algorithm = "native" if method == "powersgd" else "exchange"
-        found[f"{kind}_ms"] = milliseconds(lambda kind=kind: getattr(reducer._reduction, kind)(flat, layout), 3)
+        found[f"{kind}_ms"] = milliseconds(lambda kind=kind: getattr(reducer._reduction, MEAN[kind])(flat, layout), 3)
     return found
 
 

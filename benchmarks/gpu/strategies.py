@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401  imported before the ranks are forked
 from gpu.part import DEVICE, OUT, SMALL, Part, Row, run
-from gpu.workers import Ranks, alone, group
+from gpu.workers import MEAN, Ranks, alone, group
 
 from gradwire.collectives import Layout, Reducer
 from gradwire.collectives.world import World
@@ -171,7 +171,7 @@ def reduced(world: World, cell: dict[str, Any], kind: str) -> Row:
     numel = sum(piece.numel for piece in layout.pieces)
     reducer.prepare(kind, numel)  # type: ignore[arg-type]
     flat = torch.randn(layout.numel, generator=torch.Generator().manual_seed(world.rank)).to(world.device)
-    reduction = getattr(reducer._reduction, kind)  # a Reducer of one rank is the identity
+    reduction = getattr(reducer._reduction, MEAN[kind])  # a Reducer of one rank is the identity
     for _ in range(2):
         result = reduction(flat.clone(), layout)
     found: Row = {"algorithm": reducer.algorithm, "finite": bool(result.isfinite().all())}

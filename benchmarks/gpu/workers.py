@@ -21,6 +21,8 @@ METHODS = ["fork", "spawn"]  # the second where a process cannot use CUDA becaus
 
 Setup = Callable[[], AbstractContextManager[Any]]
 
+MEAN = {"all_reduce": "mean_everywhere", "reduce_scatter": "mean_of_row"}  # methods of an algorithm
+
 
 class Failed(Exception):
     """What went wrong in a worker, as text."""
