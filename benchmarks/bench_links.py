@@ -1,4 +1,4 @@
-"""What gloo's collectives really send, and how long they take, on links of a chosen rate.
+"""Bytes and times of gloo's collectives on links of a given rate.
 
 ``python benchmarks/bench_links.py --link 100mbit --world_size 2`` (root, or a kernel that allows user namespaces).
 ``x bytes`` is what the ranks' interfaces transmitted over what a bandwidth-optimal collective would send: the backend's
@@ -83,7 +83,7 @@ def rank(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Start the ranks, or be one of them."""
+    """Start the ranks, or run as one of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--link", default="100mbit")
     parser.add_argument("--world_size", type=int, default=2)

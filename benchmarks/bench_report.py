@@ -1,8 +1,8 @@
-"""The report of many runs: how large the page is, how long it takes to build, and how soon a browser can be used.
+"""The report of many runs: size of the page, build time, and time until a browser can use it.
 
     python benchmarks/bench_report.py --runs 510
 
-Runs are made up (tests/made_results.py): their numbers mean nothing, their files have the form of real ones.
+Runs are synthetic (tests/made_results.py), with files in the form of real ones.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TIMES = """async () => {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=510, help="at least so many runs")
+    parser.add_argument("--runs", type=int, default=510, help="least number of runs")
     parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each")
     args = parser.parse_args()
     labels = [*made_results.WORSE]

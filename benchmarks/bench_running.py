@@ -1,7 +1,7 @@
-"""What running costs beside training: planning 1,000 cells, a cell's overhead, a checkpoint of the 62m model.
+"""Overhead of running: planning 1,000 runs, a run's overhead beyond its steps, a checkpoint of the 62m model.
 
-``python benchmarks/bench_running.py [plan] [cell] [checkpoint]`` prints a row per figure. CPU time stands beside wall
-time: on a machine that others use it says more.
+``python benchmarks/bench_running.py [plan] [run] [checkpoint]`` prints a row per figure, with wall and CPU time;
+CPU time is more reliable on a shared machine.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ def timed(command: list[str], **options) -> tuple[float, float]:
 
 
 def plan(folder: Path) -> None:
-    """`snakemake -n` on 1,000 cells."""
+    """Time `snakemake -n` on 1,000 runs."""
     config = folder / "thousand.yaml"
     config.write_text(json.dumps(THOUSAND))
     command = [sys.executable, "-m", "snakemake", "-n", "--quiet", "rules", "--cores", "2"]
     wall, cpu = timed([*command, "--directory", str(folder), "--configfile", str(config)], cwd=ROOT)
-    print(f"| `snakemake -n`, 1,000 cells (3,005 jobs) | {wall:.1f} s | {cpu:.1f} s | < 20 s |", flush=True)
+    print(f"| `snakemake -n`, 1,000 runs (3,005 jobs) | {wall:.1f} s | {cpu:.1f} s | < 20 s |", flush=True)
 
 
-def cell(folder: Path) -> None:
-    """A cell of two ranks and four steps, beside a bare start of two ranks that import what a cell imports."""
+def run(folder: Path) -> None:
+    """Time a run of two ranks and four steps, and the bare imports of such a run."""
     corpus = folder / "corpus.json"
     text = " ".join(f"word{n}" for n in range(200))
     corpus.write_text(json.dumps([{"id": str(n), "title": "t", "text": text} for n in range(60)]))
@@ -64,7 +64,7 @@ def cell(folder: Path) -> None:
     rank = "gradwire.training.loop, gradwire.training.results"
     one, own = timed([sys.executable, "-c", imported.format(rank)])
     agent, third = timed([sys.executable, "-c", imported.format("torch.distributed.launcher.api")])
-    print(f"| a cell of 2 ranks, without its {steps:.1f} s of steps | {wall - steps:.1f} s | {cpu:.1f} s | < 12 s |")
+    print(f"| a run of 2 ranks, without its {steps:.1f} s of steps | {wall - steps:.1f} s | {cpu:.1f} s | < 12 s |")
     print(f"| of it: imports of launcher ({agent:.1f} s) and rank | {one + agent:.1f} s | {own + third:.1f} s | |")
     print(f"| the rest, ours and starting processes | {wall - steps - one - agent:.1f} s | | < 2 s |", flush=True)
 
@@ -100,6 +100,6 @@ def checkpoint(folder: Path) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count()))
-    for name in sys.argv[1:] or ("plan", "cell", "checkpoint"):
+    for name in sys.argv[1:] or ("plan", "run", "checkpoint"):
         with tempfile.TemporaryDirectory() as temporary:
-            {"plan": plan, "cell": cell, "checkpoint": checkpoint}[name](Path(temporary))
+            {"plan": plan, "run": run, "checkpoint": checkpoint}[name](Path(temporary))

@@ -1,7 +1,7 @@
-"""Strategies and the reducer against the frameworks without them; every figure of ``strategies.md``.
+"""Strategies and the reducer compared with the unmodified frameworks; prints the figures of ``strategies.md``.
 
 ``python benchmarks/bench_strategies.py speed``     step times of two ranks, interleaved, as ratios
-``python benchmarks/bench_strategies.py bytes``     counted bytes beside their closed form, compressor by strategy
+``python benchmarks/bench_strategies.py bytes``     counted bytes and their closed form, by compressor and strategy
 ``python benchmarks/bench_strategies.py link``      an exchange on a shaped link (needs root: network namespaces and tc)
 """
 
@@ -40,7 +40,7 @@ CONTROL = {"algorithm": "exchange"}
 
 
 def spawn(world: int, task: Callable[..., Any], *args: Any) -> Any:
-    """Run ``task(rank, world, *args)`` on so many gloo ranks of one thread each; what rank 0 returns."""
+    """Run ``task(rank, world, *args)`` on gloo ranks of one thread each; return the result of rank 0."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.pt"
         mp.spawn(enter, (world, Path(folder) / "store", answer, task, args), nprocs=world)
@@ -48,7 +48,7 @@ def spawn(world: int, task: Callable[..., Any], *args: Any) -> Any:
 
 
 def enter(rank: int, world: int, store: Path, answer: Path, task: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    """One rank's life."""
+    """Run one rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     result = task(rank, world, *args)
@@ -77,14 +77,14 @@ class Trainee:
 
 
 class Bare:
-    """What a reduction costs by itself: the collectives and sums of its algorithm, on plain buffers."""
+    """The bare cost of a reduction: the collectives and sums of its algorithm, on plain buffers."""
 
     def __init__(self, kind: str, numels: Iterable[int], world: int) -> None:
         self.kind = kind
         self.buffers = [torch.randn(world, -(-numel // world)) for numel in numels]
 
     def native(self) -> None:
-        """What the framework calls."""
+        """The framework's own collective."""
         for buffer in self.buffers:
             if self.kind == "all_reduce":
                 dist.all_reduce(buffer.div_(dist.get_world_size()))
@@ -92,7 +92,7 @@ class Bare:
                 dist.reduce_scatter_tensor(buffer[0].clone(), buffer.view(-1))
 
     def exchanged(self) -> None:
-        """All-to-all, sum and division; for an all-reduce the means to all as well."""
+        """All-to-all, sum and division; for an all-reduce also the all-gather of the means."""
         for buffer in self.buffers:
             received = torch.empty_like(buffer)
             dist.all_to_all_single(received, buffer)
@@ -102,8 +102,8 @@ class Bare:
                 buffer.copy_(received)
 
 
-def unit_numels(model: nn.Module) -> list[int]:
-    """Elements of what FSDP reduces as one: the blocks, and the rest."""
+def block_numels(model: nn.Module) -> list[int]:
+    """Number of elements of each block, and of the rest."""
     blocks = [sum(p.numel() for p in block.parameters()) for block in model.transformer.h]  # type: ignore[union-attr]
     return [*blocks, sum(p.numel() for p in model.parameters()) - sum(blocks)]
 
@@ -112,7 +112,7 @@ def timed_steps(rank: int, world: int, rounds: int, warmup: int, batch_size: int
     """Milliseconds of every job in every round: all jobs once a round, in a new order."""
     generator = torch.Generator().manual_seed(rank)
     batch = torch.randint(0, VOCABULARY, (batch_size, LENGTH), generator=generator)
-    numels = unit_numels(gpt2.build("tiny", VOCABULARY, LENGTH, 0))
+    numels = block_numels(gpt2.build("tiny", VOCABULARY, LENGTH, 0))
     jobs: dict[str, Callable[[], None]] = {}
     trainees: dict[str, Trainee] = {}
     for strategy in ("bucket", "ddp", "fsdp1", "fsdp2"):
@@ -140,14 +140,14 @@ def timed_steps(rank: int, world: int, rounds: int, warmup: int, batch_size: int
 
 
 def spans_of(trainee: Trainee) -> int:
-    """How often the meter is called in a step."""
+    """Number of calls of the meter in a step."""
     before = sum(cost.calls for cost in METER.totals.values())
     trainee.step()
     return sum(cost.calls for cost in METER.totals.values()) - before
 
 
 def span_microseconds(calls: int = 20_000) -> float:
-    """What one call of the meter takes, its profiler range included."""
+    """Microseconds of one call of the meter, including its profiler range."""
     meter = Meter(Meter())
     began = time.perf_counter()
     for _ in range(calls):
@@ -306,7 +306,7 @@ def link_rank(args: argparse.Namespace) -> None:
 
 
 def shell(command: str) -> None:
-    """Run a command that has to work."""
+    """Run a command; raise if it fails."""
     subprocess.run(command.split(), check=True)
 
 

@@ -1,9 +1,9 @@
 """Speed and memory of `gradwire tokenize`: ``python benchmarks/bench_tokenize.py [--mb 50] [--large_mb 500]``.
 
-Speed: from a corpus file to tokens, against `datasets` (load_dataset + map, batched) with the same tokenizer, one
+Speed: from a corpus file to tokens, compared with `datasets` (load_dataset + map, batched) with the same tokenizer, one
 process each, runs interleaved. gradwire's time includes checking the corpus, splitting, cutting, checksums and the
-unigram model; "map alone" leaves out that `datasets` first converts the file to Arrow.
-Memory: peak resident set of the whole verb, training of the tokenizer included, on a small and a large corpus.
+unigram model; "map alone" excludes the conversion of the file to Arrow.
+Memory: peak resident set of the whole verb, including training of the tokenizer, on a small and a large corpus.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def measure(child: str, corpus: Path, tokenizer: str) -> dict:
 def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mb", type=float, default=50, help="size of the corpus that is timed, in MB")
-    parser.add_argument("--large_mb", type=float, default=500, help="size of the corpus that memory is measured on")
+    parser.add_argument("--mb", type=float, default=50, help="size of the timed corpus, in MB")
+    parser.add_argument("--large_mb", type=float, default=500, help="size of the large corpus for peak memory, in MB")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()

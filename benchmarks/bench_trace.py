@@ -1,7 +1,7 @@
-"""How fast `gradwire trace` reads, and in how much memory: ``python benchmarks/bench_trace.py [--mb 1024]``.
+"""Speed and memory of `gradwire trace`: ``python benchmarks/bench_trace.py [--mb 1024]``.
 
-It writes a trace as torch's profiler lays it out (five steps of nested CPU ops, gloo's collectives, the package's own
-ranges), then analyses it in a process of its own. Times are of the processor, so that a busy machine does not show.
+Writes a trace in the layout of torch's profiler (five steps of nested CPU ops, gloo's collectives, the package's own
+ranges), then analyses it in another process. Times are processor times, so that other load does not matter.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def events(slots: int) -> Iterator[str]:
 
 
 def write(path: Path, size: int) -> tuple[int, int]:
-    """A trace of about ``size`` bytes before compression: its events and its bytes."""
+    """Write a trace of about ``size`` bytes before compression; return its numbers of events and bytes."""
     path.parent.mkdir(parents=True)
     slots = size // (3 * 320)
     count = written = 0
@@ -74,7 +74,7 @@ def write(path: Path, size: int) -> tuple[int, int]:
 
 
 def analyse(run_dir: Path) -> None:
-    """Time the analysis, and tell its peak memory."""
+    """Print the time and the peak memory of the analysis."""
     from gradwire.measurement import trace
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -89,7 +89,7 @@ def main() -> None:
     """Write, then analyse."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--mb", type=int, default=1024, help="size before compression")
-    parser.add_argument("--run_dir", type=Path, help="analyse what is there instead")
+    parser.add_argument("--run_dir", type=Path, help="analyse an existing run instead")
     args = parser.parse_args()
     if args.run_dir:
         analyse(args.run_dir)

@@ -19,13 +19,13 @@ from gradwire.report.tiers import worse
 
 
 def whole_ratio(record: dict[str, Any]) -> float:
-    """float32 bytes over those sent, gradients and gathered parameters together."""
+    """float32 bytes over sent bytes, of gradients and gathered parameters together."""
     raw = record["bytes_raw_total"] + (record["bytes_parameters_raw_total"] or 0)
     return raw / (record["bytes_compressed_total"] + (record["bytes_parameters_total"] or 0))
 
 
 def main(path: Path) -> None:
-    """Print a row per strategy and compressor, the least harmful first; differences are paired by seed."""
+    """Print a row per strategy and compressor, the best first; differences are paired by seed."""
     found: defaultdict[tuple[str, str], dict[int, Any]] = defaultdict(dict)
     for line in path.read_text().splitlines():
         record = json.loads(line)

@@ -472,7 +472,7 @@ def test_parameter_gathers_of_private_steps_are_counted(world, shards, tmp_path)
     [
         (("--dp_noise_multiplier", "1.0"), "dp_noise_multiplier is 1 without dp_max_grad_norm"),
         ((*PRIVATE, "--strategy", "fsdp1"), "strategy fsdp1 flattens parameters"),
-        ((*PRIVATE, "--param_compress", "bf16"), "trains with other weights than the norms are of"),
+        ((*PRIVATE, "--param_compress", "bf16"), "trains with other weights than the norms use"),
         (
             (*PRIVATE, *ONEBIT_ADAM),
             "comm_optimizer onebit_adam sends no gradients",

@@ -24,9 +24,9 @@ from gradwire.gradients.rows import RowMaker
 from gradwire.gradients.store import Block, Names
 from gradwire.gradients.types import TOLERANCE
 
-RECOMPUTED = 5  # times the tolerance of the gradient type: the device may differ
+RECOMPUTED = 5  # times the tolerance of the gradient type, because the device may differ
 CUSTOM = "gradwire.gradient_checks"
-NAMED = 3  # problems that a check lists
+NAMED = 3  # problems listed per check
 
 
 class Check(NamedTuple):
@@ -70,11 +70,11 @@ class Audit:
         """
         meta = self.shards.meta
         if corpus.sha256(path) != meta["dataset_digest"]:
-            raise BadInput(f"the corpus {path} is not the one that was collected from; pass the original as --corpus.")
+            raise BadInput(f"the corpus {path} is not that of the collection; pass the original as --corpus.")
         documents = (document.id for document in corpus.documents(path))
         meant = [id_ for id_ in documents if split_of(id_, meta["val_fraction"]) == meta["split"]]
         problems = _other_documents(meant, self.ids, self.origin.samples == len(self.shards))
-        self.checks.append(Check("every document of the corpus has its samples", f"{path}", list(problems)))
+        self.checks.append(Check("every document of the corpus has samples", f"{path}", list(problems)))
 
     def folders(self, dims: Sequence[int] | None) -> None:
         """Check that only the collection's own folders exist, for the given widths or for all."""
@@ -82,7 +82,7 @@ class Audit:
         widths = [f"dim{dim}" for dim in dims] if dims else ["dim*"]
         found = {path for width in widths for name in (width, f"rank_*/{width}") for path in self.collection.glob(name)}
         strange = [f"{path} belongs to no rank or width of the collection" for path in sorted(found - own)]
-        self.checks.append(Check("folders: those of the collection", f"{self.collection}", strange))
+        self.checks.append(Check("no folders of other ranks or widths", f"{self.collection}", strange))
 
     def rank(self, rank: int, dim: int) -> None:
         """Check a rank's output: complete blocks, joined in order, with the samples assigned to the rank."""
@@ -98,9 +98,9 @@ class Audit:
                 ("files complete and paired", [*_missing(names), *_strange(folder, ends)]),
                 ("files readable, counts equal, rows finite", unreadable),
                 ("row i belongs to id i", _unbound(blocks, self.origin)),
-                ("norms are those of the gradients", _unlikely(blocks, self._band(dim))),
-                ("all_* is the blocks in order", _not_joined(blocks, whole)),
-                ("ids are those dealt, in order", _other_ids(blocks, whole, sampler_indices)),
+                ("norms match the gradients", _unlikely(blocks, self._band(dim))),
+                ("all_* concatenates the blocks in order", _not_joined(blocks, whole)),
+                ("ids are those of the rank's samples, in order", _other_ids(blocks, whole, sampler_indices)),
             ],
         )
         self._keep(blocks, whole, dim)
@@ -117,14 +117,14 @@ class Audit:
             [
                 ("files complete", _missing([whole])),
                 ("files readable, counts equal, rows finite", unreadable),
-                ("the manifest is true", _denied(folder, self._manifest(dim))),
+                ("the manifest matches", _denied(folder, self._manifest(dim))),
                 ("row i belongs to id i", _unbound(blocks, self.origin)),
-                ("norms are those of the gradients", _unlikely(blocks, self._band(dim))),
-                ("every id once, in the order of the data", _other_ids(blocks, whole, self.ids)),
+                ("norms match the gradients", _unlikely(blocks, self._band(dim))),
+                ("every id once, in data order", _other_ids(blocks, whole, self.ids)),
             ],
         )
         if len(ranks) == self.origin.world_size:
-            self._add(f"dim{dim}", folder, [("every row is a rank's", _not_from(blocks, ranks))])
+            self._add(f"dim{dim}", folder, [("every row comes from a rank", _not_from(blocks, ranks))])
         self._keep(blocks, whole, dim)
 
     def recomputed(self, maker: RowMaker, positions: Sequence[int]) -> None:
@@ -145,7 +145,7 @@ class Audit:
             if not deviation <= tolerance
         ]
         ids = ", ".join(self.ids[position] for position in positions)
-        self.checks.append(Check("rows computed again agree", f"{ids}: deviation at most {largest:.1e}", problems))
+        self.checks.append(Check("recomputed rows agree", f"{ids}: deviation at most {largest:.1e}", problems))
 
     def custom(self) -> None:
         """Run the checks of other packages, registered as entry points ``gradwire.gradient_checks``.
@@ -261,7 +261,7 @@ def _not_from(blocks: dict[Names, Block], ranks: Sequence[Block]) -> Iterator[st
     for names, block in blocks.items():
         for row, digest in enumerate(block.meta["digest"].to_pylist()):
             if digest not in known:
-                yield f"{names.rows}: row {row} was written by no rank for {block.ids[row]!r}"
+                yield f"{names.rows}: no rank wrote row {row} for {block.ids[row]!r}"
 
 
 def _denied(folder: Path, expected: dict[str, Any]) -> Iterator[str]:
