@@ -6,9 +6,18 @@ import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from gradwire.errors import BadInput
 from gradwire.flags import COUNT, NOT_NEGATIVE, SEED, SHARE
 from gradwire.rank_env import DEVICES
+
+COLDEST = 1e-6  # temperature; logits divided by much less overflow
+
+if TYPE_CHECKING:
+    from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
+
+    from gradwire.data.tokenizer import Tokenizer
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,16 +44,65 @@ def main(args: argparse.Namespace) -> None:
     from gradwire.collectives import world
     from gradwire.data import tokenizer
     from gradwire.models import folder
-    from gradwire.models.sampling import continuation
 
     device = world.choose("auto", args.device, 1, world.detect_gpus()).device_type
     model = folder.load(args.model_dir).to(device)
     vocabulary = tokenizer.load(args.model_dir)
-    generator = torch.Generator(device).manual_seed(args.seed)
 
     def answer(prompt: str) -> str:
-        return continuation(model, vocabulary, prompt, args.max_new_tokens, args.temperature, args.top_p, generator)
+        return continuation(model, vocabulary, prompt, args.max_new_tokens, args.temperature, args.top_p)
 
+    with torch.random.fork_rng():
+        torch.manual_seed(args.seed)
+        _answer_prompts(answer)
+
+
+def continuation(
+    model: GPT2LMHeadModel, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, temperature: float, top_p: float
+) -> str:
+    """Return the continuation of a prompt, up to the end-of-text token, drawn from torch's global generator.
+
+    The model reads at most the last ``n_positions`` tokens: transformers generates until these are full, then token by
+    token.
+
+    Args:
+        model: A language model in evaluation mode.
+        tokenizer: The model's tokenizer.
+        prompt: The text to continue.
+        max_new_tokens: Maximum number of tokens to generate.
+        temperature: Divides the logits; 0 takes the most likely token.
+        top_p: Total probability of the tokens to sample from (nucleus sampling, Holtzman et al., 2020).
+
+    Raises:
+        BadInput: If the prompt has no tokens.
+    """
+    import torch
+
+    tokens = tokenizer.encode_batch([prompt])[0]
+    if not tokens:
+        raise BadInput("the prompt is empty: type some text to continue.")
+    sampled = {"do_sample": True, "temperature": max(temperature, COLDEST), "top_p": top_p, "top_k": 0}
+    options = {
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.pad_id,
+        "suppress_tokens": list(range(tokenizer.vocab_size, model.config.vocab_size)) or None,
+        **(sampled if temperature else {"do_sample": False}),
+    }
+    start, end = len(tokens), len(tokens) + max_new_tokens
+    while len(tokens) < end and (len(tokens) == start or tokens[-1] != tokenizer.eos_id):
+        window = torch.tensor([tokens[-model.config.n_positions :]], device=model.device)
+        room = model.config.n_positions + 1 - window.shape[1]
+        found = model.generate(
+            window,
+            attention_mask=torch.ones_like(window),
+            max_new_tokens=min(room, end - len(tokens)),
+            **options,
+        )
+        tokens += found[0, window.shape[1] :].tolist()
+    return tokenizer.decode(tokens[start:])
+
+
+def _answer_prompts(answer: Callable[[str], str]) -> None:
     if sys.stdin.isatty():
         _converse(answer)
     else:
