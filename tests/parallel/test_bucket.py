@@ -22,24 +22,21 @@ from torch import nn
 
 from gradwire.collectives import ops
 from gradwire.parallel import wrap
-from gradwire.parallel.bucket import MB, Bucket, plan
+from gradwire.parallel.bucket import Bucket
+from gradwire.parallel.buckets import FEWEST, MB, plan
 from gradwire.parallel.strategy import strategy_of
 
-ONE_EACH = {"first_mb": 0, "cap_mb": 0}
-CUTS = (ONE_EACH, {"first_mb": 1e-4, "cap_mb": 1e-3}, {"first_mb": 2e-3, "cap_mb": 4e-3}, {})
+ONE_EACH = {"bucket_mb": 0}
+CUTS = (ONE_EACH, {"bucket_mb": 1e-4}, {"bucket_mb": 4e-4}, {})
 DTYPES = {"f": torch.float32, "b": torch.bfloat16}
 
 
-@given(
-    st.lists(st.tuples(st.sampled_from("fb"), st.integers(1, 300)), max_size=20),
-    st.integers(0, 800),
-    st.integers(0, 1600),
-)
-def test_the_plan(kinds, first, cap):
+@given(st.lists(st.tuples(st.sampled_from("fb"), st.integers(1, 300)), max_size=20), st.integers(0, 1600))
+def test_the_plan(kinds, size):
     parameters = {
         f"p{i}": nn.Parameter(torch.empty(numel, dtype=DTYPES[kind])) for i, (kind, numel) in enumerate(kinds)
     }
-    buckets = plan(parameters, first / MB, cap / MB)
+    buckets = plan(parameters, size / MB)
     assert sorted(name for bucket in buckets for name in bucket) == sorted(parameters), "each in one bucket"
     order = list(reversed(parameters))
     places = [[order.index(name) for name in bucket] for bucket in buckets]
@@ -48,21 +45,25 @@ def test_the_plan(kinds, first, cap):
     for bucket in buckets:
         sizes = [ops.nbytes(parameter) for parameter in bucket.values()]
         assert len({parameter.dtype for parameter in bucket.values()}) == 1
-        assert len(sizes) == 1 or sum(sizes[:-1]) < max(first, cap), "it took more after it was full"
-    for kind in DTYPES.values():
+        assert len(sizes) == 1 or sum(sizes[:-1]) < size, "it took more after it was full"
+    for letter, kind in DTYPES.items():
         mine = [sum(map(ops.nbytes, b.values())) for b in buckets if next(iter(b.values())).dtype == kind]
-        assert all(size >= min(first, cap) for size in mine[:-1]), "only the last of a type may be short"
+        numbers = sum(letter == other for other, _ in kinds)
+        assert len(mine) >= min(FEWEST, numbers), "a small model has some too"
+        if len(mine) > FEWEST:
+            assert all(filled >= size for filled in mine[FEWEST:-1]), "only the last may be short"
 
 
-def test_the_first_bucket_is_small():
+def test_buckets_of_equal_parts_and_of_a_given_size():
     parameters = {f"p{i}": nn.Parameter(torch.empty(MB // 8)) for i in range(9)}  # half a MiB each
-    assert [list(bucket) for bucket in plan(parameters, 1, 1.5)] == [
-        ["p8", "p7"],
-        ["p6", "p5", "p4"],
-        ["p3", "p2", "p1"],
-        ["p0"],
-    ]
-    assert [len(bucket) for bucket in plan(parameters, 1.5, 25)] == [3, 6]
+
+    def sizes(*bucket_mb):
+        return [list(bucket) for bucket in plan(parameters, *bucket_mb)]
+
+    assert sizes() == [["p8", "p7", "p6"], ["p5", "p4"], ["p3", "p2"], ["p1", "p0"]]
+    assert sizes(1) == [["p8", "p7"], ["p6", "p5"], ["p4", "p3"], ["p2", "p1"], ["p0"]]
+    parameters["p0"] = nn.Parameter(torch.empty(MB))  # an embedding, whose gradient comes last
+    assert sizes() == [["p8", "p7", "p6", "p5"], ["p4", "p3", "p2"], ["p1"], ["p0"]]
 
 
 def cut(rank, world, group):
@@ -83,7 +84,7 @@ def cut(rank, world, group):
 def test_any_cut_averages(world, size):
     for found in world(size).run(cut):
         numbers = [len(table) for _, table in found]
-        assert numbers == sorted(numbers, reverse=True) and len(set(numbers)) == len(CUTS) and numbers[-1] == 1
+        assert numbers == sorted(numbers, reverse=True) and len(set(numbers)) == len(CUTS) and numbers[-1] == FEWEST
         assert numbers[0] == len(exact_gradients("gpt2", range(size)))
         for gradients, table in found:
             assert sum(bucket["numel"] for bucket in table) == sum(g.numel() for g in gradients[0].values())
@@ -134,7 +135,7 @@ def test_buckets_travel_while_the_backward_pass_goes_on(world):
 
 def views(rank, world, group):
     """Whether gradients lie in their buckets: after a step from None, after one onto zeros, and inside `no_sync`."""
-    model = wrap(model_of("gpt2"), "bucket", device="cpu", first_mb=1e-3, cap_mb=1e-3)
+    model = wrap(model_of("gpt2"), "bucket", device="cpu", bucket_mb=1e-3)
     way = strategy_of(model)
 
     def inside():

@@ -93,7 +93,7 @@ class Case(NamedTuple):
 ALGORITHMS = ("exchange", "gather", "native")
 STRATEGIES = {name: Way(name) for name in ("naive", "bucket", "ddp", "fsdp1", "fsdp2")}
 OTHER_WAYS = {
-    "bucket, one for each": Way("bucket", options=(("first_mb", 0), ("cap_mb", 0))),
+    "bucket, one for each": Way("bucket", options=(("bucket_mb", 0),)),
     "ddp, rebuilt": Way("ddp", rebuilds=True),
     "fsdp1, one unit": Way("fsdp1", units=False),
     "fsdp2, one unit": Way("fsdp2", units=False),

@@ -46,6 +46,10 @@ class Handle:
             mean.record_stream(stream)
         return mean
 
+    def if_failed(self, call: Callable[[], object]) -> None:
+        """Call a function if the reduction fails or has failed."""
+        self._future.add_done_callback(lambda future: call() if future.exception() else None)
+
 
 class ReductionQueue(ABC):
     """Runs tasks in the order of `begin`."""
@@ -63,8 +67,8 @@ class ReductionQueue(ABC):
         """
 
     @abstractmethod
-    def drain(self) -> None:
-        """Wait until no task runs on the host.
+    def synchronize(self) -> None:
+        """Wait for all tasks: on the host, or with the current CUDA stream.
 
         Raises:
             Exception: What a task raised.
@@ -78,7 +82,7 @@ class CallerQueue(ReductionQueue):
         """Run the task; what it raises, this raises."""
         return finished(task())
 
-    def drain(self) -> None:
+    def synchronize(self) -> None:
         """Return: `begin` waited."""
 
 
@@ -95,8 +99,9 @@ class StreamQueue(ReductionQueue):
         with torch.cuda.stream(self._stream):
             return finished(task(), self._stream.record_event)
 
-    def drain(self) -> None:
-        """Return: the host only launches."""
+    def synchronize(self) -> None:
+        """Make the current stream wait."""
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
 class ThreadQueue(ReductionQueue):
@@ -124,7 +129,7 @@ class ThreadQueue(ReductionQueue):
         self._items.put((future, task))
         return Handle(future)
 
-    def drain(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the thread to finish all tasks."""
         while self._begun:
             self._begun.popleft().result()

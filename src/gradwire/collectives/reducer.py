@@ -185,28 +185,28 @@ class Reducer:
         """
         return self._begin("all_reduce", flat, layout, then)
 
-    def drain(self) -> None:
-        """Wait for all reductions that have begun; `finish` does.
+    def synchronize(self) -> None:
+        """Wait for all reductions that have begun, on the host or with the current CUDA stream; `finish` does.
 
         Raises:
             Exception: What one of them raised.
         """
-        self._queue.drain()
+        self._queue.synchronize()
 
     def skip(self, layout: Layout) -> None:
         """Count a buffer that is not reduced in this step, in the place of `all_reduce`: raw bytes, and none sent."""
         if self.world > 1:
-            self.drain()
+            self.synchronize()
             self._count(layout, "all_reduce")
 
     @contextmanager
     def plain(self) -> Iterator[None]:
         """What is reduced in here travels as float32, as in the first ``dense_steps``."""
-        self.drain()
+        self.synchronize()
         self.codec.plain = True
         try:
             yield
-            self.drain()
+            self.synchronize()
         finally:
             self.codec.plain = False
 
@@ -238,7 +238,7 @@ class Reducer:
             NonFiniteGradient: On all ranks alike, under ``raise``.
             Exception: What a reduction raised.
         """
-        self.drain()
+        self.synchronize()
         finished, self.codec.step = self.codec.step, self.codec.step + 1
         if self.world == 1 or self._agreed_finite(total):
             return True

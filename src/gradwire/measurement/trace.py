@@ -12,9 +12,9 @@ the step. Training ends a step by reading a number from the device, so a step in
 - **encode, decode** of gradients: the ranges ``gradwire/codec/…``, timed on the device if there is one; the ranges
   ``gradwire/parameters/…`` together are the **parameter codec**.
 - **payload**: the ranges ``gradwire/payload/<op>``, timed likewise; the meter calls this communication.
-- **compute**: kernels other than NCCL's if the rank has a device, else CPU ops of the thread that trains, without those
-  inside the package's ranges, calls and collectives on the same thread or stream. Codec work is therefore not compute
-  and hides nothing, nor do the other threads of a rank, such as the one that reduces gradients.
+- **compute**: kernels other than NCCL's if the rank has a device, else CPU ops of the thread that trains, excluding
+  those inside the package's ranges, calls and collectives on the same thread or stream. Codec work is therefore not
+  compute and hides nothing, nor do the other threads of a rank, such as the one that reduces gradients.
 - **transfer**: communication without waiting for ranks that call late (`transfer_ms`).
 - **overlap** = compute ∩ communication; **exposed** = communication − compute; **idle**: none of these (Python, the
   autograd engine, data loading).

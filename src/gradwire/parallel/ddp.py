@@ -2,54 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.collectives import Layout, Reducer
+from gradwire.collectives import Reducer
+from gradwire.collectives.ops import Group
+from gradwire.parallel.backward import EndOfBackward
+from gradwire.parallel.buckets import BUCKET_MB, MB, BucketReduction, plan
 from gradwire.parallel.strategy import Strategy
+
+PARTS = 4  # buckets that DDP makes of one of ours, so that ours are complete early
 
 
 class DDP(Strategy):
     """Replicated parameters; the reducer is DDP's communication hook.
 
-    Buckets are collected and reduced together with the last one. The hook blocks, so nothing would overlap with the
-    backward pass anyway; this needs fewer collectives; and the result does not depend on DDP's bucket plan, which
-    changes after the first step, and again after a resumption.
+    DDP's buckets change after the first step, and again after a resumption. So its gradients are reduced in buckets of
+    our own (`parallel.buckets`).
+
+    Args:
+        group: The ranks; None is the default group.
+        device: The model's device.
+        bucket_mb: Size of a bucket in MiB; 0 makes one bucket per parameter.
     """
 
     kind = "all_reduce"
 
+    def __init__(self, group: Group, device: torch.device, *, bucket_mb: float = BUCKET_MB) -> None:
+        super().__init__(group, device)
+        self.bucket_mb = bucket_mb
+
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Wrap the whole model."""
+        """Wrap the whole model; with a reducer DDP's own buckets are small."""
         devices = None if self.device.type == "cpu" else [self.device]
-        return DistributedDataParallel(model, device_ids=devices, process_group=self.group)
+        size = None
+        if self.reduced:
+            parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+            sizes = [sum(p.nbytes for p in bucket.values()) for bucket in plan(parameters, self.bucket_mb)]
+            size = max(sizes, default=MB) / PARTS / MB
+        return DistributedDataParallel(model, device_ids=devices, process_group=self.group, bucket_cap_mb=size)
 
     def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
-        """Register a hook that unpacks the buckets, reduces them and writes the mean back."""
+        """Register a hook that hands the gradients to the reducer."""
         assert isinstance(wrapped, DistributedDataParallel)
-        names = {id(p): name for name, p in wrapped.module.named_parameters() if p.requires_grad}
-        shapes = [(name, tuple(p.shape)) for name, p in wrapped.module.named_parameters() if p.requires_grad]
-        layout = Layout.dim0(shapes, reducer.world)
-        gradients: dict[str, Tensor] = {}
-        waiting: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        parameters = {name: p for name, p in wrapped.module.named_parameters() if p.requires_grad}
+        buckets = HookedBuckets(reducer, parameters, self.bucket_mb, self.device)
 
         # DDP requires the name of the second argument, and rejects string annotations, as these become.
         def reduce_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-                gradients[names[id(parameter)]] = gradient
-            reduced: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices_of(self.device))
-            waiting.append((reduced, bucket.buffer()))
-            if bucket.is_last():
-                layout.unpack(reducer.all_reduce(layout.pack(gradients), layout), gradients)
-                for future, buffer in waiting:
-                    future.set_result(buffer)
-                waiting.clear()
-                gradients.clear()
-            return reduced
+            return buckets.take(bucket)
 
         reduce_bucket.__annotations__.clear()
         wrapped.register_comm_hook(None, reduce_bucket)
@@ -60,6 +67,45 @@ class DDP(Strategy):
         return nullcontext() if last else wrapped.no_sync()
 
 
-def devices_of(device: torch.device) -> list[torch.device] | None:
-    """Return the ``devices`` of a future that will hold a tensor on ``device``."""
-    return None if device.type == "cpu" else [device]
+@dataclass
+class Taken:
+    """A bucket of DDP's: its future is complete when none of its gradients is missing."""
+
+    future: torch.futures.Future[Tensor]
+    buffer: Tensor
+    missing: int
+
+
+class HookedBuckets:
+    """Reduces DDP's gradients in our buckets.
+
+    The end of the backward pass waits for them too, since a future of DDP's cannot say why a reduction failed.
+    """
+
+    def __init__(
+        self, reducer: Reducer, parameters: dict[str, nn.Parameter], bucket_mb: float, device: torch.device
+    ) -> None:
+        self.names = {id(parameter): name for name, parameter in parameters.items()}
+        self.reduction = BucketReduction(reducer, plan(parameters, bucket_mb), self.release)
+        self.devices = None if device.type == "cpu" else [device]
+        self.taken: dict[str, Taken] = {}  # by the name of a gradient that is no mean yet
+        self.end = EndOfBackward(self.reduction.settle)
+
+    def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Take a bucket of DDP's; the future completes with its buffer when all of its gradients are means."""
+        if self.end.expect():
+            self.reduction.settle()  # if an exception interrupted the previous pass
+        names = [self.names[id(parameter)] for parameter in bucket.parameters()]
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=self.devices)
+        self.taken |= dict.fromkeys(names, Taken(future, bucket.buffer(), len(names)))
+        for name, gradient in zip(names, bucket.gradients(), strict=True):
+            self.reduction.add(name, gradient)
+        return future
+
+    def release(self, names: Collection[str]) -> None:
+        """Complete the futures of the buckets that miss no other gradient; only the reducer's queue calls this."""
+        for name in names:
+            taken = self.taken.pop(name)
+            taken.missing -= 1
+            if not taken.missing:
+                taken.future.set_result(taken.buffer)

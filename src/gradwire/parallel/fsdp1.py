@@ -13,16 +13,26 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from gradwire.collectives import Layout, Reducer
 from gradwire.errors import BadInput
+from gradwire.parallel.backward import EndOfBackward
 from gradwire.parallel.strategy import Strategy, blocks
 
 WRAPPED = "_fsdp_wrapped_module."  # FSDP1 inserts this into the names of parameters
 
 
 class HookState(NamedTuple):
-    """The hook's state for one block."""
+    """The hook's state for one block.
+
+    Attributes:
+        reducer: Averages the gradients.
+        layout: The layout of the block's flat parameter.
+        end: Waits for the reducer at the end of the backward pass.
+        module: The block.
+    """
 
     reducer: Reducer
     layout: Layout
+    end: EndOfBackward
+    module: FullyShardedDataParallel
 
 
 class FSDP1(Strategy):
@@ -47,8 +57,9 @@ class FSDP1(Strategy):
         """Register the hook, and set the state of each block."""
         assert isinstance(wrapped, FullyShardedDataParallel)
         wrapped.register_comm_hook(None, reduce_block)
+        end = EndOfBackward(reducer.synchronize)
         for module, layout in layouts(wrapped, reducer.world):
-            module._comm_hook_state = HookState(reducer, layout)
+            module._comm_hook_state = HookState(reducer, layout, end, module)
 
     def reduced_numel(self, wrapped: nn.Module) -> int:
         """Count flat parameters with padding: of their parts, for alignment, and of the whole, to a multiple of W."""
@@ -62,8 +73,24 @@ class FSDP1(Strategy):
 
 
 def reduce_block(state: HookState, gradient: Tensor, shard: Tensor) -> None:
-    """Write this rank's part of the block's mean gradient into ``shard``; FSDP1's hook."""
-    shard.copy_(state.reducer.reduce_scatter(gradient, state.layout))
+    """Write this rank's part of the block's mean gradient into ``shard``; FSDP1's hook.
+
+    It is filled until the end of the backward pass, unless FSDP1 reads it at once.
+    """
+    state.end.expect()
+    handle = state.reducer.begin_reduce_scatter(gradient, state.layout, shard.copy_)
+    if read_at_once(state, shard):
+        handle.wait()
+
+
+def read_at_once(state: HookState, shard: Tensor) -> bool:
+    """Whether FSDP1 adds the shard to a gradient, or converts or moves it."""
+    flat = state.module._handle.flat_param
+    return (
+        hasattr(flat, "_saved_grad_shard")
+        or state.module.cpu_offload.offload_params
+        or (flat.dtype, flat.device) != (shard.dtype, shard.device)
+    )
 
 
 def layouts(wrapped: nn.Module, world: int) -> Iterator[tuple[FullyShardedDataParallel, Layout]]:

@@ -14,6 +14,7 @@ from gradwire.collectives import Layout, Reducer
 from gradwire.collectives.ops import Group
 from gradwire.collectives.parameters import ParameterGather
 from gradwire.errors import BadInput
+from gradwire.parallel.backward import EndOfBackward
 from gradwire.parallel.strategy import Strategy, blocks
 
 NEEDED = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor")
@@ -48,12 +49,14 @@ class FSDP2(Strategy):
     def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
         """Replace the reduce-scatter of every group of parameters."""
         check_offered("a compressor", *NEEDED)
+        end = EndOfBackward(reducer.synchronize)
         for module, parameters in groups(wrapped):
             if shapes := [(name, tuple(p.shape)) for name, p in parameters.items() if p.requires_grad]:
                 # The reducer divides once; the framework must neither divide nor average.
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
-                module.set_custom_reduce_scatter(ReduceScatter(reducer, Layout.dim0(shapes, reducer.world)))
+                layout = Layout.dim0(shapes, reducer.world)
+                module.set_custom_reduce_scatter(ReduceScatter(reducer, layout, end, module, [*parameters.values()]))
 
     def reduced_numel(self, wrapped: nn.Module) -> int:
         """Count parameters padded to a multiple of W rows."""
@@ -76,11 +79,20 @@ class Collective:
 
 
 class ReduceScatter(Collective):
-    """The reducer's reduce-scatter with FSDP2's interface."""
+    """The reducer's reduce-scatter with FSDP2's interface.
 
-    def __init__(self, reducer: Reducer, layout: Layout) -> None:
+    FSDP2 reads the output as soon as this returns only in some cases (`read_at_once`); otherwise gradients become views
+    of it, and it is filled until the end of the backward pass.
+    """
+
+    def __init__(
+        self, reducer: Reducer, layout: Layout, end: EndOfBackward, module: FSDPModule, parameters: list[nn.Parameter]
+    ) -> None:
         self.reducer = reducer
         self.layout = layout
+        self.end = end
+        self.module = module
+        self.parameters = parameters
 
     def __call__(
         self,
@@ -91,7 +103,20 @@ class ReduceScatter(Collective):
         async_op: bool = False,
     ) -> None:
         """Write this rank's row of the mean; ``op`` is sum, because FSDP2 is set to not divide."""
-        output_tensor.copy_(self.reducer.reduce_scatter(input_tensor, self.layout))
+        self.end.expect()
+        handle = self.reducer.begin_reduce_scatter(input_tensor, self.layout, output_tensor.copy_)
+        if self.read_at_once(output_tensor):
+            handle.wait()
+
+    def read_at_once(self, output: Tensor) -> bool:
+        """Whether FSDP2 adds the output to gradients, converts or moves it, or gives it to a user's hook."""
+        group = fully_shard.state(self.module)._fsdp_param_group  # type: ignore[attr-defined]
+        return group._all_reduce_hook is not None or any(
+            p.grad is not None
+            or getattr(p, "_post_accumulate_grad_hooks", None)
+            or (p.dtype, p.device) != (output.dtype, output.device)
+            for p in self.parameters
+        )
 
 
 class AllGather(Collective):

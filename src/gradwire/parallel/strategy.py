@@ -31,6 +31,9 @@ class Strategy(ABC):
     averages: bool = True
     """Whether gradients are averaged; if not, an optimizer communicates (`parallel.optimizers`)."""
 
+    reduced: bool = False
+    """Whether a reducer will replace the framework's reduction; known before `wrap`."""
+
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group = group
         self.device = device

@@ -68,7 +68,7 @@ def wrap(
         device: The device to compute on: ``cpu``, or this rank's GPU.
         average: False keeps each rank's own gradients inside `accumulation`, for an optimizer that communicates
             (`parallel.optimizers`). The reducer then belongs to the optimizer; only its group is used here.
-        options: Options of the strategy, such as ``cap_mb`` of ``bucket`` or ``param_compress`` of ``fsdp2``; see its
+        options: Options of the strategy, such as ``bucket_mb`` of ``ddp`` or ``param_compress`` of ``fsdp2``; see its
             class.
 
     Returns:
@@ -88,6 +88,7 @@ def wrap(
         raise BadInput(f"strategy {strategy} shards gradients, so ranks cannot keep their own; use one with replicas.")
     way = kind(reducer.group if reducer else None, device, **options)
     way.averages = average
+    way.reduced = average and reducer is not None and reducer.world > 1
     numel = trainable(model)  # before the model is cut into shards
     wrapped = way.wrap(model.to(device))
     attach(wrapped, way)

@@ -1,0 +1,32 @@
+"""The end of a backward pass, for which torch has no public hook; DDP and FSDP use the same callback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.autograd import Variable
+
+
+class EndOfBackward:
+    """Calls a function at the end of each backward pass in which `expect` was called.
+
+    Args:
+        call: The function. What it raises, ``backward`` raises.
+    """
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+        self._backward = -1  # autograd's id of the current pass
+
+    def expect(self) -> bool:
+        """Call the function at the end of the current pass; called from a gradient hook.
+
+        Returns:
+            Whether this is the first call in the current pass. An exception may have interrupted the previous one.
+        """
+        if self._backward == (backward := torch._C._current_graph_task_id()):
+            return False
+        self._backward = backward
+        Variable._execution_engine.queue_callback(self.call)
+        return True
