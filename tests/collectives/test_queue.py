@@ -1,0 +1,220 @@
+"""The reducer's queue: order, faults, lifetime, and what a caller may change while a reduction is in flight."""
+
+from __future__ import annotations
+
+import threading
+import time
+from functools import partial
+from weakref import ref
+
+import pytest
+import torch
+from late_encoding import late_encoding
+from test_reducer import SHAPES, STOCHASTIC, buffer
+
+from gradwire.collectives import Layout, Reducer
+from gradwire.collectives.codec import Codec
+from gradwire.collectives.compression_error import compression_error
+from gradwire.collectives.queue import ThreadQueue
+from gradwire.compressors import build
+
+BUFFERS = 4
+UNTIMED = ("encode_seconds", "decode_seconds", "extra_seconds", "by_op")
+
+
+def several(rank, world, group, kind, options):
+    """The means of a few buffers per step, begun one after another, and waited for in the other order."""
+    layouts = [Layout.dim0([(f"{i}{name}", shape) for name, shape in SHAPES], world) for i in range(BUFFERS)]
+    found = {}
+    with late_encoding(rank):
+        for overlap in (True, False):
+            reducer = Reducer(build("int8", **STOCHASTIC), group, error_feedback=True, overlap=overlap, **options)
+            means = []
+            for step in range(3):
+                begin = getattr(reducer, f"begin_{kind}")
+                flats = [layout.pack(named(rank, step, i)) for i, layout in enumerate(layouts)]
+                handles = [begin(flat, layout) for flat, layout in zip(flats, layouts, strict=True)]
+                means += [handle.wait() for handle in reversed(handles)]
+                assert reducer.finish()
+            traffic = {name: count for name, count in reducer.traffic.items() if name not in UNTIMED}
+            found[overlap] = means, traffic, reducer.codec.residual_norm
+    return found
+
+
+def named(rank, step, i):
+    generator = torch.Generator().manual_seed(100 * i + 10 * step + rank)
+    return {f"{i}{name}": torch.randn(shape, generator=generator) for name, shape in SHAPES}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("options", [{"algorithm": "exchange"}, {"algorithm": "gather", "second": "float32"}])
+def test_reductions_in_flight_equal_synchronous_ones(world, size, options):
+    for kind in ("all_reduce", "reduce_scatter"):
+        for found in world(size).run(several, kind, options):
+            (means, *counts), (expected, *expected_counts) = found[True], found[False]
+            assert all(torch.equal(mean, other) for mean, other in zip(means, expected, strict=True))
+            assert counts == expected_counts and counts[0]["sent"] > 0
+
+
+def changed_meanwhile(rank, world, group):
+    """A loss scale, `keeping` and `plain` are those of the moment in which a reduction began."""
+    layout = Layout.dim0(SHAPES, world)
+    flats = [buffer(layout, rank, step) for step in range(3)]
+    encode, free = Codec.encode, threading.Event()
+    reducer = Reducer(build("none"), group, algorithm="exchange", schedule=None)
+    Codec.encode = lambda self, *args: (free.wait(20), encode(self, *args))[1]
+    try:
+        with reducer.keeping() as kept:
+            reducer.loss_scale = 4.0
+            scaled = reducer.begin_all_reduce(flats[0] * 4, layout)
+            reducer.loss_scale = 1.0
+            plain = reducer.begin_all_reduce(flats[0], layout)
+        unkept = reducer.begin_all_reduce(flats[1], layout)
+        in_flight = not scaled._future.done()
+        free.set()
+        same = torch.equal(scaled.wait(), plain.wait() * 4)
+        unkept.wait()
+    finally:
+        Codec.encode = encode
+    error = compression_error(kept, group)
+    int8 = Reducer(build("int8"), group, algorithm="exchange")
+    with int8.plain():
+        dense = int8.begin_all_reduce(flats[2], layout)
+    coded = int8.begin_all_reduce(flats[2], layout)
+    return in_flight, same, len(kept), error.rel_error, dense.wait(), coded.wait()
+
+
+def test_a_reduction_has_the_settings_of_its_beginning(world):
+    layout = Layout.dim0(SHAPES, 2)
+    exact = (buffer(layout, 0, 2) + buffer(layout, 1, 2)) / 2
+    for in_flight, same, kept, error, dense, coded in world(2).run(changed_meanwhile):
+        assert in_flight and same and kept == 2 and error < 1e-6
+        assert torch.equal(dense, exact) and not torch.equal(coded, exact)
+
+
+def failing(rank, world, group):
+    """The messages of every call after an encoding failed on all ranks, and the number of finished steps."""
+    layout = Layout.dim0(SHAPES, world)
+    reducer = Reducer(build("int8"), group, algorithm="exchange")
+    reducer.all_reduce(buffer(layout, rank), layout)
+    encode, free = Codec.encode, threading.Event()
+
+    def broken(self, *args):
+        free.wait(20)
+        raise ZeroDivisionError("no such luck")
+
+    Codec.encode = broken
+    try:
+        handles = [reducer.begin_all_reduce(buffer(layout, rank), layout) for _ in range(3)]
+        free.set()
+        calls = [*(handle.wait for handle in handles), lambda: reducer.all_reduce(buffer(layout, rank), layout)]
+        return [message(call) for call in (*calls, reducer.finish, reducer.synchronize)], reducer.step
+    finally:
+        Codec.encode = encode
+
+
+def message(call):
+    try:
+        call()
+    except ZeroDivisionError as error:
+        return str(error)
+
+
+def test_a_fault_in_the_thread_reaches_every_caller(world):
+    assert world(2).run(failing) == [(["no such luck"] * 6, 0)] * 2
+
+
+def alone_with_a_fault(queue, error):
+    def fail():
+        raise error
+
+    return queue.begin(fail, torch.zeros(1))
+
+
+def test_after_a_fault_nothing_runs_and_everything_raises_it():
+    queue, ran, error = ThreadQueue(), [], KeyError("a bad wire")
+    first = queue.begin(lambda: torch.ones(1), torch.zeros(1))
+    assert first.wait() == 1
+    lost = alone_with_a_fault(queue, error)
+    called = []
+    lost.if_failed(lambda: called.append(1))
+    behind = Later(queue, ran)
+    for handle in (lost, *behind.handles):
+        with pytest.raises(KeyError, match="a bad wire") as caught:
+            handle.wait()
+        assert caught.value is error
+    with pytest.raises(KeyError, match="a bad wire"):
+        queue.synchronize()
+    assert not ran and called == [1]
+
+
+class Later:
+    """Reductions behind a fault; `begin` itself may raise it already."""
+
+    def __init__(self, queue, ran):
+        self.handles = []
+        for _ in range(2):
+            try:
+                self.handles.append(queue.begin(lambda: (ran.append(1), torch.ones(1))[1], torch.zeros(1)))
+            except KeyError:
+                return
+
+
+def test_the_thread_ends_with_its_queue_and_keeps_no_buffer():
+    before, threads = reducer_threads(), torch.get_num_threads()
+    queue = ThreadQueue()
+    [thread] = reducer_threads() - before
+    counted = queue.begin(lambda: torch.tensor(torch.get_num_threads()), torch.zeros(1)).wait()
+    assert counted == 1 and torch.get_num_threads() == threads
+    assert not queue.begin(lambda: torch.tensor(torch.is_grad_enabled()), torch.zeros(1)).wait()
+    flat = torch.zeros(3)
+    alive = ref(flat)
+    handle = queue.begin(partial(torch.clone, flat), flat)
+    handle.wait()
+    queue.synchronize()
+    del handle, flat
+    assert until(lambda: alive() is None)
+    assert thread.is_alive() and thread.daemon
+    del queue
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def until(true):
+    """Wait until something is true."""
+    deadline = time.monotonic() + 20
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return true()
+
+
+def reducer_threads():
+    return {thread for thread in threading.enumerate() if thread.name == "gradwire-reducer"}
+
+
+def dropped(rank, world, group):
+    others = reducer_threads()
+    reducer = Reducer(build("int8"), group)
+    layout = Layout.dim0(SHAPES, world)
+    for _ in range(2):
+        reducer.all_reduce(buffer(layout, rank), layout)
+        reducer.finish()
+    [thread] = reducer_threads() - others
+    del reducer
+    thread.join(20)
+    return thread.is_alive()
+
+
+def test_no_thread_outlives_its_reducer(world):
+    assert world(2).run(dropped) == [False, False]
+
+
+def without_overlap(rank, world, group):
+    layout, others = Layout.dim0(SHAPES, world), reducer_threads()
+    Reducer(build("int8"), group, overlap=False).all_reduce(buffer(layout, rank), layout)
+    Reducer(build("int8"), group).state_dict()
+    return len(reducer_threads() - others)
+
+
+def test_no_thread_starts_without_need(world):
+    assert world(2).run(without_overlap) == [0, 0]

@@ -1,0 +1,27 @@
+"""Encodings that are late, so that ranks and threads meet in many orders."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from gradwire.collectives.codec import Codec
+
+
+@contextmanager
+def late_encoding(rank: int, longest: float = 0.002) -> Iterator[None]:
+    """Delay each encoding by up to ``longest`` seconds, a sequence of this rank's own."""
+    generator, encode = torch.Generator().manual_seed(rank), Codec.encode
+
+    def delayed(self, *args):
+        time.sleep(longest * float(torch.rand((), generator=generator)))
+        return encode(self, *args)
+
+    Codec.encode = delayed
+    try:
+        yield
+    finally:
+        Codec.encode = encode
