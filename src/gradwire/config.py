@@ -149,6 +149,7 @@ class Training(Strict):
     profile: bool = Field(True, description="profile some steps on every rank")
     profile_steps: Count = Field(3, description="steps to profile")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
+    bucket_mb: float = Field(25.0, ge=0, description="MiB of a bucket of ddp and bucket; smaller if that makes four")
     dp_max_grad_norm: float | None = Field(
         None, gt=0, description="train privately (DP-SGD): each sample's gradient is clipped to this"
     )

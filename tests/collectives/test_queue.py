@@ -92,6 +92,26 @@ def test_a_reduction_has_the_settings_of_its_beginning(world):
         assert torch.equal(dense, exact) and not torch.equal(coded, exact)
 
 
+def unwaited(rank, world, group):
+    """What `finish` says of a reduction that nobody waited for, with a value on rank 0 that is not finite."""
+    layout, flat = Layout.dim0(SHAPES, world), buffer(Layout.dim0(SHAPES, world), rank)
+    flat[-1] = flat[0] = float("nan") if rank == 0 else 1.0
+    reducer = Reducer(build("int8"), group, algorithm="exchange", nonfinite="skip", dense_steps=1)
+    with late_encoding(rank, 0.02):
+        reducer.begin_all_reduce(flat, layout)
+        first = reducer.finish()
+        coded = reducer.begin_all_reduce(buffer(layout, rank), layout)
+        return first, reducer.finish(), reducer.traffic["sent"], coded.wait()
+
+
+def test_the_end_of_a_step_waits_for_its_reductions(world):
+    (*first, mean), (*second, other) = world(2).run(unwaited)
+    assert first[:2] == second[:2] == [False, True]
+    assert torch.equal(mean, other)
+    exact = sum(buffer(Layout.dim0(SHAPES, 2), rank) for rank in range(2)) / 2
+    assert 0 < (mean - exact).abs().max() < 0.1, "the second step was encoded"
+
+
 def failing(rank, world, group):
     """The messages of every call after an encoding failed on all ranks, and the number of finished steps."""
     layout = Layout.dim0(SHAPES, world)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from late_encoding import late_encoding
 from test_frameworks import STOCHASTIC, STRATEGIES, batch_of, full_state_dict, loss_of, model_of, whole_gradients
-from test_naive import Branches, noise
+from test_naive import Branches, Breaks, noise
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -194,6 +194,31 @@ def test_a_users_own_ddp(world, option, accumulate):
     for mine, other, without in zip(first, second, expected, strict=True):
         assert mine.keys() == other.keys() == without.keys() and mine
         assert all(torch.equal(mine[name], other[name]) and torch.equal(mine[name], without[name]) for name in mine)
+
+
+def broken_off(rank, world, group):
+    """Gradients of a pass after one in which an exception came between two buckets, one of them in flight."""
+    torch.manual_seed(5)
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    reducer = Reducer(build("none"), group, algorithm="exchange")
+    model = wrap(layers, "bucket", reducer, device="cpu", bucket_mb=0)
+    with late_encoding(rank):
+        for broken in (True, False):
+            model.zero_grad()
+            with pytest.raises(KeyError) if broken else nullcontext():
+                layers[1](Breaks.apply(layers[0](noise(1, 3, seed=rank)), broken)).sum().backward()
+    assert reducer.finish()
+    return whole_gradients(model)
+
+
+def test_a_broken_off_pass_leaves_nothing_in_the_queue(world):
+    results = world(2).run(broken_off)
+    torch.manual_seed(5)
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    layers(torch.cat([noise(1, 3, seed=rank) for rank in range(2)])).sum(1).mean().backward()
+    for found in results:
+        for name, parameter in layers.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad)
 
 
 class Fails(RuntimeError):

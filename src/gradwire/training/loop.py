@@ -121,7 +121,9 @@ def train(
 
     reducer = build_reducer(settings)
     compressed = settings.cell.param_compress != "none"
-    options = {"param_compress": settings.cell.param_compress} if compressed else {}
+    options: dict[str, Any] = {"param_compress": settings.cell.param_compress} if compressed else {}
+    if settings.strategy in ("bucket", "ddp"):
+        options["bucket_mb"] = training.bucket_mb
     averages = settings.cell.communication.averages_gradients
     model = parallel.wrap(model, settings.strategy, reducer, device=world.device, average=averages, **options)
     optimizer = build_optimizer(settings, model, matrices, reducer)
