@@ -12,14 +12,16 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 from gradwire import cli
 from gradwire.errors import BadInput, Stopped
 from gradwire.files import write_json
 from gradwire.launch import launch
-from gradwire.launch.ranks import THREADS
+from gradwire.launch.ranks import ALLOCATOR, THREADS
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +42,7 @@ def preflight(args: argparse.Namespace) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *THREADS)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *THREADS, *ALLOCATOR)
     environment = {name: os.environ[name] for name in names} | {"pid": os.getpid()}
     environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES")
     deed = args.ranks.get(os.environ["RANK"], "wait" if args.ranks else "end")
@@ -49,8 +51,8 @@ def main(args: argparse.Namespace) -> None:
     write_json(args.output_dir / f"started{os.environ['RANK']}.json", environment)
     if deed in TRAINS:
         train(*TRAINS[deed], args.output_dir)
-    elif deed in ("transfer", "gather"):
-        {"transfer": transfer, "gather": gather}[deed](args.output_dir)
+    elif deed in ("transfer", "gather", "allocate"):
+        {"transfer": transfer, "gather": gather, "allocate": allocate}[deed](args.output_dir)
     else:
         DEEDS[deed]()
 
@@ -106,14 +108,30 @@ def desert() -> None:
 
 
 def train(strategy: str, method: str | None, folder: Path) -> None:
-    """Train for ever; the last rank notes the time and dies in a backward pass, and the others wait for it."""
+    """Train for ever; the last rank notes the time and dies in a backward pass, and the others wait for it.
+
+    Under DDP it dies in the reducer's thread, when it encodes its second bucket.
+    """
     import torch
     from torch import nn
 
     from gradwire.collectives import Reducer
+    from gradwire.collectives.codec import Codec
     from gradwire.collectives.world import process_group
     from gradwire.compressors import build
     from gradwire.parallel import wrap
+
+    encode, encoded = Codec.encode, itertools.count()
+
+    def die(*_: object) -> None:
+        write_json(folder / "killed.json", time.time())
+        kill()
+
+    def encode_or_die(self: Codec, *args: Any) -> torch.Tensor:
+        assert threading.current_thread() is not threading.main_thread()
+        if next(encoded) == 3:
+            die()
+        return encode(self, *args)
 
     with process_group(device="cpu") as world:
         reducer = None if method is None else Reducer(build(method), error_feedback=True)
@@ -122,7 +140,10 @@ def train(strategy: str, method: str | None, folder: Path) -> None:
         for step in itertools.count():
             output = model(torch.ones(2, 5))
             if step == 3 and world.rank == world.world_size - 1:
-                output.register_hook(lambda _: (write_json(folder / "killed.json", time.time()), kill()))
+                if strategy == "ddp":
+                    Codec.encode = encode_or_die  # type: ignore[method-assign]
+                else:
+                    output.register_hook(die)
             output.square().sum().backward()
             model.zero_grad()
 
@@ -161,9 +182,33 @@ def gather(folder: Path) -> None:
         wait()
 
 
+def allocate(folder: Path) -> None:
+    """Add tensors of 16 MB in the main and in another thread; note how many of their pages the kernel handed out."""
+    import resource
+    from threading import Thread
+
+    import torch
+
+    found = []
+
+    def work() -> None:
+        for step in range(30):
+            if step == 10:
+                before = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+            torch.ones(4_000_001).add(1).mul(2)
+        faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
+        found.append(faults / (20 * 3 * 16_000_004 / resource.getpagesize()))
+
+    work()
+    other = Thread(target=work)
+    other.start()
+    other.join()
+    write_json(folder / f"allocated{os.environ['RANK']}.json", found)
+
+
 DEEDS = {deed.__name__: deed for deed in (refuse, kill, stumble, wait, reduce, desert)}
 DEEDS |= {"end": lambda: None, "save": wait}
-TRAINS = {"naive": ("naive", "topk"), "bucket": ("bucket", None), "fsdp2": ("fsdp2", "topk")}
+TRAINS = {"naive": ("naive", "topk"), "ddp": ("ddp", "int8"), "bucket": ("bucket", None), "fsdp2": ("fsdp2", "topk")}
 
 if __name__ == "__main__":
     cli.VERBS["probe"] = cli.Verb("rank_verb", "do what a test says")

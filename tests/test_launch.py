@@ -16,7 +16,7 @@ import pytest
 
 from gradwire.errors import BadInput, RunFault
 from gradwire.failures import lost_peer
-from gradwire.launch.ranks import THREADS, Ended, RankFailure, first_cause
+from gradwire.launch.ranks import ALLOCATOR, THREADS, Ended, RankFailure, first_cause, rank_variables
 
 PROBE = Path(__file__).with_name("rank_verb.py")
 CLEAN = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", *THREADS)}
@@ -123,13 +123,14 @@ def test_a_killed_rank_is_named_and_not_the_peer_that_lost_it(tmp_path, launcher
 @pytest.mark.parametrize(
     ("strategy", "size", "launcher"),
     [
-        ("naive", 2, "fork"),
+        ("ddp", 2, "fork"),
+        pytest.param("naive", 2, "fork", marks=pytest.mark.sweep),
         pytest.param("bucket", 3, "spawn", marks=pytest.mark.sweep),
         pytest.param("fsdp2", 2, "torchrun", marks=pytest.mark.sweep),
     ],
 )
 def test_a_rank_killed_in_a_backward_pass_ends_the_others(tmp_path, strategy, size, launcher):
-    """They wait in an exchange of their own hooks, in asynchronous all-reduces, in a hook of FSDP."""
+    """They wait for a bucket in flight, in an exchange of their hooks, in all-reduces, in a hook of FSDP."""
     ranks = dict.fromkeys(range(size), strategy)
     ended = launch(tmp_path, ranks, "--world_size", str(size), launcher=launcher, timeout=200)
     assert time.time() - json.loads((tmp_path / "killed.json").read_text()) < 60
@@ -137,6 +138,21 @@ def test_a_rank_killed_in_a_backward_pass_ends_the_others(tmp_path, strategy, si
     message = f"rank {size - 1}: was killed by SIGKILL (out of memory?) and left no message."
     assert ended.stderr == f"gradwire launch: {message}\n"
     assert len(started(tmp_path)) == size and not left_behind(tmp_path)
+
+
+@pytest.mark.parametrize("launcher", ["fork", pytest.param("spawn", marks=pytest.mark.sweep)])
+def test_ranks_keep_the_memory_of_freed_tensors(tmp_path, launcher):
+    ended = launch(tmp_path, dict.fromkeys(range(2), "allocate"), launcher=launcher)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    for rank, environment in started(tmp_path).items():
+        assert {name: environment[name] for name in ALLOCATOR} == ALLOCATOR
+        shares = json.loads((tmp_path / f"allocated{rank}.json").read_text())
+        assert len(shares) == 2 and max(shares) < 0.5  # all pages are new where the allocator returns them
+
+
+def test_an_allocator_of_the_users_stays(monkeypatch):
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "3")
+    assert rank_variables(2).items() >= {**ALLOCATOR, "MALLOC_ARENA_MAX": "3"}.items()
 
 
 def left_behind(output: Path) -> list[dict]:

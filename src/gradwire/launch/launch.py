@@ -14,7 +14,7 @@ from gradwire.failures import clear_failure, refuse_again, write_failure
 from gradwire.flags import NATURAL, PORT, RANKS, check_numbers, check_paths
 from gradwire.launch import leases, links, nodes
 from gradwire.launch.fork import Template
-from gradwire.launch.ranks import FORK, LAUNCHERS, check_address, environment, start, threads
+from gradwire.launch.ranks import FORK, LAUNCHERS, check_address, environment, rank_variables, start
 from gradwire.rank_env import LOCAL_WORLD_SIZE
 from gradwire.units import UNSHAPED
 
@@ -119,7 +119,7 @@ def _launcher(args: argparse.Namespace, child: argparse.Namespace, module: Modul
         return
     if not simple:
         raise BadInput(f"--launcher {FORK} starts ranks on the CPU of one machine, without --link: use torchrun.")
-    with environment(threads(args.world_size)), Template(getattr(module, "PRELOAD", ())) as template:
+    with environment(rank_variables(args.world_size)), Template(getattr(module, "PRELOAD", ())) as template:
         yield template
 
 

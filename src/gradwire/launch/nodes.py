@@ -21,7 +21,7 @@ from gradwire.errors import DONE, FAULT, BadInput, GradwireError, RunFault
 from gradwire.failures import RANK_FAILURES, rank_failures
 from gradwire.files import read_json, write_json, write_text
 from gradwire.launch.parent_watch import PARENT
-from gradwire.launch.ranks import Ended, agent, environment, first_cause, on, threads
+from gradwire.launch.ranks import Ended, agent, environment, first_cause, on, rank_variables
 
 STEP = "step"  # the file with the job step's id
 LAST_WORDS = 10  # seconds for the other nodes to report after the first node has ended
@@ -130,7 +130,7 @@ def main(words: Sequence[str]) -> int:
     if os.environ["SLURM_NODEID"] == "0":
         write_text(folder / STEP, f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}")
     endpoint = f"{os.environ['SLURM_LAUNCH_NODE_IPADDR']}:{args.port}"
-    with environment({PARENT: str(os.getpid()), **threads(args.ranks)}):
+    with environment({PARENT: str(os.getpid()), **rank_variables(args.ranks)}):
         ended = agent(
             args.command, args.ranks, endpoint, args.nodes, rdzv_backend="c10d", rdzv_configs={"is_host": "false"}
         )

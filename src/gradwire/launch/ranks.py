@@ -24,6 +24,9 @@ from gradwire.rank_env import is_loopback
 # Threads per rank. Snakemake sets all of these to the job's threads, and MKL's own variable overrides OpenMP's. Ranks
 # with more threads than their share of the cores are several times slower.
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+# glibc's allocator in a rank: it keeps the memory of freed tensors, in one heap for all threads. Otherwise it returns
+# large ones to the kernel, and each step takes them back as pages that the kernel has to zero.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_ARENA_MAX": "1"}
 # Ranks of one machine only use the loopback device. "=" makes NCCL match the whole name, not a prefix.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 POLL = 0.02  # seconds between polls of the ranks
@@ -90,7 +93,7 @@ def start(
     # Ranks get SIGTERM, whichever signal stops the launcher.
     to_sigterm = on((signal.SIGINT, signal.SIGHUP), lambda: signal.raise_signal(signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="gradwire-launch-") as folder, to_sigterm:
-        mine = {RANK_FAILURES: folder, PARENT: str(os.getpid()), **threads(world_size)}
+        mine = {RANK_FAILURES: folder, PARENT: str(os.getpid()), **rank_variables(world_size)}
         if is_loopback(master_addr):
             mine |= {name: os.environ.get(name, device) for name, device in LOOPBACK.items()}
         run = partial(forked, launcher) if isinstance(launcher, Template) else LAUNCHERS[launcher]
@@ -185,10 +188,15 @@ LAUNCHERS: dict[str, Callable[[list[str], int, str, int], Ended]] = {"torchrun":
 FORK = "fork"  # the launcher whose template starts before the input is checked
 
 
-def threads(ranks: int) -> dict[str, str]:
-    """Environment variables that limit each rank to OMP_NUM_THREADS threads, or its share of the cores if unset."""
+def rank_variables(ranks: int) -> dict[str, str]:
+    """Environment variables of each rank's threads and allocator.
+
+    They limit it to OMP_NUM_THREADS threads, or its share of the cores if unset. Variables of the allocator that are
+    set stay.
+    """
     share = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    return dict.fromkeys(THREADS, share)
+    allocator = {name: os.environ.get(name, value) for name, value in ALLOCATOR.items()}
+    return {**dict.fromkeys(THREADS, share), **allocator}
 
 
 def places(world_size: int, master_addr: str, master_port: int) -> list[dict[str, str]]:

@@ -16,6 +16,7 @@ import torch
 
 from gradwire import __version__
 from gradwire.collectives.world import World
+from gradwire.launch.ranks import ALLOCATOR
 from gradwire.machine import CPUINFO, installed, processor, text
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba", "triton", "pyarrow", "pydantic", "safetensors")
@@ -56,6 +57,7 @@ def environment(world: World) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
         "thread_variables": {name: os.environ[name] for name in THREADS if name in os.environ},
+        "allocator_variables": {name: os.environ[name] for name in ALLOCATOR if name in os.environ},
         "distribution": distribution(),
         "image": os.environ.get("GRADWIRE_IMAGE"),
     }
