@@ -10,6 +10,7 @@ import torch
 
 from gradwire.compressors import available, method_class
 from gradwire.compressors.base import Compressor, Quantizer, Shape
+from gradwire.compressors.segments import Segment, Segments
 from gradwire.compressors.sparse import Sparsifier
 
 SHAPES: list[Shape] = [0, 1, 2, 255, 256, 257, 10_007, (1, 1), (7, 11), (3, 257), (0, 5), (5, 0)]
@@ -109,3 +110,21 @@ def assert_unbiased(drawn: torch.Tensor, x: torch.Tensor, variance: torch.Tensor
     sigma = (variance.double() / len(drawn)).sqrt()
     error = (drawn.mean(dim=0) - x.double()).abs()
     assert (error <= 5 * sigma + 4 * FLOAT32.eps * x.double().abs() + math.ldexp(1, -149)).all()
+
+
+def scattered(compressor: Compressor, forms: list[tuple[int, ...]]) -> tuple[Segments, torch.Tensor]:
+    """Tensors of these forms, apart from each other in a buffer that is NaN elsewhere, and their values.
+
+    Their encodings lie in another order than they do, each at the byte after a gap.
+    """
+    numels = [math.prod(form) for form in forms]
+    starts = [3 + 5 * i + sum(numels[:i]) for i in range(len(forms))]
+    segments, at = [], 1
+    for start, form in reversed(list(zip(starts, forms, strict=True))):
+        size = compressor.wire_bytes(form)
+        segments.append(Segment(start, form, at, size))
+        at += (size or 0) + 1
+    values = torch.full((starts[-1] + numels[-1] + 2,), math.nan)
+    for i, segment in enumerate(segments):
+        values[segment.run] = normal(segment.numel, seed=40 + i)
+    return Segments(reversed(segments)), values

@@ -9,10 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lockstep import lockstep
-from samples import BUILDS, FLOAT32, SHAPES, draws, generator, normal
+from samples import BUILDS, FLOAT32, SHAPES, draws, generator, normal, scattered
 
 from gradwire.compressors import build
 from gradwire.compressors.base import Quantizer, Shape
+from gradwire.compressors.feedback import Feedback
 from gradwire.compressors.rounds import Context
 from gradwire.errors import NonFiniteGradient
 
@@ -149,6 +150,93 @@ def test_a_corrupted_wire_is_refused_or_decodes_within_its_bounds(name, options,
     except ValueError:
         return
     assert tuple(decoded.shape) == form_of(shape)
+
+
+FORMS = [(257,), (7, 11), (0,), (1,), (33, 40), (3, 0), (5003,), (1, 255), (2,)]
+
+
+def generators() -> list[torch.Generator]:
+    return [generator(20 + i) for i in range(len(FORMS))]
+
+
+@every_build
+def test_one_call_for_many_tensors_has_the_bytes_of_a_call_for_each(name, options):
+    compressor = build(name, **options)
+    segments, values = scattered(compressor, FORMS)
+    before = torch.full((segments.nbytes or 0,), 0xA5, dtype=torch.uint8)
+    flags = torch.zeros(len(FORMS), dtype=torch.uint8)
+    once, each = generators(), generators()
+    for _ in range(2):  # the second time with what the first has drawn and derived
+        wire, placed = compressor.encode_many(values, segments, before.clone(), generators=once, flags=flags)
+        wires = [
+            compressor.encode(values[segment.run].view(segment.form), generator=drawn)
+            for segment, drawn in zip(segments, each, strict=True)
+        ]
+        expected = before if segments.nbytes is not None else torch.cat(wires)
+        for segment, encoding in zip(placed, wires, strict=True):
+            expected[segment.bytes] = encoding
+        assert torch.equal(wire, expected)
+        assert not flags.any()
+
+
+@every_build
+def test_decoding_into_a_sum_has_the_bits_of_decoding_and_adding(name, options):
+    compressor = build(name, **options)
+    segments, values = scattered(compressor, FORMS)
+    wire, placed = compressor.encode_many(values, segments, generators=generators())
+    decoded = [compressor.decode(wire[segment.bytes], segment.form).view(-1) for segment in placed]
+    begun = torch.rand(segments.numel, generator=generator(2)) + 1
+    for onto in ("sum", "zero", "blank"):
+        out, expected = begun.clone(), begun.clone()
+        for segment, value in zip(placed, decoded, strict=True):
+            if onto != "sum":
+                expected[segment.run] = 0
+            expected[segment.run] = value if onto == "blank" else expected[segment.run] + value
+        compressor.decode_add(wire, placed, out, onto=onto)
+        assert torch.equal(out.view(torch.int32), expected.view(torch.int32)), onto
+
+
+@every_build
+def test_error_feedback_in_one_pass_has_the_bits_of_three(name, options):
+    compressor = build(name, **options)
+    segments, values = scattered(compressor, FORMS)
+    residual = torch.full_like(values, 7.0)
+    feedbacks = [Feedback("float32", segment.form) for segment in segments]
+    for segment in segments:
+        residual[segment.run] = 0
+    once, each = generators(), generators()
+    for step in range(4):
+        given = values * (step + 1)
+        if step == 2:
+            given[segments[4].start + 700] = math.inf  # drops this tensor's residual, and no other
+        flags = torch.zeros(len(FORMS), dtype=torch.uint8)
+        wire, placed = compressor.encode_many(given, segments, generators=once, flags=flags, residual=residual)
+        assert flags.tolist() == [int(step == 2 and i == 4) for i in range(len(FORMS))]
+        kept = torch.full_like(values, 7.0)
+        for feedback, segment, drawn in zip(feedbacks, placed, each, strict=True):
+            corrected = feedback.compensate(given[segment.run].view(segment.form))
+            bad = torch.zeros(1, dtype=torch.uint8)
+            encoding = compressor.encode(corrected, generator=drawn, flag=bad)
+            assert torch.equal(wire[segment.bytes], encoding), (step, segment)
+            feedback.update(compressor.decode(encoding, segment.form))
+            feedback.drop(where=bad)
+            kept[segment.run] = feedback.residual.view(-1)
+        assert torch.equal(residual.view(torch.int32), kept.view(torch.int32)), step
+
+
+@every_build
+def test_what_is_not_finite_flags_its_own_tensor_only(name, options):
+    compressor = build(name, **options)
+    segments, values = scattered(compressor, FORMS)
+    for i in (0, 3, 6):
+        given = values.clone()
+        given[segments[i].run][-1] = math.nan
+        flags = torch.zeros(len(FORMS), dtype=torch.uint8)
+        flags[1] = 1  # stays
+        compressor.encode_many(given, segments, generators=generators(), flags=flags)
+        assert flags.nonzero().view(-1).tolist() == sorted({1, i})
+        with pytest.raises(NonFiniteGradient, match=name.replace("+", r"\+")):
+            compressor.encode_many(given, segments, generators=generators())
 
 
 @every_build

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,17 +18,29 @@ from torch.nn.functional import pad
 
 from gradwire.compressors import kernels
 from gradwire.compressors.rounds import Context, RoundCost, Rounds, State
+from gradwire.compressors.segments import Segments
 from gradwire.errors import NonFiniteGradient
 from gradwire.flags import COUNT
 
 Shape = int | tuple[int, ...]
 Count = Annotated[int, Field(**COUNT.limits)]  # a type of options
+Onto = Literal["sum", "zero", "blank"]
 Block = Annotated[int, Field(ge=1, le=2**24)]  # likewise, of elements: the plain forms fill up the last block
 
 
 def numel(shape: Shape) -> int:
     """Number of elements of a tensor of ``shape``."""
     return shape if isinstance(shape, int) else math.prod(shape)
+
+
+def check_buffer(what: str, buffer: Tensor, least: int, dtype: torch.dtype | None = None) -> None:
+    """Refuse a buffer of segments that is no vector, of another type, too small, or not contiguous where written to."""
+    fits = buffer.is_floating_point() if dtype is None else buffer.dtype == dtype and buffer.is_contiguous()
+    if buffer.ndim != 1 or buffer.numel() < least or not fits:
+        raise ValueError(
+            f"the {what} of segments take a vector of at least {least} elements of {dtype or 'a float type'}, "
+            f"not {buffer.dtype} of shape {tuple(buffer.shape)}"
+        )
 
 
 def as_numbers(wire: Tensor, dtype: torch.dtype) -> Tensor:
@@ -87,13 +100,7 @@ class Compressor(BaseModel, ABC):
         if x.ndim not in (1, 2) or not x.is_floating_point():
             raise ValueError(f"{self.name} encodes float vectors and matrices, not {x.dtype} of shape {tuple(x.shape)}")
         wire, bad = self.coded(x.detach().to(torch.float32).contiguous(), generator)
-        if flag is not None:
-            flag.logical_or_(bad)
-        elif bad.item():
-            raise NonFiniteGradient(
-                f"{self.name}: the gradient holds NaN or a magnitude of {self.overflow:g} or more, "
-                f"which its wire cannot carry"
-            )
+        self._report(bad, flag)
         return wire
 
     def decode(self, wire: Tensor, shape: Shape) -> Tensor:
@@ -117,15 +124,140 @@ class Compressor(BaseModel, ABC):
             )
         return self.decoded(wire, (shape,) if isinstance(shape, int) else tuple(shape)).view(shape)
 
+    def encode_many(
+        self,
+        values: Tensor,
+        segments: Segments,
+        wire: Tensor | None = None,
+        *,
+        generators: Sequence[torch.Generator | None] | None = None,
+        flags: Tensor | None = None,
+        residual: Tensor | None = None,
+    ) -> tuple[Tensor, Segments]:
+        """`encode` for all tensors of a buffer, with the same bytes and the same draws.
+
+        A method need not define it: this form calls `encode` for one tensor after the other where there is no fused
+        form. With ``residual`` it is a step of `feedback.Feedback` with a float32 residual, bit for bit: what is
+        encoded is ``residual + values``, what was not sent becomes the residual, and a flagged tensor's becomes 0.
+
+        Args:
+            values: Float vector of at least ``segments.numel`` elements, on any device.
+            segments: Where the tensors lie in it, and their encodings in the wire.
+            wire: uint8 vector of at least ``segments.nbytes``, contiguous, on the values' device; a new one by default.
+                No other bytes of it change. Of no use where a size depends on the data.
+            generators: A source of randomness for each tensor, as in `encode`.
+            flags: uint8 [tensors], as in `encode`.
+            residual: float32, contiguous, where each tensor's residual lies as the tensor does in ``values``; changed
+                in place.
+
+        Returns:
+            The wire and the segments; where a size depends on the data, a wire of all encodings one after the other,
+            and the segments placed in it.
+
+        Raises:
+            NonFiniteGradient: Without ``flags``, where one would be set.
+            ValueError: If a buffer is of a wrong type or too small.
+        """
+        check_buffer("values", values, segments.numel)
+        values = values.detach().to(torch.float32).contiguous()
+        if wire is None:
+            wire = torch.empty(segments.nbytes or 0, dtype=torch.uint8, device=values.device)
+        check_buffer("wire", wire, segments.nbytes or 0, torch.uint8)
+        if residual is not None:
+            check_buffer("residual", residual, segments.numel, torch.float32)
+        given = generators or [None] * len(segments)
+        if len(given) != len(segments):
+            raise ValueError(f"{self.name}: {len(given)} generators for {len(segments)} segments")
+        if flags is not None and flags.shape != (len(segments),):
+            raise ValueError(f"{self.name}: the flags of {len(segments)} segments have shape {tuple(flags.shape)}")
+        bad = torch.zeros(len(segments), dtype=torch.uint8, device=values.device)
+        fused = kernels.find(self, values.device)
+        if fused is not None and hasattr(fused, "encode_many") and segments.fixed:
+            fused.encode_many(self, values, segments, wire, given, bad, residual)
+        else:
+            wire, segments = self._encode_each(values, segments, wire, given, bad, residual)
+        self._report(bad, flags)
+        return wire, segments
+
+    def decode_add(self, wire: Tensor, segments: Segments, out: Tensor, *, onto: Onto = "sum") -> None:
+        """`decode` all tensors of a message into a buffer, or add them to it, with no tensor between.
+
+        A method need not define it.
+
+        Args:
+            wire: uint8, contiguous, as `encode_many` made it, on any device.
+            segments: Where the encodings lie in it, and the tensors in ``out``.
+            out: float32, contiguous, of at least ``segments.numel`` elements; others do not change.
+            onto: What the tensors are added to: what ``out`` holds, a ``sum`` that began at ``zero``; ``zero``, for
+                the first of a sum, so that a -0.0 becomes 0.0 as in any sum from 0; or nothing: a ``blank`` buffer
+                takes the very values. Only ``sum`` reads ``out``, and it must not hold a -0.0.
+
+        Raises:
+            ValueError: If the bytes cannot be encodings of those shapes, or a buffer is of a wrong type or too small.
+        """
+        if segments.nbytes is None:
+            raise ValueError(f"{self.name}: the sizes depend on the data; take the segments that encode_many returned")
+        check_buffer("wire", wire, segments.nbytes, torch.uint8)
+        check_buffer("sum", out, segments.numel, torch.float32)
+        fused = kernels.find(self, wire.device)
+        if fused is not None and hasattr(fused, "decode_add") and segments.fixed:
+            fused.decode_add(self, wire, segments, out, onto)
+            return
+        for segment in segments:
+            part, value = out[segment.run], self.decode(wire[segment.bytes], segment.form).view(-1)
+            if onto == "sum":
+                part += value
+            elif onto == "zero":
+                torch.add(value, 0.0, out=part)
+            else:
+                part.copy_(value)
+
     def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """`to_wire` in its fastest form for x's device, and whether x is unfit for the wire (bool [1] or [])."""
+        """`to_wire` in its fastest form for x's device, and whether x is unfit for the wire (bool or integer, [1])."""
         fused = kernels.find(self, x.device)
-        return fused.to_wire(self, x, generator) if fused else (self.to_wire(x, generator), self.not_representable(x))
+        return (
+            kernels.coded(fused, self, x, generator)
+            if fused
+            else (self.to_wire(x, generator), self.not_representable(x))
+        )
 
     def decoded(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
         """`from_wire` in its fastest form for the wire's device."""
         fused = kernels.find(self, wire.device)
-        return (fused or type(self)).from_wire(self, wire, shape)
+        return kernels.decoded(fused, self, wire, shape) if fused else self.from_wire(wire, shape)
+
+    def _encode_each(
+        self,
+        values: Tensor,
+        segments: Segments,
+        wire: Tensor,
+        generators: Sequence[torch.Generator | None],
+        bad: Tensor,
+        residual: Tensor | None,
+    ) -> tuple[Tensor, Segments]:
+        """`encode_many` by `encode`."""
+        wires = []
+        for segment, generator, flag in zip(segments, generators, bad.split(1), strict=True):
+            x = values[segment.run] if residual is None else residual[segment.run] + values[segment.run]
+            wires.append(self.encode(x.view(segment.form), generator=generator, flag=flag))
+            if residual is not None:
+                sent = self.decode(wires[-1], segment.form).view(-1)
+                torch.sub(x, sent, out=residual[segment.run]).masked_fill_(flag.to(torch.bool), 0)
+        if not segments.fixed:
+            return torch.cat([wire[:0], *wires]), segments.placed(encoding.numel() for encoding in wires)
+        for segment, encoding in zip(segments, wires, strict=True):
+            wire[segment.bytes] = encoding
+        return wire, segments
+
+    def _report(self, bad: Tensor, flags: Tensor | None) -> None:
+        """Set the flags, or raise, for what is unfit for the wire."""
+        if flags is not None:
+            flags.logical_or_(bad)
+        elif bad.any():
+            raise NonFiniteGradient(
+                f"{self.name}: the gradient holds NaN or a magnitude of {self.overflow:g} or more, "
+                f"which its wire cannot carry"
+            )
 
     def not_representable(self, x: Tensor) -> Tensor:
         """Whether ``x`` holds NaN or a magnitude of at least `overflow`: bool []."""

@@ -7,6 +7,8 @@ block whose counter is ``(i // 4, 0, 0, 0)``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -17,19 +19,27 @@ WORD = 0xFFFFFFFF
 
 
 def draw_seed(generator: torch.Generator | None, device: torch.device, who: str) -> Tensor:
-    """A seed for one encoding: int64 [1], not negative, on ``device``; nothing synchronises.
+    """A seed for one encoding: `draw_seeds` of one generator."""
+    return draw_seeds([generator], device, who)
+
+
+def draw_seeds(generators: Sequence[torch.Generator | None], device: torch.device, who: str) -> Tensor:
+    """A seed for each of some encodings: int64 [encodings], not negative, on ``device``; nothing synchronises.
 
     Args:
-        generator: The caller's, on ``device``.
-        device: Where the seed is needed.
+        generators: The callers', on ``device``.
+        device: Where the seeds are needed.
         who: The method that asks, for the message.
 
     Raises:
         ValueError: Without a generator: the global random state is not ours to use.
     """
-    if generator is None:
-        raise ValueError(f"{who} draws random numbers and needs a generator")
-    return torch.randint(2**63 - 1, (1,), generator=generator, device=device, dtype=torch.int64)
+    seeds = torch.empty(len(generators), dtype=torch.int64, device=device)
+    for seed, generator in zip(seeds.split(1), generators, strict=True):
+        if generator is None:
+            raise ValueError(f"{who} draws random numbers and needs a generator")
+        seed.random_(2**63 - 1, generator=generator)
+    return seeds
 
 
 def words(seed: Tensor, count: int) -> Tensor:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import torch
-from torch import Tensor
 
-from gradwire.compressors.base import as_numbers, numel
 from gradwire.compressors.kernels.cpu import INFINITY, SIGNLESS, compiled, largest
 from gradwire.compressors.kernels.cpu.floats import narrow
+from gradwire.compressors.kernels.cpu.segments import NUMEL, Segmented, blocks_and
 from gradwire.compressors.methods.fp8 import SMALLEST_SCALE, Float8
 
 TINY = np.float32(SMALLEST_SCALE)
@@ -22,49 +19,26 @@ def covers(method: Float8) -> bool:
     return True
 
 
-def to_wire(method: Float8, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """The wire, and whether a block's maximum is not finite."""
-    wire = torch.empty(method.wire_bytes(x.shape), dtype=torch.uint8)
-    head = 4 * method.blocks(x.shape)
-    scales, codes = wire[:head].view(torch.float32).numpy(), wire[head:].numpy()
-    bad = encode(x.view(-1).numpy(), method.block, np.float32(method.top), *FORMATS[method.format], scales, codes)
-    return wire, torch.tensor([bad])
-
-
-def from_wire(method: Float8, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Multiply each value by its block's scale."""
-    head = 4 * method.blocks(shape)
-    out = torch.empty(numel(shape))
-    scales, codes = as_numbers(wire[:head], torch.float32).numpy(), wire[head:].numpy()
-    decode(scales, codes, method.block, values(method.dtype), out.numpy())
-    return out
-
-
-@cache
-def values(dtype: torch.dtype) -> np.ndarray:
-    """The number that each byte stands for: float32 [256]."""
-    return torch.arange(256, dtype=torch.uint8).view(dtype).to(torch.float32).numpy()
+def settings(method: Float8) -> tuple:
+    """Block, largest value, mantissa bits, bias, and the number that each byte stands for (float32 [256])."""
+    values = torch.arange(256, dtype=torch.uint8).view(method.dtype).to(torch.float32).numpy()
+    return method.block, np.float32(method.top), *FORMATS[method.format], values
 
 
 @compiled
-def encode(
-    x: np.ndarray,
-    block: int,
-    top: np.float32,
-    mantissa: np.uint32,
-    bias: np.uint32,
-    scales: np.ndarray,
-    codes: np.ndarray,
-) -> bool:
-    """Fill ``scales`` (float32 [b]) and ``codes`` (uint8 [n]); whether a block of ``x`` (float32 [n]) is not finite."""
+def encode(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: int, wire: np.ndarray) -> bool:
+    """Fill scales (float32) and codes."""
+    block, top, mantissa, bias, _ = settings
+    head = 4 * ((row[NUMEL] + block - 1) // block)
+    scales, codes = wire[:head].view(np.float32), wire[head:]
     marks = scales.view(np.uint32)
     worst = np.uint32(0)
-    for owner in range(scales.size):
-        part = x[owner * block : (owner + 1) * block]
+    for at in range(0, x.size, block):
+        part, owner = x[at : at + block], (first + at) // block
         marks[owner] = largest(part.view(np.uint32))
         worst = max(worst, marks[owner])
         scales[owner] = max(scales[owner] / top, TINY)
-        cast(part, scales[owner], mantissa, bias, codes[owner * block :])
+        cast(part, scales[owner], mantissa, bias, codes[first + at :])
     return bool(worst >= INFINITY)
 
 
@@ -78,10 +52,14 @@ def cast(x: np.ndarray, scale: np.float32, mantissa: np.uint32, bias: np.uint32,
 
 
 @compiled
-def decode(scales: np.ndarray, codes: np.ndarray, block: int, values: np.ndarray, out: np.ndarray) -> None:
-    """Fill ``out`` (float32 [n])."""
-    for owner in range(scales.size):
-        look_up(codes[owner * block :], values, scales[owner], out[owner * block : (owner + 1) * block])
+def decode(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: np.ndarray) -> bool:
+    """Multiply each value by its block's scale."""
+    block, values = settings[0], settings[4]
+    head = 4 * ((row[NUMEL] + block - 1) // block)
+    scales, codes = wire[:head].view(np.float32), wire[head:]
+    for at in range(0, out.size, block):
+        look_up(codes[first + at :], values, scales[(first + at) // block], out[at : at + block])
+    return True
 
 
 @compiled
@@ -89,3 +67,7 @@ def look_up(codes: np.ndarray, values: np.ndarray, scale: np.float32, out: np.nd
     """Numbers of one block."""
     for i in range(out.size):
         out[i] = values[codes[i]] * scale
+
+
+form = Segmented(__name__, encode, decode, settings, blocks_and(1))
+encode_many, decode_add = form.encode_many, form.decode_add

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from gradwire.compressors.base import as_numbers, numel
 from gradwire.compressors.kernels.cpu import INFINITY, compiled, largest
 from gradwire.compressors.kernels.cpu.packing import TILE, pack_tile, unpack_tile
 from gradwire.compressors.kernels.cpu.philox import fill_words, uniform
+from gradwire.compressors.kernels.cpu.segments import NUMEL, Segmented, blocks_and
 from gradwire.compressors.methods.int8 import SMALLEST_SCALE, Int8
-from gradwire.compressors.philox import draw_seed
 
 TINY = np.float32(SMALLEST_SCALE)
 ROUNDER = np.float32(1.5 * 2**23)  # adding and subtracting it rounds to an integer, ties to even
@@ -22,32 +19,22 @@ def covers(method: Int8) -> bool:
     return True
 
 
-def to_wire(method: Int8, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """The wire, and whether a block's maximum is not finite."""
-    stochastic = method.rounding == "stochastic"
-    seed = draw_seed(generator, x.device, method.name).item() if stochastic else 0
-    wire = torch.empty(method.wire_bytes(x.shape), dtype=torch.uint8)
-    head = 4 * method.blocks(x.shape)
-    scales, packed = wire[:head].view(torch.float32).numpy(), wire[head:].numpy()
-    bad = encode(x.view(-1).numpy(), method.block, method.num_bits, stochastic, seed, scales, packed)
-    return wire, torch.tensor([bad])
+def draws(method: Int8) -> bool:
+    """Only stochastic rounding does."""
+    return method.rounding == "stochastic"
 
 
-def from_wire(method: Int8, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Multiply each code by its block's scale."""
-    head = 4 * method.blocks(shape)
-    out = torch.empty(numel(shape))
-    decode(
-        as_numbers(wire[:head], torch.float32).numpy(), wire[head:].numpy(), method.block, method.num_bits, out.numpy()
-    )
-    return out
+def settings(method: Int8) -> tuple[int, int, bool]:
+    """Block, bits, and whether rounding is stochastic."""
+    return method.block, method.num_bits, draws(method)
 
 
 @compiled
-def encode(
-    x: np.ndarray, block: int, bits: int, stochastic: bool, seed: int, scales: np.ndarray, packed: np.ndarray
-) -> bool:
-    """Fill ``scales`` (float32 [b]) and ``packed`` (uint8); whether a block of ``x`` (float32 [n]) is not finite."""
+def encode(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: int, wire: np.ndarray) -> bool:
+    """Fill scales (float32) and packed codes."""
+    block, bits, stochastic = settings
+    head = 4 * ((row[NUMEL] + block - 1) // block)
+    scales, packed = wire[:head].view(np.float32), wire[head:]
     marks = scales.view(np.uint32)
     top = np.float32((1 << (bits - 1)) - 1)
     codes, words = np.empty(TILE, np.uint8), np.empty(TILE, np.uint32)
@@ -55,12 +42,12 @@ def encode(
     for start in range(0, x.size, TILE):
         end = min(start + TILE, x.size)
         if stochastic:
-            fill_words(seed, start, words)
+            fill_words(seed, first + start, words)
         at = start
         while at < end:
-            owner = at // block
-            stop = min((owner + 1) * block, end)
-            if at == owner * block:
+            owner = (first + at) // block
+            stop = min((owner + 1) * block - first, end)
+            if first + at == owner * block:
                 marks[owner] = largest(x[at : at + block].view(np.uint32))
                 worst = max(worst, marks[owner])
                 scales[owner] = max(scales[owner] / top, TINY)
@@ -69,7 +56,7 @@ def encode(
             else:
                 round_nearest(x[at:stop], scales[owner], codes[at - start :])
             at = stop
-        pack_tile(codes, end - start, bits, packed[start * bits // 8 :])
+        pack_tile(codes, end - start, bits, packed[(first + start) * bits // 8 :])
     return bool(worst >= INFINITY)
 
 
@@ -91,17 +78,22 @@ def round_randomly(x: np.ndarray, scale: np.float32, top: np.float32, words: np.
 
 
 @compiled
-def decode(scales: np.ndarray, packed: np.ndarray, block: int, bits: int, out: np.ndarray) -> None:
-    """Fill ``out`` (float32 [n])."""
+def decode(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: np.ndarray) -> bool:
+    """Multiply each code by its block's scale."""
+    block, bits, _ = settings
+    head = 4 * ((row[NUMEL] + block - 1) // block)
+    scales, packed = wire[:head].view(np.float32), wire[head:]
     codes = np.empty(TILE, np.uint8)
     for start in range(0, out.size, TILE):
         end = min(start + TILE, out.size)
-        unpack_tile(packed[start * bits // 8 :], end - start, bits, codes)
+        unpack_tile(packed[(first + start) * bits // 8 :], end - start, bits, codes)
         at = start
         while at < end:
-            stop = min((at // block + 1) * block, end)
-            multiply(codes[at - start :], np.int32(8 - bits), scales[at // block], out[at:stop])
+            owner = (first + at) // block
+            stop = min((owner + 1) * block - first, end)
+            multiply(codes[at - start :], np.int32(8 - bits), scales[owner], out[at:stop])
             at = stop
+    return True
 
 
 @compiled
@@ -109,3 +101,7 @@ def multiply(codes: np.ndarray, unused: np.int32, scale: np.float32, out: np.nda
     """Codes, whose upper ``unused`` bits are 0, as signed numbers times ``scale``."""
     for i in range(out.size):
         out[i] = np.float32(np.int32(np.int8(codes[i] << unused)) >> unused) * scale
+
+
+form = Segmented(__name__, encode, decode, settings, blocks_and(TILE), draws)
+encode_many, decode_add = form.encode_many, form.decode_add

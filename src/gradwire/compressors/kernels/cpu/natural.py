@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from gradwire.compressors.base import numel
 from gradwire.compressors.kernels.cpu import SIGNLESS, compiled, largest
 from gradwire.compressors.kernels.cpu.packing import TILE, pack_tile, unpack_tile
 from gradwire.compressors.kernels.cpu.philox import fill_words
+from gradwire.compressors.kernels.cpu.segments import NUMEL, Segmented, always, blocks_and
 from gradwire.compressors.methods import natural
 from gradwire.compressors.methods.natural import Natural
-from gradwire.compressors.philox import draw_seed
 
 MANTISSA, NOISE = np.uint32(natural.MANTISSA), np.uint32(32 - natural.MANTISSA)
 POWERS, NOT_FINITE = np.uint32(natural.POWERS), np.uint32(natural.NOT_FINITE)
@@ -26,51 +23,54 @@ def covers(method: Natural) -> bool:
     return True
 
 
-def to_wire(method: Natural, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """The wire, and whether a magnitude is above 2^127."""
-    seed = draw_seed(generator, x.device, method.name).item()
-    wire = torch.empty(method.wire_bytes(x.shape), dtype=torch.uint8)
-    values = x.view(-1).numpy()
-    if method.bits == 9:
-        bad = encode9(values.view(np.uint32), seed, wire[: x.numel()].numpy(), wire[x.numel() :].numpy())
-    else:
-        blocks = method.blocks(x.shape)
-        bad = encode8(values, method.block, seed, wire[:blocks].numpy(), wire[blocks:].numpy())
-    return wire, torch.tensor([bad])
-
-
-def from_wire(method: Natural, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Put exponents and signs where float32 has them."""
-    n = numel(shape)
-    out = torch.empty(n)
-    bits = out.numpy().view(np.uint32)
-    if method.bits == 9:
-        decode9(wire[:n].numpy(), wire[n:].numpy(), bits)
-    else:
-        blocks = method.blocks(shape)
-        decode8(wire[:blocks].numpy(), wire[blocks:].numpy(), method.block, bits)
-    return out
+def settings(method: Natural) -> tuple[int, int]:
+    """Bits and block."""
+    return method.bits, method.block
 
 
 @compiled
-def encode8(x: np.ndarray, block: int, seed: int, lowest: np.ndarray, codes: np.ndarray) -> bool:
-    """Fill ``lowest`` (uint8 [b]) and ``codes`` (uint8 [n]); whether ``x`` (float32 [n]) is unfit."""
+def encode(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: int, wire: np.ndarray) -> bool:
+    """Fill lowest exponents and codes, or exponents and packed signs; unfit is a magnitude above 2^127."""
+    bits, block = settings
+    n = row[NUMEL]
+    if bits == 9:
+        return encode9(first, x.view(np.uint32), seed, wire[:n], wire[n:])
+    blocks = (n + block - 1) // block
+    return encode8(first, x, block, seed, wire[:blocks], wire[blocks:])
+
+
+@compiled
+def decode(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: np.ndarray) -> bool:
+    """Put exponents and signs where float32 has them."""
+    bits, block = settings
+    n = row[NUMEL]
+    if bits == 9:
+        decode9(wire[first:n], wire[n + first // 8 :], out.view(np.uint32))
+    else:
+        blocks = (n + block - 1) // block
+        decode8(wire[first // block : blocks], wire[blocks + first :], block, out.view(np.uint32))
+    return True
+
+
+@compiled
+def encode8(first: int, x: np.ndarray, block: int, seed: int, lowest: np.ndarray, codes: np.ndarray) -> bool:
+    """Fill ``lowest`` (uint8 [b]) and ``codes`` (uint8 [n]) from ``first`` on; whether ``x`` (float32) is unfit."""
     words, scaled = np.empty(TILE, np.uint32), np.empty(TILE, np.float32)
     worst = np.uint32(0)
     for start in range(0, x.size, TILE):
         end = min(start + TILE, x.size)
-        fill_words(seed, start, words)
+        fill_words(seed, first + start, words)
         at = start
         while at < end:
-            owner = at // block
-            stop = min((owner + 1) * block, end)
-            if at == owner * block:
+            owner = (first + at) // block
+            stop = min((owner + 1) * block - first, end)
+            if first + at == owner * block:
                 most = largest(x[at : at + block].view(np.uint32))
                 worst = max(worst, most)
                 lowest[owner] = max(np.int64(most >> MANTISSA) + 2 - np.int64(POWERS), 1)
             multiply(x[at:stop], SCALES[lowest[owner]], scaled[at - start :])
             at = stop
-        add_noise(scaled.view(np.uint32), words, codes[start:end])
+        add_noise(scaled.view(np.uint32), words, codes[first + start : first + end])
     return bool(worst > HIGHEST)
 
 
@@ -90,16 +90,16 @@ def add_noise(bits: np.ndarray, words: np.ndarray, codes: np.ndarray) -> None:
 
 
 @compiled
-def encode9(bits: np.ndarray, seed: int, exponents: np.ndarray, signs: np.ndarray) -> bool:
-    """Fill ``exponents`` (uint8 [n]) and ``signs`` (packed); whether ``bits`` (uint32 [n]) are unfit."""
+def encode9(first: int, bits: np.ndarray, seed: int, exponents: np.ndarray, signs: np.ndarray) -> bool:
+    """Fill ``exponents`` (uint8 [n]) and ``signs`` (packed) from ``first`` on; whether ``bits`` (uint32) are unfit."""
     words, minus = np.empty(TILE, np.uint32), np.empty(TILE, np.uint8)
     worst = np.uint32(0)
     for start in range(0, bits.size, TILE):
         part = bits[start : start + TILE]
-        fill_words(seed, start, words)
+        fill_words(seed, first + start, words)
         worst = max(worst, largest(part))
-        split(part, words, exponents[start : start + TILE], minus)
-        pack_tile(minus, part.size, 1, signs[start // 8 :])
+        split(part, words, exponents[first + start :], minus)
+        pack_tile(minus, part.size, 1, signs[(first + start) // 8 :])
     return bool(worst > HIGHEST)
 
 
@@ -114,10 +114,9 @@ def split(bits: np.ndarray, words: np.ndarray, exponents: np.ndarray, minus: np.
 
 @compiled
 def decode8(lowest: np.ndarray, codes: np.ndarray, block: int, out: np.ndarray) -> None:
-    """Fill ``out`` (uint32 [n], bits of floats)."""
-    for owner in range(lowest.size):
-        start = owner * block
-        put8(codes[start : start + block], np.int32(lowest[owner]), out[start : start + block])
+    """Fill ``out`` (uint32, bits of floats)."""
+    for start in range(0, out.size, block):
+        put8(codes[start:], np.int32(lowest[start // block]), out[start : start + block])
 
 
 @compiled
@@ -131,7 +130,7 @@ def put8(codes: np.ndarray, lowest: np.int32, out: np.ndarray) -> None:
 
 @compiled
 def decode9(exponents: np.ndarray, signs: np.ndarray, out: np.ndarray) -> None:
-    """Fill ``out`` (uint32 [n], bits of floats)."""
+    """Fill ``out`` (uint32, bits of floats)."""
     minus = np.empty(TILE, np.uint8)
     for start in range(0, out.size, TILE):
         part = out[start : start + TILE]
@@ -144,3 +143,7 @@ def put9(exponents: np.ndarray, minus: np.ndarray, out: np.ndarray) -> None:
     """A tile's floats, as bits."""
     for i in range(out.size):
         out[i] = np.uint32(np.uint32(exponents[i]) << MANTISSA) | np.uint32(np.uint32(minus[i]) << SIGN)
+
+
+form = Segmented(__name__, encode, decode, settings, blocks_and(TILE), always)
+encode_many, decode_add = form.encode_many, form.decode_add

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from gradwire.compressors.base import Shape, as_numbers, numel
 from gradwire.compressors.kernels.cpu import compiled, summing
 from gradwire.compressors.kernels.cpu.packing import TILE, pack_tile, unpack_tile
+from gradwire.compressors.kernels.cpu.segments import COLUMNS, NUMEL, WHOLE, Segmented, blocks_and
 from gradwire.compressors.kernels.cpu.signsgd import choose, mark_negative
-from gradwire.compressors.methods.onebit import OneBit, columns
+from gradwire.compressors.methods.onebit import OneBit
 
 
 def covers(method: OneBit) -> bool:
@@ -18,38 +16,47 @@ def covers(method: OneBit) -> bool:
     return True
 
 
-def to_wire(method: OneBit, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """The wire, and whether a mean is not finite."""
-    wire = torch.empty(method.wire_bytes(x.shape), dtype=torch.uint8)
-    head, packed = wire.tensor_split([8 * method.groups(x.shape)])
-    values, means = x.view(-1).numpy(), head.view(torch.float32).numpy()
-    if in_columns(method, x.shape):
-        bad = encode_columns(values, means, packed.numpy())
-    else:
-        bad = encode_blocks(values, block(method, x.shape), means, packed.numpy())
-    return wire, torch.tensor([bad])
+def settings(method: OneBit) -> tuple[bool, int]:
+    """Whether columns share means, and the block."""
+    return method.means == "column", method.block
 
 
-def from_wire(method: OneBit, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
+def chunk(method: OneBit) -> int:
+    """Whole blocks, or everything: columns go through all of it."""
+    return blocks_and(TILE)(method) if method.means == "block" else WHOLE
+
+
+@compiled
+def encode(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: int, wire: np.ndarray) -> bool:
+    """Fill means and packed signs."""
+    head, block = layout(settings, row)
+    means, packed = wire[:head].view(np.float32), wire[head:]
+    if row[COLUMNS] > 1 and settings[0]:
+        return encode_columns(x, means, packed)
+    if not x.size:
+        means[:] = 0  # the group of an empty tensor
+    return encode_blocks(first, x, row[NUMEL], block, means, packed)
+
+
+@compiled
+def decode(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: np.ndarray) -> bool:
     """Give each element its side's mean."""
-    head, packed = wire.tensor_split([8 * method.groups(shape)])
-    means, out = as_numbers(head, torch.float32), torch.empty(numel(shape))
-    if in_columns(method, shape):
-        rest, negative = means.view(-1, 2).t().repeat(1, rows_at_once(columns(shape))).numpy()
-        decode_columns(rest, negative, packed.numpy(), out.numpy())
+    head, block = layout(settings, row)
+    means = wire[:head].view(np.float32)
+    if row[COLUMNS] > 1 and settings[0]:
+        decode_columns(means, wire[head:], out)
     else:
-        decode_blocks(means.numpy(), packed.numpy(), block(method, shape), out.numpy())
-    return out
+        decode_blocks(means[first // block * 2 :], wire[head + first // 8 :], block, out)
+    return True
 
 
-def in_columns(method: OneBit, shape: Shape) -> bool:
-    """Whether there is more than one column to average; a single one is a block."""
-    return method.means == "column" and columns(shape) > 1
-
-
-def block(method: OneBit, shape: Shape) -> int:
-    """Elements of a block."""
-    return max(1, numel(shape)) if method.means == "column" else method.block
+@compiled
+def layout(settings: tuple, row: np.ndarray) -> tuple[int, int]:
+    """Bytes of the means, and elements of a block: all of them where there is one column."""
+    by_column, block = settings
+    if by_column:
+        return 8 * row[COLUMNS], max(1, row[NUMEL])
+    return 8 * ((row[NUMEL] + block - 1) // block), block
 
 
 @compiled
@@ -59,24 +66,23 @@ def rows_at_once(width: int) -> int:
 
 
 @compiled
-def encode_blocks(x: np.ndarray, block: int, means: np.ndarray, packed: np.ndarray) -> bool:
-    """Fill ``means`` (float32 [2 g]) and ``packed`` (uint8); whether a mean of ``x`` (float32 [n]) is not finite."""
-    means[:] = 0  # the group of an empty tensor too
+def encode_blocks(first: int, x: np.ndarray, n: int, block: int, means: np.ndarray, packed: np.ndarray) -> bool:
+    """Fill ``means`` (float32 [2 g]) and ``packed`` from element ``first`` of ``n`` on; whether ``x`` is not finite."""
     codes = np.empty(TILE, np.uint8)
     rest, negative, negatives, finite = 0.0, 0.0, 0, True
     for start in range(0, x.size, TILE):
         end = min(start + TILE, x.size)
         mark_negative(x[start:end], codes)
-        pack_tile(codes, end - start, 1, packed[start // 8 :])
+        pack_tile(codes, end - start, 1, packed[(first + start) // 8 :])
         at = start
         while at < end:
-            owner = at // block
-            last = min((owner + 1) * block, x.size)
+            owner = (first + at) // block
+            last = min((owner + 1) * block, n) - first
             stop = min(last, end)
             more_rest, more_negative, more = sides(x[at:stop])
             rest, negative, negatives = rest + more_rest, negative + more_negative, negatives + more
             if stop == last:
-                means[2 * owner] = np.float32(rest / max(1, last - owner * block - negatives))
+                means[2 * owner] = np.float32(rest / max(1, first + last - owner * block - negatives))
                 means[2 * owner + 1] = np.float32(negative / max(1, negatives))
                 finite &= np.isfinite(rest - negative)
                 rest, negative, negatives = 0.0, 0.0, 0
@@ -139,7 +145,7 @@ def add_sides(x: np.ndarray, rest: np.ndarray, negative: np.ndarray, negatives: 
 
 @compiled
 def decode_blocks(means: np.ndarray, packed: np.ndarray, block: int, out: np.ndarray) -> None:
-    """Fill ``out`` (float32 [n])."""
+    """Fill ``out`` (float32), whose first element is a block's first."""
     codes = np.empty(TILE, np.uint8)
     for start in range(0, out.size, TILE):
         end = min(start + TILE, out.size)
@@ -153,9 +159,14 @@ def decode_blocks(means: np.ndarray, packed: np.ndarray, block: int, out: np.nda
 
 
 @compiled
-def decode_columns(rest: np.ndarray, negative: np.ndarray, packed: np.ndarray, out: np.ndarray) -> None:
+def decode_columns(means: np.ndarray, packed: np.ndarray, out: np.ndarray) -> None:
     """As `decode_blocks`, with the means of a row, or of several rows taken as one."""
     codes = np.empty(TILE, np.uint8)
+    groups = means.size // 2
+    width = groups * rows_at_once(groups)
+    rest, negative = np.empty(width, np.float32), np.empty(width, np.float32)
+    for column in range(width):
+        rest[column], negative[column] = means[column % groups * 2], means[column % groups * 2 + 1]
     for start in range(0, out.size, TILE):
         end = min(start + TILE, out.size)
         unpack_tile(packed[start // 8 :], end - start, 1, codes)
@@ -173,3 +184,7 @@ def choose_each(codes: np.ndarray, zero: np.ndarray, one: np.ndarray, out: np.nd
     for i in range(out.size):
         a, b = zero[i], one[i]
         out[i] = b if codes[i] else a
+
+
+form = Segmented(__name__, encode, decode, settings, chunk)
+encode_many, decode_add = form.encode_many, form.decode_add

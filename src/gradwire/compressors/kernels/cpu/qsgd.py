@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors import elias
-from gradwire.compressors.base import as_numbers, numel
 from gradwire.compressors.kernels.cpu import INFINITY, SIGNLESS, compiled, largest
 from gradwire.compressors.kernels.cpu.int8 import multiply, round_randomly
 from gradwire.compressors.kernels.cpu.packing import TILE, pack_tile, unpack_tile
 from gradwire.compressors.kernels.cpu.philox import fill_words
+from gradwire.compressors.kernels.cpu.segments import NUMEL, Segmented, always, blocks_and
 from gradwire.compressors.methods.qsgd import SMALLEST_STEP, Qsgd
 from gradwire.compressors.philox import draw_seed
 
@@ -23,29 +23,23 @@ def covers(method: Qsgd) -> bool:
     return method.num_bits <= 8 if method.coding == "elias" else method.num_bits in (8, 4, 2)
 
 
+def settings(method: Qsgd) -> tuple[int, bool, int, int]:
+    """Bucket, whether its norm is the 2-norm, levels, and bits of a number, which Elias coding takes from bytes."""
+    return method.block, method.norm == "l2", method.levels, 8 if method.coding == "elias" else method.num_bits
+
+
 def to_wire(method: Qsgd, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """The wire, and whether a bucket's norm is not finite."""
-    seed = draw_seed(generator, x.device, method.name).item()
-    bits = 8 if method.coding == "elias" else method.num_bits
+    """With Elias coding: the wire, and whether a bucket's norm is not finite."""
     head = 4 * method.blocks(x.shape)
-    wire = torch.empty(head + -(-x.numel() * bits // 8), dtype=torch.uint8)
-    norms, packed = wire[:head].view(torch.float32).numpy(), wire[head:].numpy()
-    l2 = method.norm == "l2"
-    bad = encode(x.view(-1).numpy(), method.block, l2, method.levels, bits, seed, norms, packed)
-    if method.coding == "elias":
-        wire = torch.cat([wire[:head], elias.encode(wire[head:].view(torch.int8).to(torch.int16))])
-    return wire, torch.tensor([bad])
+    wire = torch.empty(head + x.numel(), dtype=torch.uint8)
+    seed = draw_seed(generator, x.device, method.name).item()
+    bad = encode(settings(method), np.array([0, x.numel()]), 0, x.view(-1).numpy(), seed, wire.numpy())
+    return torch.cat([wire[:head], elias.encode(wire[head:].view(torch.int8).to(torch.int16))]), torch.tensor([bad])
 
 
 def from_wire(method: Qsgd, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Multiply each number by its bucket's step."""
-    if method.coding == "elias":
-        return method.from_wire(wire, shape)  # reading the stream takes longer than all the rest
-    head = 4 * method.blocks(shape)
-    out = torch.empty(numel(shape))
-    norms, packed = as_numbers(wire[:head], torch.float32).numpy(), wire[head:].numpy()
-    decode(norms, packed, method.block, method.levels, method.num_bits, out.numpy())
-    return out
+    """With Elias coding: reading the stream takes longer than all the rest."""
+    return method.from_wire(wire, shape)
 
 
 @compiled
@@ -62,10 +56,11 @@ def square_sum(x: np.ndarray) -> float:
 
 
 @compiled
-def encode(
-    x: np.ndarray, block: int, l2: bool, levels: int, bits: int, seed: int, norms: np.ndarray, packed: np.ndarray
-) -> bool:
-    """Fill ``norms`` (float32 [b]) and ``packed`` (uint8); whether a norm of ``x`` (float32 [n]) is not finite."""
+def encode(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: int, wire: np.ndarray) -> bool:
+    """Fill norms (float32) and packed numbers."""
+    block, l2, levels, bits = settings
+    head = 4 * ((row[NUMEL] + block - 1) // block)
+    norms, packed = wire[:head].view(np.float32), wire[head:]
     marks = norms.view(np.uint32)
     top = np.float32(levels)
     codes, words = np.empty(TILE, np.uint8), np.empty(TILE, np.uint32)
@@ -73,12 +68,12 @@ def encode(
     step = TINY
     for start in range(0, x.size, TILE):
         end = min(start + TILE, x.size)
-        fill_words(seed, start, words)
+        fill_words(seed, first + start, words)
         at = start
         while at < end:
-            owner = at // block
-            stop = min((owner + 1) * block, end)
-            if at == owner * block:
+            owner = (first + at) // block
+            stop = min((owner + 1) * block - first, end)
+            if first + at == owner * block:
                 if l2:
                     norms[owner] = np.float32(np.sqrt(square_sum(x[at : at + block])))
                 else:
@@ -87,20 +82,29 @@ def encode(
                 step = max(norms[owner] / top, TINY)
             round_randomly(x[at:stop], step, top, words[at - start :], codes[at - start :])
             at = stop
-        pack_tile(codes, end - start, bits, packed[start * bits // 8 :])
+        pack_tile(codes, end - start, bits, packed[(first + start) * bits // 8 :])
     return bool(worst >= INFINITY)
 
 
 @compiled
-def decode(norms: np.ndarray, packed: np.ndarray, block: int, levels: int, bits: int, out: np.ndarray) -> None:
-    """Fill ``out`` (float32 [n])."""
+def decode(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: np.ndarray) -> bool:
+    """Multiply each number by its bucket's step."""
+    block, _, levels, bits = settings
+    head = 4 * ((row[NUMEL] + block - 1) // block)
+    norms, packed = wire[:head].view(np.float32), wire[head:]
     codes = np.empty(TILE, np.uint8)
     for start in range(0, out.size, TILE):
         end = min(start + TILE, out.size)
-        unpack_tile(packed[start * bits // 8 :], end - start, bits, codes)
+        unpack_tile(packed[(first + start) * bits // 8 :], end - start, bits, codes)
         at = start
         while at < end:
-            stop = min((at // block + 1) * block, end)
-            step = max(norms[at // block] / np.float32(levels), TINY)
+            owner = (first + at) // block
+            stop = min((owner + 1) * block - first, end)
+            step = max(norms[owner] / np.float32(levels), TINY)
             multiply(codes[at - start :], np.int32(8 - bits), step, out[at:stop])
             at = stop
+    return True
+
+
+form = Segmented(__name__, encode, decode, settings, blocks_and(TILE), always)
+encode_many, decode_add = form.encode_many, form.decode_add

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from gradwire.compressors.base import numel
 from gradwire.compressors.kernels.cpu import INFINITY, compiled, largest, summing
 from gradwire.compressors.kernels.cpu.packing import TILE, pack_tile, unpack_tile
+from gradwire.compressors.kernels.cpu.segments import NUMEL, WHOLE, Segmented, blocks_and
 from gradwire.compressors.methods.signsgd import SignSGD
 
 
@@ -17,45 +15,58 @@ def covers(method: SignSGD) -> bool:
     return True
 
 
-def to_wire(method: SignSGD, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """The wire, and whether x is not finite."""
-    wire = torch.empty(method.wire_bytes(x.shape), dtype=torch.uint8)
-    head, packed = wire.tensor_split([method.head_bytes(x.shape)])
-    values = x.view(-1).numpy()
-    if method.scale == "mean":
-        bad = encode(values, method.block, head.view(torch.float32).numpy(), packed.numpy())
-    else:
-        bad = encode_plain(values, packed.numpy())
-        head.fill_(bad)
-    return wire, torch.tensor([bad])
+def settings(method: SignSGD) -> tuple[bool, int]:
+    """Whether there are scales, and the block."""
+    return method.scale == "mean", method.block
 
 
-def from_wire(method: SignSGD, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Each sign times its block's scale."""
-    head, packed = wire.tensor_split([method.head_bytes(shape)])
-    scales, block = method.magnitudes(head, shape)
-    out = torch.empty(numel(shape))
-    decode(scales.numpy(), packed.numpy(), block, out.numpy())
-    return out
+def chunk(method: SignSGD) -> int:
+    """Whole blocks; without scales, all that the byte at the start is of."""
+    return blocks_and(TILE)(method) if method.scale == "mean" else WHOLE
 
 
 @compiled
-def encode(x: np.ndarray, block: int, scales: np.ndarray, packed: np.ndarray) -> bool:
-    """Fill ``scales`` (float32 [b]) and ``packed`` (uint8); whether a block of ``x`` (float32 [n]) is not finite."""
+def encode(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: int, wire: np.ndarray) -> bool:
+    """Fill the head and the packed signs."""
+    scaled, block = settings
+    if not scaled:
+        bad = encode_plain(x, wire[1:])
+        wire[0] = bad
+        return bad
+    head = 4 * ((row[NUMEL] + block - 1) // block)
+    return encode_scaled(first, x, row[NUMEL], block, wire[:head].view(np.float32), wire[head:])
+
+
+@compiled
+def decode(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: np.ndarray) -> bool:
+    """Each sign times its block's scale."""
+    scaled, block = settings
+    if not scaled:
+        decode_signs(np.full(1, np.nan if wire[0] else 1.0, np.float32), wire[1:], max(1, out.size), out)
+    else:
+        head = 4 * ((row[NUMEL] + block - 1) // block)
+        scales = wire[:head].view(np.float32)[first // block :]
+        decode_signs(scales, wire[head + first // 8 :], block, out)
+    return True
+
+
+@compiled
+def encode_scaled(first: int, x: np.ndarray, n: int, block: int, scales: np.ndarray, packed: np.ndarray) -> bool:
+    """Fill ``scales`` (float32 [b]) and ``packed`` from element ``first`` of ``n`` on; whether ``x`` is not finite."""
     codes = np.empty(TILE, np.uint8)
     total, finite = 0.0, True
     for start in range(0, x.size, TILE):
         end = min(start + TILE, x.size)
         mark_negative(x[start:end], codes)
-        pack_tile(codes, end - start, 1, packed[start // 8 :])
+        pack_tile(codes, end - start, 1, packed[(first + start) // 8 :])
         at = start
         while at < end:
-            owner = at // block
-            last = min((owner + 1) * block, x.size)
+            owner = (first + at) // block
+            last = min((owner + 1) * block, n) - first
             stop = min(last, end)
             total += magnitude(x[at:stop])
             if stop == last:
-                scales[owner] = np.float32(total / (last - owner * block))
+                scales[owner] = np.float32(total / (first + last - owner * block))
                 finite &= np.isfinite(total)
                 total = 0.0
             at = stop
@@ -92,8 +103,8 @@ def magnitude(x: np.ndarray) -> float:
 
 
 @compiled
-def decode(scales: np.ndarray, packed: np.ndarray, block: int, out: np.ndarray) -> None:
-    """Fill ``out`` (float32 [n])."""
+def decode_signs(scales: np.ndarray, packed: np.ndarray, block: int, out: np.ndarray) -> None:
+    """Fill ``out`` (float32), whose first element is a block's first."""
     codes = np.empty(TILE, np.uint8)
     for start in range(0, out.size, TILE):
         end = min(start + TILE, out.size)
@@ -110,3 +121,7 @@ def choose(codes: np.ndarray, zero: np.float32, one: np.float32, out: np.ndarray
     """``one`` where the code is not 0, else ``zero``."""
     for i in range(out.size):
         out[i] = one if codes[i] else zero
+
+
+form = Segmented(__name__, encode, decode, settings, chunk)
+encode_many, decode_add = form.encode_many, form.decode_add

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from gradwire.compressors.base import as_numbers, numel
 from gradwire.compressors.kernels.cpu import INFINITY, compiled, largest
 from gradwire.compressors.kernels.cpu.int8 import multiply
 from gradwire.compressors.kernels.cpu.packing import pack_tile, unpack_tile
 from gradwire.compressors.kernels.cpu.philox import fill_words, uniform
 from gradwire.compressors.kernels.cpu.qsgd import square_sum
+from gradwire.compressors.kernels.cpu.segments import NUMEL, Segmented, always, blocks_and
 from gradwire.compressors.methods.terngrad import SMALLEST_SCALE, Terngrad
 from gradwire.compressors.packing import TRITS
-from gradwire.compressors.philox import draw_seed
 
 TINY = np.float32(SMALLEST_SCALE)
 TILE = 1280  # elements in a tile; bytes of either packing, and calls of Philox, end with it
@@ -26,43 +23,27 @@ def covers(method: Terngrad) -> bool:
     return True
 
 
-def to_wire(method: Terngrad, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """The wire, and whether a block's maximum is not finite."""
-    seed = draw_seed(generator, x.device, method.name).item()
-    wire = torch.empty(method.wire_bytes(x.shape), dtype=torch.uint8)
-    head = 4 * method.blocks(x.shape)
-    scales, packed = wire[:head].view(torch.float32).numpy(), wire[head:].numpy()
-    bad = encode(x.view(-1).numpy(), method.block, method.clip or 0.0, method.packing == "base3", seed, scales, packed)
-    return wire, torch.tensor([bad])
-
-
-def from_wire(method: Terngrad, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Multiply each digit by its block's scale."""
-    head = 4 * method.blocks(shape)
-    out = torch.empty(numel(shape))
-    scales, packed = as_numbers(wire[:head], torch.float32).numpy(), wire[head:].numpy()
-    decode(scales, packed, method.block, method.packing == "base3", out.numpy())
-    return out
+def settings(method: Terngrad) -> tuple[int, float, bool]:
+    """Block, clip (0: none), and whether digits are packed in base 3."""
+    return method.block, method.clip or 0.0, method.packing == "base3"
 
 
 @compiled
-def encode(
-    x: np.ndarray, block: int, clip: float, base3: bool, seed: int, scales: np.ndarray, packed: np.ndarray
-) -> bool:
-    """Fill ``scales`` (float32 [b]) and ``packed`` (uint8); whether a block of ``x`` (float32 [n]) is not finite.
-
-    A ``clip`` of 0 is none.
-    """
+def encode(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: int, wire: np.ndarray) -> bool:
+    """Fill scales (float32) and packed digits."""
+    block, clip, base3 = settings
+    head = 4 * ((row[NUMEL] + block - 1) // block)
+    scales, packed = wire[:head].view(np.float32), wire[head:]
     digits, words = np.empty(TILE, np.uint8), np.empty(TILE, np.uint32)
     worst = np.uint32(0)
     for start in range(0, x.size, TILE):
         end = min(start + TILE, x.size)
-        fill_words(seed, start, words)
+        fill_words(seed, first + start, words)
         at = start
         while at < end:
-            owner = at // block
-            stop = min((owner + 1) * block, end)
-            if at == owner * block:
+            owner = (first + at) // block
+            stop = min((owner + 1) * block - first, end)
+            if first + at == owner * block:
                 own = x[at : at + block]
                 most = largest(own.view(np.uint32))
                 worst = max(worst, most)
@@ -74,9 +55,9 @@ def encode(
             draw(x[at:stop], scales[owner], words[at - start :], digits[at - start :])
             at = stop
         if base3:
-            pack_trits(digits, end - start, packed[start // TRITS :])
+            pack_trits(digits, end - start, packed[(first + start) // TRITS :])
         else:
-            pack_tile(digits, end - start, 2, packed[start // 4 :])
+            pack_tile(digits, end - start, 2, packed[(first + start) // 4 :])
     return bool(worst >= INFINITY)
 
 
@@ -102,20 +83,25 @@ def pack_trits(digits: np.ndarray, count: int, out: np.ndarray) -> None:
 
 
 @compiled
-def decode(scales: np.ndarray, packed: np.ndarray, block: int, base3: bool, out: np.ndarray) -> None:
-    """Fill ``out`` (float32 [n])."""
+def decode(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: np.ndarray) -> bool:
+    """Multiply each digit by its block's scale."""
+    block, _, base3 = settings
+    head = 4 * ((row[NUMEL] + block - 1) // block)
+    scales, packed = wire[:head].view(np.float32), wire[head:]
     digits = np.empty(TILE, np.uint8)
     for start in range(0, out.size, TILE):
         end = min(start + TILE, out.size)
         if base3:
-            unpack_trits(packed[start // TRITS :], -(-(end - start) // TRITS), digits)
+            unpack_trits(packed[(first + start) // TRITS :], -(-(end - start) // TRITS), digits)
         else:
-            unpack_tile(packed[start // 4 :], end - start, 2, digits)
+            unpack_tile(packed[(first + start) // 4 :], end - start, 2, digits)
         at = start
         while at < end:
-            stop = min((at // block + 1) * block, end)
-            multiply(digits[at - start :], np.int32(0 if base3 else 6), scales[at // block], out[at:stop])
+            owner = (first + at) // block
+            stop = min((owner + 1) * block - first, end)
+            multiply(digits[at - start :], np.int32(0 if base3 else 6), scales[owner], out[at:stop])
             at = stop
+    return True
 
 
 @compiled
@@ -125,3 +111,7 @@ def unpack_trits(packed: np.ndarray, count: int, digits: np.ndarray) -> None:
         byte = packed[i]
         for lane in range(TRITS):
             digits[TRITS * i + lane] = VALUES[byte, lane]
+
+
+form = Segmented(__name__, encode, decode, settings, blocks_and(TILE), always)
+encode_many, decode_add = form.encode_many, form.decode_add
