@@ -100,13 +100,15 @@ class Segments:
         return self._derived[key]  # type: ignore[return-value]
 
     def table(self, device: torch.device) -> Tensor:
-        """What kernels need: int64 [tensors, 5] of start, elements, first byte, bytes, and columns of the form.
+        """`rows` on a device, copied there once."""
+        return self.derive(device, lambda: torch.tensor(self.rows, dtype=torch.int64, device=device).view(-1, 5))
+
+    @property
+    def rows(self) -> list[tuple[int, ...]]:
+        """What kernels need of each tensor: start, elements, first byte, bytes, and columns of its form.
 
         A vector, and what holds nothing, has one column.
         """
-        return self.derive(device, lambda: torch.tensor(self._rows(), dtype=torch.int64, device=device).view(-1, 5))
-
-    def _rows(self) -> list[tuple[int, ...]]:
         columns = [segment.form[-1] if len(segment.form) > 1 and segment.numel else 1 for segment in self]
         return [
             (segment.start, segment.numel, segment.at, segment.size or 0, width)

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors import indices
-from gradwire.compressors.indices import HEADER, CodeName, choose, rice_planes, with_header, without_header
+from gradwire.compressors.indices import CODES, HEADER, CodeName, choose, rice_planes, with_header, without_header
 from gradwire.compressors.kernels.cpu import compiled
 
 WIDEST = 32  # low bits that the loops' 64-bit buffers have room for
+INT32, BITMAP, RICE = (list(CODES).index(code) for code in ("int32", "bitmap", "rice"))
 
 
 def encode(places: Tensor, n: int, code: CodeName) -> Tensor:
@@ -82,3 +83,54 @@ def read_rice(lower: np.ndarray, upper: np.ndarray, low: int, n: int, places: np
             marks >>= 1
             bit += 1
     return found
+
+
+def fixed(n: int, k: int, code: CodeName) -> tuple[int, int, int, int]:
+    """What `write` and `read` need to know of k indices below n: the code, `rice_planes`' first two, and all bytes."""
+    chosen = choose(n, k, code)
+    low, lower, _ = rice_planes(n, k)
+    return list(CODES).index(chosen), low, lower, HEADER + (CODES[chosen].size(n, k) or 0)
+
+
+@compiled
+def write(places: np.ndarray, code: int, low: int, lower: int, wire: np.ndarray) -> None:
+    """Fill ``wire`` (uint8) with header and body; every code but ``varint``."""
+    wire[0] = code
+    body = wire[HEADER:]
+    if code == INT32:
+        numbers = body.view(np.int32)
+        for i in range(places.size):
+            numbers[i] = places[i]
+        return
+    body[:] = 0
+    if code == RICE:
+        write_rice(places, low, body[:lower], body[lower:])
+    else:
+        for i in range(places.size):
+            body[places[i] >> 3] |= np.uint8(1 << (places[i] & 7))
+
+
+@compiled
+def read(wire: np.ndarray, code: int, low: int, lower: int, n: int, places: np.ndarray) -> bool:
+    """Fill ``places`` (int64 [k]); whether ``wire`` says that many, ascending, distinct and below ``n``."""
+    body = wire[HEADER:]
+    if wire[0] != code:
+        return False
+    if code == INT32:
+        numbers, last = body.view(np.int32), -1
+        for i in range(places.size):
+            places[i] = numbers[i]
+            if places[i] <= last or places[i] >= n:
+                return False
+            last = places[i]
+        return True
+    if code == RICE:
+        return read_rice(body[:lower], body[lower:], low, n, places) == places.size
+    found = 0
+    for place in range(n):
+        if body[place >> 3] >> (place & 7) & 1:
+            if found == places.size:
+                return False
+            places[found] = place
+            found += 1
+    return found == places.size

@@ -71,7 +71,7 @@ def subtract(values: np.ndarray, out: np.ndarray) -> None:
         out[i] -= values[i]
 
 
-def encode_each(
+def encode_all(
     settings: tuple,
     table: np.ndarray,
     chunk: int,
@@ -102,7 +102,7 @@ def encode_each(
             kept[:] = 0
 
 
-def decode_each(settings: tuple, table: np.ndarray, chunk: int, wire: np.ndarray, onto: int, out: np.ndarray) -> int:
+def decode_all(settings: tuple, table: np.ndarray, chunk: int, wire: np.ndarray, onto: int, out: np.ndarray) -> int:
     """Decode all segments into ``out``; return the first whose bytes are no encoding, or -1."""
     room = np.empty(0 if onto == BLANK else chunk, np.float32)
     for s in range(len(table)):
@@ -158,6 +158,7 @@ class Segmented:
         chunk: Elements after which blocks, bytes and tiles all begin; chunks are multiples of that.
         draws: Whether the method takes a seed.
         row: A segment's own numbers by method and elements, for the columns after `COLUMNS`.
+        decoder: In the place of `decode_all`, compiled.
     """
 
     def __init__(
@@ -169,9 +170,10 @@ class Segmented:
         chunk: Callable[[Any], int],
         draws: Callable[[Any], bool] = never,
         row: Callable[[Any, int], tuple[int, ...]] | None = None,
+        decoder: Callable | None = None,
     ) -> None:
-        self._encode_each = bound(encode_each, module, encode=encode, decode=decode)
-        self._decode_each = bound(decode_each, module, decode=decode)
+        self._encode_all = bound(encode_all, module, encode=encode, decode=decode)
+        self._decode_all = decoder or bound(decode_all, module, decode=decode)
         self._settings, self._chunk, self._draws, self._row = settings, chunk, draws, row
 
     def encode_many(
@@ -190,13 +192,13 @@ class Segmented:
         seeds = draw_seeds(generators, HERE, method.name).numpy() if self._draws(method) else np.zeros(count, np.int64)
         feedback = residual is not None
         kept = values if residual is None else residual
-        self._encode_each(
+        self._encode_all(
             settings, table, chunk, seeds, values.numpy(), kept.numpy(), feedback, wire.numpy(), bad.numpy()
         )
 
     def decode_add(self, method: Any, wire: Tensor, segments: Segments, out: Tensor, onto: str) -> None:
         """See `gradwire.compressors.kernels`."""
-        failed = self._decode_each(*self._plan(method, segments), wire.numpy(), ONTO[onto], out.numpy())
+        failed = self._decode_all(*self._plan(method, segments), wire.numpy(), ONTO[onto], out.numpy())
         if failed >= 0:
             raise ValueError(f"the bytes of segment {failed} are no encoding of shape {segments[failed].form}")
 
@@ -205,10 +207,10 @@ class Segmented:
         return segments.derive(method, lambda: self._planned(method, segments))
 
     def _planned(self, method: Any, segments: Segments) -> tuple[tuple, np.ndarray, int]:
-        table = segments.table(HERE).numpy()
+        rows = segments.rows
         if self._row is not None:
-            own = [self._row(method, segment.numel) for segment in segments]
-            table = np.concatenate([table, np.array(own, np.int64).reshape(len(segments), -1)], axis=1)
+            rows = [(*row, *self._row(method, row[NUMEL])) for row in rows]
+        table = np.array(rows, np.int64).reshape(len(rows), -1)
         least = self._chunk(method)
         longest = max((segment.numel for segment in segments), default=0)
         return self._settings(method), table, max(1, min(-(-CHUNK // least) * least, longest))

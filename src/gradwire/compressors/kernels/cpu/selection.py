@@ -110,30 +110,38 @@ def compact(keys: np.ndarray, least: np.int32, equals: int, places: np.ndarray) 
         equals -= equal
 
 
+@compiled
 def locate(counts: np.ndarray, k: int) -> tuple[int, int]:
     """The digit of the k-th largest number by how often each digit occurs, and how many numbers have a larger one."""
-    downward = counts[::-1].cumsum()
-    at = int(np.searchsorted(downward, k))
-    return counts.size - 1 - at, int(downward[at] - counts[-1 - at])
+    above = 0
+    for digit in range(counts.size - 1, 0, -1):
+        if above + counts[digit] >= k:
+            return digit, above
+        above += counts[digit]
+    return 0, above
 
 
-def largest_places(bits: np.ndarray, k: int) -> tuple[Tensor, bool]:
-    """Where the k >= 1 largest magnitudes are, ascending, of equals the first; and whether any is not finite.
+@compiled
+def largest_places(bits: np.ndarray, k: int) -> tuple[np.ndarray, bool]:
+    """Where the k largest magnitudes are, ascending, of equals the first; and whether any is not finite.
 
     Radix select, digit by digit from the top: x is read once to count the first digit and once to collect the
     candidates, which are all whose first digit reaches the k-th's.
     """
     tables = np.zeros((4, 1 << FIRST_WIDTH), np.uint32)
     tally(bits, tables)
-    counts = tables.sum(axis=0, dtype=np.int64)
+    counts = np.empty(1 << FIRST_WIDTH, np.int64)
+    for digit in range(counts.size):
+        counts[digit] = np.int64(tables[0, digit]) + tables[1, digit] + tables[2, digit] + tables[3, digit]
     prefix, above = locate(counts, k)
-    places = collected(bits, prefix << FIRST_SHIFT, above + int(counts[prefix]))
-    keys = np.empty(places.numel(), np.int32)
-    look_up(bits, places.numpy(), keys)
+    places = np.empty(above + counts[prefix] + 1, np.int64)
+    collect(bits, np.int32(prefix << FIRST_SHIFT), places)
+    keys = np.empty(places.size - 1, np.int32)
+    look_up(bits, places, keys)
     for shift in (WIDTH, 0):
         table = np.zeros(1 << WIDTH, np.int64)
         tally_within(keys, np.int32(prefix), shift, table)
         digit, more = locate(table, k - above)
         prefix, above = prefix << WIDTH | digit, above + more
-    compact(keys, np.int32(prefix), k - above, places.numpy())
+    compact(keys, np.int32(prefix), k - above, places)
     return places[:k], bool(counts[FINITE:].any())

@@ -42,7 +42,7 @@ def largest(method: Sketch, table: Tensor, seed: Tensor, count: int, keep: int) 
     """Where the estimates of ``count`` elements are largest, rising (int64 [keep]), and what they are there."""
     estimates = torch.empty(count)
     estimate(table.numpy(), multipliers(method, seed), estimates.numpy())
-    places, _ = largest_places(estimates.numpy().view(np.int32), keep)
+    places = torch.from_numpy(largest_places(estimates.numpy().view(np.int32), keep)[0])
     return places, estimates[places]
 
 
