@@ -9,6 +9,7 @@
 # make test-container                    the smoke experiment in the image, which is built for it
 # make nightly                           all of these, one after another
 # make train ARGS="--data_path ... --output_dir ..." [RANKS=2]   one run by hand: what is here, then its log, shown and kept
+# make gpu [DEVICE=cpu SIZE=small] [PARTS="kernels codecs"]   what claims CUDA, checked and timed on a GPU: results/gpu
 # make tensorboard [RESULTS=results]     TensorBoard over all runs, on a free port
 # make lint                              ruff, mypy, import-linter, snakefmt, codespell, snakemake --lint
 # make docs                              the documentation into site/, strictly: warnings and broken links are errors
@@ -24,7 +25,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 READY_DOCS := .venv/.ready-docs
 
-.PHONY: run train tensorboard image image-lock kernels test test-faults test-sweep test-full nightly test-slurm test-container lint format docs schema lock
+.PHONY: run train gpu tensorboard image image-lock kernels test test-faults test-sweep test-full nightly test-slurm test-container lint format docs schema lock
 
 run: $(READY)
 	@name=$$($(BIN)/python -c "import sys; from gradwire.parsing import read_yaml; sys.tracebacklimit = 0; \
@@ -41,6 +42,9 @@ train: $(READY)
 	@mkdir -p logs
 	@log=logs/train-$$(date +%Y%m%d-%H%M%S).log; echo "log          $$log"; \
 	$(BIN)/gradwire launch --world_size $(RANKS) -- train $(ARGS) 2>&1 | tee $$log
+
+gpu: $(READY)
+	@PYTHON=$(BIN)/python $(if $(DEVICE),DEVICE=$(DEVICE)) $(if $(SIZE),SIZE=$(SIZE)) benchmarks/gpu.sh $(PARTS)
 
 tensorboard: $(READY)
 	$(BIN)/tensorboard --logdir $(RESULTS) --port 0

@@ -194,7 +194,7 @@ def targets(part: Part) -> None:
 
 def main() -> int:
     """Time everything, the largest size first: it has the targets."""
-    part = Part("codecs", 110)
+    part = Part("codecs")
     assert len(TINY) == 28
     worker = Ranks(lambda: [alone])
 

@@ -86,7 +86,7 @@ def norm_passes(_: None, batch_size: int) -> Row:
 
 def main() -> int:
     """Measure everything."""
-    part = Part("gradients", 75)
+    part = Part("gradients")
     worker = Ranks(lambda: [alone])
 
     def ask(name: str, task: Callable[..., Row], *arguments: Any) -> Row | None:

@@ -1,8 +1,8 @@
 """The fused forms against the plain ones, byte for byte: ``python -m gpu.kernels``, or ``--sanitized`` for a few.
 
-Every method with a CUDA form, with all options of the tests, and every chain: odd sizes, views that are not aligned or not
-contiguous, values at the edges of float32, flags for NaN and infinity, 2^28 elements. Without a GPU Triton's interpreter
-runs the kernels.
+Every method with a CUDA form, with all options of the tests, and every chain: odd sizes, views that are not aligned or
+not contiguous, values at the edges of float32, flags for NaN and infinity, 2^28 elements. Without a GPU Triton's
+interpreter runs the kernels.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ def main() -> int:
     """Compare everything."""
     if "--sanitized" in sys.argv:
         return sanitized()
-    part = Part("kernels", 90)
+    part = Part("kernels")
     jobs = {title(*one): (check, *one) for one in builds() if part.row(title(*one)) is None}
     workers = 2 if DEVICE == "cpu" else min(10, os.cpu_count() or 1)
     for name, found in each(jobs, workers, 100, lambda: part.left):

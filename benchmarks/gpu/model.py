@@ -207,7 +207,7 @@ def traced(world: World, strategy: str, mode: str, batch_size: int) -> Row:
 
 def main() -> int:
     """Measure everything."""
-    part = Part("model", 80)
+    part = Part("model")
     single = Ranks(lambda: [alone])
     member = Ranks(lambda: group(1, "auto", DEVICE))
     pair = Ranks(lambda: group(2, "auto", DEVICE))

@@ -22,14 +22,14 @@ class Part:
 
     Args:
         name: The part's name, also that of its files.
-        seconds: No piece starts later than this. The variable LIMIT replaces it.
 
-    A file of an earlier call that did not finish is continued: what it holds without an error is not repeated.
+    No piece starts later than the variable LIMIT says, in seconds. A file of an earlier call that did not finish is
+    continued: what succeeded is not repeated.
     """
 
-    def __init__(self, name: str, seconds: float) -> None:
+    def __init__(self, name: str) -> None:
         self.name, self.began = name, time.monotonic()
-        self.seconds = float(os.environ.get("LIMIT") or seconds)
+        self.seconds = float(os.environ.get("LIMIT", 600))
         self.file = OUT / f"{name}.json"
         self.rows: list[Row] = []
         self.targets: list[Row] = []
@@ -37,7 +37,7 @@ class Part:
         OUT.mkdir(parents=True, exist_ok=True)
         if self.file.exists() and not os.environ.get("FRESH"):
             before = json.loads(self.file.read_text())
-            self.rows = [row for row in before["rows"] if "error" not in row]
+            self.rows = [row for row in before["rows"] if not failed(row)]
 
     @property
     def left(self) -> float:
@@ -95,7 +95,7 @@ class Part:
             "small": SMALL,
             "finished": finished,
             "took_s": round(time.monotonic() - self.began, 1),
-            "failed": [row["name"] for row in self.rows if "error" in row or row.get("wrong")],
+            "failed": [row["name"] for row in self.rows if failed(row)],
             "skipped": self.skipped,
             "targets": self.targets,
             "rows": self.rows,
@@ -112,11 +112,16 @@ class Part:
             print("\n" + table(rows))
         if self.targets:
             print("\n" + table([verdict(target) for target in self.targets]))
-        failed = [row for row in self.rows if "error" in row or row.get("wrong")]
-        for row in failed:
+        wrong = [row for row in self.rows if failed(row)]
+        for row in wrong:
             print(f"\nFAILED {row['name']}: {row.get('error') or row['wrong']}")
-        self.write(finished=not self.skipped)
-        return 1 if failed else 0
+        self.write(finished=not self.skipped and not wrong)
+        return 1 if wrong else 0
+
+
+def failed(row: Row) -> bool:
+    """Whether a piece of work raised an error or found something wrong."""
+    return "error" in row or bool(row.get("wrong"))
 
 
 def verdict(target: Row) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Perplexity after compressed training on two ranks: ``python -m gpu.quality``.
 
-As many steps of each cell as fit the time, the same number for all, on the documentation of the running Python. The ranks
-share the GPU unless there are two.
+As many steps of each cell as fit the time, the same number for all, on the documentation of the running Python. The
+ranks share the GPU unless there are two.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def training(steps: int) -> dict[str, Any]:
 
 def main() -> int:
     """Choose the number of steps, then train every cell."""
-    part = Part("quality", 420)
+    part = Part("quality")
     data = shards()
     ranks = Ranks(lambda: group(2, "auto", DEVICE))
     folder = OUT / "runs" / "quality"

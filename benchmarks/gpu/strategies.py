@@ -1,9 +1,9 @@
 """Strategies on the GPU: ``python -m gpu.strategies``.
 
-Steps of `tiny` on a made-up corpus through the package's own training loop, each strategy with each compressor: one rank
-on NCCL, two ranks on gloo that share the GPU, and the same on the CPU. Losses are held against the CPU's, counted bytes
-against the closed form, memory against the prediction. The reductions run once more by themselves, where any wait of the
-host for the GPU is an error.
+Steps of `tiny` on a made-up corpus through the package's own training loop, each strategy with each compressor: one
+rank on NCCL, two ranks on gloo that share the GPU, and the same on the CPU. Losses are held against the CPU's, counted
+bytes against the closed form, memory against the prediction. The reductions run once more by themselves, where any wait
+of the host for the GPU is an error.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def count_gpus(_: None) -> int:
 
 def main() -> int:
     """Run all cells on both world sizes."""
-    part = Part("strategies", 110)
+    part = Part("strategies")
     shards = corpus(OUT / "made-up")
     counting = Ranks(lambda: [alone])
     gpus = counting.run(60, count_gpus)[0]

@@ -5,23 +5,23 @@ from __future__ import annotations
 import json
 import sys
 
-from gpu.part import OUT, Row, short, table, verdict
+from gpu.part import OUT, Row, failed, short, table, verdict
 
 HIDDEN = ("took_s", "waits", "wrong", "numel")
 
 
 def main(parts: list[str]) -> int:
     """Print one line for each part, what failed and missed, and every row."""
-    lines, failed = [], False
+    lines, bad = [], False
     found: dict[str, Row] = {}
     for part in parts:
         file = OUT / f"{part}.json"
         if not file.exists():
             lines.append({"part": part, "outcome": "wrote nothing"})
-            failed = True
+            bad = True
             continue
         found[part] = one = json.loads(file.read_text())
-        failed |= bool(one["failed"]) or not one["finished"]
+        bad |= not one["finished"]
         met = sum(target["met"] for target in one["targets"])
         lines.append(
             {
@@ -45,9 +45,9 @@ def main(parts: list[str]) -> int:
         if one["targets"]:
             print("\n" + table([verdict(target) for target in one["targets"]]))
         for row in one["rows"]:
-            if "error" in row or row.get("wrong"):
+            if failed(row):
                 print(f"\nFAILED {row['name']}: {row.get('error') or row['wrong']}")
-    return int(failed)
+    return int(bad)
 
 
 def rows_cells(row: Row) -> dict[str, str]:

@@ -115,7 +115,7 @@ def bench(
 def times(
     found: Sequence[Case], where: torch.device, numel: int, repeats: int, seed: int, matrices: Sequence[Tensor]
 ) -> dict[str, Any]:
-    """Measure any cases on a matrix of at most ``numel`` elements, and their errors on any ``matrices``."""
+    """Measure any cases on a matrix of at most ``numel`` elements, and their errors on ``matrices``, if any."""
     import torch
 
     rows = math.isqrt(numel)
