@@ -20,7 +20,7 @@ export PYTORCH_NVML_BASED_CUDA_CHECK=1 # asking for GPUs must not keep processes
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo} # all ranks are here
 python=${PYTHON:-python3}
-declare -A limits=([kernels]=90 [codecs]=110 [strategies]=110 [model]=80 [gradients]=75 [quality]=420)
+declare -A limits=([kernels]=110 [codecs]=110 [strategies]=105 [model]=75 [gradients]=70 [quality]=420)
 parts=("$@")
 [ ${#parts[@]} -gt 0 ] || parts=(kernels codecs strategies model gradients quality)
 for part in "${parts[@]}"; do

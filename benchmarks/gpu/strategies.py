@@ -46,7 +46,7 @@ CELLS: dict[str, dict[str, Any]] = {
 TOLERANCE = {"none": 1e-4, "none, hooked": 1e-4, "int8": 1e-3, "powersgd": 2e-2}  # relative; else OTHERS
 OTHERS = 5e-3
 STEPS, PROFILED = 6, 2
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "aten::item", "aten::nonzero")
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 WORDS = [
     "gradient",
     "rank",
