@@ -17,7 +17,7 @@ from typing import Any
 from gpu.part import DEVICE, told
 
 START_SECONDS = 60.0
-METHODS = ["fork", "spawn"]  # the second where a process cannot use CUDA because its parent touched it
+METHODS = [os.environ.get("START", "fork"), "spawn"]  # the second where a fork cannot use CUDA as its parent touched it
 
 Setup = Callable[[], AbstractContextManager[Any]]
 
