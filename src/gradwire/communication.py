@@ -13,10 +13,10 @@ from gradwire.compressors.schedule import by_step
 from gradwire.errors import BadInput
 from gradwire.flags import COUNT, NATURAL
 
-CommOptimizer = Literal["gradient", "onebit_adam", "zero_one_adam", "diloco"]
-Inner = Literal["adamw", "sgd"]
+CommOptimizer = Literal["gradient", "onebit_adam", "zero_one_adam", "diloco", "sparseloco", "muloco"]
+Inner = Literal["adamw", "muon", "sgd"]
 MOMENTUM = ("onebit_adam", "zero_one_adam")  # freeze the variance after a warm-up, and send momenta
-LOCAL = ("diloco",)  # train alone for H steps, and send what that changed
+LOCAL = ("diloco", "sparseloco", "muloco")  # train alone for H steps, and send what that changed
 OPTIONS = {  # of which optimizers an option is
     **dict.fromkeys(("freeze_step", "variance_kappa", "local_doubling", "max_local_steps"), ("zero_one_adam",)),
     **dict.fromkeys(("H", "outer_lr", "outer_momentum", "dense_rounds", "inner"), LOCAL),
@@ -35,7 +35,10 @@ class Preset(NamedTuple):
     reduction: Mapping[str, Any] = MappingProxyType({})
 
 
-PRESETS: dict[str, Preset] = {}
+PRESETS = {
+    "sparseloco": Preset("chunktopk+bins", {"algorithm": "gather", "ef_decay": 0.95}),
+    "muloco": Preset("bins", {"ef_decay": 0.9}),
+}
 
 
 def preset(comm_optimizer: Any) -> Preset:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import defaultdict
+from importlib import import_module
 
 import pytest
 import torch
 from diagonals import diagonals
 from protocols import Protocol, by_rows
-from test_optimizers import BETAS, CLIP, RATES, REPLICAS, assert_same, backward, gradients_of, groups_of, held, whole
+from test_optimizers import BETAS, CLIP, DECAY, RATES, REPLICAS, Held, assert_same, groups_of, whole
 
 from gradwire.collectives import Reducer
 from gradwire.compressors import build
+from gradwire.config import Cell
 from gradwire.errors import BadInput, NonFiniteGradient
-from gradwire.parallel import named_parameters, optimizers, wrap
+from gradwire.parallel import accumulation, named_parameters, optimizers, wrap
+from gradwire.parallel.optimizers import inner
+from gradwire.parallel.optimizers.local import LocalUpdates
 from gradwire.parallel.optimizers.rounds import Rounds
 from gradwire.parallel.verify import SyncCheck, first_difference
 
@@ -22,9 +27,35 @@ STEPS = 8
 LONE = {"outer_lr": 1.0, "outer_momentum": 0.0}  # the outer step moves to the mean
 
 
+class Blocks(Held):
+    """The same with blocks, whose matrices Muon would update: a tall one, a wide one."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 7), torch.nn.Linear(7, 3)])
+
+
+def held():
+    torch.manual_seed(3)
+    return Blocks()
+
+
+def gradients_of(rank, step):
+    """Each rank's own, of very different sizes."""
+    generator = torch.Generator().manual_seed(1000 * rank + step + 1)
+    named = enumerate(held().named_parameters())
+    return {name: (torch.randn(p.shape, generator=generator) + 0.3) * 0.2 ** (i % 3) for i, (name, p) in named}
+
+
+def backward(model, rank, step):
+    with accumulation(model, last=True):
+        model(gradients_of(rank, step)).backward()
+
+
 def set_rates(optimizer, step):
-    for i, group in enumerate(optimizer.param_groups):
-        group["lr"] = RATES[step] * (1 + i)
+    """Vectors have a rate of their own."""
+    for group in optimizer.param_groups:
+        group["lr"] = RATES[step] * (1 if group["weight_decay"] else 2)
 
 
 def started(group, name, strategy, method, cell, options):
@@ -41,7 +72,7 @@ def trained(rank, world, group, name, strategy, method, cell, options, clip=CLIP
     told = []
     for step in range(STEPS):
         set_rates(optimizer, step)
-        backward(model, rank, step, 1)
+        backward(model, rank, step)
         if fault == (rank, step):
             next(p for n, p in named_parameters(model) if n == "bias").grad[2] = float("nan")
         elif fault in FAULTS:
@@ -62,6 +93,20 @@ def trained(rank, world, group, name, strategy, method, cell, options, clip=CLIP
     return told, reducer.traffic
 
 
+def inners(name, model):
+    """Torch's own optimizers; each has the matrices in its first group and the rest in its second."""
+    groups = groups_of(model)
+    if name == "sgd":
+        return [torch.optim.SGD(groups)]
+    hidden = {p for p in model.blocks.parameters() if p.ndim == 2} if name == "muon" else set()
+    matrices = [p for p in groups[0]["params"] if p in hidden]
+    groups[0]["params"] = [p for p in groups[0]["params"] if p not in hidden]
+    adamw = torch.optim.AdamW(groups, betas=BETAS)
+    if name == "adamw":
+        return [adamw]
+    return [adamw, torch.optim.Muon(matrices, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw")]
+
+
 class Simulated:
     """All ranks of a run in one process: torch's own AdamW or SGD on every rank, torch's SGD outside."""
 
@@ -69,8 +114,7 @@ class Simulated:
         self.world, self.H, self.dense_rounds = world, H, dense_rounds
         self.models = [held() for _ in range(world)]
         self.shapes = {n: tuple(p.shape) for n, p in self.models[0].named_parameters() if p.requires_grad}
-        kinds = {"adamw": lambda groups: torch.optim.AdamW(groups, betas=BETAS), "sgd": torch.optim.SGD}
-        self.inner = [kinds[inner](groups_of(model)) for model in self.models]
+        self.inner = [inners(inner, model) for model in self.models]
         self.anchors = {n: torch.nn.Parameter(p.detach().clone()) for n, p in self.parameters(0).items()}
         nesterov = {"momentum": outer_momentum, "nesterov": True} if outer_momentum else {}
         self.outer = torch.optim.SGD(self.anchors.values(), lr=outer_lr, **nesterov)
@@ -95,8 +139,9 @@ class Simulated:
             norms.append(float(squares.sum().sqrt()))
             for name, p in self.parameters(rank).items():
                 p.grad = gradients[name] * (clip / norms[-1]) if norms[-1] > clip else gradients[name]
-            set_rates(self.inner[rank], step)
-            self.inner[rank].step()
+            for optimizer in self.inner[rank]:
+                set_rates(optimizer, step)
+                optimizer.step()
         if (step + 1) % self.H == 0 or step + 1 == STEPS:
             self.end_round()
         return math.sqrt(sum(norm**2 for norm in norms) / self.world)
@@ -132,10 +177,16 @@ CASES = [
     ("onebit", ONEBIT, {"H": 3, **LONE}),
     ("onebit", ONEBIT, {"H": 2, "outer_lr": 0.7, "outer_momentum": 0.9, "dense_rounds": 1}),
     ("onebit", {**ONEBIT, "ef_decay": 0.9, "algorithm": "gather"}, {"H": 3, **LONE}),
+    ("onebit", ONEBIT, {"H": 2, **LONE, "inner": "muon"}),
     ("int8", {**ONEBIT, "method": {"num_bits": 4, "block": 64}, "algorithm": "gather"}, {"H": 5, **LONE}),
     ("topk", {"method": {"density": 0.3}, "error_feedback": True, "algorithm": "gather"}, {"H": 1, **LONE}),
     ("onebit", {**ONEBIT, "error_feedback": False}, {"H": 4, **LONE, "inner": "sgd"}),
 ]
+PRESETS = {  # what the papers' defaults are
+    "sparseloco": {"H": 30, **LONE},
+    "muloco": {"H": 30, "outer_lr": 0.7, "outer_momentum": 0.6, "inner": "muon"},
+    "diloco": {"H": 500, "outer_lr": 0.7, "outer_momentum": 0.9},
+}
 
 
 def trainable(parameters):
@@ -163,6 +214,36 @@ def test_diloco_is_its_protocol_in_one_process(world, case, strategy, size):
     assert sent == bytes_sent or options.get("dense_rounds")
     numel = sum(p.numel() for p in held().parameters() if p.requires_grad)
     assert {traffic["elements"] for _, traffic in results} == {STEPS * numel}, "raw counts every step"
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_its_protocol_in_one_process(world, name, size):
+    """With what a cell of it sends, and a round short enough to see two of them."""
+    parsed = Cell.parse(name, {"comm_optimizer": name, **({"method": "onebit"} if name == "diloco" else {})})
+    assert inspect_defaults(name) | {"steps": None} == DEFAULTS | PRESETS[name]
+    method = {"chunktopk.k": 2, "chunk": 8} if name == "sparseloco" else {}
+    cell = {"method": method, **{key: getattr(parsed.reduction, key) for key in parsed.reduction.model_fields_set}}
+    results = world(size).run(trained, name, "ddp", parsed.method, {**cell, "algorithm": "gather"}, {"H": 3})
+    options = PRESETS[name] | {"H": 3}
+    expected, bytes_sent = simulated(size, parsed.method, {**cell, "algorithm": "gather"}, options)
+    for rank, (told, _) in enumerate(results):
+        for step, (parameters, *_) in enumerate(told):
+            assert_same(trainable(parameters), expected[step][0][rank])
+    assert sum(traffic["sent"] for _, traffic in results) == bytes_sent
+
+
+DEFAULTS = {"H": 500, "outer_lr": 0.7, "outer_momentum": 0.9, "inner": "adamw", "dense_rounds": 0, "steps": None}
+
+
+def inspect_defaults(name):
+    """The defaults of a class and of those that it is built on."""
+    kind = getattr(import_module(f"gradwire.parallel.optimizers.{name}"), optimizers.CLASSES[name])
+    found = {}
+    for each in reversed(kind.__mro__[: kind.__mro__.index(LocalUpdates)]):
+        given = inspect.signature(each.__init__).parameters.values()
+        found |= {one.name: one.default for one in given if one.kind is one.KEYWORD_ONLY}
+    return found
 
 
 def forget_the_error(optimizer, rank, step):
@@ -201,7 +282,7 @@ def sgd(rank, world, group, clip):
     told = []
     for step in range(STEPS):
         set_rates(optimizer, step)
-        backward(model, rank, step, 1)
+        backward(model, rank, step)
         optimizer.step()
         optimizer.zero_grad()
         told.append(whole(model))
@@ -241,7 +322,7 @@ def rounds_kept(rank, world, group, method, cell, H):
     with reducer.keeping() as kept:
         for step in range(STEPS):
             set_rates(optimizer, step)
-            backward(model, rank, step, 1)
+            backward(model, rank, step)
             optimizer.exchange(CLIP)
             optimizer.step()
             optimizer.zero_grad()
@@ -302,7 +383,7 @@ def checked(rank, world, group, fault):
     check, told = SyncCheck(model, optimizer, 2), []
     for step in range(STEPS):
         set_rates(optimizer, step)
-        backward(model, rank, step, 1)
+        backward(model, rank, step)
         optimizer.exchange(CLIP)
         optimizer.step()
         if step == 4 and rank == 1:
@@ -331,7 +412,7 @@ def swapped(rank, world, group):
     first = whole(model)
     for step in range(2):
         set_rates(optimizer, step)
-        backward(model, rank, step, 1)
+        backward(model, rank, step)
         optimizer.exchange(CLIP)
         optimizer.step()
     own = whole(model)
@@ -382,3 +463,8 @@ def refused(rank, world, group, cell, options):
 def test_bad_input_is_one_message(world, cell, options, message):
     [told] = world(1).run(refused, cell, options)
     assert message in told
+
+
+def test_muon_without_a_block_is_refused():
+    with pytest.raises(BadInput, match=r"first nn\.ModuleList"):
+        inner.build("muon", Held(), groups_of(Held()), lr=1.0)

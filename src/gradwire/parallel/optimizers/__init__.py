@@ -23,7 +23,13 @@ from torch.optim import Optimizer
 from gradwire.collectives import Reducer
 from gradwire.errors import unknown
 
-CLASSES = {"onebit_adam": "OneBitAdam", "zero_one_adam": "ZeroOneAdam", "diloco": "DiLoCo"}
+CLASSES = {
+    "onebit_adam": "OneBitAdam",
+    "zero_one_adam": "ZeroOneAdam",
+    "diloco": "DiLoCo",
+    "sparseloco": "SparseLoCo",
+    "muloco": "MuLoCo",
+}
 
 
 class Communicating(Optimizer):

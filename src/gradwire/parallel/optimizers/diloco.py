@@ -32,7 +32,7 @@ class DiLoCo(LocalUpdates):
         outer_lr: Learning rate of the outer SGD; 1 without momentum moves to the mean of the ranks.
         outer_momentum: Its Nesterov momentum; 0 for none.
         dense_rounds: In the first so many rounds everything travels as float32.
-        inner: The inner optimizer, ``adamw`` or ``sgd``.
+        inner: The inner optimizer, ``adamw``, ``muon`` or ``sgd``.
         steps: Number of steps of the run; the last one ends a round. None: unknown.
         options: Options of the inner optimizer.
 
@@ -54,7 +54,7 @@ class DiLoCo(LocalUpdates):
         steps: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(model, inner_optimizers.build(inner, groups, **options), reducer, H, steps)
+        super().__init__(model, inner_optimizers.build(inner, model, groups, **options), reducer, H, steps)
         if not outer_lr > 0:
             raise BadInput(f"outer_lr is {outer_lr}; it must be above 0.")
         if not 0 <= outer_momentum < 1:

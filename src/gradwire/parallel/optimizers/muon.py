@@ -1,0 +1,78 @@
+"""Muon: the momentum of a hidden matrix, orthogonalized, is its step; AdamW takes the other parameters' steps.
+
+Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), with the step scaled to AdamW's root
+mean square, 0.2 sqrt(max(rows, columns)), as in Liu et al., "Muon is Scalable for LLM Training" (arXiv:2502.16982,
+2025). So both kinds of parameters have one learning rate. The numbers are those of `torch.optim.Muon` with
+``adjust_lr_fn="match_rms_adamw"``, which older versions of torch do not have.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Set
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from gradwire.errors import BadInput
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration
+ITERATIONS = 5
+MOMENTUM = 0.95  # Nesterov
+
+
+class Muon(AdamW):
+    """Muon for some parameters, AdamW for the rest.
+
+    Args:
+        groups: Parameter groups, as for AdamW; a group that has both kinds is split.
+        matrices: The parameters that Muon updates.
+        adamw: AdamW's options.
+
+    Raises:
+        BadInput: If there is no matrix for Muon.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], matrices: Set[nn.Parameter], **adamw: Any) -> None:
+        split = []
+        for group in groups:
+            for muon in (True, False):
+                of_kind = [p for p in group["params"] if (p in matrices) == muon]
+                split += [{**group, "params": of_kind, "muon": muon}] if of_kind else []
+        if not any(group["muon"] for group in split):
+            raise BadInput("Muon updates the matrices inside of a model's blocks (its first nn.ModuleList): none is.")
+        super().__init__(split, **adamw)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Take AdamW's step with the other parameters, then Muon's."""
+        matrices = [(p, p.grad, group) for group in self.param_groups if group["muon"] for p in group["params"]]
+        for p, _, _ in matrices:
+            p.grad = None  # AdamW leaves out what has no gradient
+        super().step()
+        for p, gradient, group in matrices:
+            p.grad = gradient
+            if gradient is None:
+                continue
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+            momentum = self.state[p]["momentum_buffer"]
+            momentum.lerp_(gradient, 1 - MOMENTUM)
+            way = orthogonalized(gradient.lerp(momentum, MOMENTUM))
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            p.add_(way, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
+
+
+def orthogonalized(matrix: Tensor) -> Tensor:
+    """A matrix with the same singular vectors and singular values near 1, by Newton and Schulz's iteration in bf16."""
+    a, b, c = COEFFICIENTS
+    x = matrix.bfloat16()
+    tall = x.shape[0] > x.shape[1]
+    x = x.T if tall else x
+    x.div_(x.norm().clamp(min=1e-7))
+    for _ in range(ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
