@@ -8,10 +8,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gradwire.config import Run
+from gradwire.config import Run, experiment
+from gradwire.errors import BadInput
 from gradwire.files import write_json
 from gradwire.measurement.quality import read
+from gradwire.report.quality import PerplexityReference, with_quality
 from gradwire.report.summarize import collect
+from gradwire.report.table import summary
+from gradwire.report.targets import records
 
 RUN = Run("ddp", "none", 2, "none", 0)
 
@@ -46,6 +50,14 @@ def add(folder, run, ms, ppls, every=2, status="ok", **fields):
         [("step", pa.int64()), ("rank", pa.int32()), ("step_ms", pa.float64()), ("val_loss", pa.float64())]
     )
     pq.write_table(pa.Table.from_pylist(rows[::-1], schema=schema), place / "steps.parquet")
+
+
+def ask(folder, runs, **targets):
+    """The list of runs that the experiment asks for, with its targets."""
+    asked = [
+        {**run._asdict(), "excluded": None, "targets": {"ppl": [], "relative_to": None, **targets}} for run in runs
+    ]
+    write_json(folder / "expected.json", asked)
 
 
 def times_to_quality(folder):
@@ -139,3 +151,83 @@ def test_effective_bandwidth_is_a_rank_s_bytes_of_a_step_over_its_communication_
     assert fsdp2.effective_bw_raw_gbps == pytest.approx(8 * 600_000 / 0.005 / 1e9)
     assert fsdp2.effective_bw_compressed_gbps == pytest.approx(8 * 150_000 / 0.005 / 1e9)
     assert (ddp.meter_agrees, ddp.meter_over_trace) == (False, {"encode": 1.5})
+
+
+TO_TARGET = ("steps_to_target", "time_to_target_s", "bytes_to_target")
+
+
+def to_target(row):
+    return tuple(getattr(row, field) for field in TO_TARGET)
+
+
+def with_bytes(folder, run, sent):
+    """Let each rank's reducer have sent ``sent`` bytes in every third step, and a byte in the others."""
+    path = folder / "runs" / run.path / "steps.parquet"
+    table = pq.read_table(path)
+    each = [sent if step % 3 == 2 else 1 for step in table["step"].to_pylist()]
+    pq.write_table(table.append_column("bytes_sent", pa.array(each, pa.int64())), path)
+
+
+def test_time_steps_and_bytes_to_each_target(tmp_path):
+    """Two of three seeds reach 60; the framework's own bytes are in equal parts; nobody reaches 40."""
+    cell = RUN._replace(compressor="diloco")
+    runs = [*(RUN._replace(seed=seed) for seed in range(2)), *(cell._replace(seed=seed) for seed in range(3))]
+    ask(tmp_path, runs, ppl=[60, 40], relative_to="none")
+    curves = [[80, 60, 50], [80, 70, 55], [70, 59, 51], [90, 55, 54], [99, 98, 97]]
+    for run, ms, ppls in zip(runs, (10, 12, 4, 5, 6), curves, strict=True):
+        add(tmp_path, run, ms, ppls, bytes_compressed_total=600, val_loss=math.log(ppls[-1]))
+        if run.compressor == "diloco":
+            with_bytes(tmp_path, run, 100)
+        else:
+            with_bytes(tmp_path, run, None)
+    add(tmp_path, cell._replace(seed=2), 6, [99], status="diverged", reason="the loss is nan")
+    with_bytes(tmp_path, cell._replace(seed=2), 100)
+    rows = {(row.compressor, row.seed): row for row in collect(tmp_path)}
+    ms = pytest.approx
+    assert to_target(rows["none", 0]) == (
+        {"60": 4, "40": None, "none": 6},
+        {"60": ms(0.044), "40": None, "none": ms(0.066)},
+        {"60": 400, "40": None, "none": 600},
+    )
+    assert to_target(rows["none", 1])[0] == {"60": 6, "40": None, "none": 6}
+    assert to_target(rows["diloco", 0]) == (
+        {"60": 4, "40": None, "none": None},
+        {"60": ms(0.020), "40": None, "none": None},
+        {"60": 2 * (100 + 3), "40": None, "none": None},
+    )
+    assert to_target(rows["diloco", 1])[0] == {"60": 4, "40": None, "none": 4}, "its own seed's baseline is worse"
+    assert to_target(rows["diloco", 2])[0] == {"60": None, "40": None}, "there is no such seed to compare with"
+    table = {(line["target"], line["compressor"]): line for line in records(list(rows.values()))}
+    columns = ("n", "reached", "steps", "seconds", "megabytes")
+    assert [table["60", "diloco"][name] for name in columns] == [3, "2 of 3", "4", "0.0", "0.000"]
+    assert [table["40", "none"][name] for name in columns] == [2, "0 of 2", "∞", "∞", "∞"]
+    assert [table["none", "diloco"][name] for name in columns[:3]] == [2, "1 of 2", "∞"]
+    text = summary("x", list(rows.values()))
+    assert "## Time to target" in text and "∞" in text.split("## Time to target")[1]
+
+
+def test_a_shaped_run_takes_the_steps_of_the_long_one_at_its_own_step_time(tmp_path):
+    long, link = tmp_path / "long", RUN._replace(link="2mbit")
+    ask(long, [RUN], ppl=[60, 40])
+    add(long, RUN, 10, [80.0, 60.0, 50.0], bytes_compressed_total=600, val_loss=math.log(50))
+    with_bytes(long, RUN, None)
+    add(tmp_path / "short", link, 1, [1.0], step_time_ms_mean=250.0, quality_from=None, val_ppl=None)
+    source, row = collect(long)[0], collect(tmp_path / "short")[0]
+    [joined], complaints = with_quality([row], PerplexityReference.of("long", [source]))
+    assert complaints == []
+    assert to_target(joined) == ({"60": 4, "40": None}, {"60": 1.0, "40": None}, {"60": 400, "40": None})
+    assert joined.val_ppl == 50 and joined.quality_from == "long: ddp/none/ws2/none/seed0"
+
+
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ({"relative_to": "bf16"}, "unknown compressor in targets.relative_to 'bf16'"),
+        ({}, "targets: give `ppl` or `relative_to`"),
+        ({"ppl": [0.5]}, "targets.ppl.0: Input should be greater than 1"),
+        ({"perplexity": [3]}, "unknown key in targets 'perplexity'"),
+    ],
+)
+def test_targets_that_cannot_be_are_refused(targets, message):
+    with pytest.raises(BadInput, match=message):
+        experiment({"name": "x", "compressors": {"none": {}}, "grid": {}, "targets": targets})

@@ -427,6 +427,19 @@ def _as_list(value: Any) -> Any:
 Grids = Annotated[tuple[Grid, ...], BeforeValidator(_as_list, json_schema_input_type=Grid | tuple[Grid, ...])]
 
 
+class Targets(Strict):
+    """Perplexities whose time, steps and bytes each run is measured by."""
+
+    ppl: tuple[Annotated[float, Field(gt=1)], ...] = Field((), description="validation perplexities")
+    relative_to: Name | None = Field(None, description="a label: its final perplexity with the same seed")
+
+    @model_validator(mode="after")
+    def _something_is_asked(self) -> Self:
+        if not self.ppl and self.relative_to is None:
+            raise ValueError("give `ppl` or `relative_to`")
+        return self
+
+
 class Experiment(Strict):
     """A whole experiment: everything that ``results/<name>/`` is made from."""
 
@@ -440,6 +453,7 @@ class Experiment(Strict):
         None,
         description="results.jsonl of another experiment; its perplexities stand for the same labels'",
     )
+    targets: Targets | None = Field(None, description="perplexities to reach: {ppl: [60, 55]} or {relative_to: LABEL}")
     training: Training = Field(default_factory=Training)
     compressors: dict[Name, dict[str, Any]] = Field(min_length=1, description="label: cell")
     grid: Grids = Field(description="a product or a list of them; their union is run")
@@ -559,6 +573,8 @@ def experiment(mapping: Mapping[str, Any]) -> Experiment:
         selection.check(made.asked(), where)
     if not made.runs():
         raise BadInput("configuration: the grid is empty, or `exclude` leaves nothing of it.")
+    if made.targets is not None and made.targets.relative_to not in (None, *made.compressors):
+        raise unknown("compressor in targets.relative_to", str(made.targets.relative_to), made.compressors)
     if made.gradients is not None and not made.gradient_runs(made.runs()):
         raise BadInput("gradients: `exclude` leaves nothing of the runs that it selects.")
     for run in made.runs():

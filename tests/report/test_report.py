@@ -153,6 +153,7 @@ def test_every_section_is_there_in_order_with_its_figures_as_files(folder, page)
         "validity",
         "cells",
         "pareto",
+        "targets",
         "loss",
         "step-time",
         "scaling",

@@ -24,6 +24,7 @@ rule summarize:
     localrule: True
     params:
         source=source_digest("gradwire.report.summarize"),
+        targets=EXPERIMENT.targets and EXPERIMENT.targets.model_dump(mode="json"),
     shell:
         f"{SUMMARIZE} > {{log:q}} 2>&1"
 

@@ -68,6 +68,18 @@ def read(path: Path) -> Curve:
     )
 
 
+def bytes_sent(path: Path, count: int) -> int | None:
+    """Bytes that all ranks' reducers sent in the first ``count`` steps of a ``steps.parquet``; None without a reducer.
+
+    Raises:
+        BadInput: If the file is invalid.
+    """
+    table = steps.read(path, ["step", "bytes_sent"])
+    step, sent = (table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names)
+    chosen = sent[step < count]
+    return None if np.isnan(chosen).any() else int(chosen.sum())
+
+
 def against_time(curves: Mapping[Run, Curve], finished: set[Run]) -> dict[Run, dict[str, Any]]:
     """The time-to-target and fixed-time fields of every run.
 

@@ -41,6 +41,14 @@ CAPTIONS = {
         "front: no other cell is both cheaper and better. The dashed line is the quality gate, 1 %. Bytes do not "
         "depend on the link, and are drawn for one.",
     ),
+    "targets": Caption(
+        "Time to a target perplexity",
+        "Time to target",
+        "Steps, seconds and gradient bytes until the first evaluation with a perplexity as low as the target, medians "
+        "over seeds; ∞: more than half of the seeds never reach it. A label as the target stands for its final "
+        "perplexity with the same seed. Seconds leave evaluations out. Cells whose perplexity is from another "
+        "experiment take its steps, at their own mean step time.",
+    ),
     "loss": Caption(
         "Loss over steps and over time",
         "Loss",

@@ -179,6 +179,14 @@ TIMES = (
     milliseconds("encode", "compress_time_ms"),
     milliseconds("decode", "decompress_time_ms"),
 )
+TARGETS = (
+    text("target", "target"),
+    *SUMMARY_CELL,
+    Column("reached", "reached", hint="seeds that reached the target"),
+    Column("steps", "steps"),
+    Column("seconds", "seconds"),
+    Column("MB sent", "megabytes", hint="gradient bytes over all ranks until then"),
+)
 CELLS = (
     *CELL,
     SEEDS,

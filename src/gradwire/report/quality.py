@@ -18,6 +18,7 @@ from gradwire.errors import BadInput
 from gradwire.measurement.statistics import percent_worse
 from gradwire.report.record import Result
 from gradwire.report.results_file import read_results
+from gradwire.report.targets import on_own_link
 
 PREFERRED = "ddp"  # the strategy whose perplexity others use if they have none
 WARM_UP = ("dense_steps", "freeze_step")
@@ -123,5 +124,6 @@ def _joined(row: Result, found: PerplexityReference) -> Result:
     if row.seed not in seeds:
         raise BadInput(f"{found.name} has no seed {row.seed} of {next(iter(seeds.values())).strategy}/{row.compressor}")
     source = seeds[row.seed]
-    quality = {"val_loss": source.val_loss, "val_ppl": source.val_ppl}
+    quality: dict[str, Any] = {"val_loss": source.val_loss, "val_ppl": source.val_ppl}
+    quality |= on_own_link(row, source)
     return row.model_copy(update=quality | {"quality_from": f"{found.name}: {source.run_name}"})

@@ -50,6 +50,8 @@ class Result(Row):
     - ``scaling_efficiency``: tokens/s per rank against those at a world size of 1 with the same strategy and label
       (else ``none``), without a link, on the same kind of machine: the mean over its seeds.
     - ``time_to_target_ppl_s``, ``steps_to_target_ppl``, ``ppl_at_fixed_time``: see `measurement.quality`.
+    - ``steps_to_target``, ``time_to_target_s``, ``bytes_to_target``: target -> value, null where the run never reached
+      it; see `report.targets`.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -127,6 +129,9 @@ class Result(Row):
     delta: Number = None
     noise_multiplier: Number = None
     clipped_fraction: Number = None
+    steps_to_target: dict[str, int | None] | None = None
+    time_to_target_s: dict[str, float | None] | None = None
+    bytes_to_target: dict[str, int | None] | None = None
     # For the table.
     noise_multiplier_accounted: Number = None
     sampling: Text = None

@@ -16,7 +16,7 @@ from gradwire.config import BASELINE
 from gradwire.errors import BadInput
 from gradwire.files import digest, read_json
 from gradwire.measurement.cost_model import Model, leave_one_link_out
-from gradwire.report import columns, curves, gates
+from gradwire.report import columns, curves, gates, targets
 from gradwire.report.captions import CAPTIONS
 from gradwire.report.cells import command, of_group, on_one_link
 from gradwire.report.columns import Column
@@ -76,6 +76,7 @@ def sections(data: Data) -> Iterator[Section]:
         validity,
         headline,
         fronts,
+        time_to_target,
         loss,
         step_times,
         scaling_section,
@@ -177,6 +178,16 @@ def fronts(data: Data) -> Section:
     made.plots = [plot for cost in pareto.COSTS for plot in pareto.plots(cost, data.cells, data.runs, data.looks)]
     if not made.plots:
         made.absent = f"no two cells with a perplexity, one of them {BASELINE}, share strategy, world size and link"
+    return made
+
+
+def time_to_target(data: Data) -> Section:
+    """Time to the experiment's targets."""
+    made = Section.of("targets")
+    if reached := targets.records(data.results):
+        made.tables = [Table.of("targets", "Time to target", reached, columns.TARGETS)]
+    else:
+        made.absent = "the experiment has no target (`targets:` in the configuration)"
     return made
 
 

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradwire.config import Run
+from gradwire.config import Run, Targets
 from gradwire.errors import BadInput
 from gradwire.files import read_json, write_text
 from gradwire.report.quality import PerplexityReference, perplexity_reference, with_quality
 from gradwire.report.record import RESULT_FIELDS, Result, compared, result, without_measurements
+from gradwire.report.targets import with_targets
 
 EXPECTED = "expected.json"  # in the experiment's folder: the requested runs
 
@@ -31,11 +32,13 @@ class Asked(NamedTuple):
         excluded: Why it is left out, or None.
         quality_from: The results file with its perplexity, or None.
         shared: Whether other runs may use the machine at the same time.
+        targets: The perplexities that it is measured by, if any.
     """
 
     excluded: str | None = None
     quality_from: str | None = None
     shared: bool = False
+    targets: Targets | None = None
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -134,7 +137,8 @@ def collect(results_dir: Path, experiment: Path | None = None) -> list[Result]:
         else result(results_dir / "runs" / run.path, run)
         for run, one in sorted(asked.items())
     ]
-    return compared(rows, results_dir)
+    targets = {run: one.targets for run, one in asked.items()}
+    return with_targets(compared(rows, results_dir), results_dir, targets)
 
 
 def asked_for(results_dir: Path, experiment: Path | None = None) -> dict[Run, Asked]:
@@ -164,11 +168,14 @@ def expected(path: Path) -> dict[Run, Asked]:
     try:
         return {
             Run(*(cell[field] for field in Run._fields)): Asked(
-                cell["excluded"], cell.get("quality_from"), cell.get("shared", False)
+                cell["excluded"],
+                cell.get("quality_from"),
+                cell.get("shared", False),
+                Targets(**cell["targets"]) if cell.get("targets") else None,
             )
             for cell in read_json(path)
         }
-    except (AttributeError, KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadInput(f"{path} is not a list of runs with {', '.join(Run._fields)}, excluded ({error!r}).") from None
 
 

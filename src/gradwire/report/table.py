@@ -11,7 +11,7 @@ import pandas as pd
 
 from gradwire.config import BASELINE
 from gradwire.measurement.statistics import estimates, gated
-from gradwire.report import columns
+from gradwire.report import columns, targets
 from gradwire.report.columns import Column
 from gradwire.report.markdown import MISSING, SPREAD, number
 from gradwire.report.notes import fallbacks, losses_over_links, machine, machines, privacy
@@ -50,6 +50,10 @@ PARTS = {
 }  # of an estimate, by column suffix
 SIGNS = {None: "", True: " =", False: " ≠"}  # bytes against their closed form; the worst sorts last
 WIDTH = 138
+
+TIME_TO_TARGET = (
+    "Medians over seeds until the first evaluation that is as good; ∞: more than half of the seeds never are."
+)
 
 DEFINITIONS = f"""\
 - n seeds; sd: sample standard deviation over them; range or 95 % interval of the column before it:
@@ -95,6 +99,8 @@ def summary(name: str, results: Sequence[Result], tiers: str = "", notes: Sequen
         if by_op := op_table(ok, by_speed):
             parts += ["## Communication by op, ms per step", by_op]
         parts += [tiers] if tiers else []
+    if reached := targets.records(results):
+        parts += ["## Time to target", Table.of("", "", reached, columns.TARGETS).markdown(), TIME_TO_TARGET]
     if notes := [*machines(ok), *losses_over_links(ok), *fallbacks(ok), *notes]:
         parts += ["## Notes", "\n".join(_item(note) for note in notes)]
     if len(ok) < len(results):

@@ -1,0 +1,124 @@
+"""Time to a target: the steps, seconds and gradient bytes until a run's validation perplexity is as low as asked for.
+
+A target is a perplexity, or the final one of another label with the same world size and seed. A run that never reaches
+it has null in the record and ∞ in the tables. Times are sums of step times, each the slowest rank's, without
+evaluations. A run that takes its perplexity from another experiment takes the steps and bytes from there too; its
+seconds are those steps times its own mean step time, because steps to a target do not depend on the link.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from gradwire.config import Targets
+from gradwire.errors import BadInput
+from gradwire.measurement import quality
+from gradwire.report.record import OWN_QUALITY, Result, run_of
+
+FIELDS = ("steps_to_target", "time_to_target_s", "bytes_to_target")
+
+
+def target_losses(targets: Targets, row: Result, results: Sequence[Result]) -> dict[str, float]:
+    """The loss of each target of a run, by its name; a label that has no perplexity to compare with is left out."""
+    found = {f"{ppl:g}": math.log(ppl) for ppl in targets.ppl}
+    for label in [targets.relative_to] if targets.relative_to else []:
+        alike = [one for one in results if (one.compressor, one.world_size, one.seed) == _reference(label, row)]
+        known = [one for one in alike if one.status == "ok" and one.val_loss is not None]
+        best = max(known, key=lambda one: (one.strategy == row.strategy, one.link == row.link), default=None)
+        if best is not None and best.val_loss is not None:
+            found[label] = best.val_loss
+    return found
+
+
+def _reference(label: str, row: Result) -> tuple[str, int, int]:
+    return label, row.world_size, row.seed
+
+
+def with_targets(results: Sequence[Result], results_dir: Path, targets: Mapping[Any, Targets | None]) -> list[Result]:
+    """The rows with what it took to reach the targets of their runs.
+
+    Args:
+        results: All rows of an experiment.
+        results_dir: Its folder.
+        targets: The targets of each run.
+    """
+    return [
+        row.model_copy(update=_reached(row, asked, results, results_dir))
+        if (asked := targets.get(run_of(row))) is not None
+        else row
+        for row in results
+    ]
+
+
+def _reached(row: Result, targets: Targets, results: Sequence[Result], results_dir: Path) -> dict[str, Any]:
+    """The fields of a row; nothing if the run left no course of its own."""
+    path = results_dir / "runs" / row.run_name / "steps.parquet"
+    if not (row.quality_from in OWN_QUALITY or row.status == "diverged") or not path.exists():
+        return {}
+    try:
+        curve = quality.read(path)
+    except BadInput:
+        return {}  # `record.compared` complains
+    losses = target_losses(targets, row, results)
+    at = {name: curve.reaches(loss) for name, loss in losses.items()}
+    steps = {name: None if i is None else int(curve.steps[i]) for name, i in at.items()}
+    return {
+        "steps_to_target": steps,
+        "time_to_target_s": {name: None if i is None else float(curve.seconds[i]) for name, i in at.items()},
+        "bytes_to_target": {name: None if n is None else bytes_until(row, path, n) for name, n in steps.items()},
+    }
+
+
+def bytes_until(row: Result, path: Path, steps: int) -> int | None:
+    """Gradient bytes over all ranks in the first ``steps`` steps; where the framework reduces, by the closed form."""
+    metered = quality.bytes_sent(path, steps)
+    if metered is not None or not row.steps or row.bytes_compressed_total is None:
+        return metered
+    return row.bytes_compressed_total * steps // row.steps
+
+
+def on_own_link(row: Result, source: Result) -> dict[str, Any]:
+    """The fields of a row whose perplexity is that of another run: that run's steps at this run's mean step time."""
+    step = row.step_time_ms_mean
+    if source.steps_to_target is None or step is None:
+        return {}
+    return {
+        "steps_to_target": source.steps_to_target,
+        "bytes_to_target": source.bytes_to_target,
+        "time_to_target_s": {
+            name: None if steps is None else steps * step / 1000 for name, steps in source.steps_to_target.items()
+        },
+    }
+
+
+def records(results: Iterable[Result]) -> list[dict[str, Any]]:
+    """One line per cell and target: medians over seeds, with misses infinite, fastest first."""
+    cells: defaultdict[tuple[str, str, int, str, str], list[Result]] = defaultdict(list)
+    for row in results:
+        for name in row.steps_to_target or {}:
+            cells[name, row.link, row.world_size, row.strategy, row.compressor].append(row)
+    lines = []
+    for (name, link, world_size, strategy, compressor), rows in cells.items():
+        steps, seconds, sent = (_median(rows, field, name) for field in FIELDS)
+        reached = sum((row.steps_to_target or {})[name] is not None for row in rows)
+        line = {"target": name, "link": link, "world_size": world_size, "strategy": strategy, "compressor": compressor}
+        line |= {"n": len(rows), "reached": f"{reached} of {len(rows)}", "order": seconds}
+        lines.append(line | {"steps": _text(steps), "seconds": _text(seconds, 1), "megabytes": _text(sent / 1e6, 3)})
+    return sorted(
+        lines, key=lambda line: [line[key] for key in ("target", "link", "world_size", "order", "compressor")]
+    )
+
+
+def _median(rows: Iterable[Result], field: str, name: str) -> float:
+    """Median over seeds; a miss is infinite."""
+    values = [(getattr(row, field) or {}).get(name) for row in rows]
+    return float(median(math.inf if value is None else value for value in values))
+
+
+def _text(value: float, digits: int = 0) -> str:
+    return "∞" if math.isinf(value) else f"{value:,.{digits}f}"
