@@ -1,4 +1,4 @@
-# make run [CONFIG=configs/smoke.yaml]   the experiment, end to end; PROFILE=container: in the image
+# make run [CONFIG=configs/smoke.yaml]   `gradwire run`: the experiment, end to end; PROFILE=container: in the image
 # make image [VARIANT=cuda] [MIRROR=URL]  the container image, from what is locked
 # make image-lock [MIRROR=URL]           lock anew what goes into the images
 # make test [WORKERS=2]                  the tests
@@ -17,7 +17,7 @@ PYTHON ?= python3
 CONFIG ?= config.yaml
 TORCH ?= torch==2.13.0
 VARIANT ?= cpu
-CORES ?= all
+CORES ?=
 RANKS ?= 2
 WORKERS ?= 2
 RESULTS ?= results
@@ -28,13 +28,7 @@ READY_DOCS := .venv/.ready-docs
 .PHONY: run train gpu tensorboard image image-lock kernels test test-faults test-sweep test-full nightly test-slurm test-container lint format docs schema lock
 
 run: $(READY)
-	@name=$$($(BIN)/python -c "import sys; from gradwire.parsing import read_yaml; sys.tracebacklimit = 0; \
-	    print(read_yaml(sys.argv[1])['name'])" $(CONFIG)) || exit 2; \
-	folder=results/$$name; status=0; $(BIN)/snakemake --cores $(CORES) --configfile $(CONFIG) \
-	    $(if $(PROFILE),--workflow-profile profiles/$(PROFILE)) || status=$$?; \
-	if [ $$status = 0 ]; then $(BIN)/gradwire summarize --results_dir $$folder --print_only; fi; \
-	if [ -f $$folder/report.html ]; then echo; echo "report: $$folder/report.html"; fi; \
-	exit $$status
+	@$(BIN)/gradwire run $(CONFIG) $(if $(CORES),--cores $(CORES)) $(if $(PROFILE),--profile $(PROFILE))
 
 train: SHELL := /bin/bash -o pipefail
 train: $(READY)
@@ -78,7 +72,7 @@ nightly: $(READY_DOCS)
 
 # After the same experiment without Slurm, which has nothing to do if it ran already.
 test-slurm: $(READY)
-	$(BIN)/snakemake --cores $(CORES) --quiet --configfile configs/smoke.yaml
+	$(BIN)/snakemake --cores all --quiet --configfile configs/smoke.yaml
 	$(BIN)/python -m pytest -m slurm $(if $(ONLY),-k "$(ONLY)") tests/slurm
 
 test-container: image
@@ -89,14 +83,14 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/snakefmt --check Snakefile workflow
+	$(BIN)/snakefmt --check Snakefile src/gradwire/workflow
 	$(BIN)/codespell
 	$(BIN)/snakemake --lint
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/snakefmt Snakefile workflow
+	$(BIN)/snakefmt Snakefile src/gradwire/workflow
 
 # torch first, by version (its CPU and CUDA builds cannot share one hash), then everything else by hash.
 $(READY): requirements.lock pyproject.toml
@@ -116,7 +110,7 @@ $(READY_DOCS): $(READY) requirements-docs.lock
 
 schema: $(READY)
 	$(BIN)/python -c "import json; from gradwire.config import json_schema; print(json.dumps(json_schema(), indent=2))" \
-	    > workflow/schemas/config.schema.json
+	    > src/gradwire/workflow/schemas/config.schema.json
 
 lock:
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \

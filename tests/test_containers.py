@@ -29,6 +29,7 @@ from gradwire.image import (
 )
 
 ROOT = CONTAINERS.parent
+WORKFLOW = ROOT / "src" / "gradwire" / "workflow"
 WHEEL = re.compile(r"([a-z0-9._-]+)==(\S+) --hash=sha256:([0-9a-f]{64})")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -161,18 +162,19 @@ def test_definition_and_containerfile_do_the_same():
 
 
 def test_nothing_is_the_latest_or_comes_from_a_registry():
-    for file in [*(CONTAINERS / name for name in (*RECIPE, "Containerfile", "images.lock.json")), ROOT / "Snakefile"]:
+    for file in [
+        *(CONTAINERS / name for name in (*RECIPE, "Containerfile", "images.lock.json")),
+        WORKFLOW / "Snakefile",
+    ]:
         assert not re.search(r"latest|docker://|library://|oras://|https?://", file.read_text()), file
     assert "\nFROM scratch\n" in (CONTAINERS / "Containerfile").read_text()
     assert "\nBootstrap: scratch\n" in (CONTAINERS / "gradwire.def").read_text()
 
 
 def test_every_rule_runs_in_the_image():
-    directives = re.findall(r"^ *container: (.*)$", (ROOT / "Snakefile").read_text(), re.MULTILINE)
+    directives = re.findall(r"^ *container: (.*)$", (WORKFLOW / "Snakefile").read_text(), re.MULTILINE)
     assert directives == ["IMAGE"]
-    assert not [
-        file for file in (ROOT / "workflow").rglob("*.smk") if re.search(r"^ *container:", file.read_text(), re.M)
-    ]
+    assert not [file for file in WORKFLOW.rglob("*.smk") if re.search(r"^ *container:", file.read_text(), re.M)]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -181,7 +183,7 @@ def test_rules_ask_for_the_image_of_the_locks_and_say_how_to_get_it(tmp_path, de
     (tmp_path / "apptainer").chmod(0o755)
     shutil.copytree(ROOT / "src", tmp_path / "src")
     shutil.copytree(CONTAINERS, tmp_path / "containers", ignore=shutil.ignore_patterns("cache", "images"))
-    for name in ("workflow", "profiles", "Snakefile"):
+    for name in ("profiles", "Snakefile"):
         (tmp_path / name).symlink_to(ROOT / name)
     smoke = (ROOT / "configs" / "smoke.yaml").read_text()
     (tmp_path / "experiment.yaml").write_text(smoke.replace("device: cpu", f"device: {device}"))

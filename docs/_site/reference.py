@@ -83,8 +83,8 @@ def configuration() -> str:
     parts = [
         "# Configuration",
         "An experiment is one YAML file. The same classes check it, give `gradwire train` its flags and generate "
-        "`workflow/schemas/config.schema.json`, from which this page is made. A key that is not here is an error, "
-        "which names the nearest one.",
+        "`src/gradwire/workflow/schemas/config.schema.json`, from which this page is made. A key that is not here "
+        "is an error, which names the nearest one. `extends: FILE` takes what is not given from another file.",
         "## Experiment",
         *described(schema),
     ]

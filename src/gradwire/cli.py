@@ -42,6 +42,7 @@ class Verb(NamedTuple):
 
 VERBS = {
     "init": Verb("gradwire.init", "write a configuration with every field, its default and its meaning"),
+    "run": Verb("gradwire.workflow.run", "run an experiment from its file to its page"),
     "download": Verb("gradwire.data.download", "fetch or extract a corpus as a JSON array of id, title, text"),
     "tokenize": Verb("gradwire.data.tokenize", "train or load a tokenizer and write token shards"),
     "launch": Verb("gradwire.launch.launch", "check a verb's input and run it on several ranks"),

@@ -1,7 +1,7 @@
 """The experiment as typed data: the dataset, the training settings, the compressor cells and the grid over them.
 
 The same classes check ``config.yaml``, fill its defaults in, give ``gradwire train`` its flags and generate the JSON
-schema that Snakemake checks a file by (``workflow/schemas/config.schema.json``). torch is imported only where a
+schema for editors (``workflow/schemas/config.schema.json``). torch is imported only where a
 compressor's own options have to be checked.
 """
 
@@ -11,7 +11,7 @@ import argparse
 import itertools
 import json
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar, get_args
@@ -31,6 +31,7 @@ from gradwire.defaults import (
     VOCAB_SIZE,
 )
 from gradwire.errors import BadInput, unknown
+from gradwire.explain import explain, short
 from gradwire.files import digest
 from gradwire.flags import COUNT, LENGTH, NATURAL, RANKS, SEED, VOCABULARY, check_shard
 from gradwire.parsing import read_yaml
@@ -242,7 +243,7 @@ class Cell(Strict):
         Raises:
             BadInput: If it is no mapping, or names an unknown method or option, or an option has the wrong type.
         """
-        where = f"compressor cell {_short(label)!r}"
+        where = f"compressor cell {short(label)!r}"
         if not isinstance(mapping, Mapping):
             raise BadInput(f"{where}: expected a mapping of options such as {{}}, got {json.dumps(mapping)}.")
         given = dict(mapping)
@@ -520,42 +521,8 @@ def checked(model: type[Model], value: Any, where: str) -> Model:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        problems = "; ".join(_explain(model, problem) for problem in error.errors())
+        problems = explain(model, error)
         raise BadInput(f"{where}: {problems}." if where else f"{problems}.") from None
-
-
-def _explain(model: type[BaseModel], problem: Any) -> str:
-    place = ".".join(_short(str(part)) for part in problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        *parents, key = problem["loc"]
-        inside = f" in {'.'.join(map(str, parents))}" if parents else ""
-        return str(unknown(f"key{inside}", str(key), _fields(model, parents))).rstrip(".")
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "missing" or not place:
-        return f"{place}: {message}" if place else message
-    return f"{place}: {message}, got {_short(json.dumps(problem['input'], default=str))}"
-
-
-def _short(text: str) -> str:
-    """A value as a message shows it: of a long one the beginning."""
-    return text if len(text) <= 100 else f"{text[:100]}..."
-
-
-def _fields(model: type[BaseModel], path: Sequence[str | int]) -> Iterable[str]:
-    """Names of the fields of the model that a path of keys and positions leads to inside ``model``."""
-    for part in path:
-        if isinstance(part, str):
-            annotation = model.model_fields[part].annotation
-            model = next(kind for kind in _models(annotation))
-    return model.model_fields
-
-
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Every model that stands in a type annotation."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        yield annotation
-    for inner in get_args(annotation):
-        yield from _models(inner)
 
 
 def experiment(mapping: Mapping[str, Any]) -> Experiment:
@@ -585,7 +552,7 @@ def experiment(mapping: Mapping[str, Any]) -> Experiment:
 
 
 def json_schema() -> dict[str, Any]:
-    """The JSON schema of a configuration file, for Snakemake and for editors."""
+    """The JSON schema of a configuration file, for editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Experiment.model_json_schema()}
 
 

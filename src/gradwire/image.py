@@ -85,6 +85,8 @@ def check_image(variant: str, folder: Path = CONTAINERS) -> None:
         BadInput: If Apptainer or the image is missing; the message says how to get it.
     """
     check_apptainer()
+    if not folder.is_dir():
+        raise BadInput("images are built and used in a checkout of gradwire, not by an installed package.")
     file = image_file(variant, folder)
     if not file.is_file():
         others = ", ".join(sorted(found.name for found in file.parent.glob(f"gradwire-{variant}-*.sif")))

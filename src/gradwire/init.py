@@ -19,8 +19,8 @@ from gradwire.flags import output_file
 from gradwire.parsing import parse_yaml
 
 HEAD = """\
-# An experiment. Run it with `make run CONFIG={file}`, or
-#     snakemake --cores all --configfile {file}
+# An experiment. Run it with
+#     gradwire run {file}
 # Every field with its default; fields without a default, or off by default, are commented out.
 name: {name} # {says}
 model: tiny # {model}
@@ -64,7 +64,7 @@ def main(args: Namespace) -> None:
     text = template(args.name, args.output)
     check(text)
     write_text(args.output, text)
-    print(f"{args.output}: every field with its default. Next: snakemake -n --configfile {args.output}")
+    print(f"{args.output}: every field with its default. Next: gradwire run {args.output}")
 
 
 def check(text: str) -> None:
@@ -97,7 +97,7 @@ def commented(model: type[BaseModel]) -> str:
         if field.description is None:
             continue
         default = field.get_default(call_default_factory=True)
-        value = "" if default is None else f" {json.dumps(default)}"
+        value = "" if default is None else f" {_yaml(default)}"
         lines.append(f"{'# ' if default is None else ''}{name}:{value} # {field.description}{_choices(field)}")
     return "\n".join(lines)
 
@@ -105,6 +105,12 @@ def commented(model: type[BaseModel]) -> str:
 def source_options() -> str:
     """One line per option of a source, switched off."""
     return "\n".join(f"# {name}: # {meaning(fields)}" for name, fields in options().items())
+
+
+def _yaml(value: Any) -> str:
+    """A value in YAML 1.1, where a float such as 1e-05 without a point is text."""
+    text = json.dumps(value)
+    return text.replace("e", ".0e") if isinstance(value, float) and "e" in text and "." not in text else text
 
 
 def _choices(field: FieldInfo) -> str:

@@ -118,9 +118,9 @@ def test_a_row_s_command_opens_by_keyboard(opened):
     assert not code.is_visible()
     summary.press("Enter")
     assert code.is_visible()
-    assert code.inner_text().startswith("snakemake --cores all --configfile results/demo/config.json --force")
+    assert code.inner_text().startswith("gradwire run results/demo/config.json -- --force")
     opened.page.locator("#table-cells tbody .copy").first.press("Enter")
-    assert opened.page.evaluate("getSelection().toString()").startswith("snakemake")
+    assert opened.page.evaluate("getSelection().toString()").startswith("gradwire run")
     summary.press("Enter")
 
 

@@ -140,10 +140,10 @@ def test_what_fell_back_to_float32_is_reported_and_marked_only_where_it_was_most
 
 def test_each_row_has_a_command_that_makes_its_runs_anew(folder, page):
     table = shown(page)
-    commands = [shlex.split(html.unescape(found)) for found in re.findall(r"<code>(snakemake .*?)</code>", page)]
+    commands = [shlex.split(html.unescape(found)) for found in re.findall(r"<code>(gradwire run .*?)</code>", page)]
     assert len(commands) == len(table)
     for cell, words in zip(table.to_dict("records"), commands, strict=True):
-        assert words[words.index("--configfile") + 1] == "results/demo/config.json"
+        assert words[:4] == ["gradwire", "run", "results/demo/config.json", "--"]
         run = f"results/demo/runs/{cell['strategy']}/{cell['compressor']}/ws{cell['W']}/{cell['link']}"
         assert words[words.index("--force") + 1 :] == [f"{run}/seed{seed}/record.json" for seed in (0, 1, 2)]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from transformers.models.gpt2.configuration_gpt2 import GPT2Config
@@ -13,24 +12,10 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from gradwire.errors import BadInput, unknown
 from gradwire.files import check_length
 from gradwire.models import folder
+from gradwire.models.presets import PRESETS
 
 INITIAL_STD, INITIAL_WIDTH = 0.02, 768  # GPT-2's; a narrower model needs larger weights for the same activations
 VOCABULARY_MULTIPLE = 64  # rows of the tied embedding: fills tensor-core tiles and shards evenly
-
-
-class Preset(NamedTuple):
-    """Sizes of a model, apart from vocabulary and context length."""
-
-    n_layer: int
-    n_embd: int
-    n_head: int
-
-
-PRESETS = {
-    "micro": Preset(n_layer=1, n_embd=32, n_head=2),  # 0.02 M with 256 tokens: the smallest, for tests
-    "tiny": Preset(n_layer=2, n_embd=128, n_head=4),  # 0.7 M parameters with 2,048 tokens: trains on a CPU
-    "62m": Preset(n_layer=6, n_embd=640, n_head=10),  # 62.4 M with GPT-2's vocabulary and 1,024 positions
-}
 
 
 def configuration(preset: str, vocab_size: int, max_length: int) -> GPT2Config:

@@ -89,8 +89,8 @@ def of_group(rows: Iterable[Result], group: Group) -> list[Result]:
 
 
 def command(runs: Sequence[Result], results_dir: Path) -> str:
-    """The shell command that repeats a cell's runs, from the repository's root."""
+    """The shell command that repeats a cell's runs, from the folder that has ``results/``."""
     folder = Path("results") / results_dir.resolve().name
     config = folder / "config.json" if (results_dir / "config.json").is_file() else Path("CONFIG.yaml")
     records = [str(folder / "runs" / row.run_name / "record.json") for row in runs]
-    return shlex.join(["snakemake", "--cores", "all", "--configfile", str(config), "--force", *records])
+    return shlex.join(["gradwire", "run", str(config), "--", "--force", *records])

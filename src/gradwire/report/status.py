@@ -92,7 +92,8 @@ def state(folder: Path, now: float) -> State:
         if found["status"] == "diverged":
             return State("diverged", found["reason"])
         quality = "not evaluated" if found["val_ppl"] is None else f"perplexity {found['val_ppl']:.2f}"
-        return State("done", quality)
+        mean = found.get("step_time_ms_mean")
+        return State("done", quality if mean is None else f"{quality}, {mean:.1f} ms/step")
     if (progress := folder / PROGRESS).is_file():
         found, heard = read_json(progress), progress.stat().st_mtime
         loss = "-" if found["loss"] is None else f"{found['loss']:.3f}"

@@ -7,18 +7,17 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 from snakemake.settings.types import DeploymentMethod
-from snakemake.utils import validate
 
-from gradwire.config import experiment, to_flags
+from gradwire.config import to_flags
 from gradwire.data.sources import modules as source_modules
 from gradwire.errors import BadInput
 from gradwire.files import claim, write_json
-from gradwire.image import check_image, crossing, image_file, variant_for
+from gradwire.image import CONTAINERS, check_image, crossing, image_file, variant_for
 from gradwire.launch.parent_watch import PARENT
 from gradwire.launch.links import probe
-from gradwire.parsing import read_yaml
-from gradwire.source_digest import source_digest
+from gradwire.source_digest import PACKAGE, source_digest
 from gradwire.training.settings import modules
+from gradwire.workflow.experiment import EXTENDS, check, merged, read
 
 
 def why_left_out(run):
@@ -47,12 +46,13 @@ if RANKS_PER_NODE is not None and not (
     )
 
 try:
-    # Rejects duplicate keys, of which Snakemake takes the last, and aliases that are too large to validate.
+    # Adds what a file extends; rejects duplicate keys, of which Snakemake takes the last, and aliases that are too large.
     for file in workflow.configfiles:
-        read_yaml(file)
-    # gradwire.config fills in the defaults.
-    validate(config, "../schemas/config.schema.json", set_default=False)
-    EXPERIMENT = experiment(config)
+        config.update(merged(read(file), config))
+    config.pop(EXTENDS, None)
+    EXPERIMENT = check(
+        config
+    )  # the schema of schemas/ is generated from this check, and is for editors
     CELLS = EXPERIMENT.cells()
     TIMED = EXPERIMENT.timed
     NO_LINKS = probe().reason if EXPERIMENT.needs_links else ""
@@ -64,11 +64,9 @@ try:
 except BadInput as error:
     raise WorkflowError(str(error)) from None
 
-# A relative path: neither another image nor another folder has the same name.
-IMAGE = os.path.relpath(image_file(VARIANT))
-os.environ.update(
-    crossing(os.environ, Path(workflow.basedir) / "src", gpus=VARIANT == "cuda")
-)
+# A relative path: neither another image nor another folder has the same name. Without a checkout there is no recipe.
+IMAGE = os.path.relpath(image_file(VARIANT)) if CONTAINERS.is_dir() else None
+os.environ.update(crossing(os.environ, PACKAGE.parent, gpus=VARIANT == "cuda"))
 
 TOKENS = f"{CORPUS}/{EXPERIMENT.dataset.tokens_folder}"
 RESULTS = f"results/{EXPERIMENT.name}"

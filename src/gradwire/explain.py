@@ -1,0 +1,96 @@
+"""Problems that pydantic finds in a configuration, in the words of who writes one: the place, what is allowed, what is
+given, and the nearest valid name."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from gradwire.errors import unknown
+
+EXPECTED = {  # by the type of pydantic's problem
+    "bool_parsing": "must be true or false",
+    "bool_type": "must be true or false",
+    "dict_type": "must be a mapping, such as {}",
+    "float_parsing": "must be a number",
+    "float_type": "must be a number",
+    "int_from_float": "must be an integer",
+    "int_parsing": "must be an integer",
+    "int_type": "must be an integer",
+    "model_type": "must be a mapping, such as {}",
+    "string_type": "must be text",
+    "tuple_type": "must be a list, such as [a, b]",
+}
+
+BOUND = "Input should be "  # how pydantic's other problems begin, such as of a number out of bounds
+
+
+def explain(model: type[BaseModel], error: ValidationError) -> str:
+    """All problems of ``error`` on one line; a key that is missing because it is misspelt is one problem."""
+    problems: list[Any] = [*error.errors()]
+    strangers = [problem["loc"] for problem in problems if problem["type"] == "extra_forbidden"]
+    told = [_explain(model, problem) for problem in problems if not _misspelt(problem, strangers)]
+    return "; ".join(dict.fromkeys(told))
+
+
+def short(text: str) -> str:
+    """A value as a message shows it: of a long one the beginning."""
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _misspelt(problem: Any, strangers: list[tuple[int | str, ...]]) -> bool:
+    """Whether a key is missing beside an unknown one that is close to it."""
+    *parents, key = problem["loc"] or ("",)
+    beside = [str(loc[-1]) for loc in strangers if [*loc[:-1]] == parents]
+    return problem["type"] == "missing" and bool(difflib.get_close_matches(str(key), beside, cutoff=0.5))
+
+
+def _explain(model: type[BaseModel], problem: Any) -> str:
+    kind, given = problem["type"], problem["input"]
+    place = ".".join(short(str(part)) for part in problem["loc"])
+    if kind == "extra_forbidden":
+        *parents, key = problem["loc"]
+        inside = f" in {'.'.join(map(str, parents))}" if parents else ""
+        return str(unknown(f"key{inside}", str(key), _fields(model, parents))).rstrip(".")
+    if kind == "missing":
+        return f"{place} is missing"
+    if kind == "literal_error" and isinstance(given, str):
+        choices = re.findall(r"'([^']*)'", problem["ctx"]["expected"])
+        return str(unknown(f"value of {place}", short(given), choices)).rstrip(".")
+    shown = short(json.dumps(given, default=str))
+    if kind in EXPECTED:
+        return f"{place} {EXPECTED[kind]}, got {shown}".lstrip()
+    if kind == "string_pattern_mismatch" and "links" in problem["loc"]:
+        return f"{place} must be a rate such as 100mbit, or none, got {shown}"
+    if kind == "string_pattern_mismatch":
+        return f"{place} must be made of letters, digits and . _ + - and start with a letter or digit, got {shown}"
+    message = problem["msg"].removeprefix("Value error, ")
+    if message.startswith(BOUND):
+        return f"{place} must be {message.removeprefix(BOUND)}, got {shown}"
+    return f"{place}: {message}, got {shown}" if place and not isinstance(given, Mapping) else _at(place, message)
+
+
+def _at(place: str, message: str) -> str:
+    return f"{place}: {message}" if place else message
+
+
+def _fields(model: type[BaseModel], path: Sequence[str | int]) -> Iterable[str]:
+    """Names of the fields of the model that a path of keys and positions leads to inside ``model``."""
+    for part in path:
+        if isinstance(part, str):
+            annotation = model.model_fields[part].annotation
+            model = next(kind for kind in _models(annotation))
+    return model.model_fields
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Every model that is part of a type annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for inner in get_args(annotation):
+        yield from _models(inner)

@@ -1,0 +1,64 @@
+"""An experiment's file as the workflow reads it: strict, merged with the file that it extends, and checked in full."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gradwire.config import Experiment, experiment
+from gradwire.errors import BadInput, unknown
+from gradwire.models.presets import PRESETS
+from gradwire.parsing import read_yaml
+
+EXTENDS = "extends"  # the key of the file that an experiment differs from in little
+
+
+def read(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Read a configuration file, merged over the file that its ``extends`` names.
+
+    Args:
+        path: A YAML file, or a JSON file if its name ends in ``.json``.
+        extended_by: The files that extend this one, outermost first.
+
+    Raises:
+        BadInput: If a file cannot be read or is not a mapping; if it extends itself, or another without its own name.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise BadInput(f"there is no file {path}: `gradwire init` writes one.")
+    given = read_yaml(path)
+    if not isinstance(given, Mapping):
+        raise BadInput(f"{path}: expected a mapping with name, compressors and grid.")
+    base = given.get(EXTENDS)
+    if base is None:
+        return dict(given)
+    if not isinstance(base, str):
+        raise BadInput(f"{path}: {EXTENDS} takes the path of a file, relative to this one.")
+    if "name" not in given:
+        raise BadInput(f"{path}: give it a name of its own; that of {base} is the folder of that experiment's results.")
+    chain = (*extended_by, path.resolve())
+    if (path.parent / base).resolve() in chain:
+        raise BadInput(f"{path}: {EXTENDS}: {base} extends this file itself.")
+    return merged(read(path.parent / base, chain), {key: given[key] for key in given if key != EXTENDS})
+
+
+def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge two configurations: mappings key by key; any other value, such as a list, replaces the base's."""
+    found = dict(base)
+    for key, value in given.items():
+        both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
+        found[key] = merged(found[key], value) if both else value
+    return found
+
+
+def check(mapping: Mapping[str, Any]) -> Experiment:
+    """The experiment that a configuration describes, with every cell, the grid and the model checked.
+
+    Raises:
+        BadInput: With the first problems found, each with its place in the file and the nearest valid name.
+    """
+    made = experiment(mapping)
+    if made.model not in PRESETS and not Path(made.model).is_dir():
+        raise unknown("model preset (or folder of a saved model)", made.model, PRESETS)
+    return made

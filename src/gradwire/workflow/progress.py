@@ -1,0 +1,115 @@
+"""The view of a running experiment: how many jobs are done, what runs now, its step time, and the time left."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gradwire.config import Run
+from gradwire.errors import BadInput
+from gradwire.report.status import State, duration, look, remaining
+
+
+class Job(NamedTuple):
+    """A job of the workflow.
+
+    Attributes:
+        rule: Its rule, such as ``train``.
+        run: The run that it belongs to; None for a job of no single run.
+    """
+
+    rule: str
+    run: Run | None = None
+
+    @classmethod
+    def of(cls, event: Mapping[str, Any]) -> Job:
+        """The job that an event starts."""
+        values = {name: event["wildcards"].get(name) for name in Run._fields}
+        if None in values.values():
+            return cls(event["rule"])
+        numbers = {name: int(values[name]) for name in ("world_size", "seed")}
+        return cls(event["rule"], Run(**{**values, **numbers}))
+
+    def __str__(self) -> str:
+        return self.rule if self.run is None else f"{self.rule} {self.run.path}"
+
+
+def said(job: Job, states: Mapping[Run, State]) -> str:
+    """What is known of a training: its step and step time while it runs, its result when it is done."""
+    state = states.get(job.run) if job.rule == "train" and job.run is not None else None
+    return f": {state.text}" if state is not None and state.text else ""
+
+
+class View:
+    """Snakemake's events as lines: one for each finished job, or one that is rewritten on a terminal.
+
+    Args:
+        results_dir: The experiment's folder.
+    """
+
+    def __init__(self, results_dir: Path) -> None:
+        self.results_dir = results_dir
+        self.done = 0
+        self.jobs: dict[str, int] = {}
+        self.running: dict[int, Job] = {}
+        self.errors: list[str] = []
+        self.in_place = sys.stdout.isatty()
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Follow an event, and print what it finishes or fails."""
+        kind = event["event"]
+        if kind == "run_info":
+            self.jobs = event["jobs"]
+        elif kind == "job_info" and event["rule"] != "all":
+            self.running[event["job"]] = Job.of(event)
+        elif kind == "error":
+            self.errors.append(event["text"])
+        elif kind == "job_error":
+            self.print(f"failed: {self.running.pop(event['job'])}; its log: {', '.join(event['log'])}")
+        elif kind == "job_finished" and (job := self.running.pop(event["job"], None)) is not None:
+            self.done += 1
+            if not self.in_place:
+                self.print(f"{self.count} {job}{said(job, self.states())}")
+
+    @property
+    def total(self) -> int:
+        """The number of jobs that Snakemake runs; 0 if there is nothing to do."""
+        return sum(self.jobs.values())
+
+    @property
+    def count(self) -> str:
+        """How many jobs are done."""
+        return f"{self.done:>{len(str(self.total))}}/{self.total}"
+
+    def states(self) -> dict[Run, State]:
+        """The state of every run; empty before the experiment's folder is written."""
+        try:
+            return look(self.results_dir)
+        except BadInput:
+            return {}
+
+    def refresh(self) -> None:
+        """Rewrite the line on a terminal."""
+        if self.in_place:
+            print(f"\r\033[K{self.line()[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
+
+    def line(self) -> str:
+        """Jobs done, jobs that run, and the time left."""
+        if not self.total:
+            return "reading the experiment"
+        states = self.states()
+        jobs = [f"{job}{said(job, states)}" for job in self.running.values()]
+        left = remaining(states, self.results_dir)
+        return " | ".join([f"{self.count} jobs", *jobs, *([f"about {duration(left)} left"] if left else [])])
+
+    def print(self, line: str) -> None:
+        """Print a line that stays."""
+        print(f"{chr(13)}\033[K{line}" if self.in_place else line, flush=True)
+
+    def close(self) -> None:
+        """Remove the line that is rewritten."""
+        if self.in_place:
+            print("\r\033[K", end="", flush=True)
