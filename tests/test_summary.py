@@ -71,6 +71,7 @@ def record(run, ppl=300.0, sent=1_000_000, closed=None, **other):
         "bytes_agreement_total": 480,
         "compression_ratio": 2_000_000 / sent if sent else None,
         "compression_ratio_steady": 2_500_000 / sent if sent else None,
+        "bytes_parameters_raw_total": 3_500_000,
         "bytes_parameters_total": 3_500_000,
         "bytes_source": "metered",
         "train_loss": 5.5,
@@ -185,14 +186,16 @@ def test_statistics_over_seeds_match_the_statistics_module(results, capsys, seed
         own = [f"{means[name]:.2f}", f"{statistics.stdev(values):.2f}", spread(values, "{:.2f}")]
         assert quality["fsdp2", name] == [str(seeds), *own, *against, f"{means[name] / 600:.3f}"]
         equal = "≠" if name == "bad" else "="
-        assert sent["fsdp2", name] == [str(seeds), "2.000", "2.500", "1.000", f"1.000 {equal}", "3.500"]
+        assert sent["fsdp2", name] == [str(seeds), "1.222", "2.000", "2.500", "1.000", f"1.000 {equal}", "3.500"]
         steps = [200.0 + seed for seed in range(seeds)]
         speed_up = ["–", "–"] if name == "none" else ["1.000 ×", spread([1.0] * seeds, "{:.3f}")]
         numbers = [f"{statistics.mean(steps):.1f}", f"{statistics.stdev(steps):.1f}", spread(steps, "{:.1f}")]
         assert step["fsdp2", name] == [str(seeds), *numbers, *speed_up, "5,000"]
         assert time["fsdp2", name] == [str(seeds), "42.0", "20 %", "40.0", "150.0", "3.5", "1.2"]
     assert quality["ddp", "none"] == ["1", "310.00", *["–"] * 4, "0.517"]
-    assert sent["ddp", "none"] == ["1", "–", "–", "0.000", "0.000", "3.500"], "one rank sends nothing to be compared"
+    assert sent["ddp", "none"] == ["1", "–", "–", "–", "0.000", "0.000", "3.500"], (
+        "one rank sends nothing to be compared"
+    )
     assert step["ddp", "none"] == ["1", "200.0", *["–"] * 4, "5,000"]
     assert time["ddp", "none"] == ["1", *["–"] * 6]
     assert list(quality) == [("ddp", "none"), *(("fsdp2", name) for name in sorted(means, key=means.get))]
@@ -215,7 +218,7 @@ def test_a_framework_s_bytes_have_a_sign_only_where_its_traces_tell_them(results
         profile = {**PROFILE, "reduced_bytes_per_step": bytes_per_step}
         results(Run("ddp", "none", 2, "none", seed), profile, sent=1_200_000, bytes_source="closed_form")
     assert main(["summarize", "--results_dir", str(results.folder)]) == 0
-    assert cells(capsys.readouterr().out, "Bytes")["ddp", "none"][4] == f"1.200{sign}"
+    assert cells(capsys.readouterr().out, "Bytes")["ddp", "none"][5] == f"1.200{sign}"
     rows = collect(results.folder)
     assert [row.bytes_traced_total for row in rows] == [one and 60 * one for one in traced]
     assert marks({"gated": False, "val_ppl": 1.0, "n": 2}, rows) == mark.removeprefix("valid")

@@ -15,6 +15,7 @@ HOMES = {
     "build": "gradwire.compressors",
     "clip_grad_norm": "gradwire.parallel",
     "hook": "gradwire.parallel",
+    "load_results": "gradwire.report.results",
     "wrap": "gradwire.parallel",
 }
 

@@ -66,6 +66,7 @@ VERBS = {
     "compare": Verb("gradwire.report.compare", "compare two experiments, paired by seed, with statistical tests"),
     "completion": Verb("gradwire.completion", "complete verbs and flags in bash, fish or zsh"),
     "status": Verb("gradwire.report.status", "show which runs are done, running, failed or pending, and the time left"),
+    "results": Verb("gradwire.report.results", "print an experiment's results, one line per run"),
     "summarize": Verb("gradwire.report.summarize", "write one table over all runs of an experiment"),
 }
 
@@ -112,7 +113,7 @@ def parse(words: Sequence[str]) -> tuple[str, ModuleType, argparse.Namespace]:
         "--attempt",
         type=COUNT,
         default=1,
-        help="Snakemake's attempt; above 1, do not retry after bad input",
+        help=argparse.SUPPRESS,  # for the workflow: above 1, do not retry after bad input
     )
     parser.add_argument("--debug", action="store_true", help="on failure, show the traceback")
     args = parser.parse_args(rest)

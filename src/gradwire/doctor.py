@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import shutil
@@ -37,6 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help=f"collect the gradients of {SAMPLES} samples on {RANKS} ranks, and check devices, port and sample ids",
     )
     parser.add_argument("--master_port", type=PORT, default=0, help="port to try; 0 picks a free one")
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
     parser.add_argument("--launcher", choices=(FORK, *LAUNCHERS), help="how ranks are started")
 
 
@@ -47,6 +49,9 @@ def main(args: argparse.Namespace) -> None:
         CheckFailed: If a step fails, with its message.
     """
     found = list(findings())
+    if args.json:
+        print(json.dumps([{"name": name, "found": text, "advice": advice} for name, text, advice in found], indent=2))
+        return
     for name, text, _ in found:
         print(f"{name:<12} {text}")
     if missing := [finding for finding in found if finding.advice]:

@@ -19,11 +19,36 @@ MATRIX = (1024, 1024)  # the shape that wire sizes are given for, here and in th
 def arguments(parser: ArgumentParser) -> None:
     """Declare the verb's arguments."""
     parser.add_argument("names", nargs="*", metavar="NAME", help="methods and chains; all methods by default")
+    parser.add_argument("--json", action="store_true", help="print the methods with the JSON schema of their options")
 
 
 def main(args: Namespace) -> None:
     """Print the list."""
-    print(listing(args.names))
+    print(json.dumps(records(args.names), indent=2) if args.json else listing(args.names))
+
+
+def records(names: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """The methods as JSON: what each is, when to use it, its bytes for a matrix, and the schema of its options.
+
+    Raises:
+        BadInput: If there is no such method.
+    """
+    return [
+        {
+            "name": method.name,
+            "kind": kind(method).split(", "),
+            "summary": (method.__doc__ or "").strip().splitlines()[0],
+            "use": method.use,
+            "wire_bytes": {"shape": MATRIX, "bytes": method().wire_bytes(MATRIX)},
+            "options": registry.option_schema(method.name).get("properties", {}),
+        }
+        for method in map(registry.method_class, chosen(names))
+    ]
+
+
+def chosen(names: Sequence[str]) -> list[str]:
+    """The methods of names and chains; all methods without names."""
+    return [*dict.fromkeys(member for name in names for member in registry.members(name))] or registry.available()
 
 
 def listing(names: Sequence[str] = ()) -> str:
@@ -32,8 +57,7 @@ def listing(names: Sequence[str] = ()) -> str:
     Raises:
         BadInput: If a method is unknown.
     """
-    found = dict.fromkeys(member for name in names for member in registry.members(name))
-    text = "\n".join(described(registry.method_class(name)) for name in found or registry.available())
+    text = "\n".join(described(registry.method_class(name)) for name in chosen(names))
     if not names:
         aliases = ", ".join(f"{alias} = {name}" for alias, name in registry.ALIASES.items())
         text += f"\nAliases: {aliases}. A chain is SPARSIFIER+QUANTIZER, such as topk+int8."

@@ -127,11 +127,17 @@ WORSE = Column(
     base=BASELINE,
     hint="perplexity above that of none, paired by seed",
 )
+ALL_BYTES = Column(
+    "all bytes ×",
+    "all_bytes_ratio",
+    "{:.2f}",
+    hint="all bytes of a step, gathered parameters and flags too: float32's over those sent",
+)
 RATIO = Column(
-    "bytes × fp32", "compression_ratio", "{:.2f}", hint="gradient bytes: a float32 collective's over those sent"
+    "gradients ×", "compression_ratio", "{:.2f}", hint="gradient bytes: a float32 collective's over those sent"
 )
 RATIO_BF16 = Column(
-    "bytes × bf16", "compression_ratio_bf16", "{:.2f}", hint="gradient bytes: a bf16 collective's over those sent"
+    "gradients × bf16", "compression_ratio_bf16", "{:.2f}", hint="gradient bytes: a bf16 collective's over those sent"
 )
 BYTES = Column("gradient bytes", "bytes_compressed_total", "{:,.0f}")
 STEP = milliseconds("step ms", "step_time_ms_mean")
@@ -155,7 +161,8 @@ QUALITY = (
 )
 SENT = (
     *SUMMARY_CELL,
-    RATIO.titled("ratio", form="{:.3f}"),
+    ALL_BYTES.titled("all bytes ×", form="{:.3f}"),
+    RATIO.titled("gradients ×", form="{:.3f}"),
     Column("steady", "compression_ratio_steady", "{:.3f}"),
     megabytes("MB sent", "bytes_compressed_total"),
     megabytes("MB closed form", "bytes_closed_form_total", mark="sign"),
@@ -194,6 +201,7 @@ CELLS = (
     PERPLEXITY.spread("ppl {spread}"),
     WORSE,
     WORSE.spread("vs fp32 {spread}"),
+    ALL_BYTES,
     RATIO,
     RATIO_BF16,
     STEP,
@@ -216,7 +224,7 @@ SCALING = (
 )
 STORES = (text("run", "run"), text("check", "name"), text("result", "result"), text("detail", "detail"))
 ENVIRONMENTS = (Column("ranks", "ranks", "{:d}"), text("of runs", "runs"), text("rank numbers", "numbers"))
-QUANTITIES = (PERPLEXITY, STEP.titled("step time, ms"), BYTES)
+QUANTITIES = (PERPLEXITY, STEP.titled("step time, ms"), BYTES, ALL_BYTES)
 DIFFERENCE = Column("difference", "difference", "{:+z.2f}", " %")
 
 # Tables of quality tiers and of bytes at the interfaces.

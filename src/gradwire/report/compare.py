@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from argparse import ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Sequence
@@ -78,13 +79,19 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--tables", type=output_folder, metavar="DIR", help="also write the tables there, as CSV, LaTeX and Markdown"
     )
+    parser.add_argument("--json", action="store_true", help="print the differences of each quantity as JSON")
 
 
 def main(args: Namespace) -> None:
-    """Print the differences as Markdown."""
+    """Print the differences as Markdown or JSON."""
     from gradwire.report.data import read
 
     one = read(args.one)
+    if args.json:
+        pairs = common(one.ok, read(args.other).ok)
+        found = {quantity.field: [one.record() for one in differences(pairs, quantity)] for quantity in QUANTITIES}
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+        return
     made = section(one, read(args.other))
     tables = [f"## {table.caption}\n\n{table.markdown()}" for table in made.tables]
     print("\n\n".join([f"# {args.other} against {args.one}", made.lead, *made.notes, *tables]))

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradwire.config import BASELINE
 from gradwire.errors import BadInput
@@ -48,6 +49,7 @@ def arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--world_size", type=RANKS, required=True, metavar="N", help=f"ranks, 2 to {MOST}")
     parser.add_argument("--bandwidth", required=True, metavar="RATE", help="of each rank's link, such as 10gbit")
     parser.add_argument("--latency", default="50us", metavar="T", help="of each message, such as 50us")
+    parser.add_argument("--json", action="store_true", help="print the predicted steps as JSON")
     parser.add_argument("--memory", action="store_true", help="predict each rank's peak memory as well")
 
 
@@ -71,6 +73,9 @@ def main(args: Namespace) -> None:
     quality, doubts = quality_of(rows, path)
     for doubt in doubts:
         print(f"gradwire predict: {doubt}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(records(model, args.world_size, bandwidth, latency), indent=2))
+        return
     resampled = list(model.resampled(RESAMPLES))
     parts = [
         f"# W = {args.world_size}, {rate_text(bandwidth)} and {args.latency} per message",
@@ -85,6 +90,15 @@ def main(args: Namespace) -> None:
         parts += crossovers(model, resampled, strategy, args.world_size, latency)
     parts += [*law(model), *trial(leave_one_link_out(model.measurements), rows)]
     print("\n\n".join(parts))
+
+
+def records(model: Model, world: int, bandwidth: float, latency: float) -> list[dict[str, Any]]:
+    """The predicted step of every cell, as JSON has it; times are in milliseconds."""
+    found = {run: model.predict(run, world, bandwidth, latency) for run in model.runs}
+    return [
+        {"strategy": strategy, "compressor": label, "way": way, "step_ms": 1e3 * step, "comm_ms": 1e3 * communication}
+        for (strategy, label), (way, step, communication) in found.items()
+    ]
 
 
 def usable(rows: Iterable[Result], path: Path) -> list[Result]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, computed_field
 
 from gradwire.config import BASELINE, SCHEMA_VERSION, Run
 from gradwire.errors import BadInput
@@ -152,8 +152,20 @@ class Result(Row):
     meter_agrees: bool | None = None  # meter and trace on the profiled steps' payload, encoding and decoding
     meter_over_trace: dict[str, float] | None = None
 
+    @computed_field  # type: ignore[prop-decorator]
+    @property
+    def all_bytes_ratio(self) -> Number:
+        """How many times fewer bytes travel than with float32: gradients, gathered parameters, and the steps' flags."""
+        if self.world_size == 1 or self.bytes_raw_total is None or self.bytes_compressed_total is None:
+            return None
+        if self.bytes_parameters_total and self.bytes_parameters_raw_total is None:
+            return None
+        raw = self.bytes_raw_total + (self.bytes_parameters_raw_total or 0)
+        sent = self.bytes_compressed_total + (self.bytes_parameters_total or 0) + (self.bytes_agreement_total or 0)
+        return raw / sent if sent else None
 
-RESULT_FIELDS = tuple(Result.model_fields)
+
+RESULT_FIELDS = (*Result.model_fields, *Result.model_computed_fields)
 
 
 class Record(Result):
@@ -306,7 +318,7 @@ def _merged(folder: Path, run: Run) -> Result:
         raise BadInput(f"{path} has schema version {record.schema_version}, not {SCHEMA_VERSION}; train it again.")
     if record.status == "diverged":
         return record
-    merged = record.model_dump()
+    merged = record.model_dump(exclude=set(Result.model_computed_fields))
     _raise_failure_of("trace", folder)
     if (folder / "profile.json").exists():
         merged |= _load(Profile, folder / "profile.json").fields(record)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gradwire.config import Run
 from gradwire.errors import BadInput
@@ -37,7 +38,7 @@ class State(NamedTuple):
 
 def arguments(parser: ArgumentParser) -> None:
     """Declare the verb's flags."""
-    parser.add_argument("--results_dir", type=Path, required=True, help="the experiment's folder, results/<name>")
+    parser.add_argument("--results_dir", type=Path, help="the experiment's folder; default: all of results/, in short")
     parser.add_argument(
         "--watch",
         type=SECONDS,
@@ -45,6 +46,7 @@ def arguments(parser: ArgumentParser) -> None:
         help="update the view every SECONDS until all runs have ended",
     )
     parser.add_argument("--quiet", action="store_true", help="print the totals only")
+    parser.add_argument("--json", action="store_true", help="print a list with an object per run")
 
 
 def main(args: Namespace) -> None:
@@ -53,6 +55,12 @@ def main(args: Namespace) -> None:
     Raises:
         BadInput: If the folder holds no experiment.
     """
+    if args.results_dir is None:
+        print(listing(Path("results"), as_json=args.json))
+        return
+    if args.json:
+        print(json.dumps(records(look(args.results_dir)), indent=2, ensure_ascii=False))
+        return
     while True:
         states = look(args.results_dir)
         view = overview(states, args.results_dir, quiet=args.quiet)
@@ -108,6 +116,28 @@ def state(folder: Path, now: float) -> State:
         found = read_json(failures[0])
         return State("failed", f"{failures[0].name.partition('.')[0]}, exit {found['exit_code']}: {found['reason']}")
     return State("waiting")
+
+
+def listing(folder: Path, *, as_json: bool) -> str:
+    """A line for every experiment in ``folder``, or JSON with the states of its runs.
+
+    Raises:
+        BadInput: If there is none.
+    """
+    found = {path.parent.name: look(path.parent) for path in sorted(folder.glob(f"*/{EXPECTED}"))}
+    if not found:
+        raise BadInput(f"there is no experiment in {folder}/; `gradwire init` and `gradwire run` make one.")
+    if as_json:
+        return json.dumps({name: records(states) for name, states in found.items()}, indent=2, ensure_ascii=False)
+    width = max(map(len, found))
+    return "\n".join(f"{name:<{width}}  {overview(of, folder / name, quiet=True)}" for name, of in found.items())
+
+
+def records(states: dict[Run, State]) -> list[dict[str, Any]]:
+    """The runs with their states, as JSON has them."""
+    return [
+        {**run._asdict(), "state": name, "text": text, "left_s": left} for run, (name, text, left) in states.items()
+    ]
 
 
 def overview(states: dict[Run, State], results_dir: Path, *, quiet: bool = False) -> str:

@@ -24,6 +24,7 @@ STATUSES = get_args(Status)
 MEASURED = [
     "val_ppl",
     "unigram_ppl",
+    "all_bytes_ratio",
     "compression_ratio",
     "compression_ratio_steady",
     "compression_ratio_bf16",
@@ -62,10 +63,12 @@ DEFINITIONS = f"""\
   paired by seed: perplexity in percent, step time as a speed-up (on the same link and machine only). `!` marks a mean
   perplexity more than 1 % above that of `{BASELINE}`: such a cell is listed below all others, however fast it is.
   `× unigram`: perplexity over that of a model that knows only how often each token occurs.
-- Bytes of gradient reduction, summed over ranks and all steps; `ratio` is against a bandwidth-optimal float32
-  collective, `steady` that after the dense steps; `MB closed form` is what the formula says: `=` what was measured is
-  equal to the byte, `≠` it is not, no sign: nothing was measured. A reducer's messages are metered; where the
-  framework reduces, `MB sent` is the formula's, and the sign is of the profiled steps, by their traces.
+- `all bytes ×`: how many times fewer bytes a run sends than with float32: gradients, the parameters that FSDP gathers
+  and the flags of each step. The other columns are of gradient reduction, summed over ranks and all steps:
+  `gradients ×` is against a bandwidth-optimal float32 collective, `steady` that after the dense steps;
+  `MB closed form` is what the formula says: `=` what was measured is equal to the byte, `≠` it is not, no sign:
+  nothing was measured. A reducer's messages are metered; where the framework reduces, `MB sent` is the formula's, and
+  the sign is of the profiled steps, by their traces.
   `MB parameters`: what FSDP's gathers of parameters send, by formula unless `param_compress` encodes them.
 - Step time and tokens/s leave out warm-up and profiled steps. The other times are of the mean profiled step:
   `comm` is the union of all collectives (parameters, control and waiting for other ranks included), `share` its part
