@@ -41,7 +41,7 @@ MISTAKES = {  # what is written instead, and what the answer says: the place, an
     "training: {steps: 4, warmup_steps: 4}": "none is left to time after 4 warm-up",
     "model: tinny": "unknown model preset (or folder of a saved model) 'tinny'. Did you mean 'tiny'",
     "dataset: {max_length: 2}": "dataset.max_length must be greater than or equal to 3, got 2",
-    "dataset: {source: pydoc}": "unknown value of dataset.source 'pydoc'. Did you mean 'pydocs'",
+    "dataset: {source: pydoc}": "unknown source 'pydoc'. Did you mean 'pydocs'",
     "name: my run": "name must be made of letters, digits",
     "grid: {strategies: [dpp]}": "unknown value of grid.0.strategies.0 'dpp'. Did you mean 'ddp'",
     "grid: {strategies: ddp}": 'grid.0.strategies must be a list, such as [a, b], got "ddp"',

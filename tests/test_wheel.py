@@ -76,3 +76,25 @@ def test_two_ranks_train_from_the_wheel_in_an_empty_folder(wheel, tmp_path):
     record = json.loads((work / "run" / "record.json").read_text())
     assert (record["status"], record["steps"], record["world_size"]) == ("ok", 2, 2)
     assert record["bytes_compressed_total"] > 0 and "ratio" in printed
+
+
+@pytest.mark.timeout(600)
+def test_an_experiment_runs_from_the_wheel_in_an_empty_folder(wheel, tmp_path):
+    """The first minutes of a new user: install, `gradwire init`, `gradwire run`, the page."""
+    installed, work = tmp_path / "installed", tmp_path / "work"
+    work.mkdir()
+    pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps")
+    run(*pip, "--target", installed, wheel, cwd=work)
+    gradwire = installed / "bin" / "gradwire"
+    assert "gradwire run experiment.yaml" in run(gradwire, "init", cwd=work, path=installed)
+    small = "{extends: experiment.yaml, name: small, model: micro, training: {steps: 7, warmup_steps: 1}, " + (
+        "dataset: {max_mb: 0.15, vocab_size: 300, max_length: 32}, grid: {seeds: [0]}}"
+    )
+    (work / "small.yaml").write_text(small)
+    printed = run(gradwire, "run", "small.yaml", cwd=work, path=installed)
+    assert printed.rstrip().endswith("report: results/small/report.html") and "12/12 report" in printed.replace(" 1", "1")
+    (frame,) = [json.loads(run(gradwire, "results", "results/small", "--json", cwd=work, path=installed))]
+    assert {(row["compressor"], row["status"]) for row in frame} == {("none", "ok"), ("int8", "ok")}
+    assert all(row["environment"]["gradwire"] for row in frame)
+    log = (work / "results/small/logs/snakemake.log").read_text()
+    assert f"{installed}/gradwire/workflow/rules" in log or "localrule" in log

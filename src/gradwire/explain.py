@@ -34,8 +34,8 @@ def explain(model: type[BaseModel], error: ValidationError) -> str:
     """All problems of ``error`` on one line; a key that is missing because it is misspelt is one problem."""
     problems: list[Any] = [*error.errors()]
     strangers = [problem["loc"] for problem in problems if problem["type"] == "extra_forbidden"]
-    told = [_explain(model, problem) for problem in problems if not _misspelt(problem, strangers)]
-    return "; ".join(dict.fromkeys(told))
+    reasons = [_explain(model, problem) for problem in problems if not _misspelt(problem, strangers)]
+    return "; ".join(dict.fromkeys(reasons))
 
 
 def short(text: str) -> str:

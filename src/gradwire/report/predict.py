@@ -94,7 +94,7 @@ def main(args: Namespace) -> None:
 
 def records(model: Model, world: int, bandwidth: float, latency: float) -> list[dict[str, Any]]:
     """The predicted step of every cell, as JSON has it; times are in milliseconds."""
-    found = {run: model.predict(run, world, bandwidth, latency) for run in model.runs}
+    found = {run: model.predict(run, world, bandwidth, latency) for run in model.by_label}
     return [
         {"strategy": strategy, "compressor": label, "way": way, "step_ms": 1e3 * step, "comm_ms": 1e3 * communication}
         for (strategy, label), (way, step, communication) in found.items()

@@ -166,6 +166,6 @@ def fail(results: Path, view: View, log: str) -> NoReturn:
         RunFault: With the runs that failed and their reasons, or Snakemake's own message.
     """
     failed = [f"{run.path}: {state.text}" for run, state in view.states().items() if state.name == "failed"]
-    told = failed or [" ".join(text.split()) for text in view.errors[-1:]] or ["a job failed"]
+    reasons = failed or [" ".join(text.split()) for text in view.errors[-1:]] or ["a job failed"]
     page = f" The page has the other runs: {results / 'report.html'}." if (results / "report.html").exists() else ""
-    raise RunFault(f"{'; '.join(told).rstrip('.')}.{page} Log: {log}. The same command runs what is missing.")
+    raise RunFault(f"{'; '.join(reasons).rstrip('.')}.{page} Log: {log}. The same command runs what is missing.")
