@@ -24,7 +24,7 @@ from gradwire.data.batches import collate
 from gradwire.data.shards import Sample
 from gradwire.gradients import merge, projections, row_file, rows, store
 from gradwire.gradients.provenance import FORMAT, Provenance
-from gradwire.models import gpt2
+from gradwire.models import causal
 from gradwire.persample.batch import sample_losses
 
 
@@ -59,7 +59,7 @@ def made_from(dim: int, count: int, method: str, projection: str) -> Provenance:
 
 def maker(args: argparse.Namespace, method: str, projection: str, batch_size: int) -> rows.RowMaker:
     origin = made_from(args.dim, args.samples, method, projection)
-    model = gpt2.build(args.model, args.vocabulary, args.length, seed=0).to(args.device)
+    model = causal.build(args.model, args.vocabulary, args.length, seed=0).to(args.device)
     return rows.RowMaker(model, origin, torch.device(args.device), batch_size=batch_size)
 
 
@@ -99,7 +99,7 @@ PLAIN = "forward + backward, no rows"
 
 
 def plain_passes(args: argparse.Namespace, data: Samples) -> Callable[[], None]:
-    plain = gpt2.build(args.model, args.vocabulary, args.length, seed=0).to(args.device)
+    plain = causal.build(args.model, args.vocabulary, args.length, seed=0).to(args.device)
     batches = [
         collate(data[first : first + args.batch_size], 0, args.batch_size).to(args.device)
         for first in range(0, args.samples, args.batch_size)

@@ -18,7 +18,7 @@ from bench_gradients import interleaved, samples, show, spread
 from gradwire.collectives.world import World
 from gradwire.config import Training
 from gradwire.data.batches import Batch, collate
-from gradwire.models import gpt2
+from gradwire.models import causal
 from gradwire.persample import loop, norms
 from gradwire.persample.batch import sample_losses
 from gradwire.persample.square_norms import SquareNorms
@@ -26,7 +26,7 @@ from gradwire.training.objective import Private
 
 
 def made(args: argparse.Namespace) -> tuple[torch.nn.Module, Batch]:
-    model = gpt2.build(args.model, args.vocabulary, args.length, seed=0).to(args.device)
+    model = causal.build(args.model, args.vocabulary, args.length, seed=0).to(args.device)
     data = samples(args.batch_size, args.length, args.vocabulary)
     return model, collate(data, 0, args.batch_size).to(args.device)
 

@@ -75,11 +75,11 @@ def checkpoint(folder: Path) -> None:
 
     from gradwire import parallel
     from gradwire.collectives.world import process_group
-    from gradwire.models import gpt2
+    from gradwire.models import causal
     from gradwire.training.checkpoint import Checkpoints
 
     with process_group(device="cpu") as world:
-        model = parallel.wrap(gpt2.build("62m", 50257, 128, 0), "fsdp2", None, device=world.device)
+        model = parallel.wrap(causal.build("62m", 50257, 128, 0), "fsdp2", None, device=world.device)
         optimizer = torch.optim.AdamW(model.parameters())
         tokens = torch.randint(0, 50257, (8, 128))
         times = []

@@ -32,7 +32,7 @@ from gradwire.collectives.group import Ranks
 from gradwire.collectives.messages import exchange
 from gradwire.collectives.meter import METER, Meter
 from gradwire.compressors import available, build
-from gradwire.models import gpt2
+from gradwire.models import causal
 
 VOCABULARY, LENGTH = 1024, 128  # of the default experiment
 STRATEGIES = ("naive", "bucket", "ddp", "fsdp1", "fsdp2")
@@ -64,7 +64,7 @@ class Trainee:
     def __init__(self, strategy: str, reducer: Reducer | None, batch: Tensor) -> None:
         self.reducer = reducer
         self.batch = batch
-        self.model = parallel.wrap(gpt2.build("tiny", VOCABULARY, LENGTH, 0).train(), strategy, reducer, device="cpu")
+        self.model = parallel.wrap(causal.build("tiny", VOCABULARY, LENGTH, 0).train(), strategy, reducer, device="cpu")
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
 
     def step(self) -> None:
@@ -112,7 +112,7 @@ def timed_steps(rank: int, world: int, rounds: int, warmup: int, batch_size: int
     """Milliseconds of every job in every round: all jobs once a round, in a new order."""
     generator = torch.Generator().manual_seed(rank)
     batch = torch.randint(0, VOCABULARY, (batch_size, LENGTH), generator=generator)
-    numels = block_numels(gpt2.build("tiny", VOCABULARY, LENGTH, 0))
+    numels = block_numels(causal.build("tiny", VOCABULARY, LENGTH, 0))
     jobs: dict[str, Callable[[], None]] = {}
     trainees: dict[str, Trainee] = {}
     for strategy in ("bucket", "ddp", "fsdp1", "fsdp2"):

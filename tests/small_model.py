@@ -9,7 +9,7 @@ from gradwire.data.tokenization import tokenize
 from gradwire.data.tokenizer import load as load_tokenizer
 from gradwire.files import write_json
 from gradwire.gradients.provenance import FORMAT, Provenance
-from gradwire.models import folder, gpt2
+from gradwire.models import causal, folder
 
 MAX_LENGTH = 24
 
@@ -39,7 +39,7 @@ def make(root: Path) -> Small:
         dataset="small",
     )
     vocab_size = load_tokenizer(root / "data" / "tokenizer").vocab_size
-    model = gpt2.build("micro", vocab_size, MAX_LENGTH, seed=3)
+    model = causal.build("micro", vocab_size, MAX_LENGTH, seed=3)
     folder.save(model.state_dict(), model.config, root / "data" / "tokenizer", root / "final_model", {"steps": 0})
     return Small(root / "corpus.json", root / "data" / "shards", root / "final_model")
 

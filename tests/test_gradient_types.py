@@ -17,7 +17,7 @@ from gradwire.data.shards import Shards
 from gradwire.errors import BadInput, RunFault
 from gradwire.gradients import rows, store, types
 from gradwire.gradients.projections import build
-from gradwire.models import folder, gpt2, lora, optimizer
+from gradwire.models import causal, folder, lora, optimizer
 from gradwire.parallel import wrap
 from gradwire.persample import hooks, loop
 from gradwire.persample.batch import trainable
@@ -198,7 +198,7 @@ def test_a_fresh_and_a_saved_adapter_give_the_gradients_of_its_parameters(small,
 
     other = tmp_path / "elsewhere"
     shutil.copytree(small.model, other)
-    changed = gpt2.build("micro", 290, 24, seed=8)
+    changed = causal.build("micro", 290, 24, seed=8)
     folder.save(changed.state_dict(), changed.config, small.shards.parent / "tokenizer", other, {})
     capsys.readouterr()
     words = ["--model_dir", other, "--data_path", small.shards, "--output_path", tmp_path / "no", "--dim", 36]
@@ -376,7 +376,7 @@ def test_signs_of_noise_are_zero():
 @pytest.mark.parametrize("sharper", [1, 20])
 def test_signs_are_those_of_float64_wherever_float32_is_right(sharper):
     """A sharp softmax leaves most tokens a gradient that is small and exact; keys' biases leave noise."""
-    model = gpt2.build("tiny", 290, 24, seed=0)
+    model = causal.build("tiny", 290, 24, seed=0)
     model.transformer.ln_f.weight.data.mul_(sharper)
     found, exact = gradients(model), gradients(model.double())
     signs = types.Sign([*rows.shapes(model).values()])(torch.cat([of.flatten(1) for of in found.values()], 1))

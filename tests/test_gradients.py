@@ -31,7 +31,7 @@ from gradwire.errors import BadInput, CheckFailed, NonFiniteGradient
 from gradwire.files import sha256_file
 from gradwire.gradients import checks, merge, provenance, rows, store
 from gradwire.gradients.row_file import RowFile
-from gradwire.models import folder, gpt2, saved
+from gradwire.models import causal, folder, saved
 from gradwire.persample import loop
 
 SAMPLES, DIMS, INTERVAL = 11, (64, 100), 4
@@ -97,7 +97,7 @@ def small_batch():
 
 
 def test_a_samples_gradient_is_that_of_its_own_mean_loss():
-    model = gpt2.build("micro", 64, 8, seed=0).double()
+    model = causal.build("micro", 64, 8, seed=0).double()
     batch = small_batch()
     targets = [[1, 2, 3, 4, 5], [1, 2], [2, 3]]
     for sample, row, places in zip(loop.each(model, batch), range(3), targets, strict=True):
@@ -115,12 +115,12 @@ def test_a_samples_gradient_is_that_of_its_own_mean_loss():
 
 
 def test_the_tied_embedding_has_one_gradient_with_both_of_its_uses():
-    model = gpt2.build("micro", 64, 8, seed=0)
+    model = causal.build("micro", 64, 8, seed=0)
     (sample, *_) = loop.each(model, small_batch())
     assert [name for name in sample.gradient if "wte" in name or "lm_head" in name] == ["transformer.wte.weight"]
     gradient = sample.gradient["transformer.wte.weight"]
     assert gradient[40].abs().sum() > 0  # never read: the output layer's part
-    untied = gpt2.build("micro", 64, 8, seed=0)
+    untied = causal.build("micro", 64, 8, seed=0)
     untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.detach().clone())
     (apart, *_) = loop.each(untied, small_batch())
     both = apart.gradient["transformer.wte.weight"] + apart.gradient["lm_head.weight"]
@@ -128,7 +128,7 @@ def test_the_tied_embedding_has_one_gradient_with_both_of_its_uses():
 
 
 def test_padding_and_batch_mates_change_no_bit_and_the_mode_is_kept():
-    model = gpt2.build("micro", 64, 8, seed=0).train()
+    model = causal.build("micro", 64, 8, seed=0).train()
     batch = small_batch()
     together = list(loop.each(model, batch))
     narrow = Batch(batch.input_ids[1:2, :3], batch.labels[1:2, :3], ["b"])
@@ -138,7 +138,7 @@ def test_padding_and_batch_mates_change_no_bit_and_the_mode_is_kept():
 
 
 def test_frozen_parameters_have_no_gradient():
-    model = gpt2.build("micro", 64, 8, seed=0)
+    model = causal.build("micro", 64, 8, seed=0)
     model.transformer.wte.requires_grad_(False)
     (sample, *_) = loop.each(model, small_batch())
     assert "transformer.wte.weight" not in sample.gradient
@@ -170,7 +170,7 @@ def maker_of(model, method="loop", projection="rademacher", batch_size=2):
 
 def test_a_sample_without_a_target_has_a_zero_row_and_a_flag():
     shards = FakeShards([Sample("one", torch.tensor([7])), Sample("three", torch.tensor([7, 8, 9]))])
-    block = maker_of(gpt2.build("micro", 64, 8, seed=0)).blocks(shards, [0, 1])[64]
+    block = maker_of(causal.build("micro", 64, 8, seed=0)).blocks(shards, [0, 1])[64]
     assert block.ids == ["one", "three"]
     assert torch.equal(block.rows[0], torch.zeros(64)) and block.rows[1].norm() > 0
     assert block.meta["flag"].to_pylist() == ["no_target", None]
@@ -182,7 +182,7 @@ def test_a_sample_without_a_target_has_a_zero_row_and_a_flag():
 @pytest.mark.parametrize("together", [1, 2])
 def test_how_many_samples_are_projected_at_once_changes_no_row(monkeypatch, together):
     shards = FakeShards([Sample(f"s{k}", torch.arange(k, k + 4)) for k in range(5)])
-    maker = maker_of(gpt2.build("micro", 64, 8, seed=0))
+    maker = maker_of(causal.build("micro", 64, 8, seed=0))
     whole = maker.blocks(shards, range(5))[64]
     numel = sum(parameter.numel() for parameter in maker.model.parameters())
     monkeypatch.setattr(rows, "STACK_BYTES", 4 * numel * together)
@@ -192,7 +192,7 @@ def test_how_many_samples_are_projected_at_once_changes_no_row(monkeypatch, toge
 
 
 def test_a_gradient_that_is_not_finite_ends_the_run_with_its_sample():
-    model = gpt2.build("micro", 64, 8, seed=0)
+    model = causal.build("micro", 64, 8, seed=0)
     torch.nn.init.constant_(model.transformer.ln_f.weight, math.nan)
     with pytest.raises(NonFiniteGradient, match="sample 'three'"):
         maker_of(model).blocks(FakeShards([Sample("three", torch.tensor([7, 8, 9]))]), [0])
@@ -762,7 +762,7 @@ def another_models_ranks(run):
     """The same samples, projection and seed; the gradients are another model's, and in themselves all is right."""
     made = provenance.read(run)
     other = run.parent / "model"
-    model = gpt2.build("micro", 290, 24, seed=4)
+    model = causal.build("micro", 290, 24, seed=4)
     folder.save(model.state_dict(), model.config, Path(made.model_dir), other, {})
     maker = rows.RowMaker.load(
         replace(made, model_dir=str(other), model_digest=saved.digest(other), dims=[64]), torch.device("cpu")
@@ -1044,7 +1044,7 @@ def test_other_packages_may_add_checks(pair, monkeypatch, capsys):
 def test_validation_refuses_another_model_or_other_data(small, pair, tmp_path, capsys):
     other = tmp_path / "model"
     shutil.copytree(small.model, other)
-    model = gpt2.build("micro", 290, 24, seed=4)
+    model = causal.build("micro", 290, 24, seed=4)
     folder.save(model.state_dict(), model.config, small.model, other, {})
     words = ["grads", "validate", "--output_dir", str(pair), "--recompute", "1"]
     assert cli.main([*words, "--model_dir", str(other)]) == 2

@@ -16,7 +16,7 @@ from gradwire.errors import BadInput
 from gradwire.failures import RANK_FAILURES
 from gradwire.flags import Number, output_file, output_folder
 from gradwire.launch import leases
-from gradwire.models import gpt2
+from gradwire.models import causal
 from gradwire.rank_env import LOCAL_WORLD_SIZE, rank_options, ranks_here
 
 INTEGERS = ["-1", str(2**80)]  # what no flag takes, whatever it counts
@@ -348,6 +348,6 @@ def test_an_input_that_cannot_be(case, tmp_path, capsys):
 
 def test_a_model_and_a_corpus_whose_names_are_too_long():
     with pytest.raises(BadInput, match=r"--model: \.\.\.x+ cannot be read: File name too long"):
-        gpt2.build("x" * 300, 258, 8, seed=1)
+        causal.build("x" * 300, 258, 8, seed=1)
     with pytest.raises(BadInput, match=r"dataset: data_path: .* cannot be read: File name too long"):
         config.checked(config.Dataset, {"source": "json", "data_path": "x" * 300}, "dataset")

@@ -8,20 +8,25 @@ import math
 import shutil
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_model import MAX_LENGTH, make
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.modeling_outputs import CausalLMOutput
-from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 
-from gradwire import cli
+from gradwire import cli, plugins
+from gradwire.config import experiment
 from gradwire.data import tokenizer
+from gradwire.data.batches import Batch
 from gradwire.errors import BadInput
-from gradwire.models import folder, gpt2, lora, optimizer, saved
-from gradwire.models.generate import continuation
+from gradwire.models import architecture, causal, folder, lora, optimizer, presets, saved
+from gradwire.parallel import strategy
+from gradwire.persample.norms import norms
+from gradwire.training.generate import continuation
 
 
 @pytest.fixture(scope="module")
@@ -34,9 +39,8 @@ def small(tmp_path_factory):
     [("micro", 256, 24, 21_728), ("tiny", 2048, 128, 675_328), ("62m", 50_257, 1024, 62_392_320)],
 )
 def test_presets_have_the_size_they_are_named_for(preset, vocab, length, count):
-    config = gpt2.configuration(preset, vocab, length)
-    with torch.device("meta"):
-        model = gpt2.GPT2LMHeadModel(config)
+    config = architecture.configuration(presets.options(preset), vocab, length)
+    model = architecture.on_meta(config)
     by_hand = config.vocab_size * config.n_embd + length * config.n_embd + 2 * config.n_embd
     by_hand += config.n_layer * (12 * config.n_embd**2 + 13 * config.n_embd)
     assert sum(parameter.numel() for parameter in model.parameters()) == by_hand == count
@@ -46,13 +50,13 @@ def test_presets_have_the_size_they_are_named_for(preset, vocab, length, count):
 
 
 def test_the_tiny_preset_is_cut_evenly_by_two_and_four_ranks():
-    model = gpt2.build("tiny", 2048, 128, seed=0)
+    model = causal.build("tiny", 2048, 128, seed=0)
     assert all(parameter.shape[0] % 4 == 0 for parameter in model.parameters())
 
 
 def test_the_seed_determines_the_weights_and_the_global_random_state_is_kept():
     before = torch.get_rng_state()
-    first, again, other = (gpt2.build("tiny", 300, 16, seed).state_dict() for seed in (5, 5, 6))
+    first, again, other = (causal.build("tiny", 300, 16, seed).state_dict() for seed in (5, 5, 6))
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["transformer.wte.weight"], other["transformer.wte.weight"])
@@ -60,11 +64,11 @@ def test_the_seed_determines_the_weights_and_the_global_random_state_is_kept():
 
 def test_an_unknown_preset_is_answered_with_the_nearest():
     with pytest.raises(BadInput, match=r"unknown model preset .*'tinny'. Did you mean 'tiny'"):
-        gpt2.build("tinny", 300, 16, 0)
+        causal.build("tinny", 300, 16, 0)
 
 
 def test_a_saved_model_comes_back_bit_for_bit_with_its_tie(small, tmp_path):
-    model = gpt2.build("tiny", 300, 16, seed=1)
+    model = causal.build("tiny", 300, 16, seed=1)
     folder.save(model.state_dict(), model.config, small.model, tmp_path / "m", {"steps": 7})
     back = folder.load(tmp_path / "m")
     assert all(torch.equal(tensor, back.state_dict()[name]) for name, tensor in model.state_dict().items())
@@ -78,15 +82,15 @@ def test_a_saved_model_comes_back_bit_for_bit_with_its_tie(small, tmp_path):
 
 
 def test_a_saved_model_is_built_upon_and_must_fit_the_data(small):
-    assert gpt2.build(str(small.model), 290, MAX_LENGTH, seed=0).config.n_positions == MAX_LENGTH
+    assert causal.build(str(small.model), 290, MAX_LENGTH, seed=0).config.n_positions == MAX_LENGTH
     with pytest.raises(BadInput, match=f"has {MAX_LENGTH} positions, the data need 25"):
-        gpt2.build(str(small.model), 290, MAX_LENGTH + 1, seed=0)
+        causal.build(str(small.model), 290, MAX_LENGTH + 1, seed=0)
     with pytest.raises(BadInput, match="has a vocabulary of 320 tokens, the data have 400"):
-        gpt2.build(str(small.model), 400, MAX_LENGTH, seed=0)
+        causal.build(str(small.model), 400, MAX_LENGTH, seed=0)
 
 
 def test_a_save_that_fails_leaves_the_old_folder_and_nothing_else(small, tmp_path):
-    model = gpt2.build("tiny", 300, 16, seed=1)
+    model = causal.build("tiny", 300, 16, seed=1)
     folder.save(model.state_dict(), model.config, small.model, tmp_path / "m", {})
     with pytest.raises(TypeError):
         folder.save(model.state_dict(), model.config, small.model, tmp_path / "m", {"bad": object()})
@@ -121,7 +125,7 @@ def more_layers(path):
     ],
 )
 def test_a_damaged_model_is_refused_with_its_folder(small, tmp_path, damage, message):
-    model = gpt2.build("tiny", 300, 16, seed=1)
+    model = causal.build("tiny", 300, 16, seed=1)
     folder.save(model.state_dict(), model.config, small.model, tmp_path / "m", {})
     damage(tmp_path / "m")
     with pytest.raises(BadInput, match=message) as error:
@@ -263,7 +267,7 @@ def constant(small, probabilities, positions=MAX_LENGTH):
     """A model that gives texts of one token their probabilities, and its tokenizer."""
     words = tokenizer.load(small.model)
     config = folder.load(small.model).config
-    config.n_positions = positions
+    config.max_position_embeddings = positions
     model = Constant(config).eval()
     model.logits = torch.full((config.vocab_size,), -torch.inf)
     for text, probability in probabilities.items():
@@ -355,3 +359,175 @@ def test_generate_converses_at_a_terminal(small, capsys, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda _: next(typed))
     assert cli.main(["generate", "--model_dir", str(small.model), "--max_new_tokens", "3"]) == 0
     assert capsys.readouterr().out.startswith("a sample")
+
+
+def former(preset, vocab_size, positions, seed):
+    """The presets as gradwire first built them; other initial weights would change every result."""
+    layers, width, heads = {"micro": (1, 32, 2), "tiny": (2, 128, 4), "62m": (6, 640, 10)}[preset]
+    config = GPT2Config(
+        n_layer=layers,
+        n_embd=width,
+        n_head=heads,
+        vocab_size=vocab_size,
+        n_positions=positions,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        initializer_range=0.02 * math.sqrt(768 / width),
+        bos_token_id=None,
+        eos_token_id=None,
+        architectures=["GPT2LMHeadModel"],
+        attn_implementation="sdpa",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return GPT2LMHeadModel(config)
+
+
+@pytest.mark.parametrize("preset", ["micro", "tiny", pytest.param("62m", marks=pytest.mark.sweep)])
+def test_presets_keep_their_initial_weights_and_configurations(preset):
+    made, expected = causal.build(preset, 300, 16, seed=5), former(preset, 320, 16, 5)
+    assert made.config.to_dict() == expected.config.to_dict()
+    assert list(made.state_dict()) == list(expected.state_dict())
+    assert all(torch.equal(tensor, expected.state_dict()[name]) for name, tensor in made.state_dict().items())
+
+
+def by_hand(preset, vocab_size, positions):
+    """The parameters of `small` and `llama-small`, counted from their description."""
+    width, layers, inner = 256, 4, 688
+    if preset == "small":
+        return vocab_size * width + positions * width + layers * (12 * width**2 + 13 * width) + 2 * width
+    return vocab_size * width + layers * (4 * width**2 + 3 * width * inner + 2 * width) + width
+
+
+@pytest.mark.parametrize("preset", ["small", "llama-small"])
+def test_the_small_presets_have_equal_sizes(preset):
+    model = architecture.on_meta(causal.check(preset, 4090, 128))
+    assert sum(parameter.numel() for parameter in model.parameters()) == by_hand(preset, 4096, 128)
+    assert by_hand("small", 4096, 128) == pytest.approx(by_hand("llama-small", 4096, 128), rel=0.01)
+
+
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def of_width(architecture, width=32, **more):
+    return json.dumps({"architecture": architecture, "hidden_size": width, **SIZES, **more})
+
+
+THIN = {"intermediate_size": 48}
+
+
+class ToyConfig(GPT2Config):
+    """A third party's architecture."""
+
+    model_type = "toy"
+
+
+class ToyLM(GPT2LMHeadModel):
+    config_class = ToyConfig
+
+
+TOY = {"architecture": "toy", "n_embd": 32, "n_layer": 2, "n_head": 2}
+
+
+@pytest.fixture
+def third_party(monkeypatch):
+    """An installed package's entry point, whose import registers its architecture with transformers."""
+    entry = EntryPoint("toy-preset", f"{__name__}:TOY", presets.PRESETS.group)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: (entry,) if group == presets.PRESETS.group else ())
+    AutoConfig.register("toy", ToyConfig, exist_ok=True)
+    AutoModelForCausalLM.register(ToyConfig, ToyLM, exist_ok=True)
+
+
+MODELS = [
+    *sorted({*presets.PRESETS.built_in(), "toy-preset"} - {"62m"}),
+    of_width("llama", **THIN),
+    of_width("qwen3", **THIN, head_dim=16),
+    of_width("opt", ffn_dim=48, word_embed_proj_dim=32),
+    of_width("bloom"),
+]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_keeps_the_contract(name, third_party, small, tmp_path):
+    model = causal.build(name, 290, MAX_LENGTH, seed=2)
+    again, other = causal.build(name, 290, MAX_LENGTH, seed=2), causal.build(name, 290, MAX_LENGTH, seed=3)
+    state = model.state_dict()
+    assert all(torch.equal(tensor, again.state_dict()[key]) for key, tensor in state.items())
+    assert any(not torch.equal(tensor, other.state_dict()[key]) for key, tensor in state.items())
+    assert {p.dtype for p in model.parameters()} == {torch.float32} and model.config.vocab_size == 320
+    assert not any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout))
+    blocks = strategy.blocks(model)
+    assert len(blocks) == model.config.num_hidden_layers and len({type(block) for block in blocks}) == 1
+    sizes = strategy.block_sizes(model)
+    assert sum(sizes) == sum(p.numel() for p in model.parameters()) and 0 < sizes[1] == sizes[-1]
+
+    folder.save(state, model.config, small.model, tmp_path / "m", {})
+    back = folder.load(tmp_path / "m")
+    assert all(torch.equal(tensor, back.state_dict()[key]) for key, tensor in state.items())
+    assert causal.build(str(tmp_path / "m"), 290, MAX_LENGTH, seed=9).state_dict().keys() == state.keys()
+    with torch.random.fork_rng():
+        assert isinstance(continuation(back, tokenizer.load(tmp_path / "m"), "gradient", 30, 1.0, 0.9), str)
+        batch = Batch(torch.randint(290, (3, 7)), torch.randint(290, (3, 7)), ["a", "b", "c"])
+    squares = {how: norms(back.eval(), batch, method=how).square for how in ("auto", "loop")}
+    torch.testing.assert_close(squares["auto"], squares["loop"], rtol=1e-4, atol=0)
+
+
+def test_a_configuration_without_weights_is_initialized_from_the_seed(tmp_path):
+    causal.build("micro", 290, 16, seed=0).config.save_pretrained(tmp_path)
+    made, expected = (causal.build(name, 290, 16, seed=4).state_dict() for name in (str(tmp_path), "micro"))
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in made.items())
+
+
+def write_config(folder, **config):
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (of_width("lama"), "unknown architecture 'lama'. Did you mean 'llama'"),
+        (of_width("vit"), "architecture 'vit' has no causal language model"),
+        (of_width("llama", hiden_act="silu"), "unknown option of architecture llama 'hiden_act'. Did you mean"),
+        (of_width("llama", width=33), "The hidden size .33. is not a multiple of the number of attention heads"),
+        (of_width("llama", hidden_act=3), "hidden_act"),
+        (of_width("llama", **THIN, vocab_size=4000), "a vocabulary of 4000 tokens, above the tokenizer's 320"),
+        (of_width("llama", **THIN, vocab_size=100), "a vocabulary of 100 tokens, the data have 290"),
+        (of_width("llama", **THIN, max_position_embeddings=8), "has 8 positions, the data need 24"),
+        (of_width("bert", **THIN), "is not causal: a token changes the predictions before it"),
+        (of_width("llama", width=65536, num_hidden_layers=128), "give smaller sizes"),
+        ('{"hidden_size": 32}', "need an architecture"),
+        ('{"architecture": ', "--model is not valid JSON"),
+    ],
+)
+def test_a_model_that_cannot_be_is_one_message(model, message):
+    with pytest.raises(BadInput, match=message):
+        causal.build(model, 290, MAX_LENGTH, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "vit"}, "'vit' has no causal language model"),
+        ({"model_type": "no-such"}, "cannot be read"),
+        ({"model_type": "gpt2", "vocab_size": 50257}, "vocabulary of 50257 tokens, above the tokenizer's 320"),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_one_message(config, message, tmp_path):
+    write_config(tmp_path, **config)
+    with pytest.raises(BadInput, match=message) as raised:
+        causal.build(str(tmp_path), 290, MAX_LENGTH, seed=0)
+    assert message.startswith("'vit'") or str(tmp_path) in str(raised.value)
+
+
+def test_a_models_options_are_checked_in_a_configuration():
+    grid = {"name": "x", "compressors": {"none": {}}, "grid": {}}
+    made = experiment({**grid, "model": {"architecture": "llama", "hidden_size": 64}})
+    assert json.loads(made.model_text) == {"architecture": "llama", "hidden_size": 64}
+    for model, message in (
+        ("tinny", "unknown model preset .*'tinny'. Did you mean 'tiny'"),
+        ({"architecture": "llama", "hiden_size": 3}, "Did you mean 'hidden_size'"),
+        ({"hidden_size": 3}, "need an architecture"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            experiment({**grid, "model": model})

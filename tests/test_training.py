@@ -18,7 +18,7 @@ from gradwire.config import Run, Strategy, Training
 from gradwire.data.shards import Shards
 from gradwire.data.tokenization import tokenize
 from gradwire.errors import BadInput
-from gradwire.models import gpt2
+from gradwire.models import causal
 from gradwire.report.record import result
 from gradwire.report.traffic import as_computed
 from gradwire.training import loop as training_loop
@@ -113,7 +113,7 @@ def test_parameters_travel_compressed_and_are_counted(world, shards, tmp_path):
         given = {"model": "tiny", "strategy": strategy, "grad_accum_steps": grad_accum_steps}
         return world(2).run(run, words(shards, tmp_path / name, *more, **given))[0][1]
 
-    model = gpt2.build("tiny", 300, 24, seed=0)
+    model = causal.build("tiny", 300, 24, seed=0)
     blocks = sum(p.numel() for p in model.transformer.h.parameters())
     root = sum(p.numel() for p in model.parameters()) - blocks
     raw = 4 * 6 * 2 * (root + 2 * blocks)  # six steps of two micro-batches; W = 2: each rank sends a half to the other
@@ -213,7 +213,7 @@ def test_what_a_framework_reduces_by_itself_is_seen_in_its_traces(world, shards,
     assert (row.bytes_source, as_computed(untraced), as_computed(row)) == ("closed_form", None, True)
     numel = row.parameters
     if strategy == "fsdp2":  # rows of every parameter, until three ranks divide them
-        model = gpt2.build("micro", 300, 24, seed=0)
+        model = causal.build("micro", 300, 24, seed=0)
         numel = sum(3 * math.ceil(len(p) / 3) * p[0].numel() for p in model.parameters())
     if strategy != "fsdp1":
         assert row.bytes_traced_total == 4 * (2 if strategy == "ddp" else 1) * 4 * (size - 1) * numel
@@ -507,10 +507,10 @@ def test_perplexity_of_the_final_model_is_the_last_evaluation_of_the_run(world, 
 
 
 def test_perplexity_refuses_shards_that_the_model_cannot_read(shards, tmp_path, capsys):
-    from gradwire.models import folder, gpt2
+    from gradwire.models import causal, folder
 
     meta = Shards(shards, "val").meta
-    model = gpt2.build("micro", meta["vocab_size"], 24, seed=0)
+    model = causal.build("micro", meta["vocab_size"], 24, seed=0)
     folder.save(model.state_dict(), model.config, shards.parent / "tokenizer", tmp_path / "model", {})
     arguments = ["perplexity", "--model_dir", str(tmp_path / "model"), "--data_path", str(shards)]
     assert cli.main(arguments) == 0

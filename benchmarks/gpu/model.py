@@ -23,7 +23,7 @@ from gradwire import parallel
 from gradwire.collectives import Layout, Reducer
 from gradwire.collectives.world import World
 from gradwire.compressors import build
-from gradwire.models import gpt2
+from gradwire.models import causal
 
 PRESET, VOCABULARY, LENGTH = ("micro", 512, 64) if SMALL else ("62m", 50257, 1024)
 BATCH, MOST = (2, 4) if SMALL else (32, 128)
@@ -56,7 +56,7 @@ class Trainee:
         if DEVICE == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        model: nn.Module = gpt2.build(PRESET, VOCABULARY, LENGTH, seed=0).train().to(DEVICE)
+        model: nn.Module = causal.build(PRESET, VOCABULARY, LENGTH, seed=0).train().to(DEVICE)
         self.numel = sum(p.numel() for p in model.parameters())
         self.config = model.config
         self.reducer: Reducer | None = wrapping.get("reducer")
@@ -160,7 +160,7 @@ def largest(_: None, mode: str) -> Row:
 def codecs(world: World, method: str, options: dict[str, Any]) -> Row:
     """What encoding, exchanging and decoding the model's gradient costs with one rank: what a hook adds to a step."""
     reducer = Reducer(build(method, **options))
-    shapes = [(name, tuple(p.shape)) for name, p in gpt2.build(PRESET, VOCABULARY, LENGTH, 0).named_parameters()]
+    shapes = [(name, tuple(p.shape)) for name, p in causal.build(PRESET, VOCABULARY, LENGTH, 0).named_parameters()]
     layout = Layout.dim0(shapes, world.world_size)
     flat = torch.randn(layout.numel, device=world.device)
     found: Row = {}

@@ -28,7 +28,7 @@ from gradwire.config import Cell, Training
 from gradwire.data.shards import Shards
 from gradwire.files import write_json
 from gradwire.measurement.cost_model import peak_memory
-from gradwire.models import gpt2
+from gradwire.models import causal
 from gradwire.training import loop
 from gradwire.training.preemption import Preemption
 from gradwire.training.settings import Settings
@@ -173,7 +173,7 @@ def reduced(world: World, cell: dict[str, Any], kind: str) -> Row:
     parsed = Cell.parse("cell", cell)
     options = {name: getattr(parsed.reduction, name) for name in parsed.reduction.model_fields_set}
     reducer = Reducer(build(parsed.method, **parsed.options), **options)
-    shapes = [(name, tuple(p.shape)) for name, p in gpt2.build("tiny", 320, 64, 0).named_parameters()]
+    shapes = [(name, tuple(p.shape)) for name, p in causal.build("tiny", 320, 64, 0).named_parameters()]
     layout = Layout.dim0(shapes, world.world_size)
     numel = sum(piece.numel for piece in layout.pieces)
     reducer.prepare(kind, numel)  # type: ignore[arg-type]

@@ -34,6 +34,7 @@ from gradwire.errors import BadInput, unknown
 from gradwire.explain import explain, short
 from gradwire.files import digest
 from gradwire.flags import COUNT, LENGTH, NATURAL, RANKS, SEED, VOCABULARY, check_shard
+from gradwire.models import presets
 from gradwire.parsing import read_yaml
 from gradwire.units import UNSHAPED, bits_per_second
 
@@ -62,6 +63,20 @@ def _rate(link: str) -> str:
     return link
 
 
+def _known_model(model: str | dict[str, Any]) -> str | dict[str, Any]:
+    """A model whose name, or names of options, are known."""
+    try:
+        options = presets.options(presets.text(model))
+        if isinstance(model, dict) and options is not None:  # imports transformers, so only where there is a need
+            from gradwire.models.architecture import check_options
+
+            check_options(options)
+    except BadInput as error:
+        raise ValueError(str(error).rstrip(".")) from None
+    return model
+
+
+ModelOption = Annotated[str | dict[str, Any], AfterValidator(_known_model)]
 Link = Annotated[str, Field(pattern=r"^(none|\d+(\.\d+)?[kmgt]?bit)$"), AfterValidator(_rate)]  # as tc spells it
 Count = Annotated[int, Field(**COUNT.limits)]
 Natural = Annotated[int, Field(**NATURAL.limits)]
@@ -446,7 +461,9 @@ class Experiment(Strict):
 
     name: Name = Field(description="the experiment's folder under results/")
     dataset: Dataset = Field(default_factory=Dataset)
-    model: str = Field("tiny", description="a preset (micro, tiny, 62m) or a saved model's folder")
+    model: ModelOption = Field(
+        "tiny", description=f"{presets.MEANING}; or inline options, such as {{architecture: llama, hidden_size: 256}}"
+    )
     timing: bool | None = Field(
         None, description="one run at a time, so that its times are its own; default: where there are links"
     )
@@ -460,6 +477,11 @@ class Experiment(Strict):
     grid: Grids = Field(description="a product or a list of them; their union is run")
     exclude: tuple[Exclusion, ...] = ()
     gradients: Gradients | None = None
+
+    @property
+    def model_text(self) -> str:
+        """The model as ``train --model`` takes it."""
+        return presets.text(self.model)
 
     def cells(self) -> dict[str, Cell]:
         """The compressor cells by label, each checked."""

@@ -217,8 +217,8 @@ def make(folder: Path) -> None:
     from gradwire.data.tokenization import tokenize
     from gradwire.data.tokenizer import load
     from gradwire.files import write_json
+    from gradwire.models import causal
     from gradwire.models import folder as models
-    from gradwire.models import gpt2
 
     texts = [f"document number {number} says {number * number} and no more" for number in range(SAMPLES + 4)]
     write_json(
@@ -234,5 +234,5 @@ def make(folder: Path) -> None:
         val_fraction=0.2,
         dataset="doctor",
     )
-    model = gpt2.build("tiny", load(folder / "tokenizer").vocab_size, 64, seed=0)
+    model = causal.build("tiny", load(folder / "tokenizer").vocab_size, 64, seed=0)
     models.save(model.state_dict(), model.config, folder / "tokenizer", folder / "final_model", {})

@@ -17,7 +17,7 @@ from gradwire.collectives import ops
 from gradwire.data.batches import Batch
 from gradwire.data.shards import Shards
 from gradwire.errors import BadInput, CheckFailed, NonFiniteGradient
-from gradwire.models import gpt2, lora
+from gradwire.models import causal, lora
 from gradwire.parallel import wrap
 from gradwire.persample import hooks, loop, norms
 from gradwire.persample.batch import trainable
@@ -27,7 +27,7 @@ LENGTHS = (9, 6, 1, 4, 9, 7, 5)
 
 
 def built(kind: str) -> torch.nn.Module:
-    model = gpt2.build("micro", VOCABULARY, LENGTH, seed=0)
+    model = causal.build("micro", VOCABULARY, LENGTH, seed=0)
     if kind == "untied":
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     if kind == "lora":

@@ -25,7 +25,7 @@ from gradwire.data import batches
 from gradwire.data.batches import poisson_steps
 from gradwire.data.shards import Shards
 from gradwire.errors import BadInput
-from gradwire.models import gpt2
+from gradwire.models import causal
 from gradwire.parallel import named_parameters, wrap
 from gradwire.persample import loop as one_by_one
 from gradwire.persample import norms
@@ -255,7 +255,7 @@ def messages(rank, world, flags, split, cell, steps) -> list[torch.Tensor]:
     """What this rank hands to its reducer in each step, in units of C, with weights that stay as they are."""
     settings = run_settings.from_arguments(parsed(flags))
     training, place = settings.training, World(rank, rank, world, "gloo", torch.device("cpu"))
-    model = gpt2.build("micro", split.meta["vocab_size"], split.meta["max_length"], seed=0)
+    model = causal.build("micro", split.meta["vocab_size"], split.meta["max_length"], seed=0)
     method, options = cell
     reducer = Reducer(build(method), **options)
     objective = Private(model, training, 5, place)
@@ -511,11 +511,11 @@ def test_a_parameter_that_would_get_no_noise_is_refused():
 def test_a_model_that_drops_or_mixes_is_refused():
     place = World(0, 0, 1, "gloo", torch.device("cpu"))
     training = Training(dp_max_grad_norm=1.0)
-    model = gpt2.build("micro", 64, 9, seed=0)
+    model = causal.build("micro", 64, 9, seed=0)
     model.transformer.drop.p = 0.1
     with pytest.raises(BadInput, match=r"transformer.drop has dropout 10%"):
         Private(model, training, 0, place)
-    model = gpt2.build("micro", 64, 9, seed=0)
+    model = causal.build("micro", 64, 9, seed=0)
     model.transformer.ln_f = torch.nn.BatchNorm1d(8)
     with pytest.raises(BadInput, match="mixes the samples of a batch"):
         Private(model, training, 0, place)

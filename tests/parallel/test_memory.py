@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from gradwire.measurement.cost_model import STATES, peak_memory
-from gradwire.models import gpt2
+from gradwire.models import causal
 from gradwire.parallel import wrap
 
 VOCABULARY, LENGTH = 320, 24
@@ -20,7 +20,7 @@ SHARDED = ("fsdp1", "fsdp2")
 
 
 def tiny():
-    return gpt2.build("tiny", VOCABULARY, LENGTH, seed=0)
+    return causal.build("tiny", VOCABULARY, LENGTH, seed=0)
 
 
 def ids(batch):

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from gradwire.data.batches import Batch
 from gradwire.errors import BadInput
 from gradwire.gradients.rows import resolved
-from gradwire.models import gpt2, lora
+from gradwire.models import causal, lora
 from gradwire.persample import hooks, loop, norms, vmap
 from gradwire.persample.batch import trainable
 from gradwire.persample.layer_factors import Direct, LayerFactor, OuterProduct, inner, square_norm
@@ -20,7 +20,7 @@ VOCABULARY, LENGTH = 64, 9
 
 
 def gpt() -> torch.nn.Module:
-    return gpt2.build("micro", VOCABULARY, LENGTH, seed=0)
+    return causal.build("micro", VOCABULARY, LENGTH, seed=0)
 
 
 def partly_frozen() -> torch.nn.Module:

@@ -105,7 +105,7 @@ def main(args: argparse.Namespace) -> None:
 
     with process_group(**rank_options(args)) as world:
         shards = samples_of(args, world.rank)
-        model: nn.Module = folder.load_causal(args.model_dir)
+        model: nn.Module = folder.load_finite(args.model_dir)
         if args.strategy == "fsdp2":
             model = parallel.wrap(model, "fsdp2", device=world.device)
         rows = collect(model.to(world.device), shards, args, world)
@@ -201,7 +201,7 @@ def _check(rows: list[dict[str, Any]], shards: Shards, args: argparse.Namespace,
     drawn = random.Random(args.seed).sample(range(len(rows)), min(args.recompute, len(rows)))
     if not drawn:
         return
-    model = folder.load_causal(args.model_dir).to(world.device)
+    model = folder.load_finite(args.model_dir).to(world.device)
     for position in sorted(drawn):
         batch = collate([shards[position]], shards.meta["pad_id"], 1).to(world.device)
         found = loop.gradients(model, batch, args.loss).gradient

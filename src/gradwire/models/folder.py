@@ -10,26 +10,23 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.gpt2.configuration_gpt2 import GPT2Config
-from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 from transformers.utils import logging
 
 from gradwire.errors import BadInput
 from gradwire.files import whole_folder, write_json
-from gradwire.models import optimizer, saved
+from gradwire.models import architecture, optimizer, saved
 from gradwire.models.saved import max_length
 
-__all__ = ["load", "load_causal", "max_length", "save"]
-
-TIED = "lm_head.weight"  # the embedding's second name
+__all__ = ["load", "load_finite", "max_length", "save"]
 
 logging.disable_progress_bar()  # 28 tensors need no progress bar
 
 
 def save(
     model_state: Mapping[str, torch.Tensor],
-    config: GPT2Config,
+    config: PretrainedConfig,
     tokenizer_dir: Path,
     output: Path,
     extra: Mapping[str, Any],
@@ -45,46 +42,28 @@ def save(
         extra: Entries of ``gradwire.json`` in addition to ``max_length`` (positions, in tokens).
         optimizer_state: Adam's full state by parameter name; its moments are saved with the weights.
     """
-    tied = {TIED} if config.tie_word_embeddings else set()
-    weights = {name: tensor.contiguous() for name, tensor in model_state.items() if name not in tied}
+    second = architecture.second_names(config)
+    weights = {name: tensor.contiguous() for name, tensor in model_state.items() if name not in second}
     with whole_folder(output) as part:
         shutil.copytree(tokenizer_dir, part, dirs_exist_ok=True)
         config.save_pretrained(part)
         save_file(weights, part / saved.WEIGHTS, metadata={"format": "pt"})
-        write_json(part / saved.METADATA, {"max_length": config.n_positions, **extra})
+        write_json(part / saved.METADATA, {"max_length": architecture.positions(config), **extra})
         if optimizer_state is not None:
             optimizer.save(optimizer_state, part)
 
 
-def load(path: Path) -> GPT2LMHeadModel:
-    """Load a GPT-2 from a folder, on the CPU, in float32 and evaluation mode.
+def load(path: Path) -> PreTrainedModel:
+    """Load a causal language model from a folder, on the CPU, in float32 and evaluation mode.
 
     Raises:
         BadInput: If the folder or a file is missing or damaged, or the weights do not match the configuration.
     """
-    return _load(GPT2LMHeadModel, path)
-
-
-def load_causal(path: Path) -> PreTrainedModel:
-    """Load any causal language model that transformers supports, as `load` does.
-
-    Raises:
-        BadInput: As `load`, and if a weight is not finite, because every gradient would be NaN.
-    """
-    from transformers import AutoModelForCausalLM
-
-    model = _load(AutoModelForCausalLM, path)
-    for name, weight in model.named_parameters():
-        if not torch.isfinite(weight.detach()).all():
-            raise BadInput(f"{name} of the model in {path} is not finite: training diverged, or the file is damaged.")
-    return model
-
-
-def _load(kind: Any, path: Path) -> Any:
     saved.check(path)
     try:
-        model, report = kind.from_pretrained(
-            path, local_files_only=True, output_loading_info=True, dtype=torch.float32, attn_implementation="sdpa"
+        architecture.register(saved.model_type(path))
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path, local_files_only=True, output_loading_info=True, dtype=torch.float32
         )
     except (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, SafetensorError) as error:
         raise BadInput(f"the model in {path} cannot be read: {error}") from error
@@ -93,4 +72,17 @@ def _load(kind: Any, path: Path) -> Any:
     wrong = sorted(report["missing_keys"] | report["unexpected_keys"])
     if wrong:
         raise BadInput(f"the weights in {path} do not match its config.json: {', '.join(wrong[:3])} …")
+    return model
+
+
+def load_finite(path: Path) -> PreTrainedModel:
+    """Load a model whose gradients are wanted.
+
+    Raises:
+        BadInput: As `load`, and if a weight is not finite, because every gradient would be NaN.
+    """
+    model = load(path)
+    for name, weight in model.named_parameters():
+        if not torch.isfinite(weight.detach()).all():
+            raise BadInput(f"{name} of the model in {path} is not finite: training diverged, or the file is damaged.")
     return model

@@ -48,6 +48,20 @@ def weights(path: Path) -> list[Path]:
     return [Path(path) / name for name in sorted(set(named.values()))]
 
 
+def has_weights(path: Path) -> bool:
+    """Whether a folder holds weights, or anything that gradwire saves with them; then missing weights are an error."""
+    return any((Path(path) / name).is_file() for name in (WEIGHTS, INDEX, METADATA))
+
+
+def model_type(path: Path) -> str | None:
+    """The name of a folder's architecture; None if its configuration has none or is damaged, which loading reports."""
+    try:
+        found = files.read_json(Path(path) / CONFIG)
+    except BadInput:
+        return None
+    return found.get("model_type") if isinstance(found, dict) else None
+
+
 def entries(path: Path) -> int:
     """Number of elements in a model's weights, an upper bound on the elements of its gradient.
 

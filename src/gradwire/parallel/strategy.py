@@ -81,9 +81,14 @@ def strategy_of(wrapped: nn.Module) -> Strategy:
 
 
 def blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules sharded as one: the children of the model's first `nn.ModuleList`, its transformer blocks."""
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList))
-    return list(next(lists, []))
+    """Return the modules sharded as one, the transformer blocks: the repeated module that holds the most parameters.
+
+    They are the children of an `nn.ModuleList` that is in no other one, as every architecture of transformers has it.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    inner = {id(module) for outer in lists for module in outer.modules() if module is not outer}
+    outer = [module for module in lists if id(module) not in inner]
+    return list(max(outer, key=lambda each: sum(p.numel() for p in each.parameters()), default=[]))
 
 
 def block_sizes(model: nn.Module) -> list[int]:

@@ -66,6 +66,7 @@ class Result(Row):
     environment: dict[str, Any] | None = None
     world_size: int
     model: Text = None
+    architecture: Text = None
     dataset: str | dict[str, Any] | None = None
     max_length: Count = None
     batch_size: Count = None

@@ -15,7 +15,7 @@ from gradwire.rank_env import DEVICES
 COLDEST = 1e-6  # temperature; logits divided by much less overflow
 
 if TYPE_CHECKING:
-    from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
+    from transformers.modeling_utils import PreTrainedModel
 
     from gradwire.data.tokenizer import Tokenizer
 
@@ -58,12 +58,12 @@ def main(args: argparse.Namespace) -> None:
 
 
 def continuation(
-    model: GPT2LMHeadModel, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, temperature: float, top_p: float
+    model: PreTrainedModel, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, temperature: float, top_p: float
 ) -> str:
     """Return the continuation of a prompt, up to the end-of-text token, drawn from torch's global generator.
 
-    The model reads at most the last ``n_positions`` tokens: transformers generates until these are full, then token by
-    token.
+    The model reads at most as many of the last tokens as it has positions: transformers generates until these are full,
+    then token by token.
 
     Args:
         model: A language model in evaluation mode.
@@ -78,6 +78,8 @@ def continuation(
     """
     import torch
 
+    from gradwire.models import architecture
+
     tokens = tokenizer.encode_batch([prompt])[0]
     if not tokens:
         raise BadInput("the prompt is empty: type some text to continue.")
@@ -89,9 +91,10 @@ def continuation(
         **(sampled if temperature else {"do_sample": False}),
     }
     start, end = len(tokens), len(tokens) + max_new_tokens
+    limit = architecture.positions(model.config) or end
     while len(tokens) < end and (len(tokens) == start or tokens[-1] != tokenizer.eos_id):
-        window = torch.tensor([tokens[-model.config.n_positions :]], device=model.device)
-        room = model.config.n_positions + 1 - window.shape[1]
+        window = torch.tensor([tokens[-limit:]], device=model.device)
+        room = limit + 1 - window.shape[1]
         found = model.generate(
             window,
             attention_mask=torch.ones_like(window),

@@ -27,7 +27,7 @@ from gradwire.data.batches import Batch, eval_batches, grouped, poisson_steps, p
 from gradwire.data.shards import Shards
 from gradwire.errors import NonFiniteGradient, Stopped
 from gradwire.files import write_with
-from gradwire.models import gpt2
+from gradwire.models import causal
 from gradwire.parallel import optimizers
 from gradwire.parallel.verify import SyncCheck
 from gradwire.training import link, privacy
@@ -102,7 +102,7 @@ def train(
     training = settings.training
     torch.manual_seed(settings.seed)
     train_split, val_split = shards
-    model = gpt2.build(
+    model = causal.build(
         settings.model, train_split.meta["vocab_size"], train_split.meta["max_length"], settings.seed
     ).to(world.device)
     if training.gradient_checkpointing:

@@ -98,6 +98,7 @@ def write(
         "environment": here | {"same_machine": same_machine([rank["environment"] for rank in ranks])},
         "world_size": world.world_size,
         "model": settings.model,
+        "architecture": outcome.config.model_type,
         "parameters": outcome.numel,
         "dataset": splits[0].meta["dataset"],
         "max_length": splits[0].meta["max_length"],

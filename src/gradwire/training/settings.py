@@ -11,6 +11,7 @@ from gradwire.compressors.registry import sources
 from gradwire.config import FLAGS, Cell, Strategy, Training, check_private, from_flags
 from gradwire.errors import BadInput
 from gradwire.files import digest, read_json
+from gradwire.models import presets
 from gradwire.parsing import parse_json
 from gradwire.source_digest import source_digest
 
@@ -23,7 +24,7 @@ class Settings:
         training: Steps, learning rate and the like.
         cell: The compressor setting.
         strategy: The data-parallel strategy.
-        model: A preset's name or a saved model's folder.
+        model: A preset's name, a folder, or inline options as JSON.
         seed: Seeds the model, the order of the data and the compressor.
         data_path: A shards folder or a corpus file.
         output_dir: The run's folder.
@@ -59,7 +60,7 @@ class Settings:
                 "training": self.training.model_dump(mode="json", exclude={"checkpoint_every", "keep_checkpoints"}),
                 "cell": self.cell.flat(),
                 "strategy": self.strategy,
-                "model": self.model,
+                "model": presets.content(self.model),
                 "seed": self.seed,
                 "world_size": world_size,
                 "data": data,

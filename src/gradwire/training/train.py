@@ -10,6 +10,7 @@ from typing import get_args
 from gradwire.config import CommOptimizer, ParamCompress, Strategy, Training, add_flags
 from gradwire.defaults import MAX_LENGTH, VOCAB_SIZE
 from gradwire.flags import LENGTH, NATURAL, SEED, VOCABULARY, output_folder
+from gradwire.models import presets
 from gradwire.rank_env import add_rank_env_arguments, rank_options, ranks_here
 
 PRELOAD = (
@@ -28,7 +29,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--data_path", type=Path, required=True, help="a shards folder, or a corpus file (JSON or .jsonl)"
     )
     parser.add_argument("--output_dir", type=output_folder, required=True, help="the run's folder")
-    parser.add_argument("--model", default="tiny", help="a preset (micro, tiny, 62m) or a saved model's folder")
+    parser.add_argument("--model", default="tiny", help=f"{presets.MEANING}; or options as JSON: architecture, ...")
     parser.add_argument("--strategy", choices=get_args(Strategy), default="fsdp2", help="data-parallel strategy")
     parser.add_argument("--comm_compress", metavar="NAME", help="gradient compressor (default: the cell's, else none)")
     parser.add_argument(
@@ -90,6 +91,7 @@ def preflight(args: argparse.Namespace) -> None:
     """
     from gradwire.collectives import world
     from gradwire.data import shards
+    from gradwire.models import causal
     from gradwire.training import privacy
     from gradwire.training import settings as run_settings
 
@@ -100,6 +102,7 @@ def preflight(args: argparse.Namespace) -> None:
     folder = shards_folder(args, rank=0)
     shards.check(folder)
     split = shards.Shards(folder, "train")
+    causal.check(settings.model, split.meta["vocab_size"], split.meta["max_length"])
     run_settings.check_enough_data(len(split), training.batch_size, world_size)
     if training.private:
         privacy.guarantee(training, settings.cell, len(split), world_size)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.config import Experiment, experiment
-from gradwire.errors import BadInput, unknown
-from gradwire.models.presets import PRESETS
+from gradwire.errors import BadInput
+from gradwire.models import presets
 from gradwire.parsing import read_yaml
 
 EXTENDS = "extends"  # the key of the file that an experiment differs from in little
@@ -59,6 +59,5 @@ def check(mapping: Mapping[str, Any]) -> Experiment:
         BadInput: With the first problems found, each with its place in the file and the nearest valid name.
     """
     made = experiment(mapping)
-    if made.model not in PRESETS and not Path(made.model).is_dir():
-        raise unknown("model preset (or folder of a saved model)", made.model, PRESETS)
+    presets.options(made.model_text)
     return made

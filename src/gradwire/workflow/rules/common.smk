@@ -15,6 +15,7 @@ from gradwire.files import claim, write_json
 from gradwire.image import CONTAINERS, check_image, crossing, image_file, variant_for
 from gradwire.launch.parent_watch import PARENT
 from gradwire.launch.links import probe
+from gradwire.models.presets import content as model_content
 from gradwire.source_digest import PACKAGE, source_digest
 from gradwire.training.settings import modules
 from gradwire.workflow.experiment import EXTENDS, check, merged, read

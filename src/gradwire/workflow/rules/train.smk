@@ -21,7 +21,8 @@ rule train:
         source=train_source,
         folder=subpath(output.record, parent=True),
         data=subpath(input.shards, parent=True),
-        model=literal(EXPERIMENT.model),
+        model=literal(EXPERIMENT.model_text),
+        model_options=literal(model_content(EXPERIMENT.model_text)),  # a preset may change
         method=method_of,
         cell=cell_json,
         gpus=granted_gpus,
