@@ -1,6 +1,6 @@
 """The CUDA kernels on paper: ``python benchmarks/kernel_table.py [--method int8 ...]``, without a GPU.
 
-Every method with a CUDA form encodes and decodes a tensor of 2^22 elements with Triton's launches recorded instead of run.
+Every method with a CUDA form encodes and decodes 2^22 elements while Triton's launches are recorded instead of run.
 What was recorded is compiled ahead of time for sm_80 and sm_90. Of each kernel the table has, from the compiled code:
 
 - **registers**, **spills** (bytes, by ptxas) and **shared** memory, and the **occupancy** that they allow;
@@ -42,7 +42,7 @@ HARDLY_X = (
     "count_digits",
     "compare",
     "collect",
-)  # of x they read a sample, what is sent, or nothing as a rule
+)  # of x these read a sample, what is sent, or nothing
 FREE = ("empty", "view", "split", "slice", "detach", "alias", "as_strided", "reshape", "_local_scalar_dense", "select")
 
 
