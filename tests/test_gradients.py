@@ -185,7 +185,7 @@ def test_how_many_samples_are_projected_at_once_changes_no_row(monkeypatch, toge
     maker = maker_of(causal.build("micro", 64, 8, seed=0))
     whole = maker.blocks(shards, range(5))[64]
     numel = sum(parameter.numel() for parameter in maker.model.parameters())
-    monkeypatch.setattr(rows, "STACK_BYTES", 4 * numel * together)
+    monkeypatch.setitem(rows.STACK_BYTES, "cpu", 4 * numel * together)
     cut = maker.blocks(shards, range(5))[64]
     assert cut.ids == whole.ids == [f"s{k}" for k in range(5)]
     assert_same_rows(cut.rows, whole.rows, whole.meta["norm"].to_pylist(), numel)

@@ -92,12 +92,12 @@ def main() -> int:
     def ask(name: str, task: Callable[..., Row], *arguments: Any) -> Row | None:
         return part.measure(name, lambda: worker.run(part.at_most(60), task, *arguments)[0])
 
-    for dim in DIMS:
-        for projection, method in ROWS:
-            ask(f"{projection}, {method}, D = {dim:,}", rows, projection, method, dim)
     ask(f"norms, batch {BATCH}", norm_passes, BATCH)
     for name, numel in PROJECTIONS.items():
         ask(f"{name} of {numel:,} to {DIMS[0]:,}", projected, name, numel, DIMS[0])
+    for dim in DIMS:
+        for projection, method in ROWS:
+            ask(f"{projection}, {method}, D = {dim:,}", rows, projection, method, dim)
     worker.end()
     if not SMALL:
         targets(part)

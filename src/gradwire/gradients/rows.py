@@ -30,7 +30,7 @@ from gradwire.models import folder, lora, optimizer, saved
 from gradwire.persample import hooks, loop, vmap
 from gradwire.persample.batch import PerSample, n_targets, note, out_of_memory, trainable
 
-STACK_BYTES = 1 << 29  # of gradients per projection, which share the generated signs
+STACK_BYTES = {"cpu": 1 << 29, "cuda": 1 << 33}  # of gradients per projection, which share the generated signs
 BATCH_AT_MOST = {"cpu": 16, "cuda": 64}  # larger batches are not faster
 SHARE = 0.5  # of free memory that a batch may use
 CHECKED = 1e-3  # largest deviation from the loop, relative to the gradient's norm; float32 with TF32 allowed
@@ -125,7 +125,7 @@ class RowMaker:
             if self.fused:
                 stacks, self.batch_size = self._halving(positions, self.batch_size, partial(self._fused_stack, shards))
             else:
-                height = min(self.height, max(1, STACK_BYTES // (4 * self.numel)))
+                height = min(self.height, max(1, STACK_BYTES[self.device.type] // (4 * self.numel)))
                 stacks, fitted = self._halving(positions, height, partial(self._stack, shards))
                 self.height = fitted if fitted < height else self.height
         return {dim: store.concatenated(stack[dim] for stack in stacks) for dim in self.dims}
