@@ -184,16 +184,19 @@ def test_decoding_into_a_sum_has_the_bits_of_decoding_and_adding(name, options):
     compressor = build(name, **options)
     segments, values = scattered(compressor, FORMS)
     wire, placed = compressor.encode_many(values, segments, generators=generators())
-    decoded = [compressor.decode(wire[segment.bytes], segment.form).view(-1) for segment in placed]
     begun = torch.rand(segments.numel, generator=generator(2)) + 1
-    for onto in ("sum", "zero", "blank"):
-        out, expected = begun.clone(), begun.clone()
-        for segment, value in zip(placed, decoded, strict=True):
-            if onto != "sum":
-                expected[segment.run] = 0
-            expected[segment.run] = value if onto == "blank" else expected[segment.run] + value
-        compressor.decode_add(wire, placed, out, onto=onto)
-        assert torch.equal(out.view(torch.int32), expected.view(torch.int32)), onto
+    for messages in (wire, torch.stack([wire, wire])):
+        for onto in ("sum", "zero", "blank"):
+            out, expected = begun.clone(), begun.clone()
+            for segment in placed:
+                for message in messages if messages.ndim == 2 else [messages]:
+                    value = compressor.decode(message[segment.bytes], segment.form).view(-1)
+                    begins = onto != "sum" and message.data_ptr() == messages.data_ptr()
+                    expected[segment.run] = value + 0.0 if begins else expected[segment.run] + value
+                    if begins and onto == "blank":
+                        expected[segment.run] = value
+            compressor.decode_add(messages, placed, out, onto=onto)
+            assert torch.equal(out.view(torch.int32), expected.view(torch.int32)), (onto, messages.ndim)
 
 
 @every_build

@@ -52,19 +52,22 @@ def test_a_third_partys_method_needs_nothing_for_many_tensors():
         assert torch.equal(wire[segment.bytes].clone().view(torch.float32), values[segment.run] / 2)
 
 
-def test_a_sum_over_ranks_has_the_bits_of_decoding_each_and_adding_from_zero():
+@pytest.mark.parametrize("name", ["bf16", "fp16", "topk", "none"])
+def test_a_sum_over_ranks_has_the_bits_of_decoding_each_and_adding_from_zero(name):
     """Zeros of either sign are where a sum that does not begin at 0 would differ."""
-    compressor = build("bf16")
+    compressor = build(name)
     segments = Segments.of(compressor, [(0, (400,)), (400, (7, 11))])
     ranks = [torch.where(normal(477, seed) > 0, -0.0, normal(477, seed + 9)) for seed in range(3)]
-    wires = [compressor.encode_many(values, segments)[0] for values in ranks]
-    out, expected = torch.full((477,), math.nan), torch.zeros(477)
+    wires = torch.stack([compressor.encode_many(values, segments)[0] for values in ranks])
+    out, at_once, expected = torch.full((477,), math.nan), torch.full((477,), math.nan), torch.zeros(477)
+    compressor.decode_add(wires, segments, at_once, onto="zero")
     for wire, onto in zip(wires, ("zero", "sum", "sum"), strict=True):
         compressor.decode_add(wire, segments, out, onto=onto)
         for segment in segments:
             expected[segment.run] += compressor.decode(wire[segment.bytes], segment.form).view(-1)
-    assert torch.equal(out.view(torch.int32), expected.view(torch.int32))
-    assert ((out == 0) & ~out.signbit()).sum() > 20 and not (out.signbit() & (out == 0)).any()
+    for found in (out, at_once):
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+    assert ((out == 0) & ~out.signbit()).sum() > 40 and not (out.signbit() & (out == 0)).any()
 
 
 def test_segments_follow_each_other_and_say_where_they_end():

@@ -185,32 +185,35 @@ class Compressor(BaseModel, ABC):
         A method need not define it.
 
         Args:
-            wire: uint8, contiguous, as `encode_many` made it, on any device.
-            segments: Where the encodings lie in it, and the tensors in ``out``.
+            wire: uint8 [b], contiguous, as `encode_many` made it, on any device; or [messages, b], for several that
+                are added one after the other, which reads and writes ``out`` once.
+            segments: Where the encodings lie in a message, and the tensors in ``out``.
             out: float32, contiguous, of at least ``segments.numel`` elements; others do not change.
-            onto: What the tensors are added to: what ``out`` holds, a ``sum`` that began at ``zero``; ``zero``, for
-                the first of a sum, so that a -0.0 becomes 0.0 as in any sum from 0; or nothing: a ``blank`` buffer
-                takes the very values. Only ``sum`` reads ``out``, and it must not hold a -0.0.
+            onto: What the first message's tensors are added to: what ``out`` holds, a ``sum`` that began at ``zero``;
+                ``zero``, so that a -0.0 becomes 0.0 as in any sum from 0; or nothing: a ``blank`` buffer takes the
+                very values. Only ``sum`` reads ``out``, and it must not hold a -0.0.
 
         Raises:
             ValueError: If the bytes cannot be encodings of those shapes, or a buffer is of a wrong type or too small.
         """
         if segments.nbytes is None:
             raise ValueError(f"{self.name}: the sizes depend on the data; take the segments that encode_many returned")
-        check_buffer("wire", wire, segments.nbytes, torch.uint8)
+        wires = wire if wire.ndim == 2 and wire.is_contiguous() else wire.unsqueeze(0)
+        check_buffer("wire", wires[0] if len(wires) else wire, segments.nbytes, torch.uint8)
         check_buffer("sum", out, segments.numel, torch.float32)
         fused = kernels.find(self, wire.device)
         if fused is not None and hasattr(fused, "decode_add") and segments.fixed:
-            fused.decode_add(self, wire, segments, out, onto)
+            fused.decode_add(self, wires, segments, out, onto)
             return
-        for segment in segments:
-            part, value = out[segment.run], self.decode(wire[segment.bytes], segment.form).view(-1)
-            if onto == "sum":
-                part += value
-            elif onto == "zero":
-                torch.add(value, 0.0, out=part)
-            else:
-                part.copy_(value)
+        for message, at in enumerate(wires):
+            for segment in segments:
+                part, value = out[segment.run], self.decode(at[segment.bytes], segment.form).view(-1)
+                if message or onto == "sum":
+                    part += value
+                elif onto == "zero":
+                    torch.add(value, 0.0, out=part)
+                else:
+                    part.copy_(value)
 
     def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """`to_wire` in its fastest form for x's device, and whether x is unfit for the wire (bool or integer, [1])."""

@@ -6,7 +6,7 @@
 - ``encode_many(method, values, segments, wire, generators, bad, residual)``: what `Compressor.encode_many` does, with
   all checks made and sizes known; sets ``bad`` (integers, zeros [tensors]) where a tensor is unfit for the wire, whose
   bytes may differ from the plain form's but still decode to something not finite;
-- ``decode_add(method, wire, segments, out, onto)``: what `Compressor.decode_add` does.
+- ``decode_add(method, wires, segments, out, onto)``: what `Compressor.decode_add` does, for uint8 [messages, b].
 
 Or, for one tensor at a time, and for encodings whose size depends on the data:
 
@@ -79,7 +79,7 @@ def decoded(fused: ModuleType, method: Method, wire: Tensor, shape: tuple[int, .
         return fused.from_wire(method, wire, shape)
     segments = alone(method, tuple(shape))
     out = torch.empty(segments.numel, device=wire.device)
-    fused.decode_add(method, wire, segments, out, "blank")
+    fused.decode_add(method, wire.unsqueeze(0), segments, out, "blank")
     return out
 
 

@@ -58,10 +58,10 @@ def add(values: np.ndarray, out: np.ndarray) -> None:
 
 
 @compiled
-def add_to_zero(values: np.ndarray, out: np.ndarray) -> None:
-    """Set ``out`` to the sum of 0 and ``values``, in which no zero is negative."""
+def add_to_zero(out: np.ndarray) -> None:
+    """Set ``out`` to the sum of 0 and itself, in which no zero is negative."""
     for i in range(out.size):
-        out[i] = np.float32(0) + values[i]
+        out[i] = np.float32(0) + out[i]
 
 
 @compiled
@@ -102,25 +102,27 @@ def encode_all(
             kept[:] = 0
 
 
-def decode_all(settings: tuple, table: np.ndarray, chunk: int, wire: np.ndarray, onto: int, out: np.ndarray) -> int:
-    """Decode all segments into ``out``; return the first whose bytes are no encoding, or -1."""
-    room = np.empty(0 if onto == BLANK else chunk, np.float32)
+def decode_all(settings: tuple, table: np.ndarray, chunk: int, wires: np.ndarray, onto: int, out: np.ndarray) -> int:
+    """Decode all segments of ``wires`` (uint8 [messages, b]) into ``out``; return the first that is none, or -1."""
+    if onto == BLANK and len(wires) == 1:
+        chunk = WHOLE  # nothing is added
+    room = np.empty(0 if chunk == WHOLE else chunk, np.float32)
     for s in range(len(table)):
         row = table[s]
         sums = out[row[START] : row[START] + row[NUMEL]]
-        own = wire[row[AT] : row[AT] + row[SIZE]]
-        if onto == BLANK:
-            if not decode(settings, row, 0, own, sums):
-                return s
-            continue
         for first in range(0, max(sums.size, 1), chunk):
             part = sums[first : first + chunk]
-            if not decode(settings, row, first, own, room[: part.size]):
-                return s
-            if onto == ZERO:
-                add_to_zero(room, part)
-            else:
-                add(room, part)
+            for message in range(len(wires)):
+                own = wires[message, row[AT] : row[AT] + row[SIZE]]
+                if message == 0 and onto != SUM:
+                    fits = decode(settings, row, first, own, part)
+                    if onto == ZERO:
+                        add_to_zero(part)
+                else:
+                    fits = decode(settings, row, first, own, room[: part.size])
+                    add(room, part)
+                if not fits:
+                    return s
     return -1
 
 
@@ -196,9 +198,9 @@ class Segmented:
             settings, table, chunk, seeds, values.numpy(), kept.numpy(), feedback, wire.numpy(), bad.numpy()
         )
 
-    def decode_add(self, method: Any, wire: Tensor, segments: Segments, out: Tensor, onto: str) -> None:
+    def decode_add(self, method: Any, wires: Tensor, segments: Segments, out: Tensor, onto: str) -> None:
         """See `gradwire.compressors.kernels`."""
-        failed = self._decode_all(*self._plan(method, segments), wire.numpy(), ONTO[onto], out.numpy())
+        failed = self._decode_all(*self._plan(method, segments), wires.numpy(), ONTO[onto], out.numpy())
         if failed >= 0:
             raise ValueError(f"the bytes of segment {failed} are no encoding of shape {segments[failed].form}")
 

@@ -71,15 +71,17 @@ def place_values(row: np.ndarray, wire: np.ndarray, adding: bool, out: np.ndarra
 
 
 @compiled
-def decode_all(settings: tuple, table: np.ndarray, chunk: int, wire: np.ndarray, onto: int, out: np.ndarray) -> int:
+def decode_all(settings: tuple, table: np.ndarray, chunk: int, wires: np.ndarray, onto: int, out: np.ndarray) -> int:
     """`segments.decode_all` that leaves the other elements of a sum alone."""
     for s in range(len(table)):
         row = table[s]
         sums = out[row[START] : row[START] + row[NUMEL]]
         if onto != SUM:
             sums[:] = 0
-        if not place_values(row, wire[row[AT] : row[AT] + row[SIZE]], onto != BLANK, sums):
-            return s
+        for message in range(len(wires)):
+            adding = onto != BLANK or message > 0
+            if not place_values(row, wires[message, row[AT] : row[AT] + row[SIZE]], adding, sums):
+                return s
     return -1
 
 
