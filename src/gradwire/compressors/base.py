@@ -2,6 +2,18 @@
 
 A method implements `to_wire`, `from_wire` and `wire_bytes` in plain torch; that is its definition. The checks that all
 methods share are here, once, and so is the choice between that plain form and a fused one (`kernels/`).
+
+A caller with many tensors in one buffer makes a table of them once and calls the compressor once in a step::
+
+    segments = Segments.of(compressor, [(run.start, form), ...])  # encodings follow each other in the message
+    flags = torch.zeros(len(segments), dtype=torch.uint8)
+    wire, segments = compressor.encode_many(
+        flat, segments, message, generators=generators, flags=flags, residual=residual
+    )
+    ...  # exchange; received: uint8 [ranks, b], the ranks' messages in the order of the sum
+    compressor.decode_add(received, segments, total, onto="zero")
+
+``message``, ``residual`` and ``total`` are the caller's and may be used again in the next step.
 """
 
 from __future__ import annotations
