@@ -19,12 +19,13 @@ from itertools import accumulate
 from statistics import median
 
 import torch
+from torch import Tensor
+
 from gradwire.compressors import build
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.bench import kept_memory, one_thread
 from gradwire.compressors.feedback import Feedback
 from gradwire.compressors.segments import Segments
-from torch import Tensor
 
 WIDTH = 128  # of the model preset ``tiny``: two layers, 2,048 tokens, 128 positions
 LAYER = [(WIDTH,), (WIDTH,), (3 * WIDTH, WIDTH), (3 * WIDTH,), (WIDTH, WIDTH), (WIDTH,), (WIDTH,), (WIDTH,),

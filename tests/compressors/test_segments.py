@@ -52,7 +52,7 @@ def test_a_third_partys_method_needs_nothing_for_many_tensors():
         assert torch.equal(wire[segment.bytes].clone().view(torch.float32), values[segment.run] / 2)
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "topk", "none"])
+@pytest.mark.parametrize("name", ["bf16", "int8", "topk", "none"])
 def test_a_sum_over_ranks_has_the_bits_of_decoding_each_and_adding_from_zero(name):
     """Zeros of either sign are where a sum that does not begin at 0 would differ."""
     compressor = build(name)
