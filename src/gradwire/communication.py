@@ -16,28 +16,40 @@ from gradwire.flags import COUNT, NATURAL
 CommOptimizer = Literal["gradient", "onebit_adam", "zero_one_adam", "diloco", "sparseloco", "muloco"]
 Inner = Literal["adamw", "muon", "sgd"]
 MOMENTUM = ("onebit_adam", "zero_one_adam")  # freeze the variance after a warm-up, and send momenta
-LOCAL = ("diloco", "sparseloco", "muloco")  # train alone for H steps, and send what that changed
-OPTIONS = {  # of which optimizers an option is
-    **dict.fromkeys(("freeze_step", "variance_kappa", "local_doubling", "max_local_steps"), ("zero_one_adam",)),
-    **dict.fromkeys(("H", "outer_lr", "outer_momentum", "dense_rounds", "inner"), LOCAL),
-}
 
 
 class Preset(NamedTuple):
-    """What a cell with an optimizer has if it does not say otherwise.
+    """What a cell with local updates has if it does not say otherwise.
 
     Attributes:
+        options: The optimizer's options.
         method: The method; None: the label names it, as everywhere.
         reduction: Options of the reducer.
     """
 
+    options: Mapping[str, Any] = MappingProxyType({})
     method: str | None = None
     reduction: Mapping[str, Any] = MappingProxyType({})
 
 
 PRESETS = {
-    "sparseloco": Preset("chunktopk+bins", {"algorithm": "gather", "ef_decay": 0.95}),
-    "muloco": Preset("bins", {"ef_decay": 0.9}),
+    # Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (arXiv:2311.08105, 2023).
+    "diloco": Preset({"H": 500, "outer_lr": 0.7, "outer_momentum": 0.9}),
+    # Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo" (arXiv:2508.15706, 2025).
+    "sparseloco": Preset(
+        {"H": 30, "outer_lr": 1.0, "outer_momentum": 0.0},
+        "chunktopk+bins",
+        {"algorithm": "gather", "ef_decay": 0.95},
+    ),
+    # Thérien et al., "MuLoCo: Muon is a Practical Inner Optimizer for DiLoCo" (arXiv:2505.23725, 2025).
+    "muloco": Preset({"H": 30, "outer_lr": 0.7, "outer_momentum": 0.6, "inner": "muon"}, "bins", {"ef_decay": 0.9}),
+}
+
+
+LOCAL = tuple(PRESETS)  # train alone for H steps, and send what that changed
+OPTIONS = {  # of which optimizers an option is
+    **dict.fromkeys(("freeze_step", "variance_kappa", "local_doubling", "max_local_steps"), ("zero_one_adam",)),
+    **dict.fromkeys(("H", "outer_lr", "outer_momentum", "dense_rounds", "inner"), LOCAL),
 }
 
 
@@ -92,6 +104,11 @@ class Communication(BaseModel):
     def optimizer(self) -> str:
         """The record's ``optimizer``."""
         return "adamw" if self.averages_gradients else self.comm_optimizer
+
+    @property
+    def module(self) -> str:
+        """The module in ``parallel.optimizers`` that has the optimizer."""
+        return "diloco" if self.comm_optimizer in LOCAL else self.comm_optimizer
 
     @property
     def options(self) -> dict[str, Any]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import defaultdict
-from importlib import import_module
 
 import pytest
 import torch
@@ -14,12 +12,12 @@ from protocols import Protocol, by_rows
 from test_optimizers import BETAS, CLIP, DECAY, RATES, REPLICAS, Held, assert_same, groups_of, whole
 
 from gradwire.collectives import Reducer
+from gradwire.communication import preset
 from gradwire.compressors import build
 from gradwire.config import Cell
 from gradwire.errors import BadInput, NonFiniteGradient
 from gradwire.parallel import accumulation, named_parameters, optimizers, wrap
 from gradwire.parallel.optimizers import inner
-from gradwire.parallel.optimizers.local import LocalUpdates
 from gradwire.parallel.optimizers.rounds import Rounds
 from gradwire.parallel.verify import SyncCheck, first_difference
 
@@ -221,7 +219,7 @@ def test_diloco_is_its_protocol_in_one_process(world, case, strategy, size):
 def test_a_preset_is_its_protocol_in_one_process(world, name, size):
     """With what a cell of it sends, and a round short enough to see two of them."""
     parsed = Cell.parse(name, {"comm_optimizer": name, **({"method": "onebit"} if name == "diloco" else {})})
-    assert inspect_defaults(name) | {"steps": None} == DEFAULTS | PRESETS[name]
+    assert preset(name).options == PRESETS[name], "the papers' defaults"
     method = {"chunktopk.k": 2, "chunk": 8} if name == "sparseloco" else {}
     cell = {"method": method, **{key: getattr(parsed.reduction, key) for key in parsed.reduction.model_fields_set}}
     results = world(size).run(trained, name, "ddp", parsed.method, {**cell, "algorithm": "gather"}, {"H": 3})
@@ -231,19 +229,6 @@ def test_a_preset_is_its_protocol_in_one_process(world, name, size):
         for step, (parameters, *_) in enumerate(told):
             assert_same(trainable(parameters), expected[step][0][rank])
     assert sum(traffic["sent"] for _, traffic in results) == bytes_sent
-
-
-DEFAULTS = {"H": 500, "outer_lr": 0.7, "outer_momentum": 0.9, "inner": "adamw", "dense_rounds": 0, "steps": None}
-
-
-def inspect_defaults(name):
-    """The defaults of a class and of those that it is built on."""
-    kind = getattr(import_module(f"gradwire.parallel.optimizers.{name}"), optimizers.CLASSES[name])
-    found = {}
-    for each in reversed(kind.__mro__[: kind.__mro__.index(LocalUpdates)]):
-        given = inspect.signature(each.__init__).parameters.values()
-        found |= {one.name: one.default for one in given if one.kind is one.KEYWORD_ONLY}
-    return found
 
 
 def forget_the_error(optimizer, rank, step):

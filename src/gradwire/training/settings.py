@@ -80,7 +80,7 @@ def modules(cell: Cell) -> list[str]:
     """
     named = [source for name in cell.methods for source in sources(name)]
     if not cell.communication.averages_gradients:
-        named.append(f"gradwire.parallel.optimizers.{cell.communication.comm_optimizer}")
+        named.append(f"gradwire.parallel.optimizers.{cell.communication.module}")
     return ["gradwire.training.train", *named]
 
 

@@ -21,14 +21,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.collectives import Reducer
+from gradwire.communication import PRESETS, preset
 from gradwire.errors import unknown
 
 CLASSES = {
     "onebit_adam": "OneBitAdam",
     "zero_one_adam": "ZeroOneAdam",
-    "diloco": "DiLoCo",
-    "sparseloco": "SparseLoCo",
-    "muloco": "MuLoCo",
+    **dict.fromkeys(PRESETS, "DiLoCo"),
 }
 
 
@@ -93,14 +92,15 @@ def build(
         model: The model returned by `parallel.wrap` with ``average=False``.
         groups: Parameter groups, as for torch's optimizers.
         reducer: Does the communication.
-        options: Options of `base.CommunicatingAdam` and of the class.
+        options: Options of the class; those of a preset (`communication.PRESETS`) have its defaults.
 
     Raises:
         BadInput: If the name is unknown, or an option is out of range.
     """
     if name not in CLASSES:
         raise unknown("optimizer that communicates,", name, CLASSES)
-    optimizer: Communicating = getattr(import_module(f"{__name__}.{name}"), CLASSES[name])(
-        model, groups, reducer, **options
+    module = import_module(f"{__name__}.{'diloco' if name in PRESETS else name}")
+    optimizer: Communicating = getattr(module, CLASSES[name])(
+        model, groups, reducer, **{**preset(name).options, **options}
     )
     return optimizer

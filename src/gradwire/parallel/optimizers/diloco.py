@@ -2,7 +2,8 @@
 
 Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (arXiv:2311.08105, 2023). At the
 end of a round each rank's pseudo-gradient is its anchor minus its parameters. The cell's compressor and error feedback
-work on it, and SGD with Nesterov momentum takes a step with the mean. The inner moments stay on their rank.
+work on it, and SGD with Nesterov momentum takes a step with the mean. The inner moments stay on their rank. Other
+methods are the same with other defaults: `communication.PRESETS`.
 """
 
 from __future__ import annotations
