@@ -206,17 +206,30 @@ def test_time_steps_and_bytes_to_each_target(tmp_path):
     assert "## Time to target" in text and "∞" in text.split("## Time to target")[1]
 
 
-def test_a_shaped_run_takes_the_steps_of_the_long_one_at_its_own_step_time(tmp_path):
-    long, link = tmp_path / "long", RUN._replace(link="2mbit")
-    ask(long, [RUN], ppl=[60, 40])
-    add(long, RUN, 10, [80.0, 60.0, 50.0], bytes_compressed_total=600, val_loss=math.log(50))
-    with_bytes(long, RUN, None)
-    add(tmp_path / "short", link, 1, [1.0], step_time_ms_mean=250.0, quality_from=None, val_ppl=None)
-    source, row = collect(long)[0], collect(tmp_path / "short")[0]
-    [joined], complaints = with_quality([row], PerplexityReference.of("long", [source]))
-    assert complaints == []
-    assert to_target(joined) == ({"60": 4, "40": None}, {"60": 1.0, "40": None}, {"60": 400, "40": None})
-    assert joined.val_ppl == 50 and joined.quality_from == "long: ddp/none/ws2/none/seed0"
+@pytest.mark.parametrize(
+    ("config", "seconds"),
+    [({}, 4 * 0.25), ({"dense_steps": 3}, 3 * 2.0 + 0.25), ({"dense_steps": 5}, 4 * 2.0), ({"freeze_step": 9}, None)],
+    ids=str,
+)
+def test_a_shaped_run_takes_the_steps_of_the_long_one_at_its_own_step_time(tmp_path, config, seconds):
+    """And of its dense steps at the baseline's on the same link; seeds keep their own steps."""
+    cell = RUN._replace(compressor="diloco")
+    long, short, link = tmp_path / "long", tmp_path / "short", cell._replace(link="2mbit")
+    ask(long, [cell], ppl=[60, 40])
+    config = {"method": "onebit", **config}
+    add(long, cell, 10, [80.0, 60.0, 50.0], bytes_compressed_total=600, val_loss=math.log(50), compress_config=config)
+    with_bytes(long, cell, None)
+    untold = {"quality_from": None, "val_ppl": None}
+    add(short, link, 1, [1.0], step_time_ms_mean=250.0, compress_config={"method": "onebit"}, **untold)
+    add(short, link._replace(compressor="none"), 1, [1.0], step_time_ms_mean=2000.0, **untold)
+    add(short, RUN, 1, [1.0], step_time_ms_mean=500.0, **untold)
+    [joined, _, _], complaints = with_quality(collect(short), PerplexityReference.of("long", collect(long)))
+    assert len(complaints) == 2 and joined.compressor == "diloco"
+    times = None if seconds is None else {"60": pytest.approx(seconds), "40": None}
+    assert to_target(joined) == ({"60": 4, "40": None}, times, {"60": 400, "40": None})
+    assert joined.val_ppl == 50 and joined.quality_from == "long: ddp/diloco/ws2/none/seed0"
+    line = next(line for line in records([joined]) if line["target"] == "60")
+    assert line["seconds"] == ("–" if seconds is None else f"{seconds:.1f}")
 
 
 @pytest.mark.parametrize(

@@ -107,15 +107,15 @@ def with_quality(results: Sequence[Result], found: PerplexityReference) -> tuple
     for row in results:
         if row.status == "ok" and row.val_ppl is None:
             try:
-                row = _joined(row, found)
+                row = _joined(row, found, results)
             except BadInput as error:
                 complaints.append(f"{row.run_name} has no perplexity: {error}")
         joined.append(row)
     return joined, complaints
 
 
-def _joined(row: Result, found: PerplexityReference) -> Result:
-    """Fill in the perplexity of the row's own seed.
+def _joined(row: Result, found: PerplexityReference, results: Sequence[Result]) -> Result:
+    """Fill in the perplexity of the row's own seed, and what it took to reach targets.
 
     Raises:
         BadInput: If that seed has none.
@@ -125,5 +125,5 @@ def _joined(row: Result, found: PerplexityReference) -> Result:
         raise BadInput(f"{found.name} has no seed {row.seed} of {next(iter(seeds.values())).strategy}/{row.compressor}")
     source = seeds[row.seed]
     quality: dict[str, Any] = {"val_loss": source.val_loss, "val_ppl": source.val_ppl}
-    quality |= on_own_link(row, source)
+    quality |= on_own_link(row, source, results)
     return row.model_copy(update=quality | {"quality_from": f"{found.name}: {source.run_name}"})

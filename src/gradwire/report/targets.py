@@ -15,9 +15,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from gradwire.config import Targets
+from gradwire.config import BASELINE, Targets
 from gradwire.errors import BadInput
 from gradwire.measurement import quality
+from gradwire.report.markdown import MISSING
 from gradwire.report.record import OWN_QUALITY, Result, run_of
 
 FIELDS = ("steps_to_target", "time_to_target_s", "bytes_to_target")
@@ -82,18 +83,30 @@ def bytes_until(row: Result, path: Path, steps: int) -> int | None:
     return row.bytes_compressed_total * steps // row.steps
 
 
-def on_own_link(row: Result, source: Result) -> dict[str, Any]:
-    """The fields of a row whose perplexity is that of another run: that run's steps at this run's mean step time."""
-    step = row.step_time_ms_mean
-    if source.steps_to_target is None or step is None:
+def on_own_link(row: Result, source: Result, results: Iterable[Result]) -> dict[str, Any]:
+    """The fields of a row whose perplexity is that of another run: that run's steps, timed by this experiment.
+
+    Dense steps take the mean step time of the baseline on the same link, the others this run's. Seconds are unknown
+    without that baseline, and where the other steps do not all cost the same (``freeze_step``, ``dense_rounds``).
+
+    Args:
+        row: A run that was timed.
+        source: The run with its perplexity.
+        results: All rows of the row's experiment.
+    """
+    steps, config = source.steps_to_target, source.compress_config or {}
+    if steps is None:
         return {}
-    return {
-        "steps_to_target": source.steps_to_target,
-        "bytes_to_target": source.bytes_to_target,
-        "time_to_target_s": {
-            name: None if steps is None else steps * step / 1000 for name, steps in source.steps_to_target.items()
-        },
-    }
+    dense, baseline = config.get("dense_steps", 0), run_of(row)._replace(compressor=BASELINE)
+    each = next((one.step_time_ms_mean for one in results if run_of(one) == baseline), None) if dense else 0.0
+    own = None if {"freeze_step", "dense_rounds"} & config.keys() else row.step_time_ms_mean
+    seconds = None
+    if own is not None and each is not None:
+        seconds = {
+            name: None if n is None else (min(n, dense) * each + max(0, n - dense) * own) / 1000
+            for name, n in steps.items()
+        }
+    return {"steps_to_target": steps, "bytes_to_target": source.bytes_to_target, "time_to_target_s": seconds}
 
 
 def records(results: Iterable[Result]) -> list[dict[str, Any]]:
@@ -107,7 +120,8 @@ def records(results: Iterable[Result]) -> list[dict[str, Any]]:
         steps, seconds, sent = (_median(rows, field, name) for field in FIELDS)
         reached = sum((row.steps_to_target or {})[name] is not None for row in rows)
         line = {"target": name, "link": link, "world_size": world_size, "strategy": strategy, "compressor": compressor}
-        line |= {"n": len(rows), "reached": f"{reached} of {len(rows)}", "order": seconds}
+        line |= {"n": len(rows), "reached": f"{reached} of {len(rows)}"}
+        line["order"] = math.inf if math.isnan(seconds) else seconds
         lines.append(line | {"steps": _text(steps), "seconds": _text(seconds, 1), "megabytes": _text(sent / 1e6, 3)})
     return sorted(
         lines, key=lambda line: [line[key] for key in ("target", "link", "world_size", "order", "compressor")]
@@ -115,10 +129,12 @@ def records(results: Iterable[Result]) -> list[dict[str, Any]]:
 
 
 def _median(rows: Iterable[Result], field: str, name: str) -> float:
-    """Median over seeds; a miss is infinite."""
-    values = [(getattr(row, field) or {}).get(name) for row in rows]
-    return float(median(math.inf if value is None else value for value in values))
+    """Median over seeds; a miss is infinite. NaN if a value is unknown."""
+    found = [getattr(row, field) for row in rows]
+    if None in found:
+        return math.nan
+    return float(median(math.inf if each[name] is None else each[name] for each in found))
 
 
 def _text(value: float, digits: int = 0) -> str:
-    return "∞" if math.isinf(value) else f"{value:,.{digits}f}"
+    return "∞" if math.isinf(value) else MISSING if math.isnan(value) else f"{value:,.{digits}f}"
