@@ -432,6 +432,29 @@ def test_a_run_of_local_updates_resumes_inside_of_a_round(world, shards, tmp_pat
     assert record["compression_ratio"] == pytest.approx(7 * raw / sum(sent))
 
 
+def test_a_run_resumes_with_a_fragment_in_flight(world, shards, tmp_path):
+    """Of H = 6 steps the third sends the first fragment, the fifth receives it, and the checkpoint is in between."""
+    streaming = {"fragments": 2, "delay": 2, "alpha": 0.5}
+    cell = {"comm_optimizer": "diloco", "H": 6, "outer_lr": 0.7, "outer_momentum": 0.5, "streaming": streaming}
+    options = {"strategy": "ddp", "comm_compress": "onebit", "comm_config_json": json.dumps(cell), "steps": 7}
+    options |= {"checkpoint_every": 4, "verify_sync": 1, "eval_every": 2}
+    whole = world(2).run(run, words(shards, tmp_path / "whole", **options))
+    shutil.copytree(tmp_path / "whole" / "checkpoints", tmp_path / "resumed" / "checkpoints")
+    resumed = world(2).run(run, words(shards, tmp_path / "resumed", "--resume", **options))
+    for (before, _), (after, _) in zip(whole, resumed, strict=True):
+        for name in ("loss", "grad_norm", "val_loss"):
+            assert [row[name] for row in after] == [row[name] for row in before]
+    weights = [(tmp_path / name / "final_model/model.safetensors").read_bytes() for name in ("whole", "resumed")]
+    assert weights[0] == weights[1]
+    record, again = whole[0][1], resumed[0][1]
+    for name in ("bytes_raw_total", "bytes_compressed_total", "bytes_closed_form_total", "residual_norm"):
+        assert record[name] == again[name]
+    assert record["bytes_compressed_total"] == record["bytes_closed_form_total"]
+    assert record["bytes_raw_total"] == 7 * 2 * 4 * record["parameters"]
+    ratio = 25.6 * 7 / 2.0  # a fragment each, about a half, and then both
+    assert record["compression_ratio"] == pytest.approx(ratio, rel=0.2)
+
+
 def test_evaluations_of_local_updates_are_of_the_anchors(world, shards, tmp_path):
     """Until the first round ends nothing is agreed: the loss is that of the initial weights, and then it is another."""
     cell = {"comm_optimizer": "diloco", "H": 5, "outer_lr": 1.0, "outer_momentum": 0.0}

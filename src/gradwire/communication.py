@@ -49,7 +49,7 @@ PRESETS = {
 LOCAL = tuple(PRESETS)  # train alone for H steps, and send what that changed
 OPTIONS = {  # of which optimizers an option is
     **dict.fromkeys(("freeze_step", "variance_kappa", "local_doubling", "max_local_steps"), ("zero_one_adam",)),
-    **dict.fromkeys(("H", "outer_lr", "outer_momentum", "dense_rounds", "inner"), LOCAL),
+    **dict.fromkeys(("H", "outer_lr", "outer_momentum", "dense_rounds", "inner", "streaming"), LOCAL),
 }
 
 
@@ -70,6 +70,18 @@ def _interval(value: Any) -> Any:
 
 Count = Annotated[int, Field(**COUNT.limits)]
 Interval = Annotated[int | dict[int, int], BeforeValidator(_interval)]
+
+
+class Streaming(BaseModel):
+    """How local updates send the model in fragments while training goes on; ``parallel.optimizers.streaming``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+
+    fragments: Count = Field(description="number of fragments; one is in flight at a time")
+    delay: int = Field(1, **NATURAL.limits, description="steps from sending a fragment to receiving it")
+    alpha: float = Field(
+        0.5, ge=0, lt=1, description="part of the own parameters in the mixture with the received ones"
+    )
 
 
 class Communication(BaseModel):
@@ -94,6 +106,7 @@ class Communication(BaseModel):
     outer_momentum: float | None = Field(None, ge=0, lt=1, description="Nesterov momentum of the outer step")
     dense_rounds: int = Field(0, **NATURAL.limits, description="first rounds without compression")
     inner: Inner | None = Field(None, description="the optimizer of the local steps")
+    streaming: Streaming | None = Field(None, description="send in fragments, beside the training")
 
     @property
     def averages_gradients(self) -> bool:
@@ -108,7 +121,8 @@ class Communication(BaseModel):
     @property
     def module(self) -> str:
         """The module in ``parallel.optimizers`` that has the optimizer."""
-        return "diloco" if self.comm_optimizer in LOCAL else self.comm_optimizer
+        local = "diloco" if self.streaming is None else "streaming"
+        return local if self.comm_optimizer in LOCAL else self.comm_optimizer
 
     @property
     def options(self) -> dict[str, Any]:

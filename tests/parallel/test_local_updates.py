@@ -140,29 +140,39 @@ class Simulated:
             for optimizer in self.inner[rank]:
                 set_rates(optimizer, step)
                 optimizer.step()
-        if (step + 1) % self.H == 0 or step + 1 == STEPS:
-            self.end_round()
+        with torch.no_grad():
+            self.close_step(step)
         return math.sqrt(sum(norm**2 for norm in norms) / self.world)
 
-    @torch.no_grad()
-    def end_round(self):
-        deltas = [{n: self.anchors[n] - p for n, p in self.parameters(rank).items()} for rank in range(self.world)]
+    def close_step(self, step):
+        if (step + 1) % self.H == 0 or step + 1 == STEPS:
+            self.receive(list(self.shapes), self.means(list(self.shapes)), 0.0)
+            self.rounds += 1
+
+    def means(self, names):
+        """What some parameters' pseudo-gradients are on average, as all ranks decode it."""
+        ranks = range(self.world)
+        deltas = [{n: p.detach() for n, p in self.parameters(rank).items() if n in names} for rank in ranks]
+        deltas = [{n: self.anchors[n] - p for n, p in mine.items()} for mine in deltas]
         if self.rounds < self.dense_rounds:
-            means = {n: sum((d[n] for d in deltas), torch.zeros(())) / self.world for n in self.shapes}
-        else:
-            means = self.protocol.reduce(self.algorithm, "all_reduce", deltas)
+            return {n: sum((d[n] for d in deltas), torch.zeros(())) / self.world for n in names}
+        self.protocol.shapes = {n: self.shapes[n] for n in names}
+        return self.protocol.reduce(self.algorithm, "all_reduce", deltas)
+
+    def receive(self, names, means, alpha):
+        """Take the outer step with some parameters, and mix them with the ranks' own."""
         for name, anchor in self.anchors.items():
-            anchor.grad = means[name].view(anchor.shape)
+            anchor.grad = means[name].view(anchor.shape) if name in names else None
         self.outer.step()
         for rank in range(self.world):
             for name, p in self.parameters(rank).items():
-                p.copy_(self.anchors[name])
-        self.rounds += 1
+                if name in names:
+                    p.copy_(torch.lerp(p, self.anchors[name], 1 - alpha) if alpha else self.anchors[name])
 
 
 def simulated(size, method, cell, options, clip=CLIP):
     """The parameters on every rank and the norm, after each step, and the bytes of all ranks."""
-    run, told = Simulated(size, method, cell, **options), []
+    run, told = (Streamed if "streaming" in options else Simulated)(size, method, cell, **options), []
     for step in range(STEPS):
         norm = run.step(step, clip)
         told.append(([{n: p.detach().clone() for n, p in run.parameters(r).items()} for r in range(size)], norm))
@@ -185,6 +195,31 @@ PRESETS = {  # what the papers' defaults are
     "muloco": {"H": 30, "outer_lr": 0.7, "outer_momentum": 0.6, "inner": "muon"},
     "diloco": {"H": 500, "outer_lr": 0.7, "outer_momentum": 0.9},
 }
+
+
+class Streamed(Simulated):
+    """The same with fragments: what is sent is received some steps later, and mixed."""
+
+    def __init__(self, world, method, cell, H, streaming, **more):
+        super().__init__(world, method, cell, H, **more)
+        self.delay, self.alpha = streaming["delay"], streaming["alpha"]
+        first = ["cube", "rows.weight", "blocks.0.weight", "blocks.0.bias"]
+        self.fragments = {
+            1: [list(self.shapes)],
+            2: [first, [name for name in self.shapes if name not in first]],
+        }[streaming["fragments"]]
+        self.arriving = {}  # by step: the fragment and its means
+
+    def close_step(self, step):
+        last = step + 1 == STEPS
+        for number, names in enumerate(self.fragments):
+            if (step + 1 - (number + 1) * self.H // len(self.fragments)) % self.H == 0 and not last:
+                self.arriving[step + self.delay] = names, self.means(names)
+        for due in sorted(self.arriving):
+            if due == step or last:
+                self.receive(*self.arriving.pop(due), self.alpha)
+        if last:
+            self.receive(list(self.shapes), self.means(list(self.shapes)), 0.0)
 
 
 def trainable(parameters):
@@ -212,6 +247,58 @@ def test_diloco_is_its_protocol_in_one_process(world, case, strategy, size):
     assert sent == bytes_sent or options.get("dense_rounds")
     numel = sum(p.numel() for p in held().parameters() if p.requires_grad)
     assert {traffic["elements"] for _, traffic in results} == {STEPS * numel}, "raw counts every step"
+
+
+STREAMS = [
+    ({"fragments": 2, "delay": 1, "alpha": 0.5}, {"H": 4, **LONE}, ONEBIT),
+    ({"fragments": 2, "delay": 2, "alpha": 0.25}, {"H": 6, "outer_lr": 0.7, "outer_momentum": 0.5}, ONEBIT),
+    ({"fragments": 2, "delay": 0, "alpha": 0.0}, {"H": 3, **LONE}, {**ONEBIT, "algorithm": "gather"}),
+    ({"fragments": 1, "delay": 2, "alpha": 0.5}, {"H": 3, **LONE}, {**ONEBIT, "overlap": False}),
+]
+
+
+@pytest.mark.parametrize(("case", "strategy", "size"), diagonals(STREAMS, REPLICAS, [2, 3]), ids=str)
+def test_streaming_is_its_protocol_in_one_process(world, case, strategy, size):
+    streaming, options, cell = case
+    options = {**options, "streaming": streaming}
+    results = world(size).run(trained, "diloco", strategy, "onebit", cell, options)
+    expected, bytes_sent = simulated(size, "onebit", cell, options)
+    for rank, (told, _) in enumerate(results):
+        for step, (parameters, _, _, difference, _) in enumerate(told):
+            assert_same(trainable(parameters), expected[step][0][rank])
+            assert difference is None, "anchors are equal on all ranks"
+        assert_same(told[-1][0], results[0][0][-1][0])
+    sent = sum(traffic["sent"] for _, traffic in results)
+    assert [traffic["closed_form"] for _, traffic in results] == [sent] * size
+    assert sent == bytes_sent
+    numel = sum(p.numel() for p in held().parameters() if p.requires_grad)
+    assert {traffic["elements"] for _, traffic in results} == {STEPS * numel}, "raw counts every step"
+
+
+def lost(optimizer, rank, step):
+    """A fragment that arrives late is dropped."""
+    if step == 4 and optimizer.in_flight is not None:
+        optimizer.in_flight = None
+
+
+def test_the_simulation_sees_a_dropped_fragment(world):
+    options = {"H": 6, **LONE, "streaming": STREAMS[1][0]}
+    results = world(2).run(trained, "diloco", "ddp", "onebit", ONEBIT, options, CLIP, "lost")
+    expected, _ = simulated(2, "onebit", ONEBIT, options)
+    for rank, (told, _) in enumerate(results):
+        assert_same(trainable(told[3][0]), expected[3][0][rank])
+        assert not torch.equal(told[4][0]["cube"], expected[4][0][rank]["cube"])
+
+
+@pytest.mark.parametrize("step", [4, 5])
+def test_streaming_skips_a_step_that_is_not_finite(world, step):
+    """Step 4 receives the first fragment, which is dropped; step 5 sends the second."""
+    cell, options = {**ONEBIT, "nonfinite": "skip"}, {"H": 6, **LONE, "streaming": STREAMS[1][0]}
+    for told, traffic in world(2).run(trained, "diloco", "ddp", "onebit", cell, options, CLIP, (1, step)):
+        assert [taken for *_, taken in told] == [at != step for at in range(STEPS)]
+        assert [difference for _, _, _, difference, _ in told] == [None] * STEPS
+        assert traffic["nonfinite_steps"] == 1
+        assert all(value.isfinite().all() for value in told[-1][0].values())
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -246,10 +333,10 @@ def double_momentum(optimizer, rank, step):
         optimizer.anchors[name].add_(momentum, alpha=-0.1) if step == 4 else None
 
 
-FAULTS = {"no error": forget_the_error, "drift": drift, "momentum twice": double_momentum}
+FAULTS = {"no error": forget_the_error, "drift": drift, "momentum twice": double_momentum, "lost": lost}
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", ["no error", "drift", "momentum twice"])
 def test_the_simulation_sees_a_fault(world, fault):
     options = {"H": 3, "outer_lr": 0.7, "outer_momentum": 0.5}
     results = world(2).run(trained, "diloco", "ddp", "onebit", ONEBIT, options, CLIP, fault)
@@ -443,6 +530,9 @@ def refused(rank, world, group, cell, options):
         ({}, {"outer_lr": 0.0}, "outer_lr is 0.0; it must be above 0"),
         ({}, {"outer_momentum": 1.0}, "outer_momentum is 1.0; it must be at least 0 and below 1"),
         ({}, {"inner": "adam"}, "Did you mean 'adamw'"),
+        ({}, {"streaming": {"fragments": 2, "delay": 3}, "H": 7}, "a delay of 3, it must be a number from 8 on"),
+        ({}, {"streaming": {"fragments": 2}, "H": {0: 9}}, "H is {0: 9}; for 2 fragments"),
+        ({}, {"streaming": {"fragments": 12}}, "11 parameters cannot be distributed over 12 fragments"),
     ],
 )
 def test_bad_input_is_one_message(world, cell, options, message):

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from threading import Lock
 from typing import Any, TypeAlias
 
 import torch
@@ -135,6 +136,7 @@ class Reducer:
         self._kept: list[Reduced] | None = None  # of a `keeping` that has not ended
         self._extra_seconds = 0.0
         self._counts: Counter[str] = Counter()
+        self._lock = Lock()
         self._expected: int | None = 0  # bytes over all ranks; None once a size depended on the data
 
     @property
@@ -196,7 +198,6 @@ class Reducer:
     def skip(self, layout: Layout) -> None:
         """Count a buffer that is not reduced in this step, in the place of `all_reduce`: raw bytes, and none sent."""
         if self.world > 1:
-            self.synchronize()
             self._count(layout, "all_reduce")
 
     @contextmanager
@@ -222,14 +223,16 @@ class Reducer:
         finally:
             self._kept = None
 
-    def finish(self, total: Tensor | None = None) -> bool:
+    def finish(self, total: Tensor | None = None, *, wait: bool = True) -> bool:
         """End the optimizer step: advance `step` and agree over the ranks whether every value was finite.
 
-        Call it once per optimizer step, after backward, on every rank. It waits for reductions that have begun.
+        Call it once per optimizer step, after backward, on every rank.
 
         Args:
             total: A float32 vector of the caller's, such as its loss, that is summed over the ranks in place. It
                 travels with the flag, since a small message costs its latency and nothing else.
+            wait: Whether to wait for reductions that have begun. One that has not finished may still set the flag of a
+                later step, and counts its bytes there.
 
         Returns:
             Whether the caller shall take the optimizer step. With one rank nothing was looked at, and it always is.
@@ -238,7 +241,8 @@ class Reducer:
             NonFiniteGradient: On all ranks alike, under ``raise``.
             Exception: What a reduction raised.
         """
-        self.synchronize()
+        if wait:
+            self.synchronize()
         finished, self.codec.step = self.codec.step, self.codec.step + 1
         if self.world == 1 or self._agreed_finite(total):
             return True
@@ -298,6 +302,7 @@ class Reducer:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: with it a resumed run equals an unbroken one. Its tensors are not copies."""
+        self.synchronize()
         return {
             "world": self.world,
             "options": self._options,
@@ -432,7 +437,8 @@ class Reducer:
         numel = sum(piece.numel for piece in layout.pieces)
         own = sum(piece.numel for piece in layout.rows[self.rank])
         sent = numel - own + ((self.world - 1) * own if kind == "all_reduce" else 0)
-        self._counts["raw"] += FLOAT32 * sent
-        self._counts["elements"] += numel
         exempt = self.codec.options.exempt
-        self._counts["exempt_elements"] += sum(p.numel for p in layout.pieces if exempt.covers(p.name, p.shape))
+        counts = {"raw": FLOAT32 * sent, "elements": numel}
+        counts["exempt_elements"] = sum(p.numel for p in layout.pieces if exempt.covers(p.name, p.shape))
+        with self._lock:  # a reduction in the queue may count at the same time
+            self._counts.update(counts)

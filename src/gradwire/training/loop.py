@@ -169,6 +169,7 @@ def train(
         return quality
 
     model.train()
+    counted = None if reducer is None else reducer.traffic
     with (
         progress(settings.output_dir, training.steps, start, world) as show,
         profiling(training, start, trace, world) as profiler,
@@ -180,7 +181,6 @@ def train(
                 lr = set_learning_rate(optimizer, training, step)
                 sync.before(step)
                 sent, around, transmitted = METER.sent("parameters"), METER.around, link.transmitted()
-                before = reducer.traffic if reducer is not None else {}
                 measured = METER.measuring() if step in profiled else nullcontext()
                 with sampled(reducer if evaluated and averages else None, outcome.memory) as sample:
                     with measured, record_function("gradwire/step"):
@@ -188,7 +188,11 @@ def train(
                             model, optimizer, reducer, feed, objective, training, world, clock, asked, step
                         )
                     row["bytes_interface"] = link.transmitted_since(transmitted)
-                row |= sample | traffic_since(before, reducer, timed=world.device.type == "cpu" or step in profiled)
+                saves = asked.agreed or due(training.checkpoint_every, step)
+                if saves and reducer is not None:
+                    reducer.synchronize()  # a message in flight is counted before its checkpoint
+                before, counted = counted, None if reducer is None else reducer.traffic
+                row |= sample | traffic_between(before, counted, world.device.type == "cpu" or step in profiled)
                 row["bytes_parameters"] = METER.sent("parameters") - sent
                 row["around_ms"] = 1000 * (METER.around - around)
                 row["bytes_parameters_raw"] = parallel.parameters_unhooked(
@@ -210,7 +214,7 @@ def train(
                     row["residual_norm"] = residual_norm(reducer)
                 log(row)
                 show(row)
-                if asked.agreed or due(training.checkpoint_every, step):
+                if saves:
                     save(step + 1)
                 if asked.agreed:
                     raise stopped(step + 1)
@@ -368,7 +372,10 @@ def set_generators(states: dict[str, Tensor], world: World) -> None:
 
 def residual_norm(reducer: Reducer | None) -> float | None:
     """Euclidean norm of this rank's error-feedback residuals, computed at evaluations only."""
-    return None if reducer is None else reducer.codec.residual_norm
+    if reducer is None:
+        return None
+    reducer.synchronize()
+    return reducer.codec.residual_norm
 
 
 def check_finite(value: float, what: str) -> None:
@@ -377,19 +384,18 @@ def check_finite(value: float, what: str) -> None:
         raise Diverged(f"{what} is {value}")
 
 
-def traffic_since(before: dict[str, Any], reducer: Reducer | None, *, timed: bool) -> Row:
-    """Bytes, elements and times of this rank's reducer in one step; all None without a reducer.
+def traffic_between(before: dict[str, Any] | None, now: dict[str, Any] | None, timed: bool) -> Row:
+    """Bytes, elements and times between two `Reducer.traffic` of this rank; all None without a reducer.
 
     ``bytes_closed_form`` is over all ranks, and None if a size depended on the data. Times are None unless ``timed``:
     on a GPU, measuring them needs a synchronization, which the meter does in profiled steps only.
     """
-    if reducer is None:
+    if before is None or now is None:
         return dict.fromkeys(("bytes_raw", "bytes_sent", "bytes_index", "comm_ms", "encode_ms", "decode_ms"))
 
     def milliseconds(seconds: float) -> float | None:
         return 1000 * seconds if timed else None
 
-    now = reducer.traffic
     closed = now["closed_form"]
     return {
         "bytes_closed_form": None if closed is None else closed - before["closed_form"],

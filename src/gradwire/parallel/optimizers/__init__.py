@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.collectives import Reducer
-from gradwire.communication import PRESETS, preset
+from gradwire.communication import PRESETS, Streaming, preset
 from gradwire.errors import unknown
 
 CLASSES = {
@@ -99,8 +99,11 @@ def build(
     """
     if name not in CLASSES:
         raise unknown("optimizer that communicates,", name, CLASSES)
-    module = import_module(f"{__name__}.{'diloco' if name in PRESETS else name}")
-    optimizer: Communicating = getattr(module, CLASSES[name])(
-        model, groups, reducer, **{**preset(name).options, **options}
-    )
+    module, kind = name, CLASSES[name]
+    if name in PRESETS:
+        options = {**preset(name).options, **options}
+        streaming = options.pop("streaming", None)
+        module, kind = ("diloco", "DiLoCo") if streaming is None else ("streaming", "StreamingDiLoCo")
+        options |= {} if streaming is None else {"streaming": Streaming.model_validate(streaming)}
+    optimizer: Communicating = getattr(import_module(f"{__name__}.{module}"), kind)(model, groups, reducer, **options)
     return optimizer

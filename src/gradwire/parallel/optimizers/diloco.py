@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.collectives import Reducer
+from gradwire.collectives import Layout, Reducer
+from gradwire.collectives.queue import Handle
 from gradwire.errors import BadInput
 from gradwire.parallel.optimizers import inner as inner_optimizers
 from gradwire.parallel.optimizers.local import LocalUpdates
@@ -70,21 +71,39 @@ class DiLoCo(LocalUpdates):
         """The steps of the dense rounds."""
         return self.rounds.began(self.dense_rounds)
 
-    def reduce(self) -> None:
+    def communicate(self) -> None:
         """Average the pseudo-gradients."""
-        deltas = {name: self.anchors[name] - p for name, p in self.trained.items()}
+        self.receive(self.begin(self.layout).wait(), self.layout)
+
+    def begin(self, layout: Layout) -> Handle:
+        """Begin to average the pseudo-gradients of a layout's parameters."""
+        deltas = {name: self.anchors[name] - self.trained[name] for name in layout.parameters}
         with self.reducer.plain() if self.reducer.step < self.dense_steps else nullcontext():
-            mean = self.reducer.all_reduce(self.layout.pack(deltas), self.layout)
-        self.delivered = deltas
-        self.layout.unpack(mean, self.delivered)
+            return self.reducer.begin_all_reduce(layout.pack(deltas), layout)
+
+    def receive(self, mean: Tensor, layout: Layout) -> None:
+        """Keep the mean pseudo-gradients of a layout's parameters for `advance`."""
+        self.delivered |= {name: torch.empty_like(self.anchors[name]) for name in layout.parameters}
+        layout.unpack(mean, self.delivered)
 
     def advance(self) -> None:
-        """Take the outer step."""
+        """Take the outer step, and continue from the anchors."""
         for name, mean in self.delivered.items():
             if self.outer_momentum:
                 momentum = self.momenta[name].mul_(self.outer_momentum).add_(mean)
                 mean.add_(momentum, alpha=self.outer_momentum)
             self.anchors[name].add_(mean, alpha=-self.outer_lr)
+            self.settle(name)
+        self.delivered = {}
+
+    def settle(self, name: str) -> None:
+        """Continue from a parameter's anchor."""
+        self.trained[name].copy_(self.anchors[name])
+
+    def discard(self) -> None:
+        """Drop what was received, and return its parameters to their anchors."""
+        for name in self.delivered:
+            self.trained[name].copy_(self.anchors[name])
         self.delivered = {}
 
     def rank_state(self) -> dict[str, Any]:

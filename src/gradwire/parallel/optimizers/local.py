@@ -57,51 +57,58 @@ class LocalUpdates(Communicating):
         self.trained = {name: p for name, p in named_parameters(model) if p.requires_grad}
         self.anchors = {name: p.detach().to(torch.float32, copy=True) for name, p in self.trained.items()}
         self.layout = Layout.dim0([(name, tuple(p.shape)) for name, p in self.trained.items()], reducer.world)
-        self.ended = False  # whether the present step ends a round; from `exchange` to `step`
+        self.sent = False  # whether the present step communicates; from `exchange` to `step`
         if reducer.world > 1:
             reducer.prepare("all_reduce", sum(p.numel() for p in self.trained.values()))
 
+    def due(self, step: int) -> bool:
+        """Whether a step communicates: the last one of a round does."""
+        return self.rounds.ends(step)
+
     @abstractmethod
-    def reduce(self) -> None:
-        """Communicate at the end of a round, after its last inner step; the anchors must not change yet."""
+    def communicate(self) -> None:
+        """Communicate, after the step's inner step; the anchors must not change yet."""
 
     @abstractmethod
     def advance(self) -> None:
-        """Move the anchors by what `reduce` received."""
+        """Move the anchors, and the parameters, by what was received."""
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Drop what was received, in a step that is skipped, and return its parameters to their anchors."""
 
     @torch.no_grad()
     def exchange(self, max_norm: float, total: Tensor | None = None) -> tuple[float, bool]:
         """As `Communicating.exchange`; the norm is the root mean square of the ranks' own norms, each clipped alone.
 
-        A step that ends a round takes the inner step here, because what is sent includes it.
+        A step that communicates takes the inner step here, because what is sent includes it.
         """
         norm = clip_grad_norm(self.model, max_norm)
         finite, device = math.isfinite(norm), strategy_of(self.model).device
-        self.ended = self.rounds.ends(self.reducer.step)
-        if self.ended:
+        self.sent = self.due(self.reducer.step)
+        if self.sent:
             if not finite and self.reducer.nonfinite == "skip":
-                self.inner.zero_grad(set_to_none=False)  # every rank counts the step, and the round is discarded
+                self.inner.zero_grad(set_to_none=False)  # every rank counts the step, and what it receives is dropped
             self.inner.step()
-            self.reduce()
+            self.communicate()
         else:
             self.reducer.skip(self.layout)
         if not finite:
             self.reducer.codec.note(torch.ones(1, dtype=torch.uint8, device=device))
         square = torch.tensor([norm**2], device=device)
         sums = square if total is None else torch.cat([total, square])
-        taken = self.reducer.finish(sums)
+        taken = self.reducer.finish(sums, wait=False)
         if total is not None:
             total.copy_(sums[:-1])
-        if self.ended and not taken:
-            self.return_to_anchors()
+        if self.sent and not taken:
+            self.discard()
         return (sums[-1] / self.reducer.world).sqrt().item(), taken
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take the inner step, or, at the end of a round, move to the new anchors; sends nothing."""
-        if self.ended:
+        """Take the inner step, or, in a step that communicates, move by what was received; sends nothing."""
+        if self.sent:
             self.advance()
-            self.return_to_anchors()
         else:
             self.inner.step()
 
