@@ -92,8 +92,7 @@ def test_an_experiment_runs_from_the_wheel_in_an_empty_folder(wheel, tmp_path):
     )
     (work / "small.yaml").write_text(small)
     printed = run(gradwire, "run", "small.yaml", cwd=work, path=installed)
-    assert printed.rstrip().endswith("report: results/small/report.html")
-    assert "12/12 report" in printed.replace(" 1", "1")
+    assert printed.rstrip().endswith("report: results/small/report.html") and "11/11 report" in printed
     (frame,) = [json.loads(run(gradwire, "results", "results/small", "--json", cwd=work, path=installed))]
     assert {(row["compressor"], row["status"]) for row in frame} == {("none", "ok"), ("int8", "ok")}
     assert all(row["environment"]["gradwire"] for row in frame)

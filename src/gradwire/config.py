@@ -460,6 +460,7 @@ class Experiment(Strict):
     """A whole experiment: everything that ``results/<name>/`` is made from."""
 
     name: Name = Field(description="the experiment's folder under results/")
+    question: str | None = Field(None, description="what the experiment asks: the title of its page")
     dataset: Dataset = Field(default_factory=Dataset)
     model: ModelOption = Field(
         "tiny", description=f"{presets.MEANING}; or inline options, such as {{architecture: llama, hidden_size: 256}}"

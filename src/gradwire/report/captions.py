@@ -19,6 +19,7 @@ class Caption(NamedTuple):
 
 
 CAPTIONS = {
+    "headline": Caption("In short", "In short", ""),
     "validity": Caption(
         "What was run, and whether it is valid",
         "Validity",
@@ -54,7 +55,8 @@ CAPTIONS = {
         "Loss",
         "Training loss, the mean over seeds, in at most {windows} windows of steps; the band reaches from the lowest "
         "seed to the highest. Losses over steps do not depend on the link, and are drawn for one. Seconds are those "
-        "of the steps, the slowest rank's each; evaluations are left out.",
+        "of the steps, the slowest rank's each; evaluations are left out, and the first step, which compiles, counts "
+        "at most as long as the median of the others.",
     ),
     "step-time": Caption(
         "Where a step's time goes",

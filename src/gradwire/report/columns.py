@@ -49,6 +49,7 @@ class Column:
         ends: Whether it shows the spread over seeds, sorted by its lower end, instead of the value.
         number: Whether its entries are aligned to the right.
         hint: An explanation of the heading.
+        long: Whether a short table, such as that of a paper, leaves it out.
     """
 
     title: str
@@ -61,6 +62,7 @@ class Column:
     ends: bool = False
     number: bool = True
     hint: str = ""
+    long: bool = False
 
     def titled(self, title: str, **changes: Any) -> Column:
         """Copy the column with another title and other ``changes``."""
@@ -68,7 +70,7 @@ class Column:
 
     def spread(self, title: str) -> Column:
         """The column of the spreads over seeds."""
-        return replace(self, title=title, ends=True, mark="", hint="")
+        return replace(self, title=title, ends=True, mark="", hint="", long=True)
 
     def headed(self, records: Iterable[Record]) -> Column:
         """The column with its title for these records."""
@@ -197,20 +199,20 @@ TARGETS = (
 CELLS = (
     *CELL,
     SEEDS,
-    PERPLEXITY,
+    PERPLEXITY.titled("perplexity", long=True),
     PERPLEXITY.spread("ppl {spread}"),
     WORSE,
     WORSE.spread("vs fp32 {spread}"),
     ALL_BYTES,
     RATIO,
-    RATIO_BF16,
+    RATIO_BF16.titled("gradients × bf16", long=True),
     STEP,
     STEP.spread("step {spread}"),
     SPEED_UP,
     SPEED_UP.spread("× fp32 {spread}"),
-    SPEED_UP_BF16,
-    TOKENS,
-    text("marks", "marks"),
+    SPEED_UP_BF16.titled("speed × bf16", long=True),
+    TOKENS.titled("tokens/s", long=True),
+    text("marks", "marks").titled("marks", long=True),
 )
 SCALING = (
     *CELL,

@@ -73,6 +73,8 @@ def render(data: Data, made: Sequence[Section], drawn: Mapping[str, Sequence[Dra
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
+    from gradwire.report.headline import question
+
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -82,6 +84,7 @@ def render(data: Data, made: Sequence[Section], drawn: Mapping[str, Sequence[Dra
     )
     return environment.get_template("page.html.j2").render(
         name=data.results_dir.resolve().name,
+        question=question(data.results_dir, data.cells),
         version=__version__,
         sections=made,
         notes=data.notes,

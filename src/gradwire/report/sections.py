@@ -18,11 +18,12 @@ from gradwire.files import digest, read_json
 from gradwire.measurement.cost_model import Model, leave_one_link_out
 from gradwire.report import columns, curves, gates, targets
 from gradwire.report.captions import CAPTIONS
-from gradwire.report.cells import command, of_group, on_one_link
+from gradwire.report.cells import GROUP, command, of_group, on_one_link
 from gradwire.report.columns import Column
 from gradwire.report.data import Data
 from gradwire.report.figures import line_plots, pareto, scaling, step_time, winners
-from gradwire.report.figures.style import Drawing
+from gradwire.report.figures.style import Drawing, timed
+from gradwire.report.headline import Finding, findings
 from gradwire.report.markdown import MISSING
 from gradwire.report.notes import mostly_float32, privacy
 from gradwire.report.predict import measurement_of, ppl_percent, usable
@@ -49,6 +50,7 @@ class Section:
         plots: Figures to draw.
         tables: Tables; the first is shown, the others are folded.
         notes: Further notes.
+        findings: Which compressor wins in which regime.
     """
 
     key: str
@@ -62,6 +64,7 @@ class Section:
     plots: Sequence[Drawing] = ()
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
+    findings: Sequence[Finding] = ()
 
     @classmethod
     def of(cls, key: str, **values: Any) -> Self:
@@ -73,8 +76,9 @@ class Section:
 def sections(data: Data) -> Iterator[Section]:
     """All sections."""
     for make in (
-        validity,
         headline,
+        validity,
+        all_cells,
         fronts,
         time_to_target,
         loss,
@@ -124,6 +128,21 @@ def validity(data: Data) -> Section:
 
 
 def headline(data: Data) -> Section:
+    """Which compressor wins in which regime, and quality over step time in the regime with the largest gain."""
+    made = Section.of("headline")
+    made.findings = findings(data.cells)
+    if data.cells is None:
+        made.absent = NO_RESULT
+    elif not made.findings:
+        made.absent = f"no compressor and {BASELINE} ran on several ranks"
+    else:
+        found = data.cells[(data.cells[GROUP] == list(made.findings[0].group)).all(axis=1)]
+        front = next(pareto.plots("time", found, data.runs, data.looks), None)
+        made.plots = [] if front is None else [lambda: timed(front, data.shared)()._replace(name="headline")]
+    return made
+
+
+def all_cells(data: Data) -> Section:
     """The table of all cells."""
     made = Section.of("cells")
     if data.cells is None:
@@ -135,10 +154,10 @@ def headline(data: Data) -> Section:
     records = data.cells.to_dict("records")
     of_cell = [runs[cell["strategy"], cell["world_size"], cell["link"], cell["compressor"]] for cell in records]
     for cell, rows in zip(records, of_cell, strict=True):
-        cell["marks"] = marks(cell, rows) or "valid"
+        cell["marks"] = marks(cell, rows, data.shared) or "valid"
     made.tables = [
         replace(
-            Table.of("cells", "All cells", records, columns.CELLS),
+            Table.of("cells", "All cells", records, columns.CELLS).trimmed(),
             commands=[command(rows, data.results_dir) for rows in of_cell],
             fails=[bool(cell["gated"]) for cell in records],
         )
@@ -155,12 +174,13 @@ def headline(data: Data) -> Section:
     return made
 
 
-def marks(cell: Mapping[Any, Any], rows: Sequence[Result]) -> str:
+def marks(cell: Mapping[Any, Any], rows: Sequence[Result], shared: bool = False) -> str:
     """The marks of a cell."""
     found = {
         "worse than fp32 + 1 %": cell["gated"],
         "no perplexity": pd.isna(cell["val_ppl"]),
         "one seed": cell["n"] < 2,
+        "times shared": shared,
         "meter ≠ trace": any(row.meter_agrees is False for row in rows),
         "bytes ≠ formula": any(as_computed(row) is False for row in rows),
         "mostly float32": any(map(mostly_float32, rows)),
@@ -175,7 +195,8 @@ def fronts(data: Data) -> Section:
     if data.cells is None:
         made.absent = NO_RESULT
         return made
-    made.plots = [plot for cost in pareto.COSTS for plot in pareto.plots(cost, data.cells, data.runs, data.looks)]
+    plots = {cost: pareto.plots(cost, data.cells, data.runs, data.looks) for cost in pareto.COSTS}
+    made.plots = [*plots["bytes"], *(timed(plot, data.shared) for plot in plots["time"])]
     if not made.plots:
         made.absent = f"no two cells with a perplexity, one of them {BASELINE}, share strategy, world size and link"
     return made
@@ -200,7 +221,7 @@ def loss(data: Data) -> Section:
         return made
     made.plots = [
         *line_plots.plots(line_plots.LOSS_STEPS, {group: lines[group] for group in on_one_link(lines)}, data.looks),
-        *line_plots.plots(line_plots.LOSS_SECONDS, lines, data.looks),
+        *(timed(plot, data.shared) for plot in line_plots.plots(line_plots.LOSS_SECONDS, lines, data.looks)),
     ]
     return made
 
@@ -220,7 +241,7 @@ def step_times(data: Data) -> Section:
         times = pd.DataFrame([step_time.parts(profiles[row.run_name]) for row in rows])
         means = times.groupby([row.compressor for row in rows]).mean()
         means = means.loc[means.sum(axis=1).sort_values(kind="stable").index]
-        plots.append(partial(step_time.draw, group, means))
+        plots.append(timed(partial(step_time.draw, group, means), data.shared))
         records += [
             {**group._asdict(), "compressor": label, **values} for label, values in means.to_dict("index").items()
         ]
@@ -236,7 +257,7 @@ def scaling_section(data: Data) -> Section:
     if data.cells is None:
         made.absent = NO_RESULT
         return made
-    made.plots = list(scaling.plots(data.runs, data.looks))
+    made.plots = [timed(plot, data.shared) for plot in scaling.plots(data.runs, data.looks)]
     if not made.plots:
         made.absent = "no strategy ran at two world sizes"
         return made

@@ -66,13 +66,17 @@ def beside(args: Namespace) -> Path | None:
 
 def main(args: Namespace) -> None:
     """Write the results and print the table."""
+    from gradwire.report.cells import cells_of
+    from gradwire.report.headline import findings
     from gradwire.report.table import summary
     from gradwire.report.tiers import tiers
 
     results, found, notes = joined(args.results_dir, args.experiment, args.quality_from)
     for note in notes:
         print(f"gradwire summarize: {note}", file=sys.stderr)
-    text = summary(args.results_dir.resolve().name, results, tiers(results, found), notes)
+    ok = [row for row in results if row.status == "ok"]
+    answers = [f"{one.regime}: {one.text}" for one in findings(cells_of(ok, found) if ok else None)]
+    text = summary(args.results_dir.resolve().name, results, tiers(results, found), notes, answers)
     if not args.print_only:
         lines, table = jsonl(results), csv_text(results)
         write_text(args.results_dir / "results.jsonl", lines)

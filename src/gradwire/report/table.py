@@ -75,7 +75,9 @@ DEFINITIONS = f"""\
   of the step, `exposed` what no computation of the same rank covers. Two ops may run at once."""
 
 
-def summary(name: str, results: Sequence[Result], tiers: str = "", notes: Sequence[str] = ()) -> str:
+def summary(
+    name: str, results: Sequence[Result], tiers: str = "", notes: Sequence[str] = (), answers: Sequence[str] = ()
+) -> str:
     """Format the whole summary.
 
     Args:
@@ -83,6 +85,7 @@ def summary(name: str, results: Sequence[Result], tiers: str = "", notes: Sequen
         results: Its rows, at least one.
         tiers: Sections on quality tiers and links, if any.
         notes: Further notes.
+        answers: Which compressor wins in which regime (`report.headline`).
 
     Returns:
         Markdown of at most about 140 columns, with a line break at the end.
@@ -91,6 +94,7 @@ def summary(name: str, results: Sequence[Result], tiers: str = "", notes: Sequen
     parts = [f"# {name}", header(results)]
     if ok:
         cells = over_seeds(ok)
+        parts += ["## In short", "\n".join(map(_item, answers))] if answers else []
         by_speed = cells.sort_values(["strategy", "world_size", "rate", "standing", "step_time_ms_mean"])
         parts += ["## Quality", _table(cells, columns.QUALITY), "## Bytes", _table(cells, columns.SENT)]
         parts += [

@@ -10,7 +10,7 @@ from matplotlib.ticker import MaxNLocator
 
 from gradwire.report.cells import Group
 from gradwire.report.curves import Line
-from gradwire.report.figures.style import Drawing, Look, Plot, axes, group_title, legend
+from gradwire.report.figures.style import Drawing, Look, Plot, axes, group_title, legend, logarithmic
 
 Lines = Mapping[str, Line]  # by label
 
@@ -62,7 +62,7 @@ def draw(kind: Kind, group: Group, lines: Lines, looks: Mapping[str, Look]) -> P
     if kind.along == "steps":
         ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     if kind.log:
-        ax.set_yscale("log")
+        logarithmic(ax, "y")
     legend(figure, handles, list(lines))
     alt = f"{kind.y} over {kind.x}, {group_title(*group)}: {', '.join(lines)}."
     return Plot(f"{kind.name}-{group.slug}", alt, figure, tips)

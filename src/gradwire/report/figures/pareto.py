@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
 from gradwire.report.cells import Group, groups, on_one_link
-from gradwire.report.figures.style import INK, MUTED, PAPER, Drawing, Look, Plot, axes, group_title, legend
+from gradwire.report.figures.style import (
+    INK,
+    MUTED,
+    PAPER,
+    SMALL,
+    Drawing,
+    Look,
+    Plot,
+    axes,
+    group_title,
+    legend,
+    logarithmic,
+)
 
 COSTS = {
     "bytes": ("sent_mb", "gradient megabytes sent per rank and step"),
     "time": ("step_time_ms_mean", "step time, ms"),
 }
+NARROW = 1.25  # a ratio of costs below which their axis begins at 0
 LARGE = 10.0  # percent: larger differences are drawn on a logarithmic scale
 
 
@@ -33,7 +47,7 @@ def plots(cost: str, cells: pd.DataFrame, runs: pd.DataFrame, looks: Mapping[str
     for group in on_one_link(by_group) if cost == "bytes" else by_group:
         found = by_group[group]
         known = found[found["worse_percent"].notna() & found[column].notna()]
-        if len(known) > 1:
+        if len(known) > 1 and known[column].max() > 0:  # one rank sends nothing
             mine = runs[(runs[["strategy", "world_size", "link"]] == list(group)).all(axis=1)]
             yield partial(draw, cost, group, known, mine, looks)
 
@@ -44,6 +58,20 @@ def front(cost: np.ndarray, worse: np.ndarray) -> np.ndarray:
     best = np.minimum.accumulate(worse[order])
     first = np.concatenate([[True], worse[order][1:] < best[:-1]])
     return order[first]
+
+
+def name_points(ax: Axes, x: np.ndarray, y: np.ndarray, names: Iterable[str]) -> None:
+    """Write names beside points, without those that would cover an earlier one; call it when the axes are final."""
+    places = ax.transData.transform(np.column_stack([x, y]))
+    middle = ax.transAxes.transform((0.6, 0))[0]
+    taken: list[np.ndarray] = []
+    for place, at, name in zip(places, zip(x, y, strict=True), names, strict=True):
+        if any(abs(place[0] - other[0]) < 90 and abs(place[1] - other[1]) < 14 for other in taken):
+            continue
+        taken.append(place)
+        right = place[0] > middle  # no room beside it
+        offset, side = ((-5, 4), "right") if right else ((5, 4), "left")
+        ax.annotate(name, at, xytext=offset, ha=side, textcoords="offset points", fontsize=SMALL, color=INK)
 
 
 def draw(cost: str, group: Group, cells: pd.DataFrame, runs: pd.DataFrame, looks: Mapping[str, Look]) -> Plot:
@@ -71,25 +99,16 @@ def draw(cost: str, group: Group, cells: pd.DataFrame, runs: pd.DataFrame, looks
         (handle,) = ax.plot(x[i], y[i], color=look.colour, marker=look.marker, mfc=face, mew=1.3, ls="none", gid=gid)
         handles.append(handle)
         tips[gid] = f"{cell['compressor']}: {y[i]:+.2f} %, {x[i]:,.4g} {label}, n = {cell['n']}"
-        if i in best:
-            right = x[i] > x.min() + 0.6 * (x.max() - x.min())  # no room beside it
-            ax.annotate(
-                cell["compressor"],
-                (x[i], y[i]),
-                xytext=(-5 if right else 5, 4),
-                ha="right" if right else "left",
-                textcoords="offset points",
-                fontsize=7.5,
-                color=INK,
-            )
     if np.abs(y).max() > LARGE:
         ax.set_yscale("symlog", linthresh=1, linscale=0.6)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
     if cost == "bytes" and x.min() > 0 and x.max() > 4 * x.min():
-        ax.set_xscale("log")
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        logarithmic(ax, "x")
     ax.margins(x=0.12, y=0.1)
+    if ax.get_xscale() == "linear" and x.max() < NARROW * x.min():
+        ax.set_xlim(left=0)  # costs that hardly differ look so
     legend(figure, handles, cells["compressor"].tolist())
+    name_points(ax, x[best], y[best], cells["compressor"].iloc[best])
     names = ", ".join(cells["compressor"].iloc[best])
     alt = f"Pareto front of {group_title(*group)}: perplexity difference over {label}. On the front: {names}."
     return Plot(f"pareto-{cost}-{group.slug}", alt, figure, tips)

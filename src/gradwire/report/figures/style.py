@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from gradwire.config import BASELINE
 
@@ -21,8 +23,9 @@ COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5549a", "#c98a00", "#2b95d6", "#5
 DASHES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)))
 MARKERS = "os^DvPX*<>"
 HATCHES = ("", "///", "---", "xxx", "|||", "+++")  # lines only: dots make an SVG a hundred times larger
+SMALL = 8.5  # points: legends and labels of single points
 WIDTH = 4.9  # inches: a column of a paper, readable on a phone
-TOP, RIGHT, BOTTOM, LINE = 0.32, 0.25, 0.5, 0.165  # inches around the axes; of a legend's line
+TOP, RIGHT, BOTTOM, LINE = 0.32, 0.25, 0.5, 0.18  # inches around the axes; of a legend's line
 SETTINGS: Any = {
     "svg.fonttype": "none",  # keep text as text
     "text.parse_math": False,  # a label may contain a dollar sign
@@ -32,7 +35,7 @@ SETTINGS: Any = {
     "axes.titlesize": 9.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
-    "legend.fontsize": 7.5,
+    "legend.fontsize": SMALL,
     "legend.frameon": False,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -107,9 +110,29 @@ def axes(title: str, x: str, y: str, height: float = 2.6, left: float = 0.72) ->
     return figure, ax
 
 
+def logarithmic(ax: Axes, which: Literal["x", "y"]) -> None:
+    """Make an axis logarithmic, with ticks at 1, 2 and 5 of each decade as plain numbers: mathtext is switched off."""
+    axis: Axis = getattr(ax, f"{which}axis")
+    getattr(ax, f"set_{which}scale")("log")
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def timed(drawing: Drawing, shared: bool) -> Drawing:
+    """A drawing of times; they are marked if other runs may have used the machine."""
+
+    def marked() -> Plot:
+        plot = drawing()
+        plot.figure.text(0.99, 0.995, "times shared", ha="right", va="top", fontsize=SMALL, color=MUTED)
+        return plot._replace(alt=f"{plot.alt} Times are shared with other runs.")
+
+    return marked if shared else drawing
+
+
 def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
     """Add a legend below the axes, in as many columns as fit; call it last."""
-    columns = max(1, min(4, len(labels), int((WIDTH - 0.2) / (0.45 + 0.065 * max(map(len, labels), default=1)))))
+    columns = max(1, min(4, len(labels), int((WIDTH - 0.2) / (0.5 + 0.075 * max(map(len, labels), default=1)))))
     below = BOTTOM + LINE * -(-len(labels) // columns)
     ax = figure.axes[0]
     height = figure.get_figheight() - TOP - BOTTOM

@@ -17,6 +17,26 @@ for (const button of document.querySelectorAll("thead button")) {
   });
 }
 
+// The columns that name a row stay in sight, as far as they leave room for the others.
+const pin = () => {
+  for (const table of document.querySelectorAll("[data-keys] table")) {
+    const room = table.parentElement.clientWidth / 2;
+    const heads = [...table.tHead.rows[0].cells].slice(0, Number(table.parentElement.dataset.keys));
+    let left = 0;
+    heads.forEach((head, i) => {
+      const fits = i === 0 || left + head.offsetWidth <= room;
+      for (const row of table.rows) {
+        row.cells[i].classList.toggle("key", fits);
+        row.cells[i].style.left = fits ? `${left}px` : "";
+      }
+      left += fits ? head.offsetWidth : room;
+    });
+  }
+};
+pin();
+addEventListener("resize", pin);
+for (const folded of document.querySelectorAll("details")) folded.addEventListener("toggle", pin);
+
 // Rows with all words of the filter in what names them stay.
 const filter = document.getElementById("filter");
 if (filter) {

@@ -1,0 +1,108 @@
+"""The headline: the numbers of the fastest valid compressor of each regime; and what figures write is legible."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from collections import defaultdict
+
+import made_results
+import pytest
+from matplotlib.text import Text
+
+from gradwire.report.cells import cells_of
+from gradwire.report.data import read
+from gradwire.report.figures.files import save
+from gradwire.report.headline import findings, question
+from gradwire.report.page import render
+from gradwire.report.quality import PerplexityReference
+from gradwire.report.record import run_of
+from gradwire.report.sections import sections
+
+LABELS = ["none", "bf16-native", "exchange", "int8", "powersgd"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two strategies with and without a slow link, one rank alone; runs shared the machine."""
+    rows = made_results.rows(LABELS, ["ddp", "fsdp2"], [(1, "none"), (2, "none"), (2, "100mbit")], [0, 1, 2])
+    place = made_results.write(tmp_path_factory.mktemp("results") / "demo", rows)
+    listed = [{**run_of(row)._asdict(), "excluded": None, "shared": True} for row in rows]
+    (place / "expected.json").write_text(json.dumps(listed))
+    return place
+
+
+def test_each_regime_has_its_fastest_valid_compressor(folder):
+    data = read(folder)
+    found = {one.group: one for one in findings(data.cells)}
+    assert {(group.strategy, group.world_size, group.link) for group in found} == {
+        (strategy, 2, link) for strategy in ("ddp", "fsdp2") for link in ("none", "100mbit")
+    }
+    for group, one in found.items():
+        rows = {(row.compressor, row.seed): row for row in data.ok if (row.strategy, row.world_size, row.link) == group}
+        int8 = [rows["int8", seed] for seed in (0, 1, 2)]
+        speeds = [rows["none", row.seed].step_time_ms_mean / row.step_time_ms_mean for row in int8]
+        assert one.text.startswith("int8: "), "powersgd is faster, and its perplexity is 14 % above"
+        assert one.gain == pytest.approx(sum(speeds) / 3)
+        assert f"{int8[0].compression_ratio:.1f} × fewer gradient bytes" in one.text
+        assert f"{int8[0].all_bytes_ratio:.1f} × fewer in all" in one.text
+        assert ("no faster" in one.text) == (min(speeds) <= 1)
+        assert one.number.endswith("faster" if min(speeds) > 1 else "fewer bytes")
+    gains = [one.gain for one in findings(data.cells)]
+    assert gains == sorted(gains, reverse=True) and gains[0] > 1 > gains[-1]
+
+
+def test_nothing_is_claimed_of_compressors_that_cost_quality():
+    rows = made_results.rows(["none", "powersgd"], ["ddp"], [(2, "100mbit")], [0, 1, 2])
+    (one,) = findings(cells_of(rows, PerplexityReference.of("here", rows)))
+    assert one.text == "no compressor stays within 1 % of none's perplexity." and one.number == "–"
+
+
+def test_the_page_begins_with_it(folder):
+    data = read(folder)
+    page = render(data, list(sections(data)), defaultdict(list))
+    first = findings(data.cells)[0]
+    body = re.sub(r"<[^>]+>", " ", page.split("<main>")[1])
+    assert re.match(r"\s+In short\s+" + re.escape(first.number), body)
+    assert "<h1>What do int8 and powersgd save, and at what cost?</h1>" in page
+    assert page.index(first.text.replace("'", "&#39;")) < page.index('id="validity"')
+    table = page.split('<table id="table-cells">')[1].split("</table>")[0]
+    assert table.count("times shared") == 2 * (table.count("<tr") - 1), "as text and as the value to sort by"
+
+
+def test_the_title_is_the_experiments_question(folder, tmp_path):
+    (tmp_path / "config.json").write_text('{"question": "Is it <fast>?"}')
+    assert question(tmp_path, None) == "Is it <fast>?"
+    assert question(folder, read(folder).cells) == "What do int8 and powersgd save, and at what cost?"
+    assert question(tmp_path / "nowhere", None) == "nowhere"
+
+
+def test_no_text_of_a_figure_holds_markup_or_lies_outside_of_it(folder, tmp_path, monkeypatch):
+    """Each text as SVG and PNG draw it; one figure of each kind."""
+    drawn: list[tuple[str, str]] = []
+    draw = Text.draw
+
+    def recorded(text, renderer, *args, **options):
+        draw(text, renderer, *args, **options)
+        if not text.get_text() or not text.get_visible():
+            return
+        box, whole = text.get_window_extent(renderer), text.figure.bbox
+        outside = box.x0 < -1 or box.y0 < -1 or box.x1 > whole.x1 + 1 or box.y1 > whole.y1 + 1
+        drawn.append((text.get_text(), "outside" if outside else "inside"))
+
+    monkeypatch.setattr(Text, "draw", recorded)
+    kinds = {}
+    for section in sections(read(folder)):
+        for plot in section.plots[:: max(1, len(section.plots) - 1)]:
+            kinds[section.key, id(plot)] = plot
+    names = [save(plot, tmp_path).name for plot in kinds.values()]
+    assert {name.split("-")[0] for name in names} >= {"headline", "pareto", "loss", "step", "scaling", "gradient"}
+    assert len(drawn) > 40 * len(names) / 2
+    assert [text for text, place in drawn if place == "outside"] == []
+    assert [text for text, _ in drawn if re.search(r"[$\\^{}]", text)] == []
+    assert "times shared" in {text for text, _ in drawn}
+    for name in names:
+        root = ET.parse(tmp_path / f"{name}.svg").getroot()
+        texts = [element.text or "" for element in root.iter() if element.tag.endswith("}text")]
+        assert texts and not [text for text in texts if re.search(r"[$\\^{}]", text)], name
