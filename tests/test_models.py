@@ -531,3 +531,17 @@ def test_a_models_options_are_checked_in_a_configuration():
     ):
         with pytest.raises(BadInput, match=message):
             experiment({**grid, "model": model})
+
+
+def test_blocks_are_the_repeated_module_with_the_most_parameters():
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.experts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+
+    model = torch.nn.Module()
+    model.embeddings = torch.nn.ModuleList([torch.nn.Embedding(9, 8), torch.nn.Embedding(4, 8)])
+    model.layers = torch.nn.ModuleList([Block(), Block()])
+    assert strategy.blocks(model) == list(model.layers)
+    assert strategy.block_sizes(model) == [13 * 8, 4 * 72, 4 * 72]
+    assert strategy.blocks(torch.nn.Linear(2, 2)) == []

@@ -46,7 +46,7 @@ VERBS = {
     "download": Verb("gradwire.data.download", "fetch or extract a corpus as a JSON array of id, title, text"),
     "tokenize": Verb("gradwire.data.tokenize", "train or load a tokenizer and write token shards"),
     "launch": Verb("gradwire.launch.launch", "check a verb's input and run it on several ranks"),
-    "train": Verb("gradwire.training.train", "train a GPT-2 model under a compressor and a strategy"),
+    "train": Verb("gradwire.training.train", "train a language model under a compressor and a strategy"),
     "trace": Verb("gradwire.measurement.trace", "read a run's profiler traces into profile.json"),
     "perplexity": Verb("gradwire.training.perplexity", "compute the token-weighted perplexity of a saved model"),
     "generate": Verb("gradwire.training.generate", "continue a prompt with a saved model"),

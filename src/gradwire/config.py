@@ -43,6 +43,7 @@ BASELINE = "none"  # the label of the framework untouched in fp32
 
 Strategy = Literal["naive", "bucket", "ddp", "fsdp1", "fsdp2"]
 ParamCompress = Literal["none", "bf16", "int8"]
+Precision = Literal["fp32", "bf16"]
 Split = Literal["train", "val"]
 SampleLoss = Literal["mean", "sum"]
 GradType = Literal["sgd", "adam", "sign"]
@@ -164,6 +165,7 @@ class Training(Strict):
     evaluate: bool = Field(True, description="evaluate after the last step; off where only times are of interest")
     profile: bool = Field(True, description="profile some steps on every rank")
     profile_steps: Count = Field(3, description="steps to profile")
+    precision: Precision = Field("fp32", description="of the forward pass; bf16: autocast, with float32 weights")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     bucket_mb: float = Field(25.0, ge=0, description="MiB of a bucket of ddp and bucket; smaller if that makes four")
     dp_max_grad_norm: float | None = Field(
@@ -194,6 +196,15 @@ class Training(Strict):
             raise ValueError(
                 f"dp_noise_multiplier is {self.dp_noise_multiplier:g} without dp_max_grad_norm: noise hides a sample "
                 "only if its gradient is clipped; give dp_max_grad_norm too"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _clipping_is_exact(self) -> Self:
+        if self.private and self.precision != "fp32":
+            raise ValueError(
+                f"precision is {self.precision} with dp_max_grad_norm: samples are clipped by the norms of their "
+                "float32 gradients; leave precision out"
             )
         return self
 

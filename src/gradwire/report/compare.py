@@ -135,7 +135,7 @@ def unlike(pairs: dict[Run, tuple[Result, Result]]) -> list[str]:
     machines = sorted({(machine(one), machine(other)) for one, other in pairs.values()})
     differing = "; ".join(f"{one} | {other}" for one, other in machines if one != other)
     lines = [f"Machines or versions differ, and times with them: {differing}."] if differing else []
-    fields = ("model", "dataset", "steps", "batch_size", "max_length", "optimizer", "compress_config")
+    fields = ("model", "dataset", "steps", "batch_size", "max_length", "precision", "optimizer", "compress_config")
     changed = [name for name in fields if any(getattr(a, name) != getattr(b, name) for a, b in pairs.values())]
     return [*lines, *([f"Settings differ: {', '.join(changed)}."] if changed else [])]
 

@@ -22,7 +22,17 @@ from gradwire.report.targets import on_own_link
 
 PREFERRED = "ddp"  # the strategy whose perplexity others use if they have none
 WARM_UP = ("dense_steps", "freeze_step")
-SAME = ("compress_config", "model", "parameters", "dataset", "max_length", "batch_size", "optimizer", "world_size")
+SAME = (
+    "compress_config",
+    "model",
+    "parameters",
+    "dataset",
+    "max_length",
+    "batch_size",
+    "precision",
+    "optimizer",
+    "world_size",
+)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ class Result(Row):
     measured steps, all others are per step. Bytes are sums over ranks and all optimizer steps.
 
     - ``extra_collectives``: collectives of a rank's reductions beyond one payload collective each, over the whole run.
+    - ``precision``: of the forward pass in training; ``gradient_dtype``: of the gradients that are compressed;
+      ``evaluation_precision``: of the forward pass behind ``val_ppl``.
     - ``density``, ``sparsity``: share of the elements that sparsifiers sent of what they encoded, and the rest.
     - ``fallbacks``: unrequested encodings as float32 on all ranks; ``fallback_fraction``: their share of the
       compressor's elements, null without any.
@@ -66,7 +68,6 @@ class Result(Row):
     environment: dict[str, Any] | None = None
     world_size: int
     model: Text = None
-    architecture: Text = None
     dataset: str | dict[str, Any] | None = None
     max_length: Count = None
     batch_size: Count = None
@@ -139,6 +140,10 @@ class Result(Row):
     adjacency: Text = None
     accountant: Text = None
     parameters: Count = None
+    architecture: Text = None
+    precision: str = "fp32"  # records from before the option have none
+    gradient_dtype: Text = None
+    evaluation_precision: Text = None
     measured_steps: Count = None
     unigram_ppl: Number = None
     bytes_closed_form_total: Count = None

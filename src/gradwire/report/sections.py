@@ -111,6 +111,7 @@ def validity(data: Data) -> Section:
             f"{row.steps} steps of {row.batch_size} × {row.max_length} tokens per rank, {row.optimizer}"
             for row in measured
         ),
+        "precision": _distinct(row.precision for row in measured if row.precision != "fp32"),
         "privacy": _distinct(guarantee for row in measured if (guarantee := privacy(row))),
         "backend": _distinct(f"{row.backend} on {row.device}" for row in measured),
         "versions": ", ".join(

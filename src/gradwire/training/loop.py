@@ -112,7 +112,7 @@ def train(
         numel=sum(p.numel() for p in model.parameters() if p.requires_grad),
         memory=PeakMemory(world.device),
     )
-    objective = Private(model, training, settings.seed, world) if training.private else Plain()
+    objective = Private(model, training, settings.seed, world) if training.private else Plain(training.precision)
     if training.private:
         outcome.guarantee = privacy.guarantee(training, settings.cell, len(train_split), world.world_size)
     matrices = {name for name, p in model.named_parameters() if p.ndim >= 2}

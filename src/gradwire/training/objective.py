@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.collectives.world import World
-from gradwire.config import Training
+from gradwire.config import Precision, Training
 from gradwire.data.batches import Batch
 from gradwire.persample import clipping
 from gradwire.persample.batch import n_targets as targets_of
@@ -25,10 +25,18 @@ from gradwire.training.noise import noisy
 
 
 class Plain:
-    """The mean over the targets of all ranks and micro-batches."""
+    """The mean over the targets of all ranks and micro-batches.
+
+    Args:
+        precision: ``fp32``; or ``bf16``: the forward pass runs under autocast, with float32 weights. The loss and the
+            gradients of the weights are float32 in both.
+    """
 
     passes = 1
     """Forward and backward passes over a micro-batch."""
+
+    def __init__(self, precision: Precision = "fp32") -> None:
+        self.precision = precision
 
     def begin(self, model: nn.Module, micro_batches: Sequence[Batch], step: int) -> None:
         """Prepare the step from its micro-batches, before the first forward pass."""
@@ -42,7 +50,12 @@ class Plain:
             n_targets: Targets of all ranks and micro-batches in this step.
             last: Whether this is the step's last micro-batch.
         """
-        loss = loss_sum(model, batch) / n_targets
+        # Without a cache: FSDP frees and refills the weights that it would be keyed by, and each is cast once anyway.
+        mixed = torch.autocast(
+            batch.input_ids.device.type, torch.bfloat16, enabled=self.precision == "bf16", cache_enabled=False
+        )
+        with mixed:
+            loss = loss_sum(model, batch) / n_targets
         return loss, loss.detach()
 
     def totals(self) -> list[Tensor]:
@@ -73,6 +86,7 @@ class Private(Plain):
     passes = 2
 
     def __init__(self, model: nn.Module, training: Training, seed: int, world: World) -> None:
+        super().__init__()
         check_unmixed(model)
         clipping.check_repeatable(model)
         assert training.dp_max_grad_norm is not None

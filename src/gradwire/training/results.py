@@ -102,6 +102,9 @@ def write(
         "parameters": outcome.numel,
         "dataset": splits[0].meta["dataset"],
         "max_length": splits[0].meta["max_length"],
+        "precision": settings.training.precision,
+        "gradient_dtype": gradient_dtype(model),
+        "evaluation_precision": "fp32",
         "batch_size": settings.training.batch_size,
         "compress_method": settings.cell.method,
         "compress_config": settings.cell.flat(),
@@ -126,6 +129,12 @@ def write(
     }
     write_json(folder / "record.json", record)
     return record
+
+
+def gradient_dtype(model: nn.Module) -> str:
+    """The type of the gradients that are reduced, that of their parameters, such as ``float32``."""
+    types = {str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters() if parameter.requires_grad}
+    return ", ".join(sorted(types))
 
 
 def summary(record: Row) -> str:

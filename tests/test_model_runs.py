@@ -1,0 +1,147 @@
+"""Training other models than GPT-2, and in bf16: under every strategy, with bytes counted as in the closed form."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from typing import get_args
+
+import pytest
+import torch
+from test_training import losses, run, shards, words  # noqa: F401  shards is a fixture
+
+from gradwire import cli
+from gradwire.config import Strategy
+from gradwire.data.batches import eval_batches, train_batches
+from gradwire.data.shards import Shards
+from gradwire.models import causal, folder
+from gradwire.training.evaluate import loss_sum
+
+LLAMA = json.dumps(
+    {
+        "architecture": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,  # grouped heads
+        "tie_word_embeddings": False,
+    }
+)
+# 320 tokens in two tables that are not tied, two layers of two square and two half-wide matrices, a gated MLP, norms.
+LLAMA_NUMEL = 2 * 320 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32) + 32
+METHODS = {"int8": {}, "topk": {"density": 0.1, "error_feedback": True}}
+STRATEGIES = get_args(Strategy)
+
+
+def check_bytes(record: dict, numel: int, steps: int) -> None:
+    """Raw bytes by hand: with W = 2, (W - 1) / W · 4n on each of two ranks, twice for an all-reduce."""
+    phases = 1 if record["strategy"].startswith("fsdp") else 2
+    assert record["parameters"] == numel
+    assert record["bytes_raw_total"] == steps * phases * 4 * numel
+    assert 0 < record["bytes_compressed_total"] == record["bytes_closed_form_total"] < record["bytes_raw_total"]
+
+
+def train(world, shards, folder, model, strategy, method, steps=3, **more):  # noqa: F811
+    cell = {"comm_compress": method, "comm_config_json": json.dumps(METHODS.get(method, {}))}
+    given = {"model": model, "strategy": strategy, "steps": steps, "eval_every": 0, "verify_sync": 1, **cell, **more}
+    (rows, record), (other, _) = world(2).run(run, words(shards, folder, **given))
+    assert losses(rows) == losses(other)
+    return rows, record
+
+
+@pytest.mark.parametrize(
+    ("strategy", "method"), [(s, list(METHODS)[at % 2]) for at, s in enumerate(STRATEGIES)], ids=str
+)
+def test_a_llama_trains_under_every_strategy(world, shards, tmp_path, strategy, method):  # noqa: F811
+    _, record = train(world, shards, tmp_path, LLAMA, strategy, method)
+    check_bytes(record, LLAMA_NUMEL, 3)
+    assert (record["model"], record["architecture"], record["status"]) == (LLAMA, "llama", "ok")
+
+
+def test_a_saved_llama_trains_on_gives_its_perplexity_and_generates(world, shards, tmp_path, capsys):  # noqa: F811
+    _, record = train(world, shards, tmp_path / "one", LLAMA, "fsdp2", "int8")
+    first = tmp_path / "one" / "final_model"
+    perplexity = ["perplexity", "--model_dir", str(first), "--data_path", str(shards), "--batch_size", "2"]
+    assert cli.main(perplexity) == 0
+    assert json.loads((tmp_path / "one" / "perplexity.json").read_text())["ppl"] == pytest.approx(record["val_ppl"])
+    rows, again = train(world, shards, tmp_path / "two", str(first), "ddp", "topk", lr_warmup_steps=1000)
+    check_bytes(again, LLAMA_NUMEL, 3)
+    split = Shards(shards, "train")
+    started = loss_of_step(folder.load(first), split)
+    assert rows[0]["loss"] == pytest.approx(started, rel=1e-5), "it starts from the saved weights"
+
+
+def loss_of_step(model, split, mixed=False):
+    """The first step's mean loss per target over two ranks of two samples, computed by torch alone."""
+    batches = [next(iter(train_batches(split, 2, rank, 2, 0))) for rank in range(2)]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        total = sum(loss_sum(model, batch) for batch in batches)
+    return float(total / sum(batch.n_targets for batch in batches))
+
+
+@pytest.mark.parametrize("model", ["micro", LLAMA])
+def test_bf16_is_autocast_with_float32_weights_under_every_strategy(world, shards, tmp_path, model):  # noqa: F811
+    split, val = Shards(shards, "train"), Shards(shards, "val")
+    fresh = causal.build(model, split.meta["vocab_size"], split.meta["max_length"], seed=0)
+    exact, mixed = (loss_of_step(fresh, split, mixed) for mixed in (False, True))
+    assert abs(mixed - exact) > 1e-5, "bf16 shows"
+    curves = {}
+    for strategy in STRATEGIES if model == "micro" else ("ddp", "fsdp2"):
+        rows, record = train(world, shards, tmp_path / strategy, model, strategy, "none", precision="bf16")
+        assert rows[0]["loss"] == pytest.approx(mixed, rel=2e-6)
+        assert (record["precision"], record["gradient_dtype"], record["evaluation_precision"]) == (
+            "bf16",
+            "float32",
+            "fp32",
+        )
+        saved = folder.load(tmp_path / strategy / "final_model")
+        assert {tensor.dtype for tensor in saved.state_dict().values()} == {torch.float32}
+        found = [evaluate_alone(saved, val, mixed) for mixed in (False, True)]
+        assert record["val_loss"] == pytest.approx(found[0], rel=1e-6) != pytest.approx(found[1], rel=1e-6)
+        curves[strategy] = losses(rows)
+    reference = curves.pop("ddp")
+    for strategy, curve in curves.items():
+        assert curve == pytest.approx(reference, rel=1e-4), strategy
+
+
+def evaluate_alone(model, split, mixed):
+    """The validation loss of a model in this process."""
+    total, count = 0.0, 0
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+        for batch in eval_batches(split, 2, 0, 1):
+            total += float(loss_sum(model, batch))
+            count += batch.n_targets
+    return total / count
+
+
+def test_bf16_sends_the_same_bytes(world, shards, tmp_path):  # noqa: F811
+    each = [train(world, shards, tmp_path / p, "micro", "fsdp2", "int8", precision=p)[1] for p in ("fp32", "bf16")]
+    names = ("bytes_raw_total", "bytes_compressed_total", "bytes_parameters_raw_total", "compression_ratio")
+    assert [each[0][name] for name in names] == [each[1][name] for name in names]
+    assert each[0]["loss_digest"] != each[1]["loss_digest"] and each[0]["identity"] != each[1]["identity"]
+
+
+def test_private_training_in_bf16_is_refused(shards, tmp_path, capsys):  # noqa: F811
+    more = ["--precision", "bf16", "--dp_max_grad_norm", "1"]
+    assert cli.main(["train", *words(shards, tmp_path / "run", *more)]) == 2
+    assert "precision is bf16 with dp_max_grad_norm" in capsys.readouterr().err
+
+
+def numel(preset: str) -> int:
+    """The parameters of a preset with 320 tokens and 24 positions, by hand."""
+    if preset == "llama-small":
+        return 320 * 256 + 4 * (4 * 256**2 + 3 * 256 * 688 + 2 * 256) + 256
+    layers, width = {"tiny": (2, 128), "small": (4, 256)}[preset]
+    return (320 + 24 + 2) * width + layers * (12 * width**2 + 13 * width)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("strategy", "preset", "method", "precision"),
+    product(STRATEGIES, ("tiny", "small", "llama-small"), METHODS, ("fp32", "bf16")),
+)
+def test_every_model_under_every_strategy(world, shards, tmp_path, strategy, preset, method, precision):  # noqa: F811
+    _, record = train(world, shards, tmp_path, preset, strategy, method, precision=precision)
+    check_bytes(record, numel(preset), 3)
+    assert record["val_ppl"] < 400 and record["precision"] == precision
