@@ -11,11 +11,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tabulate import tabulate
 
-from gradwire.measurement.statistics import estimate
-from gradwire.report.tiers import worse
+from gradwire.measurement.statistics import Paired, adjusted, paired
+from gradwire.report.markdown import spread
 
 
 def whole_ratio(record: dict[str, Any]) -> float:
@@ -24,23 +23,33 @@ def whole_ratio(record: dict[str, Any]) -> float:
     return raw / (record["bytes_compressed_total"] + (record["bytes_parameters_total"] or 0))
 
 
+def against(records: dict[int, Any], base: dict[int, Any]) -> Paired:
+    """Perplexity against that of `none`, paired by seed."""
+    seeds = sorted(records.keys() & base.keys())
+    return paired(*([each[seed]["val_ppl"] for seed in seeds] for each in (base, records)))
+
+
 def main(path: Path) -> None:
     """Print a row per strategy and compressor, the best first; differences are paired by seed."""
     found: defaultdict[tuple[str, str], dict[int, Any]] = defaultdict(dict)
     for line in path.read_text().splitlines():
         record = json.loads(line)
         found[record["strategy"], record["compressor"]][record["seed"]] = record
+    tests = {cell: against(records, found[cell[0], "none"]) for cell, records in found.items() if cell[1] != "none"}
+    corrected = dict(zip(tests, adjusted([test.p for test in tests.values()]), strict=True))
     rows = []
-    for (strategy, label), records in found.items():
-        base = {seed: record["val_ppl"] for seed, record in found[strategy, "none"].items()}
-        seeds = sorted(records.keys() & base.keys())
-        percent = [100 * (records[seed]["val_ppl"] / base[seed] - 1) for seed in seeds]
-        first = records[seeds[0]]
+    for cell, records in found.items():
+        first = records[min(records)]
         ratios = first["compression_ratio"], first["compression_ratio_steady"], whole_ratio(first)
-        ppl = ", ".join(f"{records[seed]['val_ppl']:.2f}" for seed in seeds)
-        within = "–" if label == "none" else worse(estimate(percent))
-        verdict = "yes" if np.mean(percent) <= 1 else "no"
-        rows.append(((strategy, np.mean(percent)), [strategy, label, *ratios, ppl, within, verdict]))
+        ppl = ", ".join(f"{records[seed]['val_ppl']:.2f}" for seed in sorted(records))
+        test = tests.get(cell, Paired(0, 0.0))
+        ends = spread(test.n, test.low, test.high, "{:+.1f}")
+        shown = (
+            [f"{test.mean:+.1f} %, {ends}", f"{test.sees:.1f} %", f"{corrected[cell]:.2g}"]
+            if cell in tests
+            else ["–"] * 3
+        )
+        rows.append(((cell[0], test.mean), [*cell, *ratios, ppl, *shown, "yes" if test.mean <= 1 else "no"]))
     headers = [
         "",
         "compressor",
@@ -49,6 +58,8 @@ def main(path: Path) -> None:
         "with parameters",
         "perplexity by seed",
         "against none",
+        "sees",
+        "p (Holm)",
         "within 1 %",
     ]
     print(tabulate([row for _, row in sorted(rows)], headers, tablefmt="pipe", floatfmt=".2f"))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import ttest_1samp
 
-from gradwire.measurement.statistics import LEAST, estimate, estimates, gated, percent_worse
+from gradwire.measurement.statistics import LEAST, estimate, estimates, gated, paired, percent_worse, percents
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 31])
@@ -47,6 +47,18 @@ def test_one_seed_has_no_interval_and_none_has_nothing():
 
 def test_pairing_takes_the_seeds_that_both_have():
     assert percent_worse({0: 101.0, 2: 210.0, 7: 1.0}, {2: 200.0, 0: 100.0, 1: 3.0}) == pytest.approx([1.0, 5.0])
+
+
+@pytest.mark.parametrize("size", [3, 6])
+def test_relative_differences_are_estimated_on_their_logarithms(size):
+    draws = np.random.default_rng(size)
+    base, other = draws.lognormal(4, 0.1, size), draws.lognormal(4.1, 0.1, size)
+    worse = percent_worse(dict(enumerate(other)), dict(enumerate(base)))
+    found, test = percents([worse])[0], paired(base, other)
+    assert (found.n, found.mean, found.low, found.high) == pytest.approx((size, test.mean, test.low, test.high))
+    (back,) = percents([percent_worse(dict(enumerate(base)), dict(enumerate(other)))])
+    assert (1 + back.mean / 100) * (1 + found.mean / 100) == pytest.approx(1)
+    assert percents([[], [5.0]])[0].n == 0 and percents([[], [5.0]])[1].mean == pytest.approx(5.0)
 
 
 @pytest.mark.parametrize(

@@ -156,12 +156,15 @@ def test_a_row_merges_record_profile_and_perplexity(results, capsys):
 
 @pytest.mark.parametrize(("seeds", "title"), [(3, "range"), (5, "95 %")])
 def test_statistics_over_seeds_match_the_statistics_module(results, capsys, seeds, title):
-    def spread(values, form):
+    def spread(values, form, back=float):
         ends = min(values), max(values)
         if seeds == 3:
-            return " … ".join(form.format(end) for end in ends)
+            return " … ".join(form.format(back(end)) for end in ends)
         half = 2.7764451 * statistics.stdev(values) / math.sqrt(5)  # Student's t, 4 degrees of freedom
-        return f"[{', '.join(form.format(statistics.mean(values) + sign * half) for sign in (-1, 1))}]"
+        return f"[{', '.join(form.format(back(statistics.mean(values) + sign * half)) for sign in (-1, 1))}]"
+
+    def percent(log):
+        return 100 * math.expm1(log)
 
     draw = random.Random(3)
     perplexities = {"none": [], "int8": [], "bad": []}
@@ -179,9 +182,9 @@ def test_statistics_over_seeds_match_the_statistics_module(results, capsys, seed
     titles = "Quality", "Bytes", "Step time", "Where a step's time goes"
     quality, sent, step, time = (cells(text, title) for title in titles)
     for name, values in perplexities.items():
-        paired = [100 * (own / base - 1) for own, base in zip(values, perplexities["none"], strict=True)]
+        paired = [math.log(own / base) for own, base in zip(values, perplexities["none"], strict=True)]
         mark = " !" if name == "bad" else ""
-        worse = [f"{statistics.mean(paired):+.2f} %{mark}", spread(paired, "{:+.2f}")]
+        worse = [f"{percent(statistics.mean(paired)):+.2f} %{mark}", spread(paired, "{:+.2f}", percent)]
         against = ["–", "–"] if name == "none" else worse
         own = [f"{means[name]:.2f}", f"{statistics.stdev(values):.2f}", spread(values, "{:.2f}")]
         assert quality["fsdp2", name] == [str(seeds), *own, *against, f"{means[name] / 600:.3f}"]

@@ -7,10 +7,10 @@ import math
 import made_results
 import numpy as np
 import pytest
-from scipy.stats import ttest_rel
+from scipy.stats import ttest_1samp, ttest_rel
 
 from gradwire.cli import main
-from gradwire.measurement.statistics import adjusted, paired
+from gradwire.measurement.statistics import POWER, adjusted, detectable, paired
 from gradwire.report.tables import Table
 
 
@@ -85,7 +85,7 @@ def test_the_page_has_the_comparison(tmp_path):
     assert main(["report", "--results_dir", str(a), "--compare_with", str(b)]) == 0
     page = (a / "report.html").read_text()
     assert 'id="table-compare-step-time-ms-mean"' in page
-    assert "Benjamini" in page
+    assert "Holm" in page
 
 
 @pytest.mark.parametrize("pairs", [4, 5])
@@ -101,14 +101,37 @@ def test_paired_differences_are_those_of_scipy(pairs):
 
 
 def test_samples_without_spread_need_no_test():
-    assert paired([2.0, 3.0], [2.0, 3.0])[1:] == (0.0, 0.0, 0.0, 1.0)
+    assert paired([2.0, 3.0], [2.0, 3.0])[1:] == (0.0, 0.0, 0.0, 1.0, 0.0)
     assert paired([1.0, 2.0], [2.0, 4.0]).p == 0.0
     assert math.isnan(paired([1.0], [2.0]).p)
     assert paired([], []).n == 0
 
 
-def test_adjusted_p_values_are_benjamini_and_hochberg_s():
-    assert adjusted([0.01, math.nan, 0.04, 0.03]) == pytest.approx([0.03, math.nan, 0.04, 0.04], nan_ok=True)
+def test_adjusted_p_values_are_holm_s():
+    assert adjusted([0.01, math.nan, 0.04, 0.03]) == pytest.approx([0.03, math.nan, 0.06, 0.06], nan_ok=True)
+    assert adjusted([0.5, 0.9, 0.2]) == pytest.approx([1.0, 1.0, 0.6])
+    assert adjusted([]) == []
+
+
+def test_holm_keeps_false_findings_in_a_table_below_5_percent():
+    p = np.random.default_rng(3).uniform(size=(4000, 9))  # nine cells without a difference
+    rate = np.mean([min(adjusted(row)) < 0.05 for row in p])
+    assert 0.04 < rate < 0.06  # uncorrected: 37 %
+
+
+@pytest.mark.parametrize("pairs", [3, 4, 8])
+def test_a_detectable_difference_is_found_in_four_of_five_experiments(pairs):
+    std = 0.006
+    shift = detectable(pairs, std)
+    draws = np.random.default_rng(pairs).normal(shift, std, (20_000, pairs))
+    assert np.mean(ttest_1samp(draws, 0, axis=1).pvalue < 0.05) == pytest.approx(POWER, abs=0.01)
+
+
+def test_the_spread_of_the_pairs_says_what_they_see():
+    one, other = np.array([50.0, 51.0, 49.5, 50.3]), np.array([50.6, 51.2, 50.1, 50.2])
+    found = paired(one, other)
+    assert found.sees == pytest.approx(100 * math.expm1(detectable(4, np.std(np.log(other / one), ddof=1))))
+    assert 0 < found.sees < paired(one[:3], one[:3] * [1, 1.02, 1]).sees < 12
 
 
 def test_a_table_without_rows_is_written(tmp_path):

@@ -100,6 +100,7 @@ CAPTIONS = {
         "Comparison",
         "Cells that both experiments have, paired by seed. The difference is that of {other} from {name} in percent, "
         f"the mean of the ratios' logarithms over the pairs; {SPREAD}. p is that of a paired t-test on the logarithms "
-        "(two-sided), adjusted for the number of cells by Benjamini and Hochberg. One pair gives no test.",
+        "(two-sided), adjusted for the number of cells by Holm's procedure; “sees” is the increase that it finds with "
+        "a probability of 80 %, with as many pairs and as much spread. One pair gives no test.",
     ),
 }

@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from gradwire.config import BASELINE
-from gradwire.measurement.statistics import TOLERANCE, estimates
+from gradwire.measurement.statistics import TOLERANCE, percents
 from gradwire.report.quality import PerplexityReference
 from gradwire.report.record import OWN_QUALITY, Result
 from gradwire.report.table import CELL, PARTS, over_seeds
@@ -59,7 +59,7 @@ def cells_of(ok: Sequence[Result], quality: PerplexityReference) -> pd.DataFrame
         base = bases.get(key[:2])
         if row.quality_from in (None, *OWN_QUALITY) or base is None:
             continue
-        found = estimates([quality.percent_worse(row, base)])[0]
+        found = percents([quality.percent_worse(row, base)])[0]
         if found.n:
             cells.loc[i, WORSE] = [getattr(found, part) for part in PARTS.values()]
             cells.loc[i, "quality_n"] = found.n

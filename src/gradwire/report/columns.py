@@ -270,6 +270,7 @@ def compared(quantity: Column) -> tuple[Column, ...]:
         quantity.titled("B", field="other"),
         DIFFERENCE,
         DIFFERENCE.spread("{spread}"),
+        Column("sees", "sees", "{:.2g}", " %"),
         Column("p", "p", "{:.2g}"),
         Column("p adjusted", "adjusted", "{:.2g}"),
         text("B is", "verdict"),

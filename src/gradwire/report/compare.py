@@ -66,6 +66,7 @@ class Difference(NamedTuple):
             "difference_n": self.found.n,
             "difference_low": self.found.low,
             "difference_high": self.found.high,
+            "sees": self.found.sees,
             "p": self.found.p,
             "adjusted": self.adjusted,
             "verdict": self.verdict,

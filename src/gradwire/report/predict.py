@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gradwire.config import BASELINE
 from gradwire.errors import BadInput
 from gradwire.flags import RANKS
+from gradwire.measurement.statistics import percents
 from gradwire.report.markdown import MISSING, number, table
 from gradwire.report.notes import machines
 from gradwire.report.quality import PerplexityReference, perplexity_reference
@@ -299,7 +300,7 @@ def ppl_percent(rows: Sequence[Result], quality: PerplexityReference) -> dict[st
     """Percent by which each label's mean perplexity is above that of `none`, where both are known."""
     baseline = next(row for row in rows if row.compressor == BASELINE)
     found = {row.compressor: quality.percent_worse(row, baseline) for row in rows if row.compressor != BASELINE}
-    return {BASELINE: 0.0} | {label: fmean(percents) for label, percents in found.items() if percents}
+    return {BASELINE: 0.0} | {label: percents([each])[0].mean for label, each in found.items() if each}
 
 
 def memory_text(rows: Iterable[Result], label: str, world: int) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from gradwire.config import BASELINE
-from gradwire.measurement.statistics import estimates, gated
+from gradwire.measurement.statistics import estimates, gated, percents
 from gradwire.report import columns, targets
 from gradwire.report.columns import Column
 from gradwire.report.markdown import MISSING, SPREAD, number
@@ -170,7 +170,8 @@ def over_seeds(ok: Sequence[Result]) -> pd.DataFrame:
     cells["sign"] = groups["sign"].max()  # a cell differs if one of its runs does
     for column in ESTIMATED:
         samples = [sample.dropna().tolist() for _, sample in groups[column]]
-        found = pd.DataFrame(estimates(samples), index=cells.index)
+        of_each = percents if column == "worse_percent" else estimates
+        found = pd.DataFrame(of_each(samples), index=cells.index)
         cells[[f"{column}{part}" for part in PARTS]] = found[list(PARTS.values())]
     cells = cells.reset_index()
     baseline = _baseline(cells, "val_ppl", ["strategy", "world_size"])

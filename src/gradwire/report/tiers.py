@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from gradwire.config import BASELINE
-from gradwire.measurement.statistics import Estimate, estimates
+from gradwire.measurement.statistics import Estimate, percents
 from gradwire.report import columns
 from gradwire.report.markdown import MISSING, SPREAD, spread
 from gradwire.report.notes import machine
@@ -117,7 +117,7 @@ def tiers(results: Sequence[Result], quality: PerplexityReference) -> str:
     timed = groups(ok)
     baselines = {key: next(cell for cell in cells if cell.row.compressor == BASELINE) for key, cells in timed.items()}
     pairs = [(cell, baselines[key]) for key, cells in timed.items() for cell in cells]
-    found = iter(estimates([quality.percent_worse(cell.row, baseline.row) for cell, baseline in pairs]))
+    found = iter(percents([quality.percent_worse(cell.row, baseline.row) for cell, baseline in pairs]))
     gains = {key: [Gain(cell, baselines[key], next(found)) for cell in cells] for key, cells in timed.items()}
     if sections := [section(*group) for group in gains.items()]:
         parts += ["## Quality tiers on links", TIER_DEFINITIONS, *sections]
