@@ -8,11 +8,9 @@ its parameters.
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from threading import Lock
 from typing import Any, TypeAlias
 
 import torch
@@ -32,6 +30,7 @@ from gradwire.collectives.layout import Layout
 from gradwire.collectives.meter import METER, Meter
 from gradwire.collectives.native import Native
 from gradwire.collectives.queue import CallerQueue, Handle, ReductionQueue, build_queue, finished
+from gradwire.collectives.traffic import Traffic
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.exempt import Exempt
 from gradwire.compressors.reduction import ReducerOptions
@@ -134,10 +133,7 @@ class Reducer:
         self._queue: ReductionQueue = CallerQueue()  # until the first reduction
         self._device: torch.device | None = None  # of the first reduction
         self._kept: list[Reduced] | None = None  # of a `keeping` that has not ended
-        self._extra_seconds = 0.0
-        self._counts: Counter[str] = Counter()
-        self._lock = Lock()
-        self._expected: int | None = 0  # bytes over all ranks; None once a size depended on the data
+        self._traffic = Traffic(self.codec, self._ranks)
 
     @property
     def step(self) -> int:
@@ -198,7 +194,7 @@ class Reducer:
     def skip(self, layout: Layout) -> None:
         """Count a buffer that is not reduced in this step, in the place of `all_reduce`: raw bytes, and none sent."""
         if self.world > 1:
-            self._count(layout, "all_reduce")
+            self._traffic.count(layout, "all_reduce")
 
     @contextmanager
     def plain(self) -> Iterator[None]:
@@ -246,7 +242,7 @@ class Reducer:
         finished, self.codec.step = self.codec.step, self.codec.step + 1
         if self.world == 1 or self._agreed_finite(total):
             return True
-        self._counts["nonfinite_steps"] += 1
+        self._traffic.counts["nonfinite_steps"] += 1
         if self.nonfinite == "raise":
             raise NonFiniteGradient(
                 f"the gradient of optimizer step {self.step} holds NaN, infinity or a value too large for "
@@ -257,43 +253,8 @@ class Reducer:
 
     @property
     def traffic(self) -> dict[str, Any]:
-        """This rank's totals since the start.
-
-        ``raw`` and ``sent``: payload in bytes, as float32 and as it was; ``index``: what of it says places;
-        ``closed_form``: the sum of `closed_form` over all calls, so over all ranks, None if one of them was;
-        ``agreement``: bytes of the flag and what travelled with it; ``elements`` of all reduced buffers,
-        ``exempt_elements`` of them; ``fallbacks``: encodings as float32, though neither exempt nor dense, because the
-        method would not have made them shorter: ``fallback_elements`` of ``encoded_elements``, all that it was given;
-        ``chosen_elements`` of ``sparse_elements`` that sparsifiers encoded were sent; ``padding``: bytes sent for the
-        sake of equal messages; ``extra_collectives`` and ``extra_seconds``: of each reduction's payload collectives all
-        but the one that sends the most (the first of equals), which stands for the framework's own;
-        ``residuals_dropped``: pieces whose residual was lost to a value that was not finite; ``encode_seconds`` and
-        ``decode_seconds``; ``by_op``: the payload's bytes, seconds and calls per collective. On a GPU seconds are
-        counted inside of `Meter.measuring` only.
-        """
-        dropped = self.codec.dropped
-        return {
-            "raw": self._counts["raw"],
-            "sent": self.meter.sent("payload"),
-            "index": self.codec.index_bytes,
-            "closed_form": self._expected,
-            "agreement": self.meter.sent("agreement"),
-            "elements": self._counts["elements"],
-            "exempt_elements": self._counts["exempt_elements"],
-            "fallbacks": self.codec.fallbacks,
-            "fallback_elements": self.codec.fallback_elements,
-            "encoded_elements": self.codec.encoded_elements,
-            "nonfinite_steps": self._counts["nonfinite_steps"],
-            "residuals_dropped": 0 if dropped is None else int(dropped),
-            "chosen_elements": self.codec.chosen_elements,
-            "sparse_elements": self.codec.sparse_elements,
-            "padding": self.codec.padding_bytes,
-            "extra_collectives": self._counts["extra_collectives"],
-            "extra_seconds": self._extra_seconds,
-            "encode_seconds": self.meter.totals["encode", "codec"].seconds,
-            "decode_seconds": self.meter.totals["decode", "codec"].seconds,
-            "by_op": {op: vars(cost).copy() for op, cost in self.meter.by_op("payload").items()},
-        }
+        """This rank's totals since the start, of reductions that have finished; see `Traffic.totals`."""
+        return self._traffic.totals()
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
         """Payload in bytes, summed over the ranks, of one call at the present step; None if it depends on the data."""
@@ -365,11 +326,11 @@ class Reducer:
     ) -> Tensor:
         """Reduce a buffer; runs in the queue, so what another thread may change meanwhile is passed in."""
         gradient = flat if scale == 1 else flat.to(torch.float32) / scale  # narrow types may not hold it
-        with self._counted(layout, kind) as algorithm:
+        with self._traffic.counted(layout, kind, self._reduction.closed_form(layout, kind)):
             if kind == "all_reduce":
-                mean = algorithm.mean_everywhere(gradient, layout)
+                mean = self._reduction.mean_everywhere(gradient, layout)
             else:
-                mean = algorithm.mean_of_row(gradient, layout)
+                mean = self._reduction.mean_of_row(gradient, layout)
         if scale != 1:
             mean.mul_(scale)
         if kept is not None:
@@ -418,27 +379,3 @@ class Reducer:
             total.copy_(met[1:])
         flag.zero_()
         return not bool(met[0])
-
-    @contextmanager
-    def _counted(self, layout: Layout, kind: Kind) -> Iterator[Algorithm]:
-        """The algorithm, for one reduction; what it will send, and how it did, is counted."""
-        expected = self.closed_form(layout, kind)
-        self._expected = None if expected is None or self._expected is None else self._expected + expected
-        self._count(layout, kind)
-        with self.meter.listing() as calls:
-            yield self._reduction
-        if calls:
-            calls.remove(max(calls, key=lambda cost: cost.bytes))
-        self._counts["extra_collectives"] += len(calls)
-        self._extra_seconds += sum(cost.seconds for cost in calls)
-
-    def _count(self, layout: Layout, kind: Kind) -> None:
-        """Count a call's elements, and the bytes that this rank would send as float32."""
-        numel = sum(piece.numel for piece in layout.pieces)
-        own = sum(piece.numel for piece in layout.rows[self.rank])
-        sent = numel - own + ((self.world - 1) * own if kind == "all_reduce" else 0)
-        exempt = self.codec.options.exempt
-        counts = {"raw": FLOAT32 * sent, "elements": numel}
-        counts["exempt_elements"] = sum(p.numel for p in layout.pieces if exempt.covers(p.name, p.shape))
-        with self._lock:  # a reduction in the queue may count at the same time
-            self._counts.update(counts)
