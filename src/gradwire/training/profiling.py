@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -40,6 +41,12 @@ class Profiler:
             self._recorder.step()
 
 
+def recorder_options(activities: list[ProfilerActivity]) -> dict[str, Any]:
+    """Options of torch's profiler for a trace that `measurement.trace` can read: the reducer's thread is recorded."""
+    config = _ExperimentalConfig(profile_all_threads=True)
+    return {"activities": activities, "record_shapes": True, "experimental_config": config}
+
+
 @contextmanager
 def profiling(training: Training, start: int, path: Path, world: World) -> Iterator[Profiler]:
     """Profile the steps of `profiled_range` and write the trace to ``path``."""
@@ -57,11 +64,5 @@ def profiling(training: Training, start: int, path: Path, world: World) -> Itera
 
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (world.device.type == "cuda")
     timetable = schedule(skip_first=steps.start - start, wait=0, warmup=1, active=len(steps) - 1, repeat=1)
-    with profile(
-        activities=activities,
-        schedule=timetable,
-        record_shapes=True,
-        on_trace_ready=save,
-        experimental_config=_ExperimentalConfig(profile_all_threads=True),  # the reducer's thread too
-    ) as recorder:
+    with profile(schedule=timetable, on_trace_ready=save, **recorder_options(activities)) as recorder:
         yield Profiler(recorder)
