@@ -140,6 +140,7 @@ def serve(items: SimpleQueue[Item | None], started: Event) -> None:
 
     It computes with one thread, since the rank's others are at work in the backward pass.
     """
+    torch.get_num_threads()  # otherwise torch sets the process's number at this thread's first operation
     torch.set_num_threads(1)
     started.set()
     fault: BaseException | None = None
