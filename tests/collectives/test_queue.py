@@ -191,8 +191,9 @@ def test_after_a_fault_nothing_runs_and_everything_raises_it():
         with pytest.raises(KeyError, match="a bad wire") as caught:
             handle.wait()
         assert caught.value is error
-    with pytest.raises(KeyError, match="a bad wire"):
-        queue.synchronize()
+    for _ in range(2):
+        with pytest.raises(KeyError, match="a bad wire"):
+            queue.synchronize()
     assert not ran and called == [1]
 
 

@@ -94,35 +94,46 @@ def test_overlapped_equals_synchronous_everywhere(world, size, strategy, name, m
 
 
 def in_flight(rank, world, group, strategy):
-    """Whether the first encoding ran before the backward pass ended, which waits for that; and the gradients."""
-    free, passed, encode = threading.Event(), [], Codec.encode
+    """Gradients of a pass, and whether its first encoding began before the pass was at the first layer, and went on.
 
-    def encode_late(self, *args):
-        passed.append(free.wait(20))
+    The first layer's gradient waits for that encoding to begin, and the encoding for that gradient. It is the second
+    pass: in the first one DDP has a single bucket.
+    """
+    begun, free, overlapped, encode = threading.Event(), threading.Event(), [], Codec.encode
+
+    def held(self, *args):
+        begun.set()
+        overlapped.append(free.wait(20))
         return encode(self, *args)
+
+    def at_the_first_layer(_):
+        overlapped.append(begun.wait(10))
+        free.set()
 
     reducer = Reducer(build("int8", **STOCHASTIC), group)
     model = wrap(model_of("odd"), strategy, reducer, device="cpu")
-    x = batch_of("odd", rank).requires_grad_()
-    Codec.encode = encode_late
+    loss_of("odd", model, batch_of("odd", rank)).backward()
+    model.zero_grad()
+    [enter] = [module for name, module in model.named_modules() if name.endswith("enter")]
+    enter.register_forward_hook(lambda *call: call[-1].register_hook(at_the_first_layer) and None)
+    Codec.encode = held
     try:
-        loss = model(x).mean()
-        x.register_hook(lambda _: free.set())  # the last gradient of the pass
-        loss.backward()
+        loss_of("odd", model, batch_of("odd", rank)).backward()
         found = whole_gradients(model)
     finally:
         Codec.encode = encode
     assert reducer.finish()
-    return passed[0], found, whole_gradients(model)
+    return all(overlapped), found, whole_gradients(model)
 
 
 @pytest.mark.parametrize("strategy", OVERLAPPING)
 def test_the_backward_pass_goes_on_while_a_bucket_is_in_flight_and_waits_at_its_end(world, strategy):
-    (overlapped, found, after), (_, other, _) = world(2).run(in_flight, strategy)
-    assert overlapped, "an encoding waited for a gradient that came only after it"
-    for name, gradient in found.items():
-        assert torch.equal(gradient, after[name]), "it changed after the backward pass"
-        assert torch.equal(gradient, other[name])
+    results = world(2).run(in_flight, strategy)
+    for overlapped, found, after in results:
+        assert overlapped, "an encoding and the backward pass waited for each other"
+        for name, gradient in found.items():
+            assert torch.equal(gradient, after[name]), "it changed after the backward pass"
+            assert torch.equal(gradient, results[0][1][name])
 
 
 def in_another_order(rank, world, group, overlap):

@@ -113,7 +113,7 @@ class ThreadQueue(ReductionQueue):
 
     def __init__(self) -> None:
         self._items: SimpleQueue[Item | None] = SimpleQueue()
-        self._begun: deque[Future[Tensor]] = deque()  # tasks whose outcome nobody has seen
+        self._begun: deque[Future[Tensor]] = deque()  # tasks that may not have finished
         threads, started = torch.get_num_threads(), Event()
         Thread(target=serve, args=(self._items, started), name="gradwire-reducer", daemon=True).start()
         started.wait()
@@ -122,8 +122,7 @@ class ThreadQueue(ReductionQueue):
 
     def begin(self, task: Task, flat: Tensor) -> Handle:
         """Hand the task to the thread."""
-        while self._begun and self._begun[0].done():
-            self._begun.popleft().result()
+        self._settle(wait=False)
         future: Future[Tensor] = Future()
         self._begun.append(future)
         self._items.put((future, task))
@@ -131,8 +130,13 @@ class ThreadQueue(ReductionQueue):
 
     def synchronize(self) -> None:
         """Wait for the thread to finish all tasks."""
-        while self._begun:
-            self._begun.popleft().result()
+        self._settle(wait=True)
+
+    def _settle(self, wait: bool) -> None:
+        """Forget the tasks that have finished; one that has failed stays, and raises its error each time."""
+        while self._begun and (wait or self._begun[0].done()):
+            self._begun[0].result()
+            self._begun.popleft()
 
 
 def serve(items: SimpleQueue[Item | None], started: Event) -> None:
