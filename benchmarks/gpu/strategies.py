@@ -180,8 +180,9 @@ def reduced(world: World, cell: dict[str, Any], kind: str) -> Row:
     reducer.prepare(kind, numel)  # type: ignore[arg-type]
     flat = torch.randn(layout.numel, generator=torch.Generator().manual_seed(world.rank)).to(world.device)
     reduction = getattr(reducer._reduction, MEAN[kind])  # a Reducer of one rank is the identity
-    for _ in range(2):
+    for _ in range(2):  # the second step: state is made in the first
         result = reduction(flat.clone(), layout)
+        reducer.finish()
     found: Row = {"algorithm": reducer.algorithm, "finite": bool(result.isfinite().all())}
     if world.device.type == "cpu":
         return found
