@@ -272,7 +272,7 @@ def lines(title: str, way: str, launch: Launch) -> Iterator[dict[str, str]]:
             "stores": kernel.stores,
             "MB": f"{launch.moved / 1e6:.1f}",
             "instructions": "loops" if kernel.loops else f"{per_element:.1f}",
-            "issue": "" if kernel.loops else f"{issue:.2f}",
+            "issue": "" if kernel.loops or launch.moved < 1e6 else f"{issue:.2f}",
         }
 
 

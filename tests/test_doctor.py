@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 import pytest
@@ -35,6 +36,14 @@ def test_what_is_there_is_not_missing(capsys):
     there, _, missing = capsys.readouterr().out.partition("optional, not found")
     assert "Snakemake 9." in there and "gloo" in there
     assert "workflow" not in missing
+
+
+def test_the_driver_is_what_nvidia_smi_says(capsys, monkeypatch, tmp_path):
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 550.54.14\necho 550.54.14\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert cli.main(["doctor"]) == 0
+    assert "\ndriver       550.54.14\n" in capsys.readouterr().out
 
 
 def test_a_port_in_use_is_reported(capsys):

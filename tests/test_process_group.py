@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from gradwire.collectives.world import choose, host_store, process_group
+from gradwire.collectives.world import choose, host_store, process_group, runs_on
 from gradwire.errors import BadInput
 from gradwire.rank_env import LOCAL_WORLD_SIZE, RankEnv, add_rank_arguments, rank_env, rank_options, ranks_here
 
@@ -121,6 +121,34 @@ def test_a_process_group_meets_at_its_address_only():
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.2", port)).close()
         socket.create_connection(("127.0.0.1", port)).close()
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "expected"),
+    [
+        ((9, 0), ["sm_80", "sm_90"], True),
+        ((8, 9), ["sm_75", "sm_80"], True),  # a later minor version
+        ((8, 0), ["sm_86", "sm_90"], False),  # an earlier one
+        ((7, 0), ["sm_75", "sm_80", "sm_90"], False),
+        ((12, 0), ["sm_80", "sm_100"], False),
+        ((12, 0), ["sm_80", "compute_90"], True),  # compiled by the driver
+        ((7, 5), ["compute_80"], False),
+        ((9, 3), ["sm_90a"], False),  # a suffix: this one only
+        ((9, 0), ["sm_90a"], True),
+    ],
+)
+def test_a_gpu_runs_what_torch_was_built_for(capability, built, expected):
+    assert runs_on(capability, built) is expected
+
+
+def test_a_gpu_that_torch_was_not_built_for_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (5, 2))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla M40")
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
+    with pytest.raises(BadInput, match=r"built for sm_80, sm_90, and Tesla M40 has compute capability 5\.2"):
+        process_group(device="cuda").__enter__()
+    assert not dist.is_initialized()
 
 
 def test_ranks_of_other_nodes_need_no_gpu_here(monkeypatch):

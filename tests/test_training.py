@@ -302,6 +302,8 @@ def test_the_manifest_tells_machines_apart(world, shards, tmp_path):
     assert set(here["clocks"]) == {"mhz", "largest_khz", "governor"}
     assert here["packages"]["torch"] == torch.__version__
     assert here["gpu"] is None
+    assert here["float32_matmul_precision"] == "highest"
+    assert isinstance(here["communication_variables"], dict)
     assert not same_machine([here, other | {"processor": "another"}])
 
 

@@ -6,19 +6,15 @@ tensors of the model `tiny`, where launches and the host's time count.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+import torch
 from gpu.part import DEVICE, SMALL, Part, Row, run
 from gpu.workers import Ranks, alone
-
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # it forks as many processes otherwise
-
-import torch
 from torch import Tensor
 
 from gradwire.compressors import bench, build, registry

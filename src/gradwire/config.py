@@ -168,6 +168,7 @@ class Training(Strict):
     precision: Precision = Field("fp32", description="of the forward pass; bf16: autocast, with float32 weights")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass")
     bucket_mb: float = Field(25.0, ge=0, description="MiB of a bucket of ddp and bucket; smaller if that makes four")
+    compile: bool = Field(False, description="compile the model's blocks with torch.compile")
     dp_max_grad_norm: float | None = Field(
         None, gt=0, description="train privately (DP-SGD): each sample's gradient is clipped to this"
     )
@@ -187,6 +188,15 @@ class Training(Strict):
             raise ValueError(
                 f"of {self.steps} steps none is left to time after {self.warmup_steps} warm-up and "
                 f"{self.profiled_steps} profiled ones; raise `steps`"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _private_training_is_not_compiled(self) -> Self:
+        if self.compile and self.private:
+            raise ValueError(
+                "compile is set with dp_max_grad_norm: private training reads each layer's inputs and gradients, which "
+                "compiled blocks do not show; leave one of them out"
             )
         return self
 

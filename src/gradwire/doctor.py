@@ -74,6 +74,7 @@ def findings() -> Iterator[Finding]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     yield Finding("processors", f"{len(os.sched_getaffinity(0))}, {memory:.1f} GiB of memory")
     yield gpus()
+    yield driver()
     yield backends()
     yield shaped_links()
     yield workflow()
@@ -97,6 +98,16 @@ def gpus() -> Finding:
     if torch.version.cuda is None:
         return Finding("GPUs", f"no: torch {torch.__version__} is built without CUDA", "`pip install torch` with CUDA.")
     return Finding("GPUs", "no: torch finds none", "check `nvidia-smi` and CUDA_VISIBLE_DEVICES.")
+
+
+def driver() -> Finding:
+    """The NVIDIA driver, by ``nvidia-smi``."""
+    told = _says("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    if told:
+        return Finding("driver", ", ".join(dict.fromkeys(told.split(", "))))
+    if Path("/proc/driver/nvidia").is_dir():
+        return Finding("driver", "no: nvidia-smi is missing or fails", "NVIDIA's tools; in a container, `--nv`.")
+    return Finding("driver", "no: no NVIDIA driver")
 
 
 def backends() -> Finding:

@@ -10,6 +10,7 @@ from samples import METHODS, generator, normal
 
 from gradwire.compressors import build, kernels
 from gradwire.compressors.sparse import Sparsifier
+from gradwire.errors import BadInput
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -70,6 +71,15 @@ def test_what_a_gpu_encodes_a_cpu_decodes(name, options):
     wire = compressor.encode(normal((64, 129)).cuda(), generator=generator(3, "cuda"))
     here = compressor.decode(wire.cpu(), (64, 129))
     assert torch.allclose(compressor.decode(wire, (64, 129)).cpu(), here, rtol=1e-6, atol=0)
+
+
+def test_a_gpu_older_than_the_kernels_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
+    device = torch.device("cuda", 93)  # of no other test: what is found is kept
+    assert kernels.find(build("none"), device) is None, "what has no kernel needs no such GPU"
+    with pytest.raises(BadInput, match=r"int8: .* 8\.0 or later .* Tesla T4 has 7\.5; use --device cpu"):
+        kernels.find(build("int8"), device)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

@@ -471,6 +471,7 @@ def test_parameter_gathers_of_private_steps_are_counted(world, shards, tmp_path)
     ("flags", "message"),
     [
         (("--dp_noise_multiplier", "1.0"), "dp_noise_multiplier is 1 without dp_max_grad_norm"),
+        (("--compile", "--dp_max_grad_norm", "1.0"), "compile is set with dp_max_grad_norm"),
         ((*PRIVATE, "--strategy", "fsdp1"), "strategy fsdp1 flattens parameters"),
         ((*PRIVATE, "--param_compress", "bf16"), "trains with other weights than the norms use"),
         (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -74,6 +74,37 @@ def choose(backend: str, device: str, ranks: int, gpus: int) -> Choice:
     return Choice(backend, device_type, note)
 
 
+def check_architecture(device: torch.device) -> None:
+    """Check that this build of torch has code for a GPU; else its first kernel would fail, with a less clear message.
+
+    Raises:
+        BadInput: If it has none.
+    """
+    capability, built = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
+    if not runs_on(capability, built):
+        raise BadInput(
+            f"torch {torch.__version__} is built for {', '.join(built)}, and {torch.cuda.get_device_name(device)} has "
+            f"compute capability {'.'.join(map(str, capability))}; install another build of torch, or use --device cpu."
+        )
+
+
+def runs_on(capability: tuple[int, int], built: Sequence[str]) -> bool:
+    """Whether code for the architectures ``built`` runs on a GPU of that compute capability.
+
+    Code for ``sm_XY`` runs on X.Y and later minor versions of X, with a suffix only on X.Y; ``compute_XY`` is compiled
+    by the driver for X.Y and everything later.
+    """
+    for name in built:
+        kind, _, number = name.partition("_")
+        digits = number.rstrip("abcdefghijklmnopqrstuvwxyz")
+        of = int(digits[:-1]), int(digits[-1])
+        if kind == "compute" and of <= capability:
+            return True
+        if kind == "sm" and (of == capability if number != digits else of[0] == capability[0] and of <= capability):
+            return True
+    return False
+
+
 @contextmanager
 def process_group(
     *, backend: str = "auto", device: str = "auto", here: RankEnv | None = None, timeout: float = TIMEOUT
@@ -90,7 +121,8 @@ def process_group(
         timeout: Seconds for startup and for each collective.
 
     Raises:
-        BadInput: If the environment is incomplete, CUDA is not available, or the port is in use.
+        BadInput: If the environment is incomplete, CUDA is not available, torch has no code for the GPU, or the port is
+            in use.
         RunFault: If not all ranks join in time.
     """
     here = here or rank_env({}, os.environ)
@@ -101,6 +133,7 @@ def process_group(
     where = torch.device("cpu")
     if choice.device_type == "cuda":
         where = torch.device("cuda", here.local_rank % gpus)
+        check_architecture(where)
         torch.cuda.set_device(where)
     _join(here, choice.backend, where, timedelta(seconds=timeout))
     finished = False

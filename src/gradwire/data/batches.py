@@ -44,8 +44,12 @@ class Batch:
         parts = zip(self.input_ids.split(size), self.labels.split(size), starts, strict=True)
         return [Batch(tokens, labels, self.sample_id[start : start + size]) for tokens, labels, start in parts]
 
+    def pinned(self) -> Batch:
+        """Return a copy in page-locked memory, from which a GPU copies while the host goes on."""
+        return replace(self, input_ids=self.input_ids.pin_memory(), labels=self.labels.pin_memory())
+
     def to(self, device: torch.device | str) -> Batch:
-        """Return a copy of the batch on ``device``."""
+        """Return a copy of the batch on ``device``; from pinned memory it is made while the host goes on."""
         return replace(
             self,
             input_ids=self.input_ids.to(device, non_blocking=True),

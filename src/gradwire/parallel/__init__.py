@@ -11,7 +11,7 @@ from gradwire.parallel.state import (
     replicated,
 )
 from gradwire.parallel.step import accumulation, clip_grad_norm
-from gradwire.parallel.strategy import block_sizes
+from gradwire.parallel.strategy import block_sizes, compile_blocks
 from gradwire.parallel.wrap import available, hook, parameters_unhooked, reduced_numel, traffic_unhooked, wrap
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "block_sizes",
     "checkpoint_state",
     "clip_grad_norm",
+    "compile_blocks",
     "filled",
     "full_optimizer_state",
     "full_state_dict",

@@ -91,6 +91,15 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     return list(max(outer, key=lambda each: sum(p.numel() for p in each.parameters()), default=[]))
 
 
+def compile_blocks(model: nn.Module) -> None:
+    """Compile each of `blocks` in place, before the model is wrapped: their code is the same, and is compiled once.
+
+    What a framework's hooks do stays outside of the compiled code, and parameters keep their names.
+    """
+    for block in blocks(model):
+        block.compile()
+
+
 def block_sizes(model: nn.Module) -> list[int]:
     """Return the number of elements outside the blocks, then that of each block."""
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks(model)]

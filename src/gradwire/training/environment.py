@@ -21,6 +21,7 @@ from gradwire.machine import CPUINFO, installed, processor, text
 
 PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "numba", "triton", "pyarrow", "pydantic", "safetensors")
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS", "NUMBA_NUM_THREADS")
+COMMUNICATION = ("NCCL_", "TORCH_NCCL_", "GLOO_")  # beginnings of the variables that configure collectives
 CPUFREQ = Path("/sys/devices/system/cpu/cpu0/cpufreq")
 NVIDIA_SMI = {  # field of `nvidia-smi --query-gpu`: key in the manifest
     "driver_version": "driver",
@@ -56,6 +57,10 @@ def environment(world: World) -> dict[str, Any]:
         "gpu": gpu(world.device) if cuda else None,
         "threads": torch.get_num_threads(),
         "interop_threads": torch.get_num_interop_threads(),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),  # highest: no TF32
+        "communication_variables": {
+            name: value for name, value in os.environ.items() if name.startswith(COMMUNICATION)
+        },
         "thread_variables": {name: os.environ[name] for name in THREADS if name in os.environ},
         "allocator_variables": {name: os.environ[name] for name in ALLOCATOR if name in os.environ},
         "distribution": distribution(),

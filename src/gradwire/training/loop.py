@@ -107,6 +107,8 @@ def train(
     ).to(world.device)
     if training.gradient_checkpointing:
         model.gradient_checkpointing_enable()
+    if training.compile:
+        parallel.compile_blocks(model)
     outcome = Outcome(
         config=model.config,
         numel=sum(p.numel() for p in model.parameters() if p.requires_grad),
@@ -250,27 +252,39 @@ def micro_batches(settings: Settings, split: Shards, world: World, start: int) -
 class Feed:
     """Prefetches the next step's micro-batches; their target count is reduced together with the current step's loss.
 
+    For a GPU they wait in pinned memory, so that nothing here waits for the device.
+
     Args:
         steps: Endless iterator of this rank's micro-batches, one list per step.
         device: The device to move them to.
     """
 
     def __init__(self, steps: Iterator[list[Batch]], device: torch.device) -> None:
+        if device.type == "cuda":
+            steps = (pinned(batches, device) for batches in steps)
         self._steps, self._device = prefetch(steps), device
-        self._coming = self._read()
+        self._coming = next(self._steps)
         self.n_targets = ops.all_reduce(self.coming_targets(), purpose="control")  # of all ranks in the next step
 
     def take(self) -> list[Batch]:
-        """Return the current step's micro-batches and read the next step's."""
-        taken, self._coming = self._coming, self._read()
-        return taken
+        """Return the current step's micro-batches on the device, and read the next step's."""
+        taken, self._coming = self._coming, next(self._steps)
+        return [batch.to(self._device) for batch in taken]
+
+    @property
+    def own_targets(self) -> int:
+        """This rank's number of targets in the next step."""
+        return sum(batch.n_targets for batch in self._coming)
 
     def coming_targets(self) -> Tensor:
-        """This rank's number of targets in the next step."""
-        return torch.tensor(float(sum(batch.n_targets for batch in self._coming)), device=self._device)
+        """The same on the device."""
+        return torch.full((), float(self.own_targets), device=self._device)
 
-    def _read(self) -> list[Batch]:
-        return [batch.to(self._device) for batch in next(self._steps)]
+
+def pinned(batches: list[Batch], device: torch.device) -> list[Batch]:
+    """Copies of the batches in pinned memory; in any thread, the context is that of ``device``."""
+    with torch.cuda.device(device):
+        return [batch.pinned() for batch in batches]
 
 
 def due(every: int, step: int) -> bool:
@@ -302,7 +316,7 @@ def optimizer_step(
         NonFiniteGradient: If the reducer found a non-finite gradient, with ``nonfinite: raise``.
     """
     clock.start()
-    n_targets, micro_batches = feed.n_targets, feed.take()
+    n_targets, tokens, micro_batches = feed.n_targets, feed.own_targets, feed.take()
     clock.lap("data_ms")
 
     total = torch.zeros((), device=world.device)
@@ -317,7 +331,7 @@ def optimizer_step(
             (loss * world.world_size).backward()
             clock.lap("backward_ms")
 
-    stop = torch.tensor(float(asked.requested), device=world.device)
+    stop = torch.full((), float(asked.requested), device=world.device)
     totals = torch.stack([total, feed.coming_targets(), stop, *objective.totals()])
     if isinstance(optimizer, optimizers.Communicating):
         grad_norm, reduced = optimizer.exchange(training.clip_grad_norm, totals)
@@ -340,7 +354,7 @@ def optimizer_step(
 
     return clock.times | {
         "t_start_s": clock.started_s,
-        "tokens": sum(batch.n_targets for batch in micro_batches),
+        "tokens": tokens,
         "loss": float(loss_of_all) if n_targets else None,
         "passes": objective.passes * len(micro_batches),
         **objective.columns([float(value) for value in statistics]),

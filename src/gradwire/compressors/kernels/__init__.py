@@ -31,6 +31,9 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors.segments import Segment, Segments
+from gradwire.errors import BadInput
+
+OLDEST = (8, 0)  # compute capability that Triton compiles for, and the kernels' casts need
 
 
 class Method(Protocol):
@@ -46,9 +49,32 @@ class Method(Protocol):
 
 
 def find(method: Method, device: torch.device) -> ModuleType | None:
-    """The module with the fused form of ``method`` for ``device``; None where the plain form is the only one."""
+    """The module with the fused form of ``method`` for ``device``; None where the plain form is the only one.
+
+    Raises:
+        BadInput: If the device is a GPU older than the kernels support.
+    """
     module = load(device.type, method.name)
-    return module if module is not None and module.covers(method) else None
+    if module is None or not module.covers(method):
+        return None
+    if device.type == "cuda":
+        check_capability(method.name, device.index)
+    return module
+
+
+@cache
+def check_capability(name: str, index: int | None) -> None:
+    """Check that a CUDA device is new enough for the kernels.
+
+    Raises:
+        BadInput: If it is not.
+    """
+    found = torch.cuda.get_device_capability(index)
+    if found < OLDEST:
+        raise BadInput(
+            f"{name}: the CUDA kernels need compute capability {'.'.join(map(str, OLDEST))} or later (A100, H100), and "
+            f"{torch.cuda.get_device_name(index)} has {'.'.join(map(str, found))}; use --device cpu."
+        )
 
 
 @cache

@@ -1,0 +1,50 @@
+"""Blocks compiled before a strategy wraps the model: the same steps, parameters and bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._inductor.config
+from test_frameworks import STRATEGIES
+
+from gradwire import parallel
+from gradwire.collectives import Reducer
+from gradwire.compressors import build
+from gradwire.models import gpt2
+
+VOCABULARY, LENGTH = 320, 24
+
+
+def trained(rank, world, group, strategy, compiled):
+    """Losses of three steps, the parameters' names and the bytes; int8 reduces the gradients."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch._inductor.config.compile_threads = 1  # a pool's ranks may have no child processes
+    model = gpt2.build("micro", VOCABULARY, LENGTH, seed=0).train()
+    if compiled:
+        parallel.compile_blocks(model)
+    reducer = Reducer(build("int8"), group)
+    model = parallel.wrap(model, strategy, reducer, device="cpu")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(3):
+        x = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(10 * step + rank))
+        loss = model(input_ids=x, labels=x, use_cache=False).loss
+        loss.backward()
+        reducer.finish()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return losses, [name for name, _ in parallel.named_parameters(model)], reducer.traffic["sent"], frames
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_compiled_blocks_train_as_the_blocks_themselves_do(world, strategy):
+    for plain, compiled in zip(
+        world(2).run(trained, strategy, False), world(2).run(trained, strategy, True), strict=True
+    ):
+        assert compiled[0] == pytest.approx(plain[0], rel=1e-4)
+        assert compiled[1:3] == plain[1:3]
+        assert compiled[3] > 0 == plain[3], "nothing was compiled"
