@@ -6,9 +6,11 @@ import pkgutil
 
 import pytest
 import torch
-from samples import METHODS, generator, normal
+from samples import METHODS, generator, normal, scattered
 
 from gradwire.compressors import build, kernels
+from gradwire.compressors.base import Compressor
+from gradwire.compressors.segments import Segments
 from gradwire.compressors.sparse import Sparsifier
 from gradwire.errors import BadInput
 
@@ -44,10 +46,58 @@ def test_the_cuda_form_has_the_plain_forms_bytes(name, options, shape):
         placed = module.place(compressor, values, places, shape)
         assert torch.equal(placed, compressor.place(values, places, shape))
     else:
-        wire, bad = module.to_wire(compressor, x, generator(3, DEVICE))
+        wire, bad = kernels.coded(module, compressor, x, generator(3, DEVICE))
         assert torch.equal(wire, compressor.to_wire(x, generator(3, DEVICE)))
-        assert torch.equal(module.from_wire(compressor, wire, form), compressor.from_wire(wire, form))
+        assert torch.equal(kernels.decoded(module, compressor, wire, form), compressor.from_wire(wire, form))
     assert not bad.any()
+
+
+FORMS = [(257,), (7, 11), (0,), (1,), (5003,), (64, 65)]
+MANY = [(name, options) for name, options in CASES if hasattr(kernels.load("cuda", name), "encode_many")]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("apart", [True, False], ids=["scattered", "aligned"])
+@pytest.mark.parametrize(("name", "options"), MANY, ids=str)
+def test_a_launch_for_many_tensors_has_the_bits_of_one_for_each(name, options, apart):
+    """Scattered encodings lie at odd bytes, where a GPU cannot read or write a number at once."""
+    compressor = build(name, **options)
+    module = kernels.load("cuda", name)
+    if not module.covers(compressor):
+        pytest.skip("these options have no CUDA form")
+    segments, values = scattered(compressor, FORMS)
+    if not apart:
+        segments = Segments(segment._replace(start=2**13 * i, at=2**15 * i) for i, segment in enumerate(segments))
+        values = normal(segments.numel)
+    values, count = values.to(DEVICE), len(FORMS)
+    wire, residual = torch.zeros(segments.nbytes + 7, dtype=torch.uint8), normal(values.numel(), 5)
+    wire, residual = wire.to(DEVICE), residual.to(DEVICE)
+    again, kept, bad = wire.clone(), residual.clone(), torch.zeros(count, dtype=torch.uint8, device=DEVICE)
+    drawn, each = ([generator(20 + i, DEVICE) for i in range(count)] for _ in range(2))
+    for fed in (None, residual):
+        if fed is not None:
+            values[segments[4].start] = 1e38  # what rounding may make infinite, or a sum
+            values[segments[5].start + 3] = float("inf")
+        bad.zero_()
+        flags = torch.zeros_like(bad)
+        module.encode_many(compressor, values, segments, wire, drawn, bad, fed)
+        Compressor._encode_each(compressor, values, segments, again, each, flags, None if fed is None else kept)
+        sound = [segment for segment, flag in zip(segments, flags, strict=True) if not flag]
+        assert torch.equal(bad != 0, flags != 0)
+        for segment in sound:
+            assert torch.equal(wire[segment.bytes], again[segment.bytes]), segment
+    assert torch.equal(residual.view(torch.int32), kept.view(torch.int32))
+    table = Segments(sound)
+    messages = torch.stack([wire, wire])
+    for onto in ("sum", "zero", "blank"):
+        out, expected = normal(values.numel(), 8).to(DEVICE).abs_(), normal(values.numel(), 8).to(DEVICE).abs_()
+        module.decode_add(compressor, messages, table, out, onto)
+        for i in range(2):
+            for segment in table:
+                value = compressor.from_wire(wire[segment.bytes].clone(), segment.form).view(-1)
+                part = expected[segment.run]
+                part.copy_(part + value if i or onto == "sum" else value if onto == "blank" else value + 0.0)
+        assert torch.equal(out.view(torch.int32), expected.view(torch.int32)), onto
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
@@ -60,8 +110,11 @@ def test_the_cuda_form_tells_what_is_not_finite(name, options, value):
         pytest.skip("these options have no CUDA form")
     x = normal(5003).to(DEVICE)
     x[4097] = value
-    code = module.pick if isinstance(compressor, Sparsifier) else module.to_wire
-    assert code(compressor, x, generator(3, DEVICE))[-1].any()
+    drawn = generator(3, DEVICE)
+    if isinstance(compressor, Sparsifier):
+        assert module.pick(compressor, x, drawn)[-1].any()
+    else:
+        assert kernels.coded(module, compressor, x, drawn)[-1].any()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -5,13 +5,12 @@ By integer arithmetic, since not every GPU has 8-bit floats, and the casts of th
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.compressors.base import as_numbers, numel
-from gradwire.compressors.kernels.cuda.shared import INFINITY, SIGNLESS, no_flag
+from gradwire.compressors.kernels.cuda.segments import Segmented, load_floats, past, place, put, store_floats
+from gradwire.compressors.kernels.cuda.shared import INFINITY, SIGNLESS
 from gradwire.compressors.methods.fp8 import SMALLEST_SCALE, Float8
 
 TINY = tl.constexpr(SMALLEST_SCALE)
@@ -24,59 +23,54 @@ def covers(method: Float8) -> bool:
     return 32 <= method.block <= 16384 and method.block & (method.block - 1) == 0
 
 
-def to_wire(method: Float8, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """The wire, and whether a block's maximum is not finite."""
+def tile(method: Float8) -> int:
+    """Elements of a program."""
+    return max(TILE, method.block)
+
+
+def encoding(method: Float8, x: Tensor) -> dict:
+    """The constants of `encode`."""
     mantissa, bias, _ = FORMATS[method.format]
-    bad = no_flag(x)
-    wire = torch.empty(method.wire_bytes(x.shape), dtype=torch.uint8, device=x.device)
-    head = 4 * method.blocks(x.shape)
-    rows = max(1, TILE // method.block)
-    if x.numel():
-        encode[(triton.cdiv(method.blocks(x.shape), rows),)](
-            x, wire[:head].view(torch.float32), wire[head:], bad, x.numel(),
-            BLOCK=method.block, ROWS=rows, TOP=method.top, MANTISSA=mantissa, BIAS=bias, enable_fp_fusion=False,
-        )  # fmt: skip
-    return wire, bad
+    own = {"BLOCK": method.block, "TILE": tile(method), "TOP": method.top, "MANTISSA": mantissa, "BIAS": bias}
+    return {**own, "enable_fp_fusion": False}
 
 
-def from_wire(method: Float8, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Multiply each value by its block's scale."""
+def decoding(method: Float8) -> dict:
+    """The constants of `decode`."""
     mantissa, bias, no_number = FORMATS[method.format]
-    head = 4 * method.blocks(shape)
-    out = torch.empty(numel(shape), device=wire.device)
-    rows = max(1, TILE // method.block)
-    if out.numel():
-        decode[(triton.cdiv(method.blocks(shape), rows),)](
-            as_numbers(wire[:head], torch.float32), wire[head:], out, out.numel(),
-            BLOCK=method.block, ROWS=rows, MANTISSA=mantissa, UNIT=2.0 ** (127 - bias), NO_NUMBER=no_number,
-        )  # fmt: skip
-    return out
+    own = {"BLOCK": method.block, "TILE": tile(method), "MANTISSA": mantissa}
+    return {**own, "UNIT": 2.0 ** (127 - bias), "NO_NUMBER": no_number}
 
 
 @triton.jit
 def encode(
     x,
-    scales,
-    codes,
+    table,
+    tiles,
+    seeds,
+    wire,
     bad,
-    n,
+    ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
     TOP: tl.constexpr,
     MANTISSA: tl.constexpr,
     BIAS: tl.constexpr,
 ):
     """The scales (float32) and codes of some blocks; sets ``bad`` where a scale is not finite."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    ROWS: tl.constexpr = TILE // BLOCK
+    segment, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
+    rows = tl.arange(0, ROWS)
     at = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    values = tl.load(x + at, mask=at < n, other=0.0)
+    values = tl.load(x + start + at, mask=at < left, other=0.0)
     most = tl.max(values.to(tl.int32, bitcast=True) & SIGNLESS, axis=1)
     if tl.max(most, axis=0) >= INFINITY:
-        tl.store(bad, 1)
+        tl.store(bad + segment, 1)
     scale = tl.maximum(tl.div_rn(most.to(tl.float32, bitcast=True), TOP), TINY, propagate_nan=tl.PropagateNan.ALL)
-    tl.store(scales + rows, scale, mask=rows * BLOCK < n)
+    store_floats(wire + head + 4 * ROWS * tile, rows, scale, rows * BLOCK < left, ALIGN)
     level = tl.div_rn(values, tl.broadcast_to(scale[:, None], [ROWS, BLOCK]))
-    tl.store(codes + at, narrow(level, MANTISSA, BIAS).to(tl.uint8), mask=at < n)
+    codes = wire + past(head, 4 * tl.cdiv(n, BLOCK), ALIGN) + tile * TILE
+    tl.store(codes + at, narrow(level, MANTISSA, BIAS).to(tl.uint8), mask=at < left)
 
 
 @triton.jit
@@ -97,22 +91,31 @@ def narrow(level, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def decode(
-    scales,
-    codes,
+    wire,
+    table,
+    tiles,
     out,
-    n,
+    ALIGN: tl.constexpr,
+    ONTO: tl.constexpr,
     BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
     MANTISSA: tl.constexpr,
     UNIT: tl.constexpr,
     NO_NUMBER: tl.constexpr,
 ):
     """The numbers of some blocks: a code's bits, moved to where float32 has them, and a power of two, exactly."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    ROWS: tl.constexpr = TILE // BLOCK
+    _, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
+    rows = tl.arange(0, ROWS)
     at = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    code = tl.load(codes + at, mask=at < n, other=0).to(tl.int32)
+    codes = wire + past(head, 4 * tl.cdiv(n, BLOCK), ALIGN) + tile * TILE
+    code = tl.load(codes + at, mask=at < left, other=0).to(tl.int32)
     magnitude = code & 0x7F
     bits = tl.where(magnitude < NO_NUMBER, magnitude << (23 - MANTISSA), (magnitude << (23 - MANTISSA)) | INFINITY)
     value = (bits | ((code & 0x80) << 24)).to(tl.float32, bitcast=True) * UNIT
-    scale = tl.load(scales + rows, mask=rows * BLOCK < n, other=0.0)
-    tl.store(out + at, value * tl.broadcast_to(scale[:, None], [ROWS, BLOCK]), mask=at < n)
+    scale = load_floats(wire + head + 4 * ROWS * tile, rows, rows * BLOCK < left, ALIGN)
+    put(out + start, at, value * tl.broadcast_to(scale[:, None], [ROWS, BLOCK]), at < left, ONTO)
+
+
+form = Segmented(encode, decode, lambda method, n: 4 * method.blocks(n), encoding, decoding)
+encode_many, decode_add = form.encode_many, form.decode_add

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.compressors.base import as_numbers, numel
-from gradwire.compressors.kernels.cuda.shared import INFINITY, SIGNLESS, no_flag, store_packed
+from gradwire.compressors.kernels.cuda.segments import Segmented, load_floats, past, place, put, store_floats
+from gradwire.compressors.kernels.cuda.shared import INFINITY, SIGNLESS, store_packed
 from gradwire.compressors.methods.onebit import OneBit
 
 TILE = 4096  # elements that a program decodes
@@ -20,50 +19,39 @@ def covers(method: OneBit) -> bool:
     return method.means == "block" and 32 <= method.block <= 16384 and method.block & (method.block - 1) == 0
 
 
-def to_wire(method: OneBit, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """The wire, and whether a mean is not finite."""
-    bad = no_flag(x)
-    wire = torch.empty(method.wire_bytes(x.shape), dtype=torch.uint8, device=x.device)
-    head, packed = wire.tensor_split([8 * method.groups(x.shape)])
+def encoding(method: OneBit, x: Tensor) -> dict:
+    """The constants of `encode`."""
     tile = max(WARP, method.block)
-    if x.numel():
-        encode[(triton.cdiv(x.numel(), tile),)](
-            x, head.view(torch.float32), packed, bad, x.numel(), BLOCK=method.block, TILE=tile, num_warps=tile // WARP
-        )
-    return wire, bad
+    return {"BLOCK": method.block, "TILE": tile, "num_warps": tile // WARP}
 
 
-def from_wire(method: OneBit, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Give each element its side's mean."""
-    head, packed = wire.tensor_split([8 * method.groups(shape)])
-    out = torch.empty(numel(shape), device=wire.device)
-    if out.numel():
-        decode[(triton.cdiv(out.numel(), TILE),)](
-            as_numbers(head, torch.float32), packed, out, out.numel(), BLOCK=method.block, TILE=TILE
-        )
-    return out
+def decoding(method: OneBit) -> dict:
+    """The constants of `decode`."""
+    return {"BLOCK": method.block, "TILE": TILE}
 
 
 @triton.jit
-def encode(x, means, packed, bad, n, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def encode(x, table, tiles, seeds, wire, bad, ALIGN: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """A tile's means (float32, in pairs) and signs; sets ``bad`` where a mean is not finite."""
     ROWS: tl.constexpr = TILE // BLOCK
-    tile = tl.program_id(0)
-    at = tile * TILE + tl.arange(0, TILE)
-    values = tl.load(x + at, mask=at < n, other=0.0)
+    segment, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
+    at = tl.arange(0, TILE)
+    values = tl.load(x + start + at, mask=at < left, other=0.0)
     below = (values < 0).to(tl.int32)
     blocks = tl.reshape(values, [ROWS, BLOCK])
-    rows = tile * ROWS + tl.arange(0, ROWS)
+    rows = tl.arange(0, ROWS)
     negatives = tl.sum(tl.reshape(below, [ROWS, BLOCK]), axis=1)
-    others = tl.minimum(n - rows * BLOCK, BLOCK) - negatives
+    others = tl.minimum(left - rows * BLOCK, BLOCK) - negatives
     low = mean_of(tl.minimum(blocks, 0.0, propagate_nan=tl.PropagateNan.ALL), negatives)
     high = mean_of(tl.maximum(blocks, 0.0, propagate_nan=tl.PropagateNan.ALL), others)
-    tl.store(means + 2 * rows, high, mask=rows * BLOCK < n)
-    tl.store(means + 2 * rows + 1, low, mask=rows * BLOCK < n)
+    means = wire + head + 8 * ROWS * tile
+    store_floats(means, 2 * rows, high, rows * BLOCK < left, ALIGN)
+    store_floats(means, 2 * rows + 1, low, rows * BLOCK < left, ALIGN)
     marks = tl.maximum(low.to(tl.int32, bitcast=True) & SIGNLESS, high.to(tl.int32, bitcast=True) & SIGNLESS)
     if tl.max(marks, axis=0) >= INFINITY:
-        tl.store(bad, 1)
-    store_packed(packed, tile * (TILE // 8), below, n - tile * TILE, 1, TILE)
+        tl.store(bad + segment, 1)
+    packed = wire + past(head, 8 * tl.cdiv(n, BLOCK), ALIGN)
+    store_packed(packed, tile * (TILE // 8), below, left, 1, TILE)
 
 
 @triton.jit
@@ -73,15 +61,21 @@ def mean_of(blocks, count):
 
 
 @triton.jit
-def decode(means, packed, out, n, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def decode(wire, table, tiles, out, ALIGN: tl.constexpr, ONTO: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """A tile of numbers; a byte holds the signs of eight elements of one block."""
-    bytes = tl.program_id(0) * (TILE // 8) + tl.arange(0, TILE // 8)
-    there = bytes < (n + 7) // 8
+    _, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
+    bytes = tl.arange(0, TILE // 8)
+    there = bytes < (left + 7) // 8
+    packed = wire + past(head, 8 * tl.cdiv(n, BLOCK), ALIGN) + tile * (TILE // 8)
     signs = tl.load(packed + bytes, mask=there, other=0).to(tl.int32)
-    pair = bytes * 8 // BLOCK * 2
-    high = tl.load(means + pair, mask=there, other=0.0)
-    low = tl.load(means + pair + 1, mask=there, other=0.0)
+    means, pair = wire + head + 8 * (tile * TILE // BLOCK), bytes * 8 // BLOCK * 2
+    high = load_floats(means, pair, there, ALIGN)
+    low = load_floats(means, pair + 1, there, ALIGN)
     lanes = tl.arange(0, 8)
     negative = (signs[:, None] >> lanes[None, :]) & 1
     at = bytes[:, None] * 8 + lanes[None, :]
-    tl.store(out + at, tl.where(negative == 1, low[:, None], high[:, None]), mask=at < n)
+    put(out + start, at, tl.where(negative == 1, low[:, None], high[:, None]), at < left, ONTO)
+
+
+form = Segmented(encode, decode, lambda method, n: 8 * method.groups(n), encoding, decoding)
+encode_many, decode_add = form.encode_many, form.decode_add

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.compressors.base import as_numbers, numel
+from gradwire.compressors.kernels.cuda.segments import Segmented, load_floats, past, place, put, store_floats
 from gradwire.compressors.kernels.cuda.shared import (
     INFINITY,
     SIGNLESS,
     load_packed,
-    no_flag,
     store_packed,
     uniforms,
 )
 from gradwire.compressors.methods.qsgd import SMALLEST_STEP, Qsgd
-from gradwire.compressors.philox import draw_seed
 
 TINY = tl.constexpr(SMALLEST_STEP)
 TILE = 4096  # elements in a program's tile, or one bucket if that is larger
@@ -29,41 +26,26 @@ def covers(method: Qsgd) -> bool:
     return fits and method.coding == "dense" and method.num_bits in (8, 4, 2)
 
 
-def to_wire(method: Qsgd, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """The wire, and whether a bucket's norm is not finite."""
-    bad = no_flag(x)
-    seed = draw_seed(generator, x.device, method.name)
-    wire = torch.empty(method.wire_bytes(x.shape), dtype=torch.uint8, device=x.device)
-    head = 4 * method.blocks(x.shape)
-    tile = max(TILE, method.block)
-    if x.numel():
-        encode[(triton.cdiv(x.numel(), tile),)](
-            x, seed, wire[:head].view(torch.float32), wire[head:], bad, x.numel(), BLOCK=method.block, TILE=tile,
-            BITS=method.num_bits, LEVELS=method.levels, L2=method.norm == "l2", enable_fp_fusion=False,
-        )  # fmt: skip
-    return wire, bad
+def encoding(method: Qsgd, x: Tensor) -> dict:
+    """The constants of `encode`."""
+    own = {"BLOCK": method.block, "TILE": max(TILE, method.block), "BITS": method.num_bits, "LEVELS": method.levels}
+    return {**own, "L2": method.norm == "l2", "enable_fp_fusion": False}
 
 
-def from_wire(method: Qsgd, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Multiply each number by its bucket's step."""
-    head = 4 * method.blocks(shape)
-    out = torch.empty(numel(shape), device=wire.device)
-    if out.numel():
-        steps = method.steps(as_numbers(wire[:head], torch.float32))
-        decode[(triton.cdiv(out.numel(), TILE),)](
-            steps, wire[head:], out, out.numel(), BLOCK=method.block, TILE=TILE, BITS=method.num_bits
-        )  # fmt: skip
-    return out
+def decoding(method: Qsgd) -> dict:
+    """The constants of `decode`."""
+    return {"BLOCK": method.block, "TILE": max(TILE, method.block), "BITS": method.num_bits, "LEVELS": method.levels}
 
 
 @triton.jit
 def encode(
     x,
-    seed,
-    norms,
-    packed,
+    table,
+    tiles,
+    seeds,
+    wire,
     bad,
-    n,
+    ALIGN: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
     BITS: tl.constexpr,
@@ -72,9 +54,9 @@ def encode(
 ):
     """A tile's norms (float32) and numbers; sets ``bad`` where a norm is not finite."""
     ROWS: tl.constexpr = TILE // BLOCK
-    tile = tl.program_id(0)
-    at = tile * TILE + tl.arange(0, TILE)
-    values = tl.reshape(tl.load(x + at, mask=at < n, other=0.0), [ROWS, BLOCK])
+    segment, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
+    at = tl.arange(0, TILE)
+    values = tl.reshape(tl.load(x + start + at, mask=at < left, other=0.0), [ROWS, BLOCK])
     if L2:
         wide = values.to(tl.float64)
         norm = tl.sqrt(tl.sum(wide * wide, axis=1)).to(tl.float32)
@@ -83,24 +65,48 @@ def encode(
         marks = tl.max(values.to(tl.int32, bitcast=True) & SIGNLESS, axis=1)
         norm = marks.to(tl.float32, bitcast=True)
     if tl.max(marks, axis=0) >= INFINITY:
-        tl.store(bad, 1)
-    rows = tile * ROWS + tl.arange(0, ROWS)
-    tl.store(norms + rows, norm, mask=rows * BLOCK < n)
-    step = tl.maximum(tl.div_rn(norm, 1.0 * LEVELS), TINY, propagate_nan=tl.PropagateNan.ALL)
-    level = tl.div_rn(values, tl.broadcast_to(step[:, None], [ROWS, BLOCK]))
+        tl.store(bad + segment, 1)
+    rows = tl.arange(0, ROWS)
+    store_floats(wire + head + 4 * ROWS * tile, rows, norm, rows * BLOCK < left, ALIGN)
+    level = tl.div_rn(values, tl.broadcast_to(step_of(norm, LEVELS)[:, None], [ROWS, BLOCK]))
     low = tl.floor(level)
-    draw = tl.reshape(uniforms(tl.load(seed), tile * (TILE // 4), TILE), [ROWS, BLOCK])
+    draw = tl.reshape(uniforms(tl.load(seeds + segment), (tile * (TILE // 4)).to(tl.int32), TILE), [ROWS, BLOCK])
     number = tl.minimum(tl.maximum(low + (draw < level - low).to(tl.float32), -LEVELS), LEVELS)
     fields = tl.reshape(number.to(tl.int32), [TILE]) & ((1 << BITS) - 1)
-    store_packed(packed, tile * (TILE * BITS // 8), fields, n - tile * TILE, BITS, TILE)
+    packed = wire + past(head, 4 * tl.cdiv(n, BLOCK), ALIGN)
+    store_packed(packed, tile * (TILE * BITS // 8), fields, left, BITS, TILE)
 
 
 @triton.jit
-def decode(steps, packed, out, n, BLOCK: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):
+def step_of(norm, LEVELS: tl.constexpr):
+    """What the numbers of each bucket are multiples of."""
+    return tl.maximum(tl.div_rn(norm, 1.0 * LEVELS), TINY, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def decode(
+    wire,
+    table,
+    tiles,
+    out,
+    ALIGN: tl.constexpr,
+    ONTO: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    BITS: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
     """A tile of numbers."""
+    ROWS: tl.constexpr = TILE // BLOCK
     SIGN: tl.constexpr = 1 << (BITS - 1)
-    start = tl.program_id(0) * TILE
-    at = start + tl.arange(0, TILE)
-    number = (load_packed(packed, start, n - start, BITS, TILE) ^ SIGN) - SIGN
-    step = tl.load(steps + at // BLOCK, mask=at < n, other=0.0)
-    tl.store(out + at, number.to(tl.float32) * step, mask=at < n)
+    _, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
+    at, rows = tl.arange(0, TILE), tl.arange(0, ROWS)
+    norm = load_floats(wire + head + 4 * ROWS * tile, rows, rows * BLOCK < left, ALIGN)
+    packed = wire + past(head, 4 * tl.cdiv(n, BLOCK), ALIGN)
+    number = (load_packed(packed, tile * TILE, left, BITS, TILE) ^ SIGN) - SIGN
+    values = tl.reshape(number.to(tl.float32), [ROWS, BLOCK]) * step_of(norm, LEVELS)[:, None]
+    put(out + start, at, tl.reshape(values, [TILE]), at < left, ONTO)
+
+
+form = Segmented(encode, decode, lambda method, n: 4 * method.blocks(n), encoding, decoding, draws=lambda method: True)
+encode_many, decode_add = form.encode_many, form.decode_add

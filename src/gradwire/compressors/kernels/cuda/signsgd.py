@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.compressors.base import numel
-from gradwire.compressors.kernels.cuda.shared import INFINITY, SIGNLESS, no_flag, store_packed
+from gradwire.compressors.kernels.cuda.segments import Segmented, load_floats, past, place, put, store_floats
+from gradwire.compressors.kernels.cuda.shared import INFINITY, SIGNLESS, store_packed
 from gradwire.compressors.methods.signsgd import SignSGD
+from gradwire.compressors.segments import Segments
 
 TILE = 4096  # elements that a program decodes
 WARP = 2048  # elements that a warp encodes, or part of one block: blocks within a warp take the fewest shuffles to sum
@@ -20,69 +20,87 @@ def covers(method: SignSGD) -> bool:
     return method.scale == "none" or (32 <= method.block <= 16384 and method.block & (method.block - 1) == 0)
 
 
-def to_wire(method: SignSGD, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """The wire, and whether x is not finite."""
-    bad = no_flag(x)
-    wire = torch.empty(method.wire_bytes(x.shape), dtype=torch.uint8, device=x.device)
-    head, packed = wire.tensor_split([method.head_bytes(x.shape)])
+def encoding(method: SignSGD, x: Tensor) -> dict:
+    """The constants of `encode`."""
     scaled = method.scale == "mean"
-    block = method.block if scaled else WARP
-    tile = max(WARP, block)
-    if x.numel():
-        encode[(triton.cdiv(x.numel(), tile),)](
-            x, head.view(torch.float32) if scaled else head, packed, bad, x.numel(),
-            BLOCK=block, TILE=tile, SCALED=scaled, num_warps=tile // WARP,
-        )  # fmt: skip
-    if not scaled:
-        head.copy_(bad)
-    return wire, bad
+    tile = max(WARP, method.block) if scaled else WARP
+    return {"BLOCK": method.block if scaled else WARP, "TILE": tile, "SCALED": scaled, "num_warps": tile // WARP}
 
 
-def from_wire(method: SignSGD, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Each sign times its block's scale."""
-    head, packed = wire.tensor_split([method.head_bytes(shape)])
+def decoding(method: SignSGD) -> dict:
+    """The constants of `decode`."""
     scaled = method.scale == "mean"
-    scales, _ = method.magnitudes(head, shape)
-    out = torch.empty(numel(shape), device=wire.device)
-    if out.numel():
-        decode[(triton.cdiv(out.numel(), TILE),)](
-            scales, packed, out, out.numel(), BLOCK=method.block if scaled else TILE, TILE=TILE, SCALED=scaled
-        )
-    return out
+    return {"BLOCK": method.block if scaled else TILE, "TILE": TILE, "SCALED": scaled}
+
+
+def finish(method: SignSGD, segments: Segments, wire: Tensor, bad: Tensor, options: dict) -> None:
+    """Without scales: the byte before the signs."""
+    if method.scale == "none":
+        wire[segments.table(wire.device)[:, 2]] = bad
 
 
 @triton.jit
-def encode(x, scales, packed, bad, n, BLOCK: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr):
+def encode(
+    x,
+    table,
+    tiles,
+    seeds,
+    wire,
+    bad,
+    ALIGN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    SCALED: tl.constexpr,
+):
     """A tile's scales (float32, if SCALED) and signs; sets ``bad`` where an element is not finite."""
     ROWS: tl.constexpr = TILE // BLOCK
-    tile = tl.program_id(0)
-    at = tile * TILE + tl.arange(0, TILE)
-    values = tl.load(x + at, mask=at < n, other=0.0)
+    segment, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
+    at = tl.arange(0, TILE)
+    values = tl.load(x + start + at, mask=at < left, other=0.0)
     if SCALED:
         totals = tl.sum(tl.reshape(tl.abs(values), [ROWS, BLOCK]).to(tl.float64), axis=1)
-        rows = tile * ROWS + tl.arange(0, ROWS)
-        count = tl.maximum(tl.minimum(n - rows * BLOCK, BLOCK), 1)
+        rows = tl.arange(0, ROWS)
+        count = tl.maximum(tl.minimum(left - rows * BLOCK, BLOCK), 1)
         scale = (totals / count.to(tl.float64)).to(tl.float32)
-        tl.store(scales + rows, scale, mask=rows * BLOCK < n)
+        store_floats(wire + head + 4 * ROWS * tile, rows, scale, rows * BLOCK < left, ALIGN)
         most = tl.max(scale.to(tl.int32, bitcast=True) & SIGNLESS, axis=0)
+        packed = wire + past(head, 4 * tl.cdiv(n, BLOCK), ALIGN)
     else:
         most = tl.max(values.to(tl.int32, bitcast=True) & SIGNLESS, axis=0)
+        packed = wire + past(head, 1, ALIGN)
     if most >= INFINITY:
-        tl.store(bad, 1)
-    store_packed(packed, tile * (TILE // 8), (values < 0).to(tl.int32), n - tile * TILE, 1, TILE)
+        tl.store(bad + segment, 1)
+    store_packed(packed, tile * (TILE // 8), (values < 0).to(tl.int32), left, 1, TILE)
 
 
 @triton.jit
-def decode(scales, packed, out, n, BLOCK: tl.constexpr, TILE: tl.constexpr, SCALED: tl.constexpr):
+def decode(
+    wire,
+    table,
+    tiles,
+    out,
+    ALIGN: tl.constexpr,
+    ONTO: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
+    SCALED: tl.constexpr,
+):
     """A tile of numbers; a byte holds the signs of eight elements of one block."""
-    bytes = tl.program_id(0) * (TILE // 8) + tl.arange(0, TILE // 8)
-    there = bytes < (n + 7) // 8
-    signs = tl.load(packed + bytes, mask=there, other=0).to(tl.int32)
+    _, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
+    bytes = tl.arange(0, TILE // 8)
+    there = bytes < (left + 7) // 8
     if SCALED:
-        scale = tl.load(scales + bytes * 8 // BLOCK, mask=there, other=0.0)
+        packed = wire + past(head, 4 * tl.cdiv(n, BLOCK), ALIGN)
+        scale = load_floats(wire + head + 4 * (tile * TILE // BLOCK), bytes * 8 // BLOCK, there, ALIGN)
     else:
-        scale = tl.load(scales + bytes * 0)
+        packed = wire + past(head, 1, ALIGN)
+        scale = tl.where(tl.load(wire + head + bytes * 0) == 0, 1.0, float("nan"))
+    signs = tl.load(packed + tile * (TILE // 8) + bytes, mask=there, other=0).to(tl.int32)
     lanes = tl.arange(0, 8)
     negative = (signs[:, None] >> lanes[None, :]) & 1
     at = bytes[:, None] * 8 + lanes[None, :]
-    tl.store(out + at, tl.where(negative == 1, -scale[:, None], scale[:, None]), mask=at < n)
+    put(out + start, at, tl.where(negative == 1, -scale[:, None], scale[:, None]), at < left, ONTO)
+
+
+form = Segmented(encode, decode, lambda method, n: method.head_bytes(n), encoding, decoding, finish=finish)
+encode_many, decode_add = form.encode_many, form.decode_add
