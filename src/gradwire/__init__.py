@@ -14,6 +14,7 @@ HOMES = {
     "accumulation": "gradwire.parallel",
     "build": "gradwire.compressors",
     "clip_grad_norm": "gradwire.parallel",
+    "ddp_hook": "gradwire.parallel",
     "hook": "gradwire.parallel",
     "load_results": "gradwire.report.results",
     "wrap": "gradwire.parallel",

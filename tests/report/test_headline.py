@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ET
-from collections import defaultdict
 
 import made_results
 import pytest
@@ -61,7 +60,8 @@ def test_nothing_is_claimed_of_compressors_that_cost_quality():
 
 def test_the_page_begins_with_it(folder):
     data = read(folder)
-    page = render(data, list(sections(data)), defaultdict(list))
+    made = list(sections(data))
+    page = render(data, made, {section.key: [] for section in made})
     first = findings(data.cells)[0]
     body = re.sub(r"<[^>]+>", " ", page.split("<main>")[1])
     assert re.match(r"\s+In short\s+" + re.escape(first.number), body)

@@ -1,5 +1,6 @@
 """Data-parallel training: one file per strategy, and the functions that a training loop needs."""
 
+from gradwire.parallel.ddp_hook import ddp_hook
 from gradwire.parallel.state import (
     checkpoint_state,
     filled,
@@ -21,6 +22,7 @@ __all__ = [
     "checkpoint_state",
     "clip_grad_norm",
     "compile_blocks",
+    "ddp_hook",
     "filled",
     "full_optimizer_state",
     "full_state_dict",

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.collectives import Reducer
 from gradwire.collectives.bytes import raw_all_gather, raw_all_reduce, raw_reduce_scatter
 from gradwire.errors import BadInput, unknown
+from gradwire.parallel.agreement import Shapes, check_agreement
 from gradwire.parallel.bucket import BucketManager
 from gradwire.parallel.ddp import DDP
 from gradwire.parallel.fsdp1 import FSDP1
@@ -54,7 +55,7 @@ def wrap(
     strategy: str,
     reducer: Reducer | None = None,
     *,
-    device: torch.device | str,
+    device: torch.device | str | None = None,
     average: bool = True,
     **options: Any,
 ) -> nn.Module:
@@ -65,7 +66,7 @@ def wrap(
             and ``fsdp2`` need the same weights on every rank; the others broadcast rank 0's.
         strategy: ``naive``, ``bucket``, ``ddp``, ``fsdp1`` or ``fsdp2``.
         reducer: Averages the gradients; None keeps the framework's reduction. With one rank it is never called.
-        device: The device to compute on: ``cpu``, or this rank's GPU.
+        device: The device to compute on: ``cpu``, or this rank's GPU; None is the device of the model's parameters.
         average: False keeps each rank's own gradients inside `accumulation`, for an optimizer that communicates
             (`parallel.optimizers`). The reducer then belongs to the optimizer; only its group is used here.
         options: Options of the strategy, such as ``bucket_mb`` of ``ddp`` or ``param_compress`` of ``fsdp2``; see its
@@ -78,7 +79,7 @@ def wrap(
         BadInput: If the strategy or an option is unknown, the model is already wrapped or sharded, the strategy does
             not support ``average=False``, or this version of torch does not support the reducer.
     """
-    device = torch.device(device)
+    device = next(model.parameters()).device if device is None else torch.device(device)
     kind = strategy_class(strategy)
     check_plain(model)
     known = set(inspect.signature(kind).parameters) - {"group", "device"}
@@ -89,11 +90,11 @@ def wrap(
     way = kind(reducer.group if reducer else None, device, **options)
     way.averages = average
     way.reduced = average and reducer is not None and reducer.world > 1
-    numel = trainable(model)  # before the model is cut into shards
+    shapes = trainable(model)  # before the model is cut into shards
     wrapped = way.wrap(model.to(device))
     attach(wrapped, way)
     if reducer is not None and average:
-        attach_reducer(reducer, wrapped, way, numel)
+        attach_reducer(reducer, wrapped, way, shapes)
     return wrapped
 
 
@@ -164,16 +165,17 @@ def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
         )
 
 
-def attach_reducer(reducer: Reducer, wrapped: nn.Module, way: Strategy, numel: int) -> None:
-    """Prepare the reducer for ``numel`` trainable elements, and replace the framework's reduction with it."""
+def attach_reducer(reducer: Reducer, wrapped: nn.Module, way: Strategy, shapes: Shapes) -> None:
+    """Prepare the reducer for the trainable parameters, and replace the framework's reduction with it."""
     if reducer.world > 1:
-        reducer.prepare(way.kind, numel)
+        check_agreement(reducer, shapes)
+        reducer.prepare(way.kind, sum(torch.Size(shape).numel() for _, shape in shapes))
         way.hook(wrapped, reducer)
 
 
-def trainable(model: nn.Module) -> int:
-    """Return the number of trainable elements."""
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+def trainable(model: nn.Module) -> Shapes:
+    """Return the names and shapes of the trainable parameters."""
+    return [(name, tuple(each.shape)) for name, each in model.named_parameters() if each.requires_grad]
 
 
 def reduced_numel(wrapped: nn.Module) -> int:

@@ -1,0 +1,102 @@
+"""A communication hook for DDP with torch's own semantics: a pair of a state and a function, and nothing to finish.
+
+It fits `DistributedDataParallel.register_comm_hook(state, hook)` (PyTorch, "DDP Communication Hooks"), Lightning's
+``DDPStrategy(ddp_comm_state=state, ddp_comm_hook=hook)``, and a model that Accelerate has prepared.
+"""
+
+# No `annotations` import: DDP rejects annotations of its hook's arguments that are strings.
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradwire.collectives import Layout, Reducer
+from gradwire.compressors import build
+from gradwire.compressors.base import Compressor
+from gradwire.parallel.agreement import check_agreement
+
+
+class DDPHookState:
+    """The state of `ddp_hook`'s function: the reducer, and the buckets of the present backward pass.
+
+    Args:
+        shapes: Names and shapes of the trainable parameters, by the parameter's ``id``.
+        make: Builds the reducer; called at the first reduction, as a process group must exist.
+    """
+
+    def __init__(self, shapes: dict[int, tuple[str, tuple[int, ...]]], make: Callable[[], Reducer]) -> None:
+        self._shapes = shapes
+        self._make = make
+        self._reducer: Reducer | None = None
+        self._layout: Layout | None = None
+        self._gradients: dict[str, Tensor] = {}
+        self._waiting: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+
+    @property
+    def reducer(self) -> Reducer:
+        """The reducer; ``reducer.traffic`` counts the bytes. It needs a process group."""
+        if self._reducer is None:
+            reducer = self._make()
+            check_agreement(reducer, list(self._shapes.values()))
+            reducer.prepare("all_reduce", sum(torch.Size(shape).numel() for _, shape in self._shapes.values()))
+            self._reducer, self._layout = reducer, Layout.dim0(list(self._shapes.values()), reducer.world)
+        return self._reducer
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's residuals, states and generators; every rank saves its own."""
+        return self.reducer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set what `state_dict` returned on this rank; a resumed run then equals an uninterrupted one."""
+        self.reducer.load_state_dict(state)
+
+    def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Take a bucket; with the last one reduce them all, so that the result does not depend on DDP's bucket plan."""
+        reducer, buffer = self.reducer, bucket.buffer()
+        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            self._gradients[self._shapes[id(parameter)][0]] = gradient
+        devices = None if buffer.device.type == "cpu" else [buffer.device]
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        self._waiting.append((future, buffer))
+        if bucket.is_last():
+            assert self._layout is not None
+            mean = reducer.all_reduce(self._layout.pack(self._gradients), self._layout)
+            self._layout.unpack(mean, self._gradients)
+            reducer.finish()
+            for waiting, reduced in self._waiting:
+                waiting.set_result(reduced)
+            self._waiting.clear()
+            self._gradients.clear()
+        return future
+
+
+def reduce_bucket(state: DDPHookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The hook: DDP calls it with each bucket of a backward pass that synchronizes."""
+    return state.reduce(bucket)
+
+
+def ddp_hook(
+    model: nn.Module, compressor: Compressor | str, **options: Any
+) -> tuple[DDPHookState, Callable[[DDPHookState, dist.GradBucket], torch.futures.Future[Tensor]]]:
+    """Return ``(state, hook)`` that compress the gradients of DDP.
+
+    Every backward pass that synchronizes is one step; there is no `finish` to call. A NaN or infinity passes on to the
+    gradients of all ranks, as with torch's own hooks, unless ``nonfinite="raise"`` is given.
+
+    Args:
+        model: The model, before or after DDP wraps it; names and order of its trainable parameters are read now.
+        compressor: A compressor or its name.
+        options: Those of `Reducer`, such as ``error_feedback=True``.
+
+    Returns:
+        The state, whose ``state_dict`` belongs into a checkpoint, and the function.
+
+    Raises:
+        BadInput: If the compressor is unknown; at the first backward pass, if an option is invalid or ranks differ.
+    """
+    chosen = build(compressor) if isinstance(compressor, str) else compressor
+    named = [(name.removeprefix("module."), each) for name, each in model.named_parameters() if each.requires_grad]
+    shapes = {id(parameter): (name, tuple(parameter.shape)) for name, parameter in named}
+    return DDPHookState(shapes, lambda: Reducer(chosen, **{"nonfinite": "propagate", **options})), reduce_bucket
