@@ -38,10 +38,12 @@ def place(table, tiles, ALIGN: tl.constexpr, TILE: tl.constexpr):
     start = tl.load(table + COLUMNS * segment)
     n = tl.load(table + COLUMNS * segment + 1)
     at = tl.load(table + COLUMNS * segment + 2)
+    left = tl.minimum(n - tile * TILE, TILE).to(tl.int32)
     if ALIGN >= 16:
         start = tl.multiple_of(start, 4)
+        left = tl.multiple_of(left, 4)
         at = tl.multiple_of(at, 16)
-    return segment, tile, start + tile * TILE, tl.minimum(n - tile * TILE, TILE).to(tl.int32), n, at
+    return segment, tile, start + tile * TILE, left, n, at
 
 
 @triton.jit
@@ -168,10 +170,10 @@ class Segmented:
         )  # fmt: skip
 
     def _alignment(self, method: Any, segments: Segments, numbers: Tensor, wire: Tensor) -> int:
-        """A divisor of 16 and of all places in memory at which numbers and codes begin."""
+        """A divisor of 16 and of all places in memory at which numbers and codes begin, and numbers end."""
         places = segments.derive(
             ("alignment", method), lambda: math.gcd(16, *(place for segment in segments for place in (
-                4 * segment.start, segment.at, segment.at + self._head(method, segment.numel)
+                4 * segment.start, 4 * segment.numel, segment.at, segment.at + self._head(method, segment.numel)
             )))
         )  # fmt: skip
         return math.gcd(places, wire.data_ptr(), numbers.data_ptr())
