@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from gradwire.compressors.base import Compressor
-
 T = TypeVar("T")
+
+
+class Encoder(Protocol):
+    """A compressor, as far as it is used here."""
+
+    def wire_bytes(self, shape: tuple[int, ...]) -> int | None:
+        """Size of an encoding in bytes; None if it depends on the data."""
 
 
 class Segment(NamedTuple):
@@ -65,7 +69,7 @@ class Segments:
         """Elements of the values up to the last tensor's end."""
 
     @classmethod
-    def of(cls, compressor: Compressor, tensors: Iterable[tuple[int, tuple[int, ...]]], at: int = 0) -> Segments:
+    def of(cls, compressor: Encoder, tensors: Iterable[tuple[int, tuple[int, ...]]], at: int = 0) -> Segments:
         """Tensors given by start and form, whose encodings follow each other from byte ``at`` on."""
         segments = []
         for start, form in tensors:
