@@ -239,15 +239,15 @@ def exchanged_on_a_link(rank: int, world: int, numel: int, method: str, rounds: 
     codec = build(method)
     layout = Layout.cut([("gradient", (numel,))], world)
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
-    outgoing = [[codec.encode(gradient[piece.place])] for piece in layout.pieces]
+    outgoing = [codec.encode(gradient[piece.place]) for piece in layout.pieces]
     sizes = [[codec.wire_bytes((piece.numel,))] for piece in layout.pieces]
     ranks = Ranks(None, world, rank, Meter())
-    device = torch.device("cpu")
-    message = torch.cat([wires[0] for wires in outgoing])
-    splits = [wires[0].numel() for wires in outgoing]
+    message = torch.cat(outgoing)
+    splits = [wire.numel() for wire in outgoing]
+    lengths = [[split] for split in splits]
     received = torch.empty(world * splits[rank], dtype=torch.uint8)
     jobs = {
-        "exchange": lambda: exchange(outgoing, sizes, [sizes[rank]] * world, device, ranks, bulk=True),
+        "exchange": lambda: exchange(message, lengths, sizes, [sizes[rank]] * world, ranks, bulk=True),
         "gloo's all_to_all_single": lambda: dist.all_to_all_single(received, message, [splits[rank]] * world, splits),
     }
     times: dict[str, list[float]] = {name: [] for name in jobs}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -15,12 +17,13 @@ import torch
 from torch import Tensor
 
 from gradwire.collectives.layout import Layout, Piece
-from gradwire.collectives.plan import FLOAT32, Plan, Segment
+from gradwire.collectives.plan import FLOAT32, Batch, Plan, Table
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.feedback import Feedback
 from gradwire.compressors.reduction import ReducerOptions
 from gradwire.compressors.rounds import State
 from gradwire.compressors.schedule import Schedule
+from gradwire.compressors.segments import Segments
 
 Phase = Literal["scatter", "gather"]  # every rank's gradients to the owners; the owners' means to every rank
 Key = tuple[str, Phase, int]  # a parameter, a phase, and where the piece begins in the parameter
@@ -80,23 +83,93 @@ class Codec:
             plans[phase] = Plan.of(layout, compressor, self.options.exempt, self.options.granularity)
         return plans[phase]
 
-    def encode(self, parts: list[Tensor], segment: Segment, phase: Phase, copies: int) -> Tensor:
-        """A segment's bytes, for ``copies`` other ranks; a value that is not finite sets the flag."""
-        device, compressor = parts[0].device, segment.compressor
-        keeps = self.options.feedback is not None and compressor is not FLOAT32
-        feedbacks = [self._feedback(piece, phase, device) for piece in segment.pieces] if keeps else []
-        if keeps:
-            parts = [feedback.compensate(part) for feedback, part in zip(feedbacks, parts, strict=True)]
-        values = segment.whole(parts)
-        bad = torch.zeros(1, dtype=torch.uint8, device=device)
-        wire = compressor.encode(values, generator=self._generator(segment.name, phase, device), flag=bad)
-        self.index_bytes += copies * compressor.index_bytes(wire, segment.form)
-        self.count(compressor, segment.form, wire)
-        self.note(bad)
-        if keeps:
-            for feedback, part in zip(feedbacks, segment.decode(wire), strict=True):
-                self._update(feedback, part, bad)
-        return wire
+    def encode(
+        self, flat: Tensor, table: Table, phase: Phase, copies: Callable[[int], int]
+    ) -> tuple[Tensor, list[list[int]]]:
+        """Encode the rows of a table; a value that is not finite sets the flag.
+
+        Args:
+            flat: The buffer that the table is of.
+            table: A table of the present step.
+            phase: The phase.
+            copies: Number of other ranks that a row goes to.
+
+        Returns:
+            The message, and the bytes of each encoding by row.
+        """
+        fixed = table.total
+        message = torch.empty(fixed or 0, dtype=torch.uint8, device=flat.device)
+        wires: dict[int, Tensor] = {}
+        for batch in table.batches:
+            wire, segments = self._encode(flat, batch, phase, message, copies)
+            if fixed is None:
+                wires |= {i: wire[segment.bytes] for i, segment in zip(batch.order, segments, strict=True)}
+        if fixed is not None:
+            return message, [[size for size in row if size is not None] for row in table.sizes]
+        message = torch.cat([wires[i] for i in range(len(wires))])
+        lengths = iter(wires[i].numel() for i in range(len(wires)))
+        return message, [[next(lengths) for _ in row] for row in table.sizes]
+
+    def _encode(
+        self, flat: Tensor, batch: Batch, phase: Phase, message: Tensor, copies: Callable[[int], int]
+    ) -> tuple[Tensor, Segments]:
+        """Encode a batch into the message, or where a size depends on the data into a wire of its own."""
+        compressor, device = batch.compressor, flat.device
+        values, into = batch.values(flat), message if batch.segments.fixed and message.numel() else None
+        flags = torch.zeros(len(batch.segments), dtype=torch.uint8, device=device)
+        generators = [self._generator(group[0].name, phase, device) for group in batch.pieces]
+        coded = partial(compressor.encode_many, generators=generators, flags=flags)
+        if compressor is FLOAT32:
+            wire, segments = compressor.encode_many(values, batch.segments, into, flags=flags)
+        elif self.options.feedback is None:
+            wire, segments = coded(values, batch.segments, into)
+        elif self.options.feedback == "float32" and self.options.ef_decay == 1 and batch.places is None:
+            wire, segments = coded(values, batch.segments, into, residual=self._residual(batch, phase, device))
+            self._drop(flags, batch)
+        else:
+            feedbacks, parts = self._parts(batch, phase, device)
+            values = values.to(torch.float32, copy=True)
+            for feedback, part in zip(feedbacks, parts, strict=True):
+                values[part] = feedback.compensate(values[part])
+            wire, segments = coded(values, batch.segments, into)
+            sent = torch.empty_like(values)
+            compressor.decode_add(wire, segments, sent, onto="blank")
+            own = [flag for flag, group in zip(flags.split(1), batch.pieces, strict=True) for _ in group]
+            for feedback, part, flag in zip(feedbacks, parts, own, strict=True):
+                feedback.update(sent[part])
+                feedback.drop(where=flag)
+            self._drop(flags, batch)
+        for group, segment in zip(batch.pieces, segments, strict=True):
+            self.index_bytes += copies(group[0].row) * compressor.index_bytes(wire[segment.bytes], segment.form)
+            self.count(compressor, segment.form, wire[segment.bytes])
+        self.note(flags.amax(0, keepdim=True))
+        return wire, segments
+
+    def _parts(self, batch: Batch, phase: Phase, device: torch.device) -> tuple[list[Feedback], list[slice]]:
+        """The feedback of each piece of a batch, and the piece's position in the values."""
+        feedbacks, parts = [], []
+        for group, segment in zip(batch.pieces, batch.segments, strict=True):
+            start = segment.start
+            for piece in group:
+                feedbacks.append(self._feedback(piece, phase, device))
+                parts.append(slice(start, start + piece.numel))
+                start += piece.numel
+        return feedbacks, parts
+
+    def _residual(self, batch: Batch, phase: Phase, device: torch.device) -> Tensor:
+        """The residuals of a batch as one tensor, laid out as its values."""
+        residual = batch.segments.derive(
+            ("residual", phase, device), lambda: torch.zeros(batch.segments.numel, device=device)
+        )
+        for feedback, part in zip(*self._parts(batch, phase, device), strict=True):
+            feedback.move(residual[part])
+        return residual
+
+    def _drop(self, flags: Tensor, batch: Batch) -> None:
+        """Count the residuals that were dropped."""
+        if self.dropped is None:
+            self.dropped = torch.zeros(1, dtype=torch.int64, device=flags.device)
+        self.dropped += sum(flag * len(group) for flag, group in zip(flags.split(1), batch.pieces, strict=True))
 
     def compensate(self, piece: Piece, values: Tensor) -> Tensor:
         """A whole parameter with its residual, for `rounds`."""

@@ -24,20 +24,14 @@ class Exchange(Algorithm):
         """Encode all rows and send them to their owners; decode and average this rank's row."""
         codec, ranks = self.codec, self.ranks
         plan = codec.plan(layout, "scatter")
-        segments, sizes = plan.rows, plan.sizes
+        own = plan.rows[ranks.rank]
         with ranks.meter.span("encode", "codec", device=flat.device):
-            outgoing = [
-                [codec.encode(segment.take(flat), segment, "scatter", int(row != ranks.rank)) for segment in of_row]
-                for row, of_row in enumerate(segments)
-            ]
-        incoming = exchange(outgoing, sizes, [sizes[ranks.rank]] * ranks.world, flat.device, ranks, bulk=bulk(sizes))
+            message, lengths = codec.encode(flat, plan.whole, "scatter", lambda row: int(row != ranks.rank))
+        known = [*own.sizes] * ranks.world
+        incoming, lengths = exchange(message, lengths, plan.sizes, known, ranks, bulk=bulk(plan.sizes))
         with ranks.meter.span("decode", "codec", device=flat.device):
             mean = torch.zeros(layout.row_numel, dtype=torch.float32, device=flat.device)
-            for wires in incoming:  # summed in rank order
-                for segment, wire in zip(segments[ranks.rank], wires, strict=True):
-                    values = segment.decode(wire)
-                    for part, value in zip(segment.take(mean, ranks.rank * layout.row_numel), values, strict=True):
-                        part += value
+            own.decode(incoming, lengths, mean, "zero")  # summed in rank order
             return mean.div_(ranks.world)
 
     def mean_everywhere(self, flat: Tensor, layout: Layout) -> Tensor:
@@ -45,20 +39,14 @@ class Exchange(Algorithm):
         codec, ranks = self.codec, self.ranks
         mean = self.mean_of_row(flat, layout)
         plan = codec.plan(layout, "gather")
-        segments, sizes = plan.rows, plan.sizes
+        own = plan.rows[ranks.rank]
         with ranks.meter.span("encode", "codec", device=flat.device):
-            shift = ranks.rank * layout.row_numel
-            own = [
-                codec.encode(each.take(mean, shift), each, "gather", ranks.world - 1) for each in segments[ranks.rank]
-            ]
-        known = [sizes[ranks.rank]] * ranks.world
-        incoming = exchange([own] * ranks.world, known, sizes, mean.device, ranks, bulk=bulk(sizes))
+            message, lengths = codec.encode(mean, own, "gather", lambda _: ranks.world - 1)
+            copies, known = torch.cat([message] * ranks.world), [*own.sizes] * ranks.world
+        incoming, lengths = exchange(copies, lengths * ranks.world, known, plan.sizes, ranks, bulk=bulk(plan.sizes))
         with ranks.meter.span("decode", "codec", device=flat.device):
             full = torch.zeros(layout.numel, dtype=torch.float32, device=mean.device)
-            for of_row, wires in zip(segments, incoming, strict=True):
-                for segment, wire in zip(of_row, wires, strict=True):
-                    for part, value in zip(segment.take(full), segment.decode(wire), strict=True):
-                        part.copy_(value)
+            plan.whole.decode(incoming, [[length for row in lengths for length in row]], full, "blank")
             return full
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:

@@ -28,23 +28,20 @@ class Gather(Algorithm):
     def mean_everywhere(self, flat: Tensor, layout: Layout) -> Tensor:
         """Encode everything, gather, decode and average, summed in rank order."""
         codec, ranks = self.codec, self.ranks
-        segments = [segment for row in codec.plan(layout, "scatter").rows for segment in row]
-        sizes = [segment.size for segment in segments]
+        table = codec.plan(layout, "scatter").whole
+        sizes = [[size for row in table.sizes for size in row]]
         with ranks.meter.span("encode", "codec", device=flat.device):
-            own = [codec.encode(segment.take(flat), segment, "scatter", ranks.world - 1) for segment in segments]
-        if None in sizes:
-            incoming = exchange([own] * ranks.world, [sizes] * ranks.world, [sizes] * ranks.world, flat.device, ranks)
+            message, lengths = codec.encode(flat, table, "scatter", lambda _: ranks.world - 1)
+        own = [[length for row in lengths for length in row]] * ranks.world
+        if table.total is None:
+            copies, known = torch.cat([message] * ranks.world), sizes * ranks.world
+            incoming, own = exchange(copies, own, known, known, ranks)
         else:
-            message = torch.cat([torch.empty(0, dtype=torch.uint8, device=flat.device), *own])
             bulk = message.numel() > ops.CHUNK
-            gathered = ops.all_gather(message, ranks.group, "payload", ranks.meter, bulk=bulk)
-            incoming = [list(row.split([wire.numel() for wire in own])) for row in gathered]
+            incoming = ops.all_gather(message, ranks.group, "payload", ranks.meter, bulk=bulk).view(-1)
         with ranks.meter.span("decode", "codec", device=flat.device):
             mean = torch.zeros(layout.numel, dtype=torch.float32, device=flat.device)
-            for wires in incoming:
-                for segment, wire in zip(segments, wires, strict=True):
-                    for part, value in zip(segment.take(mean), segment.decode(wire), strict=True):
-                        part += value
+            table.decode(incoming, own, mean, "zero")
             return mean.div_(ranks.world)
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:

@@ -16,41 +16,37 @@ from gradwire.collectives.plan import Sizes
 
 
 def exchange(
-    outgoing: Sequence[Sequence[Tensor]],
+    message: Tensor,
+    lengths_out: Sequence[Sequence[int]],
     sizes_out: Sizes,
     sizes_in: Sizes,
-    device: torch.device,
     ranks: Ranks,
     purpose: str = "payload",
     *,
     bulk: bool = False,
-) -> list[list[Tensor]]:
+) -> tuple[Tensor, list[list[int]]]:
     """Send each rank its encodings and receive those from each rank.
 
     All ranks must agree on whether sizes are sent, so the two tables together cover every encoding of the exchange.
 
     Args:
-        outgoing: For each rank, the encodings to send to it (uint8 vectors on ``device``).
-        sizes_out: The sizes of ``outgoing`` that the receivers know; None for the others.
+        message: The encodings for each rank, in rank order: uint8 vector.
+        lengths_out: For each rank, the bytes of its encodings.
+        sizes_out: The same as the receivers know them; None where they depend on the data.
         sizes_in: The sizes of incoming encodings that this rank knows; None for the others.
-        device: Device of all encodings.
         ranks: The participating ranks.
         purpose: The purpose that the bytes are counted for.
         bulk: See `ops.all_to_all`.
 
     Returns:
-        For each rank, the encodings received from it, as views of one buffer.
+        The encodings from each rank, in rank order: uint8 vector; and for each rank, the bytes of its encodings.
     """
-    lengths_out = [[wire.numel() for wire in wires] for wires in outgoing]
     if any(size is None for sizes in (*sizes_out, *sizes_in) for size in sizes):
-        lengths_in = swap_sizes(lengths_out, sizes_out, sizes_in, device, ranks, purpose)
+        lengths_in = swap_sizes(lengths_out, sizes_out, sizes_in, message.device, ranks, purpose)
     else:
         lengths_in = [[size for size in sizes if size is not None] for sizes in sizes_in]
-    message = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *(w for wires in outgoing for w in wires)])
     totals_out, totals_in = ([sum(row) for row in lengths] for lengths in (lengths_out, lengths_in))
-    received = ops.all_to_all(message, totals_out, totals_in, ranks.group, purpose, ranks.meter, bulk=bulk)
-    parts = iter(received.split([length for row in lengths_in for length in row]))
-    return [[next(parts) for _ in row] for row in lengths_in]
+    return ops.all_to_all(message, totals_out, totals_in, ranks.group, purpose, ranks.meter, bulk=bulk), lengths_in
 
 
 def swap_sizes(

@@ -68,23 +68,19 @@ class ParameterGather:
         layout.check(full)
         world, rank, meter = self.ranks.world, self.ranks.rank, self.ranks.meter
         plan = self.plan(layout, exact)
-        bad = torch.zeros(1, dtype=torch.uint8, device=full.device)
+        own, row = plan.rows[rank], full.view(world, -1)[rank]
         with meter.span("encode", "parameters", device=full.device):
-            own = [each.compressor.encode(each.whole(each.take(full)), flag=bad) for each in plan.rows[rank]]
-        incoming = exchange(
-            [own] * world,
-            [plan.sizes[rank]] * world,
-            plan.sizes,
-            full.device,
-            self.ranks,
-            "parameters",
-            bulk=bulk(plan.sizes),
+            message = torch.empty(own.total or 0, dtype=torch.uint8, device=full.device)
+            for batch in own.batches:
+                flags = torch.zeros(len(batch.segments), dtype=torch.uint8, device=full.device)
+                batch.compressor.encode_many(row, batch.segments, message, flags=flags)
+        known = [*own.sizes] * world
+        lengths = [[size for size in sizes if size is not None] for sizes in known]
+        incoming, lengths = exchange(
+            torch.cat([message] * world), lengths, known, plan.sizes, self.ranks, "parameters", bulk=bulk(plan.sizes)
         )
         with meter.span("decode", "parameters", device=full.device):
-            for segments, wires in zip(plan.rows, incoming, strict=True):
-                for segment, wire in zip(segments, wires, strict=True):
-                    for part, values in zip(segment.take(full), segment.decode(wire), strict=True):
-                        part.copy_(values)
+            plan.whole.decode(incoming, [[length for row in lengths for length in row]], full, "blank")
 
     def closed_form(self, layout: Layout, *, exact: bool = False) -> int:
         """Return the bytes of one gather over all ranks: every row goes to all ranks but its owner."""

@@ -113,6 +113,11 @@ class Feedback:
         else:
             self._stored.masked_fill_(where.to(torch.bool), 0)
 
+    def move(self, place: Tensor) -> None:
+        """Keep a float32 residual in another tensor from now on; nothing is copied where it is there already."""
+        if self._stored.data_ptr() != place.data_ptr():
+            self._stored = place.copy_(self._stored)
+
     def state_dict(self) -> dict[str, Tensor]:
         """The tensor kept between steps, not a copy; to be taken between steps."""
         return {f"residual.{self.dtype}": self._stored}
