@@ -10,7 +10,7 @@ from test_frameworks import STRATEGIES
 from gradwire import parallel
 from gradwire.collectives import Reducer
 from gradwire.compressors import build
-from gradwire.models import gpt2
+from gradwire.models import causal
 
 VOCABULARY, LENGTH = 320, 24
 
@@ -20,7 +20,7 @@ def trained(rank, world, group, strategy, compiled):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch._inductor.config.compile_threads = 1  # a pool's ranks may have no child processes
-    model = gpt2.build("micro", VOCABULARY, LENGTH, seed=0).train()
+    model = causal.build("micro", VOCABULARY, LENGTH, seed=0).train()
     if compiled:
         parallel.compile_blocks(model)
     reducer = Reducer(build("int8"), group)
