@@ -37,6 +37,7 @@ for part in "${parts[@]}"; do
         continue
     fi
     echo "== $part"
+    [ -z "${FRESH:-}" ] || rm -f "$OUT/$part.json"
     seconds=${LIMIT:-${limits[$part]}}
     left=$((${TOTAL:-100000} - SECONDS - 30))
     [ "$seconds" -le "$left" ] || seconds=$left
