@@ -25,7 +25,7 @@ def run(*command: object, cwd: Path, path: Path | None = None) -> str:
         env={**os.environ, "PYTHONPATH": str(path or ""), "XDG_CACHE_HOME": str(cwd / "cache")},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=480,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     return done.stdout
