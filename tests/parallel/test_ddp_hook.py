@@ -138,7 +138,7 @@ def differing(rank, world, group, kind: str) -> str:
     [
         ("option", "error_feedback is False on rank 0 and True on rank 1"),
         ("model", r"parameters is 5 on rank 0 and 2 on rank 1"),
-        ("hook", "compressor is .*int8.* on rank 0 and .*topk.* on rank 1"),
+        ("hook", r"compressor is Int8\(.*\) on rank 0 and TopK\(.*\) on rank 1"),
     ],
 )
 def test_ranks_that_differ_are_told_before_the_first_collective(world, kind, said):

@@ -91,6 +91,8 @@ def wrap(
     way.averages = average
     way.reduced = average and reducer is not None and reducer.world > 1
     shapes = trainable(model)  # before the model is cut into shards
+    if reducer is not None:
+        check_agreement(reducer, shapes)  # before the framework broadcasts parameters
     wrapped = way.wrap(model.to(device))
     attach(wrapped, way)
     if reducer is not None and average:
@@ -120,7 +122,9 @@ def hook(wrapped: nn.Module, reducer: Reducer) -> None:
         )
     check_ranks(wrapped, reducer)
     device = next(wrapped.parameters()).device
-    attach_reducer(reducer, wrapped, kind(reducer.group, device), trainable(wrapped))
+    shapes = trainable(wrapped)
+    check_agreement(reducer, shapes)
+    attach_reducer(reducer, wrapped, kind(reducer.group, device), shapes)
 
 
 def check_plain(model: nn.Module) -> None:
@@ -168,7 +172,6 @@ def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
 def attach_reducer(reducer: Reducer, wrapped: nn.Module, way: Strategy, shapes: Shapes) -> None:
     """Prepare the reducer for the trainable parameters, and replace the framework's reduction with it."""
     if reducer.world > 1:
-        check_agreement(reducer, shapes)
         reducer.prepare(way.kind, sum(torch.Size(shape).numel() for _, shape in shapes))
         way.hook(wrapped, reducer)
 
