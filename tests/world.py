@@ -8,6 +8,7 @@ group leaves nothing to the next one. An exception comes back as it was raised, 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -45,6 +46,7 @@ def serve(rank: int, connection: Connection) -> None:
     faulthandler.enable(file=sys.__stderr__)  # a crash in native code shows where
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays
     while True:
         try:
             message = connection.recv_bytes()
@@ -63,6 +65,7 @@ def serve(rank: int, connection: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()  # the ranks that wait for this one fail at once
+            gc.collect()  # of a reducer: its group and thread
         connection.send_bytes(answer)
 
 
