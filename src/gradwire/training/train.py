@@ -41,7 +41,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--comm_optimizer",
         choices=get_args(CommOptimizer),
-        help="what ranks exchange: gradients, or an optimizer's momenta (default: the cell's, else gradient)",
+        help="what is averaged: gradients, or an optimizer's momenta (default: the cell's, else gradient)",
     )
     parser.add_argument(
         "--param_compress",

@@ -1,0 +1,150 @@
+"""A cell's compressor setting: the method and its options, the reducer's options, and what is communicated."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, get_args
+
+from pydantic import Field
+
+from gradwire.communication import CommOptimizer, Communication, check_communication, preset
+from gradwire.compressors import registry
+from gradwire.compressors.reduction import ReducerOptions
+from gradwire.compressors.schedule import ByStep, Schedule
+from gradwire.config.strict import Strict, checked
+from gradwire.config.training import Training
+from gradwire.config.values import Name, ParamCompress
+from gradwire.errors import BadInput, unknown
+from gradwire.explain import short
+
+OTHERS = ("param_compress",)  # keys of a cell that belong neither to its method, nor the reducer, nor an optimizer
+# Flags of `train` that are also keys of a cell.
+FLAGS = {"comm_compress": "method", "comm_optimizer": "comm_optimizer", "param_compress": "param_compress"}
+
+
+class Reduction(ReducerOptions):
+    """The reducer's options in a cell; ``collectives.Reducer`` explains them."""
+
+    schedule: dict[str, ByStep] = Field(
+        default_factory=dict, description="values of an option from given steps on, as {density: {0: 0.25, 20: 0.05}}"
+    )
+
+
+class Cell(Strict):
+    """A compressor setting: a method, its options, the reducer's options, and what ranks communicate.
+
+    Args:
+        label: The cell's name: its folder and the record's ``compressor``.
+        method: The registered method.
+        options: The method's own options.
+        reduction: The reducer's options, as given (without defaults).
+        communication: What ranks communicate, and the options of a communicating optimizer, as given.
+        param_compress: Compression of fsdp2's parameter all-gathers.
+    """
+
+    label: Name
+    method: str
+    options: dict[str, Any]
+    reduction: Reduction
+    communication: Communication
+    param_compress: ParamCompress = "none"
+
+    @classmethod
+    def parse(cls, label: str, mapping: Any) -> Cell:
+        """Parse the flat mapping of ``compressors:`` and ``--comm_config_json``.
+
+        Raises:
+            BadInput: If it is not a mapping, has an unknown method or option, or a value of the wrong type.
+        """
+        where = f"compressor cell {short(label)!r}"
+        if not isinstance(mapping, Mapping):
+            raise BadInput(f"{where}: expected a mapping of options such as {{}}, got {json.dumps(mapping)}.")
+        given = dict(mapping)
+        chosen = preset(given.get("comm_optimizer"))
+        method = given.pop("method", chosen.method or label)
+        if not isinstance(method, str):
+            raise BadInput(f"{where}: `method` must be a name, got {json.dumps(method)}.")
+        reduction = {key: given.pop(key) for key in Reduction.model_fields if key in given}
+        communication = {key: given.pop(key) for key in Communication.model_fields if key in given}
+        others = {key: given.pop(key) for key in OTHERS if key in given}
+        try:
+            method = "+".join(registry.members(method))
+            if given or "+" in method or "schedule" in reduction:  # imports torch, so only if necessary
+                cells = [*Reduction.model_fields, *Communication.model_fields, *OTHERS, "method"]
+                known = [*registry.options(method), *cells]
+                for key in given:
+                    if key not in known:
+                        raise unknown(f"option of {method}", key, known)
+                registry.build(method, **given)
+            optimizer = communication.setdefault("comm_optimizer", "gradient")
+            if optimizer not in get_args(CommOptimizer):
+                raise unknown("comm_optimizer", str(optimizer), get_args(CommOptimizer))
+            if optimizer == "gradient":
+                del communication["comm_optimizer"]
+            else:
+                reduction = {"error_feedback": True, **chosen.reduction, **reduction}
+            parts = {"options": given, "reduction": reduction, "communication": communication, **others}
+            cell = checked(cls, {"label": label, "method": method, **parts}, "")
+            check_communication(cell.communication, method, cell.reduction)
+            if cell.reduction.schedule:
+                Schedule(method, given, cell.reduction.schedule)
+            return cell
+        except BadInput as error:
+            raise BadInput(f"{where}: {error}") from None
+
+    @property
+    def methods(self) -> list[str]:
+        """The compressors in use: the method, that of stored residuals, and that of parameters."""
+        stored = self.reduction.error_feedback and self.reduction.residual_dtype != "float32"
+        parameters = [] if self.param_compress == "none" else [self.param_compress]
+        return [self.method, *([self.reduction.residual_dtype] if stored else []), *parameters]
+
+    @property
+    def hooked(self) -> bool:
+        """Whether a reducer is attached; ``none: {}`` keeps the framework's own reduction."""
+        return self.method != "none" or bool(self.reduction.model_fields_set)
+
+    def flat(self) -> dict[str, Any]:
+        """The mapping that `parse` reads, as for ``--comm_config_json``."""
+        reduction = self.reduction.model_dump(mode="json", exclude_unset=True)
+        communication = self.communication.model_dump(mode="json", exclude_unset=True)
+        others = self.model_dump(include=set(OTHERS), exclude_defaults=True)
+        return {"method": self.method, **self.options, **reduction, **communication, **others}
+
+    def check_strategy(self, strategy: str) -> None:
+        """Check that a strategy supports the cell.
+
+        Raises:
+            BadInput: If ``param_compress`` is set for another strategy than fsdp2, or a communicating optimizer for a
+                strategy that shards gradients.
+        """
+        if self.param_compress != "none" and strategy != "fsdp2":
+            raise BadInput(
+                f"compressor cell {self.label!r}: param_compress is {self.param_compress!r}, and only strategy fsdp2 "
+                f"supports it, not {strategy}; omit it, or remove these runs from the grid."
+            )
+        if not self.communication.averages_gradients and strategy in ("fsdp1", "fsdp2"):
+            raise BadInput(
+                f"compressor cell {self.label!r}: comm_optimizer {self.communication.comm_optimizer} needs each rank's "
+                f"whole gradient, and strategy {strategy} shards it; use naive, bucket or ddp."
+            )
+
+
+def check_private(training: Training, cell: Cell, strategy: str) -> None:
+    """Check that the norms of private training are those of the communicated gradients.
+
+    Raises:
+        BadInput: Under fsdp1, with compressed parameters, or with an optimizer that communicates.
+    """
+    if not training.private:
+        return
+    reason = None
+    if strategy == "fsdp1":
+        reason = "strategy fsdp1 flattens parameters, so that layers do not have their own; use fsdp2"
+    elif cell.param_compress != "none":
+        reason = f"param_compress {cell.param_compress} trains with other weights than the norms use; omit it"
+    elif not cell.communication.averages_gradients:
+        reason = f"comm_optimizer {cell.communication.comm_optimizer} sends no gradients; omit it"
+    if reason is not None:
+        raise BadInput(f"dp_max_grad_norm (private training), compressor cell {cell.label!r}: {reason}.")

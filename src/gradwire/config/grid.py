@@ -1,0 +1,114 @@
+"""The grid of an experiment: its runs, and selections of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BeforeValidator, Field
+
+from gradwire.config.strict import Strict
+from gradwire.config.values import (
+    AdamVariant,
+    Count,
+    GradMethod,
+    GradType,
+    Link,
+    Natural,
+    Projection,
+    Ranks,
+    SampleLoss,
+    Seed,
+    Split,
+    Strategy,
+)
+from gradwire.errors import BadInput, unknown
+from gradwire.flags import COUNT
+from gradwire.units import UNSHAPED
+
+
+class Run(NamedTuple):
+    """One run of the experiment: a compressor label, strategy, world size, link and seed."""
+
+    strategy: str
+    compressor: str
+    world_size: int
+    link: str
+    seed: int
+
+    @property
+    def path(self) -> str:
+        """The run's folder below ``runs/``."""
+        return f"{self.strategy}/{self.compressor}/ws{self.world_size}/{self.link}/seed{self.seed}"
+
+
+class Selection(Strict):
+    """Some runs of the grid; an omitted field selects all values."""
+
+    strategies: tuple[Strategy, ...] | None = None
+    compressors: tuple[str, ...] | None = None
+    world_sizes: tuple[Ranks, ...] | None = None
+    links: tuple[Link, ...] | None = None
+    seeds: tuple[Seed, ...] | None = None
+
+    def holds(self, run: Run) -> bool:
+        """Whether ``run`` is selected."""
+        chosen = (self.strategies, self.compressors, self.world_sizes, self.links, self.seeds)
+        return all(values is None or value in values for value, values in zip(run, chosen, strict=True))
+
+    def check(self, runs: Sequence[Run], where: str) -> None:
+        """Check that the grid has the selected values.
+
+        Args:
+            runs: The runs of the grid.
+            where: The selection's place in the configuration.
+
+        Raises:
+            BadInput: If no run has one of the values, or no run is selected.
+        """
+        for position, name in enumerate(Selection.model_fields):
+            known = {str(run[position]) for run in runs}
+            for value in getattr(self, name) or ():
+                if str(value) not in known:
+                    raise unknown(f"value of {where}.{name}", str(value), known)
+        if not any(map(self.holds, runs)):
+            raise BadInput(f"{where}: selects none of the {len(runs)} runs of the grid.")
+
+
+class Exclusion(Selection):
+    """Runs to leave out, with the reason; they get a row with status ``skipped``."""
+
+    reason: str
+
+
+class Gradients(Selection):
+    """Runs whose per-sample gradients are collected, and the settings for them."""
+
+    dim: tuple[Count, ...] = Field((256,), min_length=1, description="dimensions of the projections")
+    grad_type: GradType = Field("sgd", description="kind of gradient in a row")
+    adam_variant: AdamVariant = Field("torch", description="Adam's formula, for type adam")
+    loss: SampleLoss = Field("mean", description="loss of a sample: mean or sum over its targets")
+    projection: Projection = Field("rademacher", description="method of projection")
+    method: GradMethod = Field("auto", description="method of computing gradients")
+    split: Split = Field("val", description="split of the samples")
+    max_samples: int | None = Field(None, **COUNT.limits, description="number of samples; default: all")
+    save_interval: Count = Field(64, description="samples per file")
+    recompute: Natural = Field(4, description="number of rows that validation recomputes")
+    norms: bool = Field(False, description="also write norms.parquet, the norm of every sample's gradient")
+
+
+class Grid(Strict):
+    """A product of settings; each combination is a run."""
+
+    strategies: tuple[Strategy, ...] = ("fsdp2",)
+    world_sizes: tuple[Ranks, ...] = (2,)
+    seeds: tuple[Seed, ...] = (0,)
+    links: tuple[Link, ...] = (UNSHAPED,)
+    compressors: tuple[str, ...] | Literal["all"] = "all"
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, Mapping) else value
+
+
+Grids = Annotated[tuple[Grid, ...], BeforeValidator(_as_list, json_schema_input_type=Grid | tuple[Grid, ...])]

@@ -1,0 +1,57 @@
+"""Names, literals and number types that the configuration and its flags share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field
+
+from gradwire.errors import BadInput
+from gradwire.flags import COUNT, NATURAL, RANKS, SEED
+from gradwire.models import presets
+from gradwire.units import UNSHAPED, bits_per_second
+
+SCHEMA_VERSION = 1  # of record.json and results.jsonl
+BASELINE = "none"  # the label of the framework's own reduction in fp32
+
+Strategy = Literal["naive", "bucket", "ddp", "fsdp1", "fsdp2"]
+ParamCompress = Literal["none", "bf16", "int8"]
+Precision = Literal["fp32", "bf16"]
+Split = Literal["train", "val"]
+SampleLoss = Literal["mean", "sum"]
+GradType = Literal["sgd", "adam", "sign"]
+AdamVariant = Literal["torch", "less"]
+Projection = Literal["rademacher", "normal", "sjlt", "srht", "factored", "none"]
+GradMethod = Literal["auto", "loop", "vmap", "hooks"]
+
+
+def _rate(link: str) -> str:
+    """Check that `tc` accepts a link's rate."""
+    try:
+        if link != UNSHAPED:
+            bits_per_second(link)
+    except BadInput as error:
+        raise ValueError(str(error).rstrip(".")) from None
+    return link
+
+
+def _known_model(model: str | dict[str, Any]) -> str | dict[str, Any]:
+    """Check a model's name, or the names of its options."""
+    try:
+        options = presets.options(presets.text(model))
+        if isinstance(model, dict) and options is not None:  # imports transformers, so only if necessary
+            from gradwire.models.architecture import check_options
+
+            check_options(options)
+    except BadInput as error:
+        raise ValueError(str(error).rstrip(".")) from None
+    return model
+
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", max_length=100)]  # becomes a folder
+ModelOption = Annotated[str | dict[str, Any], AfterValidator(_known_model)]
+Link = Annotated[str, Field(pattern=r"^(none|\d+(\.\d+)?[kmgt]?bit)$"), AfterValidator(_rate)]  # as tc spells it
+Count = Annotated[int, Field(**COUNT.limits)]
+Natural = Annotated[int, Field(**NATURAL.limits)]
+Seed = Annotated[int, Field(**SEED.limits)]
+Ranks = Annotated[int, Field(**RANKS.limits)]
