@@ -237,7 +237,7 @@ def test_a_shaped_run_takes_the_steps_of_the_long_one_at_its_own_step_time(tmp_p
     [
         ({"relative_to": "bf16"}, "unknown compressor in targets.relative_to 'bf16'"),
         ({}, "targets: give `ppl` or `relative_to`"),
-        ({"ppl": [0.5]}, "targets.ppl.0: Input should be greater than 1"),
+        ({"ppl": [0.5]}, "targets.ppl.0 must be greater than 1"),
         ({"perplexity": [3]}, "unknown key in targets 'perplexity'"),
     ],
 )

@@ -39,7 +39,7 @@ MISTAKES = {  # what is written instead, and what the answer says: the place, an
     "training: {steps: 9, profile: maybe}": 'training.profile must be true or false, got "maybe"',
     "training: {device: gpu}": "unknown value of training.device 'gpu'. Did you mean 'cpu'",
     "training: {steps: 4, warmup_steps: 4}": "no step of 4 is left to time after 4 warm-up",
-    "model: tinny": "unknown model preset (or folder of a saved model) 'tinny'. Did you mean 'tiny'",
+    "model: tinny": "unknown model preset (or folder of a model) 'tinny'. Did you mean 'tiny'",
     "dataset: {max_length: 2}": "dataset.max_length must be greater than or equal to 3, got 2",
     "dataset: {source: pydoc}": "unknown source 'pydoc'. Did you mean 'pydocs'",
     "name: my run": "name must be made of letters, digits",

@@ -43,7 +43,7 @@ def test_names_that_become_folders_are_checked(place, name):
         "label": {"compressors": {name: {"method": "int8"}}},
         "link": {"grid": {"links": [name]}},
     }[place]
-    with pytest.raises(BadInput, match=r"pattern|String should"):
+    with pytest.raises(BadInput, match=r"must be (made of|a rate)|String should"):
         experiment({**SMALL, "gradients": None, **change})
 
 

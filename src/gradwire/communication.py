@@ -69,7 +69,8 @@ def _interval(value: Any) -> Any:
 
 
 Count = Annotated[int, Field(**COUNT.limits)]
-Interval = Annotated[int | dict[int, int], BeforeValidator(_interval)]
+Natural = Annotated[int, Field(**NATURAL.limits)]
+Interval = Annotated[Count | dict[Natural, Count], BeforeValidator(_interval)]
 
 
 class Streaming(BaseModel):

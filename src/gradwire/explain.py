@@ -34,6 +34,7 @@ def explain(model: type[BaseModel], error: ValidationError) -> str:
     """All problems of ``error`` on one line; a key that is missing because it is misspelt is one problem."""
     problems: list[Any] = [*error.errors()]
     strangers = [problem["loc"] for problem in problems if problem["type"] == "extra_forbidden"]
+    problems = [problem for problem in problems if not any(_inside(other, problem) for other in problems)]
     reasons = [_explain(model, problem) for problem in problems if not _misspelt(problem, strangers)]
     return "; ".join(dict.fromkeys(reasons))
 
@@ -41,6 +42,12 @@ def explain(model: type[BaseModel], error: ValidationError) -> str:
 def short(text: str) -> str:
     """A value as a message shows it: of a long one the beginning."""
     return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+def _inside(inner: Any, outer: Any) -> bool:
+    """Whether a problem is inside of the value of another, and its reason."""
+    whole, part = outer["loc"], inner["loc"]
+    return bool(whole) and len(part) > len(whole) and part[: len(whole)] == whole
 
 
 def _misspelt(problem: Any, strangers: list[tuple[int | str, ...]]) -> bool:

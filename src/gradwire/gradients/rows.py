@@ -87,7 +87,7 @@ class RowMaker:
         """
         model_dir = Path(provenance.model_dir)
         if saved.digest(model_dir) != provenance.model_digest:
-            raise BadInput(f"the model in {model_dir} is not the one that was collected from.")
+            raise BadInput(f"the model in {model_dir} is not that of the collection.")
         model: nn.Module = folder.load_finite(model_dir)
         if provenance.lora is not None:
             model = lora.attach(model, model_dir, **provenance.lora_options())
