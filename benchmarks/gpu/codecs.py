@@ -31,6 +31,7 @@ TARGETS = {
     **dict.fromkeys(("natural", "terngrad", "qsgd"), 1.6),
     **dict.fromkeys(("topk", "threshold"), 4.0),
 }
+CODED_BIT_BY_BIT = 2**20  # most elements for Elias codes, which have no CUDA form
 UNTARGETED = ({"means": "column"}, {"coding": "elias"})
 TINY = [(2048, 128), (256, 128)]  # the shapes of `tiny` with 2,048 tokens and 256 positions: 28 tensors
 for _ in range(2):
@@ -62,17 +63,18 @@ class Compiled:
         return self.done["decode"](wire)
 
 
-def groups() -> dict[str, Callable[[], list[Case]]]:
-    """What is timed together, by name: a method with its variants, then the rest."""
+def groups(numel: int) -> dict[str, Callable[[], list[Case]]]:
+    """What is timed at a size, by name, each by itself so that it fails by itself: methods, PyTorch's own, chains."""
     methods = [*FIRST, *(name for name in registry.available() if name not in FIRST)]
-    if SMALL:
-        methods = methods[:3]
-    found: dict[str, Callable[[], list[Case]]] = {name: (lambda name=name: cases([name])) for name in methods}
-    for case in torch_cases()[:1] if SMALL else torch_cases():
-        found[case.name] = lambda case=case: [case]
-    for chain in CHAINS[:1] if SMALL else CHAINS:
-        found[chain] = lambda chain=chain: cases([chain])
-    return found
+    own = [case for name in (methods[:3] if SMALL else methods) for case in cases([name])]
+    others = [*torch_cases()[: 1 if SMALL else None], *cases(CHAINS[: 1 if SMALL else None])]
+    found = [case for case in own if numel <= CODED_BIT_BY_BIT or case.options.get("coding") != "elias"]
+    return {title(case.name, case.options): lambda case=case: [case] for case in [*found, *others]}
+
+
+def title(name: str, options: dict[str, Any]) -> str:
+    """What a case is called."""
+    return " ".join([name, *(f"{key}={value}" for key, value in options.items())])
 
 
 def compiled() -> dict[str, Callable[[], list[Case]]]:
@@ -87,13 +89,11 @@ def compiled() -> dict[str, Callable[[], list[Case]]]:
 def timed(_: None, name: str, numel: int) -> Row:
     """`bench.times` of a group, and how many kernels each call launches."""
     where = torch.device(DEVICE)
-    found = (groups() | compiled())[name]()
-    if numel > 2**20:  # Elias coding is plain torch: seconds for each call
-        found = [case for case in found if case.options.get("coding") != "elias"]
+    found = (groups(numel) | compiled())[name]()
     result = bench.times(found, where, numel, 2 if SMALL else REPEATS[numel], 0, [])
     lines = []
     for case, record in zip(found, result["records"], strict=True):
-        line: Row = {"method": " ".join([case.name, *(f"{key}={value}" for key, value in case.options.items())])}
+        line: Row = {"method": title(case.name, case.options)}
         if record["error"]:
             lines.append(line | {"error": record["error"][:500]})
             continue
@@ -207,12 +207,11 @@ def main() -> int:
     builds = builds[:2] if SMALL else [*builds, ("none", {}), ("topk+int8", {})]
     largest = max(SIZES)
     for numel in sorted(SIZES, reverse=True):
-        for name in groups():
+        for name in groups(numel):
             ask(f"{numel:,} {name}", 45, timed, name, numel)
         if numel == largest:
             for name, options in builds:
-                words = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
-                ask(f"28 tensors of tiny, {words}", 30, tensors_of_tiny, name, options)
+                ask(f"28 tensors of tiny, {title(name, options)}", 30, tensors_of_tiny, name, options)
     for name in compiled():
         ask(f"{largest:,} {name}", 60, timed, name, largest)
     worker.end()
