@@ -23,6 +23,7 @@ MODEL = os.environ.get("MODEL") or ("micro" if SMALL else "62m")
 VOCABULARY, LENGTH = (512, 64) if SMALL else (8192, 256)
 BATCH = 4 if SMALL else 16
 CALIBRATION, MOST = (3, 3) if SMALL else (8, 900)  # steps
+CALIBRATED = ("none", "int8") if SMALL else ("none", "topk-ef")
 WARM = 0.12  # share of the steps that methods with a dense phase begin with
 
 
@@ -87,22 +88,20 @@ def main() -> int:
     ranks = Ranks(lambda: group(2, "auto", DEVICE))
     folder = OUT / "runs" / "quality"
 
-    def train(name: str, steps: int) -> list[Row]:
+    def train(name: str, steps: int, seconds: float) -> list[Row]:
         try:
-            return ranks.run(
-                max(30.0, part.left + 60), trained, data, folder, "ddp", cells(steps)[name], MODEL, training(steps)
-            )
+            return ranks.run(seconds, trained, data, folder, "ddp", cells(steps)[name], MODEL, training(steps))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     def calibrated() -> Row:
         found: dict[str, float] = {}
-        for name in cells(CALIBRATION):
+        for name in CALIBRATED:
             try:
-                found[name] = train(name, CALIBRATION)[0]["step_ms"][-1]
+                found[name] = train(name, CALIBRATION, 60)[0]["step_ms"][-1]
             except Failed as error:  # it fails again below, where it counts
                 print(f"calibration of {name}: {error}", flush=True)
-        share = 0.8 * part.left / len(found)  # the rest for evaluation
+        share = 0.7 * part.left / len(cells(CALIBRATION))  # the rest for slower cells and evaluation
         return {"step_ms": found, "steps": max(CALIBRATION, min(MOST, int(1e3 * share / max(found.values()))))}
 
     chosen = part.measure("calibration", calibrated)
@@ -112,7 +111,7 @@ def main() -> int:
     for name in cells(steps):
 
         def work(name: str = name) -> Row:
-            here = train(name, steps)
+            here = train(name, steps, max(30.0, part.left + 20))
             sent, raw = sent_bytes(here), 2 * 4 * here[0]["numel"]
             total = None if None in sent else sum(number for number in sent if number is not None)
             return {
