@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # On a machine with a GPU, from anywhere, nothing installed: everything that claims CUDA, checked and timed.
 #
-#   benchmarks/gpu.sh [PART ...]     kernels codecs strategies model gradients (9 minutes together), quality (8 minutes)
+#   benchmarks/gpu.sh [PART ...]     kernels codecs strategies (8 minutes), model gradients quality (10 minutes)
 #
 #   PYTHON=python3                   with torch, triton, transformers, numba, numpy, pydantic, perhaps through PYTHONPATH
 #   OUT=results/gpu                  a table and a JSON of each part; environment.json; summary.md
@@ -21,7 +21,7 @@ export TORCHINDUCTOR_COMPILE_THREADS=1 # workers may have no child processes
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo} # all ranks are here
 python=${PYTHON:-python3}
-declare -A limits=([kernels]=110 [codecs]=110 [strategies]=105 [model]=75 [gradients]=70 [quality]=420)
+declare -A limits=([kernels]=180 [codecs]=110 [strategies]=105 [model]=120 [gradients]=80 [quality]=300)
 parts=("$@")
 [ ${#parts[@]} -gt 0 ] || parts=(kernels codecs strategies model gradients quality)
 for part in "${parts[@]}"; do

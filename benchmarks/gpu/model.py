@@ -221,6 +221,8 @@ def main() -> int:
     for mode in ("bf16", "fp32", "tf32"):
         ask(f"{mode}", single, 60, bare, mode, BATCH)
     ask("largest batch, bf16", single, 40, largest, "bf16")
+    if not SMALL:
+        ask("bf16, compiled blocks", single, 60, bare, "bf16", BATCH, True, optional=True)
     single.end()
     for strategy in ("ddp", "fsdp2"):
         ask(f"{strategy} W = 1, bf16", member, 40, wrapped, strategy, None, "bf16", BATCH)
@@ -234,9 +236,6 @@ def main() -> int:
         name = f"{strategy} W = 2 {method or 'unhooked'}, bf16"
         ask(name, pair, 60, wrapped, strategy, method, "bf16", batch_size)
     pair.end()
-    if not SMALL:
-        ask("bf16, compiled blocks", single, 90, bare, "bf16", BATCH, True, optional=True)
-    single.end()
     shares(part, peak)
     columns = ["batch", "step_ms", "tokens_per_s", "model_tflops", "mfu_nominal", "mfu_measured", "peak_gb"]
     return part.finish([*columns, "all_reduce_ms", "reduce_scatter_ms", "busy_share", "nccl_us"])
