@@ -59,6 +59,7 @@ def trial(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
+@pytest.mark.full
 def test_what_fails_hangs_or_dies_is_recorded_and_the_rest_runs(tmp_path):
     done = trial(tmp_path)
     assert done.returncode == 1, done.stderr
@@ -86,6 +87,7 @@ def test_what_succeeded_is_not_repeated(tmp_path):
     assert not after["skipped"]
 
 
+@pytest.mark.full
 def test_an_unknown_part_is_refused_and_a_finished_one_skipped(tmp_path):
     refused = script("codec", OUT=str(tmp_path))
     assert refused.returncode == 2 and "no part codec" in refused.stderr

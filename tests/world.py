@@ -47,6 +47,7 @@ def serve(rank: int, connection: Connection) -> None:
     faulthandler.register(signal.SIGUSR1, file=sys.__stderr__)
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays
+    tasks = 0
     while True:
         try:
             message = connection.recv_bytes()
@@ -65,7 +66,9 @@ def serve(rank: int, connection: Connection) -> None:
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()  # the ranks that wait for this one fail at once
-            gc.collect()  # of a reducer: its group and thread
+            tasks += 1
+            if tasks % 20 == 0:
+                gc.collect()  # frees the groups and threads of reducers in cycles
         connection.send_bytes(answer)
 
 

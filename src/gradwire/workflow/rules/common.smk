@@ -243,7 +243,8 @@ def write_expected():
             **run._asdict(),
             "excluded": why_left_out(run),
             "quality_from": EXPERIMENT.quality_from,
-            "targets": EXPERIMENT.targets and EXPERIMENT.targets.model_dump(mode="json"),
+            "targets": EXPERIMENT.targets
+            and EXPERIMENT.targets.model_dump(mode="json"),
             "shared": not TIMED,
         }
         for run in EXPERIMENT.asked()
