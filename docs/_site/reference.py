@@ -88,7 +88,8 @@ def configuration() -> str:
         "## Experiment",
         *described(schema),
     ]
-    definitions = schema["$defs"] | config.Reduction.model_json_schema()["$defs"]
+    of_cells = [config.Reduction.model_json_schema(), config.Communication.model_json_schema()]
+    definitions = schema["$defs"] | {name: made for part in of_cells for name, made in part["$defs"].items()}
     for name, definition in sorted(definitions.items()):
         parts += [f"## {name}", *described(definition)]
     parts += [
@@ -96,7 +97,7 @@ def configuration() -> str:
         "A cell is a flat mapping: these keys, and the options of its [compressor](compressors.md).",
         table(
             ("key", "takes", "default", "meaning"),
-            [row for part in (config.Reduction, config.Communication) for row in fields(part.model_json_schema())],
+            [row for part in of_cells for row in fields(part)],
         ),
     ]
     return "\n\n".join(parts)
