@@ -39,7 +39,7 @@ from gradwire.compressors import build
 from gradwire.launch import links
 from gradwire.launch.ranks import environment, start
 from gradwire.measurement import trace
-from gradwire.models import gpt2
+from gradwire.models import causal
 from gradwire.parallel import optimizers
 from gradwire.training.profiling import recorder_options
 from gradwire.units import UNSHAPED
@@ -64,7 +64,7 @@ CEILINGS = ("Amdahl", "of it", "with overlap", "of it")
 def model_of(name: str) -> nn.Module:
     """A preset, or ``8m``, between tiny and 62m."""
     if name != "8m":
-        return gpt2.build(name, VOCABULARY, LENGTH, 0)
+        return causal.build(name, VOCABULARY, LENGTH, 0)
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=VOCABULARY, n_positions=LENGTH, n_embd=288, n_layer=8, n_head=8)
     return GPT2LMHeadModel(config)
