@@ -273,6 +273,31 @@ def test_all_ranks_agree_on_what_one_rank_met(world, size, policy, kind):
     assert sum(result[3] for result in results) == 2 * raw_all_reduce(1, size) // 4, "one byte per step"
 
 
+def poisoned_pieces(rank, world, group, options):
+    """Whether each step finished: each has NaN at the end of another piece on the last rank, the last step nowhere."""
+    layout = Layout.dim0(SHAPES, world)
+    reducer = Reducer(build("int8"), group, nonfinite="skip", **options)
+    finished = []
+    for piece in [*layout.pieces, None]:
+        flat = buffer(layout, rank)
+        if rank == world - 1 and piece is not None:
+            flat[piece.place.stop - 1] = math.nan
+        reducer.all_reduce(flat, layout)
+        finished.append(reducer.finish())
+    return finished
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"algorithm": "exchange"}, {"algorithm": "gather", "error_feedback": True}, {"exempt": Exempt(max_ndim=1)}],
+    ids=str,
+)
+def test_a_value_that_is_not_finite_is_met_in_every_piece(world, options):
+    first, *others = world(2).run(poisoned_pieces, options)
+    assert len(first) > len(SHAPES) and first == [False] * (len(first) - 1) + [True]
+    assert others == [first]
+
+
 def test_overflow_of_the_wire_counts_as_not_finite(world):
     def first_answers(bad):
         return [result[0] for result in world(2).run(poisoned, "skip", "reduce_scatter", bad)]
