@@ -169,7 +169,10 @@ class Codec:
         """Count the residuals that were dropped."""
         if self.dropped is None:
             self.dropped = torch.zeros(1, dtype=torch.int64, device=flags.device)
-        self.dropped += sum(flag * len(group) for flag, group in zip(flags.split(1), batch.pieces, strict=True))
+        pieces = batch.segments.derive(
+            ("pieces", flags.device), lambda: torch.tensor([len(group) for group in batch.pieces], device=flags.device)
+        )
+        self.dropped += (flags * pieces).sum()
 
     def compensate(self, piece: Piece, values: Tensor) -> Tensor:
         """A whole parameter with its residual, for `rounds`."""
