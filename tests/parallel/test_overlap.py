@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import copy
+import gc
+import os
 import threading
+import time
+import weakref
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from late_encoding import late_encoding
 from test_frameworks import STOCHASTIC, STRATEGIES, batch_of, full_state_dict, loss_of, model_of, whole_gradients
 from test_naive import Branches, Breaks, noise
@@ -289,3 +295,33 @@ def test_shards_that_fsdp_reads_at_once_are_complete(world, strategy):
     ):
         assert all(torch.equal(found[name], expected[name]) for name in expected)
         assert len(seen) == len(expected_seen) and all(map(torch.equal, seen, expected_seen))
+
+
+def left_over(rank, world, group, strategy):
+    """Whether a dropped model and its reducer are freed, and threads and groups of the process before and after."""
+
+    def step():
+        reducer = Reducer(build("int8"), group, error_feedback=True)
+        model = wrap(model_of("odd"), strategy, reducer, device="cpu")
+        loss_of("odd", model, batch_of("odd", rank, 0)).backward()
+        reducer.finish()
+        return weakref.ref(reducer), weakref.ref(model)
+
+    def kept():
+        gc.collect()
+        names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
+        return names.count("pt_gloo_runloop\n"), threading.active_count(), len(dist.distributed_c10d._world.pg_map)
+
+    before = kept()
+    references = [reference for _ in range(3) for reference in step()]
+    deadline = time.monotonic() + 20  # the queue's thread may hold its last task for a moment
+    while (kept() != before or any(reference() for reference in references)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return [reference() is None for reference in references], before, kept()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_dropped_model_leaves_no_reducer_thread_or_group(world, strategy):
+    for freed, before, after in world(2).run(left_over, strategy):
+        assert all(freed)
+        assert after == before

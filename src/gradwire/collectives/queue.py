@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import TypeAlias
@@ -105,20 +106,20 @@ class StreamQueue(ReductionQueue):
 
 
 class ThreadQueue(ReductionQueue):
-    """Runs tasks in a thread, which ends with this object.
+    """Runs tasks in a thread, which ends with this object, as does the group of their collectives.
 
     After a task has failed, the ranks no longer agree on what comes next: all later tasks fail with its error. The
     thread is a daemon, so that a process which fails or is interrupted does not wait for its collectives.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._items: SimpleQueue[Item | None] = SimpleQueue()
         self._begun: deque[Future[Tensor]] = deque()  # tasks that may not have finished
         threads, started = torch.get_num_threads(), Event()
         Thread(target=serve, args=(self._items, started), name="gradwire-reducer", daemon=True).start()
         started.wait()
         torch.set_num_threads(threads)  # later threads of this process take the last number that any thread set
-        finalize(self, self._items.put, None)
+        finalize(self, close, self._items, group).atexit = False
 
     def begin(self, task: Task, flat: Tensor) -> Handle:
         """Hand the task to the thread."""
@@ -161,6 +162,13 @@ def serve(items: SimpleQueue[Item | None], started: Event) -> None:
             del item, future, task  # they would keep the buffers of the last reduction until the next
 
 
+def close(items: SimpleQueue[Item | None], group: dist.ProcessGroup) -> None:
+    """End the thread of a `ThreadQueue`, and destroy its group, which torch would keep with threads and sockets."""
+    items.put(None)
+    with suppress(ValueError):  # unknown, because all groups were destroyed before
+        dist.destroy_process_group(group)
+
+
 def finished(mean: Tensor, record: Callable[[], torch.cuda.Event] | None = None) -> Handle:
     """Return the handle of a reduction that has run, or was launched before the event that ``record`` returns."""
     future: Future[Tensor] = Future()
@@ -177,13 +185,14 @@ def build_queue(group: Group, device: torch.device, overlap: bool) -> tuple[Redu
         overlap: Whether tasks run beside the caller.
     """
     if overlap and device.type == "cpu":
-        return ThreadQueue(), copied(group)
+        own = copied(group)
+        return ThreadQueue(own), own
     if overlap and dist.get_backend(group) == "nccl":
         return StreamQueue(device), group
     return CallerQueue(), group
 
 
-def copied(group: Group) -> Group:
+def copied(group: Group) -> dist.ProcessGroup:
     """Return a new gloo group of the same ranks, with the same timeout."""
     own = group or dist.group.WORLD
     assert own is not None

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -45,7 +46,8 @@ class Replicas(Strategy):
             broadcast(tensor.detach(), self.group)
         self.parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         for name, parameter in self.parameters.items():
-            parameter.register_post_accumulate_grad_hook(partial(self._accumulated, name))
+            # weakly: what a gradient's hook refers to, the garbage collector does not see
+            parameter.register_post_accumulate_grad_hook(partial(accumulated, ref(self), name))
         return model
 
     def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
@@ -65,8 +67,8 @@ class Replicas(Strategy):
         finally:
             self._paused -= 1
 
-    def _accumulated(self, name: str, _: nn.Parameter) -> None:
-        """Autograd's hook: this backward pass has finished a parameter's ``grad``."""
+    def accumulated(self, name: str) -> None:
+        """Take notice that this backward pass has finished a parameter's ``grad``."""
         if self._backward != (backward := torch._C._current_graph_task_id()):
             self.settle()  # an exception may have interrupted the previous pass
             self._backward, self._missing = backward, set(self.parameters)
@@ -117,6 +119,12 @@ class Naive(Replicas):
         else:
             mean = ops.all_reduce(divided(mean, self.world), "sum", self.group, "payload")
         gradient.copy_(mean)
+
+
+def accumulated(replicas: ref[Replicas], name: str, _: nn.Parameter) -> None:
+    """Autograd's hook of a parameter; it does nothing when the model is gone that was wrapped."""
+    if (strategy := replicas()) is not None:
+        strategy.accumulated(name)
 
 
 def divided(gradient: Tensor, world: int) -> Tensor:
