@@ -23,7 +23,7 @@ from gradwire.parallel.buckets import FEWEST
 from gradwire.report.record import result
 from gradwire.report.traffic import as_computed
 from gradwire.training import loop as training_loop
-from gradwire.training import results, train
+from gradwire.training import results, totals, train
 from gradwire.training import settings as run_settings
 from gradwire.training.environment import same_machine
 from gradwire.training.preemption import Preemption
@@ -557,7 +557,7 @@ def test_step_times_leave_out_warm_up_and_profiled_steps_and_take_the_slowest_ra
         for step, times in enumerate([(900, 901), (700, 702), (10, 30), (50, 20)])
         for rank, ms in enumerate(times)
     ]
-    found = results.times(rows)
+    found = totals.times(rows)
     assert found["measured_steps"] == 2
     assert found["step_time_ms_mean"] == 40
     assert found["step_time_ms_p50"] == 40

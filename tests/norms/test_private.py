@@ -31,11 +31,13 @@ from gradwire.persample import loop as one_by_one
 from gradwire.persample import norms
 from gradwire.persample.clipping import coefficients
 from gradwire.training import settings as run_settings
-from gradwire.training.loop import Clock, Feed, micro_batches, optimizer_step
+from gradwire.training.clock import Clock
+from gradwire.training.feed import Feed, micro_batches
 from gradwire.training.noise import noisy
 from gradwire.training.objective import Private
 from gradwire.training.preemption import Preemption
 from gradwire.training.privacy import Guarantee, guarantee
+from gradwire.training.step import Stepper
 
 ROWS = 2  # of a micro-batch
 PRIVATE = ("--dp_max_grad_norm", "0.5", "--dp_noise_multiplier", "0.8")
@@ -73,10 +75,11 @@ def private_gradient(rank, world, group, strategy, max_norm, noise, positions, s
     most = max(1, -(-len(positions) // world))
     batches = [batch_of(own[first : first + ROWS], ROWS) for first in range(0, most, ROWS)]
     feed = Feed(iter([batches] * (len(steps) + 1)), place.device)
+    clock = Clock(place.device)
+    stepper = Stepper(wrapped, optimizer, reducer, feed, objective, training, place, clock, Preemption())
     found = []
     for step in steps:
-        clock = Clock(place.device)
-        row = optimizer_step(wrapped, optimizer, reducer, feed, objective, training, place, clock, Preemption(), step)
+        row = stepper.take(step)
         found.append(({name: optimizer.caught[id(p)] for name, p in named_parameters(wrapped)}, row))
     return found
 
@@ -261,11 +264,12 @@ def messages(rank, world, flags, split, cell, steps) -> list[torch.Tensor]:
     objective = Private(model, training, 5, place)
     wrapped = wrap(model, settings.strategy, reducer, device="cpu")
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.0)
-    feed, clock, asked = Feed(micro_batches(settings, split, place, 0), place.device), Clock(place.device), Preemption()
+    feed, clock = Feed(micro_batches(settings, split, place, 0), place.device), Clock(place.device)
+    stepper = Stepper(wrapped, optimizer, reducer, feed, objective, training, place, clock, Preemption())
     found = []
     for step in range(steps):
         with reducer.keeping() as kept:
-            optimizer_step(wrapped, optimizer, reducer, feed, objective, training, place, clock, asked, step)
+            stepper.take(step)
             # The strategies divide the sum over ranks by W, and the objective by the expected number of samples.
             sums = torch.cat([reduced.flat.flatten().double() for reduced in kept])
         found.append(sums * objective.expected / world / objective.max_norm)

@@ -1,0 +1,109 @@
+"""The parts of a run: its model, reducer, optimizer and objective."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from gradwire import parallel
+from gradwire.collectives import Reducer
+from gradwire.collectives.world import World
+from gradwire.compressors import build as build_compressor
+from gradwire.compressors.schedule import Schedule
+from gradwire.data.shards import Shards
+from gradwire.models import causal
+from gradwire.parallel import optimizers
+from gradwire.training import privacy
+from gradwire.training.environment import PeakMemory
+from gradwire.training.objective import Plain, Private
+from gradwire.training.outcome import Outcome
+from gradwire.training.settings import Settings
+
+
+class Parts(NamedTuple):
+    """The parts of a run.
+
+    Attributes:
+        model: The wrapped model.
+        optimizer: Its optimizer.
+        reducer: The cell's reducer; None if the framework's own reduction is used.
+        objective: Defines the loss to differentiate.
+        block_sizes: As from `parallel.block_sizes`, before wrapping.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    reducer: Reducer | None
+    objective: Plain
+    block_sizes: list[int]
+
+
+def build(settings: Settings, split: Shards, world: World) -> tuple[Parts, Outcome]:
+    """Build the parts of a run, and its outcome with everything that is known before the first step."""
+    training, cell = settings.training, settings.cell
+    torch.manual_seed(settings.seed)
+    vocab_size, max_length = split.meta["vocab_size"], split.meta["max_length"]
+    model = causal.build(settings.model, vocab_size, max_length, settings.seed).to(world.device)
+    if training.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    if training.compile:
+        parallel.compile_blocks(model)
+    outcome = Outcome(
+        config=model.config,
+        numel=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        memory=PeakMemory(world.device),
+    )
+    objective = Private(model, training, settings.seed, world) if training.private else Plain(training.precision)
+    if training.private:
+        outcome.guarantee = privacy.guarantee(training, cell, len(split), world.world_size)
+    matrices = {name for name, p in model.named_parameters() if p.ndim >= 2}
+    sizes = parallel.block_sizes(model)
+
+    reducer = build_reducer(settings)
+    options: dict[str, Any] = {"param_compress": cell.param_compress} if cell.param_compress != "none" else {}
+    if settings.strategy in ("bucket", "ddp"):
+        options["bucket_mb"] = training.bucket_mb
+    averages = cell.communication.averages_gradients
+    model = parallel.wrap(model, settings.strategy, reducer, device=world.device, average=averages, **options)
+    optimizer = build_optimizer(settings, model, matrices, reducer)
+    outcome.dense_steps = getattr(optimizer, "dense_steps", cell.reduction.dense_steps)
+    if reducer is None:
+        outcome.reduced_numel = parallel.reduced_numel(model)
+    return Parts(model, optimizer, reducer, objective, sizes), outcome
+
+
+def build_reducer(settings: Settings) -> Reducer | None:
+    """Build the cell's reducer; None if the framework's own reduction is used."""
+    cell = settings.cell
+    if not cell.hooked:
+        return None
+    compressor = build_compressor(cell.method, **cell.options)
+    options = {name: getattr(cell.reduction, name) for name in cell.reduction.model_fields_set}
+    if "schedule" in options:
+        options["schedule"] = Schedule(cell.method, cell.options, options["schedule"])
+    return Reducer(compressor, seed=settings.seed, **options)
+
+
+def build_optimizer(
+    settings: Settings, model: nn.Module, matrices: set[str], reducer: Reducer | None
+) -> torch.optim.Optimizer:
+    """Build AdamW, or the cell's communicating optimizer.
+
+    Weight decay applies to matrices only, as in GPT-2; ``matrices`` holds parameter names before wrapping.
+    """
+    training, communication = settings.training, settings.cell.communication
+    named = list(parallel.named_parameters(model))
+    groups = [
+        {"params": [p for name, p in named if name in matrices], "weight_decay": training.weight_decay},
+        {"params": [p for name, p in named if name not in matrices], "weight_decay": 0.0},
+    ]
+    adam: dict[str, Any] = {"lr": training.lr, "betas": (0.9, 0.95)}
+    if communication.averages_gradients:
+        return torch.optim.AdamW(groups, **adam)
+    assert reducer is not None  # a cell with such an optimizer is hooked
+    options = communication.options
+    if communication.comm_optimizer != "onebit_adam":  # the last step synchronises
+        options["steps"] = training.steps
+    return optimizers.build(communication.comm_optimizer, model, groups, reducer, **adam, **options)

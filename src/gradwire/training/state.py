@@ -1,0 +1,76 @@
+"""The state of a run between two steps, and its checkpoints."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradwire.collectives.world import World
+from gradwire.files import write_with
+from gradwire.parallel import optimizers
+from gradwire.training.build import Parts
+from gradwire.training.checkpoint import Checkpoints
+from gradwire.training.outcome import Outcome
+from gradwire.training.profiling import trace_file
+from gradwire.training.settings import Settings
+
+
+class RunState:
+    """Saves and restores a run's model, optimizer, reducer, rows, random generators and trace; both are collective.
+
+    Args:
+        settings: The run.
+        identity: ``Settings.identity``; checkpoints with another identity are rejected.
+        world: The process group and this rank's position in it.
+        parts: The run's parts.
+        outcome: The run's results so far.
+    """
+
+    def __init__(self, settings: Settings, identity: str, world: World, parts: Parts, outcome: Outcome) -> None:
+        origin = {"identity": identity, "source": settings.source()}
+        self._checkpoints = Checkpoints(settings.output_dir, origin, world, settings.training.keep_checkpoints)
+        self._settings, self._world, self._parts, self._outcome = settings, world, parts, outcome
+        self.trace = trace_file(settings.output_dir, world)
+
+    def resume(self) -> int:
+        """Restore the newest checkpoint if the run shall resume, else discard all; return the first step to take."""
+        model, optimizer, reducer, *_ = self._parts
+        if not self._settings.resume:
+            self._checkpoints.discard()
+            return 0
+        own = self._checkpoints.resume(model, optimizer, restart=self._settings.restart)
+        if own is None:
+            return 0
+        self._outcome.rows = own["rows"]
+        set_generators(own["generators"], self._world)
+        if reducer is not None:
+            reducer.load_state_dict(own["reducer"])
+        if isinstance(optimizer, optimizers.Communicating):
+            optimizer.load_rank_state(own["optimizer"])
+        if own["trace"] is not None and not self.trace.exists():
+            write_with(self.trace, lambda part: part.write_bytes(own["trace"].numpy().tobytes()))
+        return own["step"]
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint after ``step`` steps."""
+        model, optimizer, reducer, *_ = self._parts
+        trace = self.trace
+        own = {"step": step, "rows": self._outcome.rows, "generators": generators(self._world)}
+        own["reducer"] = reducer.state_dict() if reducer is not None else None
+        own["trace"] = torch.frombuffer(bytearray(trace.read_bytes()), dtype=torch.uint8) if trace.exists() else None
+        if isinstance(optimizer, optimizers.Communicating):
+            own["optimizer"] = optimizer.rank_state()
+        self._checkpoints.save(step, model, optimizer, own)
+
+
+def generators(world: World) -> dict[str, Tensor]:
+    """The states of torch's global random generators on this rank, which dropout uses."""
+    states = {"cpu": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state(world.device)} if world.device.type == "cuda" else {})
+
+
+def set_generators(states: dict[str, Tensor], world: World) -> None:
+    """Restore the states returned by `generators`."""
+    torch.set_rng_state(states["cpu"].cpu())
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"].cpu(), world.device)
