@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gradwire.compressors import build
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.bench import kept_memory, one_thread
+from gradwire.compressors.bench.timing import kept_memory, one_thread
 from gradwire.compressors.feedback import Feedback
 from gradwire.compressors.segments import Segments
 

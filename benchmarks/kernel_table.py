@@ -33,7 +33,7 @@ from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
 from gradwire.compressors import build, kernels, registry
-from gradwire.compressors.bench_cases import VARIANTS
+from gradwire.compressors.bench.cases import VARIANTS
 
 NUMEL = 2**22
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -17,9 +17,10 @@ from gpu.part import DEVICE, SMALL, Part, Row, run
 from gpu.workers import Ranks, alone
 from torch import Tensor
 
-from gradwire.compressors import bench, build, registry
+from gradwire.compressors import build, registry
 from gradwire.compressors.base import Compressor
-from gradwire.compressors.bench_cases import CHAINS, VARIANTS, Case, cases, torch_cases
+from gradwire.compressors.bench.cases import CHAINS, VARIANTS, Case, cases, torch_cases
+from gradwire.compressors.bench.verb import times
 
 SIZES = (2**12, 2**14) if SMALL else (2**20, 2**24, 2**28)
 REPEATS = {2**20: 25, 2**24: 15, 2**28: 7}
@@ -87,10 +88,10 @@ def compiled() -> dict[str, Callable[[], list[Case]]]:
 
 
 def timed(_: None, name: str, numel: int) -> Row:
-    """`bench.times` of a group, and how many kernels each call launches."""
+    """`times` of a group, and how many kernels each call launches."""
     where = torch.device(DEVICE)
     found = (groups(numel) | compiled())[name]()
-    result = bench.times(found, where, numel, 2 if SMALL else REPEATS[numel], 0, [])
+    result = times(found, where, numel, 2 if SMALL else REPEATS[numel], 0, [])
     lines = []
     for case, record in zip(found, result["records"], strict=True):
         line: Row = {"method": title(case.name, case.options)}

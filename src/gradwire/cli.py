@@ -59,7 +59,9 @@ VERBS = {
     "grads run": Verb("gradwire.gradients.run", "collect, aggregate and validate in one call"),
     "norms": Verb("gradwire.gradients.norms", "compute the norm of every sample's gradient"),
     "compressors": Verb("gradwire.compressors.listing", "list compressors and their options"),
-    "bench compressors": Verb("gradwire.compressors.bench", "time every compressor and compare with memory bandwidth"),
+    "bench compressors": Verb(
+        "gradwire.compressors.bench.verb", "time every compressor and compare with memory bandwidth"
+    ),
     "predict": Verb("gradwire.report.predict", "predict step times and crossovers at any world size and bandwidth"),
     "doctor": Verb("gradwire.doctor", "show what this machine supports, and test several ranks on it"),
     "report": Verb("gradwire.report.page", "write a page of figures and tables over all runs of an experiment"),

@@ -23,7 +23,7 @@ import sys
 import pytest, torch
 from gradwire import cli
 from gradwire.compressors import available, build, method_class, option_schema
-from gradwire.compressors.bench_cases import cases
+from gradwire.compressors.bench.cases import cases
 from gradwire.config import Cell
 from gradwire.errors import BadInput
 

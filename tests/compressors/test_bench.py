@@ -10,9 +10,12 @@ import torch
 from samples import normal
 
 from gradwire import cli
-from gradwire.compressors import available, bench, bench_cases, build, sample_gradient
-from gradwire.compressors.bench import Record, Speed, judge, peak_bytes, resident_peak
-from gradwire.compressors.bench_cases import CHAINS, TARGETS, VARIANTS, Case, cases, size, torch_cases
+from gradwire.compressors import available, build
+from gradwire.compressors.bench import cases as bench_cases
+from gradwire.compressors.bench import sample_gradient, table, verb
+from gradwire.compressors.bench.cases import CHAINS, TARGETS, VARIANTS, Case, cases, size, torch_cases
+from gradwire.compressors.bench.memory import peak_bytes, resident_peak
+from gradwire.compressors.bench.records import Record, Speed, judge, prepare
 from gradwire.compressors.methods.none import Uncompressed
 
 CPU = torch.device("cpu")
@@ -62,7 +65,7 @@ def test_a_run_prints_a_table_and_writes_what_it_measured(tmp_path, capsys, few_
 
 
 def test_the_error_is_that_of_each_parameter_encoded_alone(few_steps):
-    record = bench.prepare(Case("int8", build("int8")), normal((4, 5)), few_steps, seed=0)
+    record = prepare(Case("int8", build("int8")), normal((4, 5)), few_steps, seed=0)
     int8 = build("int8")
     lost = sum(float((int8.decode(int8.encode(g), g.shape) - g).double().square().sum()) for g in few_steps)
     total = sum(float(g.double().square().sum()) for g in few_steps)
@@ -72,13 +75,13 @@ def test_the_error_is_that_of_each_parameter_encoded_alone(few_steps):
 
 def test_a_users_gradient_of_any_shape(tmp_path):
     torch.save(torch.arange(-60.0, 60.0).view(2, 3, 20).double(), tmp_path / "g.pt")
-    result = bench.bench("cpu", 16, ["fp16", "zero"], repeats=1, gradient=tmp_path / "g.pt")
+    result = verb.bench("cpu", 16, ["fp16", "zero"], repeats=1, gradient=tmp_path / "g.pt")
     assert result["gradient_numel"] == 120 and result["gradient"].endswith("g.pt")
     assert [record["relative_error"] for record in result["records"]] == [0, 1]
     torch.save(torch.tensor([1e6, 1.0]), tmp_path / "g.pt")
-    result = bench.bench("cpu", 16, ["fp16"], repeats=1, gradient=tmp_path / "g.pt")
+    result = verb.bench("cpu", 16, ["fp16"], repeats=1, gradient=tmp_path / "g.pt")
     assert result["records"][0]["relative_error"] is None
-    assert "too large" in bench.report(result)
+    assert "too large" in table.report(result)
 
 
 SAVED = {
@@ -207,7 +210,7 @@ def test_memory_is_watched():
 
 def test_without_tabulate_the_numbers_are_still_printed(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tabulate", None)
-    text = bench.table([{"method": "int8", "encode ms": "1.00"}])
+    text = table.table([{"method": "int8", "encode ms": "1.00"}])
     assert json.loads(text) == {"method": "int8", "encode ms": "1.00"}
     assert "tabulate is not installed" in capsys.readouterr().err
 
@@ -243,5 +246,5 @@ def test_the_sample_models_loss_is_that_of_its_last_byte():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_run_on_cuda(few_steps):
-    result = bench.bench("cuda", 2**16, ["int8", "topk"], repeats=3)
+    result = verb.bench("cuda", 2**16, ["int8", "topk"], repeats=3)
     assert not [record for record in result["records"] if record["error"] or record["encode_peak_bytes"] is None]

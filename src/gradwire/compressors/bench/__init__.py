@@ -1,0 +1,1 @@
+"""The verb ``bench compressors``: one file per part of it."""
