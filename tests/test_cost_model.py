@@ -12,16 +12,8 @@ from links_rows import ALPHA, COMPUTE, FACTOR, HOST, LABELS, PARAMETERS, RATES, 
 from scipy.optimize import brentq
 
 from gradwire.cli import main
-from gradwire.measurement.cost_model import (
-    FLAT,
-    GRID,
-    Model,
-    Sends,
-    crossover,
-    hierarchical,
-    leave_one_link_out,
-    two_levels,
-)
+from gradwire.measurement.cost_model import GRID, Model, crossover, leave_one_link_out
+from gradwire.measurement.ways import FLAT, Sends, hierarchical, two_levels
 from gradwire.report.predict import crossover_text, interval_text, measurement_of
 
 

@@ -28,7 +28,7 @@ from gradwire.compressors import build, kernels
 from gradwire.config import Cell, Training
 from gradwire.data.shards import Shards
 from gradwire.files import write_json
-from gradwire.measurement.cost_model import peak_memory
+from gradwire.measurement.peak_memory import peak_memory
 from gradwire.models import causal
 from gradwire.training import loop
 from gradwire.training.preemption import Preemption

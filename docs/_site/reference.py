@@ -43,7 +43,13 @@ PYTHON = {
         "gradwire.gradients.projections.base",
         "gradwire.gradients.store",
     ),
-    "Measurement": ("gradwire.measurement.trace", "gradwire.measurement.statistics", "gradwire.measurement.cost_model"),
+    "Measurement": (
+        "gradwire.measurement.trace",
+        "gradwire.measurement.statistics",
+        "gradwire.measurement.measured_run",
+        "gradwire.measurement.ways",
+        "gradwire.measurement.cost_model",
+    ),
     "Errors": ("gradwire.errors",),
 }
 REEXPORTS = ("gradwire.parallel",)  # rooms whose `__init__` collects what its files define

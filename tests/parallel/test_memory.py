@@ -11,7 +11,7 @@ from test_frameworks import STRATEGIES
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from gradwire.measurement.cost_model import STATES, peak_memory
+from gradwire.measurement.peak_memory import STATES, peak_memory
 from gradwire.models import causal
 from gradwire.parallel import wrap
 

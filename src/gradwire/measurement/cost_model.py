@@ -8,9 +8,7 @@ the number of calls and the waiting for other ranks; h and f depend on the colle
 encoding, decoding, Python) is fitted per compressor.
 
 After Hockney's model ("The communication challenge for MPP: Intel Paragon and Meiko CS-2", Parallel Computing 20,
-1994). Bytes and messages of the collectives are the closed forms in Thakur, Rabenseifner and Gropp ("Optimization of
-Collective Communication Operations in MPICH", IJHPCA 19, 2005); in two levels as in Mikami et al. ("Massively
-Distributed SGD: ImageNet/ResNet-50 Training in a Flash", arXiv 1811.05233): within groups, then between them.
+1994). Bytes and messages of the collectives are those of `ways`.
 """
 
 from __future__ import annotations
@@ -26,130 +24,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwire.measurement.measured_run import Flow, Measurement
+from gradwire.measurement.ways import Way, parameter_ways, ways
+
 Array = NDArray[np.float64]
 Key = tuple[str, str]
 
 WEIGHT_OF_PRIOR = 0.02  # keeps parameters that the measurements do not determine at their initial values
 GRID = np.logspace(4, 13, 577)  # bits per second at which crossovers are searched
-STATES = 16  # bytes per parameter: itself, its gradient, AdamW's two moments, all float32
-WAYS = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "all-gather", "all_to_all": "all-to-all"}
-
-
-class Flow(NamedTuple):
-    """Data that a rank sends per step in one collective.
-
-    Attributes:
-        op: The collective.
-        bytes: Bytes per rank, as a bandwidth-optimal algorithm would send them.
-        seconds: Duration.
-    """
-
-    op: str
-    bytes: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """One measured run.
-
-    Args:
-        strategy: The data-parallel strategy.
-        label: The compressor.
-        sharded: Whether the strategy shards gradients, so that they are reduce-scattered instead of all-reduced.
-        fixed: Whether the configuration fixes the algorithm, so that gradients use the measured collective only.
-        world: World size, at least 2.
-        link: The link's name.
-        rate: The link's bits per second, infinite without a limit.
-        step: Seconds per step.
-        exposed: Seconds per step in which the rank communicates and does not compute.
-        decode: Seconds per step spent on decoding.
-        gradients: The flow of gradients.
-        parameters: The flow of parameters, if they use a separate collective.
-    """
-
-    strategy: str
-    label: str
-    sharded: bool
-    fixed: bool
-    world: int
-    link: str
-    rate: float
-    step: float
-    exposed: float
-    decode: float
-    gradients: Flow
-    parameters: Flow | None = None
-
-    @property
-    def flows(self) -> tuple[Flow, ...]:
-        """All flows of the measurement."""
-        return (self.gradients,) if self.parameters is None else (self.gradients, self.parameters)
-
-    @property
-    def communication(self) -> float:
-        """Seconds of all collectives per step."""
-        return sum(flow.seconds for flow in self.flows)
-
-    @property
-    def rest(self) -> float:
-        """Seconds of a step without exposed communication."""
-        return self.step - self.exposed
-
-    @property
-    def hidden(self) -> float:
-        """Seconds of communication hidden behind computation or other communication."""
-        return max(self.communication - self.exposed, 0.0)
-
-
-class Sends(NamedTuple):
-    """Bytes and number of sequential messages that one rank sends in a collective."""
-
-    bytes: float
-    messages: int
-
-
-def reduce_scatter(size: float, world: int) -> Sends:
-    """A ring: W − 1 messages, each 1/W of a buffer of ``size`` bytes."""
-    return Sends((world - 1) / world * size, world - 1)
-
-
-def all_reduce(size: float, world: int) -> Sends:
-    """A ring: a reduce-scatter, then an all-gather of the shards."""
-    half = reduce_scatter(size, world)
-    return Sends(2 * half.bytes, 2 * half.messages)
-
-
-def all_gather(size: float, world: int) -> Sends:
-    """A ring: W − 1 messages of ``size`` bytes, each rank's contribution."""
-    return Sends((world - 1) * size, world - 1)
-
-
-def all_to_all(size: float, world: int) -> Sends:
-    """1/W of a buffer of ``size`` bytes to each of W − 1 ranks."""
-    return Sends((world - 1) / world * size, world - 1)
-
-
-def two_levels(world: int) -> tuple[int, int]:
-    """Group size and number of groups: the divisors of W that are closest to each other."""
-    group = max(size for size in range(1, math.isqrt(world) + 1) if world % size == 0)
-    return group, world // group
-
-
-def hierarchical(op: str, size: float, world: int) -> Sends:
-    """A collective within groups, then one between groups, which needs fewer messages.
-
-    The bytes equal those of the flat collective, except for an all-to-all, which sends data leaving a group twice.
-    """
-    group, groups = two_levels(world)
-    messages = group - 1 + groups - 1
-    flat = FLAT[op](size, world)
-    if op == "all_to_all":
-        return Sends(((group - 1) / group + (groups - 1) / groups) * size, messages)
-    return Sends(flat.bytes, messages * (2 if op == "all_reduce" else 1))
-
-
-FLAT = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather, "all_to_all": all_to_all}
 
 
 @dataclass(frozen=True)
@@ -212,22 +94,6 @@ class Fit:
     def seconds(self, strategy: str, op: str, sent: float, rate: Any) -> Any:
         """Seconds per step of a collective of ``sent`` bytes at ``rate``, a number or an array in bits per second."""
         return self.alpha[strategy, op] + sent * np.hypot(self.host[op], 8 * self.factor[op] / rate)
-
-
-class Way(NamedTuple):
-    """One way to communicate gradients or parameters.
-
-    Attributes:
-        name: Name of the algorithm.
-        op: The collective.
-        sends: Bytes and messages per rank.
-        decodings: Encodings of the whole buffer that a rank decodes.
-    """
-
-    name: str
-    op: str
-    sends: Sends
-    decodings: int
 
 
 class Prediction(NamedTuple):
@@ -345,35 +211,6 @@ class Model:
         return replace(drawn, exposed=exposed, step=rest + exposed)
 
 
-def ways(measurement: Measurement, world: int) -> list[Way]:
-    """Ways to communicate gradients between ``world`` ranks: reductions of summable data, else encodings."""
-    op, sent, _ = measurement.gradients
-    if measurement.sharded:
-        size = sent / all_to_all(1, measurement.world).bytes
-        return _levels(op, size, world, 1)
-    if op == "all_reduce":
-        return _levels(op, sent / all_reduce(1, measurement.world).bytes, world, 1)
-    size = (
-        sent / (all_gather if op == "all_gather" else all_reduce)(1, measurement.world).bytes
-    )  # bytes of one encoded buffer
-    both = [*_levels("all_to_all", size, world, 2), *_levels("all_gather", size, world, 1, decodings=world)]
-    return [way for way in both if way.op == op or not measurement.fixed]
-
-
-def parameter_ways(flow: Flow, measured: int, world: int) -> list[Way]:
-    """Ways to communicate a step's parameters between ``world`` ranks, each of which holds a shard."""
-    size = flow.bytes / all_to_all(1, measured).bytes
-    return _levels(flow.op, size / world if flow.op == "all_gather" else size, world, 1)
-
-
-def _levels(op: str, size: float, world: int, halves: int, decodings: int = 2) -> list[Way]:
-    """A flat collective and, if the ranks form groups, a hierarchical one; each runs ``halves`` times."""
-    found = [(WAYS[op], FLAT[op](size, world))]
-    if min(two_levels(world)) > 1:
-        found.append((f"{WAYS[op]}, hierarchical", hierarchical(op, size, world)))
-    return [Way(name, op, Sends(halves * sent, halves * messages), decodings) for name, (sent, messages) in found]
-
-
 def crossover(own: Array, baseline: Array) -> float:
     """The rate below which a step is shorter than the baseline's; both arrays are over `GRID`.
 
@@ -416,18 +253,3 @@ def leave_one_link_out(measurements: Iterable[Measurement]) -> list[LeftOut]:
                 communication = model.communication(measurement)
                 found.append(LeftOut(measurement, float(model.step(measurement, communication)), communication))
     return found
-
-
-def peak_memory(measured: float, sharded: int, world: int, other: int) -> float:
-    """Peak memory of a rank at another world size, in bytes.
-
-    A rank's share of parameters, gradients and moments changes with the number of ranks. Activations, buckets and what
-    FSDP gathers of a block stay as they are.
-
-    Args:
-        measured: The peak at ``world`` ranks.
-        sharded: Number of parameters that are divided among the ranks, 0 where each rank has all of them.
-        world: The world size of the measurement, at least 2.
-        other: The world size of the prediction, at least 2.
-    """
-    return measured + STATES * sharded * (1 / other - 1 / world)

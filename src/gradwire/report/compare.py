@@ -20,7 +20,7 @@ from gradwire.report.record import Result, run_of
 if TYPE_CHECKING:
     from gradwire.measurement.statistics import Paired
     from gradwire.report.data import Data
-    from gradwire.report.sections import Section
+    from gradwire.report.section import Section
     from gradwire.report.tables import Table
 
 SIGNIFICANT = 0.05
@@ -107,7 +107,7 @@ def section(one: Data, other: Data) -> Section:
     Raises:
         BadInput: If the experiments share no run with a result.
     """
-    from gradwire.report.sections import Section
+    from gradwire.report.section import Section
 
     names = {"name": one.results_dir.as_posix(), "other": other.results_dir.as_posix()}
     pairs = common(one.ok, other.ok)

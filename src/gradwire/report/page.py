@@ -15,7 +15,7 @@ from gradwire.files import sha256_file, whole_folder, write_text
 if TYPE_CHECKING:
     from gradwire.report.data import Data
     from gradwire.report.figures.files import Drawn
-    from gradwire.report.sections import Section
+    from gradwire.report.section import Section
 
 TEMPLATES = Path(__file__).parent / "templates"
 

@@ -27,7 +27,8 @@ from gradwire.report.traffic import SHARDED, gradient_op, parameter_op, rate
 from gradwire.units import bits_per_second, rate_text, seconds
 
 if TYPE_CHECKING:
-    from gradwire.measurement.cost_model import Flow, LeftOut, Measurement, Model
+    from gradwire.measurement.cost_model import LeftOut, Model
+    from gradwire.measurement.measured_run import Measurement
 
 BASELINES = (BASELINE, BF16)
 RESAMPLES = 200
@@ -132,7 +133,7 @@ def measurement_of(row: Result) -> Measurement:
     FSDP's parameters are separated from gradients by their collective; if both use the same one, they count together.
     All other collectives of a step (its loss, its flag) count with the gradients.
     """
-    from gradwire.measurement.cost_model import Flow, Measurement
+    from gradwire.measurement.measured_run import Flow, Measurement
 
     steps, measured = row.steps or 1, row.measured_steps or 1
     times = {op: ms / measured / 1e3 for op, ms in (row.comm_time_ms_by_op or {}).items()}
@@ -305,7 +306,7 @@ def ppl_percent(rows: Sequence[Result], quality: PerplexityReference) -> dict[st
 
 def memory_text(rows: Iterable[Result], label: str, world: int) -> str:
     """Predicted peak memory of a rank in GB."""
-    from gradwire.measurement.cost_model import peak_memory
+    from gradwire.measurement.peak_memory import peak_memory
 
     measured = [row for row in rows if row.compressor == label and row.world_size > 1 and row.mem_peak_alloc_gb]
     if not measured:

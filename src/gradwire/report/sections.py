@@ -2,75 +2,33 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from statistics import median
-from typing import Any, Self
+from typing import Any
 
 import pandas as pd
 
 from gradwire.config import BASELINE
 from gradwire.errors import BadInput
-from gradwire.files import digest, read_json
+from gradwire.files import read_json
 from gradwire.measurement.cost_model import Model, leave_one_link_out
-from gradwire.report import columns, curves, gates, targets
-from gradwire.report.captions import CAPTIONS
+from gradwire.report import columns, curves, targets
 from gradwire.report.cells import GROUP, command, of_group, on_one_link
 from gradwire.report.columns import Column
 from gradwire.report.data import Data
 from gradwire.report.figures import line_plots, pareto, scaling, step_time, winners
-from gradwire.report.figures.style import Drawing, timed
-from gradwire.report.headline import Finding, findings
-from gradwire.report.markdown import MISSING
-from gradwire.report.notes import mostly_float32, privacy
+from gradwire.report.figures.style import timed
+from gradwire.report.headline import findings
+from gradwire.report.notes import mostly_float32
 from gradwire.report.predict import measurement_of, ppl_percent, usable
 from gradwire.report.record import Result
+from gradwire.report.section import NO_RESULT, Section
 from gradwire.report.tables import Table
 from gradwire.report.traffic import as_computed
-
-NO_RESULT = "no run has a result"
-
-
-@dataclass
-class Section:
-    """A part of the page.
-
-    Args:
-        key: Its id, and the start of its file names.
-        title: Its heading.
-        short: The heading in the list of sections.
-        lead: What it shows and how it was computed.
-        absent: Why the section is empty, if it is.
-        properties: Terms and their values.
-        gates: Checks.
-        failures: Runs without a result.
-        plots: Figures to draw.
-        tables: Tables; the first is shown, the others are folded.
-        notes: Further notes.
-        findings: Which compressor wins in which regime.
-    """
-
-    key: str
-    title: str
-    short: str
-    lead: str = ""
-    absent: str = ""
-    properties: Sequence[tuple[str, str]] = ()
-    gates: Sequence[gates.Gate] = ()
-    failures: Sequence[Result] = ()
-    plots: Sequence[Drawing] = ()
-    tables: Sequence[Table] = ()
-    notes: Sequence[str] = ()
-    findings: Sequence[Finding] = ()
-
-    @classmethod
-    def of(cls, key: str, **values: Any) -> Self:
-        """Make a section with its captions; ``values`` are formatted into them."""
-        title, short, lead = CAPTIONS[key]
-        return cls(key, title.format(**values), short, lead.format(**values)) if values else cls(key, *CAPTIONS[key])
+from gradwire.report.validity import environments, stores, validity
 
 
 def sections(data: Data) -> Iterator[Section]:
@@ -90,42 +48,6 @@ def sections(data: Data) -> Iterator[Section]:
         environments,
     ):
         yield make(data)
-
-
-def validity(data: Data) -> Section:
-    """What was run, and whether it is valid."""
-    measured = [row for row in data.results if row.status in ("ok", "diverged")]
-    environment = next((row.environment for row in measured if row.environment), {})
-    properties = {
-        "runs": f"{len(data.results)} in {len({row.run_name.rpartition('/')[0] for row in data.results})} cells",
-        "compressors": _distinct(row.compressor for row in data.results),
-        "strategies": _distinct(row.strategy for row in data.results),
-        "world sizes": _distinct(row.world_size for row in data.results),
-        "links": _distinct(row.link for row in data.results),
-        "seeds": _distinct(row.seed for row in data.results),
-        "model": _distinct(
-            f"{row.model} ({row.parameters:,} parameters)" if row.parameters else row.model for row in measured
-        ),
-        "dataset": _distinct(row.dataset for row in measured),
-        "training": _distinct(
-            f"{row.steps} steps of {row.batch_size} × {row.max_length} tokens per rank, {row.optimizer}"
-            for row in measured
-        ),
-        "precision": _distinct(row.precision for row in measured if row.precision != "fp32"),
-        "privacy": _distinct(guarantee for row in measured if (guarantee := privacy(row))),
-        "backend": _distinct(f"{row.backend} on {row.device}" for row in measured),
-        "versions": ", ".join(
-            f"{name} {version}"
-            for name, version in {"gradwire": environment.get("gradwire"), **environment.get("packages", {})}.items()
-            if version
-        ),
-    }
-    return replace(
-        Section.of("validity"),
-        properties=[(name, text) for name, text in properties.items() if text],
-        gates=gates.gates(data.results, data.cells, data.results_dir, data.shared),
-        failures=[row for row in data.results if row.status != "ok"],
-    )
 
 
 def headline(data: Data) -> Section:
@@ -318,68 +240,6 @@ def fidelity(data: Data) -> Section:
     return made
 
 
-def stores(data: Data) -> Section:
-    """The gradient stores' validation."""
-    made = Section.of("stores")
-    found = gates.validations(data.results_dir)
-    if not found:
-        made.absent = "no gradients were collected (`gradients:` in the configuration)"
-        return made
-    records = [
-        {
-            "run": run,
-            "name": check["name"],
-            "result": "passed" if check["passed"] else "FAILED",
-            "detail": str(check.get("detail") or ""),
-        }
-        for run, checks in found.items()
-        for check in checks
-    ]
-    fails = [record["result"] == "FAILED" for record in records]
-    made.tables = [replace(Table.of("stores", "Checks of each store", records, columns.STORES), fails=fails)]
-    return made
-
-
-def environments(data: Data) -> Section:
-    """The environment of every rank."""
-    made = Section.of("environment")
-    folder = data.results_dir / "runs"
-    ranks: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
-    environments: dict[str, dict[str, Any]] = {}
-    for row in data.results:
-        for path in sorted((folder / row.run_name / "environment").glob("rank*.json")):
-            try:
-                values = read_json(path)
-                rank = values.pop("rank")
-            except (BadInput, AttributeError, KeyError) as error:
-                data.notes.append(f"{path} is unusable ({error}).")
-                continue
-            for changing in ("clocks", "world_size"):
-                values.pop(changing, None)
-            key = digest(values)
-            environments[key] = values
-            ranks[key].append((row.run_name, rank))
-    if not environments:
-        made.absent = "no run left environment/rank<R>.json"
-        return made
-    first = next(iter(environments.values()))
-    shared = {name for name, value in first.items() if all(other.get(name) == value for other in environments.values())}
-    made.properties = [(name, _text(first[name])) for name in first if name in shared and _text(first[name])]
-    differing = sorted({name for values in environments.values() for name in values} - shared)
-    records = [
-        {name: _text(values.get(name)) or MISSING for name in differing}
-        | {
-            "ranks": len(ranks[key]),
-            "runs": gates.listed(sorted({run for run, _ in ranks[key]})),
-            "numbers": ", ".join(map(str, sorted({rank for _, rank in ranks[key]}))),
-        }
-        for key, values in environments.items()
-    ]
-    shown = [*columns.ENVIRONMENTS, *(columns.text(name, name) for name in differing)]
-    made.tables = [Table.of("environment", "Environments", records, shown)]
-    return made
-
-
 def _profile(data: Data, row: Result) -> dict[str, Any] | None:
     """A run's profile, if it has profiled steps."""
     path = data.results_dir / "runs" / row.run_name / "profile.json"
@@ -394,14 +254,3 @@ def _profile(data: Data, row: Result) -> dict[str, Any] | None:
         data.notes.append(f"{path} is unusable ({error!r}).")
         return None
     return found
-
-
-def _text(value: Any) -> str:
-    """Format a value of an environment."""
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_text(of)}" for name, of in value.items() if of is not None)
-    return "" if value is None else json.dumps(value) if isinstance(value, bool) else str(value)
-
-
-def _distinct(values: Any) -> str:
-    return ", ".join(dict.fromkeys(str(value) for value in values if value is not None))

@@ -1,0 +1,18 @@
+"""Peak memory of a rank at another world size."""
+
+STATES = 16  # bytes per parameter: itself, its gradient, AdamW's two moments, all float32
+
+
+def peak_memory(measured: float, sharded: int, world: int, other: int) -> float:
+    """Peak memory of a rank at another world size, in bytes.
+
+    A rank's share of parameters, gradients and moments changes with the number of ranks. Activations, buckets and what
+    FSDP gathers of a block stay as they are.
+
+    Args:
+        measured: The peak at ``world`` ranks.
+        sharded: Number of parameters that are divided among the ranks, 0 where each rank has all of them.
+        world: The world size of the measurement, at least 2.
+        other: The world size of the prediction, at least 2.
+    """
+    return measured + STATES * sharded * (1 / other - 1 / world)
