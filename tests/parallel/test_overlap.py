@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import threading
 import time
 import weakref
@@ -309,7 +308,7 @@ def left_over(rank, world, group, strategy):
 
     def kept():
         gc.collect()
-        names = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
+        names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
         return names.count("pt_gloo_runloop\n"), threading.active_count(), len(dist.distributed_c10d._world.pg_map)
 
     before = kept()
