@@ -128,7 +128,7 @@ class Reducer:
         self.meter = Meter(METER)
         kept_for = {**dict(options), "compressor": schedule or compressor, "seed": seed}
         self._options = {option: repr(value) for option, value in kept_for.items() if option not in FREE}
-        self.codec = Codec(compressor, options, schedule=schedule, seed=seed, rank=self.rank)
+        self.codec = Codec(compressor, options, schedule=schedule, seed=seed, rank=dist.get_rank())
         self._ranks = Ranks(group, self.world, self.rank, self.meter)
         self._queue: ReductionQueue = CallerQueue()  # until the first reduction
         self._device: torch.device | None = None  # of the first reduction
@@ -139,6 +139,20 @@ class Reducer:
     def step(self) -> int:
         """Optimizer steps finished."""
         return self.codec.step
+
+    @property
+    def everyone(self) -> ops.Group:
+        """The ranks that `finish` agrees over."""
+        return self.group
+
+    @property
+    def topology(self) -> Any:
+        """The ranks that a state belongs to."""
+        return self.world
+
+    def advance(self) -> None:
+        """Go on to the next optimizer step; `finish` does."""
+        self.codec.step += 1
 
     def prepare(self, kind: Kind, numel: int) -> None:
         """Resolve ``auto``, once; the first reduction does it with its buffer where nobody called this before.
@@ -239,7 +253,8 @@ class Reducer:
         """
         if wait:
             self.synchronize()
-        finished, self.codec.step = self.codec.step, self.codec.step + 1
+        finished = self.step
+        self.advance()
         if self.world == 1 or self._agreed_finite(total):
             return True
         self._traffic.counts["nonfinite_steps"] += 1
@@ -265,7 +280,7 @@ class Reducer:
         """This rank's state: with it a resumed run equals an unbroken one. Its tensors are not copies."""
         self.synchronize()
         return {
-            "world": self.world,
+            "world": self.topology,
             "options": self._options,
             "algorithm": self.algorithm,
             **self.codec.state_dict(),
@@ -274,14 +289,14 @@ class Reducer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the state that the same rank of an earlier run left, before or after `prepare`.
 
-        Of another world size only the step counts: the rest begins anew.
+        Of another world size or other islands only the step counts: the rest is dropped, with a warning.
 
         Raises:
             BadInput: If that reducer had other options than this one, except for `FREE`; nothing has changed.
         """
-        if state["world"] != self.world:
+        if state["world"] != self.topology:
             warnings.warn(
-                f"the reducer's state is of {state['world']} ranks and this run has {self.world}: "
+                f"the reducer's state is of {state['world']} ranks and this run has {self.topology}: "
                 f"residuals, compressor states and generators start anew",
                 stacklevel=2,
             )
@@ -373,9 +388,9 @@ class Reducer:
             device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
             flag = torch.zeros(1, dtype=torch.uint8, device=device if total is None else total.device)
         if total is None:
-            met = ops.all_reduce(flag.clone(), "max", self.group, "agreement", self.meter)
+            met = ops.all_reduce(flag.clone(), "max", self.everyone, "agreement", self.meter)
         else:
-            met = ops.all_reduce(torch.cat([flag.float(), total]), "sum", self.group, "agreement", self.meter)
+            met = ops.all_reduce(torch.cat([flag.float(), total]), "sum", self.everyone, "agreement", self.meter)
             total.copy_(met[1:])
         flag.zero_()
         return not bool(met[0])

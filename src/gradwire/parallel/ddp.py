@@ -33,6 +33,7 @@ class DDP(Strategy):
     """
 
     kind = "all_reduce"
+    alone = True
 
     def __init__(self, group: Group, device: torch.device, *, bucket_mb: float = BUCKET_MB) -> None:
         super().__init__(group, device)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from gradwire.collectives import Layout, Reducer
 from gradwire.collectives.ops import Group
@@ -34,7 +35,7 @@ class FSDP2(Strategy):
 
     def __init__(self, group: Group, device: torch.device, *, param_compress: str = "none") -> None:
         super().__init__(group, device)
-        self.gather = None if param_compress == "none" else ParameterGather(param_compress, group)
+        self.gather = None if param_compress == "none" else ParameterGather(param_compress, self.shards)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Shard each block, then the rest of the model, in place."""
@@ -49,6 +50,7 @@ class FSDP2(Strategy):
     def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
         """Replace the reduce-scatter of every group of parameters."""
         check_offered("a compressor", *NEEDED)
+        check_sharded(wrapped, reducer)
         end = EndOfBackward(reducer.synchronize)
         for module, parameters in groups(wrapped):
             if shapes := [(name, tuple(p.shape)) for name, p in parameters.items() if p.requires_grad]:
@@ -61,7 +63,7 @@ class FSDP2(Strategy):
     def reduced_numel(self, wrapped: nn.Module) -> int:
         """Count parameters padded to a multiple of W rows."""
         shapes = [(name, tuple(p.shape)) for name, p in wrapped.named_parameters() if p.requires_grad]
-        return Layout.dim0(shapes, dist.get_world_size(self.group)).numel
+        return Layout.dim0(shapes, dist.get_world_size(self.shards)).numel
 
     def accumulation(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[object]:
         """Reduce in the last micro-batch only; gradients are unsharded until then."""
@@ -111,12 +113,17 @@ class ReduceScatter(Collective):
     def read_at_once(self, output: Tensor) -> bool:
         """Whether FSDP2 adds the output to gradients, converts or moves it, or gives it to a user's hook."""
         group = fully_shard.state(self.module)._fsdp_param_group  # type: ignore[attr-defined]
-        return group._all_reduce_hook is not None or any(
-            p.grad is not None
-            or getattr(p, "_post_accumulate_grad_hooks", None)
-            or (p.dtype, p.device) != (output.dtype, output.device)
-            for p in self.parameters
-        )
+        return group._all_reduce_hook is not None or gradients_read_at_once(self.parameters, output)
+
+
+def gradients_read_at_once(parameters: Sequence[nn.Parameter], output: Tensor) -> bool:
+    """Whether FSDP2 adds a block's reduced shard to gradients, converts or moves it, or gives it to a user's hook."""
+    return any(
+        p.grad is not None
+        or getattr(p, "_post_accumulate_grad_hooks", None)
+        or (p.dtype, p.device) != (output.dtype, output.device)
+        for p in parameters
+    )
 
 
 class AllGather(Collective):
@@ -178,6 +185,31 @@ def check_offered(what: str, *setters: str) -> None:
     missing = [setter for setter in setters if not hasattr(FSDPModule, setter)]
     if missing:
         raise BadInput(f"strategy fsdp2 with {what} needs FSDPModule.{missing[0]}: use torch 2.11 or later.")
+
+
+def check_sharded(wrapped: nn.Module, reducer: Reducer) -> None:
+    """Check that parameters are sharded over the reducer's ranks, in one dimension.
+
+    Raises:
+        BadInput: If they are not. On a mesh with replicas too (HSDP), FSDP2 sums the reducer's means over them by itself:
+            with the division left to the reducer, gradients would be as many times too large as there are replicas.
+    """
+    own = dist.get_process_group_ranks(reducer.group or dist.group.WORLD)
+    for name, parameter in wrapped.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        mesh = parameter.device_mesh
+        if mesh.ndim > 1 or not parameter.placements[0].is_shard():
+            raise BadInput(
+                f"{name} is placed as {parameter.placements} on a mesh of shape {tuple(mesh.shape)}, as HSDP, "
+                f"replication or tensor parallelism does: a reducer supports fully_shard over a mesh of one dimension. "
+                f"For islands of ranks (HSDP) use gradwire.wrap with strategy hsdp."
+            )
+        if (ranks := dist.get_process_group_ranks(mesh.get_group())) != own:
+            raise BadInput(
+                f"{name} is sharded over ranks {ranks}, and the reducer averages over {own}: pass Reducer the process "
+                f"group that the model was wrapped with."
+            )
 
 
 def groups(wrapped: nn.Module) -> Iterator[tuple[FSDPModule, dict[str, nn.Parameter]]]:

@@ -29,6 +29,7 @@ class Replicas(Strategy):
     """
 
     kind = "all_reduce"
+    alone = True
 
     def __init__(self, group: ops.Group, device: torch.device) -> None:
         super().__init__(group, device)

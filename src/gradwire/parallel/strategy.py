@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradwire.collectives import Reducer
+from gradwire.collectives import IslandReducer, Reducer
 from gradwire.collectives.ops import Group
 from gradwire.collectives.reducer import Kind
 from gradwire.errors import BadInput
@@ -28,6 +28,9 @@ class Strategy(ABC):
     kind: ClassVar[Kind]
     """The collective that reduces gradients; after a reduce-scatter each rank holds only its shard of them."""
 
+    alone: ClassVar[bool] = False
+    """Whether ranks can train apart (``average=False``): each one, or each island, has all parts of a model."""
+
     averages: bool = True
     """Whether gradients are averaged; if not, an optimizer communicates (`parallel.optimizers`)."""
 
@@ -37,6 +40,31 @@ class Strategy(ABC):
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group = group
         self.device = device
+
+    @classmethod
+    def build(cls, reducer: Reducer | None, device: torch.device, **options: Any) -> Self:
+        """Build the strategy for the reducer's ranks, or for all ranks.
+
+        Raises:
+            BadInput: If the reducer does not suit the strategy.
+        """
+        if isinstance(reducer, IslandReducer) and reducer.islands.ranks > 1:
+            raise BadInput("an IslandReducer averages between islands only: use strategy hsdp, or a Reducer.")
+        return cls(reducer.group if reducer else None, device, **options)
+
+    @property
+    def shards(self) -> Group:
+        """The ranks that together hold one model, if it is sharded."""
+        return self.group
+
+    @property
+    def communicates(self) -> bool:
+        """Whether the backward pass of an optimizer step's last micro-batch communicates."""
+        return self.averages
+
+    def prepare(self, reducer: Reducer, numel: int) -> None:
+        """Prepare the reducer for a model of ``numel`` trainable elements."""
+        reducer.prepare(self.kind, numel)
 
     def mesh(self) -> DeviceMesh:
         """Return the ranks as a mesh of one dimension, ``dp``."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +14,15 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.collectives import Reducer
+from gradwire.collectives import IslandReducer, Islands, Reducer
 from gradwire.collectives.bytes import raw_all_gather, raw_all_reduce, raw_reduce_scatter
 from gradwire.errors import BadInput, unknown
 from gradwire.parallel.agreement import Shapes, check_agreement
 from gradwire.parallel.bucket import BucketManager
 from gradwire.parallel.ddp import DDP
 from gradwire.parallel.fsdp1 import FSDP1
-from gradwire.parallel.fsdp2 import FSDP2
+from gradwire.parallel.fsdp2 import FSDP2, check_sharded
+from gradwire.parallel.hsdp import HSDP
 from gradwire.parallel.naive import Naive
 from gradwire.parallel.strategy import Strategy, attach, strategy_of
 
@@ -30,6 +32,7 @@ STRATEGIES: dict[str, type[Strategy]] = {
     "ddp": DDP,
     "fsdp1": FSDP1,
     "fsdp2": FSDP2,
+    "hsdp": HSDP,
 }
 WRAPPERS: dict[type, type[Strategy]] = {DistributedDataParallel: DDP, FSDPModule: FSDP2}
 
@@ -62,15 +65,16 @@ def wrap(
     """Prepare a model for training on the reducer's group of ranks, or on all ranks without a reducer.
 
     Args:
-        model: A model on the CPU or on ``device`` that no framework has wrapped. It may be changed in place. ``fsdp1``
-            and ``fsdp2`` need the same weights on every rank; the others broadcast rank 0's.
-        strategy: ``naive``, ``bucket``, ``ddp``, ``fsdp1`` or ``fsdp2``.
-        reducer: Averages the gradients; None keeps the framework's reduction. With one rank it is never called.
+        model: A model on the CPU or on ``device`` that no framework has wrapped. It may be changed in place. ``fsdp1``,
+            ``fsdp2`` and ``hsdp`` need the same weights on every rank; the others broadcast rank 0's.
+        strategy: ``naive``, ``bucket``, ``ddp``, ``fsdp1``, ``fsdp2`` or ``hsdp``.
+        reducer: Averages the gradients; None keeps the framework's reduction. With one rank it is never called. For
+            ``hsdp`` an `IslandReducer`.
         device: The device to compute on: ``cpu``, or this rank's GPU; None is the device of the model's parameters.
         average: False keeps each rank's own gradients inside `accumulation`, for an optimizer that communicates
             (`parallel.optimizers`). The reducer then belongs to the optimizer; only its group is used here.
-        options: Options of the strategy, such as ``bucket_mb`` of ``ddp`` or ``param_compress`` of ``fsdp2``; see its
-            class.
+        options: Options of the strategy, such as ``bucket_mb`` of ``ddp``, ``param_compress`` of ``fsdp2`` or ``islands`` of
+            ``hsdp``; see its class. With one rank per island ``hsdp`` is ``ddp``, with a warning.
 
     Returns:
         The model to train; pass it to the other functions of this package.
@@ -81,13 +85,18 @@ def wrap(
     """
     device = next(model.parameters()).device if device is None else torch.device(device)
     kind = strategy_class(strategy)
+    if kind is HSDP and (islands := islands_of(reducer, options)) == dist.get_world_size():
+        warnings.warn(f"{islands} islands of one rank each have nothing to shard: using strategy ddp", stacklevel=2)
+        kind, options = DDP, {}
     check_plain(model)
     known = set(inspect.signature(kind).parameters) - {"group", "device"}
     for option in options.keys() - known:
         raise unknown(f"option of strategy {strategy}", option, known)
-    if not average and kind.kind != "all_reduce":
-        raise BadInput(f"strategy {strategy} shards gradients, so ranks cannot keep their own; use one with replicas.")
-    way = kind(reducer.group if reducer else None, device, **options)
+    if not average and not kind.alone:
+        raise BadInput(
+            f"strategy {strategy} shards gradients, so ranks cannot keep their own; use one with replicas, or hsdp."
+        )
+    way = kind.build(reducer, device, **options)
     way.averages = average
     way.reduced = average and reducer is not None and reducer.world > 1
     shapes = trainable(model)  # before the model is cut into shards
@@ -95,9 +104,15 @@ def wrap(
         check_agreement(reducer, shapes)  # before the framework broadcasts parameters
     wrapped = way.wrap(model.to(device))
     attach(wrapped, way)
-    if reducer is not None and average:
+    if reducer is not None and (average or way.communicates):
         attach_reducer(reducer, wrapped, way, shapes)
     return wrapped
+
+
+def islands_of(reducer: Reducer | None, options: Mapping[str, Any]) -> int | None:
+    """Return the number of islands that the reducer or the options of ``hsdp`` have; None if neither does."""
+    given = reducer.islands if isinstance(reducer, IslandReducer) else options.get("islands")
+    return given.number if isinstance(given, Islands) else given
 
 
 def hook(wrapped: nn.Module, reducer: Reducer) -> None:
@@ -108,7 +123,7 @@ def hook(wrapped: nn.Module, reducer: Reducer) -> None:
 
     Args:
         wrapped: A `DistributedDataParallel` without a communication hook, or the root of an FSDP2 model sharded over a
-            mesh of one dimension (not HSDP).
+            mesh of one dimension. FSDP2 all-reduces by itself under HSDP, so that is refused: `wrap` has strategy ``hsdp``.
         reducer: Averages the gradients; its group must be the one that the model was wrapped with.
 
     Raises:
@@ -124,7 +139,7 @@ def hook(wrapped: nn.Module, reducer: Reducer) -> None:
     device = next(wrapped.parameters()).device
     shapes = trainable(wrapped)
     check_agreement(reducer, shapes)
-    attach_reducer(reducer, wrapped, kind(reducer.group, device), shapes)
+    attach_reducer(reducer, wrapped, kind.build(reducer, device), shapes)
 
 
 def check_plain(model: nn.Module) -> None:
@@ -148,31 +163,21 @@ def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
     Raises:
         BadInput: If it does not. HSDP, for one, adds an all-reduce that would bypass the reducer.
     """
-    reduced = set()
-    for parameter in wrapped.parameters():
-        if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            if mesh.ndim > 1 or not placements[0].is_shard():
-                raise BadInput(
-                    f"{type(wrapped).__name__} has parameters placed as {placements} on a mesh of shape "
-                    f"{tuple(mesh.shape)}, as HSDP, replication or tensor parallelism does: a reducer supports only "
-                    f"plain DDP, and fully_shard over a mesh of one dimension."
-                )
-            reduced.add(tuple(dist.get_process_group_ranks(mesh.get_group())))
+    check_sharded(wrapped, reducer)
     if isinstance(wrapped, DistributedDataParallel):
-        reduced.add(tuple(dist.get_process_group_ranks(wrapped.process_group)))
-    own = tuple(dist.get_process_group_ranks(reducer.group or dist.group.WORLD))
-    for ranks in reduced - {own}:
-        raise BadInput(
-            f"the model averages its gradients over ranks {list(ranks)} and the reducer over {list(own)}: pass Reducer "
-            f"the process group that the model was wrapped with."
-        )
+        ranks = dist.get_process_group_ranks(wrapped.process_group)
+        own = dist.get_process_group_ranks(reducer.group or dist.group.WORLD)
+        if ranks != own:
+            raise BadInput(
+                f"the model averages its gradients over ranks {ranks} and the reducer over {own}: pass Reducer the "
+                f"process group that the model was wrapped with."
+            )
 
 
 def attach_reducer(reducer: Reducer, wrapped: nn.Module, way: Strategy, shapes: Shapes) -> None:
     """Prepare the reducer for the trainable parameters, and replace the framework's reduction with it."""
     if reducer.world > 1:
-        reducer.prepare(way.kind, sum(torch.Size(shape).numel() for _, shape in shapes))
+        way.prepare(reducer, sum(torch.Size(shape).numel() for _, shape in shapes))
         way.hook(wrapped, reducer)
 
 

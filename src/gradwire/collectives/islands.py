@@ -1,0 +1,188 @@
+"""Islands: groups of ranks with fast links inside of each and slow ones between them, and a reducer over two levels.
+
+Rank r is in island ``r // ranks_per_island``. Inside of an island ranks hold one model in shards; between islands the
+ranks with the same shard, one of each island, average it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradwire.collectives import ops
+from gradwire.collectives.reducer import Reducer
+from gradwire.compressors.base import Compressor
+from gradwire.errors import BadInput
+
+NAMES = ("between", "inside")
+
+
+class Islands:
+    """All ranks of the default group, as islands.
+
+    Args:
+        mesh: A mesh of islands x ranks per island with the dimensions ``between`` and ``inside``, over all ranks in
+            ascending order. `build_islands` makes one.
+
+    Attributes:
+        number: Number of islands.
+        ranks: Ranks per island.
+        inside: The process group of this rank's island.
+        between: The process group of the ranks that hold this rank's shard, one of each island.
+
+    Raises:
+        BadInput: If the mesh has other dimensions or another order, or there are fewer than two islands.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        if mesh.mesh_dim_names != NAMES:
+            raise BadInput(
+                f"a mesh of islands has the dimensions {NAMES}, not {mesh.mesh_dim_names}; use "
+                f"gradwire.collectives.build_islands."
+            )
+        self.mesh = mesh
+        self.number, self.ranks = mesh.mesh.shape
+        check_islands(dist.get_world_size(), self.number)
+        if mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
+            raise BadInput(f"a mesh of islands holds all ranks in ascending order, not {mesh.mesh.tolist()}.")
+        self.inside, self.between = mesh.get_group("inside"), mesh.get_group("between")
+
+
+def build_islands(number: int, device_type: str = "cpu") -> Islands:
+    """Divide all ranks into islands. Every rank must call it.
+
+    Args:
+        number: Number of islands.
+        device_type: ``cpu`` or ``cuda``.
+
+    Raises:
+        BadInput: As `check_islands`.
+    """
+    check_islands(dist.get_world_size(), number)
+    rows = torch.arange(dist.get_world_size()).view(number, -1)
+    own = dist.group.WORLD
+    assert own is not None
+    kind = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+    timeout = own._get_backend(kind).options._timeout
+    inside, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
+    between, _ = dist.new_subgroups_by_enumeration(rows.T.tolist(), timeout=timeout)
+    groups = [cast(dist.ProcessGroup, group) for group in (between, inside)]
+    return Islands(DeviceMesh.from_group(groups, device_type, mesh=rows, mesh_dim_names=NAMES))
+
+
+def check_islands(world: int, number: int) -> None:
+    """Check that ranks can be divided into islands.
+
+    Raises:
+        BadInput: If there are fewer than two islands, or their number does not divide that of the ranks.
+    """
+    if number < 2:
+        raise BadInput(f"islands is {number}: strategy hsdp needs at least 2; use fsdp2 for a single one.")
+    if world % number:
+        raise BadInput(
+            f"{number} islands do not divide {world} ranks evenly; take a world size that is a multiple of {number}."
+        )
+
+
+class IslandReducer(Reducer):
+    """Reduces between islands, and with ``inside`` also inside of them; for strategy ``hsdp``.
+
+    `all_reduce` is between the islands. What `finish` agrees on and sums is over all ranks; without ``inside`` the
+    framework averages inside of an island. `traffic` covers both levels.
+
+    Args:
+        compressor: What encodes a piece of a shard between islands.
+        islands: The islands.
+        inside: Reduces inside of this rank's island (its group is ``islands.inside``); None: the framework does.
+        options: The other options of `Reducer`.
+
+    Raises:
+        BadInput: As `Reducer`, or if ``inside`` has another group.
+    """
+
+    def __init__(
+        self, compressor: Compressor, islands: Islands, *, inside: Reducer | None = None, **options: Any
+    ) -> None:
+        self.inside = inside
+        super().__init__(compressor, islands.between, **options)
+        if inside is not None and inside.group is not islands.inside:
+            raise BadInput("the reducer inside of an island needs the group Islands.inside.")
+        self.islands = islands
+
+    @property
+    def everyone(self) -> ops.Group:
+        """All ranks."""
+        return None
+
+    @property
+    def loss_scale(self) -> float:  # type: ignore[override]
+        """As `Reducer.loss_scale`, on both levels."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self._loss_scale = value
+        if self.inside is not None:
+            self.inside.loss_scale = value
+
+    @property
+    def topology(self) -> Any:
+        """Islands x ranks per island."""
+        return f"{self.islands.number} x {self.islands.ranks}"
+
+    def synchronize(self) -> None:
+        """Wait for all reductions that have begun, on both levels."""
+        if self.inside is not None:
+            self.inside.synchronize()
+        super().synchronize()
+
+    def finish(self, total: Tensor | None = None, *, wait: bool = True) -> bool:
+        """End the optimizer step on both levels; as `Reducer.finish`, over all ranks."""
+        if wait:
+            self.synchronize()
+        if self.inside is not None:
+            self.inside.advance()
+            if self.inside.codec.flag is not None:
+                self.codec.note(self.inside.codec.flag)
+                self.inside.codec.flag.zero_()
+        return super().finish(total, wait=wait)
+
+    @property
+    def traffic(self) -> dict[str, Any]:
+        """Totals of both levels; those inside of the island are also under ``inside``, None if the framework sums."""
+        between = super().traffic
+        if self.inside is None:
+            return {**between, "inside": None}
+        inside = self.inside.traffic
+        return {**{name: _sum(value, inside[name]) for name, value in between.items()}, "inside": inside}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of both levels."""
+        return {**super().state_dict(), "inside": None if self.inside is None else self.inside.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load a `state_dict`; of another topology only the step counts, as for `Reducer`.
+
+        Raises:
+            BadInput: If the reducers had other options; nothing has changed.
+        """
+        same = state["world"] == self.topology
+        if same and (state["inside"] is None) != (self.inside is None):
+            raise BadInput("the reducer's state and this reducer differ in whether they reduce inside of islands.")
+        super().load_state_dict(state)
+        if self.inside is not None:
+            if same:
+                self.inside.load_state_dict(state["inside"])
+            else:
+                self.inside.codec.begin(state["step"])
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """Sum two totals; None if one is unknown."""
+    if isinstance(one, dict):
+        return {**one, **other, **{key: _sum(one[key], other[key]) for key in one.keys() & other.keys()}}
+    return None if one is None or other is None else one + other
