@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 from diagonals import diagonals
-from norms.test_norms import SAMPLES, batch_of, built
 from scipy import optimize, stats
 from small_model import make
+from test_norms import SAMPLES, batch_of, built
 from test_training import SMALL, parsed, run, words
 
 from gradwire import cli

@@ -20,7 +20,7 @@ from snakemakes import Snakemakes
 
 from gradwire.launch.links import probe
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TOO_LARGE = 4000  # ranks: more than the corpus has samples, so that this run fails before any rank starts
 
 SMALL = {
@@ -46,7 +46,7 @@ class Checkout:
             copy(ROOT / name, folder / name)
         built = shutil.ignore_patterns("cache", "images")  # an image's name follows from the rest
         shutil.copytree(ROOT / "containers", folder / "containers", ignore=built)
-        shutil.copy(ROOT / "tests/stub_gradwire", folder / "gradwire")
+        shutil.copy(Path(__file__).with_name("stub_gradwire"), folder / "gradwire")
         # The copy's own package comes first, in Snakemake and in every job.
         self.snakemakes = Snakemakes(folder, {**os.environ, "PYTHONPATH": str(folder / "src")})
 

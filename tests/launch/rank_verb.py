@@ -1,7 +1,7 @@
 """A verb for the tests of `gradwire launch`: as a module the verb `probe`, as a script `gradwire` with that verb.
 
-`python tests/rank_verb.py launch --world_size 2 -- probe --output_dir D --ranks '{"1": "refuse"}'` does in each rank
-what the JSON object says for it; a rank that it does not name waits to be ended if another one fails.
+`python tests/launch/rank_verb.py launch --world_size 2 -- probe --output_dir D --ranks '{"1": "refuse"}'` does in each
+rank what the JSON object says for it; a rank that it does not name waits to be ended if another one fails.
 """
 
 from __future__ import annotations

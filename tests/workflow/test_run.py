@@ -19,7 +19,7 @@ from gradwire.errors import BadInput
 from gradwire.workflow.experiment import check, merged, read
 from gradwire.workflow.progress import View
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 GOOD = {
     "name": "mine",
     "model": "tiny",
@@ -136,7 +136,7 @@ def test_a_view_counts_jobs_and_names_what_runs(tmp_path, capsys):
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     """An empty folder with an experiment; jobs are stubs."""
-    shutil.copy(ROOT / "tests/stub_gradwire", tmp_path / "gradwire")
+    shutil.copy(Path(__file__).with_name("stub_gradwire"), tmp_path / "gradwire")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
     Path("experiment.yaml").write_text(yaml.safe_dump(GOOD))

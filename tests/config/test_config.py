@@ -34,7 +34,7 @@ from gradwire.errors import BadInput
 from gradwire.gradients import run as grads_run
 from gradwire.parallel.optimizers.zero_one_adam import ZeroOneAdam
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SMALL = {"name": "small", "compressors": {"none": {}, "int8": {}}, "grid": {"seeds": [0, 1]}}
 
 

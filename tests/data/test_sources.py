@@ -76,7 +76,7 @@ def example(name: str, folder: Path) -> dict:
     return {"numbers": {"count": 6, "odd": True}}.get(name, {})
 
 
-# pydocs reads 20 MB of source: tests/test_data_corpus.py has its tests.
+# pydocs reads 20 MB of source: test_corpus.py has its tests.
 every_source = pytest.mark.parametrize("name", sorted({*SOURCES.built_in(), "numbers"} - {"pydocs"}))
 
 
