@@ -35,7 +35,7 @@ compressors:
   # topk10: {{method: topk, density: 0.1, error_feedback: true}}
 # One product, or a list of products whose union is run.
 grid:
-  strategies: [fsdp2] # naive, bucket, ddp, fsdp1, fsdp2
+  strategies: [fsdp2] # naive, bucket, ddp, fsdp1, fsdp2, hsdp (with islands: [2])
   world_sizes: [2] # ranks
   seeds: [0, 1, 2] # one seed has no range
   links: [none] # or rates, such as 100mbit

@@ -264,7 +264,7 @@ def test_a_cell_says_how_parameters_travel():
 def test_parameters_travel_compressed_under_fsdp2_only():
     wide = {**SMALL, "compressors": {"small": {"method": "none", "param_compress": "int8"}}}
     assert experiment({**wide, "grid": {"strategies": ["fsdp2"]}}).runs()
-    with pytest.raises(BadInput, match=r"cell 'small': param_compress is 'int8', and only strategy fsdp2 .* not ddp"):
+    with pytest.raises(BadInput, match=r"cell 'small': param_compress is 'int8', and only strategies fsdp2 .* not ddp"):
         experiment({**wide, "grid": {"strategies": ["fsdp2", "ddp"]}})
     without = {"strategies": ["ddp"], "reason": "replicas gather nothing"}
     assert experiment({**wide, "grid": {"strategies": ["fsdp2", "ddp"]}, "exclude": [without]}).runs()

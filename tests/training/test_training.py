@@ -142,7 +142,7 @@ def test_parameters_travel_compressed_and_are_counted(world, shards, tmp_path):
 def test_a_strategy_that_cannot_compress_parameters_is_refused(shards, tmp_path, capsys):
     alone = {"world_size": 1, "rank": 0, "master_port": 1}
     assert cli.main(["train", *words(shards, tmp_path, "--param_compress", "int8", strategy="ddp", **alone)]) == 2
-    assert "only strategy fsdp2 supports it, not ddp" in capsys.readouterr().err
+    assert "only strategies fsdp2 and hsdp support it, not ddp" in capsys.readouterr().err
     both = ("--param_compress", "int8", "--comm_config_json", '{"param_compress": "bf16"}')
     assert cli.main(["train", *words(shards, tmp_path, *both, strategy="fsdp2", **alone)]) == 2
     assert "--param_compress is int8, and --comm_config_json has 'bf16'" in capsys.readouterr().err

@@ -50,8 +50,15 @@ class CompressionError(NamedTuple):
     cos_sim: float | None
 
 
-def compression_error(reductions: Iterable[Reduced], group: ops.Group = None) -> CompressionError | None:
+def compression_error(
+    reductions: Iterable[Reduced], group: ops.Group = None, everyone: ops.Group = None
+) -> CompressionError | None:
     """Compare the results of reductions, taken together, with float64 means. Every rank must call it.
+
+    Args:
+        reductions: This rank's reductions.
+        group: The ranks of each reduction.
+        everyone: All ranks whose reductions are taken together: those of ``group``, or more.
 
     Returns:
         The comparison, equal on all ranks; None if nothing was reduced, the mean is 0, or a value is not finite.
@@ -65,8 +72,8 @@ def compression_error(reductions: Iterable[Reduced], group: ops.Group = None) ->
         maxima = peaks if maxima is None else torch.maximum(maxima, peaks)
     if sums is None or maxima is None:
         return None
-    error, exact, delivered, both = ops.all_reduce(sums, "sum", group).tolist()
-    furthest, largest = ops.all_reduce(maxima, "max", group).tolist()
+    error, exact, delivered, both = ops.all_reduce(sums, "sum", everyone).tolist()
+    furthest, largest = ops.all_reduce(maxima, "max", everyone).tolist()
     if not math.isfinite(error + exact + delivered) or not exact:
         return None
     return CompressionError(

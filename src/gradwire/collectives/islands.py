@@ -17,6 +17,7 @@ from gradwire.collectives import ops
 from gradwire.collectives.reducer import Reducer
 from gradwire.compressors.base import Compressor
 from gradwire.errors import BadInput
+from gradwire.topology import check_islands
 
 NAMES = ("between", "inside")
 
@@ -72,20 +73,6 @@ def build_islands(number: int, device_type: str = "cpu") -> Islands:
     between, _ = dist.new_subgroups_by_enumeration(rows.T.tolist(), timeout=timeout)
     groups = [cast(dist.ProcessGroup, group) for group in (between, inside)]
     return Islands(DeviceMesh.from_group(groups, device_type, mesh=rows, mesh_dim_names=NAMES))
-
-
-def check_islands(world: int, number: int) -> None:
-    """Check that ranks can be divided into islands.
-
-    Raises:
-        BadInput: If there are fewer than two islands, or their number does not divide that of the ranks.
-    """
-    if number < 2:
-        raise BadInput(f"islands is {number}: strategy hsdp needs at least 2; use fsdp2 for a single one.")
-    if world % number:
-        raise BadInput(
-            f"{number} islands do not divide {world} ranks evenly; take a world size that is a multiple of {number}."
-        )
 
 
 class IslandReducer(Reducer):

@@ -18,7 +18,8 @@ from gradwire.config.values import Name, ParamCompress
 from gradwire.errors import BadInput, unknown
 from gradwire.explain import short
 
-OTHERS = ("param_compress",)  # keys of a cell that belong neither to its method, nor the reducer, nor an optimizer
+# Keys of a cell that belong neither to its method, nor the reducer, nor an optimizer.
+OTHERS = ("inside", "param_compress")
 # Flags of `train` that are also keys of a cell.
 FLAGS = {"comm_compress": "method", "comm_optimizer": "comm_optimizer", "param_compress": "param_compress"}
 
@@ -40,7 +41,8 @@ class Cell(Strict):
         options: The method's own options.
         reduction: The reducer's options, as given (without defaults).
         communication: What ranks communicate, and the options of a communicating optimizer, as given.
-        param_compress: Compression of fsdp2's parameter all-gathers.
+        inside: The compressor setting inside of islands (hsdp); None keeps the framework's own reduction there.
+        param_compress: Compression of FSDP's parameter all-gathers.
     """
 
     label: Name
@@ -48,6 +50,7 @@ class Cell(Strict):
     options: dict[str, Any]
     reduction: Reduction
     communication: Communication
+    inside: Cell | None = None
     param_compress: ParamCompress = "none"
 
     @classmethod
@@ -69,6 +72,8 @@ class Cell(Strict):
         communication = {key: given.pop(key) for key in Communication.model_fields if key in given}
         others = {key: given.pop(key) for key in OTHERS if key in given}
         try:
+            if "inside" in others:
+                others["inside"] = cls._parse_inside(others["inside"])
             method = "+".join(registry.members(method))
             if given or "+" in method or "schedule" in reduction:  # imports torch, so only if necessary
                 cells = [*Reduction.model_fields, *Communication.model_fields, *OTHERS, "method"]
@@ -93,41 +98,66 @@ class Cell(Strict):
         except BadInput as error:
             raise BadInput(f"{where}: {error}") from None
 
+    @classmethod
+    def _parse_inside(cls, mapping: Any) -> Cell:
+        """Parse the setting inside of islands, such as ``{method: int8}``.
+
+        Raises:
+            BadInput: As `parse`, or if it has more than a method and options of it and the reducer.
+        """
+        inside = cls.parse("none", mapping)
+        if inside.communication.model_fields_set or inside.inside or inside.param_compress != "none":
+            raise BadInput("`inside` takes a method, its options and the reducer's.")
+        return inside
+
     @property
     def methods(self) -> list[str]:
         """The compressors in use: the method, that of stored residuals, and that of parameters."""
         stored = self.reduction.error_feedback and self.reduction.residual_dtype != "float32"
         parameters = [] if self.param_compress == "none" else [self.param_compress]
-        return [self.method, *([self.reduction.residual_dtype] if stored else []), *parameters]
+        inside = [] if self.inside is None else self.inside.methods
+        return [self.method, *([self.reduction.residual_dtype] if stored else []), *parameters, *inside]
 
     @property
     def hooked(self) -> bool:
         """Whether a reducer is attached; ``none: {}`` keeps the framework's own reduction."""
-        return self.method != "none" or bool(self.reduction.model_fields_set)
+        return self.method != "none" or bool(self.reduction.model_fields_set) or self.inside is not None
 
     def flat(self) -> dict[str, Any]:
         """The mapping that `parse` reads, as for ``--comm_config_json``."""
         reduction = self.reduction.model_dump(mode="json", exclude_unset=True)
         communication = self.communication.model_dump(mode="json", exclude_unset=True)
-        others = self.model_dump(include=set(OTHERS), exclude_defaults=True)
+        others = self.model_dump(include={"param_compress"}, exclude_defaults=True)
+        others |= {} if self.inside is None else {"inside": self.inside.flat()}
         return {"method": self.method, **self.options, **reduction, **communication, **others}
 
     def check_strategy(self, strategy: str) -> None:
         """Check that a strategy supports the cell.
 
         Raises:
-            BadInput: If ``param_compress`` is set for another strategy than fsdp2, or a communicating optimizer for a
-                strategy that shards gradients.
+            BadInput: If ``param_compress`` is set for a strategy other than fsdp2 and hsdp, ``inside`` for one other
+                than hsdp, or a communicating optimizer for one that shards a gradient over all ranks.
         """
-        if self.param_compress != "none" and strategy != "fsdp2":
+        where = f"compressor cell {self.label!r}"
+        if self.param_compress != "none" and strategy not in ("fsdp2", "hsdp"):
             raise BadInput(
-                f"compressor cell {self.label!r}: param_compress is {self.param_compress!r}, and only strategy fsdp2 "
-                f"supports it, not {strategy}; omit it, or remove these runs from the grid."
+                f"{where}: param_compress is {self.param_compress!r}, and only strategies fsdp2 and hsdp support it, "
+                f"not {strategy}; omit it, or remove these runs from the grid."
             )
-        if not self.communication.averages_gradients and strategy in ("fsdp1", "fsdp2"):
+        if self.inside is not None and strategy != "hsdp":
+            raise BadInput(f"{where}: `inside` is for the islands of strategy hsdp; {strategy} has none. Omit it.")
+        if self.communication.averages_gradients:
+            return
+        name = self.communication.comm_optimizer
+        if strategy in ("fsdp1", "fsdp2"):
             raise BadInput(
-                f"compressor cell {self.label!r}: comm_optimizer {self.communication.comm_optimizer} needs each rank's "
-                f"whole gradient, and strategy {strategy} shards it; use naive, bucket or ddp."
+                f"{where}: comm_optimizer {name} needs each rank's whole gradient, and strategy {strategy} shards it "
+                f"over all ranks; use hsdp, where it works between islands, or naive, bucket or ddp."
+            )
+        if strategy == "hsdp" and "muon" in (self.communication.inner, preset(name).options.get("inner")):
+            raise BadInput(
+                f"{where}: the inner optimizer muon orthogonalizes whole matrices, and strategy hsdp shards them; use "
+                f"inner: adamw or sgd, or naive, bucket or ddp."
             )
 
 
@@ -142,6 +172,8 @@ def check_private(training: Training, cell: Cell, strategy: str) -> None:
     reason = None
     if strategy == "fsdp1":
         reason = "strategy fsdp1 flattens parameters, so that layers do not have their own; use fsdp2"
+    elif cell.inside is not None:
+        reason = "epsilon does not cover what `inside` does to a rank's own gradient; omit it"
     elif cell.param_compress != "none":
         reason = f"param_compress {cell.param_compress} trains with other weights than the norms use; omit it"
     elif not cell.communication.averages_gradients:

@@ -19,6 +19,7 @@ from gradwire.config.values import BASELINE, ModelOption, Name
 from gradwire.errors import BadInput, unknown
 from gradwire.models import presets
 from gradwire.parsing import read_yaml
+from gradwire.topology import check_topology
 from gradwire.units import UNSHAPED
 
 
@@ -75,7 +76,7 @@ class Experiment(Strict):
             for label in labels:
                 if label not in self.compressors:
                     raise unknown("compressor in the grid", label, self.compressors)
-            product = itertools.product(grid.strategies, labels, grid.world_sizes, grid.links, grid.seeds)
+            product = itertools.product(grid.strategies, labels, grid.world_sizes, grid.links, grid.seeds, grid.islands)
             runs.update(dict.fromkeys(itertools.starmap(Run, product)))
         return list(runs)
 
@@ -139,6 +140,7 @@ def experiment(mapping: Mapping[str, Any]) -> Experiment:
         raise BadInput("gradients: `exclude` removes all selected runs.")
     for run in made.runs():
         made.training.shared_out(run.world_size)
+        check_topology(run.strategy, run.world_size, run.islands)
         cells[run.compressor].check_strategy(run.strategy)
         check_private(made.training, cells[run.compressor], run.strategy)
     return made

@@ -26,20 +26,37 @@ from gradwire.errors import BadInput, unknown
 from gradwire.flags import COUNT
 from gradwire.units import UNSHAPED
 
+PATH = "{strategy}/{compressor}/ws{world_size}{islands}/{link}/seed{seed}"  # of a run's folder, by its wildcards
+ISLANDS = "-islands"
+
 
 class Run(NamedTuple):
-    """One run of the experiment: a compressor label, strategy, world size, link and seed."""
+    """One run of the experiment: a compressor label, strategy, world size, link, seed and number of islands."""
 
     strategy: str
     compressor: str
     world_size: int
     link: str
     seed: int
+    islands: int = 1
 
     @property
     def path(self) -> str:
         """The run's folder below ``runs/``."""
-        return f"{self.strategy}/{self.compressor}/ws{self.world_size}/{self.link}/seed{self.seed}"
+        return PATH.format(**self.wildcards)
+
+    @property
+    def wildcards(self) -> dict[str, str]:
+        """The fields as they stand in a path; a single island is left out."""
+        values = {name: str(value) for name, value in self._asdict().items()}
+        return values | {"islands": "" if self.islands == 1 else f"{ISLANDS}{self.islands}"}
+
+    @classmethod
+    def of(cls, wildcards: Mapping[str, str]) -> Run:
+        """The run with these `wildcards`."""
+        strategy, compressor, world_size, link, seed, islands = (wildcards[name] for name in cls._fields)
+        number = int(islands.removeprefix(ISLANDS) or 1)
+        return cls(strategy, compressor, int(world_size), link, int(seed), number)
 
 
 class Selection(Strict):
@@ -50,10 +67,11 @@ class Selection(Strict):
     world_sizes: tuple[Ranks, ...] | None = None
     links: tuple[Link, ...] | None = None
     seeds: tuple[Seed, ...] | None = None
+    islands: tuple[Ranks, ...] | None = None
 
     def holds(self, run: Run) -> bool:
         """Whether ``run`` is selected."""
-        chosen = (self.strategies, self.compressors, self.world_sizes, self.links, self.seeds)
+        chosen = (self.strategies, self.compressors, self.world_sizes, self.links, self.seeds, self.islands)
         return all(values is None or value in values for value, values in zip(run, chosen, strict=True))
 
     def check(self, runs: Sequence[Run], where: str) -> None:
@@ -104,6 +122,7 @@ class Grid(Strict):
     world_sizes: tuple[Ranks, ...] = (2,)
     seeds: tuple[Seed, ...] = (0,)
     links: tuple[Link, ...] = (UNSHAPED,)
+    islands: tuple[Ranks, ...] = Field((1,), description="numbers of islands that the ranks form; for strategy hsdp")
     compressors: tuple[str, ...] | Literal["all"] = "all"
 
 

@@ -14,7 +14,7 @@ from gradwire.units import UNSHAPED, bits_per_second
 SCHEMA_VERSION = 1  # of record.json and results.jsonl
 BASELINE = "none"  # the label of the framework's own reduction in fp32
 
-Strategy = Literal["naive", "bucket", "ddp", "fsdp1", "fsdp2"]
+Strategy = Literal["naive", "bucket", "ddp", "fsdp1", "fsdp2", "hsdp"]
 ParamCompress = Literal["none", "bf16", "int8"]
 Precision = Literal["fp32", "bf16"]
 Split = Literal["train", "val"]

@@ -13,7 +13,15 @@ from gradwire.parallel.state import (
 )
 from gradwire.parallel.step import accumulation, clip_grad_norm
 from gradwire.parallel.strategy import block_sizes, compile_blocks
-from gradwire.parallel.wrap import available, hook, parameters_unhooked, reduced_numel, traffic_unhooked, wrap
+from gradwire.parallel.wrap import (
+    available,
+    hook,
+    parameters_unhooked,
+    reduced_numel,
+    traffic_unhooked,
+    unhooked_by_link,
+    wrap,
+)
 
 __all__ = [
     "accumulation",
@@ -34,5 +42,6 @@ __all__ = [
     "reduced_numel",
     "replicated",
     "traffic_unhooked",
+    "unhooked_by_link",
     "wrap",
 ]

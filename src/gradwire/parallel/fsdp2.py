@@ -191,7 +191,7 @@ def check_sharded(wrapped: nn.Module, reducer: Reducer) -> None:
     """Check that parameters are sharded over the reducer's ranks, in one dimension.
 
     Raises:
-        BadInput: If they are not. On a mesh with replicas too (HSDP), FSDP2 sums the reducer's means over them by itself:
+        BadInput: If they are not. On a mesh with replicas too (HSDP), FSDP2 itself sums the reducer's means over them:
             with the division left to the reducer, gradients would be as many times too large as there are replicas.
     """
     own = dist.get_process_group_ranks(reducer.group or dist.group.WORLD)

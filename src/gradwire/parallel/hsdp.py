@@ -1,13 +1,13 @@
 """Hybrid sharding: fully_shard (FSDP2) inside of islands, and an all-reduce of each shard between them.
 
-The framework's own HSDP, a mesh of islands x ranks, is used without a reducer. It all-reduces before it calls a hook, so
-with one each island is sharded by itself, and the reducer takes the shards from ``set_all_reduce_hook``.
+The framework's own HSDP, a mesh of islands x ranks, is used without a reducer. It all-reduces before it calls a hook;
+with a reducer each island is therefore sharded by itself, and the reducer takes shards from ``set_all_reduce_hook``.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -44,7 +44,7 @@ class HSDP(FSDP2):
 
     @classmethod
     def build(
-        cls, reducer: Reducer | None, device: torch.device, *, islands: Islands | int = 0, param_compress: str = "none"
+        cls, reducer: Reducer | None, device: torch.device, *, islands: Islands | int = 0, **options: Any
     ) -> Self:
         """Build the strategy; the islands are the reducer's, or given.
 
@@ -52,12 +52,12 @@ class HSDP(FSDP2):
             BadInput: If the reducer is no `IslandReducer`, or has other islands.
         """
         if reducer is None:
-            return cls(None, device, islands=islands, param_compress=param_compress)
+            return cls(None, device, islands=islands, **options)
         if not isinstance(reducer, IslandReducer):
             raise BadInput("strategy hsdp needs an IslandReducer: a Reducer averages over one group of ranks.")
         if islands not in (0, reducer.islands, reducer.islands.number):
             raise BadInput(f"the reducer has {reducer.islands.number} islands, but islands is {islands}; omit it.")
-        return cls(None, device, islands=reducer.islands, param_compress=param_compress)
+        return cls(None, device, islands=reducer.islands, **options)
 
     @property
     def shards(self) -> Group:

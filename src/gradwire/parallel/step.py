@@ -28,7 +28,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
     """Scale the gradients so that their total Euclidean norm is at most ``max_norm``.
 
     Returns:
-        The norm over the whole model before clipping, equal on every rank that has the same gradients. If it is not finite, nothing is scaled.
+        The norm over the whole model before clipping, equal on ranks whose models have equal gradients. If it is not
+        finite, nothing is scaled.
     """
     strategy = strategy_of(model)
     gradients = local_gradients(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -73,8 +73,8 @@ def wrap(
         device: The device to compute on: ``cpu``, or this rank's GPU; None is the device of the model's parameters.
         average: False keeps each rank's own gradients inside `accumulation`, for an optimizer that communicates
             (`parallel.optimizers`). The reducer then belongs to the optimizer; only its group is used here.
-        options: Options of the strategy, such as ``bucket_mb`` of ``ddp``, ``param_compress`` of ``fsdp2`` or ``islands`` of
-            ``hsdp``; see its class. With one rank per island ``hsdp`` is ``ddp``, with a warning.
+        options: Options of the strategy, such as ``bucket_mb`` of ``ddp``, ``param_compress`` of ``fsdp2`` or
+            ``islands`` of ``hsdp``; see its class. With one rank per island ``hsdp`` is ``ddp``, with a warning.
 
     Returns:
         The model to train; pass it to the other functions of this package.
@@ -123,7 +123,8 @@ def hook(wrapped: nn.Module, reducer: Reducer) -> None:
 
     Args:
         wrapped: A `DistributedDataParallel` without a communication hook, or the root of an FSDP2 model sharded over a
-            mesh of one dimension. FSDP2 all-reduces by itself under HSDP, so that is refused: `wrap` has strategy ``hsdp``.
+            mesh of one dimension. Under HSDP FSDP2 itself all-reduces, so that is refused; see strategy ``hsdp`` of
+            `wrap`.
         reducer: Averages the gradients; its group must be the one that the model was wrapped with.
 
     Raises:
@@ -191,20 +192,49 @@ def reduced_numel(wrapped: nn.Module) -> int:
     return strategy_of(wrapped).reduced_numel(wrapped)
 
 
-def traffic_unhooked(numel: int, strategy: str, world: int) -> int:
+class ByLink(NamedTuple):
+    """Bytes over all ranks, inside of islands and between them."""
+
+    inside: int
+    between: int
+
+
+def unhooked_by_link(numel: int, world: int, islands: int) -> ByLink:
+    """Return the bytes of the float32 reductions of one optimizer step under ``hsdp`` (closed form).
+
+    Each island reduce-scatters all elements, then each shard is all-reduced by the ranks that hold it.
+
+    Args:
+        numel: As for `traffic_unhooked`.
+        world: Number of ranks.
+        islands: Number of islands.
+    """
+    return ByLink(islands * raw_reduce_scatter(numel, world // islands), raw_all_reduce(numel, islands))
+
+
+def traffic_unhooked(numel: int, strategy: str, world: int, islands: int = 1) -> int:
     """Return the bytes over all ranks that the framework's float32 reduction sends per optimizer step (closed form).
 
     Args:
         numel: Trainable elements of the model, or `reduced_numel` to include padding.
         strategy: Name of the strategy.
         world: Number of ranks.
+        islands: Number of islands, for ``hsdp``.
     """
+    if strategy == "hsdp":
+        return sum(unhooked_by_link(numel, world, islands))
     raw = raw_all_reduce if strategy_class(strategy).kind == "all_reduce" else raw_reduce_scatter
     return raw(numel, world)
 
 
 def parameters_unhooked(
-    strategy: str, sizes: Sequence[int], world: int, micro_batches: int = 1, *, evaluated: bool = False
+    strategy: str,
+    sizes: Sequence[int],
+    world: int,
+    micro_batches: int = 1,
+    *,
+    evaluated: bool = False,
+    islands: int = 1,
 ) -> int | None:
     """Return the bytes over all ranks of the float32 all-gathers of parameters in one optimizer step (closed form).
 
@@ -217,6 +247,7 @@ def parameters_unhooked(
         world: Number of ranks.
         micro_batches: Forward and backward passes of the step.
         evaluated: Whether a forward pass without a backward pass came between the previous step and this one.
+        islands: Number of islands; each gathers by itself.
 
     Returns:
         The bytes; None for replicas, which gather nothing.
@@ -224,4 +255,4 @@ def parameters_unhooked(
     if strategy_class(strategy).kind == "all_reduce":
         return None
     first, *blocks = sizes
-    return raw_all_gather(micro_batches * (first + 2 * sum(blocks)) - evaluated * first, world)
+    return islands * raw_all_gather(micro_batches * (first + 2 * sum(blocks)) - evaluated * first, world // islands)

@@ -67,6 +67,7 @@ class Result(Row):
     reason: Text = None
     environment: dict[str, Any] | None = None
     world_size: int
+    islands: int = 1
     model: Text = None
     dataset: str | dict[str, Any] | None = None
     max_length: Count = None
@@ -121,6 +122,14 @@ class Result(Row):
     bytes_agreement_total: Count = None
     bytes_parameters_raw_total: Count = None
     bytes_parameters_total: Count = None
+    bytes_inside_raw_total: Count = None
+    bytes_inside_total: Count = None
+    bytes_inside_closed_form_total: Count = None
+    bytes_between_raw_total: Count = None
+    bytes_between_total: Count = None
+    bytes_between_closed_form_total: Count = None
+    compression_ratio_between: Number = None
+    compression_ratio_between_steady: Number = None
     compression_ratio_steady: Number = None
     compression_ratio_bf16: Number = None
     exempt_fraction: Number = None
@@ -230,6 +239,8 @@ class Profile(Row):
         """Gradient bytes of the whole run by its trace; None if a reducer counted them."""
         if self.reduced_bytes_per_step is None or record.steps is None or record.bytes_source != "closed_form":
             return None
+        if record.islands > 1:  # a trace does not have the group of a collective
+            return None
         return round(record.steps * self.reduced_bytes_per_step)
 
     def gbps(self, record: Record, gradients: int | None, parameters: int | None) -> float | None:
@@ -297,7 +308,7 @@ def hardware(row: Result) -> tuple[Any, ...]:
 
 def run_of(row: Result) -> Run:
     """The run of a row."""
-    return Run(row.strategy, row.compressor, row.world_size, row.link, row.seed)
+    return Run(row.strategy, row.compressor, row.world_size, row.link, row.seed, row.islands)
 
 
 def without_measurements(run: Run, status: Status, reason: str) -> Result:

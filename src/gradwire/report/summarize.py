@@ -19,6 +19,10 @@ from gradwire.report.quality import PerplexityReference, perplexity_reference, w
 from gradwire.report.record import RESULT_FIELDS, Result, compared, result, without_measurements
 from gradwire.report.targets import with_targets
 
+FOLDER = (
+    r"(?P<strategy>[^/]+)/(?P<compressor>[^/]+)/ws(?P<world_size>\d+)(?P<islands>(-islands\d+)?)/(?P<link>[^/]+)"
+    r"/seed(?P<seed>\d+)"
+)
 EXPECTED = "expected.json"  # in the experiment's folder: the requested runs
 
 
@@ -156,10 +160,8 @@ def run_folders(results_dir: Path) -> dict[Run, Path]:
     """The folders of runs on disk."""
     found = {}
     for folder in (results_dir / "runs").glob("*/*/ws*/*/seed*"):
-        strategy, compressor, world_size, link, seed = folder.parts[-5:]
-        if re.fullmatch(r"ws\d+", world_size) and re.fullmatch(r"seed\d+", seed):
-            run = Run(strategy, compressor, int(world_size.removeprefix("ws")), link, int(seed.removeprefix("seed")))
-            found[run] = folder
+        if parts := re.fullmatch(FOLDER, "/".join(folder.parts[-5:])):
+            found[Run.of(parts.groupdict())] = folder
     return found
 
 
@@ -171,7 +173,7 @@ def expected(path: Path) -> dict[Run, Asked]:
     """
     try:
         return {
-            Run(*(cell[field] for field in Run._fields)): Asked(
+            Run(**{field: cell[field] for field in Run._fields if field != "islands" or field in cell}): Asked(
                 cell["excluded"],
                 cell.get("quality_from"),
                 cell.get("shared", False),

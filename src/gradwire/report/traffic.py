@@ -7,7 +7,7 @@ import math
 from gradwire.report.record import Result
 from gradwire.units import UNSHAPED, bits_per_second
 
-SHARDED = ("fsdp1", "fsdp2")
+SHARDED = ("fsdp1", "fsdp2", "hsdp")
 CARRIERS = {"exchange": "all_to_all", "gather": "all_gather"}  # else the framework's own collective, or torch's
 
 

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from gradwire import parallel
-from gradwire.collectives import Reducer
+from gradwire.collectives import IslandReducer, Reducer, build_islands
 from gradwire.collectives.world import World
 from gradwire.compressors import build as build_compressor
 from gradwire.compressors.schedule import Schedule
+from gradwire.config import Cell
 from gradwire.data.shards import Shards
 from gradwire.models import causal
 from gradwire.parallel import optimizers
@@ -61,29 +62,43 @@ def build(settings: Settings, split: Shards, world: World) -> tuple[Parts, Outco
     matrices = {name for name, p in model.named_parameters() if p.ndim >= 2}
     sizes = parallel.block_sizes(model)
 
-    reducer = build_reducer(settings)
+    reducer = build_reducer(settings, world)
     options: dict[str, Any] = {"param_compress": cell.param_compress} if cell.param_compress != "none" else {}
     if settings.strategy in ("bucket", "ddp"):
         options["bucket_mb"] = training.bucket_mb
+    if settings.strategy == "hsdp":
+        options["islands"] = settings.islands
     averages = cell.communication.averages_gradients
     model = parallel.wrap(model, settings.strategy, reducer, device=world.device, average=averages, **options)
     optimizer = build_optimizer(settings, model, matrices, reducer)
     outcome.dense_steps = getattr(optimizer, "dense_steps", cell.reduction.dense_steps)
-    if reducer is None:
+    if reducer is None or settings.strategy == "hsdp":  # which may leave the framework its part
         outcome.reduced_numel = parallel.reduced_numel(model)
     return Parts(model, optimizer, reducer, objective, sizes), outcome
 
 
-def build_reducer(settings: Settings) -> Reducer | None:
+def build_reducer(settings: Settings, world: World) -> Reducer | None:
     """Build the cell's reducer; None if the framework's own reduction is used."""
-    cell = settings.cell
+    cell, seed = settings.cell, settings.seed
     if not cell.hooked:
         return None
     compressor = build_compressor(cell.method, **cell.options)
+    if settings.strategy != "hsdp":
+        return Reducer(compressor, seed=seed, **reducer_options(cell))
+    islands = build_islands(settings.islands, world.device.type)
+    inside = None
+    if cell.inside is not None:
+        own = build_compressor(cell.inside.method, **cell.inside.options)
+        inside = Reducer(own, islands.inside, seed=seed, **reducer_options(cell.inside))
+    return IslandReducer(compressor, islands, inside=inside, seed=seed, **reducer_options(cell))
+
+
+def reducer_options(cell: Cell) -> dict[str, Any]:
+    """The options that a cell gives its reducer."""
     options = {name: getattr(cell.reduction, name) for name in cell.reduction.model_fields_set}
     if "schedule" in options:
         options["schedule"] = Schedule(cell.method, cell.options, options["schedule"])
-    return Reducer(compressor, seed=settings.seed, **options)
+    return options
 
 
 def build_optimizer(

@@ -60,6 +60,7 @@ def traffic_between(before: dict[str, Any] | None, now: dict[str, Any] | None, *
     closed = now["closed_form"]
     return {
         "bytes_closed_form": None if closed is None else closed - before["closed_form"],
+        "inside": bytes_inside(before, now),
         "bytes_agreement": now["agreement"] - before["agreement"],
         "bytes_raw": now["raw"] - before["raw"],
         "bytes_sent": now["sent"] - before["sent"],
@@ -73,6 +74,15 @@ def traffic_between(before: dict[str, Any] | None, now: dict[str, Any] | None, *
         "encode_ms": milliseconds(now["encode_seconds"] - before["encode_seconds"]),
         "decode_ms": milliseconds(now["decode_seconds"] - before["decode_seconds"]),
     }
+
+
+def bytes_inside(before: dict[str, Any], now: dict[str, Any]) -> Row | None:
+    """Bytes of a reducer's part inside of an island between two `IslandReducer.traffic`; None without such a part."""
+    old, new = before.get("inside"), now.get("inside")
+    if old is None or new is None:
+        return None
+    names = ("raw", "sent", "closed_form")
+    return {name: None if new[name] is None else new[name] - old[name] for name in names}
 
 
 def seconds_on_wire(traffic: dict[str, Any]) -> float:

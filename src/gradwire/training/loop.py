@@ -16,6 +16,7 @@ from gradwire import parallel
 from gradwire.collectives import Reducer, ops
 from gradwire.collectives.meter import METER
 from gradwire.collectives.world import World
+from gradwire.communication import LOCAL
 from gradwire.data.batches import eval_batches
 from gradwire.data.shards import Shards
 from gradwire.errors import NonFiniteGradient, Stopped
@@ -166,9 +167,12 @@ class Loop:
     def _parameters_unhooked(self, step: int, passes: int) -> int | None:
         """Bytes of the framework's own parameter gathers in ``step``."""
         before = step > self.start and due(self.training.eval_every, step - 1)
-        evaluated = before and self.settings.cell.param_compress == "none"
-        sizes, world = self.parts.block_sizes, self.world.world_size
-        return parallel.parameters_unhooked(self.settings.strategy, sizes, world, passes, evaluated=evaluated)
+        cell, islands = self.settings.cell, self.settings.islands
+        other = cell.param_compress != "none" or cell.communication.comm_optimizer in LOCAL  # than evaluated weights
+        sizes, world, evaluated = self.parts.block_sizes, self.world.world_size, before and not other
+        return parallel.parameters_unhooked(
+            self.settings.strategy, sizes, world, passes, evaluated=evaluated, islands=islands
+        )
 
     def _evaluate_during(self, step: int, row: Row) -> None:
         """Add to a step's row the evaluation that is due after it."""

@@ -20,7 +20,7 @@ from gradwire.config import SCHEMA_VERSION, Run
 from gradwire.data.shards import Shards
 from gradwire.files import write_json, write_with
 from gradwire.models import folder as model_folder
-from gradwire.training import link, totals
+from gradwire.training import link, link_classes, totals
 from gradwire.training.environment import environment, same_machine
 from gradwire.training.outcome import Outcome, Row
 from gradwire.training.settings import Settings
@@ -67,7 +67,8 @@ def write(
     state, moments = parallel.full_state_dict(model), parallel.full_optimizer_state(model, optimizer)
     if world.rank != 0:
         return None
-    run = Run(settings.strategy, settings.cell.label, world.world_size, link.link(), settings.seed)
+    cell, strategy = settings.cell.label, settings.strategy
+    run = Run(strategy, cell, world.world_size, link.link(), settings.seed, settings.islands)
     write_steps(folder, [row for rank in ranks for row in rank["rows"]])
     tokenizer, origin = splits[0].folder.parent.parent / "tokenizer", {"run": run.path, "identity": identity}
     model_folder.save(state, outcome.config, tokenizer, folder / "final_model", origin, moments)
@@ -97,6 +98,7 @@ def described(
         "status": "diverged" if outcome.diverged else "ok",
         "reason": outcome.diverged,
         "world_size": run.world_size,
+        "islands": run.islands,
         "model": settings.model,
         "architecture": outcome.config.model_type,
         "parameters": outcome.numel,
@@ -122,7 +124,8 @@ def measured(settings: Settings, world: World, outcome: Outcome, ranks: Sequence
     return {
         **totals.times(rows),
         **totals.traffic(settings, world, outcome, rows),
-        **totals.parameter_traffic(settings, outcome, rows),
+        **(parameters := totals.parameter_traffic(settings, outcome, rows)),
+        **link_classes.fields(settings, outcome, rows, parameters),
         "bytes_interface_total": totals.interface_traffic(rows),
         **totals.codec(settings, rows),
         **totals.compression_error(outcome),

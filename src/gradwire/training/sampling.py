@@ -30,7 +30,7 @@ def sampled(reducer: Reducer | None, memory: PeakMemory) -> Iterator[dict[str, f
         return
     with memory.left_out(), reducer.keeping() as reductions:
         yield columns
-        found = compression_error(reductions, reducer.group)
+        found = compression_error(reductions, reducer.group, reducer.everyone)
         reductions.clear()
     if found is not None:
         columns.update(zip(COLUMNS, found, strict=True))

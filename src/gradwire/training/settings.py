@@ -14,6 +14,7 @@ from gradwire.files import digest, read_json
 from gradwire.models import presets
 from gradwire.parsing import parse_json
 from gradwire.source_digest import source_digest
+from gradwire.topology import check_topology
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Settings:
         cell: The compressor setting.
         strategy: The data-parallel strategy.
         model: A preset's name, a folder, or inline options as JSON.
+        islands: Number of islands that the ranks form; 1 for any strategy but hsdp.
         seed: Seeds the model, the order of the data and the compressor.
         data_path: A shards folder or a corpus file.
         output_dir: The run's folder.
@@ -43,9 +45,15 @@ class Settings:
     resume: bool
     verify_sync: int = 0
     restart: bool = False
+    islands: int = 1
 
     def shared_out(self, world_size: int) -> Settings:
-        """The same run with the global batch divided among ranks; see `Training.shared_out`."""
+        """The same run with the global batch divided among ranks; see `Training.shared_out`.
+
+        Raises:
+            BadInput: If it cannot be divided, or the ranks cannot form the islands.
+        """
+        check_topology(self.strategy, world_size, self.islands)
         return replace(self, training=self.training.shared_out(world_size))
 
     def identity(self, world_size: int, data: str) -> str:
@@ -63,6 +71,7 @@ class Settings:
                 "model": presets.content(self.model),
                 "seed": self.seed,
                 "world_size": world_size,
+                "islands": self.islands,
                 "data": data,
             }
         )
@@ -117,6 +126,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
         resume=args.resume,
         verify_sync=args.verify_sync,
         restart=args.restart,
+        islands=args.islands,
     )
 
 

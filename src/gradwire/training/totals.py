@@ -14,6 +14,7 @@ import numpy as np
 from gradwire import parallel
 from gradwire.collectives.world import World
 from gradwire.files import digest
+from gradwire.training import link_classes
 from gradwire.training.counters import COUNTED
 from gradwire.training.outcome import Outcome, Row
 from gradwire.training.privacy import ADJACENCY
@@ -61,14 +62,17 @@ def traffic(settings: Settings, world: World, outcome: Outcome, rows: list[Row])
         raw, sent, agreement = (sum(row[f"bytes_{what}"] for row in rows) for what in ("raw", "sent", "agreement"))
         steps = [row["bytes_closed_form"] for row in outcome.rows]
         closed, source = None if None in steps else sum(steps), "metered"
-        steady = ratio([row for row in rows if row["step"] >= outcome.dense_steps])
+        steady = ratio(after_dense_steps(outcome, rows))
     else:
         raw, sent = (
-            len(outcome.rows) * parallel.traffic_unhooked(numel, settings.strategy, world.world_size)
+            len(outcome.rows) * parallel.traffic_unhooked(numel, settings.strategy, world.world_size, settings.islands)
             for numel in (outcome.numel, outcome.reduced_numel)
         )
         agreement, source, closed = 0, "closed_form", sent
         steady = raw / sent if sent else None
+    if settings.strategy == "hsdp":
+        raw, sent, closed = link_classes.gradients(settings, outcome, rows).both
+        steady = link_classes.gradients(settings, outcome, after_dense_steps(outcome, rows)).both.ratio
     index = sum(row["bytes_index"] for row in rows) if settings.cell.hooked else None
     overall = raw / sent if sent else None
     return {
@@ -194,6 +198,11 @@ def ratio(rows: list[Row]) -> float | None:
     """Float32 bytes over bytes sent in ``rows``; None if nothing was sent."""
     sent = sum(row["bytes_sent"] for row in rows)
     return sum(row["bytes_raw"] for row in rows) / sent if sent else None
+
+
+def after_dense_steps(outcome: Outcome, rows: list[Row]) -> list[Row]:
+    """The rows of the steps after the dense ones."""
+    return [row for row in rows if row["step"] >= outcome.dense_steps]
 
 
 def quality(outcome: Outcome) -> Row:

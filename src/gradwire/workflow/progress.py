@@ -28,10 +28,7 @@ class Job(NamedTuple):
     def of(cls, event: Mapping[str, Any]) -> Job:
         """The job that an event starts."""
         values = {name: event["wildcards"].get(name) for name in Run._fields}
-        if None in values.values():
-            return cls(event["rule"])
-        numbers = {name: int(values[name]) for name in ("world_size", "seed")}
-        return cls(event["rule"], Run(**{**values, **numbers}))
+        return cls(event["rule"], None if None in values.values() else Run.of(values))
 
     def __str__(self) -> str:
         return self.rule if self.run is None else f"{self.rule} {self.run.path}"

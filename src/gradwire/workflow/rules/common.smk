@@ -8,7 +8,8 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 from snakemake.settings.types import DeploymentMethod
 
-from gradwire.config import to_flags
+from gradwire.config import Run, to_flags
+from gradwire.config.grid import ISLANDS, PATH
 from gradwire.data.sources import modules as source_modules
 from gradwire.errors import BadInput
 from gradwire.files import claim, write_json
@@ -71,7 +72,7 @@ os.environ.update(crossing(os.environ, PACKAGE.parent, gpus=VARIANT == "cuda"))
 
 TOKENS = f"{CORPUS}/{EXPERIMENT.dataset.tokens_folder}"
 RESULTS = f"results/{EXPERIMENT.name}"
-RUN_PATH = "{strategy}/{compressor}/ws{world_size}/{link}/seed{seed}"
+RUN_PATH = PATH
 RUN = f"{RESULTS}/runs/{RUN_PATH}"
 GRADIENTS = f"{RESULTS}/gradients/{RUN_PATH}"
 LOGS = f"{RESULTS}/logs"
@@ -85,6 +86,7 @@ wildcard_constraints:
     strategy="[a-z0-9]+",
     compressor="[A-Za-z0-9][A-Za-z0-9._+-]*",
     world_size="[0-9]+",
+    islands=f"({ISLANDS}[0-9]+)?",
     link="[^/]+",
     seed="[0-9]+",
     dim="[0-9]+",
@@ -92,7 +94,7 @@ wildcard_constraints:
 
 def of_runs(pattern, runs):
     """`pattern` formatted for each of `runs`."""
-    return [pattern.format(**run._asdict()) for run in runs]
+    return [pattern.format(**run.wildcards) for run in runs]
 
 
 def literal(value):
@@ -133,6 +135,11 @@ def priority_of(wildcards):
 def world_size_of(wildcards):
     """The number of ranks, with one core each."""
     return int(wildcards.world_size)
+
+
+def islands_of(wildcards):
+    """The number of islands that the ranks form."""
+    return Run.of(dict(wildcards.items())).islands
 
 
 def train_threads(wildcards):

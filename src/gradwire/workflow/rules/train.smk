@@ -28,12 +28,13 @@ rule train:
         gpus=granted_gpus,
         alone=alone_of,
         ranks=ranks_at_most,
+        islands=islands_of,
         flags=to_flags(EXPERIMENT.training),
     shell:
         "export OMP_NUM_THREADS=$(( {threads} > {params.ranks} ? {threads} / {params.ranks} : 1 ));"
         " gradwire launch --attempt {resources.attempt} --nodes {resources.nodes} --world_size {wildcards.world_size}"
         " --link {wildcards.link} {params.gpus} {params.alone} --"
         " train --data_path {params.data:q} --output_dir {params.folder:q} --model {params.model:q}"
-        " --strategy {wildcards.strategy} --comm_compress {params.method:q} --label {wildcards.compressor:q}"
+        " --strategy {wildcards.strategy} --islands {params.islands} --comm_compress {params.method:q} --label {wildcards.compressor:q}"
         " --comm_config_json {params.cell:q} --seed {wildcards.seed} --resume --restart {params.flags:q}"
         " > {log:q} 2>&1"
