@@ -9,7 +9,7 @@ import pytest
 import torch
 from world import Pool, World
 
-POOL_SIZE = 4
+POOL_SIZE = 6
 MAY_LACK = ("CUDA", "GPU", "HolisticTraceAnalysis")  # what a machine that runs CI need not have
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 from test_training import SMALL, losses, run, shards, words  # noqa: F401  a fixture
-
-from gradwire import cli
 
 INT8 = {"method": "int8", "rounding": "stochastic", "error_feedback": True}
 RAW = 4  # bytes of a float32
@@ -50,3 +47,31 @@ def _gathers(world, shards, folder, numel):  # noqa: F811
         _, record = trained(world, shards, folder, {}, **changes)
         _gathers.found = record["bytes_parameters_total"]
     return _gathers.found
+
+
+OPTIMIZERS = {
+    "gradient": INT8,
+    "both": {**INT8, "inside": {"method": "topk", "density": 0.1, "error_feedback": True}},
+    "onebit_adam": {"method": "onebit", "comm_optimizer": "onebit_adam", "dense_steps": 2},
+    "zero_one_adam": {"method": "onebit", "comm_optimizer": "zero_one_adam", "dense_steps": 1, "local_doubling": 2},
+    "diloco": {"method": "onebit", "comm_optimizer": "diloco", "H": 3, "outer_lr": 1.0, "outer_momentum": 0.5},
+}
+
+
+@pytest.mark.parametrize("label", OPTIMIZERS)
+def test_a_resumed_run_equals_an_unbroken_one(world, shards, tmp_path, label):  # noqa: F811
+    """With a checkpoint inside of a round, and every check of the ranks on."""
+    cell = OPTIMIZERS[label]
+    changes = {"checkpoint_every": 4, "verify_sync": 1, "eval_every": 3, "steps": 6}
+    whole, record = trained(world, shards, tmp_path / "whole", cell, **changes)
+    assert record["bytes_between_total"] < record["bytes_between_raw_total"]
+    assert all(losses(rows) == losses(whole[0]) for rows in whole)
+    again = tmp_path / "again"
+    (again / "checkpoints").parent.mkdir()
+    (tmp_path / "whole" / "checkpoints").rename(again / "checkpoints")
+    resumed, other = trained(world, shards, again, cell, "--resume", **changes)
+    assert losses(resumed[0]) == losses(whole[0])
+    for name in ("val_ppl", "bytes_inside_total", "bytes_between_total", "residual_norm"):
+        assert other[name] == record[name], name
+    model = "final_model/model.safetensors"
+    assert (again / model).read_bytes() == (tmp_path / "whole" / model).read_bytes()

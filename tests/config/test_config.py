@@ -279,7 +279,12 @@ OTHERWISE = {
     ("perplexity", "batch_size"): 32,
     ("run", "profile"): "default",  # Snakemake's, not whether steps are profiled
 }
-GRID = {"strategy": "strategies", "seed": "seeds", "link": "links"}  # flags that are one value of a list
+GRID = {
+    "strategy": "strategies",
+    "seed": "seeds",
+    "link": "links",
+    "islands": "islands",
+}  # flags that are one value of a list
 
 
 def defaults_of(*models: type[BaseModel]) -> dict[str, object]:

@@ -7,7 +7,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from protocols import Protocol, by_rows
 from test_frameworks import STOCHASTIC, assert_near, batch_of, exact_gradients, loss_of, model_of, whole_gradients
 from test_protocols import SHAPES, local_gradients
@@ -17,11 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import gradwire
-from gradwire.collectives import IslandReducer, Islands, Reducer, build_islands
+from gradwire.collectives import IslandReducer, Islands, Layout, Reducer, build_islands
 from gradwire.compressors import build
 from gradwire.errors import BadInput
-from gradwire.parallel import accumulation, clip_grad_norm, full_state_dict, wrap
-from gradwire.parallel.fsdp2 import FSDP2
+from gradwire.parallel import accumulation, clip_grad_norm, full_state_dict, optimizers, wrap
+from gradwire.parallel.backward import EndOfBackward
+from gradwire.parallel.fsdp2 import ReduceScatter, groups
 
 SEED, STEPS = 11, 3
 
@@ -91,7 +91,7 @@ class TwoLevels:
         ]
         means = {name: torch.zeros(math.prod(shape)) for name, shape in SHAPES.items()}
         for position, protocol in enumerate(self.between):
-            parts = {name: [p for p in self.cut[name] if p.row == position][0] for name in protocol.shapes}
+            parts = {name: next(p for p in self.cut[name] if p.row == position) for name in protocol.shapes}
             shards = [{name: mean[name][p.at :][: p.numel] for name, p in parts.items()} for mean in of_islands]
             for name, mean in protocol.reduce(algorithm, "all_reduce", shards).items():
                 means[name][parts[name].at :][: parts[name].numel] = mean
@@ -118,11 +118,14 @@ def delivered(rank, world, group, number, cases, fault):
         within = None if inside is None else Reducer(build(inside[0], **inside[1]), islands.inside, **options)
         options["algorithm"] = algorithm
         reducer = IslandReducer(build(between[0], **between[1]), islands, inside=within, **options)
+        if fault == "order":
+            reducer.codec.rank = (rank + islands.ranks) % world
         model = wrap(rough_model_of(), "hsdp", reducer, device="cpu")
         if fault == "divisor":
             for module in model.modules():
                 if hasattr(module, "set_gradient_divide_factor"):
-                    module.set_gradient_divide_factor(0.5)
+                    module.set_force_sum_reduction_for_comms(True)
+                    module.set_gradient_divide_factor(1.0)
         steps = []
         for step in range(STEPS):
             model.zero_grad()
@@ -142,9 +145,6 @@ def broken(islands, fault):
         )
         islands.mesh, islands.number, islands.ranks = mesh, *rows.shape
         islands.inside, islands.between = islands.between, islands.inside
-    if fault == "order":
-        ranks = dist.get_process_group_ranks(islands.between)
-        islands.between = dist.new_group(ranks[::-1], use_local_synchronization=True, sort_ranks=False)
     return islands
 
 
@@ -183,3 +183,226 @@ def check_bytes(model, traffics, inside):
 
 def test_two_islands_of_two_ranks(world):
     compare(world, 2, 2, [*CASES])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("number", "ranks"), [(2, 3), (3, 2)])
+def test_six_ranks(world, number, ranks):
+    """Three ranks add up in the order of the protocol in our own exchange only, not in gloo's reduce-scatter."""
+    compare(world, number, ranks, ["both", "one bit"])
+
+
+@pytest.mark.parametrize("fault", ["divisor", "order", "exchanged"])
+def test_the_simulation_sees_a_fault(world, fault):
+    """The framework's division of an island's sum, the islands in another order, and the two groups exchanged."""
+    with pytest.raises(AssertionError):
+        compare(world, 2, 2, ["both"] if fault == "exchanged" else ["between"], fault)
+
+
+# --- optimizers between islands ---
+
+
+ALONE = {
+    "onebit_adam": ({"dense_steps": 2}, {}),
+    "zero_one_adam": ({"dense_steps": 1}, {"freeze_step": 3, "local_doubling": 1, "steps": 8}),
+    "diloco": ({}, {"H": 3, "outer_lr": 0.8, "outer_momentum": 0.5, "steps": 8}),
+}
+
+
+def apart(rank, world, group, number, name):
+    """Weights and norms of eight steps with an optimizer that communicates; ``number`` replicas or islands."""
+    reduction, options = ALONE[name]
+    reduction = {**reduction, "algorithm": "exchange"}
+    sharded = number < world
+    if sharded:
+        reducer = IslandReducer(build("none"), build_islands(number), **reduction)
+    else:
+        reducer = Reducer(build("none"), group, **reduction)
+    model = wrap(model_of("odd"), "hsdp" if sharded else "ddp", reducer, device="cpu", average=False)
+    groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
+    optimizer = optimizers.build(name, model, groups, reducer, lr=1e-2, **options)
+    norms = []
+    for step in range(8):
+        optimizer.zero_grad()
+        mine = [2 * rank, 2 * rank + 1] if not sharded else [rank]
+        for micro, source in enumerate(mine):
+            with accumulation(model, last=micro + 1 == len(mine)):
+                (loss_of("odd", model, batch_of("odd", source, step)) / len(mine)).backward()
+        norm, taken = optimizer.exchange(max_norm=0.05)
+        norms.append(norm)
+        assert taken
+        optimizer.step()
+        with optimizer.synchronized(), torch.no_grad():
+            loss_of("odd", model.eval(), batch_of("odd", 0))  # an evaluation keeps the root's weights gathered
+            model.train()
+    whole = full_state_dict(model)
+    return {name.removeprefix("module."): value for name, value in whole.items()}, norms
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_an_island_of_two_ranks_is_a_replica_with_twice_the_batch(world, name):
+    expected, its_norms = world(2).run(apart, 2, name)[0]
+    found = world(4).run(apart, 2, name)
+    for _, norms in found:
+        assert norms == pytest.approx(its_norms, rel=1e-4)
+    for key, value in expected.items():
+        torch.testing.assert_close(found[0][0][key], value, rtol=1e-4, atol=1e-5)
+
+
+# --- what is refused, and what is not summed twice ---
+
+
+def factors(rank, world, group):
+    """Hooked HSDP of the framework: how many times too large its gradients are; and the message of `hook`."""
+    islands = build_islands(2)
+    reducer = Reducer(build("none"), islands.inside, algorithm="exchange")
+    model = model_of("even")
+    fully_shard(model, mesh=islands.mesh)
+    with pytest.raises(BadInput) as refusal:
+        gradwire.hook(model, reducer)
+    exact = exact_gradients("even", range(4))
+    for module, parameters in groups(model):
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+        layout = Layout.dim0([(name, tuple(p.shape)) for name, p in parameters.items()], 2)
+        end = EndOfBackward(reducer.synchronize)
+        module.set_custom_reduce_scatter(ReduceScatter(reducer, layout, end, module, [*parameters.values()]))
+    loss_of("even", model, batch_of("even", rank)).backward()
+    found = whole_gradients(model)
+    return [float(found[name].norm() / exact[name].norm()) for name in exact], str(refusal.value)
+
+
+def test_a_mesh_of_two_dimensions_would_double_gradients_and_is_refused(world):
+    for found, message in world(4).run(factors):
+        assert found == pytest.approx([2.0] * len(found), abs=1e-4)
+        assert "mesh of shape (2, 2)" in message
+        assert "strategy hsdp" in message
+
+
+def refusals(rank, world, group):
+    """The message of everything that is refused."""
+    islands = build_islands(2)
+    reducer = IslandReducer(build("int8"), islands)
+    plain = Reducer(build("int8"), group)
+    sharded = model_of("even")
+    fully_shard(sharded, mesh=islands.mesh["inside"])
+    other = DeviceMesh.from_group(
+        [islands.between, islands.inside], "cpu", mesh=islands.mesh.mesh, mesh_dim_names=("replicate", "shard")
+    )
+    calls = {
+        "a plain reducer": lambda: wrap(model_of("even"), "hsdp", plain, device="cpu"),
+        "another strategy": lambda: wrap(model_of("even"), "ddp", reducer, device="cpu"),
+        "no islands": lambda: wrap(model_of("even"), "hsdp", device="cpu"),
+        "one island": lambda: build_islands(1),
+        "three islands": lambda: build_islands(3),
+        "other names": lambda: Islands(other),
+        "other islands": lambda: wrap(model_of("even"), "hsdp", reducer, device="cpu", islands=3),
+        "another group inside": lambda: IslandReducer(build("int8"), islands, inside=plain),
+        "an island alone": lambda: gradwire.hook(sharded, plain),
+        "flat shards": lambda: wrap(model_of("even"), "fsdp2", plain, device="cpu", average=False),
+    }
+    found = {}
+    for name, call in calls.items():
+        with pytest.raises(BadInput) as refusal:
+            call()
+        found[name] = str(refusal.value)
+    return found
+
+
+def test_bad_input_is_one_message(world):
+    expected = {
+        "a plain reducer": "needs an IslandReducer",
+        "another strategy": "use strategy hsdp",
+        "no islands": "islands is 0: strategy hsdp needs at least 2",
+        "one island": "use fsdp2 for a single one",
+        "three islands": "3 islands do not divide 4 ranks evenly: take a world size that is a multiple of 3",
+        "other names": "('between', 'inside'), not ('replicate', 'shard')",
+        "other islands": "the reducer has 2 islands, but islands is 3",
+        "another group inside": "needs the group Islands.inside",
+        "an island alone": "is sharded over ranks [0, 1], and the reducer averages over [0, 1, 2, 3]",
+        "flat shards": "use one with replicas, or hsdp",
+    }
+    first = world(4).run(refusals)[0]
+    assert first.keys() == expected.keys()
+    for name, part in expected.items():
+        assert part in first[name], name
+
+
+def single_ranks(rank, world, group):
+    """Gradients with islands of one rank, the wrapper, and the warnings."""
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        reducer = IslandReducer(build("int8"), build_islands(2), algorithm="exchange")
+        model = wrap(model_of("odd"), "hsdp", reducer, device="cpu")
+    loss_of("odd", model, batch_of("odd", rank)).backward()
+    assert reducer.finish()
+    mine, flat = whole_gradients(model), Reducer(build("int8"), group, algorithm="exchange")
+    plain = wrap(model_of("odd"), "ddp", flat, device="cpu")
+    loss_of("odd", plain, batch_of("odd", rank)).backward()
+    same = all(torch.equal(mine[name], gradient) for name, gradient in whole_gradients(plain).items())
+    return same, type(model).__name__, [str(note.message) for note in noted]
+
+
+def test_one_rank_per_island_is_ddp(world):
+    for same, kind, notes in world(2).run(single_ranks):
+        assert same
+        assert kind == "DistributedDataParallel"
+        assert "2 islands of one rank each have nothing to shard: using strategy ddp" in notes
+
+
+def spoiled(rank, world, group):
+    """Whether each of three steps is taken, where one rank's gradient is not finite in the second."""
+    islands = build_islands(2)
+    inside = Reducer(build("int8"), islands.inside, nonfinite="skip")
+    reducer = IslandReducer(build("int8"), islands, inside=inside, nonfinite="skip", error_feedback=True)
+    model = wrap(model_of("odd"), "hsdp", reducer, device="cpu")
+    taken = []
+    for step in range(3):
+        model.zero_grad()
+        loss = loss_of("odd", model, batch_of("odd", rank, step))
+        (loss * (float("nan") if (step, rank) == (1, 3) else 1.0)).backward()
+        total = torch.full((1,), 1.0 + rank)
+        taken.append((reducer.finish(total), float(total)))
+    return taken, inside.step, reducer.codec.residual_norm
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_islands(world):
+    for taken, steps, norm in world(4).run(spoiled):
+        assert taken == [(True, 10.0), (False, 10.0), (True, 10.0)]
+        assert steps == 3
+        assert math.isfinite(norm)
+
+
+def moved(rank, world, group):
+    """Steps, residuals and warnings after states went to other topologies."""
+    islands = build_islands(2)
+
+    def new(flat=False):
+        made = {"error_feedback": True, "algorithm": "exchange"}
+        if flat:
+            return Reducer(build("int8"), group, **made)
+        return IslandReducer(build("int8"), islands, inside=Reducer(build("int8"), islands.inside, **made), **made)
+
+    first = new()
+    model = wrap(model_of("odd"), "hsdp", first, device="cpu")
+    loss_of("odd", model, batch_of("odd", rank)).backward()
+    assert first.finish()
+    state, found = first.state_dict(), []
+    alike, flat, back = new(), new(flat=True), new()
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        alike.load_state_dict(state)
+        flat.load_state_dict(state)
+        back.load_state_dict(flat.state_dict())
+    for reducer in (alike, flat, back):
+        found.append((reducer.step, len(reducer.state_dict()["residuals"])))
+    return found, [str(note.message) for note in noted], back.inside.step
+
+
+def test_a_state_of_another_topology_leaves_the_step_only(world):
+    for (alike, flat, back), notes, inside in world(4).run(moved):
+        assert alike[0] == flat[0] == back[0] == inside == 1
+        assert alike[1] > 0 == flat[1] == back[1]
+        assert len(notes) == 2
+        assert "of 2 x 2 ranks and this run has 4: residuals" in notes[0]
+        assert "of 4 ranks and this run has 2 x 2: residuals" in notes[1]

@@ -273,7 +273,8 @@ def test_an_exact_exchange_has_no_error_in_any_strategy(world, shards, tmp_path,
     """A buffer that the framework wrote into again before it was looked at would show."""
     cell = json.dumps({"algorithm": "exchange"})
     options = {"strategy": strategy, "comm_config_json": cell, "eval_every": 1, "steps": 2}
-    _, record = world(2).run(run, words(shards, tmp_path, **options))[0]
+    size, options["islands"] = (4, 2) if strategy == "hsdp" else (2, 1)
+    _, record = world(size).run(run, words(shards, tmp_path, **options))[0]
     assert 0 < record["grad_rel_error"] < 1e-7
     assert record["grad_cos_sim"] == pytest.approx(1, abs=1e-12)
     assert record["density"] is None

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from gradwire.collectives import IslandReducer, Islands, Layout, Reducer, build_islands
 from gradwire.collectives.ops import Group
@@ -65,6 +66,11 @@ class HSDP(FSDP2):
         return self.islands.inside
 
     @property
+    def copies(self) -> Group:
+        """The ranks that hold this rank's shard."""
+        return self.islands.between
+
+    @property
     def communicates(self) -> bool:
         """Always: gradients are reduced inside of islands."""
         return True
@@ -80,6 +86,11 @@ class HSDP(FSDP2):
         reducer.prepare("all_reduce", numel // self.islands.ranks)
         if reducer.inside is not None:
             reducer.inside.prepare("reduce_scatter", numel)
+
+    def changed(self, wrapped: nn.Module) -> None:
+        """Drop gathered weights: the root keeps them from an evaluation to the next step."""
+        assert isinstance(wrapped, FSDPModule)
+        wrapped.reshard()
 
     def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
         """Reduce each shard between islands, and with ``inside`` each group of parameters inside of them."""

@@ -58,6 +58,11 @@ class Strategy(ABC):
         return self.group
 
     @property
+    def copies(self) -> Group:
+        """The ranks that hold the same parameters, if `alone`."""
+        return self.group
+
+    @property
     def communicates(self) -> bool:
         """Whether the backward pass of an optimizer step's last micro-batch communicates."""
         return self.averages
@@ -85,6 +90,9 @@ class Strategy(ABC):
     def reduced_numel(self, wrapped: nn.Module) -> int:
         """Return the number of elements that the framework itself would reduce in a step, padding included."""
         return sum(parameter.numel() for parameter in wrapped.parameters() if parameter.requires_grad)
+
+    def changed(self, wrapped: nn.Module) -> None:  # noqa: B027  nothing to do for replicas
+        """Take over parameters that were changed in place, other than by an optimizer step after a backward pass."""
 
     @abstractmethod
     def accumulation(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[object]:

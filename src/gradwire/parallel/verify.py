@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -15,6 +15,7 @@ from gradwire.collectives import ops
 from gradwire.errors import RunFault
 from gradwire.parallel.optimizers import Communicating
 from gradwire.parallel.state import named_parameters, unwrapped
+from gradwire.parallel.step import local
 from gradwire.parallel.strategy import strategy_of
 
 PATIENCE_S = 30.0  # shorter than the process group's timeout, which does not name the missing rank
@@ -98,9 +99,15 @@ def first_difference(model: nn.Module, optimizer: Optimizer | None = None, *, dr
 
     Compares the tensors of `replicated` bit by bit.
     """
-    group = strategy_of(model).group
+    strategy = strategy_of(model)
+    found = difference_between(list(replicated(model, optimizer, drifting)), strategy.copies)
+    return next((one for one in ops.gather_objects(found, strategy.group) if one), None)
+
+
+def difference_between(items: Sequence[tuple[str, Tensor]], group: ops.Group) -> str | None:
+    """Describe the first difference between the ranks of a group, or return None; equal on all of them."""
     device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-    items = list(replicated(model, optimizer, drifting))
+    members = dist.get_process_group_ranks(group or dist.group.WORLD)
     words = [digest(name.encode()) ^ digest(data(tensor)) for name, tensor in items]
     # Only lists of one length can be stacked, so compare lengths first.
     for own, names in (([len(items)], ["the number of its tensors"]), (words, [name for name, _ in items])):
@@ -109,9 +116,9 @@ def first_difference(model: nn.Module, optimizer: Optimizer | None = None, *, dr
         if differs.any():
             columns = differs.any(dim=0).nonzero().flatten().tolist()
             ranks = differs[:, columns[0]].nonzero().flatten().tolist()
-            others = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+            others = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(members[rank]) for rank in ranks)}"
             more = f" ({len(columns)} of {len(own)} tensors differ)" if len(columns) > 1 else ""
-            return f"{names[columns[0]]} on {others} differs from rank 0's{more}"
+            return f"{names[columns[0]]} on {others} differs from rank {members[0]}'s{more}"
     return None
 
 
@@ -119,12 +126,13 @@ def replicated(model: nn.Module, optimizer: Optimizer | None, drifting: bool = F
     """Yield what must be equal on all ranks, by name.
 
     These are replicated parameters (unless they are ``drifting``), buffers, the optimizer's number of steps and
-    learning rates, and what else an optimizer that communicates shares. A shard of ``fsdp1`` or ``fsdp2`` exists only
-    once, so it is not compared; a diverged rank may still show in the optimizer, for example by a skipped step.
+    learning rates, and what else an optimizer that communicates shares. Under ``hsdp`` the ranks with the same shard
+    are compared. A shard of ``fsdp1`` or ``fsdp2`` exists only once, so it is not compared; a diverged rank may still
+    show in the optimizer, for example by a skipped step.
     """
     strategy = strategy_of(model)
-    if strategy.kind == "all_reduce" and not drifting:
-        yield from named_parameters(model)
+    if strategy.alone and not drifting:
+        yield from ((name, local(parameter)) for name, parameter in named_parameters(model))
     for name, buffer in model.named_buffers():
         yield unwrapped(name), buffer
     if isinstance(optimizer, Communicating):

@@ -31,7 +31,7 @@ from gradwire.collectives import Layout, Reducer, ops
 from gradwire.errors import BadInput, RunFault
 from gradwire.parallel.optimizers import Communicating
 from gradwire.parallel.state import named_parameters
-from gradwire.parallel.step import clip_grad_norm
+from gradwire.parallel.step import clip_grad_norm, local
 from gradwire.parallel.strategy import strategy_of
 
 
@@ -60,9 +60,10 @@ class CommunicatingAdam(AdamW, Communicating):
         self.model = model
         self.reducer = reducer
         self.trained = {name: p for name, p in named_parameters(model) if p.requires_grad}
+        self.shards = {name: local(p) for name, p in self.trained.items()}
         self._group = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
         self._device = strategy_of(model).device
-        self.layout = Layout.dim0([(name, tuple(p.shape)) for name, p in self.trained.items()], reducer.world)
+        self.layout = Layout.dim0([(name, tuple(p.shape)) for name, p in self.shards.items()], reducer.world)
         self.delivered: dict[str, Tensor] | None = None  # averaged momenta, from `exchange` to `step`
         for p in self.trained.values():  # allocate all state now: loading a checkpoint needs it
             self.state[p] = {key: torch.zeros((), dtype=torch.float32) for key in ("step", "variance_steps")}
@@ -86,7 +87,7 @@ class CommunicatingAdam(AdamW, Communicating):
             self.reducer.codec.note(torch.ones(1, dtype=torch.uint8, device=self._device))
         scale = max_norm / norm if max_norm < norm < math.inf else 1.0
         momenta = {
-            name: torch.lerp(self.state[p]["exp_avg"], gradients[name] * scale, 1 - self.group_of(p)["betas"][0])
+            name: torch.lerp(self.kept(p, "exp_avg"), gradients[name] * scale, 1 - self.group_of(p)["betas"][0])
             for name, p in self.trained.items()
         }
         self.exchange_momenta(momenta)
@@ -127,19 +128,23 @@ class CommunicatingAdam(AdamW, Communicating):
 
     def advance(self, p: nn.Parameter, momentum: Tensor, rate: float) -> None:
         """Take Adam's step with the frozen variance and store the momentum."""
-        group, state = self.group_of(p), self.state[p]
+        group, shard = self.group_of(p), local(p)
         beta1, beta2 = group["betas"]
         bound = max(1.0, (1 - beta1) / math.sqrt(1 - beta2))
-        p.mul_(1 - group["lr"] * group["weight_decay"])
-        p.add_((momentum / self.denominator(p)).clamp_(-bound, bound), alpha=-rate)
-        state["exp_avg"].copy_(momentum)
-        state["step"] += 1
+        shard.mul_(1 - group["lr"] * group["weight_decay"])
+        shard.add_((momentum / self.denominator(p)).clamp_(-bound, bound), alpha=-rate)
+        self.kept(p, "exp_avg").copy_(momentum)
+        self.state[p]["step"] += 1
 
     def average(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the means over the ranks of one tensor per trainable parameter, by name, in float32."""
-        means = {name: torch.empty(p.shape, device=p.device) for name, p in self.trained.items()}
+        means = {name: torch.empty(p.shape, device=p.device) for name, p in self.shards.items()}
         self.layout.unpack(self.reducer.all_reduce(self.layout.pack(tensors), self.layout), means)
         return means
+
+    def kept(self, p: nn.Parameter, key: str) -> Tensor:
+        """Return this rank's part of a parameter's moment."""
+        return local(self.state[p][key])
 
     def group_of(self, p: nn.Parameter) -> dict[str, Any]:
         """Return a parameter's group; not cached, because loading a checkpoint replaces the groups."""
@@ -153,23 +158,23 @@ class CommunicatingAdam(AdamW, Communicating):
 
     def denominator(self, p: nn.Parameter) -> Tensor:
         """Return the divisor of the momentum once the variance is frozen."""
-        group, state = self.group_of(p), self.state[p]
-        variance = state["exp_avg_sq"] / (1 - group["betas"][1] ** int(state["variance_steps"]))
+        group, updates = self.group_of(p), int(self.state[p]["variance_steps"])
+        variance = self.kept(p, "exp_avg_sq") / (1 - group["betas"][1] ** updates)
         return variance.sqrt_().add_(group["eps"])
 
     def _gradients(self) -> dict[str, Tensor]:
-        """Return this rank's gradient of every trainable parameter."""
+        """Return this rank's gradient of every trainable parameter, or its shard of its island's."""
         missing = [name for name, p in self.trained.items() if p.grad is None]
         if missing:
             raise RunFault(
                 f"{len(missing)} of {len(self.trained)} parameters got no gradient: {', '.join(missing[:5])}"
                 f"{', ...' if len(missing) > 5 else ''}. Use them in the loss, or freeze them before `wrap`."
             )
-        return {name: p.grad for name, p in self.trained.items() if p.grad is not None}
+        return {name: local(p.grad) for name, p in self.trained.items() if p.grad is not None}
 
     def _norm_of_ranks(self, gradients: Mapping[str, Tensor]) -> float:
-        """Return the root mean square over the ranks of each rank's total gradient norm."""
+        """Return the root mean square over the ranks, or islands, of each one's total gradient norm."""
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients.values()]
         square = torch.stack(norms).double().square().sum()
-        ops.all_reduce(square, "sum", self.reducer.group)
+        ops.all_reduce(square, "sum", strategy_of(self.model).group)
         return (square / self.reducer.world).sqrt().item()

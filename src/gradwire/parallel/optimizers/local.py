@@ -1,5 +1,7 @@
 """Base of local updates: every rank trains alone for a round of H steps, then the ranks communicate.
 
+Under ``hsdp`` what is said of a rank holds for an island, whose ranks send their shards.
+
 In a local step a rank clips its own gradient and takes a step of its own (inner) optimizer; nothing of the model's size
 is sent. The step that ends a round communicates, and so does the last step of the run. Between rounds the ranks'
 parameters differ; what all ranks share are the anchors, the parameters after the last round.
@@ -17,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -25,7 +28,7 @@ from gradwire.errors import BadInput
 from gradwire.parallel.optimizers import Communicating
 from gradwire.parallel.optimizers.rounds import Interval, Rounds
 from gradwire.parallel.state import named_parameters
-from gradwire.parallel.step import clip_grad_norm
+from gradwire.parallel.step import clip_grad_norm, local
 from gradwire.parallel.strategy import strategy_of
 
 
@@ -54,12 +57,13 @@ class LocalUpdates(Communicating):
         self.inner = inner
         self.reducer = reducer
         self.rounds = Rounds(interval, steps)
-        self.trained = {name: p for name, p in named_parameters(model) if p.requires_grad}
+        self.parameters = {name: p for name, p in named_parameters(model) if p.requires_grad}
+        self.trained = {name: local(p) for name, p in self.parameters.items()}  # this rank's part of them
         self.anchors = {name: p.detach().to(torch.float32, copy=True) for name, p in self.trained.items()}
         self.layout = Layout.dim0([(name, tuple(p.shape)) for name, p in self.trained.items()], reducer.world)
         self.sent = False  # whether the present step communicates; from `exchange` to `step`
         if reducer.world > 1:
-            reducer.prepare("all_reduce", sum(p.numel() for p in self.trained.values()))
+            reducer.prepare("all_reduce", sum(p.numel() for p in self.parameters.values()))
 
     def due(self, step: int) -> bool:
         """Whether a step communicates: the last one of a round does."""
@@ -102,7 +106,7 @@ class LocalUpdates(Communicating):
             total.copy_(sums[:-1])
         if self.sent and not taken:
             self.discard()
-        return (sums[-1] / self.reducer.world).sqrt().item(), taken
+        return (sums[-1] / dist.get_world_size(strategy_of(self.model).group)).sqrt().item(), taken
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -126,11 +130,13 @@ class LocalUpdates(Communicating):
     def synchronized(self) -> Iterator[None]:
         """As `Communicating.synchronized`: inside, the parameters are the anchors."""
         with torch.no_grad():
-            own = {name: p.clone() for name, p in self.trained.items()}
+            own, strategy = {name: p.clone() for name, p in self.trained.items()}, strategy_of(self.model)
             self.return_to_anchors()
+            strategy.changed(self.model)
             yield
             for name, p in self.trained.items():
                 p.copy_(own[name])
+            strategy.changed(self.model)
 
     def shared(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the anchors."""
@@ -142,16 +148,19 @@ class LocalUpdates(Communicating):
         return {
             "parameters": {name: p.detach() for name, p in self.trained.items()},
             "anchors": self.anchors,
-            "inner": {name: dict(self.inner.state.get(p, {})) for name, p in self.trained.items()},
+            "inner": {
+                name: {key: local(value) for key, value in self.inner.state.get(p, {}).items()}
+                for name, p in self.parameters.items()
+            },
         }
 
     @torch.no_grad()
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """Load a `rank_state` of the same rank."""
-        for name, p in self.trained.items():
-            p.copy_(state["parameters"][name])
+        for name, p in self.parameters.items():
+            self.trained[name].copy_(state["parameters"][name])
             for key, value in state["inner"][name].items():
-                self.inner.state[p][key].copy_(value)
+                local(self.inner.state[p][key]).copy_(value)
         self.anchors = dict(state["anchors"])
 
     # What torch and training loops ask of an optimizer is the inner one's.

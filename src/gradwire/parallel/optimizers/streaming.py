@@ -66,7 +66,7 @@ class StreamingDiLoCo(DiLoCo):
                 "streaming needs algorithm exchange or gather and no schedule: a message may end in any step."
             )
         self.delay, self.alpha, self.steps = delay, streaming.alpha, steps
-        self.fragments = [self._layout(names) for names in fragments(model, self.trained, count)]
+        self.fragments = [self._layout(names) for names in fragments(model, self.parameters, count)]
         self.others = [
             self._layout([name for name in self.trained if name not in one.parameters]) for one in self.fragments
         ]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from gradwire.collectives import Reducer
 from gradwire.errors import BadInput
 from gradwire.parallel.optimizers.base import CommunicatingAdam
+from gradwire.parallel.step import local
 
 
 class Drift(NamedTuple):
@@ -110,11 +111,11 @@ class ZeroOneAdam(CommunicatingAdam):
             return
         for p in self.trained.values():
             beta1, beta2 = self.group_of(p)["betas"]
-            state, gradient = self.state[p], p.grad
-            assert gradient is not None
-            state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            state["variance_steps"] += 1
-            self.advance(p, torch.lerp(state["exp_avg"], gradient, 1 - beta1), self.rate(p))
+            assert p.grad is not None
+            gradient = local(p.grad)
+            self.kept(p, "exp_avg_sq").mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            self.state[p]["variance_steps"] += 1
+            self.advance(p, torch.lerp(self.kept(p, "exp_avg"), gradient, 1 - beta1), self.rate(p))
 
     def exchange_momenta(self, momenta: Mapping[str, Tensor]) -> None:
         """Average the mean momenta since the last synchronisation if one is due; otherwise send nothing."""
@@ -133,11 +134,11 @@ class ZeroOneAdam(CommunicatingAdam):
             momentum, rate = delivered[name], self.rate(p)
             if self.alone:
                 mean = self._mean(name, momentum)
-                before = self.drifts.get(name) or Drift(p.detach().clone(), mean)
+                before = self.drifts.get(name) or Drift(local(p).detach().clone(), mean)
                 kept = before.kept * (1 - self.group_of(p)["lr"] * self.group_of(p)["weight_decay"])
                 self.drifts[name] = Drift(before.start, mean, before.moved + rate, kept)
             elif drift := self.drifts.pop(name, None):
-                p.copy_(drift.start).mul_(drift.kept)
+                local(p).copy_(drift.start).mul_(drift.kept)
                 rate += drift.moved
             self.advance(p, momentum, rate)
         self.local_steps = self.local_steps + 1 if self.alone else 0
@@ -147,8 +148,8 @@ class ZeroOneAdam(CommunicatingAdam):
         return {
             "local_steps": self.local_steps,
             "drifts": {name: drift._asdict() for name, drift in self.drifts.items()},
-            "parameters": {name: self.trained[name].detach() for name in self.drifts},
-            "momenta": {name: self.state[self.trained[name]]["exp_avg"] for name in self.drifts},
+            "parameters": {name: self.shards[name].detach() for name in self.drifts},
+            "momenta": {name: self.kept(self.trained[name], "exp_avg") for name in self.drifts},
         }
 
     @torch.no_grad()
@@ -157,8 +158,8 @@ class ZeroOneAdam(CommunicatingAdam):
         self.local_steps = state["local_steps"]
         self.drifts = {name: Drift(**drift) for name, drift in state["drifts"].items()}
         for name in self.drifts:
-            self.trained[name].copy_(state["parameters"][name])
-            self.state[self.trained[name]]["exp_avg"].copy_(state["momenta"][name])
+            self.shards[name].copy_(state["parameters"][name])
+            self.kept(self.trained[name], "exp_avg").copy_(state["momenta"][name])
 
     def _mean(self, name: str, momentum: Tensor) -> Tensor:
         """Return the mean momentum since the last synchronisation, this step included, weighted by learning rates."""
