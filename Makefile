@@ -1,6 +1,6 @@
 # make run [CONFIG=configs/smoke.yaml]   `gradwire run`: the experiment, end to end; PROFILE=container: in the image
 # make image [VARIANT=cuda] [MIRROR=URL]  the container image, from what is locked
-# make image-lock [MIRROR=URL]           lock anew what goes into the images
+# make image-lock [MIRROR=URL]           lock again what goes into the images
 # make test [WORKERS=2]                  the tests
 # make test-faults [ONLY=expression]     faults, each injected from outside, and the rerun after each: a table
 # make test-sweep                        full products of which `make test` takes a selection

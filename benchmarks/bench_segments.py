@@ -41,7 +41,7 @@ Calls = dict[str, Callable[[], object]]
 
 
 def timed(calls: Calls, repeats: int) -> dict[str, float]:
-    """Median milliseconds of each call; in a round each runs once, in an order drawn anew."""
+    """Median milliseconds of each call; in a round each runs once, in a new random order."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(repeats + 3):
         for name in random.sample(list(calls), len(calls)):

@@ -1,4 +1,4 @@
-"""Lock anew what goes into the images: ``make image-lock``. Nothing is built; images.lock.json then says so.
+"""Lock again what goes into the images: ``make image-lock``. Nothing is built; images.lock.json then says so.
 
 Debian's packages are what the mirror has now. Wheels have the versions of requirements.lock; torch the Makefile's.
 """

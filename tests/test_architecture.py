@@ -22,7 +22,7 @@ VERBS_HERE = sorted(name for name, verb in VERBS.items() if module_file(verb.mod
 
 
 def rooms_of(package: Path) -> dict[Path, str]:
-    """Every file of the package with its room; the package's own `__init__` stands in none."""
+    """Every file of the package with its room; the package's own `__init__` is in none."""
     files = {file: file.relative_to(package).parts[0].removesuffix(".py") for file in package.rglob("*.py")}
     return {file: room for file, room in files.items() if room != "__init__"}
 
@@ -183,7 +183,7 @@ def edited(package: Path, file: str) -> Path:
 
 @pytest.fixture
 def copy(tmp_path) -> Path:
-    """A small package of the same name: train stands on the loop, the loop on files by a function's import."""
+    """A small package of the same name: train imports the loop, and the loop imports files inside a function."""
     files = {
         "__init__.py": "",
         "files.py": "X = 1",
@@ -213,7 +213,7 @@ def copy(tmp_path) -> Path:
         ("training/unused.py", set()),
     ],
 )
-def test_an_edit_changes_the_digests_that_stand_on_it(copy, file, changed):
+def test_an_edit_changes_the_digests_that_depend_on_it(copy, file, changed):
     roots = ["training.train", "report.table", "compressors.methods.int8"]
     before = {root: source_digest(f"gradwire.{root}", package=copy) for root in roots}
     edited(copy, file)
@@ -221,12 +221,12 @@ def test_an_edit_changes_the_digests_that_stand_on_it(copy, file, changed):
     assert {root for root in roots if before[root] != after[root]} == changed
 
 
-def test_training_does_not_stand_on_the_report_or_on_methods_it_does_not_name(tmp_path):
+def test_training_does_not_depend_on_the_report_or_on_methods_it_does_not_name(tmp_path):
     package = shutil.copytree(PACKAGE, tmp_path / "gradwire")
     roots = [name for name in ("gradwire.training.train", "gradwire.parallel") if module_file(name)]
     before = [source_digest(root, package=package) for root in roots]
     named = source_digest(*roots, "gradwire.compressors.methods.int8", package=package)
-    machinery = {package / "compressors/methods" / name for name in ("__init__.py", "none.py")}  # float32 stands in it
+    machinery = {package / "compressors/methods" / name for name in ("__init__.py", "none.py")}  # it has float32
     for room in ("report", "measurement", "compressors/methods"):
         for file in set((package / room).glob("*.py")) - machinery:
             edited(package, str(file.relative_to(package)))

@@ -1,4 +1,4 @@
-"""The command line: verbs, exit codes, and how a failure is told."""
+"""The command line: verbs, exit codes, and how a failure is reported."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Every command block of ``PAGES`` runs, in a copy of the repository for each page, in the order of the page.
 
 A block is a fence with the language ``sh``. Where one with ``text`` follows it at once, the page shows what is printed:
-these lines must be printed in that order, numbers aside; a line ``…`` stands for any others. `make test-full` runs
+these lines must be printed in that order, numbers aside; a line ``…`` matches any others. `make test-full` runs
 them; what is in ``ELSEWHERE`` is run by what it names.
 """
 

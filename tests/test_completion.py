@@ -13,7 +13,7 @@ from gradwire.compressors import available
 
 @pytest.fixture(scope="module")
 def bash(tmp_path_factory):
-    """A function that tells what bash offers for the words typed so far, the last one unfinished."""
+    """A function that returns what bash offers for the words typed so far, the last one unfinished."""
     file = tmp_path_factory.mktemp("completion") / "gradwire.bash"
     file.write_text(completion.script("bash"))
 

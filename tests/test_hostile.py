@@ -319,7 +319,7 @@ def test_a_number_of_local_ranks_that_is_none(value, monkeypatch):
         ranks_here(2)
 
 
-def test_a_rank_without_a_number_tells_its_failure_itself(tmp_path, monkeypatch, capsys):
+def test_a_rank_without_a_number_reports_its_failure_itself(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(RANK_FAILURES, str(tmp_path))
     monkeypatch.setenv("RANK", "x")
     printed = refused(["train", "--data_path", "nowhere", "--output_dir", str(tmp_path / "run")], capsys)

@@ -30,7 +30,7 @@ PRELOAD = ("gradwire.parallel", "transformers.models.gpt2.modeling_gpt2")  # imp
 
 
 class Failure(NamedTuple):
-    """An exception on a rank; ``when`` tells the cause from the failures that it brought to the other ranks."""
+    """An exception on a rank; by ``when``, the cause is known among the failures that it brought to the other ranks."""
 
     when: float
     error: BaseException
@@ -82,7 +82,7 @@ def dump_failure(failure: Failure) -> bytes:
 
 
 class Pool:
-    """The ranks' processes: each is started when first needed, all are started anew after a hang."""
+    """The ranks' processes: each is started when first needed, all are started again after a hang."""
 
     def __init__(self, size: int) -> None:
         self.size = size

@@ -55,7 +55,7 @@ class Part:
     def measure(self, name: str, work: Callable[[], Row], *, optional: bool = False) -> Row | None:
         """Do a piece of work; its row, or None if it failed or there was no time for it.
 
-        A failure of ``optional`` work, such as what PyTorch itself may refuse, is noted and is no failure of the part.
+        A failure of ``optional`` work, such as what PyTorch itself may refuse, is noted, and the part does not fail.
         """
         if (known := self.row(name)) is not None:
             return known
@@ -66,7 +66,7 @@ class Part:
         try:
             found = work()
         except Exception as error:
-            found = {"note" if optional else "error": told(error)}
+            found = {"note" if optional else "error": message_of(error)}
         return self.record(name, found | {"took_s": round(time.monotonic() - began, 2)})
 
     def record(self, name: str, found: Row) -> Row | None:
@@ -131,7 +131,7 @@ def verdict(target: Row) -> dict[str, str]:
     return {"target": target["name"], "value": short(target["value"]), "limit": f"{sign} {target['limit']:g}", "": met}
 
 
-def told(error: BaseException) -> str:
+def message_of(error: BaseException) -> str:
     """An error in a few lines: its kind and message, and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)[-4:]
     where = " < ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in reversed(frames))

@@ -14,7 +14,7 @@ from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from gpu.part import DEVICE, told
+from gpu.part import DEVICE, message_of
 
 START_SECONDS = 60.0
 METHODS = [os.environ.get("START", "fork"), "spawn"]  # the second where a fork cannot use CUDA as its parent touched it
@@ -49,13 +49,13 @@ def serve(connection: Connection, setup: Setup) -> None:
                 try:
                     answer = task(context, *arguments), None
                 except Exception as error:
-                    answer = None, told(error)
+                    answer = None, message_of(error)
                 connection.send(answer)
     except EOFError:
         os._exit(0)
     except Exception as error:
         with suppress(OSError):
-            connection.send((None, told(error)))
+            connection.send((None, message_of(error)))
         os._exit(1)
 
 

@@ -111,8 +111,8 @@ def configuration() -> str:
 
 def described(schema: dict[str, Any]) -> Iterator[str]:
     """What a class of the schema says of itself, and its keys."""
-    if told := schema.get("description"):
-        yield told
+    if text := schema.get("description"):
+        yield text
     if schema.get("properties"):
         yield table(("key", "takes", "default", "meaning"), fields(schema))
 
@@ -160,8 +160,8 @@ def summary(name: str) -> tuple[str, ...]:
     """A compressor's line in the table of all."""
     compressor = build(name)
     size = compressor.wire_bytes(MATRIX)
-    told = ("by the data", "–") if size is None else (f"{size:,}", f"{NUMEL * 4 / size:.2f}" if size else "∞")
-    return f"[{name}](#{name})", kind(type(compressor)), "yes" if compressor.unbiased else "no", *told
+    sent = ("by the data", "–") if size is None else (f"{size:,}", f"{NUMEL * 4 / size:.2f}" if size else "∞")
+    return f"[{name}](#{name})", kind(type(compressor)), "yes" if compressor.unbiased else "no", *sent
 
 
 def results() -> str:

@@ -1,14 +1,14 @@
 """gradwire: what gradients cost on the wire, what compressing them buys, and what it takes away.
 
 In a training script of one's own: ``from gradwire import Reducer, build, wrap``. These names are imported when they are
-first used, so that ``import gradwire`` loads no torch; ``__init__.pyi`` tells type checkers what they are.
+first used, so that ``import gradwire`` loads no torch; ``__init__.pyi`` declares them for type checkers.
 """
 
 from importlib import import_module
 
 __version__ = "0.1.0"
 
-# Strings, not import statements: every module of the package stands on this file, and must not stand on these rooms.
+# Strings, not import statements: every module of the package imports this file, and must not import these packages.
 HOMES = {
     "Reducer": "gradwire.collectives",
     "accumulation": "gradwire.parallel",

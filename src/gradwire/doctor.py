@@ -102,9 +102,9 @@ def gpus() -> Finding:
 
 def driver() -> Finding:
     """The NVIDIA driver, by ``nvidia-smi``."""
-    told = _says("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    if told:
-        return Finding("driver", ", ".join(dict.fromkeys(told.split(", "))))
+    versions = _says("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    if versions:
+        return Finding("driver", ", ".join(dict.fromkeys(versions.split(", "))))
     if Path("/proc/driver/nvidia").is_dir():
         return Finding("driver", "no: nvidia-smi is missing or fails", "NVIDIA's tools; in a container, `--nv`.")
     return Finding("driver", "no: no NVIDIA driver")

@@ -155,7 +155,7 @@ def refused(rank, world, group, name, options, kind):
         ("topk", {"algorithm": "native"}, "native needs a compressor that collectives can sum, and topk"),
     ],
 )
-def test_what_does_not_go_together_is_told(world, name, options, message):
+def test_what_does_not_go_together_is_refused(world, name, options, message):
     with pytest.raises(BadInput, match=message):
         world(2).run(refused, name, options, "reduce_scatter")
 

@@ -313,7 +313,7 @@ def by_name(rank, world, group):
 
 
 @worlds
-def test_a_name_stands_for_one_vector(world, size):
+def test_a_name_is_one_vector(world, size):
     mean = sum(gradients(rank)["matrix"].view(-1) for rank in range(size)) / size
     row = -(-15 // size)
     for rank, (full, shard) in enumerate(world(size).run(by_name)):
@@ -458,8 +458,8 @@ def test_the_state_of_a_reducer_with_another_option_is_refused(world):
         assert unchanged
         assert "compressor {0: Int8(num_bits=8" in answers.pop("schedule")
         assert "nonfinite" not in answers
-        for option, told in answers.items():
-            assert f"is of one with {option} " in told, told
+        for option, message in answers.items():
+            assert f"is of one with {option} " in message, message
         assert answers.keys() == OTHERS.keys()
 
 
@@ -517,7 +517,7 @@ def bad_option(rank, world, group, options):
         ({"granularity": "row", "algorithm": "native"}, "granularity row"),
     ],
 )
-def test_bad_options_are_told(world, options, message):
+def test_bad_options_are_refused(world, options, message):
     with pytest.raises(BadInput, match=message):
         world(1).run(bad_option, options)
 

@@ -33,7 +33,7 @@ assert "dither" in [case.name for case in cases()]
 assert option_schema("dither")["properties"]["levels"]["default"] == 7
 assert Cell.parse("dither", {"levels": 5, "dense_steps": 2}).options == {"levels": 5}
 assert Cell.parse("few", {"method": "topk+dither", "dither.levels": 3}).method == "topk+dither"
-for wrong, told in (
+for wrong, message in (
     ({"level": 5}, "unknown option of dither 'level'. Did you mean 'levels'"),
     ({"levels": 9}, "dither option 'levels' is 9: Input should be less than or equal to 7"),
 ):
@@ -41,7 +41,7 @@ for wrong, told in (
         Cell.parse("dither", wrong)
         raise AssertionError(wrong)
     except BadInput as error:
-        assert told in str(error), error
+        assert message in str(error), error
 assert cli.main(["compressors", "dither"]) == 0
 x = torch.tensor([[1.0, -0.25, 0.0], [0.5, 1 / 64, -1.0]])
 wire = build("dither").encode(x, generator=torch.Generator())

@@ -1,4 +1,4 @@
-"""`bench compressors`: what is counted, what is told, and what is refused; times themselves are no test's business."""
+"""`bench compressors`: what is counted, printed and refused; no test depends on a time."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def test_what_is_no_gradient_is_refused(tmp_path, capsys, kind):
 )
 def test_bad_arguments_end_with_2_before_anything_is_measured(capsys, words, message):
     assert run(*words) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("gradwire bench compressors: ") and message in told
+    printed = capsys.readouterr().err
+    assert printed.startswith("gradwire bench compressors: ") and message in printed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -139,13 +139,13 @@ class Missing:
         raise AttributeError("gone")
 
 
-def test_a_method_that_fails_is_told_and_the_others_are_measured(monkeypatch, capsys, tmp_path, few_steps):
+def test_a_method_that_fails_is_reported_and_the_others_are_measured(monkeypatch, capsys, tmp_path, few_steps):
     found = [Case("broken", Broken()), *cases(["zero"])]
     monkeypatch.setattr(bench_cases, "cases", lambda names: found)
     assert run("--numel", "100", "--repeats", "1", "--json", str(tmp_path / "b.json")) == 3
-    told = capsys.readouterr()
-    assert "broken: RuntimeError: no such luck" in told.out and "failed: broken" in told.err
-    assert "| zero " in told.out and "| broken " not in told.out
+    printed = capsys.readouterr()
+    assert "broken: RuntimeError: no such luck" in printed.out and "failed: broken" in printed.err
+    assert "| zero " in printed.out and "| broken " not in printed.out
     found[0] = Case("torch: gone", Missing())
     assert run("--numel", "100", "--repeats", "1") == 0
     assert "torch: gone: AttributeError: gone" in capsys.readouterr().out

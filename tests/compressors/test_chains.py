@@ -175,7 +175,7 @@ def test_options_go_by_member_or_bare():
         ("topk", {"indices": "golomb"}, "Input should be 'auto', 'int32', 'bitmap', 'varint' or 'rice'"),
     ],
 )
-def test_what_does_not_fit_is_told_before_anything_runs(name, options, message):
+def test_what_does_not_fit_is_refused_before_anything_runs(name, options, message):
     with pytest.raises(BadInput) as raised:
         build(name, **options)
     assert message in str(raised.value)

@@ -19,7 +19,7 @@ from gradwire.errors import NonFiniteGradient
 
 every_build = pytest.mark.parametrize(("name", "options"), BUILDS, ids=str)
 
-# What these send need not hold the bad value; the flag still tells.
+# What these send need not hold the bad value; the flag still shows it.
 NEED_NOT_SHOW = {"zero", "randomk"}
 # A sign without a scale has no zero.
 NO_ZERO = {("signsgd", "none")}

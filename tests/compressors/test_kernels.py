@@ -103,7 +103,7 @@ def test_a_launch_for_many_tensors_has_the_bits_of_one_for_each(name, options, a
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_the_cuda_form_tells_what_is_not_finite(name, options, value):
+def test_the_cuda_form_flags_what_is_not_finite(name, options, value):
     compressor = build(name, **options)
     module = kernels.load("cuda", name)
     if not module.covers(compressor):

@@ -11,7 +11,7 @@ from gradwire.compressors.registry import available, option_schema
 
 
 @pytest.mark.parametrize("name", available())
-def test_a_method_is_told_with_its_use_its_size_and_its_options(name, capsys):
+def test_a_method_is_shown_with_its_use_its_size_and_its_options(name, capsys):
     assert main(["compressors", name]) == 0
     head, use, wire, *options = capsys.readouterr().out.rstrip().splitlines()
     assert head.startswith(f"{name} (") and "Sends " in head

@@ -117,7 +117,7 @@ def test_a_warm_start_finds_the_best_approximation():
     assert all(after <= before + 1e-6 * size for before, after in zip(errors[True], errors[True][1:], strict=False))
     assert errors[True][-1] == pytest.approx(best, rel=1e-4)
     assert min(errors[False]) > 1.01 * best, "random starts do not add up"
-    assert len(set(errors[False])) == 60, "every step draws anew"
+    assert len(set(errors[False])) == 60, "every step draws again"
 
 
 def test_rank_one_of_a_large_direction_is_exact_at_once():
@@ -157,7 +157,7 @@ def test_neither_tiny_nor_huge_gradients_wear_the_warm_start_out(scale):
 
 
 def test_all_ranks_begin_with_one_q_and_keep_it_between_steps():
-    """GRACE draws Q from each rank's own global state, and draws it anew in every step."""
+    """GRACE draws Q from each rank's own global state, and draws it again in every step."""
     compressor = build("powersgd")
     before = torch.get_rng_state()
     first, second = fresh(compressor, (33, 40), 2)

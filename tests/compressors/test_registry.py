@@ -1,4 +1,4 @@
-"""Compressors by name: built-in, of other packages, in chains; and what is told about a wrong name or option."""
+"""Compressors by name: built-in, of other packages, in chains; and the messages for a wrong name or option."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gradwire.errors import BadInput
         ("none", {"level": 3}, "unknown none option 'level'. Available: none."),
     ],
 )
-def test_bad_names_and_options_are_told(name, options, message):
+def test_bad_names_and_options_are_refused(name, options, message):
     with pytest.raises(BadInput) as raised:
         build(name, **options)
     assert message in str(raised.value)
@@ -84,7 +84,7 @@ def test_an_entry_point_adds_a_compressor(monkeypatch):
         ("halved", f"{__name__}:normal", "no Compressor class whose name is 'halved'"),
     ],
 )
-def test_a_bad_entry_point_is_told(monkeypatch, name, value, message):
+def test_a_bad_entry_point_is_refused(monkeypatch, name, value, message):
     offer(monkeypatch, name, value)
     with pytest.raises(BadInput, match=message):
         build(name)

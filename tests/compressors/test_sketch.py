@@ -1,4 +1,4 @@
-"""A count-sketch is linear, each row an unbiased estimate of exact variance; and what stands out is found."""
+"""A count-sketch is linear, each row an unbiased estimate of exact variance; and what is large is found."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_median_keeps_its_bound(t):
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_what_stands_out_is_found(seed):
+def test_what_is_large_is_found(seed):
     x = 0.01 * normal(5000, seed)
     places = torch.randperm(5000, generator=generator(seed))[:20]
     x[places] += 10.0 * (torch.arange(20) % 2 * 2 - 1) * torch.linspace(1, 2, 20)

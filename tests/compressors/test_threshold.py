@@ -117,7 +117,7 @@ def test_a_count_that_cannot_be_is_refused():
         ({"scale": "mean"}, "threshold option 'scale' is 'mean': Input should be 'rms', 'max' or 'absolute'"),
     ],
 )
-def test_bad_options_are_told(options, message):
+def test_bad_options_are_refused(options, message):
     with pytest.raises(BadInput) as raised:
         build("threshold", **options)
     assert message in str(raised.value)

@@ -91,7 +91,7 @@ def test_a_source_keeps_the_contract(name, tmp_path):
     assert all(isinstance(document, Document) and document.id and document.body.strip() for document in found)
     assert len({document.id for document in found}) == len(found) > 1
     assert json.loads(json.dumps(source.content())) == source.content() == source.content()
-    assert json.dumps(dict(first.facts))
+    assert json.dumps(dict(first.metadata))
     assert source.label and "/" not in source.label
     with pytest.raises(BadInput):  # an option that it does not have, and a revision that it is not at
         sources.build(name, {**example(name, tmp_path / "in"), "no_option": 1})
@@ -145,7 +145,7 @@ def test_a_corpus_folder_follows_content_not_place(tmp_path):
 
 def read(folder, **options):
     stream = sources.build("text", {"data_path": str(folder), **options}).open()
-    return [(one.id, one.title, one.body) for one in stream.documents], dict(stream.facts)
+    return [(one.id, one.title, one.body) for one in stream.documents], dict(stream.metadata)
 
 
 def test_a_folder_is_its_text_files_by_path(tmp_path):
@@ -158,14 +158,14 @@ def test_a_folder_is_its_text_files_by_path(tmp_path):
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\0")
     (tmp_path / ".hidden.txt").write_text("no")
     (tmp_path / "again.md").symlink_to("b.md")
-    found, facts = read(tmp_path)
+    found, metadata = read(tmp_path)
     assert found == [
         ("a.txt.gz", "a.txt.gz", "one\nzwei é"),
         ("b.md", "b.md", MARKDOWN.strip("\n")),
         ("c.rst.zst", "Top", "alpha\n\n-----\nBelow\n-----\n\nbeta\n\n| table |\n====="),
         ("sub/page.html", "Big & small", "One two"),
     ]
-    assert facts == {"files": 5, "files_in_utf-8": 5, "files_without_text": 1}
+    assert metadata == {"files": 5, "files_in_utf-8": 5, "files_without_text": 1}
     assert [id_ for id_, *_ in read(f"{tmp_path}/*/*.html")[0]] == ["sub/page.html"]
     assert [id_ for id_, *_ in read(tmp_path / "b.md")[0]] == ["b.md"]
 
@@ -237,8 +237,8 @@ def test_a_bad_file_is_one_message_and_leaves_nothing(case, tmp_path, capsys):
     (tmp_path / "in" / name).write_bytes(data)
     output = tmp_path / "out" / "c.json"
     assert main(["download", "--source", "text", "--data_path", str(tmp_path / "in"), "--output", str(output)]) == 2
-    told = capsys.readouterr().err.splitlines()
-    assert len(told) == 1 and message in told[0] and str(tmp_path / "in") in told[0]
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == 1 and message in printed[0] and str(tmp_path / "in") in printed[0]
     assert [file.name for file in output.parent.iterdir()] == ["download.failed.json"]
 
 
@@ -260,7 +260,7 @@ ROWS = {"body": ["one", " ", "three", None], "key": ["a", "b", "c", "d"], "head"
 
 def table(path, **options):
     stream = sources.build("datasets", {"data_path": str(path), **options}).open()
-    return [(one.id, one.title, one.body) for one in stream.documents], dict(stream.facts)
+    return [(one.id, one.title, one.body) for one in stream.documents], dict(stream.metadata)
 
 
 def test_a_saved_dataset_gives_the_chosen_columns(tmp_path):

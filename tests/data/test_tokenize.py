@@ -172,12 +172,14 @@ def test_two_steps_give_what_one_gives(corpus, output, tmp_path):
 @pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.sweep)])
 def test_killed_at_any_write_it_goes_on_to_the_same_bytes(tmp_path, stride):
     script = Path(__file__).with_name("data_kill.py")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}  # the tests' own modules
+    environment["TOKENIZERS_PARALLELISM"] = "false"  # forked children
     small = write_corpus(tmp_path / "small.json", values(6))
     assert main(tokenize_words(small, tmp_path / "whole")) == 0
     whole = hashlib.sha256(repr(files_of(tmp_path / "whole")).encode()).hexdigest()
     done = subprocess.run(
         [sys.executable, str(script), str(small), str(tmp_path / "killed"), str(stride)],
-        env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},  # forked children
+        env=environment,
         capture_output=True,
         text=True,
     )

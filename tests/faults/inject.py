@@ -26,7 +26,7 @@ def children(pid: int) -> list[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs, that is, is no zombie either."""
+    """Whether a process runs, that is, is not a zombie either."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

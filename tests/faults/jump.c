@@ -41,11 +41,11 @@ int gettimeofday(struct timeval *restrict now, void *restrict zone)
     return failed;
 }
 
-time_t time(time_t *told)
+time_t time(time_t *result)
 {
     struct timespec exact;
     clock_gettime(CLOCK_REALTIME, &exact);
-    if (told)
-        *told = exact.tv_sec;
+    if (result)
+        *result = exact.tv_sec;
     return exact.tv_sec;
 }

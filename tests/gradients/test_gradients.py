@@ -294,7 +294,7 @@ def of_corpus(small, tmp_path_factory):
     words = ["grads", "run", "--config_path", str(base / "run.json"), "--output_dir", str(base / "run")]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         assert cli.main(words) == 0
-    (base / "told").write_text(out.getvalue())
+    (base / "printed").write_text(out.getvalue())
     return base
 
 
@@ -309,7 +309,7 @@ def test_all_documents_of_a_corpus_file_are_collected(small, of_corpus, capsys):
     ]
     assert ids == expected and len(ids) > len(texts) == 17
     printed = f"{len(ids)} samples of 17 documents"
-    assert f"gradients of {printed} in {run}" in (of_corpus / "told").read_text()
+    assert f"gradients of {printed} in {run}" in (of_corpus / "printed").read_text()
 
     words = ["norms", "--model_dir", small.model, "--data_path", small.corpus, "--cache_dir", of_corpus / "cache"]
     words = [*map(str, words), "--output_dir", str(of_corpus)]
@@ -749,7 +749,7 @@ def mix_runs(run):
 
 
 def shrink_row_and_bind_again(run):
-    """A row of a third of its norm, with digests and checksums to match: only its norm tells."""
+    """A row of a third of its norm, with digests and checksums to match: only its norm shows it."""
     names, block = store.all_names(run / "dim64"), merged(run)
     rows = block.rows.clone()
     rows[5] /= 3
@@ -790,7 +790,7 @@ def extra_width(run):
 
 
 def edit_loss(run):
-    """Of one sample, wherever it is told, and signed."""
+    """Of one sample, wherever it is reported, and signed."""
     edited = merged(run).ids[0]
     for place in ("rank_0/dim64", "rank_1/dim64", "dim64"):
         for path in (run / place).glob("*meta*.parquet"):

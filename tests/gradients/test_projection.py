@@ -222,7 +222,7 @@ def test_seeds_and_names_give_unrelated_signs():
 
 
 @pytest.mark.parametrize("projection", RANDOM)
-def test_the_fingerprint_tells_every_difference(projection):
+def test_the_fingerprint_shows_every_difference(projection):
     def fingerprint(shapes=SHAPES, seed=0, dim=36, projection=projection):
         return projections.build(projection, shapes, seed).fingerprint(dim)
 

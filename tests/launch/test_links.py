@@ -70,7 +70,7 @@ def test_without_a_link_no_interface_is_a_ranks_own(tmp_path):
 
 
 @shaped
-def test_a_testbed_that_cannot_be_built_tells_why_alone(tmp_path):
+def test_a_testbed_that_cannot_be_built_is_one_message(tmp_path):
     """The second rank's `ip` fails; the first rank's namespace is there already."""
     folder = tmp_path / "bin"
     folder.mkdir()

@@ -94,7 +94,7 @@ def test_a_quality_that_comes_from_another_run_says_nothing_about_this_one_s_tim
     assert times_to_quality(tmp_path) == {"none": (None, None, None, None)}
 
 
-def test_broken_steps_are_reported_and_spare_the_row(tmp_path, capsys):
+def test_broken_steps_are_reported_and_leave_the_row(tmp_path, capsys):
     add(tmp_path, RUN, 10, [80.0, 60.0])
     path = tmp_path / "runs" / RUN.path / "steps.parquet"
     path.write_bytes(path.read_bytes()[:-9])

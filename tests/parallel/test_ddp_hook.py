@@ -32,7 +32,7 @@ def trained(rank, world, group, kind: str, compressor: str, options: dict, stop:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     wrapped, state = install(model, kind, compressor, options)
     for step in range(STEPS):
-        if step == stop:  # as a resumed process would: everything anew but what was saved
+        if step == stop:  # as a resumed process would: everything is new but what was saved
             saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), state.state_dict()))
             model = model_of(seed=9)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -141,6 +141,6 @@ def differing(rank, world, group, kind: str) -> str:
         ("hook", r"compressor is Int8\(.*\) on rank 0 and TopK\(.*\) on rank 1"),
     ],
 )
-def test_ranks_that_differ_are_told_before_the_first_collective(world, kind, said):
+def test_ranks_that_differ_are_refused_before_the_first_collective(world, kind, said):
     for message in world(2).run(differing, kind):
         assert re.search(said, message) and "build the same model and reducer on every rank" in message

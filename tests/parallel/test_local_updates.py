@@ -67,7 +67,7 @@ def started(group, name, strategy, method, cell, options):
 def trained(rank, world, group, name, strategy, method, cell, options, clip=CLIP, fault=None):
     """After each step: parameters, norm, bytes sent, what differs between the ranks, and whether the step was taken."""
     reducer, model, optimizer = started(group, name, strategy, method, cell, options)
-    told = []
+    found = []
     for step in range(STEPS):
         set_rates(optimizer, step)
         backward(model, rank, step)
@@ -79,7 +79,7 @@ def trained(rank, world, group, name, strategy, method, cell, options, clip=CLIP
         if taken:
             optimizer.step()
         optimizer.zero_grad()
-        told.append(
+        found.append(
             (
                 whole(model),
                 norm,
@@ -88,7 +88,7 @@ def trained(rank, world, group, name, strategy, method, cell, options, clip=CLIP
                 taken,
             )
         )
-    return told, reducer.traffic
+    return found, reducer.traffic
 
 
 def inners(name, model):
@@ -172,11 +172,11 @@ class Simulated:
 
 def simulated(size, method, cell, options, clip=CLIP):
     """The parameters on every rank and the norm, after each step, and the bytes of all ranks."""
-    run, told = (Streamed if "streaming" in options else Simulated)(size, method, cell, **options), []
+    run, found = (Streamed if "streaming" in options else Simulated)(size, method, cell, **options), []
     for step in range(STEPS):
         norm = run.step(step, clip)
-        told.append(([{n: p.detach().clone() for n, p in run.parameters(r).items()} for r in range(size)], norm))
-    return told, run.protocol.sent
+        found.append(([{n: p.detach().clone() for n, p in run.parameters(r).items()} for r in range(size)], norm))
+    return found, run.protocol.sent
 
 
 ONEBIT = {"method": {"block": 16}, "error_feedback": True, "algorithm": "exchange"}
@@ -235,12 +235,12 @@ def test_diloco_is_its_protocol_in_one_process(world, case, strategy, size):
     method, cell, options = case
     results = world(size).run(trained, "diloco", strategy, method, cell, options)
     expected, bytes_sent = simulated(size, method, cell, options)
-    for rank, (told, _) in enumerate(results):
-        for step, (parameters, norm, sent, difference, _) in enumerate(told):
+    for rank, (found, _) in enumerate(results):
+        for step, (parameters, norm, sent, difference, _) in enumerate(found):
             assert_same(trainable(parameters), expected[step][0][rank])
             assert norm == pytest.approx(expected[step][1], rel=1e-6)
             assert difference is None, "anchors are equal on all ranks, and parameters at the end of a round"
-            assert (sent > (told[step - 1][2] if step else 0)) == in_step(step, options["H"])
+            assert (sent > (found[step - 1][2] if step else 0)) == in_step(step, options["H"])
     assert not torch.equal(results[0][0][0][0]["bias"], results[1][0][0][0]["bias"]) or options["H"] == 1
     sent = sum(traffic["sent"] for _, traffic in results)
     assert [traffic["closed_form"] for _, traffic in results] == [sent] * size
@@ -263,11 +263,11 @@ def test_streaming_is_its_protocol_in_one_process(world, case, strategy, size):
     options = {**options, "streaming": streaming}
     results = world(size).run(trained, "diloco", strategy, "onebit", cell, options)
     expected, bytes_sent = simulated(size, "onebit", cell, options)
-    for rank, (told, _) in enumerate(results):
-        for step, (parameters, _, _, difference, _) in enumerate(told):
+    for rank, (found, _) in enumerate(results):
+        for step, (parameters, _, _, difference, _) in enumerate(found):
             assert_same(trainable(parameters), expected[step][0][rank])
             assert difference is None, "anchors are equal on all ranks"
-        assert_same(told[-1][0], results[0][0][-1][0])
+        assert_same(found[-1][0], results[0][0][-1][0])
     sent = sum(traffic["sent"] for _, traffic in results)
     assert [traffic["closed_form"] for _, traffic in results] == [sent] * size
     assert sent == bytes_sent
@@ -285,20 +285,20 @@ def test_the_simulation_sees_a_dropped_fragment(world):
     options = {"H": 6, **LONE, "streaming": STREAMS[1][0]}
     results = world(2).run(trained, "diloco", "ddp", "onebit", ONEBIT, options, CLIP, "lost")
     expected, _ = simulated(2, "onebit", ONEBIT, options)
-    for rank, (told, _) in enumerate(results):
-        assert_same(trainable(told[3][0]), expected[3][0][rank])
-        assert not torch.equal(told[4][0]["cube"], expected[4][0][rank]["cube"])
+    for rank, (found, _) in enumerate(results):
+        assert_same(trainable(found[3][0]), expected[3][0][rank])
+        assert not torch.equal(found[4][0]["cube"], expected[4][0][rank]["cube"])
 
 
 @pytest.mark.parametrize("step", [4, 5])
 def test_streaming_skips_a_step_that_is_not_finite(world, step):
     """Step 4 receives the first fragment, which is dropped; step 5 sends the second."""
     cell, options = {**ONEBIT, "nonfinite": "skip"}, {"H": 6, **LONE, "streaming": STREAMS[1][0]}
-    for told, traffic in world(2).run(trained, "diloco", "ddp", "onebit", cell, options, CLIP, (1, step)):
-        assert [taken for *_, taken in told] == [at != step for at in range(STEPS)]
-        assert [difference for _, _, _, difference, _ in told] == [None] * STEPS
+    for found, traffic in world(2).run(trained, "diloco", "ddp", "onebit", cell, options, CLIP, (1, step)):
+        assert [taken for *_, taken in found] == [at != step for at in range(STEPS)]
+        assert [difference for _, _, _, difference, _ in found] == [None] * STEPS
         assert traffic["nonfinite_steps"] == 1
-        assert all(value.isfinite().all() for value in told[-1][0].values())
+        assert all(value.isfinite().all() for value in found[-1][0].values())
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -312,8 +312,8 @@ def test_a_preset_is_its_protocol_in_one_process(world, name, size):
     results = world(size).run(trained, name, "ddp", parsed.method, {**cell, "algorithm": "gather"}, {"H": 3})
     options = PRESETS[name] | {"H": 3}
     expected, bytes_sent = simulated(size, parsed.method, {**cell, "algorithm": "gather"}, options)
-    for rank, (told, _) in enumerate(results):
-        for step, (parameters, *_) in enumerate(told):
+    for rank, (found, _) in enumerate(results):
+        for step, (parameters, *_) in enumerate(found):
             assert_same(trainable(parameters), expected[step][0][rank])
     assert sum(traffic["sent"] for _, traffic in results) == bytes_sent
 
@@ -341,40 +341,40 @@ def test_the_simulation_sees_a_fault(world, fault):
     options = {"H": 3, "outer_lr": 0.7, "outer_momentum": 0.5}
     results = world(2).run(trained, "diloco", "ddp", "onebit", ONEBIT, options, CLIP, fault)
     expected, _ = simulated(2, "onebit", ONEBIT, options)
-    for rank, (told, _) in enumerate(results):
-        assert_same(trainable(told[2][0]), expected[2][0][rank])
-        assert any(not torch.equal(told[5][0][name], value) for name, value in expected[5][0][rank].items())
-        assert (told[4][3] == "the anchor of bias on rank 1 differs from rank 0's") == (fault == "drift")
+    for rank, (found, _) in enumerate(results):
+        assert_same(trainable(found[2][0]), expected[2][0][rank])
+        assert any(not torch.equal(found[5][0][name], value) for name, value in expected[5][0][rank].items())
+        assert (found[4][3] == "the anchor of bias on rank 1 differs from rank 0's") == (fault == "drift")
 
 
 def sgd(rank, world, group, clip):
     """Every-step SGD under torch's own DDP."""
     model = wrap(held(), "ddp", device="cpu")
     optimizer = torch.optim.SGD(groups_of(model))
-    told = []
+    found = []
     for step in range(STEPS):
         set_rates(optimizer, step)
         backward(model, rank, step)
         optimizer.step()
         optimizer.zero_grad()
-        told.append(whole(model))
-    return told
+        found.append(whole(model))
+    return found
 
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_one_local_step_of_sgd_is_every_step_sgd(world, size):
     options = {"H": 1, **LONE, "inner": "sgd"}
     results = world(size).run(trained, "diloco", "ddp", "none", {"algorithm": "exchange"}, options, math.inf)
-    for (told, _), expected in zip(results, world(size).run(sgd, math.inf), strict=True):
+    for (found, _), expected in zip(results, world(size).run(sgd, math.inf), strict=True):
         for step in range(STEPS):
             for name, value in expected[step].items():
                 # a rounding of the parameter and one of the mean, in each step
-                torch.testing.assert_close(told[step][0][name], value, rtol=2e-7 * (step + 1), atol=2e-7 * (step + 1))
+                torch.testing.assert_close(found[step][0][name], value, rtol=2e-7 * (step + 1), atol=2e-7 * (step + 1))
 
 
 @pytest.mark.parametrize("H", [1, 3, 5, {0: 1, 3: 4}], ids=str)
 def test_a_single_rank_is_plain_adamw(world, H):
-    [(told, traffic)] = world(1).run(trained, "diloco", "naive", "onebit", {"error_feedback": True}, {"H": H, **LONE})
+    [(found, traffic)] = world(1).run(trained, "diloco", "naive", "onebit", {"error_feedback": True}, {"H": H, **LONE})
     model = held()
     optimizer = torch.optim.AdamW(groups_of(model), betas=BETAS)
     for step in range(STEPS):
@@ -384,7 +384,7 @@ def test_a_single_rank_is_plain_adamw(world, H):
         optimizer.step()
         optimizer.zero_grad()
         for name, value in whole(model).items():
-            torch.testing.assert_close(told[step][0][name], value, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(found[step][0][name], value, rtol=1e-6, atol=1e-6)
     assert traffic["raw"] == traffic["sent"] == 0
 
 
@@ -425,22 +425,22 @@ def test_a_step_that_is_not_finite_is_skipped_on_all_ranks(world, step):
     """Step 3 is local: nobody takes it. Step 5 ends a round: the ranks return to the anchors."""
     cell = {**ONEBIT, "nonfinite": "skip"}
     results = world(2).run(trained, "diloco", "ddp", "onebit", cell, {"H": 3, **LONE}, CLIP, (1, step))
-    for told, traffic in results:
-        assert [taken for *_, taken in told] == [at != step for at in range(STEPS)]
-        assert_same(told[step][0], told[2][0])
+    for found, traffic in results:
+        assert [taken for *_, taken in found] == [at != step for at in range(STEPS)]
+        assert_same(found[step][0], found[2][0])
         assert traffic["nonfinite_steps"] == 1
-        assert [difference for _, _, _, difference, _ in told] == [None] * STEPS
-        assert all(value.isfinite().all() for value in told[-1][0].values())
-        assert not torch.equal(told[-1][0]["bias"], told[step][0]["bias"])
+        assert [difference for _, _, _, difference, _ in found] == [None] * STEPS
+        assert all(value.isfinite().all() for value in found[-1][0].values())
+        assert not torch.equal(found[-1][0]["bias"], found[step][0]["bias"])
 
 
 def diverging(rank, world, group, policy, step):
     cell = {**ONEBIT, "nonfinite": policy}
     try:
-        told, _ = trained(rank, world, group, "diloco", "naive", "onebit", cell, {"H": 3, **LONE}, CLIP, (0, step))
+        found, _ = trained(rank, world, group, "diloco", "naive", "onebit", cell, {"H": 3, **LONE}, CLIP, (0, step))
     except NonFiniteGradient as error:
         return error.step
-    return math.isnan(told[step][1]), bool(told[-1][0]["bias"].isfinite().all())
+    return math.isnan(found[step][1]), bool(found[-1][0]["bias"].isfinite().all())
 
 
 def test_other_policies_raise_on_all_ranks_or_propagate(world):
@@ -452,7 +452,7 @@ def test_other_policies_raise_on_all_ranks_or_propagate(world):
 def checked(rank, world, group, fault):
     """The steps after which ``verify_sync`` complained, when it looks every other step."""
     _, model, optimizer = started(group, "diloco", "ddp", "onebit", ONEBIT, {"H": 4, "outer_lr": 0.5})
-    check, told = SyncCheck(model, optimizer, 2), []
+    check, found = SyncCheck(model, optimizer, 2), []
     for step in range(STEPS):
         set_rates(optimizer, step)
         backward(model, rank, step)
@@ -464,19 +464,19 @@ def checked(rank, world, group, fault):
         try:
             check.after(step)
         except Exception as error:
-            told.append((step, str(error)))
-    return told
+            found.append((step, str(error)))
+    return found
 
 
 @pytest.mark.parametrize(
     ("fault", "what"), [("none", None), ("anchor", "the anchor"), ("momentum", "the outer momentum")]
 )
 def test_verify_sync_checks_what_is_shared_between_rounds(world, fault, what):
-    for told in world(2).run(checked, fault):
-        assert [step for step, _ in told] == ([] if what is None else [5, 7])
+    for found in world(2).run(checked, fault):
+        assert [step for step, _ in found] == ([] if what is None else [5, 7])
         if what is not None:
-            assert told[0][1].startswith(f"after optimizer step 5 {what} of cube on rank 1 differs from rank 0's")
-            assert told[1][1].startswith("after optimizer step 7 cube on rank 1"), "parameters at the end of a round"
+            assert found[0][1].startswith(f"after optimizer step 5 {what} of cube on rank 1 differs from rank 0's")
+            assert found[1][1].startswith("after optimizer step 7 cube on rank 1"), "parameters at the end of a round"
 
 
 def swapped(rank, world, group):
@@ -536,8 +536,8 @@ def refused(rank, world, group, cell, options):
     ],
 )
 def test_bad_input_is_one_message(world, cell, options, message):
-    [told] = world(1).run(refused, cell, options)
-    assert message in told
+    [found] = world(1).run(refused, cell, options)
+    assert message in found
 
 
 def test_muon_without_a_block_is_refused():

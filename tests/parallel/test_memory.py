@@ -77,7 +77,7 @@ def peak(rank, world, group, strategy, batch):
     """
     model = wrap(tiny(), strategy, device="cpu").train()
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):  # DDP makes its buckets anew in the second
+    for _ in range(2):  # DDP rebuilds its buckets in the second
         step(model, optimizer, ids(batch))
     grown = []
     for _ in range(5):

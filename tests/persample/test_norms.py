@@ -138,7 +138,7 @@ def refused(rank, world, group, case):
                 batch = batch_of(range(2 + rank))
             if case == "content" and rank:
                 batch.input_ids[0, 1] += 1
-            if case == "told otherwise":
+            if case == "declared otherwise":
                 norms.layout_of(batch, "distributed", group)
             norms.layout_of(batch, "auto", group)
     except (BadInput, CheckFailed) as error:
@@ -156,7 +156,7 @@ def refused(rank, world, group, case):
         ("overlap", "the ranks share 's0', 's1' (2 in all) but not all samples"),
         ("sizes", "batches of 2, 3 samples"),
         ("content", "sample 's0' has different tokens on rank 1"),
-        ("told otherwise", "--distribution distributed: the ranks' samples are replicated"),
+        ("declared otherwise", "--distribution distributed: the ranks' samples are replicated"),
     ],
 )
 def test_what_cannot_be_right_is_refused_on_every_rank(world, case, message):

@@ -1,4 +1,4 @@
-"""report: the numbers on the page are those of results.csv, and bad input is told, not hidden."""
+"""report: the numbers on the page are those of results.csv, and bad input is reported, not hidden."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def page(folder) -> str:
 
 
 def shown(page: str, table: str = "cells") -> pd.DataFrame:
-    """A table of the page: what stands in it, and the values it sorts by."""
+    """A table of the page: its texts, and the values it sorts by."""
     markup = page[page.index(f'<table id="table-{table}">') :].split("</table>")[0]
     titles = [html.unescape(title) for title in re.findall(r"<button[^>]*>([^<]*)</button></th>", markup)]
     lines = []
@@ -140,7 +140,7 @@ def test_what_fell_back_to_float32_is_reported_and_marked_only_where_it_was_most
     assert encoded.state == "passed" and "ddp/powersgd/ws2 0.9 %" in encoded.found
 
 
-def test_each_row_has_a_command_that_makes_its_runs_anew(folder, page):
+def test_each_row_has_a_command_that_repeats_its_runs(folder, page):
     table = shown(page)
     commands = [shlex.split(html.unescape(found)) for found in re.findall(r"<code>(gradwire run .*?)</code>", page)]
     assert len(commands) == len(table)
@@ -294,7 +294,7 @@ def test_rows_of_another_schema_version_are_left_out_and_reported(odd_page, odd,
     assert "schema version is 2" in capsys.readouterr().err
 
 
-def test_a_broken_steps_parquet_is_reported_and_spares_the_rest(odd_page):
+def test_a_broken_steps_parquet_is_reported_and_the_rest_is_shown(odd_page):
     assert "steps.parquet is unusable" in odd_page
     assert 'id="figure-loss-steps-ddp-ws2-none"' in odd_page
 

@@ -66,9 +66,9 @@ def test_the_verb_prints_fields_as_text_and_json(folder, capsys):
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (["doctor"], lambda told: {one["name"] for one in told} >= {"torch", "workflow"}),
-        (["compressors", "topk+int8"], lambda told: [one["name"] for one in told] == ["topk", "int8"]),
-        (["compare", "FOLDER", "FOLDER"], lambda told: told["all_bytes_ratio"][0]["verdict"] == "equal"),
+        (["doctor"], lambda printed: {one["name"] for one in printed} >= {"torch", "workflow"}),
+        (["compressors", "topk+int8"], lambda printed: [one["name"] for one in printed] == ["topk", "int8"]),
+        (["compare", "FOLDER", "FOLDER"], lambda printed: printed["all_bytes_ratio"][0]["verdict"] == "equal"),
     ],
 )
 def test_verbs_print_json(folder, words, found, capsys):
@@ -82,8 +82,8 @@ def test_predictions_are_json_too(tmp_path, capsys):
     found = []
     for bandwidth in ("10mbit", "10gbit"):
         assert main([*words, bandwidth]) == 0
-        told = json.loads(capsys.readouterr().out)
-        found.append({(one["strategy"], one["compressor"]): one["step_ms"] for one in told})
+        printed = json.loads(capsys.readouterr().out)
+        found.append({(one["strategy"], one["compressor"]): one["step_ms"] for one in printed})
     slow, fast = found
     assert set(slow) == {(strategy, label) for strategy in ("ddp", "fsdp2") for label in made_results.WORSE}
     assert all(fast[cell] < slow[cell] for cell in slow)

@@ -1,4 +1,4 @@
-"""How runs stand, told from their folders; and that a training leaves word while it goes on."""
+"""The state of runs, read from their folders; and what a training writes while it goes on."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def test_every_run_has_a_state_and_a_reason(results, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_a_silent_run_has_stopped_and_the_pace_tells_what_is_left(results):
+def test_a_silent_run_has_stopped_and_the_pace_shows_what_is_left(results):
     states = look(results, now=time.time() + 600)
     assert [state.name for state in states.values()].count("stopped") == 1
     assert "nothing heard for 10 min" in overview(states, results)

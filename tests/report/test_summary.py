@@ -216,7 +216,7 @@ def test_statistics_over_seeds_match_the_statistics_module(results, capsys, seed
         ((None, None), "", "valid", "not checked"),
     ],
 )
-def test_a_framework_s_bytes_have_a_sign_only_where_its_traces_tell_them(results, capsys, traced, sign, mark, state):
+def test_a_framework_s_bytes_have_a_sign_only_where_its_traces_have_them(results, capsys, traced, sign, mark, state):
     for seed, bytes_per_step in enumerate(traced):
         profile = {**PROFILE, "reduced_bytes_per_step": bytes_per_step}
         results(Run("ddp", "none", 2, "none", seed), profile, sent=1_200_000, bytes_source="closed_form")
@@ -273,7 +273,7 @@ def test_losses_that_depend_on_the_link_are_named(results, capsys):
     assert notes.endswith("ddp/int8/ws2/seed0: 100mbit | 1gbit, none")
 
 
-def test_failed_skipped_diverged_and_missing_runs_stand_with_their_reasons(results, capsys):
+def test_failed_skipped_diverged_and_missing_runs_have_their_reasons(results, capsys):
     runs = {label: Run("ddp", label, 2, "none", 0) for label in ("none", "oom", "lost", "left", "nan", "untraced")}
     results(runs["none"], perplexity=250.0)
     write_json(
@@ -329,7 +329,7 @@ def test_failed_skipped_diverged_and_missing_runs_stand_with_their_reasons(resul
         ("perplexity.json", "\x80", "perplexity.json"),
     ],
 )
-def test_an_unusable_file_is_a_failed_row_and_spares_the_others(results, file, content, words):
+def test_an_unusable_file_is_one_failed_row(results, file, content, words):
     good, bad = Run("ddp", "none", 2, "none", 0), Run("ddp", "x", 2, "none", 0)
     results(good)
     (results(bad) / file).write_text(content)

@@ -63,7 +63,7 @@ def test_a_row_takes_its_label_s_perplexity_of_the_same_seed(tmp_path):
     assert kept == own
 
 
-def test_any_strategy_stands_in_where_ddp_has_none():
+def test_any_strategy_serves_where_ddp_has_none():
     found = PerplexityReference.of("Q", quality_rows(("naive",), ("int8",)))
     assert found.seeds(row("fsdp2", "int8", "1gbit"))[2].run_name == "naive/int8/ws2/none/seed2"
 
@@ -91,7 +91,7 @@ def test_another_setting_s_perplexity_is_refused(fields, differing):
         found.seeds(short)
 
 
-def test_a_broken_line_and_another_version_are_named_by_line_and_spare_the_rest(tmp_path):
+def test_a_broken_line_and_another_version_are_named_by_line_and_the_rest_is_read(tmp_path):
     lines = [one.model_dump_json() for one in quality_rows(labels=("none", "int8"), seeds=(0, 1))]
     other = json.dumps(json.loads(lines[2]) | {"schema_version": 7})
     wrong = json.dumps(json.loads(lines[0]) | {"val_ppl": "low"})

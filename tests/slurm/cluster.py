@@ -124,7 +124,7 @@ def key(path: Path) -> None:
 
 
 def gpus(folder: Path) -> None:
-    """Character devices that Slurm counts as GPUs: nothing stands behind them but /dev/null's driver."""
+    """Character devices that Slurm counts as GPUs: they are copies of /dev/null."""
     for index in range(GPUS):
         os.mknod(folder / f"nvidia{index}", 0o600 | 0o020000, os.makedev(1, 3))
 

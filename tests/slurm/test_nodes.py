@@ -1,4 +1,4 @@
-"""`gradwire launch --nodes 2` in a job of a real Slurm: who failed first is told as on one machine."""
+"""`gradwire launch --nodes 2` in a job of a real Slurm: the first failure is reported as on one machine."""
 
 from __future__ import annotations
 

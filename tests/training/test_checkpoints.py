@@ -133,7 +133,7 @@ def test_without_resume_a_run_starts_over(shards, whole, tmp_path):  # noqa: F81
     folder = copy_run(whole, tmp_path)
     assert train(folder, shards, checkpoint_every=4) == 0
     assert names(folder) == ["step00000004"]
-    assert weights(folder) == weights(whole), "how often a run is saved is no part of its configuration"
+    assert weights(folder) == weights(whole), "how often a run is saved is not part of its identity"
 
 
 def test_a_pickle_in_a_checkpoint_is_not_executed(shards, whole, tmp_path, capsys):  # noqa: F811
@@ -222,7 +222,7 @@ def test_sigterm_saves_and_exits_75_and_the_run_goes_on_as_if_unbroken(
     launcher,
     target,
 ):
-    """Two ranks, in the middle of training; a scheduler tells the launcher, or one rank only."""
+    """Two ranks, in the middle of training; a scheduler signals the launcher, or one rank only."""
     folder = tmp_path / "run"
     running = launch(folder, shards, launcher=launcher, checkpoint_every=2, **LONG)
     wait_for(folder / "checkpoints/step00000002", running)

@@ -129,7 +129,7 @@ def test_the_noise_has_one_variance_whatever_the_ranks(world, size, strategy):
         count = noise.numel()
         assert float(noise.double().square().mean()) / std**2 == pytest.approx(1, abs=5 * math.sqrt(2 / count)), name
         assert abs(float(noise.double().mean())) < 5 * std / math.sqrt(count), name
-        other = second[name]  # the next step's is drawn anew
+        other = second[name]  # the next step draws again
         assert abs(float((noise * other).double().mean())) < 5 * std**2 / math.sqrt(count), name
     whole = torch.cat([noise.flatten() for noise in first.values()]).double().numpy()
     assert stats.kstest(whole / std, "norm").pvalue > 1e-4

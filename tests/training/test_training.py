@@ -294,7 +294,7 @@ def test_what_does_not_apply_is_null(world, shards, tmp_path):
     assert momenta["extra_collectives"] is not None
 
 
-def test_the_manifest_tells_machines_apart(world, shards, tmp_path):
+def test_the_manifest_distinguishes_machines(world, shards, tmp_path):
     _, record = world(2).run(run, words(shards, tmp_path, steps=2))[0]
     here, other = (json.loads((tmp_path / f"environment/rank{rank}.json").read_text()) for rank in (0, 1))
     assert record["environment"] == here | {"same_machine": True}

@@ -63,8 +63,8 @@ def test_a_mistake_is_answered_in_one_line(line, tmp_path, monkeypatch, capsys):
     left = {key: value for key, value in GOOD.items() if key not in wrong and key[:4] != line[:4]}
     Path("experiment.yaml").write_text(yaml.safe_dump(left) + line)
     assert cli.main(["run"]) == 2
-    told = capsys.readouterr().err
-    assert told.startswith("gradwire run: ") and MISTAKES[line] in told and told.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("gradwire run: ") and MISTAKES[line] in printed and printed.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["experiment.yaml"]
 
 

@@ -206,7 +206,7 @@ def test_only_what_a_change_touches_is_run_again(checkout):
     assert changed["train"] == 2 and not {"download", "tokenizer", "shards"} & changed.keys()
     checkout.configure(SMALL)
 
-    # An edit re-runs what stands on it: the report trains nothing, a method retrains its own cells.
+    # An edit re-runs what depends on it: the report trains nothing, a method retrains its own cells.
     checkout.edit("src/gradwire/report/table.py")
     assert checkout.jobs() == {"summarize": 1, "report": 1, "all": 1}
     checkout.edit("src/gradwire/compressors/methods/int8.py")

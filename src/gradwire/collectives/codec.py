@@ -188,7 +188,7 @@ class Codec:
             self._update(self._feedback(piece, "scatter", sent.device), sent, bad)
 
     def state(self, name: str, shape: tuple[int, ...]) -> State:
-        """What `rounds` keeps of a parameter; it begins anew where the schedule changes the compressor."""
+        """What `rounds` keeps of a parameter; it starts empty where the schedule changes the compressor."""
         if name not in self._states or self.method_step == 0:
             self._states[name] = self.current.new_state(shape, self.seed)
         return self._states[name]

@@ -178,14 +178,14 @@ class Reducer:
         Args:
             flat: Vector of any float type, `layout.numel` elements; not to be changed before the reduction has
                 finished.
-            layout: What lies where in ``flat``; a name stands for one vector that is cut anywhere.
+            layout: What lies where in ``flat``; a name represents one vector that is cut anywhere.
             then: Called with the mean in the queue's thread or stream, before ``wait`` returns.
 
         Returns:
             A handle; its ``wait`` returns float32 [row_numel], padding 0, or raises what the reduction raised.
 
         Raises:
-            RunFault: If ``flat`` is no buffer of that layout.
+            RunFault: If ``flat`` does not have that layout.
             Exception: What an earlier reduction raised.
         """
         return self._begin("reduce_scatter", flat, layout, then)
@@ -297,7 +297,7 @@ class Reducer:
         if state["world"] != self.topology:
             warnings.warn(
                 f"the reducer's state is of {state['world']} ranks and this run has {self.topology}: "
-                f"residuals, compressor states and generators start anew",
+                f"residuals, compressor states and generators are reset",
                 stacklevel=2,
             )
             self.codec.begin(state["step"])
@@ -361,7 +361,7 @@ class Reducer:
         return ALGORITHMS[self.algorithm](self.codec, self._ranks)
 
     def _chosen(self, kind: Kind, numel: int) -> str:
-        """What ``auto`` stands for."""
+        """What ``auto`` resolves to."""
         used = [self.compressor] if self.codec.schedule is None else self.codec.schedule.plateaus
         if self.codec.options.granularity == "piece" and all(c.linear and c.has_rounds for c in used):
             return "native"

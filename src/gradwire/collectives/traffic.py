@@ -63,7 +63,7 @@ class Traffic:
         method would not have made them shorter: ``fallback_elements`` of ``encoded_elements``, all that it was given;
         ``chosen_elements`` of ``sparse_elements`` that sparsifiers encoded were sent; ``padding``: bytes sent for the
         sake of equal messages; ``extra_collectives`` and ``extra_seconds``: of each reduction's payload collectives all
-        but the one that sends the most (the first of equals), which stands for the framework's own;
+        but the one that sends the most (the first of equals), which represents the framework's own;
         ``residuals_dropped``: pieces whose residual was lost to a value that was not finite; ``encode_seconds`` and
         ``decode_seconds``; ``by_op``: the payload's bytes, seconds and calls per collective. On a GPU seconds are
         counted inside of `Meter.measuring` only.

@@ -1,4 +1,4 @@
-"""Tensor ⇄ bytes: pure local maths. ``methods/`` has one file per method; beside it stands the machinery.
+"""Tensor ⇄ bytes: pure local maths. ``methods/`` has one file per method; the machinery is beside it.
 
 Importing this room does not import torch; building a compressor does.
 """

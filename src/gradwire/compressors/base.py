@@ -46,7 +46,7 @@ def numel(shape: Shape) -> int:
 
 
 def check_buffer(what: str, buffer: Tensor, least: int, dtype: torch.dtype | None = None) -> None:
-    """Refuse a buffer of segments that is no vector, of another type, too small, or not contiguous where written to."""
+    """Refuse a buffer of segments that is not a vector, or of another type, too small, or not contiguous if written."""
     fits = buffer.is_floating_point() if dtype is None else buffer.dtype == dtype and buffer.is_contiguous()
     if buffer.ndim != 1 or buffer.numel() < least or not fits:
         raise ValueError(
@@ -107,7 +107,7 @@ class Compressor(BaseModel, ABC):
 
         Raises:
             NonFiniteGradient: Without ``flag``, where the flag would be set.
-            ValueError: If ``x`` is no float vector or matrix.
+            ValueError: If ``x`` is not a float vector or matrix.
         """
         if x.ndim not in (1, 2) or not x.is_floating_point():
             raise ValueError(f"{self.name} encodes float vectors and matrices, not {x.dtype} of shape {tuple(x.shape)}")
@@ -116,7 +116,7 @@ class Compressor(BaseModel, ABC):
         return wire
 
     def decode(self, wire: Tensor, shape: Shape) -> Tensor:
-        """The tensor that ``wire`` stands for.
+        """The tensor that ``wire`` represents.
 
         Args:
             wire: uint8 [b] as `encode` made it, on any device.
@@ -131,7 +131,7 @@ class Compressor(BaseModel, ABC):
         expected = self.wire_bytes(shape)
         if wire.dtype != torch.uint8 or wire.ndim != 1 or expected not in (None, wire.numel()):
             raise ValueError(
-                f"{self.name}: {wire.numel()} elements of {wire.dtype} are no encoding of shape {shape}, "
+                f"{self.name}: {wire.numel()} elements of {wire.dtype} are not an encoding of shape {shape}, "
                 f"which takes {'another number of' if expected is None else expected} bytes"
             )
         return self.decoded(wire, (shape,) if isinstance(shape, int) else tuple(shape)).view(shape)
@@ -282,7 +282,7 @@ class Compressor(BaseModel, ABC):
         return torch.logical_and(low > -self.overflow, high < self.overflow).logical_not_()
 
     def compresses(self, shape: Shape) -> bool:
-        """Whether the method encodes a tensor of that shape; if not, it travels as float32, which is no longer."""
+        """Whether the method encodes a tensor of that shape; if not, it is sent as float32, which is not larger."""
         return True
 
     @abstractmethod

@@ -27,7 +27,7 @@ class Chain(Compressor):
 
     @property
     def unbiased(self) -> bool:
-        """If both members are: the quantizer draws anew for whatever is chosen."""
+        """If both members are: the quantizer draws independently of the choice."""
         return self.sparsifier.unbiased and self.quantizer.unbiased
 
     @property

@@ -43,11 +43,11 @@ def decode(stream: Tensor, count: int, top: int) -> Tensor:
         top: The largest magnitude that one of them may have.
 
     Raises:
-        ValueError: If these bytes are no stream of ``count`` such numbers.
+        ValueError: If these bytes are not a stream of ``count`` such numbers.
     """
     numbers = np.zeros(count, np.int16)
     if not read_stream(stream.cpu().numpy(), top, numbers):
-        raise ValueError(f"{stream.numel()} bytes are no Elias-coded stream of {count} numbers up to {top}")
+        raise ValueError(f"{stream.numel()} bytes are not an Elias-coded stream of {count} numbers up to {top}")
     return torch.from_numpy(numbers).to(stream.device)
 
 

@@ -48,7 +48,7 @@ class Code(NamedTuple):
 
 
 def choose(n: int, k: int, code: CodeName) -> str:
-    """The code that ``code`` stands for.
+    """The code that ``code`` represents.
 
     Raises:
         BadInput: If it cannot say an index below n.

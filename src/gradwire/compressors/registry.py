@@ -30,7 +30,7 @@ def available() -> list[str]:
 
 
 def members(name: str) -> list[str]:
-    """The methods that a name stands for, aliases resolved: one, or the two of a chain.
+    """The methods that a name represents, aliases resolved: one, or the two of a chain.
 
     Raises:
         BadInput: If one of them does not exist, or there are more than two.

@@ -37,7 +37,7 @@ class Schedule:
         changes: For an option, its value from a step on: ``{"density": {0: 0.25, 20: 0.05, 60: 0.01}}``.
 
     Raises:
-        BadInput: If an option is unknown or takes no such value, or a step is no number from 0 on.
+        BadInput: If an option is unknown or takes no such value, or a step is not a number from 0 on.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any], changes: Mapping[str, Mapping[int, Any]]) -> None:

@@ -65,7 +65,7 @@ class Sparsifier(Compressor):
             The places (int64 [k], distinct, below the number of elements), and the bytes of the head.
 
         Raises:
-            ValueError: If the bytes are no head of this shape.
+            ValueError: If the bytes are not a head of this shape.
         """
 
     def gain(self, shape: Shape) -> float:

@@ -27,12 +27,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     for option, fields in options().items():
         kinds = {kind for field in fields.values() for kind in (field.annotation, *get_args(field.annotation))}
-        told = meaning(fields).replace("%", "%%")
+        description = meaning(fields).replace("%", "%%")
         if bool in kinds:
-            parser.add_argument(f"--{option}", action=argparse.BooleanOptionalAction, help=told)
+            parser.add_argument(f"--{option}", action=argparse.BooleanOptionalAction, help=description)
         else:
             kind = Path if Path in kinds else str
-            parser.add_argument(f"--{option}", type=kind, metavar="PATH" if kind is Path else "VALUE", help=told)
+            parser.add_argument(f"--{option}", type=kind, metavar="PATH" if kind is Path else "VALUE", help=description)
 
 
 def given_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -75,15 +75,15 @@ def main(args: argparse.Namespace) -> None:
             "documents": written.documents,
             "bytes": written.bytes,
             "sha256": sha256_file(args.output),
-            "facts": dict(stream.facts),
+            "metadata": dict(stream.metadata),
         },
     )
     if written.cut:
         print(f"gradwire download: stopped at --max_mb {args.max_mb:g}; the source has more.", file=sys.stderr)
-    print(f"{args.output}: {written.documents} documents, {written.bytes / 1e6:.2f} MB{shown(stream.facts)}")
+    print(f"{args.output}: {written.documents} documents, {written.bytes / 1e6:.2f} MB{shown(stream.metadata)}")
 
 
-def shown(facts: Mapping[str, Any]) -> str:
-    """The facts of a stream as part of a line: ``; 12 files, 12 files in utf-8``."""
-    counted = [f"{value} {name.replace('_', ' ')}" for name, value in facts.items() if value]
+def shown(metadata: Mapping[str, Any]) -> str:
+    """The counts of a stream as part of a line: ``; 12 files, 12 files in utf-8``."""
+    counted = [f"{value} {name.replace('_', ' ')}" for name, value in metadata.items() if value]
     return f"; {', '.join(counted)}" if counted else ""

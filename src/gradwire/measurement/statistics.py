@@ -122,7 +122,7 @@ def paired(one: Sequence[float], other: Sequence[float]) -> Paired:
 
 
 def detectable(n: int, std: float) -> float:
-    """The smallest mean that a two-sided t-test at 5 % tells from 0 with a probability of `POWER`.
+    """The smallest mean that a two-sided t-test at 5 % distinguishes from 0 with a probability of `POWER`.
 
     Args:
         n: Number of values, at least 2.

@@ -89,7 +89,7 @@ class HookedBuckets:
         self.names = {id(parameter): name for name, parameter in parameters.items()}
         self.reduction = BucketReduction(reducer, plan(parameters, bucket_mb), self.release)
         self.devices = None if device.type == "cpu" else [device]
-        self.taken: dict[str, Taken] = {}  # by the name of a gradient that is no mean yet
+        self.taken: dict[str, Taken] = {}  # by the name of a gradient that is not averaged yet
         self.end = EndOfBackward(self.reduction.settle)
 
     def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

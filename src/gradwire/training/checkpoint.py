@@ -160,7 +160,7 @@ class Checkpoints:
         return _read(checkpoint / f"rank{self.world.rank}.pt", self.world.device)
 
     def _prune(self, newest: Path) -> None:
-        """Keep ``keep`` checkpoints up to ``newest``; later ones are damaged, else the run had resumed from them."""
+        """Keep ``keep`` checkpoints up to ``newest``; later ones are damaged: the run did not resume from them."""
         names = self._names()
         at = names.index(newest.name) + 1
         for name in names[: max(0, at - self.keep)] + names[at:]:

@@ -100,7 +100,7 @@ def coded(fused: ModuleType, method: Method, x: Tensor, generator: torch.Generat
 
 
 def decoded(fused: ModuleType, method: Method, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """What the encoding of one tensor stands for: float32 with as many elements as ``shape`` has."""
+    """What the encoding of one tensor represents: float32 with as many elements as ``shape`` has."""
     if method.wire_bytes(shape) is None or not hasattr(fused, "decode_add"):
         return fused.from_wire(method, wire, shape)
     segments = alone(method, tuple(shape))

@@ -29,13 +29,13 @@ class Stream(NamedTuple):
         where: The origin, for messages.
         revision: What identifies the content exactly; None if unknown.
         documents: The documents, read lazily and in a fixed order.
-        facts: Counts for the corpus's record, such as skipped files; complete when the documents have been read.
+        metadata: Counts for the corpus's record, such as skipped files; complete when the documents have been read.
     """
 
     where: str
     revision: str | None
     documents: Iterable[Document]
-    facts: Mapping[str, Any] = {}
+    metadata: Mapping[str, Any] = {}
 
 
 class Source(BaseModel, ABC):

@@ -36,9 +36,9 @@ class Datasets(Source):
 
     def open(self) -> Stream:
         """Return the rows in the dataset's order."""
-        facts: Counter[str] = Counter()
+        metadata: Counter[str] = Counter()
         table, revision = self._saved() if self.data_path.is_dir() else self._on_hub()
-        return Stream(self._where, revision, corpus.parse(self._documents(table, facts), self._where), facts)
+        return Stream(self._where, revision, corpus.parse(self._documents(table, metadata), self._where), metadata)
 
     def content(self) -> Any:
         """The options, with a local folder's digest instead of its path."""
@@ -77,13 +77,13 @@ class Datasets(Source):
         except Exception as error:  # Arrow's and the operating system's errors have no common type
             raise BadInput(f"{self._where} cannot be read: {error}.") from None
 
-    def _documents(self, table: Any, facts: Counter[str]) -> Iterator[Mapping[str, Any]]:
+    def _documents(self, table: Any, metadata: Counter[str]) -> Iterator[Mapping[str, Any]]:
         chosen = {"id": self.id_column, "title": self.title_column, "text": self.text_column}
         columns = {key: column for key, column in chosen.items() if column is not None}
         for row, values in enumerate(hub.rows(table, list(columns.values()), self._where)):
             document = {key: values[column] for key, column in columns.items()}
             if document["text"] is None or (isinstance(document["text"], str) and not document["text"].strip()):
-                facts["rows_without_text"] += 1
+                metadata["rows_without_text"] += 1
                 continue
             yield {"id": f"{self.split}/{row}", **document}
 

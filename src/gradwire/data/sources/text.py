@@ -40,10 +40,10 @@ class Text(Source):
 
     def open(self) -> Stream:
         """Return the documents in the order of the files' paths."""
-        files, facts = text_files.find(self.data_path), Counter[str]()
+        files, metadata = text_files.find(self.data_path), Counter[str]()
         where = str(self.data_path)
         revision = require_revision(where, self.revision, files_digest(files))
-        return Stream(where, revision, corpus.parse(self._documents(files, facts), where), facts)
+        return Stream(where, revision, corpus.parse(self._documents(files, metadata), where), metadata)
 
     def content(self) -> Any:
         """The digest of the files, and how they are read."""
@@ -54,14 +54,14 @@ class Text(Source):
         """The name of the folder or file."""
         return folder_name(self.data_path.name if self.data_path.exists() else "text")
 
-    def _documents(self, files: list[TextFile], facts: Counter[str]) -> Iterator[dict[str, str]]:
+    def _documents(self, files: list[TextFile], metadata: Counter[str]) -> Iterator[dict[str, str]]:
         cut = sections.split if self.split_at == "headings" else sections.whole
         for file in files:
             text, encoding = text_files.read(file.path, self.encoding)
-            facts["files"] += 1
-            facts[f"files_in_{encoding}"] += 1
+            metadata["files"] += 1
+            metadata[f"files_in_{encoding}"] += 1
             found = list(cut(text, file.format))
-            facts["files_without_text"] += not found
+            metadata["files_without_text"] += not found
             for line, title, body in found:
                 id_ = f"{file.id}:{line}" if self.split_at == "headings" else file.id
                 yield {"id": id_, "title": title or file.path.name, "text": body}

@@ -21,7 +21,7 @@ PRESETS = Plugins("model preset (or folder of a model)", "gradwire.models.preset
 
 
 def options(model: str) -> dict[str, Any] | None:
-    """Return the inline options that a model stands for, or None for a folder.
+    """Return the inline options that a model represents, or None for a folder.
 
     Raises:
         BadInput: If there is no such preset or folder, or the options are not a JSON object with an ``architecture``.
@@ -66,7 +66,7 @@ def text(model: str | Mapping[str, Any]) -> str:
 
 
 def content(model: str) -> Any:
-    """What a model's name stands for: its inline options, or a folder's path."""
+    """What a model's name represents: its inline options, or a folder's path."""
     return options(model) or model
 
 

@@ -20,7 +20,7 @@ def covers(method: Float8) -> bool:
 
 
 def settings(method: Float8) -> tuple:
-    """Block, largest value, mantissa bits, bias, and the number that each byte stands for (float32 [256])."""
+    """Block, largest value, mantissa bits, bias, and the number that each byte represents (float32 [256])."""
     values = torch.arange(256, dtype=torch.uint8).view(method.dtype).to(torch.float32).numpy()
     return method.block, np.float32(method.top), *FORMATS[method.format], values
 

@@ -32,5 +32,5 @@ def fill_words(seed: int, start: int, out: np.ndarray) -> None:
 
 @compiled
 def uniform(word: np.uint32) -> np.float32:
-    """The number in [0, 1) that a word stands for."""
+    """The number in [0, 1) that a word represents."""
     return np.float32(np.int32(word >> np.uint32(8))) * ULP

@@ -22,7 +22,7 @@ def covers(method: RandomK) -> bool:
 
 
 def pick(method: RandomK, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Seed, values, and whether x is not finite, which only all of x tells."""
+    """Seed, values, and whether x is not finite, which takes all of x to know."""
     seed = draw_seed(generator, x.device, method.name)
     chosen = permuted(int(seed), x.numel(), method.kept(x.numel()))
     bad = largest(x.view(-1).numpy().view(np.uint32)) >= INFINITY

@@ -46,7 +46,7 @@ def encode(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: in
 
 
 def decode(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: np.ndarray) -> bool:
-    """The place of a method's function, which fills ``out`` (float32 [c]); False if the bytes are no encoding."""
+    """The place of a method's function, which fills ``out`` (float32 [c]); False if the bytes are not an encoding."""
     raise NotImplementedError
 
 
@@ -202,7 +202,7 @@ class Segmented:
         """See `gradwire.compressors.kernels`."""
         failed = self._decode_all(*self._plan(method, segments), wires.numpy(), ONTO[onto], out.numpy())
         if failed >= 0:
-            raise ValueError(f"the bytes of segment {failed} are no encoding of shape {segments[failed].form}")
+            raise ValueError(f"the bytes of segment {failed} are not an encoding of shape {segments[failed].form}")
 
     def _plan(self, method: Any, segments: Segments) -> tuple[tuple, np.ndarray, int]:
         """The settings, the table with the method's own columns, and the elements of a chunk."""

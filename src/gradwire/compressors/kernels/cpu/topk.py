@@ -60,7 +60,7 @@ def decode(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: 
 
 @compiled
 def place_values(row: np.ndarray, wire: np.ndarray, adding: bool, out: np.ndarray) -> bool:
-    """Put the values to their places, or add them; False if the bytes are no encoding."""
+    """Put the values to their places, or add them; False if the bytes are not an encoding."""
     found = np.empty(row[KEPT], np.int64)
     if not read(wire[: row[HEAD]], row[CODE], row[LOW], row[LOWER], row[NUMEL], found):
         return False

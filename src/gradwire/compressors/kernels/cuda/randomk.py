@@ -27,7 +27,7 @@ def covers(method: RandomK) -> bool:
 
 
 def pick(method: RandomK, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Seed, values, and whether x is not finite, which only all of x tells."""
+    """Seed, values, and whether x is not finite, which takes all of x to know."""
     n, k = x.numel(), method.kept(x.numel())
     seed, bad = draw_seed(generator, x.device, method.name), no_flag(x)
     values = torch.empty(k, dtype=torch.float32, device=x.device)
