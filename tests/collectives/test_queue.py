@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from test_reducer import SHAPES, STOCHASTIC, buffer
 
 from gradwire.collectives import Layout, Reducer
 from gradwire.collectives.codec import Codec
-from gradwire.collectives.queue import ThreadQueue
+from gradwire.collectives.queue import ThreadQueue, Worker
 from gradwire.compressors import build
 
 BUFFERS = 4
@@ -180,7 +181,7 @@ def alone_with_a_fault(queue, error):
 
 
 def test_after_a_fault_nothing_runs_and_everything_raises_it():
-    queue, ran, error = ThreadQueue(), [], KeyError("a bad wire")
+    queue, ran, error = ThreadQueue(Worker()), [], KeyError("a bad wire")
     first = queue.begin(lambda: torch.ones(1), torch.zeros(1))
     assert first.wait() == 1
     lost = alone_with_a_fault(queue, error)
@@ -212,7 +213,7 @@ class Later:
 def test_the_thread_computes_with_one_thread_and_the_process_with_its_own():
     torch.set_num_threads(3)
     try:
-        queue, later = ThreadQueue(), []
+        queue, later = ThreadQueue(Worker()), []
         assert queue.begin(lambda: torch.tensor(torch.get_num_threads()), torch.zeros(1)).wait() == 1
         other = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
         other.start()
@@ -224,7 +225,7 @@ def test_the_thread_computes_with_one_thread_and_the_process_with_its_own():
 
 def test_the_thread_ends_with_its_queue_and_keeps_no_buffer():
     before = reducer_threads()
-    queue = ThreadQueue()
+    queue = ThreadQueue(Worker())
     [thread] = reducer_threads() - before
     assert not queue.begin(lambda: torch.tensor(torch.is_grad_enabled()), torch.zeros(1)).wait()
     flat = torch.zeros(3)
@@ -252,21 +253,27 @@ def reducer_threads():
     return {thread for thread in threading.enumerate() if thread.name == "gradwire-reducer"}
 
 
-def dropped(rank, world, group):
-    others = reducer_threads()
-    reducer = Reducer(build("int8"), group)
-    layout = Layout.dim0(SHAPES, world)
-    for _ in range(2):
-        reducer.all_reduce(buffer(layout, rank), layout)
-        reducer.finish()
-    [thread] = reducer_threads() - others
-    del reducer
-    thread.join(20)
-    return thread.is_alive()
+def shared(rank, world, group):
+    """Two reducers of one group at once: whether their means are right, and how many threads they start."""
+    layout, others = Layout.dim0(SHAPES, world), reducer_threads()
+    compressors = build("int8"), build("onebit")
+    first, second = [Reducer(each, group) for each in compressors]
+    alone, other = [Reducer(each, group, overlap=False) for each in compressors]
+    flat = buffer(layout, rank)
+    begun = [reducer.begin_all_reduce(flat, layout) for reducer in (first, second, second, first)]
+    means = [handle.wait() for handle in begun]
+    expected = [reducer.all_reduce(flat, layout) for reducer in (alone, other, other, alone)]
+    return all(map(torch.equal, means, expected)), len(reducer_threads() - others)
 
 
-def test_no_thread_outlives_its_reducer(world):
-    assert world(2).run(dropped) == [False, False]
+def left(rank, world, group):
+    gc.collect()
+    return until(lambda: not reducer_threads())
+
+
+def test_reducers_of_a_group_share_a_thread_that_ends_with_the_group(world):
+    assert world(2).run(shared) == [(True, 1)] * 2
+    assert world(2).run(left) == [True, True]  # in the same processes, and another group
 
 
 def without_overlap(rank, world, group):

@@ -1,8 +1,8 @@
 """The queue of a reducer: reductions run in the order in which they were begun, beside the thread that began them.
 
-On the CPU a thread runs them, through a process group of its own: a collective that another thread starts in between,
-such as FSDP's all-gather of parameters, cannot take the place of one of the queue's. With NCCL they are launched on a
-stream of their own, and nothing waits on the host.
+On the CPU a thread runs those of all reducers of a group, through a process group of its own: a collective that another
+thread starts in between, such as FSDP's all-gather of parameters, cannot take the place of one of the queue's. With
+NCCL they are launched on a stream of their own, and nothing waits on the host.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import TypeAlias
-from weakref import finalize
+from typing import NamedTuple, TypeAlias
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from torch import Tensor
 from gradwire.collectives.ops import Group
 
 Task: TypeAlias = Callable[[], Tensor]
-Item: TypeAlias = tuple["Future[Tensor]", Task]
+Item: TypeAlias = tuple["Future[Tensor]", Task, list[BaseException]]
 
 
 class Handle:
@@ -105,32 +104,43 @@ class StreamQueue(ReductionQueue):
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
-class ThreadQueue(ReductionQueue):
-    """Runs tasks in a thread, which ends with this object, as does the group of their collectives.
+class Worker:
+    """A thread that runs the tasks of all queues of a group in one order; it ends with this object.
 
-    After a task has failed, the ranks no longer agree on what comes next: all later tasks fail with its error. The
-    thread is a daemon, so that a process which fails or is interrupted does not wait for its collectives.
+    It is a daemon, so that a process which fails or is interrupted does not wait for its collectives.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._items: SimpleQueue[Item | None] = SimpleQueue()
-        self._begun: deque[Future[Tensor]] = deque()  # tasks that may not have finished
+    def __init__(self) -> None:
+        self.items: SimpleQueue[Item | None] = SimpleQueue()
         threads, started = torch.get_num_threads(), Event()
-        Thread(target=serve, args=(self._items, started), name="gradwire-reducer", daemon=True).start()
+        Thread(target=serve, args=(self.items, started), name="gradwire-reducer", daemon=True).start()
         started.wait()
         torch.set_num_threads(threads)  # later threads of this process take the last number that any thread set
-        finalize(self, close, self._items, group).atexit = False
+        finalize(self, self.items.put, None)
+
+
+class ThreadQueue(ReductionQueue):
+    """Runs tasks in a worker's thread.
+
+    After a task has failed, the ranks no longer agree on what comes next: all later tasks of this queue fail with its
+    error.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._begun: deque[Future[Tensor]] = deque()  # tasks that may not have finished
+        self._faults: list[BaseException] = []
 
     def begin(self, task: Task, flat: Tensor) -> Handle:
         """Hand the task to the thread."""
         self._settle(wait=False)
         future: Future[Tensor] = Future()
         self._begun.append(future)
-        self._items.put((future, task))
+        self._worker.items.put((future, task, self._faults))
         return Handle(future)
 
     def synchronize(self) -> None:
-        """Wait for the thread to finish all tasks."""
+        """Wait for the thread to finish all tasks of this queue."""
         self._settle(wait=True)
 
     def _settle(self, wait: bool) -> None:
@@ -141,32 +151,24 @@ class ThreadQueue(ReductionQueue):
 
 
 def serve(items: SimpleQueue[Item | None], started: Event) -> None:
-    """Run tasks until None comes; the thread of a `ThreadQueue`.
+    """Run tasks until None comes; the thread of a `Worker`.
 
     It computes with one thread, since the rank's others are at work in the backward pass.
     """
     torch.get_num_threads()  # otherwise torch sets the process's number at this thread's first operation
     torch.set_num_threads(1)
     started.set()
-    fault: BaseException | None = None
     with torch.no_grad():
         while (item := items.get()) is not None:
-            future, task = item
+            future, task, faults = item
             try:
-                if fault is not None:
-                    raise fault
+                if faults:
+                    raise faults[0]
                 future.set_result(task())
             except BaseException as error:
-                fault = error
+                faults.append(error)
                 future.set_exception(error)
-            del item, future, task  # they would keep the buffers of the last reduction until the next
-
-
-def close(items: SimpleQueue[Item | None], group: dist.ProcessGroup) -> None:
-    """End the thread of a `ThreadQueue`, and destroy its group, which torch would keep with threads and sockets."""
-    items.put(None)
-    with suppress(ValueError):  # unknown, because all groups were destroyed before
-        dist.destroy_process_group(group)
+            del item, future, task, faults  # they would keep the last reduction's buffers until the next
 
 
 def finished(mean: Tensor, record: Callable[[], torch.cuda.Event] | None = None) -> Handle:
@@ -174,6 +176,18 @@ def finished(mean: Tensor, record: Callable[[], torch.cuda.Event] | None = None)
     future: Future[Tensor] = Future()
     future.set_result(mean)
     return Handle(future, record and record())
+
+
+class Lane(NamedTuple):
+    """What the overlapping reducers of a group share: a thread, and the process group of its collectives."""
+
+    worker: Worker
+    group: dist.ProcessGroup
+
+
+# One per group, for as long as the group exists. A group of each reducer's own could not be destroyed with it: torch
+# names new groups by how many there are, and the ranks free a reducer at different times.
+LANES: WeakKeyDictionary[dist.ProcessGroup, Lane] = WeakKeyDictionary()
 
 
 def build_queue(group: Group, device: torch.device, overlap: bool) -> tuple[ReductionQueue, Group]:
@@ -185,18 +199,19 @@ def build_queue(group: Group, device: torch.device, overlap: bool) -> tuple[Redu
         overlap: Whether tasks run beside the caller.
     """
     if overlap and device.type == "cpu":
-        own = copied(group)
-        return ThreadQueue(own), own
+        own = group or dist.group.WORLD
+        assert own is not None
+        if own not in LANES:
+            LANES[own] = Lane(Worker(), copied(own))
+        return ThreadQueue(LANES[own].worker), LANES[own].group
     if overlap and dist.get_backend(group) == "nccl":
         return StreamQueue(device), group
     return CallerQueue(), group
 
 
-def copied(group: Group) -> dist.ProcessGroup:
+def copied(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a new gloo group of the same ranks, with the same timeout."""
-    own = group or dist.group.WORLD
-    assert own is not None
-    ranks = dist.get_process_group_ranks(own)
-    timeout = own._get_backend(torch.device("cpu")).options._timeout
+    ranks = dist.get_process_group_ranks(group)
+    timeout = group._get_backend(torch.device("cpu")).options._timeout
     part = len(ranks) < dist.get_world_size()  # the other ranks do not take part then
     return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=part)
