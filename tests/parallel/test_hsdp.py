@@ -255,7 +255,7 @@ def test_an_island_of_two_ranks_is_a_replica_with_twice_the_batch(world, name):
 def factors(rank, world, group):
     """Hooked HSDP of the framework: how many times too large its gradients are; and the message of `hook`."""
     islands = build_islands(2)
-    reducer = Reducer(build("none"), islands.inside, algorithm="exchange")
+    reducer = Reducer(build("none"), islands.inside, algorithm="exchange", overlap=False)  # else FSDP2 reads too early
     model = model_of("even")
     fully_shard(model, mesh=islands.mesh)
     with pytest.raises(BadInput) as refusal:
