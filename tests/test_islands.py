@@ -7,6 +7,9 @@ import json
 import pytest
 from test_training import SMALL, losses, run, shards, words  # noqa: F401  a fixture
 
+from gradwire.config import Cell, Run, experiment
+from gradwire.errors import BadInput
+
 INT8 = {"method": "int8", "rounding": "stochastic", "error_feedback": True}
 RAW = 4  # bytes of a float32
 
@@ -18,7 +21,7 @@ def trained(world, shards, folder, cell, *more, size=4, islands=2, strategy="hsd
 
 
 def test_bytes_by_class_of_link_are_their_closed_forms(world, shards, tmp_path):  # noqa: F811
-    cells = {"none": {}, "between": INT8, "both": {**INT8, "inside": {"method": "bf16", "algorithm": "exchange"}}}
+    cells = {"none": {}, "both": {**INT8, "inside": {"method": "bf16", "algorithm": "exchange"}}}
     for label, cell in cells.items():
         _, record = trained(world, shards, tmp_path / label, cell, steps=3, eval_every=0)
         numel = record["parameters"]
@@ -51,6 +54,7 @@ def _gathers(world, shards, folder, numel):  # noqa: F811
 
 OPTIMIZERS = {
     "gradient": INT8,
+    "parameters": {**INT8, "param_compress": "int8"},
     "both": {**INT8, "inside": {"method": "topk", "density": 0.1, "error_feedback": True}},
     "onebit_adam": {"method": "onebit", "comm_optimizer": "onebit_adam", "dense_steps": 2},
     "zero_one_adam": {"method": "onebit", "comm_optimizer": "zero_one_adam", "dense_steps": 1, "local_doubling": 2},
@@ -58,7 +62,12 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("label", OPTIMIZERS)
+WITHIN_TIME = ("both", "diloco")  # the others are in the sweep
+
+
+@pytest.mark.parametrize(
+    "label", [pytest.param(label, marks=() if label in WITHIN_TIME else pytest.mark.sweep) for label in OPTIMIZERS]
+)
 def test_a_resumed_run_equals_an_unbroken_one(world, shards, tmp_path, label):  # noqa: F811
     """With a checkpoint inside of a round, and every check of the ranks on."""
     cell = OPTIMIZERS[label]
@@ -75,3 +84,67 @@ def test_a_resumed_run_equals_an_unbroken_one(world, shards, tmp_path, label):  
         assert other[name] == record[name], name
     model = "final_model/model.safetensors"
     assert (again / model).read_bytes() == (tmp_path / "whole" / model).read_bytes()
+
+
+def test_one_rank_per_island_is_ddp_in_the_record_too(world, shards, tmp_path):  # noqa: F811
+    _, record = trained(world, shards, tmp_path / "hsdp", INT8, size=2, steps=3, eval_every=0)
+    ddp = {"size": 2, "steps": 3, "eval_every": 0, "islands": 1, "strategy": "ddp"}
+    _, other = trained(world, shards, tmp_path / "ddp", INT8, **ddp)
+    assert record["loss_digest"] == other["loss_digest"]
+    assert record["bytes_between_total"] == other["bytes_compressed_total"] == record["bytes_compressed_total"]
+    assert (record["bytes_inside_total"], record["islands"], record["strategy"]) == (0, 2, "hsdp")
+
+
+GRID = {"name": "x", "compressors": {"none": {}, "int8": {}}}
+BAD = {
+    "islands that do not divide": ({"strategies": ["hsdp"], "world_sizes": [4], "islands": [3]}, "3 islands do not"),
+    "one island": ({"strategies": ["hsdp"], "world_sizes": [4]}, "needs at least 2; use fsdp2"),
+    "islands of another strategy": ({"strategies": ["ddp"], "islands": [2]}, "only strategy hsdp has islands, not ddp"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_islands_that_a_grid_cannot_have(case):
+    grid, message = BAD[case]
+    with pytest.raises(BadInput, match=message):
+        experiment({**GRID, "grid": grid})
+
+
+CELLS = {
+    "inside without islands": ({"method": "int8", "inside": {"method": "int8"}}, "ddp", "ddp has none"),
+    "no cell inside": ({"method": "int8", "inside": "int8"}, "hsdp", "expected a mapping of options"),
+    "an unknown option inside": ({"method": "int8", "inside": {"method": "int8", "blok": 3}}, "hsdp", "block"),
+    "an optimizer inside": (
+        {"method": "int8", "inside": {"method": "onebit", "comm_optimizer": "diloco"}},
+        "hsdp",
+        "`inside` takes a method, its options and the reducer's",
+    ),
+    "momenta under flat shards": (
+        {"method": "onebit", "comm_optimizer": "onebit_adam", "dense_steps": 3},
+        "fsdp2",
+        "use hsdp, where it works between islands",
+    ),
+    "whole matrices": ({"comm_optimizer": "muloco"}, "hsdp", "muon orthogonalizes whole matrices"),
+}
+
+
+@pytest.mark.parametrize("case", CELLS)
+def test_cells_that_a_strategy_cannot_run(case):
+    cell, strategy, message = CELLS[case]
+    with pytest.raises(BadInput, match=message):
+        Cell.parse("x", cell).check_strategy(strategy)
+
+
+def test_a_cell_with_islands_is_read_back_from_its_record():
+    cell = Cell.parse("x", {**INT8, "inside": {"method": "topk", "density": 0.1, "error_feedback": True}})
+    assert Cell.parse("x", cell.flat()) == cell
+    assert set(cell.methods) == {"int8", "topk"}
+    assert cell.hooked
+    assert Cell.parse("none", {"inside": {"method": "int8"}}).hooked
+
+
+def test_a_runs_folder_names_several_islands():
+    several, one = Run("hsdp", "int8", 4, "none", 1, 2), Run("fsdp2", "int8", 4, "none", 1)
+    assert several.path == "hsdp/int8/ws4-islands2/none/seed1"
+    assert one.path == "fsdp2/int8/ws4/none/seed1"
+    assert [Run.of(run.wildcards) for run in (several, one)] == [several, one]
