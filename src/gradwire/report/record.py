@@ -67,7 +67,6 @@ class Result(Row):
     reason: Text = None
     environment: dict[str, Any] | None = None
     world_size: int
-    islands: int = 1
     model: Text = None
     dataset: str | dict[str, Any] | None = None
     max_length: Count = None
@@ -122,14 +121,6 @@ class Result(Row):
     bytes_agreement_total: Count = None
     bytes_parameters_raw_total: Count = None
     bytes_parameters_total: Count = None
-    bytes_inside_raw_total: Count = None
-    bytes_inside_total: Count = None
-    bytes_inside_closed_form_total: Count = None
-    bytes_between_raw_total: Count = None
-    bytes_between_total: Count = None
-    bytes_between_closed_form_total: Count = None
-    compression_ratio_between: Number = None
-    compression_ratio_between_steady: Number = None
     compression_ratio_steady: Number = None
     compression_ratio_bf16: Number = None
     exempt_fraction: Number = None
@@ -140,6 +131,15 @@ class Result(Row):
     delta: Number = None
     noise_multiplier: Number = None
     clipped_fraction: Number = None
+    islands: int = 1
+    bytes_inside_raw_total: Count = None
+    bytes_inside_total: Count = None
+    bytes_inside_closed_form_total: Count = None
+    bytes_between_raw_total: Count = None
+    bytes_between_total: Count = None
+    bytes_between_closed_form_total: Count = None
+    compression_ratio_between: Number = None
+    compression_ratio_between_steady: Number = None
     steps_to_target: dict[str, int | None] | None = None
     time_to_target_s: dict[str, float | None] | None = None
     bytes_to_target: dict[str, int | None] | None = None

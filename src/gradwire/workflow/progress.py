@@ -27,7 +27,7 @@ class Job(NamedTuple):
     @classmethod
     def of(cls, event: Mapping[str, Any]) -> Job:
         """The job that an event starts."""
-        values = {name: event["wildcards"].get(name) for name in Run._fields}
+        values = {name: {"islands": "", **event["wildcards"]}.get(name) for name in Run._fields}
         return cls(event["rule"], None if None in values.values() else Run.of(values))
 
     def __str__(self) -> str:
