@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
@@ -13,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 
 from gradwire import cli
 from gradwire.collectives.reducer import Reducer
+from gradwire.compressors.parameter_encoding import ENCODINGS
 from gradwire.compressors.schedule import Schedule
 from gradwire.config import (
     Cell,
@@ -21,6 +23,7 @@ from gradwire.config import (
     Experiment,
     Gradients,
     Grid,
+    ParamCompress,
     Reduction,
     Training,
     add_flags,
@@ -257,8 +260,12 @@ def test_a_cell_says_how_parameters_travel():
     assert "param_compress" not in Cell.parse("none", {}).flat()
     with pytest.raises(BadInput, match=r"unknown option of int8 'param_compres'\. Did you mean 'param_compress'"):
         Cell.parse("int8", {"param_compres": "int8"})
-    with pytest.raises(BadInput, match=r"unknown value of param_compress 'int4'.* Available: bf16, int8, none"):
-        Cell.parse("int8", {"param_compress": "int4"})
+    for name, method in (("int4", "int8"), ("int4-diff", "int8"), ("fp8", "fp8")):
+        assert Cell.parse("none", {"param_compress": name}).methods == ["none", method]
+    assert set(get_args(ParamCompress)) == {"none", *ENCODINGS}
+    known = "bf16, fp8, int4, int4-diff, int8, none"
+    with pytest.raises(BadInput, match=rf"unknown value of param_compress 'int5'.* Available: {known}"):
+        Cell.parse("int8", {"param_compress": "int5"})
 
 
 def test_parameters_travel_compressed_under_fsdp2_only():

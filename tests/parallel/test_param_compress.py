@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradwire.collectives import Layout, Reducer
 from gradwire.collectives.meter import METER
-from gradwire.collectives.parameters import EXEMPT, ParameterGather
+from gradwire.collectives.parameters import ParameterGather
 from gradwire.compressors import build
+from gradwire.compressors.parameter_encoding import ENCODINGS
 from gradwire.errors import BadInput
 from gradwire.parallel import accumulation, block_sizes, full_state_dict, parameters_unhooked, wrap
 
@@ -31,9 +32,14 @@ def frozen(name):
     return model
 
 
+def codec_of(encoding):
+    """The compressor of an encoding of parameters."""
+    return build(ENCODINGS[encoding].method, **ENCODINGS[encoding].options)
+
+
 def decoded(model, method, world):
     """The model with its weights as they arrive: every chunk of every parameter through the compressor alone."""
-    codec = build(method)
+    codec = codec_of(method)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1 or method == "bf16":
@@ -114,6 +120,18 @@ def test_a_step_is_that_of_the_weights_as_they_arrive(world, size, method, name,
         assert torch.equal(first["after"][key], value), key
 
 
+@pytest.mark.parametrize("method", ["fp8", "int4"])
+def test_a_step_with_other_direct_encodings(world, method):
+    exact, plain = simulated("odd", method, 2), decoded(frozen("odd"), method, 2)
+    results = world(2).run(step, "odd", method, "none", 1)
+    for found in results:
+        assert_near(found["gradients"], exact)
+        assert all(torch.equal(found["seen"][key], parameter) for key, parameter in plain.named_parameters())
+    blocks = sizes_by_hand(frozen("odd").layers, method, 2)
+    root = sizes_by_hand(frozen("odd"), method, 2) - blocks
+    assert sum(found["sent"] for found in results) == root + 2 * blocks
+
+
 def sizes_by_hand(model, method, world):
     """Bytes of all the ranks' encodings of some modules' own parameters: a plain sum over chunks."""
     total = 0
@@ -122,7 +140,8 @@ def sizes_by_hand(model, method, world):
             if method == "bf16":
                 total += 2 * part.numel()
             else:
-                total += part.numel() + 4 * -(-part.numel() // 256) if parameter.ndim > 1 else 4 * part.numel()
+                codes = (part.numel() + 1) // 2 if method == "int4" else part.numel()
+                total += codes + 4 * -(-part.numel() // 256) if parameter.ndim > 1 else 4 * part.numel()
     return total
 
 
@@ -297,6 +316,10 @@ def wrapped(rank, world, group, strategy, dtype, options):
     wrap(Even().to(dtype), strategy, device="cpu", **options)
 
 
+def frozen_part(rank, world, group):
+    wrap(frozen("odd"), "fsdp2", device="cpu", param_compress="int4-diff")
+
+
 def test_bad_input_is_reported(world):
     for strategy in ("naive", "bucket", "ddp", "fsdp1"):
         with pytest.raises(BadInput, match=f"unknown option of strategy {strategy} 'param_compress'"):
@@ -305,4 +328,5 @@ def test_bad_input_is_reported(world):
         world(1).run(wrapped, "fsdp2", torch.float32, {"param_compress": "int9"})
     with pytest.raises(BadInput, match=r"layers\.0\.weight is torch\.bfloat16; leave it out"):
         world(2).run(wrapped, "fsdp2", torch.bfloat16, {"param_compress": "bf16"})
-    assert set(EXEMPT) == {"bf16", "int8"}
+    with pytest.raises(BadInput, match=r"int4-diff sends what changed, and enter.weight is frozen: use int8"):
+        world(2).run(frozen_part)

@@ -135,7 +135,13 @@ def test_parameters_travel_compressed_and_are_counted(world, shards, tmp_path):
     assert int8["bytes_parameters_raw_total"] == raw
     assert raw / 4 < int8["bytes_parameters_total"] < raw / 3.8
     assert int8["compress_config"]["param_compress"] == "int8"
-    for record in (bf16, int8):
+    assert (bf16["mem_replica_gb"], int8["mem_replica_gb"]) == (None, None)
+    once = 6 * (root + blocks)  # six optimizer steps; the micro-batches of each compute with one replica
+    differences = trained("int4-diff", "--param_compress", "int4-diff", "--verify_sync", "2")
+    assert differences["bytes_parameters_raw_total"] == raw
+    assert once / 2 < differences["bytes_parameters_total"] < once / 1.9
+    assert differences["mem_replica_gb"] == 4 * (root + blocks) / 1e9
+    for record in (bf16, int8, differences):
         assert record["val_loss"] != plain["val_loss"] == pytest.approx(record["val_loss"], rel=0.01)
 
 

@@ -21,30 +21,28 @@ from gradwire.collectives.meter import METER, Meter
 from gradwire.collectives.ops import Group
 from gradwire.collectives.plan import FLOAT32, Plan
 from gradwire.compressors import build
-from gradwire.compressors.exempt import Exempt
+from gradwire.compressors.base import Onto
+from gradwire.compressors.parameter_encoding import ENCODINGS
 from gradwire.errors import unknown
-
-# Parameters that stay float32, by method: norms and biases are small, and int8 blocks are too coarse for them.
-EXEMPT = {"bf16": Exempt(), "int8": Exempt(max_ndim=1)}
 
 
 class ParameterGather:
     """Gathers the rows of a layout; every rank decodes all of them, its own too, so that all use the same weights.
 
     Args:
-        method: ``bf16``, or ``int8`` (per block of a piece; one-dimensional parameters are sent as float32).
+        encoding: A key of `compressors.parameter_encoding.ENCODINGS`.
         group: The ranks; None is the default group.
         meter: Counts the bytes and the codec's time, as ``parameters``.
 
     Raises:
-        BadInput: If the method is unknown.
+        BadInput: If the encoding is unknown.
     """
 
-    def __init__(self, method: str, group: Group = None, meter: Meter = METER) -> None:
-        if method not in EXEMPT:
-            raise unknown("parameter compression", method, ["none", *EXEMPT])
-        self.compressor = build(method)
-        self.exempt = EXEMPT[method]
+    def __init__(self, encoding: str, group: Group = None, meter: Meter = METER) -> None:
+        if encoding not in ENCODINGS:
+            raise unknown("parameter compression", encoding, ["none", *ENCODINGS])
+        self.encoding = ENCODINGS[encoding]
+        self.compressor = build(self.encoding.method, **self.encoding.options)
         self._plans: WeakKeyDictionary[Layout, dict[bool, Plan]] = WeakKeyDictionary()
         self.ranks = Ranks(group, dist.get_world_size(group), dist.get_rank(group), meter)
 
@@ -52,7 +50,7 @@ class ParameterGather:
         """Return the cached plan of a layout, exact or compressed."""
         plans = self._plans.setdefault(layout, {})
         if exact not in plans:
-            plans[exact] = Plan.of(layout, FLOAT32 if exact else self.compressor, self.exempt, "piece")
+            plans[exact] = Plan.of(layout, FLOAT32 if exact else self.compressor, self.encoding.exempt, "piece")
         return plans[exact]
 
     def __call__(self, full: Tensor, layout: Layout, *, exact: bool = False) -> None:
@@ -66,9 +64,24 @@ class ParameterGather:
             exact: Send everything as float32.
         """
         layout.check(full)
+        self._gather(full.view(layout.world, -1)[self.ranks.rank], full, layout, exact, "blank")
+
+    def add(self, row: Tensor, full: Tensor, layout: Layout) -> None:
+        """Add all ranks' rows, as they are decoded, to ``full``; padding is not changed.
+
+        Args:
+            row: This rank's row: float32 [row_numel].
+            full: float32 [world * row_numel], without a -0.0.
+            layout: The layout of ``full``.
+        """
+        layout.check(full)
+        self._gather(row, full, layout, False, "sum")
+
+    def _gather(self, row: Tensor, full: Tensor, layout: Layout, exact: bool, onto: Onto) -> None:
+        """Encode this rank's row, send it to all ranks, and decode all rows."""
         world, rank, meter = self.ranks.world, self.ranks.rank, self.ranks.meter
         plan = self.plan(layout, exact)
-        own, row = plan.rows[rank], full.view(world, -1)[rank]
+        own = plan.rows[rank]
         with meter.span("encode", "parameters", device=full.device):
             message = torch.empty(own.total or 0, dtype=torch.uint8, device=full.device)
             for batch in own.batches:
@@ -80,7 +93,7 @@ class ParameterGather:
             torch.cat([message] * world), lengths, known, plan.sizes, self.ranks, "parameters", bulk=bulk(plan.sizes)
         )
         with meter.span("decode", "parameters", device=full.device):
-            plan.whole.decode(incoming, [[length for row in lengths for length in row]], full, "blank")
+            plan.whole.decode(incoming, [[length for row in lengths for length in row]], full, onto)
 
     def closed_form(self, layout: Layout, *, exact: bool = False) -> int:
         """Return the bytes of one gather over all ranks: every row goes to all ranks but its owner."""

@@ -6,6 +6,7 @@ compressor's own options.
 """
 
 from gradwire.communication import CommOptimizer, Communication
+from gradwire.compressors.parameter_encoding import ParamCompress
 from gradwire.config.cell import FLAGS, Cell, Reduction, check_private
 from gradwire.config.dataset import Dataset
 from gradwire.config.file import Experiment, Targets, experiment, json_schema, load
@@ -19,7 +20,6 @@ from gradwire.config.values import (
     AdamVariant,
     GradMethod,
     GradType,
-    ParamCompress,
     Precision,
     Projection,
     SampleLoss,

@@ -10,11 +10,12 @@ from pydantic import Field
 
 from gradwire.communication import CommOptimizer, Communication, check_communication, preset
 from gradwire.compressors import registry
+from gradwire.compressors.parameter_encoding import ENCODINGS, ParamCompress
 from gradwire.compressors.reduction import ReducerOptions
 from gradwire.compressors.schedule import ByStep, Schedule
 from gradwire.config.strict import Strict, checked
 from gradwire.config.training import Training
-from gradwire.config.values import Name, ParamCompress
+from gradwire.config.values import Name
 from gradwire.errors import BadInput, unknown
 from gradwire.explain import short
 
@@ -114,7 +115,7 @@ class Cell(Strict):
     def methods(self) -> list[str]:
         """The compressors in use: the method, that of stored residuals, and that of parameters."""
         stored = self.reduction.error_feedback and self.reduction.residual_dtype != "float32"
-        parameters = [] if self.param_compress == "none" else [self.param_compress]
+        parameters = [] if self.param_compress == "none" else [ENCODINGS[self.param_compress].method]
         inside = [] if self.inside is None else self.inside.methods
         return [self.method, *([self.reduction.residual_dtype] if stored else []), *parameters, *inside]
 

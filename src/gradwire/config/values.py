@@ -15,7 +15,6 @@ SCHEMA_VERSION = 1  # of record.json and results.jsonl
 BASELINE = "none"  # the label of the framework's own reduction in fp32
 
 Strategy = Literal["naive", "bucket", "ddp", "fsdp1", "fsdp2", "hsdp"]
-ParamCompress = Literal["none", "bf16", "int8"]
 Precision = Literal["fp32", "bf16"]
 Split = Literal["train", "val"]
 SampleLoss = Literal["mean", "sum"]

@@ -9,6 +9,7 @@ from gradwire.parallel.state import (
     load_checkpoint_state,
     named_parameters,
     own_part,
+    replica_bytes,
     replicated,
 )
 from gradwire.parallel.step import accumulation, clip_grad_norm
@@ -40,6 +41,7 @@ __all__ = [
     "own_part",
     "parameters_unhooked",
     "reduced_numel",
+    "replica_bytes",
     "replicated",
     "traffic_unhooked",
     "unhooked_by_link",

@@ -8,6 +8,11 @@ import torch
 from torch.autograd import Variable
 
 
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass, or a forward pass that one repeats for its activations."""
+    return torch._C._current_graph_task_id() >= 0
+
+
 class EndOfBackward:
     """Calls a function at the end of each backward pass in which `expect` was called.
 

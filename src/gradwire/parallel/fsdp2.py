@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from gradwire.collectives import Layout, Reducer
 from gradwire.collectives.ops import Group
 from gradwire.collectives.parameters import ParameterGather
+from gradwire.collectives.replica import Replica
 from gradwire.errors import BadInput
-from gradwire.parallel.backward import EndOfBackward
+from gradwire.parallel.backward import EndOfBackward, in_backward
 from gradwire.parallel.strategy import Strategy, blocks
 
 NEEDED = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor")
@@ -27,8 +28,10 @@ class FSDP2(Strategy):
     Args:
         group: The ranks; None is the default group.
         device: The model's device.
-        param_compress: Encoding of the parameters in all-gathers: ``none`` (uncompressed), ``bf16`` or ``int8``. Shards
-            and the weights in evaluation mode stay exact. With one rank nothing is sent.
+        param_compress: Encoding of the parameters in all-gathers: ``none`` (uncompressed), or a key of
+            `compressors.parameter_encoding.ENCODINGS`. Shards and the weights in evaluation mode stay exact. With one
+            rank nothing is sent. ``int4-diff`` sends each optimizer step's differences once, in the first forward pass;
+            `parallel.accumulation` says which micro-batch is the last before the next optimizer step.
     """
 
     kind = "reduce_scatter"
@@ -36,6 +39,7 @@ class FSDP2(Strategy):
     def __init__(self, group: Group, device: torch.device, *, param_compress: str = "none") -> None:
         super().__init__(group, device)
         self.gather = None if param_compress == "none" else ParameterGather(param_compress, self.shards)
+        self._accumulating = False  # the last micro-batch was not the last one before the optimizer step
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Shard each block, then the rest of the model, in place."""
@@ -44,7 +48,7 @@ class FSDP2(Strategy):
             fully_shard(block, mesh=mesh)
         wrapped = fully_shard(model, mesh=mesh)
         if self.gather is not None:
-            compress_parameters(wrapped, self.gather)
+            self.replicas = compress_parameters(wrapped, self.gather, self._unchanged)
         return wrapped
 
     def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
@@ -65,11 +69,17 @@ class FSDP2(Strategy):
         shapes = [(name, tuple(p.shape)) for name, p in wrapped.named_parameters() if p.requires_grad]
         return Layout.dim0(shapes, dist.get_world_size(self.shards)).numel
 
-    def accumulation(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[object]:
+    @contextmanager
+    def accumulation(self, wrapped: nn.Module, last: bool) -> Iterator[None]:
         """Reduce in the last micro-batch only; gradients are unsharded until then."""
         assert isinstance(wrapped, FSDPModule)
         wrapped.set_requires_gradient_sync(last)
-        return nullcontext()
+        yield
+        self._accumulating = not last
+
+    def _unchanged(self) -> bool:
+        """Whether the parameters are those of the previous forward pass."""
+        return self._accumulating or in_backward()
 
 
 class Collective:
@@ -130,12 +140,28 @@ class AllGather(Collective):
     """A parameter gather with FSDP2's interface.
 
     The layout includes frozen parameters: unlike their gradients, they are sent.
+
+    Args:
+        gather: The gather.
+        layout: The layout of the module's parameters.
+        module: Its mode decides: in evaluation mode, everything is sent as float32.
+        replica: Where to take the parameters from in training mode; None gathers them.
+        unchanged: Whether the replica needs no update.
     """
 
-    def __init__(self, gather: ParameterGather, layout: Layout, module: nn.Module) -> None:
+    def __init__(
+        self,
+        gather: ParameterGather,
+        layout: Layout,
+        module: nn.Module,
+        replica: Replica | None,
+        unchanged: Callable[[], bool],
+    ) -> None:
         self.gather = gather
         self.layout = layout
         self.module = module
+        self.replica = replica
+        self.unchanged = unchanged
 
     def __call__(
         self,
@@ -145,24 +171,57 @@ class AllGather(Collective):
         async_op: bool = False,
     ) -> None:
         """Fill all rows; this rank's row is already filled, because the input is a view of it."""
-        self.gather(output_tensor, self.layout, exact=not self.module.training)
+        if self.replica is None or not self.module.training:
+            self.gather(output_tensor, self.layout, exact=not self.module.training)
+            return
+        if not self.unchanged():
+            self.replica.follow(input_tensor)
+        output_tensor.copy_(self.replica.values)
 
 
-def compress_parameters(wrapped: nn.Module, gather: ParameterGather) -> None:
+def compress_parameters(
+    wrapped: nn.Module, gather: ParameterGather, unchanged: Callable[[], bool]
+) -> dict[str, Replica]:
     """Replace the all-gather of every group of parameters.
 
+    Args:
+        wrapped: The sharded model.
+        gather: The gather.
+        unchanged: Whether the parameters are those of the previous forward pass.
+
+    Returns:
+        The replica of each group, by the name of its first parameter; nothing if parameters themselves are sent.
+
     Raises:
-        BadInput: If a parameter is not float32, or this version of torch does not support it.
+        BadInput: If a parameter is not float32, or is frozen although its differences would be sent, or this version of
+            torch does not support it.
     """
     check_offered("param_compress", "set_custom_all_gather")
     for name, parameter in wrapped.named_parameters():
         if parameter.dtype != torch.float32:
             raise BadInput(f"param_compress needs float32 parameters, but {name} is {parameter.dtype}; leave it out.")
+        if gather.encoding.differences and not parameter.requires_grad:
+            raise BadInput(
+                f"param_compress int4-diff sends what changed, and {name} is frozen: use int8, which keeps no replica, "
+                f"or train all parameters."
+            )
+    replicas: dict[str, Replica] = {}
     for module, parameters in groups(wrapped):
         layout = Layout.dim0([(name, tuple(p.shape)) for name, p in parameters.items()], gather.ranks.world)
-        module.set_custom_all_gather(AllGather(gather, layout, module))
+        first = next(iter(parameters))
+        if gather.encoding.differences and gather.ranks.world > 1:
+            shards = {name: own_shard(parameter) for name, parameter in parameters.items()}
+            replicas[first] = Replica(gather, layout, shards)
+        module.set_custom_all_gather(AllGather(gather, layout, module, replicas.get(first), unchanged))
     wrapped.register_forward_pre_hook(reshard_evaluated, prepend=True)  # before the framework's own
     wrapped.register_forward_hook(reshard_evaluated)
+    return replicas
+
+
+def own_shard(parameter: nn.Parameter) -> Tensor:
+    """Return this rank's part of a sharded parameter."""
+    assert isinstance(parameter, DTensor)
+    return parameter.detach().to_local()
 
 
 def reshard_evaluated(module: nn.Module, *_: object) -> None:

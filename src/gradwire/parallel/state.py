@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from gradwire.errors import BadInput
@@ -46,6 +46,12 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return state if dist.get_rank(strategy.group) == 0 else {}
 
 
+def replica_bytes(model: nn.Module) -> int | None:
+    """Return the memory of this rank's replicas of sharded parameters; None without any."""
+    replicas = strategy_of(model).replicas.values()
+    return sum(replica.values.nbytes for replica in replicas) if replicas else None
+
+
 def replicated(model: nn.Module) -> bool:
     """Whether every rank holds the full model and optimizer."""
     return strategy_of(model).kind == "all_reduce"
@@ -58,12 +64,21 @@ def checkpoint_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     `load_checkpoint_state` loads it.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    return {"model": model_state, "optimizer": optimizer_state}
+    state = {"model": model_state, "optimizer": optimizer_state}
+    strategy = strategy_of(model)
+    if strategy.replicas:  # every rank has all of a replica, and stores its own row
+        mesh = strategy.mesh()
+        rows = {name: replica.own.clone() for name, replica in strategy.replicas.items()}
+        placed = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        state["replicas"] = {name: DTensor.from_local(row, mesh, placed) for name, row in rows.items()}
+    return state
 
 
 def load_checkpoint_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Set the model and the optimizer to a loaded `checkpoint_state`."""
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for name, replica in strategy_of(model).replicas.items():
+        replica.restore(_local(state["replicas"][name]))
 
 
 def own_part(state: Any) -> Any:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from gradwire.collectives import IslandReducer, Reducer
 from gradwire.collectives.ops import Group
 from gradwire.collectives.reducer import Kind
+from gradwire.collectives.replica import Replica
 from gradwire.errors import BadInput
 from gradwire.parallel import mesh
 
@@ -33,6 +36,9 @@ class Strategy(ABC):
 
     averages: bool = True
     """Whether gradients are averaged; if not, an optimizer communicates (`parallel.optimizers`)."""
+
+    replicas: Mapping[str, Replica] = MappingProxyType({})
+    """Parameters that ranks compute with instead of gathered ones, by the name of the first one in each."""
 
     reduced: bool = False
     """Whether a reducer will replace the framework's reduction; known before `wrap`."""

@@ -97,10 +97,13 @@ def barrier(where: str, group: ops.Group, patience_s: float = PATIENCE_S) -> Non
 def first_difference(model: nn.Module, optimizer: Optimizer | None = None, *, drifting: bool = False) -> str | None:
     """Describe the first difference between the ranks, or return None. Every rank must call it; the result is equal.
 
-    Compares the tensors of `replicated` bit by bit.
+    Compares the tensors of `replicated` bit by bit, and over the ranks that share its shards each replica of `int4-diff`.
     """
     strategy = strategy_of(model)
     found = difference_between(list(replicated(model, optimizer, drifting)), strategy.copies)
+    if strategy.replicas:
+        replicas = [(f"the replica that begins with {name}", one.values) for name, one in strategy.replicas.items()]
+        found = difference_between(replicas, strategy.shards) or found
     return next((one for one in ops.gather_objects(found, strategy.group) if one), None)
 
 

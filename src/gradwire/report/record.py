@@ -109,6 +109,7 @@ class Result(Row):
     mem_peak_alloc_gb: Number = None
     mem_peak_reserved_gb: Number = None
     mem_residual_gb: Number = None
+    mem_replica_gb: Number = None
     time_to_target_ppl_s: Number = None
     steps_to_target_ppl: Count = None
     ppl_at_fixed_time: Number = None

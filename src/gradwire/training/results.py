@@ -63,7 +63,7 @@ def write(
     (folder / "profiler").mkdir(parents=True, exist_ok=True)
     allocated, reserved = outcome.memory.gb()
     own = {"rows": outcome.rows, "allocated": allocated, "reserved": reserved, "residual": outcome.residual_bytes}
-    ranks = ops.gather_objects(own | {"environment": here})
+    ranks = ops.gather_objects(own | {"replica": parallel.replica_bytes(model), "environment": here})
     state, moments = parallel.full_state_dict(model), parallel.full_optimizer_state(model, optimizer)
     if world.rank != 0:
         return None
@@ -120,7 +120,8 @@ def described(
 def measured(settings: Settings, world: World, outcome: Outcome, ranks: Sequence[Row]) -> Row:
     """The record's measurements; ``ranks`` has each rank's rows and memory."""
     rows = [row for rank in ranks for row in rank["rows"]]
-    allocated, reserved, residual = ([rank[name] for rank in ranks] for name in ("allocated", "reserved", "residual"))
+    names = ("allocated", "reserved", "residual", "replica")
+    allocated, reserved, residual, replica = ([rank[name] for rank in ranks] for name in names)
     return {
         **totals.times(rows),
         **totals.traffic(settings, world, outcome, rows),
@@ -133,6 +134,7 @@ def measured(settings: Settings, world: World, outcome: Outcome, ranks: Sequence
         "mem_peak_alloc_gb": max(allocated),
         "mem_peak_reserved_gb": None if reserved[0] is None else max(reserved),
         "mem_residual_gb": None if residual[0] is None else max(residual) / 1e9,
+        "mem_replica_gb": None if replica[0] is None else max(replica) / 1e9,
         "algorithm": outcome.algorithm,
         "nonfinite_steps": sum(row["nonfinite"] for row in outcome.rows),
         "clipped_steps": sum(row["clipped"] for row in outcome.rows),
