@@ -10,6 +10,7 @@ import torch
 
 from gradwire.compressors import available, method_class
 from gradwire.compressors.base import Compressor, Quantizer, Shape
+from gradwire.compressors.rotation import Rotation
 from gradwire.compressors.segments import Segment, Segments
 from gradwire.compressors.sparse import Sparsifier
 
@@ -66,7 +67,11 @@ def of_kind(kind: type[Compressor]) -> list[str]:
 
 
 METHODS = [(name, options) for name in available() for options in ({}, *VARIANTS.get(name, []))]
-CHAINS = [(f"{first}+{second}", {}) for first, second in product(of_kind(Sparsifier), of_kind(Quantizer))]
+CHAINS = [
+    (f"{first}+{second}", {})
+    for first, second in product([*of_kind(Sparsifier), *of_kind(Rotation)], of_kind(Quantizer))
+]
+CHAINS += [("hadamard+int8", {"num_bits": 4, "block": 32}), ("hadamard+int8", {"rounding": "stochastic"})]
 BUILDS = [*METHODS, *CHAINS]
 
 

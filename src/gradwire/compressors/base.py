@@ -217,15 +217,7 @@ class Compressor(BaseModel, ABC):
         if fused is not None and hasattr(fused, "decode_add") and segments.fixed:
             fused.decode_add(self, wires, segments, out, onto)
             return
-        for message, at in enumerate(wires):
-            for segment in segments:
-                part, value = out[segment.run], self.decode(at[segment.bytes], segment.form).view(-1)
-                if message or onto == "sum":
-                    part += value
-                elif onto == "zero":
-                    torch.add(value, 0.0, out=part)
-                else:
-                    part.copy_(value)
+        self._decode_each(wires, segments, out, onto)
 
     def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """`to_wire` in its fastest form for x's device, and whether x is unfit for the wire (bool or integer, [1])."""
@@ -263,6 +255,23 @@ class Compressor(BaseModel, ABC):
         for segment, encoding in zip(segments, wires, strict=True):
             wire[segment.bytes] = encoding
         return wire, segments
+
+    def _decode_each(self, wires: Tensor, segments: Segments, out: Tensor, onto: Onto) -> None:
+        """`decode_add` by `decode`."""
+        for message in wires:
+            for segment in segments:
+                self._put(self.decode(message[segment.bytes], segment.form).view(-1), out[segment.run], onto)
+            onto = "sum"
+
+    @staticmethod
+    def _put(value: Tensor, part: Tensor, onto: Onto) -> None:
+        """Add a decoded tensor to its part of the buffer, or set the part to it."""
+        if onto == "sum":
+            part += value
+        elif onto == "zero":
+            torch.add(value, 0.0, out=part)
+        else:
+            part.copy_(value)
 
     def _report(self, bad: Tensor, flags: Tensor | None) -> None:
         """Set the flags, or raise, for what is unfit for the wire."""

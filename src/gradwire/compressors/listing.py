@@ -60,7 +60,7 @@ def listing(names: Sequence[str] = ()) -> str:
     text = "\n".join(described(registry.method_class(name)) for name in chosen(names))
     if not names:
         aliases = ", ".join(f"{alias} = {name}" for alias, name in registry.ALIASES.items())
-        text += f"\nAliases: {aliases}. A chain is SPARSIFIER+QUANTIZER, such as topk+int8."
+        text += f"\nAliases: {aliases}. A chain is SPARSIFIER+QUANTIZER or ROTATION+QUANTIZER, such as topk+int8."
     return text
 
 
@@ -95,9 +95,10 @@ def shown(value: Any) -> str:
 def kind(method: type[Compressor]) -> str:
     """The method's role in a chain, and whether a native collective can reduce it."""
     from gradwire.compressors.base import Compressor, Quantizer
+    from gradwire.compressors.rotation import Rotation
     from gradwire.compressors.sparse import Sparsifier
 
-    kinds = {"sparsifier": Sparsifier, "quantizer": Quantizer}
+    kinds = {"sparsifier": Sparsifier, "rotation": Rotation, "quantizer": Quantizer}
     found = [name for name, base in kinds.items() if issubclass(method, base)] or ["alone"]
     return ", ".join([*found, *(["rounds"] if method.rounds is not Compressor.rounds else [])])
 

@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 
 
 def available() -> list[str]:
-    """Every compressor's name, sorted; a sparsifier and a quantizer also make a chain, ``topk+int8``."""
+    """Every compressor's name, sorted; a sparsifier or a rotation makes a chain with a quantizer, ``topk+int8``."""
     return COMPRESSORS.available()
 
 
@@ -39,7 +39,7 @@ def members(name: str) -> list[str]:
     for member in found:
         COMPRESSORS.check(member)
     if len(found) > 2:
-        raise BadInput(f"compressor {name!r}: a chain has two members, a sparsifier and a quantizer.")
+        raise BadInput(f"compressor {name!r}: a chain has two members, a sparsifier or a rotation and a quantizer.")
     return found
 
 
@@ -55,27 +55,22 @@ def method_class(name: str) -> type[Compressor]:
 
 
 def classes(name: str) -> list[type[Compressor]]:
-    """The classes of a method, or of a chain's sparsifier and quantizer.
+    """The classes of a method, or of a chain: a sparsifier or a rotation, and a quantizer.
 
     Raises:
         BadInput: If a chain's members do not fit together.
     """
     from gradwire.compressors.base import Quantizer
+    from gradwire.compressors.rotation import Rotation
     from gradwire.compressors.sparse import Sparsifier
 
     found = [method_class(member) for member in members(name)]
-    if len(found) == 2 and not (issubclass(found[0], Sparsifier) and issubclass(found[1], Quantizer)):
-        kinds = [
-            "a sparsifier"
-            if issubclass(kind, Sparsifier)
-            else "a quantizer"
-            if issubclass(kind, Quantizer)
-            else "neither"
-            for kind in found
-        ]
+    if len(found) == 2 and not (issubclass(found[0], Sparsifier | Rotation) and issubclass(found[1], Quantizer)):
+        bases = {"a sparsifier": Sparsifier, "a rotation": Rotation, "a quantizer": Quantizer}
+        kinds = [next((text for text, base in bases.items() if issubclass(kind, base)), "neither") for kind in found]
         raise BadInput(
-            f"compressor {name!r}: a chain is sparsifier+quantizer; {found[0].name} is {kinds[0]}, "
-            f"{found[1].name} is {kinds[1]}."
+            f"compressor {name!r}: a chain is sparsifier+quantizer or rotation+quantizer; {found[0].name} is "
+            f"{kinds[0]}, {found[1].name} is {kinds[1]}."
         )
     return found
 
@@ -95,7 +90,7 @@ def build(name: str, **given: Any) -> Compressor:
     """Build a compressor from its name and options; every method and chain builds without options.
 
     Args:
-        name: A method's name or alias, or ``sparsifier+quantizer``.
+        name: A method's name or alias, or ``sparsifier+quantizer`` or ``rotation+quantizer``.
         given: Its options (see `options`).
 
     Raises:
@@ -121,8 +116,12 @@ def build(name: str, **given: Any) -> Compressor:
     if len(made) == 1:
         return made[0]
     from gradwire.compressors.chain import Chain
+    from gradwire.compressors.rotation import Rotated, Rotation
 
-    return Chain(sparsifier=made[0], quantizer=made[1])  # type: ignore[arg-type]
+    first, quantizer = made
+    if isinstance(first, Rotation):
+        return Rotated(rotation=first, quantizer=quantizer)  # type: ignore[arg-type]
+    return Chain(sparsifier=first, quantizer=quantizer)  # type: ignore[arg-type]
 
 
 def bad_option(name: str, error: ValidationError) -> BadInput:

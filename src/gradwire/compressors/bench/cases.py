@@ -20,6 +20,7 @@ from gradwire.compressors.chain import Chain
 from gradwire.compressors.methods.gradiveq import GradiVeQ
 from gradwire.compressors.methods.powersgd import PowerSGD
 from gradwire.compressors.methods.randomk import RandomK
+from gradwire.compressors.rotation import Rotated
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "int8": [{"rounding": "stochastic"}, {"num_bits": 4}],
@@ -105,7 +106,11 @@ class Case:
         """``fused``, ``plain`` or, for a chain of both, ``fused+plain``; ``torch`` for PyTorch's own operations."""
         if not isinstance(self.codec, Compressor):
             return "torch"
-        parts = [self.codec.sparsifier, self.codec.quantizer] if isinstance(self.codec, Chain) else [self.codec]
+        parts: list[Compressor] = [self.codec]
+        if isinstance(self.codec, Chain):
+            parts = [self.codec.sparsifier, self.codec.quantizer]
+        elif isinstance(self.codec, Rotated):
+            parts = [self.codec.rotation, self.codec.quantizer]
         return "+".join(dict.fromkeys("fused" if kernels.find(part, device) else "plain" for part in parts))
 
     def target(self, kind: str) -> Target | None:

@@ -15,7 +15,8 @@ Or, for one tensor at a time, and for encodings whose size depends on the data:
 - ``from_wire(method, wire, shape)``: the same numbers as ``method.from_wire(wire, shape)``.
 
 A sparsifier's file has ``pick(method, x, generator) -> (head, values, bad)``, ``places(method, wire, shape)`` and
-``place(method, values, places, shape)`` in the stead of these two (`gradwire.compressors.sparse`).
+``place(method, values, places, shape)`` in the stead of these two (`gradwire.compressors.sparse`). A rotation's has
+``rotate(method, x)`` and ``rotate_many(method, values, segments)`` (`gradwire.compressors.rotation`).
 """
 
 from __future__ import annotations
