@@ -73,11 +73,17 @@ class Protocol:
         seed: Of the generators and of the `rounds`.
         feedback: Whether the ranks keep what their encodings lose.
         decay: What they multiply it by before they add it.
+        average: Weight of what they kept before in what they keep.
+        reset: Steps after which they forget it; 0: never.
+        store: The compressor that they keep it with; None: as float32.
     """
 
-    def __init__(self, compressor, cut, shapes, world, seed=0, feedback=True, decay=1.0):
+    def __init__(
+        self, compressor, cut, shapes, world, seed=0, feedback=True, decay=1.0, average=0.0, reset=0, store=None
+    ):
         self.compressor, self.cut, self.shapes = compressor, cut, shapes
         self.world, self.seed, self.feedback, self.decay = world, seed, feedback, decay
+        self.average, self.reset, self.store = average, reset, store
         self.generators, self.residuals, self.states = {}, {}, {}
         self.step = 0
         self.sent = 0  # bytes of all ranks
@@ -87,6 +93,8 @@ class Protocol:
     def reduce(self, algorithm, kind, gradients):
         """One optimizer step: the mean of ``gradients`` (one mapping per rank) as the algorithm gives it, flattened."""
         means = {}
+        if self.reset and self.step % self.reset == 0:
+            self.residuals = {}
         for name in self.shapes:
             flat = [mine[name].reshape(-1) for mine in gradients]
             if algorithm == "native":
@@ -142,7 +150,14 @@ class Protocol:
     def keep(self, key, values, sent):
         """What was not sent is the next step's."""
         if self.feedback:
-            self.residuals[key] = values - sent
+            kept = values - sent
+            if self.average:
+                kept = (1 - self.average) * kept + self.average * self.residuals.get(key, torch.zeros(()))
+            self.residuals[key] = kept if self.store is None else self.stored(kept)
+
+    def stored(self, kept):
+        """What is left of it in fewer bits."""
+        return self.store.decode(self.store.encode(kept), kept.numel())
 
     def generator(self, rank, phase, name):
         """Every rank, phase and parameter has one of its own, seeded by their names."""

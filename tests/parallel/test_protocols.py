@@ -113,6 +113,7 @@ METHODS = [
     ("int8", STOCHASTIC),
     ("qsgd", {"coding": "elias"}),
     ("topk+int8", {"density": 0.05}),
+    ("hadamard+int8", {"num_bits": 4, "block": 32}),
     ("randomk+qsgd", {"density": 0.2}),
     ("threshold+natural", {"threshold": 1.0}),
 ]

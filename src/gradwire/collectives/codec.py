@@ -123,7 +123,7 @@ class Codec:
             wire, segments = compressor.encode_many(values, batch.segments, into, flags=flags)
         elif self.options.feedback is None:
             wire, segments = coded(values, batch.segments, into)
-        elif self.options.feedback == "float32" and self.options.ef_decay == 1 and batch.places is None:
+        elif self.options.feedback == "float32" and self.options.keeps_all and batch.places is None:
             wire, segments = coded(values, batch.segments, into, residual=self._residual(batch, phase, device))
             self._drop(flags, batch)
         else:
@@ -151,7 +151,7 @@ class Codec:
         for group, segment in zip(batch.pieces, batch.segments, strict=True):
             start = segment.start
             for piece in group:
-                feedbacks.append(self._feedback(piece, phase, device))
+                feedbacks.append(self._begun(piece, phase, device))
                 parts.append(slice(start, start + piece.numel))
                 start += piece.numel
         return feedbacks, parts
@@ -178,7 +178,7 @@ class Codec:
         """A whole parameter with its residual, for `rounds`."""
         if self.options.feedback is None or self.of(piece, "scatter") is FLOAT32:
             return values
-        return self._feedback(piece, "scatter", values.device).compensate(values)
+        return self._begun(piece, "scatter", values.device).compensate(values)
 
     def update(self, piece: Piece, sent: Tensor, bad: Tensor) -> None:
         """What of a compensated parameter was sent in `rounds`."""
@@ -267,12 +267,21 @@ class Codec:
         )
         return FLOAT32 if dense or self.current.name == FLOAT32.name else self.current
 
+    def _begun(self, piece: Piece, phase: Phase, device: torch.device) -> Feedback:
+        """The feedback of a piece before its encoding in the present step."""
+        feedback = self._feedback(piece, phase, device)
+        if self.options.ef_reset and self.step % self.options.ef_reset == 0:
+            feedback.drop()
+        return feedback
+
     def _feedback(self, piece: Piece, phase: Phase, device: torch.device) -> Feedback:
         key = (piece.name, phase, piece.at)
         if key not in self._feedbacks:
             options = self.options
             assert options.feedback is not None
-            self._feedbacks[key] = Feedback(options.feedback, piece.numel, decay=options.ef_decay, device=device)
+            self._feedbacks[key] = Feedback(
+                options.feedback, piece.numel, decay=options.ef_decay, average=options.ef_average, device=device
+            )
             if key in self._residuals:
                 self._feedbacks[key].load_state_dict(self._residuals.pop(key))
         return self._feedbacks[key]

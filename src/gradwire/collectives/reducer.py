@@ -56,6 +56,8 @@ class Reducer:
         group: The ranks; None is the default group.
         error_feedback: Whether each rank keeps what its encodings lost and adds it to its next gradient.
         ef_decay: What those residuals are multiplied by before they are added; 1 forgets nothing.
+        ef_average: Weight of the old residual in the new one; 0 keeps the last error only.
+        ef_reset: Optimizer steps after which residuals are dropped; 0 never drops them.
         residual_dtype: How residuals are stored: ``float32``, ``bf16`` or ``int8``.
         algorithm: ``exchange`` (encodings go to the owner of their row), ``gather`` (to all ranks),
             ``native`` (the compressor's `rounds`, summed by collectives), or ``auto``, which `prepare` resolves once.
@@ -86,6 +88,8 @@ class Reducer:
         *,
         error_feedback: bool = False,
         ef_decay: float = 1.0,
+        ef_average: float = 0.0,
+        ef_reset: int = 0,
         residual_dtype: str = "float32",
         algorithm: str = "auto",
         second: str = "encoded",
@@ -100,6 +104,8 @@ class Reducer:
         options = ReducerOptions.of(
             error_feedback=error_feedback,
             ef_decay=ef_decay,
+            ef_average=ef_average,
+            ef_reset=ef_reset,
             residual_dtype=residual_dtype,
             algorithm=algorithm,
             second=second,

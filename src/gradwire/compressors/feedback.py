@@ -5,6 +5,10 @@ Seide et al., "1-Bit Stochastic Gradient Descent" (Interspeech 2014); the name a
 
 With residual e, gradient g and compressor C, a step is ``p = e + g; send C(p); e = p - C(p)``. So what was sent
 telescopes: sum(sent) = sum(g) + e_0 - e_T, and where the residual is stored in fewer bits, less what storing lost.
+
+With ``average`` a the residual is a moving average of errors, e = a e + (1 - a) (p - C(p)): Xie et al., "LoCo:
+Low-Bit Communication Adaptor for Large-scale Model Training" (arXiv:2407.04480, 2024), with a = 0.8, 8-bit residuals
+and a reset every 1,024 steps. It does not telescope: a part of every error is never sent.
 """
 
 from __future__ import annotations
@@ -30,12 +34,22 @@ class Feedback:
         dtype: How the residual is stored: one of `RESIDUAL_DTYPES`. bf16 and int8 (blocks of 256) round it to nearest.
         shape: The parameter's.
         decay: What the residual is multiplied by before it is added; 1 forgets nothing.
+        average: Weight of the old residual in the new one; 0 keeps the last error only.
         device: Where its gradients lie.
     """
 
-    def __init__(self, dtype: str, shape: Shape, *, decay: float = 1.0, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        dtype: str,
+        shape: Shape,
+        *,
+        decay: float = 1.0,
+        average: float = 0.0,
+        device: torch.device | str = "cpu",
+    ) -> None:
         self.dtype = dtype
         self.decay = decay
+        self.average = average
         self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
         self._store = None if dtype == "float32" else build(dtype)
         if self._store is None:
@@ -93,10 +107,15 @@ class Feedback:
             raise RuntimeError("update has nothing to compare with what was sent: call compensate first")
         self._check("sent tensor", sent)
         corrected, self._corrected = self._corrected, None
-        if self._store is None:
+        if self._store is None and not self.average:
             torch.sub(corrected, sent, out=self._stored)
             return
         error = corrected - sent  # corrected stays as it is: the wire that travels may share its memory
+        if self.average:
+            error.mul_(1 - self.average).add_(self.residual.mul_(self.average))
+        if self._store is None:
+            self._stored.copy_(error)
+            return
         self._stored = self._store.coded(error, None)[0]
         if lost is not None:
             lost += error.sub_(self._unstored(self._stored))

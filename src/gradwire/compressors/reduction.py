@@ -20,6 +20,10 @@ class ReducerOptions(BaseModel):
 
     error_feedback: bool = Field(False, description="add what an encoding lost to the next gradient")
     ef_decay: float = Field(1.0, gt=0, le=1, description="what is lost is multiplied by this before it is added")
+    ef_average: float = Field(0.0, ge=0, lt=1, description="weight of the old residual in the new one")
+    ef_reset: Annotated[int, Field(**NATURAL.limits)] = Field(
+        0, description="optimizer steps after which residuals are dropped; 0: never"
+    )
     residual_dtype: ResidualDtype = Field("float32", description="how that is stored")
     algorithm: Literal["auto", "exchange", "gather", "native"] = Field(
         "auto", description="which collectives carry the encodings"
@@ -52,3 +56,8 @@ class ReducerOptions(BaseModel):
     def feedback(self) -> ResidualDtype | None:
         """How a compressor's error is kept and added to the next gradient; None: it is lost."""
         return self.residual_dtype if self.error_feedback else None
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether all of an error is added to the next gradient, as far as its storage allows."""
+        return self.ef_decay == 1 and self.ef_average == 0
