@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gradwire.measurement.peak_memory import STATES, peak_memory
 from gradwire.models import causal
-from gradwire.parallel import wrap
+from gradwire.parallel import replica_bytes, wrap
 
 VOCABULARY, LENGTH = 320, 24
 SHARDED = ("fsdp1", "fsdp2")
@@ -70,12 +70,12 @@ def test_states_are_what_a_prediction_takes_them_for(world, size):
                 assert measured == whole, strategy
 
 
-def peak(rank, world, group, strategy, batch):
+def peak(rank, world, group, strategy, batch, options):
     """Bytes that a rank holds at most in a steady step: what stays between steps, and what torch allocates in one.
 
     The lowest of five steps: what gloo sent is let go some time after `wait`, which adds 0 to 25 % to a step's peak.
     """
-    model = wrap(tiny(), strategy, device="cpu").train()
+    model = wrap(tiny(), strategy, device="cpu", **options).train()
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):  # DDP rebuilds its buckets in the second
         step(model, optimizer, ids(batch))
@@ -88,12 +88,12 @@ def peak(rank, world, group, strategy, batch):
         changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
         grown.append(max(itertools.accumulate(change for _, change in changes)))
     buckets = gradients if strategy in ("bucket", "ddp") else 0  # these stay; DDP's are as large as the gradients
-    return parameters + moments + buckets + min(grown)
+    return parameters + moments + buckets + (replica_bytes(model) or 0) + min(grown)
 
 
-def predicted_over_measured(world, strategy, batch, sizes):
+def predicted_over_measured(world, strategy, batch, sizes, **options):
     """At the second size, from the peak at the first one; a rank with a row more than others counts."""
-    one, other = (max(world(size).run(peak, strategy, batch)) for size in sizes)
+    one, other = (max(world(size).run(peak, strategy, batch, options)) for size in sizes)
     parameters = sum(parameter.numel() for parameter in tiny().parameters())
     return peak_memory(one, parameters if strategy in SHARDED else 0, *sizes) / other
 
@@ -109,3 +109,10 @@ def test_every_predicted_peak_is_near_the_measured_one(world, strategy, batch):
     """A prediction overstates the change: gradients are divided too, but not all of them are there at the peak."""
     for sizes, least, most in (((2, 3), 0.8, 1.02), ((2, 4), 0.8, 1.02), ((4, 2), 0.98, 1.2)):
         assert least < predicted_over_measured(world, strategy, batch, sizes) < most, sizes
+
+
+@pytest.mark.sweep
+def test_a_replica_stays_as_large_at_any_number_of_ranks(world):
+    """So the prediction holds for a model with one, which is measured with it."""
+    for sizes, least, most in (((2, 3), 0.8, 1.02), ((2, 4), 0.8, 1.02), ((4, 2), 0.98, 1.2)):
+        assert least < predicted_over_measured(world, "fsdp2", 8, sizes, param_compress="int4-diff") < most, sizes

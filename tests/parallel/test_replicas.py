@@ -13,7 +13,7 @@ import torch
 from test_frameworks import assert_near, batch_of, loss_of, model_of, whole_gradients
 from test_param_compress import codec_of, weights_seen
 
-from gradwire.collectives import Reducer, parameters
+from gradwire.collectives import IslandReducer, Reducer, build_islands, parameters
 from gradwire.collectives.meter import METER
 from gradwire.compressors import build
 from gradwire.parallel import (
@@ -28,11 +28,16 @@ from gradwire.parallel import (
 from gradwire.parallel.strategy import strategy_of
 from gradwire.parallel.verify import first_difference
 
-OPTIMIZERS = {"adamw": (torch.optim.AdamW, 3e-2), "sgd": (torch.optim.SGD, 0.3)}
+OPTIMIZERS = {"adamw": (torch.optim.AdamW, 3e-2), "sgd": (torch.optim.SGD, 0.03)}
 
 
-def wrapped(name, encoding, group):
-    return wrap(model_of(name), "fsdp2", Reducer(build("none"), group), device="cpu", param_compress=encoding).train()
+def wrapped(name, encoding, group, islands=1):
+    """A model that is sharded over all ranks, or inside of islands."""
+    if islands == 1:
+        reducer, strategy = Reducer(build("none"), group), "fsdp2"
+    else:
+        reducer, strategy = IslandReducer(build("none"), build_islands(islands), algorithm="exchange"), "hsdp"
+    return wrap(model_of(name), strategy, reducer, device="cpu", param_compress=encoding).train()
 
 
 def optimizer_of(name, model):
@@ -75,10 +80,10 @@ def swapped(model):
 FAULTS = {"missed": missed, "swapped": swapped}
 
 
-def trained(rank, world, group, name, encoding, optimizer, micros=1, steps=4, fault=None):
+def trained(rank, world, group, name, encoding, optimizer, micros=1, steps=4, fault=None, islands=1):
     """Of each step: the exact weights before it, those computed with, the gradients, and the bytes of parameters."""
     send = parameters.exchange
-    model = wrapped(name, encoding, group)
+    model = wrapped(name, encoding, group, islands)
     chosen = optimizer_of(optimizer, model)
     found = []
     for step in range(steps):
@@ -106,8 +111,11 @@ def trained(rank, world, group, name, encoding, optimizer, micros=1, steps=4, fa
     return found, first_difference(model, chosen), [r.values.nbytes for r in strategy_of(model).replicas.values()]
 
 
-def check(results, world, name, micros=1):
-    """Every rank computes with the replica that the formula gives, and sends what the formula says."""
+def check(results, world, name, micros=1, islands=1):
+    """Every rank computes with the replica that the formula gives, and sends what the formula says.
+
+    ``world`` ranks share the parameters, inside of each island.
+    """
     steps = [found for found, *_ in results]
     codec = codec_of("int4-diff")
     replica = {key: value + 0.0 for key, value in steps[0][0]["exact"].items()}
@@ -119,14 +127,16 @@ def check(results, world, name, micros=1):
             sent = [codec.decode(codec.encode(part), part.numel()) for part in differences]
             replica[key] = kept + torch.cat(sent).view(kept.shape)
             size += sum((part.numel() + 1) // 2 + 4 * -(-part.numel() // 256) for part in differences)
-        exact = gradients(name, replica, world, step, micros)
+        exact = gradients(name, replica, islands * world, step, micros)
         for rank, found in enumerate(steps):
             for seen in found[step]["seen"]:
                 assert seen.keys() == replica.keys()
                 for key in replica:
                     assert torch.equal(seen[key], replica[key]), (step, rank, key)
             assert_near(found[step]["gradients"], exact)
-        assert sum(found[step]["sent"] for found in steps) == (world - 1) * size, "once in a step, and no more"
+        assert sum(found[step]["sent"] for found in steps) == islands * (world - 1) * size, (
+            "once in a step, and no more"
+        )
 
 
 def gradients(name, weights, world, step, micros):
@@ -159,6 +169,14 @@ def test_ranks_compute_with_the_replica_of_the_formula(world, optimizer, micros)
 @pytest.mark.parametrize("micros", [1, 2])
 def test_every_replica_is_that_of_the_formula(world, size, name, optimizer, micros):
     check(world(size).run(trained, name, "int4-diff", optimizer, micros, 6), size, name, micros)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_inside_of_islands_too(world, optimizer):
+    results = world(4).run(trained, "odd", "int4-diff", optimizer, 2, 4, None, 2)
+    check(results, 2, "odd", 2, islands=2)
+    assert [difference for _, difference, _ in results] == [None] * 4
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -97,7 +97,7 @@ def barrier(where: str, group: ops.Group, patience_s: float = PATIENCE_S) -> Non
 def first_difference(model: nn.Module, optimizer: Optimizer | None = None, *, drifting: bool = False) -> str | None:
     """Describe the first difference between the ranks, or return None. Every rank must call it; the result is equal.
 
-    Compares the tensors of `replicated` bit by bit, and over the ranks that share its shards each replica of `int4-diff`.
+    Compares the tensors of `replicated` bit by bit, and each replica of ``int4-diff`` over the ranks that share it.
     """
     strategy = strategy_of(model)
     found = difference_between(list(replicated(model, optimizer, drifting)), strategy.copies)
