@@ -27,8 +27,8 @@ class Job(NamedTuple):
     @classmethod
     def of(cls, event: Mapping[str, Any]) -> Job:
         """The job that an event starts."""
-        values = {name: {"islands": "", **event["wildcards"]}.get(name) for name in Run._fields}
-        return cls(event["rule"], None if None in values.values() else Run.of(values))
+        wildcards = {"islands": "", **event["wildcards"]}
+        return cls(event["rule"], Run.of(wildcards) if wildcards.keys() >= set(Run._fields) else None)
 
     def __str__(self) -> str:
         return self.rule if self.run is None else f"{self.rule} {self.run.path}"
