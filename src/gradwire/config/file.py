@@ -143,7 +143,24 @@ def experiment(mapping: Mapping[str, Any]) -> Experiment:
         check_topology(run.strategy, run.world_size, run.islands)
         cells[run.compressor].check_strategy(run.strategy)
         check_private(made.training, cells[run.compressor], run.strategy)
+    check_one_topology(made.runs())
     return made
+
+
+def check_one_topology(runs: Iterable[Run]) -> None:
+    """Check that runs of one strategy and world size have one number of islands.
+
+    Raises:
+        BadInput: If they do not: the report compares cells by strategy and world size, and would average them.
+    """
+    found: dict[tuple[str, int], int] = {}
+    for run in runs:
+        islands = found.setdefault((run.strategy, run.world_size), run.islands)
+        if islands != run.islands:
+            raise BadInput(
+                f"grid: {run.world_size} ranks form {islands} and {run.islands} islands under {run.strategy}; a report "
+                f"compares one number of islands per world size, so put the others into an experiment of their own."
+            )
 
 
 def json_schema() -> dict[str, Any]:

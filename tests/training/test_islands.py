@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from test_training import SMALL, losses, run, shards, words  # noqa: F401  a fixture
+from test_training import losses, run, shards, words  # noqa: F401  a fixture
 
 from gradwire.config import Cell, Run, experiment
 from gradwire.errors import BadInput
@@ -99,6 +99,7 @@ GRID = {"name": "x", "compressors": {"none": {}, "int8": {}}}
 BAD = {
     "islands that do not divide": ({"strategies": ["hsdp"], "world_sizes": [4], "islands": [3]}, "3 islands do not"),
     "one island": ({"strategies": ["hsdp"], "world_sizes": [4]}, "needs at least 2; use fsdp2"),
+    "two topologies": ({"strategies": ["hsdp"], "world_sizes": [4], "islands": [2, 4]}, "form 2 and 4 islands"),
     "islands of another strategy": ({"strategies": ["ddp"], "islands": [2]}, "only strategy hsdp has islands, not ddp"),
 }
 
