@@ -150,11 +150,19 @@ def test_options_go_by_member_or_bare():
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("topk+randomk", {}, "a chain is sparsifier+quantizer; topk is a sparsifier, randomk is a sparsifier"),
+        (
+            "topk+randomk",
+            {},
+            "a chain is sparsifier+quantizer or rotation+quantizer; topk is a sparsifier, randomk is a sparsifier",
+        ),
         ("topk+threshold", {}, "topk is a sparsifier, threshold is a sparsifier"),
         ("int8+topk", {}, "int8 is a quantizer, topk is a sparsifier"),
         ("int8+fp16", {}, "int8 is a quantizer, fp16 is a quantizer"),
-        ("topk+int8+fp16", {}, "compressor 'topk+int8+fp16': a chain has two members, a sparsifier and a quantizer"),
+        (
+            "topk+int8+fp16",
+            {},
+            "compressor 'topk+int8+fp16': a chain has two members: a sparsifier or a rotation, then a quantizer",
+        ),
         ("topk+int9", {}, "unknown compressor 'int9'. Did you mean 'int8'"),
         ("topk+int8", {"densty": 0.1}, "unknown topk+int8 option 'densty'. Did you mean 'density'"),
         ("topk+int8", {"topk.block": 5}, "unknown topk+int8 option 'topk.block'. Did you mean"),

@@ -39,7 +39,7 @@ def members(name: str) -> list[str]:
     for member in found:
         COMPRESSORS.check(member)
     if len(found) > 2:
-        raise BadInput(f"compressor {name!r}: a chain has two members, a sparsifier or a rotation and a quantizer.")
+        raise BadInput(f"compressor {name!r}: a chain has two members: a sparsifier or a rotation, then a quantizer.")
     return found
 
 
