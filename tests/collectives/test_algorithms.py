@@ -187,3 +187,35 @@ def test_float32_natively_costs_what_an_all_reduce_costs(world):
     results = world(3).run(reduced, BIG, "dim0", "all_reduce", "none", {}, {"algorithm": "native"}, 1)
     numel = sum(math.prod(shape) for _, shape in BIG)
     assert results[0][0][0][2] == raw_all_reduce(numel, 3)
+
+
+LONG = [("matrix", (67, 131)), ("bias", (7,)), ("long", (5003,))]
+
+
+def with_and_without_a_code(rank, world, group, name, kind, algorithm):
+    """The results of two steps and the bytes sent; the ranks' codes differ in length, and one gradient is constant."""
+    layout = CUTS["cut"](LONG, world)
+    generator = torch.Generator().manual_seed(rank + 1)
+    found = []
+    steps = [{key: torch.randn(shape, generator=generator) ** (1 + 2 * rank) for key, shape in LONG} for _ in range(2)]
+    steps[1]["long"] = torch.full((5003,), 0.25)
+    for built in (name, f"{name}+entropy"):
+        reducer = Reducer(build(built), group, algorithm=algorithm, error_feedback=True)
+        results = [getattr(reducer, kind)(layout.pack(gradients), layout) for gradients in steps]
+        assert reducer.finish()
+        found.append((results, reducer.traffic["sent"]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "kind", "algorithm"),
+    [
+        (3, "bf16", "all_reduce", "exchange"),
+        (2, "int8", "reduce_scatter", "exchange"),
+        (3, "qsgd", "all_reduce", "gather"),
+    ],
+)
+def test_a_lossless_stage_changes_the_bytes_and_no_bit_of_the_mean(world, size, name, kind, algorithm):
+    for (plain, sent), (coded, fewer) in world(size).run(with_and_without_a_code, name, kind, algorithm):
+        assert all(torch.equal(one, other) for one, other in zip(plain, coded, strict=True))
+        assert fewer < 0.95 * sent

@@ -72,7 +72,14 @@ CHAINS = [
     for first, second in product([*of_kind(Sparsifier), *of_kind(Rotation)], of_kind(Quantizer))
 ]
 CHAINS += [("hadamard+int8", {"num_bits": 4, "block": 32}), ("hadamard+int8", {"rounding": "stochastic"})]
-BUILDS = [*METHODS, *CHAINS]
+CODED = [
+    ("bf16+entropy", {}),
+    ("int8+entropy", {"num_bits": 4, "block": 64}),
+    ("topk+int8+entropy", {"indices": "varint", "density": 0.3}),
+    ("threshold+entropy", {"threshold": 0.5}),
+    ("qsgd+entropy", {"coding": "elias"}),
+]
+BUILDS = [*METHODS, *CHAINS, *CODED]
 
 
 def generator(seed: int = 0, device: str = "cpu") -> torch.Generator:

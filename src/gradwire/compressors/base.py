@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -38,6 +38,20 @@ Shape = int | tuple[int, ...]
 Count = Annotated[int, Field(**COUNT.limits)]  # a type of options
 Onto = Literal["sum", "zero", "blank"]
 Block = Annotated[int, Field(ge=1, le=2**24)]  # likewise, of elements: the plain forms fill up the last block
+
+
+class Section(NamedTuple):
+    """A run of bytes in an encoding that are numbers of one kind.
+
+    Attributes:
+        nbytes: How many bytes.
+        width: Bytes of a number.
+        indices: Whether they say where the sent values lie.
+    """
+
+    nbytes: int
+    width: int = 1
+    indices: bool = False
 
 
 def numel(shape: Shape) -> int:
@@ -79,6 +93,8 @@ class Compressor(BaseModel, ABC):
     """When to take it, in a sentence."""
     overflow: ClassVar[float] = math.inf
     """The smallest magnitude that the wire can no longer carry as a finite number."""
+    number_bytes: ClassVar[int] = 1
+    """Bytes of the numbers that an encoding consists of, where it does not say more by `sections`."""
     linear: ClassVar[bool] = False
     """Whether `rounds` gives what one worker with the mean would get: then ``algorithm: auto`` prefers them."""
 
@@ -302,6 +318,10 @@ class Compressor(BaseModel, ABC):
         """How many of the bytes of ``wire`` say where the sent values lie; 0 for a method that sends every place."""
         return 0
 
+    def sections(self, wire: Tensor, shape: Shape) -> list[Section]:
+        """The runs of bytes of one kind in ``wire``, from its start to its end, for a lossless code."""
+        return [Section(wire.numel(), self.number_bytes)]
+
     def sent_elements(self, shape: Shape, wire: Tensor | None = None) -> int | None:
         """How many elements of a tensor of ``shape`` are sent; None for a method that does not choose among them.
 
@@ -362,6 +382,15 @@ class BlockQuantizer(Quantizer):
     def blocks(self, shape: Shape) -> int:
         """Number of blocks, the last one perhaps shorter."""
         return -(-numel(shape) // self.block)
+
+    def scale_bytes(self, shape: Shape) -> int:
+        """Bytes of the float32 numbers at the start of an encoding that blocks share."""
+        return 4 * self.blocks(shape)
+
+    def sections(self, wire: Tensor, shape: Shape) -> list[Section]:
+        """The blocks' numbers, and the codes."""
+        scales = self.scale_bytes(shape)
+        return [Section(scales, 4), Section(wire.numel() - scales)]
 
     def in_blocks(self, values: Tensor) -> Tensor:
         """A vector as the rows of a matrix, one row per block, zeros at the end."""

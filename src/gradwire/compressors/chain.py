@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors import sparse
-from gradwire.compressors.base import Compressor, Quantizer, Shape
+from gradwire.compressors.base import Compressor, Quantizer, Section, Shape
 from gradwire.compressors.sparse import Sparsifier
 
 
@@ -42,6 +42,10 @@ class Chain(Compressor):
     def index_bytes(self, wire: Tensor, shape: Shape) -> int:
         """The head's bytes."""
         return self.sparsifier.index_bytes(wire, shape)
+
+    def sections(self, wire: Tensor, shape: Shape) -> list[Section]:
+        """Head and values."""
+        return sparse.sections(self.sparsifier, self.quantizer, wire, shape)
 
     def sent_elements(self, shape: Shape, wire: Tensor | None = None) -> int | None:
         """The sparsifier's."""

@@ -6,8 +6,9 @@ Names are known without importing torch; a method's module is imported when the 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -19,8 +20,10 @@ if TYPE_CHECKING:
 
     from gradwire.compressors.base import Compressor
 
+T = TypeVar("T")
 COMPRESSORS = Plugins("compressor", "gradwire.compressors.methods", "gradwire.compressors")
 ALIASES = {"nc": "natural", "thresholdv": "threshold", "1bit": "onebit"}
+LAST = "entropy"  # ends any chain
 HERE = Path(__file__).parent
 
 
@@ -30,17 +33,26 @@ def available() -> list[str]:
 
 
 def members(name: str) -> list[str]:
-    """The methods that a name represents, aliases resolved: one, or the two of a chain.
+    """The methods that a name represents, aliases resolved: one, or the two of a chain, and perhaps `LAST`.
 
     Raises:
-        BadInput: If one of them does not exist, or there are more than two.
+        BadInput: If one of them does not exist, or there are too many.
     """
     found = [ALIASES.get(part, part) for part in name.split("+")]
     for member in found:
         COMPRESSORS.check(member)
-    if len(found) > 2:
-        raise BadInput(f"compressor {name!r}: a chain has two members: a sparsifier or a rotation, then a quantizer.")
+    if len(stages(found)) > 2:
+        raise BadInput(
+            f"compressor {name!r}: a chain has two members, a sparsifier or a rotation, then a quantizer, and {LAST} "
+            "behind them."
+        )
     return found
+
+
+def stages(members: Sequence[T]) -> Sequence[T]:
+    """The members of a chain without the `LAST` behind others; of names, classes or compressors."""
+    last = members[-1]
+    return members[:-1] if len(members) > 1 and LAST in (last, getattr(last, "name", None)) else members
 
 
 def method_class(name: str) -> type[Compressor]:
@@ -65,9 +77,10 @@ def classes(name: str) -> list[type[Compressor]]:
     from gradwire.compressors.sparse import Sparsifier
 
     found = [method_class(member) for member in members(name)]
-    if len(found) == 2 and not (issubclass(found[0], Sparsifier | Rotation) and issubclass(found[1], Quantizer)):
+    pair = stages(found)
+    if len(pair) == 2 and not (issubclass(pair[0], Sparsifier | Rotation) and issubclass(pair[1], Quantizer)):
         bases = {"a sparsifier": Sparsifier, "a rotation": Rotation, "a quantizer": Quantizer}
-        kinds = [next((text for text, base in bases.items() if issubclass(kind, base)), "neither") for kind in found]
+        kinds = [next((text for text, base in bases.items() if issubclass(kind, base)), "neither") for kind in pair]
         raise BadInput(
             f"compressor {name!r}: a chain is sparsifier+quantizer or rotation+quantizer; {found[0].name} is "
             f"{kinds[0]}, {found[1].name} is {kinds[1]}."
@@ -113,15 +126,18 @@ def build(name: str, **given: Any) -> Compressor:
             made.append(kind(**own))
         except ValidationError as error:
             raise bad_option(kind.name, error) from None
-    if len(made) == 1:
-        return made[0]
     from gradwire.compressors.chain import Chain
+    from gradwire.compressors.methods.entropy import EntropyOf
     from gradwire.compressors.rotation import Rotated, Rotation
 
-    first, quantizer = made
-    if isinstance(first, Rotation):
-        return Rotated(rotation=first, quantizer=quantizer)  # type: ignore[arg-type]
-    return Chain(sparsifier=first, quantizer=quantizer)  # type: ignore[arg-type]
+    first, *second = stages(made)
+    if second and isinstance(first, Rotation):
+        coded: Compressor = Rotated(rotation=first, quantizer=second[0])  # type: ignore[arg-type]
+    elif second:
+        coded = Chain(sparsifier=first, quantizer=second[0])  # type: ignore[arg-type]
+    else:
+        coded = first
+    return coded if len(made) == len(stages(made)) else EntropyOf(first=coded)
 
 
 def bad_option(name: str, error: ValidationError) -> BadInput:

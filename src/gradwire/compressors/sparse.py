@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gradwire.compressors import kernels
-from gradwire.compressors.base import Compressor, Quantizer, Shape, numel
+from gradwire.compressors.base import Compressor, Quantizer, Section, Shape, numel
 from gradwire.compressors.methods.none import Uncompressed
 
 FLOAT32 = Uncompressed()
@@ -106,6 +106,10 @@ class Sparsifier(Compressor):
         size = self.head_bytes(shape)
         return self.places(wire, shape)[1] if size is None else size
 
+    def sections(self, wire: Tensor, shape: Shape) -> list[Section]:
+        """Head and values."""
+        return sections(self, FLOAT32, wire, shape)
+
     def sent_elements(self, shape: Shape, wire: Tensor | None = None) -> int | None:
         """As many as are kept."""
         kept = self.kept(shape)
@@ -133,6 +137,13 @@ def wire_bytes(sparsifier: Sparsifier, quantizer: Quantizer, shape: Shape) -> in
     head, kept = sparsifier.head_bytes(shape), sparsifier.kept(shape)
     values = None if kept is None else quantizer.wire_bytes(kept)
     return None if head is None or values is None else head + values
+
+
+def sections(sparsifier: Sparsifier, quantizer: Quantizer, wire: Tensor, shape: Shape) -> list[Section]:
+    """The head, and the sections of the values' encoding."""
+    head, kept = sparsifier.index_bytes(wire, shape), sparsifier.sent_elements(shape, wire)
+    assert kept is not None
+    return [Section(head, 1, True), *quantizer.sections(wire[head:], kept)]
 
 
 def to_wire(sparsifier: Sparsifier, quantizer: Quantizer, x: Tensor, generator: torch.Generator | None) -> Tensor:
