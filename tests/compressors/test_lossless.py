@@ -9,7 +9,7 @@ from samples import generator, normal
 
 from gradwire.compressors import build, lossless, rans
 from gradwire.compressors.base import Section
-from gradwire.compressors.sample_gradient import sample_gradient
+from gradwire.compressors.bench.sample_gradient import sample_gradient
 from gradwire.errors import BadInput
 
 

@@ -306,6 +306,10 @@ class Compressor(BaseModel, ABC):
         low, high = torch.aminmax(x)  # both are NaN where any value is, and NaN fails every comparison
         return torch.logical_and(low > -self.overflow, high < self.overflow).logical_not_()
 
+    def after(self, first: Compressor) -> Compressor:
+        """A chain with this as the stage behind ``first``, for a method that can be one."""
+        raise NotImplementedError(f"{self.name} does not follow a chain")
+
     def compresses(self, shape: Shape) -> bool:
         """Whether the method encodes a tensor of that shape; if not, it is sent as float32, which is not larger."""
         return True

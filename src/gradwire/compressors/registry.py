@@ -127,7 +127,6 @@ def build(name: str, **given: Any) -> Compressor:
         except ValidationError as error:
             raise bad_option(kind.name, error) from None
     from gradwire.compressors.chain import Chain
-    from gradwire.compressors.methods.entropy import EntropyOf
     from gradwire.compressors.rotation import Rotated, Rotation
 
     first, *second = stages(made)
@@ -137,7 +136,7 @@ def build(name: str, **given: Any) -> Compressor:
         coded = Chain(sparsifier=first, quantizer=second[0])  # type: ignore[arg-type]
     else:
         coded = first
-    return coded if len(made) == len(stages(made)) else EntropyOf(first=coded)
+    return coded if len(made) == len(stages(made)) else made[-1].after(coded)
 
 
 def bad_option(name: str, error: ValidationError) -> BadInput:

@@ -39,6 +39,10 @@ class Entropy(Compressor):
         """What makes the bytes."""
         return FLOAT32
 
+    def after(self, first: Compressor) -> Compressor:
+        """The code of what ``first`` sends."""
+        return EntropyOf(first=first)
+
     @property
     def unbiased(self) -> bool:
         """As without this stage."""
