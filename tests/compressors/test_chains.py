@@ -161,7 +161,7 @@ def test_options_go_by_member_or_bare():
         (
             "topk+int8+fp16",
             {},
-            "compressor 'topk+int8+fp16': a chain has two members: a sparsifier or a rotation, then a quantizer",
+            "compressor 'topk+int8+fp16': a chain has two members, a sparsifier or a rotation, then a quantizer",
         ),
         ("topk+int9", {}, "unknown compressor 'int9'. Did you mean 'int8'"),
         ("topk+int8", {"densty": 0.1}, "unknown topk+int8 option 'densty'. Did you mean 'density'"),
