@@ -38,7 +38,7 @@ RANKS = 2
 
 
 def versions() -> dict[str, str | None]:
-    """The versions that identify an image; null for CUDA's in a build of torch without it."""
+    """Versions of what an image is told apart by; null for CUDA's in a build of torch without it."""
     import torch
 
     cuda = torch.version.cuda

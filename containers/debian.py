@@ -61,7 +61,7 @@ class Mirror:
         self._run("apt-get", "update")
 
     def versions(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """The available versions of packages, newest first; a name that is unknown has none."""
+        """The versions of packages that are to be had, newest first; a name that is unknown has none."""
         found: dict[str, list[str]] = {name: [] for name in names}
         for line in self._run("apt-cache", "madison", *found).splitlines():
             name, version, _ = (field.strip() for field in line.split("|"))

@@ -201,13 +201,13 @@ def test_a_model_that_is_averaged_over_other_ranks_or_twice_is_refused(world):
         wrapped = {name: message for name, message in answers.items() if name.startswith("wrap")}
         assert (hooked.pop("fine"), hooked.pop("fine in halves")) == ("", "")
         for name in ("hsdp", "hsdp on all ranks", "replicate"):
-            assert "and fully_shard over a mesh of one dimension" in hooked.pop(name), name
+            assert "fully_shard over a mesh of one dimension" in hooked.pop(name), name
         assert "neither a DistributedDataParallel nor" in hooked.pop("fsdp1")
-        assert "gradients over ranks [0, 1, 2, 3] and the reducer over [" in hooked["all for a half"]
+        assert "is sharded over ranks [0, 1, 2, 3], and the reducer averages over [" in hooked["all for a half"]
         assert len(hooked) == 3 and all("pass Reducer the process group" in message for message in hooked.values()), (
             hooked
         )
-        assert len(wrapped) == 15 and all("wrapped or sharded already" in message for message in wrapped.values()), (
+        assert len(wrapped) == 18 and all("wrapped or sharded already" in message for message in wrapped.values()), (
             wrapped
         )
 

@@ -98,7 +98,7 @@ def test_the_loss_curve_depends_on_the_global_batch_not_on_how_ranks_and_micro_b
 ):
     one = world(1).run(run, words(shards, tmp_path / "one", batch_size=4))[0][0]
     accumulated = world(1).run(run, words(shards, tmp_path / "acc", batch_size=2, grad_accum_steps=2))[0][0]
-    for strategy in get_args(Strategy):
+    for strategy in set(get_args(Strategy)) - {"hsdp"}:  # two ranks make no islands
         two = world(2).run(run, words(shards, tmp_path / strategy, strategy=strategy, verify_sync=2))
         assert losses(two[0][0]) == losses(two[1][0]), "both ranks must know the same loss"
         assert losses(two[0][0]) == pytest.approx(losses(one), rel=2e-5)

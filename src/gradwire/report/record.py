@@ -109,7 +109,6 @@ class Result(Row):
     mem_peak_alloc_gb: Number = None
     mem_peak_reserved_gb: Number = None
     mem_residual_gb: Number = None
-    mem_replica_gb: Number = None
     time_to_target_ppl_s: Number = None
     steps_to_target_ppl: Count = None
     ppl_at_fixed_time: Number = None
@@ -141,6 +140,7 @@ class Result(Row):
     bytes_between_closed_form_total: Count = None
     compression_ratio_between: Number = None
     compression_ratio_between_steady: Number = None
+    mem_replica_gb: Number = None
     steps_to_target: dict[str, int | None] | None = None
     time_to_target_s: dict[str, float | None] | None = None
     bytes_to_target: dict[str, int | None] | None = None
