@@ -161,3 +161,16 @@ def test_a_fault_is_tried_again(verb):
     assert cli.main(["grads", "probe"]) == 3
     verb(lambda args: None)
     assert cli.main(["grads", "probe", "--attempt", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["download", "--source", "pydoc", "--output", "x.json"], "unknown --source 'pydoc'. Did you mean 'pydocs'?"),
+        (["train", "--strategy", "fsdp22"], "unknown --strategy 'fsdp22'. Did you mean 'fsdp2'"),
+    ],
+)
+def test_an_unknown_choice_is_one_message_with_the_nearest_name(words, message, capsys):
+    assert cli.main(words) == 2
+    printed = capsys.readouterr().err
+    assert message in printed and "Available: " in printed and len(printed.splitlines()) == 1

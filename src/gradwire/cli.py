@@ -15,7 +15,7 @@ import select
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from gradwire import __version__
 from gradwire.errors import BAD_INPUT, DONE, FAULT, unknown
@@ -82,6 +82,19 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if silent else super()._get_help_string(action)
 
 
+class Parser(argparse.ArgumentParser):
+    """Reports an unknown choice as other unknown names are reported: with close matches, in one message."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Check a value against its flag's choices.
+
+        Raises:
+            BadInput: If it is none of them.
+        """
+        if action.choices is not None and value not in action.choices:
+            raise unknown("/".join(action.option_strings) or action.dest, str(value), map(str, action.choices))
+
+
 def verb_of(words: Sequence[str]) -> tuple[str, list[str]]:
     """Split a command into its verb (one or two words) and the verb's arguments.
 
@@ -99,12 +112,12 @@ def parse(words: Sequence[str]) -> tuple[str, ModuleType, argparse.Namespace]:
     """Parse a whole command into its verb, the verb's module and its arguments.
 
     Raises:
-        BadInput: If the verb is unknown, or an argument is not valid UTF-8.
+        BadInput: If the verb or a flag's choice is unknown, or an argument is not valid UTF-8.
     """
     check_words(words)
     name, rest = verb_of(words)
     module = importlib.import_module(VERBS[name].module)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"gradwire {name}",
         description=VERBS[name].help + ".",
         formatter_class=HelpFormatter,
