@@ -528,6 +528,37 @@ def test_bad_options_are_refused(world, options, message):
         world(1).run(bad_option, options)
 
 
+def accepted(rank, world, group, given):
+    return repr(Reducer(given, group).compressor)
+
+
+@pytest.mark.parametrize(
+    ("given", "built"),
+    [
+        ("int8", ("int8", {})),
+        ("topk+int8", ("topk+int8", {})),
+        ({"name": "int8", "block": 24}, ("int8", {"block": 24})),
+    ],
+)
+def test_a_name_or_a_mapping_builds_the_compressor(world, given, built):
+    name, options = built
+    assert world(1).run(accepted, given) == [repr(build(name, **options))]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("int9", "unknown compressor 'int9'.*Did you mean 'int"),
+        ({"name": "int8", "blok": 4}, "unknown int8 option 'blok'.*Did you mean 'block'"),
+        ({"block": 4}, "pass a name, such as 'int8'"),
+        (8, "the compressor is 8: pass a name"),
+    ],
+)
+def test_what_is_no_compressor_is_refused(world, given, message):
+    with pytest.raises(BadInput, match=message):
+        world(1).run(accepted, given)
+
+
 def test_the_keywords_are_the_options_of_a_cell():
     keywords = inspect.signature(Reducer).parameters
     options = {

@@ -8,7 +8,7 @@ its parameters.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
@@ -31,6 +31,7 @@ from gradwire.collectives.meter import METER, Meter
 from gradwire.collectives.native import Native
 from gradwire.collectives.queue import CallerQueue, Handle, ReductionQueue, build_queue, finished
 from gradwire.collectives.traffic import Traffic
+from gradwire.compressors import as_compressor
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.exempt import Exempt
 from gradwire.compressors.reduction import ReducerOptions
@@ -52,7 +53,7 @@ class Reducer:
     kept or counted.
 
     Args:
-        compressor: What encodes a piece.
+        compressor: What encodes a piece: a compressor, its name, or a mapping of its ``name`` and options.
         group: The ranks; None is the default group.
         error_feedback: Whether each rank keeps what its encodings lost and adds it to its next gradient.
         ef_decay: What those residuals are multiplied by before they are added; 1 forgets nothing.
@@ -83,7 +84,7 @@ class Reducer:
 
     def __init__(
         self,
-        compressor: Compressor,
+        compressor: Compressor | str | Mapping[str, Any],
         group: ops.Group = None,
         *,
         error_feedback: bool = False,
@@ -101,6 +102,7 @@ class Reducer:
         nonfinite: str = "raise",
         seed: int = 0,
     ) -> None:
+        compressor = as_compressor(compressor)
         options = ReducerOptions.of(
             error_feedback=error_feedback,
             ef_decay=ef_decay,

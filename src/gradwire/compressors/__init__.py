@@ -3,6 +3,6 @@
 Importing this room does not import torch; building a compressor does.
 """
 
-from gradwire.compressors.registry import available, build, method_class, option_schema, options
+from gradwire.compressors.registry import as_compressor, available, build, method_class, option_schema, options
 
-__all__ = ["available", "build", "method_class", "option_schema", "options"]
+__all__ = ["as_compressor", "available", "build", "method_class", "option_schema", "options"]

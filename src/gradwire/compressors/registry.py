@@ -6,7 +6,7 @@ Names are known without importing torch; a method's module is imported when the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -137,6 +137,26 @@ def build(name: str, **given: Any) -> Compressor:
     else:
         coded = first
     return coded if len(made) == len(stages(made)) else made[-1].after(coded)
+
+
+def as_compressor(given: Compressor | str | Mapping[str, Any]) -> Compressor:
+    """Return a compressor, or build it from its name or from ``{"name": …, option: value, …}``.
+
+    Raises:
+        BadInput: As `build`, or for a value of another type.
+    """
+    from gradwire.compressors.base import Compressor
+
+    if isinstance(given, Compressor):
+        return given
+    if isinstance(given, str):
+        return build(given)
+    if isinstance(given, Mapping) and isinstance(given.get("name"), str):
+        return build(**given)
+    raise BadInput(
+        f"the compressor is {given!r}: pass a name, such as 'int8', a mapping with its name and options, such as "
+        f"{{'name': 'int8', 'block': 128}}, or what gradwire.build returns."
+    )
 
 
 def bad_option(name: str, error: ValidationError) -> BadInput:

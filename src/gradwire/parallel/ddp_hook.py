@@ -5,7 +5,7 @@ It fits `DistributedDataParallel.register_comm_hook(state, hook)` (PyTorch, "DDP
 """
 
 # No `annotations` import: DDP rejects annotations of its hook's arguments that are strings.
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gradwire.collectives import Layout, Reducer
-from gradwire.compressors import build
+from gradwire.compressors import as_compressor
 from gradwire.compressors.base import Compressor
 from gradwire.parallel.agreement import check_agreement
 
@@ -78,7 +78,7 @@ def reduce_bucket(state: DDPHookState, bucket: dist.GradBucket) -> torch.futures
 
 
 def ddp_hook(
-    model: nn.Module, compressor: Compressor | str, **options: Any
+    model: nn.Module, compressor: Compressor | str | Mapping[str, Any], **options: Any
 ) -> tuple[DDPHookState, Callable[[DDPHookState, dist.GradBucket], torch.futures.Future[Tensor]]]:
     """Return ``(state, hook)`` that compress the gradients of DDP.
 
@@ -87,7 +87,7 @@ def ddp_hook(
 
     Args:
         model: The model, before or after DDP wraps it; names and order of its trainable parameters are read now.
-        compressor: A compressor or its name.
+        compressor: A compressor, its name, or a mapping of its ``name`` and options.
         options: Those of `Reducer`, such as ``error_feedback=True``.
 
     Returns:
@@ -96,7 +96,7 @@ def ddp_hook(
     Raises:
         BadInput: If the compressor is unknown; at the first backward pass, if an option is invalid or ranks differ.
     """
-    chosen = build(compressor) if isinstance(compressor, str) else compressor
+    chosen = as_compressor(compressor)
     named = [(name.removeprefix("module."), each) for name, each in model.named_parameters() if each.requires_grad]
     shapes = {id(parameter): (name, tuple(parameter.shape)) for name, parameter in named}
     return DDPHookState(shapes, lambda: Reducer(chosen, **{"nonfinite": "propagate", **options})), reduce_bucket
