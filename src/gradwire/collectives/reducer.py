@@ -77,6 +77,7 @@ class Reducer:
         loss_scale: What the loss of the present step is multiplied by, as by `torch.amp.GradScaler`; 1 at first. Set it
             before the backward pass. What is encoded and kept are gradients of the unscaled loss, so it may change
             from step to step; the means that the framework gets back are scaled again.
+        watch: Called as each reduction begins; None at first.
 
     Raises:
         BadInput: If an option has a value that it does not take, or does not go with the compressor.
@@ -133,6 +134,7 @@ class Reducer:
         self.overlap = overlap
         self.nonfinite = nonfinite
         self.loss_scale = 1.0
+        self.watch: Callable[[], object] | None = None
         self.meter = Meter(METER)
         kept_for = {**dict(options), "compressor": schedule or compressor, "seed": seed}
         self._options = {option: repr(value) for option, value in kept_for.items() if option not in FREE}
@@ -329,6 +331,8 @@ class Reducer:
             if then is not None:
                 then(mean)
             return finished(mean)
+        if self.watch is not None:
+            self.watch()
         self.prepare(kind, sum(piece.numel for piece in layout.pieces))
         if self._device is None:
             self._device = flat.device

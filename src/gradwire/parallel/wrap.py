@@ -20,6 +20,7 @@ from gradwire.errors import BadInput, unknown
 from gradwire.parallel.agreement import Shapes, check_agreement
 from gradwire.parallel.bucket import BucketManager
 from gradwire.parallel.ddp import DDP
+from gradwire.parallel.forgotten import ForgottenFinish
 from gradwire.parallel.fsdp1 import FSDP1
 from gradwire.parallel.fsdp2 import FSDP2, check_sharded
 from gradwire.parallel.hsdp import HSDP
@@ -180,6 +181,8 @@ def attach_reducer(reducer: Reducer, wrapped: nn.Module, way: Strategy, shapes: 
     if reducer.world > 1:
         way.prepare(reducer, sum(torch.Size(shape).numel() for _, shape in shapes))
         way.hook(wrapped, reducer)
+        if way.averages:  # else an optimizer communicates, and finishes
+            reducer.watch = ForgottenFinish(reducer, list(wrapped.parameters()))
 
 
 def trainable(model: nn.Module) -> Shapes:
