@@ -78,8 +78,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(damage, shards
     DAMAGE[damage](newest)
     assert train(folder, shards, "--resume", keep_checkpoints=3) == 0
     notes = [line for line in capsys.readouterr().err.splitlines() if "NOTE" in line]
-    assert len(notes) == 1
+    assert len(notes) == 2
     assert str(newest) in notes[0]
+    assert "resuming after step 4, from" in notes[1]
     assert "the checkpoint is damaged and is skipped" in notes[0]
     assert weights(folder) == weights(whole)
     assert names(folder) == ["step00000002", "step00000004", "step00000006"]
@@ -90,7 +91,9 @@ def test_when_all_are_damaged_the_run_starts_over(shards, whole, tmp_path, capsy
     for step in (folder / "checkpoints").iterdir():
         flip(step / "state0.pt")
     assert train(folder, shards, "--resume", keep_checkpoints=3) == 0
-    assert capsys.readouterr().err.count("the checkpoint is damaged") == 3
+    printed = capsys.readouterr().err
+    assert printed.count("the checkpoint is damaged") == 3
+    assert "has no valid checkpoint to resume from: starting at step 0" in printed
     assert weights(folder) == weights(whole)
 
 

@@ -83,7 +83,7 @@ class Checkpoints:
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, restart: bool) -> dict[str, Any] | None:
         """Restore the model and the optimizer in place from the newest valid checkpoint.
 
-        Damaged checkpoints are reported on standard error and skipped.
+        Which one, and which are damaged and skipped, is reported on standard error.
 
         Args:
             model: The wrapped model.
@@ -113,7 +113,10 @@ class Checkpoints:
                     f"{checkpoint} {difference}; repeat that run, choose another --output_dir, or start over with "
                     "--restart."
                 )
+            self._note(f"resuming after step {int(name.removeprefix('step'))}, from {checkpoint}.")
             return self._load(checkpoint, model, optimizer)
+        else:
+            self._note(f"{self.folder} has no valid checkpoint to resume from: starting at step 0.")
         self.discard()
         return None
 
