@@ -166,7 +166,8 @@ def serve(items: SimpleQueue[Item | None], started: Event) -> None:
                     raise faults[0]
                 future.set_result(task())
             except BaseException as error:
-                faults.append(error)
+                if not faults:
+                    faults.append(error)
                 future.set_exception(error)
             del item, future, task, faults  # they would keep the last reduction's buffers until the next
 
