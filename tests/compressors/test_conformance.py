@@ -19,6 +19,16 @@ from gradwire.errors import NonFiniteGradient
 
 every_build = pytest.mark.parametrize(("name", "options"), BUILDS, ids=str)
 
+# Chains decode what their members do: one of each sparsifier and rotation, and all of them in the sweep.
+every_decoder = pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        pytest.param(*made, marks=[pytest.mark.sweep] * (made in CHAINS and not made[0].endswith("+int8")))
+        for made in BUILDS
+    ],
+    ids=str,
+)
+
 # What these send need not hold the bad value; the flag still shows it.
 NEED_NOT_SHOW = {"zero", "randomk"}
 # A sign without a scale has no zero.
@@ -136,7 +146,7 @@ def test_a_wire_of_another_size_is_refused(name, options):
         compressor.decode(wire.to(torch.int16), 257)
 
 
-@every_build
+@every_decoder
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_corrupted_wire_is_refused_or_decodes_within_its_bounds(name, options, data):

@@ -277,7 +277,7 @@ def test_a_selection_on_two_ranks(world, way):
     compare(world, way, selection(SHARING, 2, ALGORITHMS)[way], 2)
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_selection_on_more_ranks(world, way, size):
     algorithms = ALGORITHMS if size == 3 else ["exchange", "native"]
