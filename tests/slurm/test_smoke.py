@@ -135,9 +135,9 @@ def parsed(line: str) -> Job:
 
 
 def trained(ran: list[Job], run: str) -> list[Job]:
-    """The jobs that trained this run."""
+    """The jobs that trained this run; the wildcard of its islands is empty."""
     wildcards = re.sub("ws|seed", "", run).replace("/", "_")
-    return [job for job in ran if job.rule == f"rule_train_wildcards_{wildcards}"]
+    return [job for job in ran if re.sub("_+", "_", job.rule) == f"rule_train_wildcards_{wildcards}"]
 
 
 def rank(folder: Path, run: str, number: int) -> int | None:
