@@ -51,7 +51,7 @@ image-lock: $(READY)
 
 # Several files at once: most tests use one core. Fixtures of a file are made once (loadfile).
 test: kernels
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=20 --junitxml=logs/test.xml
 
 # Compiled once, before several workers and their ranks would each do it.
 kernels: $(READY)
