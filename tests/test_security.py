@@ -93,7 +93,7 @@ def listening(pids: list[int]) -> set[str]:
     return {line[1].split(":")[0] for line in lines if line[3] == "0A" and line[9] in inodes}
 
 
-@pytest.mark.parametrize("launcher", ["spawn", "torchrun"])
+@pytest.mark.parametrize("launcher", ["spawn", pytest.param("torchrun", marks=pytest.mark.full)])
 def test_ranks_meet_on_loopback_alone(tmp_path, launcher):
     """Both wait for ever in a process group, whose store and whose own connections listen."""
     running = subprocess.Popen(command(tmp_path, {0: "gather", 1: "gather"}, launcher=launcher), env=CLEAN)

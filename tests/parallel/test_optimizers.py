@@ -215,9 +215,9 @@ def cell(**more):
     return {"dense_steps": WARM, "error_feedback": True, "algorithm": "exchange", **more}
 
 
-@worlds
-@every_strategy
-@pytest.mark.parametrize("name", ["onebit_adam", "zero_one_adam"])
+@pytest.mark.parametrize(
+    ("size", "strategy", "name"), diagonals([2, 3], REPLICAS, ["zero_one_adam", "onebit_adam"]), ids=str
+)
 def test_the_warm_up_is_adamw_bit_for_bit(world, size, strategy, name):
     given = (strategy, "onebit", cell(dense_steps=6), 6)
     found = world(size).run(trained, name, *given)
