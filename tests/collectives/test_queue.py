@@ -157,9 +157,12 @@ def failing(rank, world, group):
         handles = [reducer.begin_all_reduce(buffer(layout, rank), layout) for _ in range(3)]
         free.set()
         calls = [*(handle.wait for handle in handles), lambda: reducer.all_reduce(buffer(layout, rank), layout)]
-        return [message(call) for call in (*calls, reducer.finish, reducer.synchronize)], reducer.step
+        messages, step = [message(call) for call in (*calls, reducer.finish, reducer.synchronize)], reducer.step
     finally:
         Codec.encode = encode
+    other = Reducer(reducer.compressor, group)  # in the same thread, which has not ended
+    means = [each.all_reduce(buffer(layout, rank), layout) for each in (other, Reducer(other.compressor, group))]
+    return messages, step, torch.equal(*means)
 
 
 def message(call):
@@ -169,8 +172,8 @@ def message(call):
         return str(error)
 
 
-def test_a_fault_in_the_thread_reaches_every_caller(world):
-    assert world(2).run(failing) == [(["no such luck"] * 6, 0)] * 2
+def test_a_fault_in_the_thread_reaches_every_caller_of_its_reducer_and_no_other(world):
+    assert world(2).run(failing) == [(["no such luck"] * 6, 0, True)] * 2
 
 
 def alone_with_a_fault(queue, error):

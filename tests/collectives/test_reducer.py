@@ -537,7 +537,7 @@ def accepted(rank, world, group, given):
     [
         ("int8", ("int8", {})),
         ("topk+int8", ("topk+int8", {})),
-        ({"name": "int8", "block": 24}, ("int8", {"block": 24})),
+        ({"method": "int8", "block": 24}, ("int8", {"block": 24})),
     ],
 )
 def test_a_name_or_a_mapping_builds_the_compressor(world, given, built):
@@ -549,12 +549,12 @@ def test_a_name_or_a_mapping_builds_the_compressor(world, given, built):
     ("given", "message"),
     [
         ("int9", "unknown compressor 'int9'.*Did you mean 'int"),
-        ({"name": "int8", "blok": 4}, "unknown int8 option 'blok'.*Did you mean 'block'"),
+        ({"method": "int8", "blok": 4}, "unknown int8 option 'blok'.*Did you mean 'block'"),
         ({"block": 4}, "pass a name, such as 'int8'"),
         (8, "the compressor is 8: pass a name"),
     ],
 )
-def test_what_is_no_compressor_is_refused(world, given, message):
+def test_another_type_or_option_is_refused(world, given, message):
     with pytest.raises(BadInput, match=message):
         world(1).run(accepted, given)
 

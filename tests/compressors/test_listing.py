@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from gradwire.cli import main
@@ -19,3 +21,8 @@ def test_a_method_is_shown_with_its_use_its_size_and_its_options(name, capsys):
     size = build(name).wire_bytes(MATRIX)
     assert wire.split()[0] == "Wire:" and (f" {size:,} bytes" in wire if size is not None else "the data" in wire)
     assert [line.split()[0] for line in options] == list(option_schema(name).get("properties", {}))
+
+
+def test_the_readme_counts_the_methods():
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    assert f"`gradwire compressors` lists the {len(available())} methods" in readme

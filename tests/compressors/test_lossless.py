@@ -121,7 +121,19 @@ def test_a_head_that_does_not_fit_is_refused_even_with_a_good_check():
         body = np.array(words, "<i8").view(np.uint8)
         return np.concatenate([lossless.check(body), body])
 
-    for words in [(), (1,), (2**40,), (1, 3, 9), (1, 1, -4, -4), (1, 2, 3, 1, 2), (1, 0, 0), (0, 5), (1, 1, 99, 99)]:
+    for words in [
+        (),
+        (1,),
+        (2**40,),
+        (1, 3, 9),
+        (1, 1, -4, -4),
+        (1, 2, 3, 1, 2),
+        (1, 0, 0),
+        (0, 5),
+        (1, 1, 99, 99),
+        (1, 1, 2**62, 0),
+        (1, 1, 2**16 + 1, 0),
+    ]:
         with pytest.raises(ValueError, match="lossless code"):
             lossless.decode(checked(*words), None)
 

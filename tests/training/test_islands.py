@@ -149,3 +149,11 @@ def test_a_runs_folder_names_several_islands():
     assert several.path == "hsdp/int8/ws4-islands2/none/seed1"
     assert one.path == "fsdp2/int8/ws4/none/seed1"
     assert [Run.of(run.wildcards) for run in (several, one)] == [several, one]
+    assert [Run.at(run.path) for run in (several, one)] == [several, one]
+    for other in (
+        "hsdp/int8/ws4-island2/none/seed1",
+        "ddp/int8/ws4/none/seedling",
+        "ddp/int8/ws4/none",
+        "a/b/wsx/c/seed1",
+    ):
+        assert Run.at(other) is None

@@ -1,8 +1,12 @@
-"""The ranks of a reduction, and the meter of its cost."""
+"""The ranks of a reduction, the meter of its cost, and the timeout of their process group."""
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
 
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.ops import Group
@@ -22,3 +26,11 @@ class Ranks(NamedTuple):
     world: int
     rank: int
     meter: Meter
+
+
+def timeout_of(group: Group) -> timedelta:
+    """Return the timeout of a process group's collectives, for which torch has no public name."""
+    own = group or dist.group.WORLD
+    assert own is not None
+    device = torch.device("cuda" if dist.get_backend(own) == "nccl" else "cpu")
+    return own._get_backend(device).options._timeout

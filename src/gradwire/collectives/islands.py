@@ -1,4 +1,4 @@
-"""Islands: groups of ranks with fast links inside of each and slow ones between them, and a reducer over two levels.
+"""Islands: groups of ranks with fast links inside each and slow ones between them, and a reducer over two levels.
 
 Rank r is in island ``r // ranks_per_island``. Inside of an island ranks hold one model in shards; between islands the
 ranks with the same shard, one of each island, average it.
@@ -6,6 +6,7 @@ ranks with the same shard, one of each island, average it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.collectives import ops
+from gradwire.collectives.group import timeout_of
 from gradwire.collectives.reducer import Reducer
 from gradwire.compressors.base import Compressor
 from gradwire.errors import BadInput
@@ -65,10 +67,7 @@ def build_islands(number: int, device_type: str = "cpu") -> Islands:
     """
     check_islands(dist.get_world_size(), number)
     rows = torch.arange(dist.get_world_size()).view(number, -1)
-    own = dist.group.WORLD
-    assert own is not None
-    kind = torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
-    timeout = own._get_backend(kind).options._timeout
+    timeout = timeout_of(None)
     inside, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
     between, _ = dist.new_subgroups_by_enumeration(rows.T.tolist(), timeout=timeout)
     groups = [cast(dist.ProcessGroup, group) for group in (between, inside)]
@@ -76,15 +75,15 @@ def build_islands(number: int, device_type: str = "cpu") -> Islands:
 
 
 class IslandReducer(Reducer):
-    """Reduces between islands, and with ``inside`` also inside of them; for strategy ``hsdp``.
+    """Reduces between islands, and with ``inside`` also inside them; for strategy ``hsdp``.
 
     `all_reduce` is between the islands. What `finish` agrees on and sums is over all ranks; without ``inside`` the
-    framework averages inside of an island. `traffic` covers both levels.
+    framework averages inside an island. `traffic` covers both levels.
 
     Args:
-        compressor: What encodes a piece of a shard between islands.
+        compressor: What encodes a piece of a shard between islands, as for `Reducer`.
         islands: The islands.
-        inside: Reduces inside of this rank's island (its group is ``islands.inside``); None: the framework does.
+        inside: Reduces inside this rank's island (its group is ``islands.inside``); None: the framework does.
         options: The other options of `Reducer`.
 
     Raises:
@@ -92,12 +91,17 @@ class IslandReducer(Reducer):
     """
 
     def __init__(
-        self, compressor: Compressor, islands: Islands, *, inside: Reducer | None = None, **options: Any
+        self,
+        compressor: Compressor | str | Mapping[str, Any],
+        islands: Islands,
+        *,
+        inside: Reducer | None = None,
+        **options: Any,
     ) -> None:
         self.inside = inside
         super().__init__(compressor, islands.between, **options)
         if inside is not None and inside.group is not islands.inside:
-            raise BadInput("the reducer inside of an island needs the group Islands.inside.")
+            raise BadInput("the reducer inside an island needs the group Islands.inside.")
         self.islands = islands
 
     @property
@@ -140,7 +144,7 @@ class IslandReducer(Reducer):
 
     @property
     def traffic(self) -> dict[str, Any]:
-        """Totals of both levels; those inside of the island are also under ``inside``, None if the framework sums."""
+        """Totals of both levels; those inside the island are also under ``inside``, None if the framework sums."""
         between = super().traffic
         if self.inside is None:
             return {**between, "inside": None}
@@ -159,7 +163,7 @@ class IslandReducer(Reducer):
         """
         same = state["world"] == self.topology
         if same and (state["inside"] is None) != (self.inside is None):
-            raise BadInput("the reducer's state and this reducer differ in whether they reduce inside of islands.")
+            raise BadInput("the reducer's state and this reducer differ in whether they reduce inside islands.")
         super().load_state_dict(state)
         if self.inside is not None:
             if same:

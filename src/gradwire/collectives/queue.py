@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gradwire.collectives.group import timeout_of
 from gradwire.collectives.ops import Group
 
 Task: TypeAlias = Callable[[], Tensor]
@@ -213,6 +214,5 @@ def build_queue(group: Group, device: torch.device, overlap: bool) -> tuple[Redu
 def copied(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a new gloo group of the same ranks, with the same timeout."""
     ranks = dist.get_process_group_ranks(group)
-    timeout = group._get_backend(torch.device("cpu")).options._timeout
     part = len(ranks) < dist.get_world_size()  # the other ranks do not take part then
-    return dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=part)
+    return dist.new_group(ranks, timeout=timeout_of(group), backend="gloo", use_local_synchronization=part)

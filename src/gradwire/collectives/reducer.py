@@ -53,7 +53,7 @@ class Reducer:
     kept or counted.
 
     Args:
-        compressor: What encodes a piece: a compressor, its name, or a mapping of its ``name`` and options.
+        compressor: What encodes a piece: a compressor, its name, or a mapping of its ``method`` and options.
         group: The ranks; None is the default group.
         error_feedback: Whether each rank keeps what its encodings lost and adds it to its next gradient.
         ef_decay: What those residuals are multiplied by before they are added; 1 forgets nothing.

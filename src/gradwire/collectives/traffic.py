@@ -66,7 +66,7 @@ class Traffic:
         but the one that sends the most (the first of equals), which represents the framework's own;
         ``residuals_dropped``: pieces whose residual was lost to a value that was not finite; ``encode_seconds`` and
         ``decode_seconds``; ``by_op``: the payload's bytes, seconds and calls per collective. On a GPU seconds are
-        counted inside of `Meter.measuring` only.
+        counted inside `Meter.measuring` only.
         """
         dropped, meter = self.codec.dropped, self.ranks.meter
         return {

@@ -7,8 +7,8 @@ behind its mantissa and an 8-bit exponent into one byte; then the i-th bytes of 
 
 Wire, in int64 (little-endian): the CRC-32 of all that follows; the number of sections; for each section the width of
 its numbers, negative where they are indices, its bytes, and the bytes of the code of each kind. Then the codes
-(`gradwire.compressors.rans`), where one as long as what it stands for is those bytes themselves; then zeros up to the
-least length.
+(`gradwire.compressors.rans`), where one as long as its bytes is those bytes themselves; then zeros up to the least
+length.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ def decode(code: np.ndarray, nbytes: int | None) -> np.ndarray:
         uint8 [nbytes].
 
     Raises:
-        ValueError: If these bytes are no code of such a message.
+        ValueError: If these bytes are not the code of such a message.
     """
     if not np.array_equal(code[:CHECKED], check(code[CHECKED:])):
-        raise ValueError(f"{code.size} bytes are no lossless code: the check of their content fails")
+        raise ValueError(f"{code.size} bytes are not a lossless code: the check of their content fails")
     parts, at = described(code)
     size = sum(part.section.nbytes for part in parts)
     if nbytes not in (None, size):
@@ -94,7 +94,7 @@ def check(body: np.ndarray) -> np.ndarray:
 
 
 def index_bytes(code: np.ndarray) -> int:
-    """How many bytes of a code stand for indices."""
+    """How many bytes of a code are those of indices."""
     return sum(sum(part.codes) for part in described(code)[0] if part.section.indices)
 
 
@@ -115,7 +115,7 @@ def described(code: np.ndarray) -> tuple[list[Part], int]:
         raise ValueError(f"the head of a lossless code is longer than its {code.size} bytes") from None
     sizes = [part.section.nbytes for part in parts] + [size for part in parts for size in part.codes]
     total = used * WORD + sum(sum(part.codes) for part in parts)
-    whole = all(width in (1, 2, 4) and nbytes % width == 0 for (nbytes, width, _), _ in parts)
+    whole = all(width in (1, 2, 4) and nbytes % width == 0 and nbytes <= MOST for (nbytes, width, _), _ in parts)
     if not whole or min(sizes, default=0) < 0 or total > code.size or code[total:].any():
         raise ValueError(f"the head of a lossless code does not describe its {code.size} bytes")
     return parts, used * WORD

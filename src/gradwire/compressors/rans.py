@@ -233,7 +233,7 @@ def decode(code: np.ndarray, count: int) -> np.ndarray:
     """What `encode` was given: uint8 [count].
 
     Raises:
-        ValueError: If these bytes (uint8, contiguous) are no code of ``count`` bytes.
+        ValueError: If these bytes (uint8, contiguous) are not a code of ``count`` bytes.
     """
     if code.size == count:
         return code
@@ -249,5 +249,5 @@ def decode(code: np.ndarray, count: int) -> np.ndarray:
             words.copy().view(np.uint16), decoder(frequency), states.copy().view("<u4").astype(np.int64), data
         )
     ):
-        raise ValueError(f"{code.size} bytes are no range code of {count}")
+        raise ValueError(f"{code.size} bytes are not a range code of {count} bytes")
     return data

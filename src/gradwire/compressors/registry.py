@@ -140,7 +140,7 @@ def build(name: str, **given: Any) -> Compressor:
 
 
 def as_compressor(given: Compressor | str | Mapping[str, Any]) -> Compressor:
-    """Return a compressor, or build it from its name or from ``{"name": …, option: value, …}``.
+    """Return a compressor, or build it from its name or from ``{"method": …, option: value, …}`` as in a cell.
 
     Raises:
         BadInput: As `build`, or for a value of another type.
@@ -151,11 +151,11 @@ def as_compressor(given: Compressor | str | Mapping[str, Any]) -> Compressor:
         return given
     if isinstance(given, str):
         return build(given)
-    if isinstance(given, Mapping) and isinstance(given.get("name"), str):
-        return build(**given)
+    if isinstance(given, Mapping) and isinstance(given.get("method"), str):
+        return build(given["method"], **{key: value for key, value in given.items() if key != "method"})
     raise BadInput(
-        f"the compressor is {given!r}: pass a name, such as 'int8', a mapping with its name and options, such as "
-        f"{{'name': 'int8', 'block': 128}}, or what gradwire.build returns."
+        f"the compressor is {given!r}: pass a name, such as 'int8', a mapping with its method and options, such as "
+        f"{{'method': 'int8', 'block': 128}}, or what gradwire.build returns."
     )
 
 

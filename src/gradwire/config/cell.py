@@ -42,7 +42,7 @@ class Cell(Strict):
         options: The method's own options.
         reduction: The reducer's options, as given (without defaults).
         communication: What ranks communicate, and the options of a communicating optimizer, as given.
-        inside: The compressor setting inside of islands (hsdp); None keeps the framework's own reduction there.
+        inside: The compressor setting inside islands (hsdp); None keeps the framework's own reduction there.
         param_compress: Compression of FSDP's parameter all-gathers.
     """
 
@@ -101,7 +101,7 @@ class Cell(Strict):
 
     @classmethod
     def _parse_inside(cls, mapping: Any) -> Cell:
-        """Parse the setting inside of islands, such as ``{method: int8}``.
+        """Parse the setting inside islands, such as ``{method: int8}``.
 
         Raises:
             BadInput: As `parse`, or if it has more than a method and options of it and the reducer.

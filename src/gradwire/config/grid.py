@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -28,6 +29,7 @@ from gradwire.units import UNSHAPED
 
 PATH = "{strategy}/{compressor}/ws{world_size}{islands}/{link}/seed{seed}"  # of a run's folder, by its wildcards
 ISLANDS = "-islands"
+NUMBERS = {"world_size": r"\d+", "islands": rf"({ISLANDS}\d+)?", "seed": r"\d+"}  # wildcards that are
 
 
 class Run(NamedTuple):
@@ -45,9 +47,16 @@ class Run(NamedTuple):
         """The run's folder below ``runs/``."""
         return PATH.format(**self.wildcards)
 
+    @classmethod
+    def at(cls, path: str) -> Run | None:
+        """The run of a `path`; None if it is not a run's."""
+        groups = {name: f"(?P<{name}>{NUMBERS.get(name, '[^/]+')})" for name in cls._fields}
+        found = re.fullmatch(PATH.format(**groups), path)
+        return found and cls.of(found.groupdict())
+
     @property
     def wildcards(self) -> dict[str, str]:
-        """The fields as they stand in a path; a single island is left out."""
+        """The fields as they are in a path; a single island is left out."""
         values = {name: str(value) for name, value in self._asdict().items()}
         return values | {"islands": "" if self.islands == 1 else f"{ISLANDS}{self.islands}"}
 

@@ -17,6 +17,7 @@ from gradwire.collectives.parameters import ParameterGather
 from gradwire.collectives.replica import Replica
 from gradwire.errors import BadInput
 from gradwire.parallel.backward import EndOfBackward, in_backward
+from gradwire.parallel.mesh import local
 from gradwire.parallel.strategy import Strategy, blocks
 
 NEEDED = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor")
@@ -210,18 +211,12 @@ def compress_parameters(
         layout = Layout.dim0([(name, tuple(p.shape)) for name, p in parameters.items()], gather.ranks.world)
         first = next(iter(parameters))
         if gather.encoding.differences and gather.ranks.world > 1:
-            shards = {name: own_shard(parameter) for name, parameter in parameters.items()}
+            shards = {name: local(parameter) for name, parameter in parameters.items()}
             replicas[first] = Replica(gather, layout, shards)
         module.set_custom_all_gather(AllGather(gather, layout, module, replicas.get(first), unchanged))
     wrapped.register_forward_pre_hook(reshard_evaluated, prepend=True)  # before the framework's own
     wrapped.register_forward_hook(reshard_evaluated)
     return replicas
-
-
-def own_shard(parameter: nn.Parameter) -> Tensor:
-    """Return this rank's part of a sharded parameter."""
-    assert isinstance(parameter, DTensor)
-    return parameter.detach().to_local()
 
 
 def reshard_evaluated(module: nn.Module, *_: object) -> None:

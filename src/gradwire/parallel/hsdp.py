@@ -1,4 +1,4 @@
-"""Hybrid sharding: fully_shard (FSDP2) inside of islands, and an all-reduce of each shard between them.
+"""Hybrid sharding: fully_shard (FSDP2) inside islands, and an all-reduce of each shard between them.
 
 The framework's own HSDP, a mesh of islands x ranks, is used without a reducer. It all-reduces before it calls a hook;
 with a reducer each island is therefore sharded by itself, and the reducer takes shards from ``set_all_reduce_hook``.
@@ -23,9 +23,9 @@ from gradwire.parallel.fsdp2 import FSDP2, check_offered, gradients_read_at_once
 
 
 class HSDP(FSDP2):
-    """Parameters sharded inside of islands; the reducer averages shards between them.
+    """Parameters sharded inside islands; the reducer averages shards between them.
 
-    With ``average=False`` gradients are averaged inside of islands only: each rank owns its shard of its island's
+    With ``average=False`` gradients are averaged inside islands only: each rank owns its shard of its island's
     gradients and weights, and an optimizer that communicates averages those between islands.
 
     Args:
@@ -50,7 +50,7 @@ class HSDP(FSDP2):
         """Build the strategy; the islands are the reducer's, or given.
 
         Raises:
-            BadInput: If the reducer is no `IslandReducer`, or has other islands.
+            BadInput: If the reducer is not an `IslandReducer`, or has other islands.
         """
         if reducer is None:
             return cls(None, device, islands=islands, **options)
@@ -72,7 +72,7 @@ class HSDP(FSDP2):
 
     @property
     def communicates(self) -> bool:
-        """Always: gradients are reduced inside of islands."""
+        """Always: gradients are reduced inside islands."""
         return True
 
     def mesh(self) -> DeviceMesh:
@@ -93,7 +93,7 @@ class HSDP(FSDP2):
         wrapped.reshard()
 
     def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
-        """Reduce each shard between islands, and with ``inside`` each group of parameters inside of them."""
+        """Reduce each shard between islands, and with ``inside`` each group of parameters inside them."""
         assert isinstance(reducer, IslandReducer)
         check_offered("islands", "set_all_reduce_hook")
         if reducer.inside is not None:
@@ -112,7 +112,7 @@ class Row:
     """This rank's shard of a group of parameters.
 
     Args:
-        layout: The group's layout inside of the island.
+        layout: The group's layout inside the island.
         rank: This rank's place in the island.
 
     Attributes:
@@ -128,13 +128,13 @@ class Row:
 
 
 def own_row(parameters: dict[str, nn.Parameter], islands: Islands) -> Row:
-    """Return this rank's shard of parameters that are sharded inside of an island."""
+    """Return this rank's shard of parameters that are sharded inside an island."""
     layout = Layout.dim0([(name, tuple(p.shape)) for name, p in parameters.items()], islands.ranks)
     return Row(layout, dist.get_rank(islands.inside))
 
 
 class AllReduce:
-    """The reducer's all-reduce of a group's shard, as FSDP2's hook; it is filled until the end of the backward pass."""
+    """The reducer's all-reduce of a group's shard, as FSDP2's hook; it is complete at the end of the pass."""
 
     def __init__(self, reducer: Reducer, row: Row, end: EndOfBackward, parameters: list[nn.Parameter]) -> None:
         self.reducer = reducer

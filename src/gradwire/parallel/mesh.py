@@ -1,4 +1,4 @@
-"""Device mesh of the ranks, with one dimension per kind of parallelism.
+"""Device mesh of the ranks, with one dimension per kind of parallelism, and a rank's part of a tensor on it.
 
 ``dp``: each rank has its own samples. ``tp``: layers are split. ``cp``: sequences are split. ``pp``: a rank has some of
 the layers. Only ``dp`` is implemented.
@@ -6,8 +6,12 @@ the layers. Only ``dp`` is implemented.
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from gradwire.collectives.ops import Group
 from gradwire.errors import BadInput, unknown
@@ -50,3 +54,12 @@ def check(world: int, sizes: dict[str, int]) -> None:
             )
     if sizes["dp"] != world:
         raise BadInput(f"the mesh has dp = {sizes['dp']}, but there are {world} ranks.")
+
+
+def local(tensor: Tensor | ShardedTensor) -> Tensor:
+    """Return this rank's shard of a sharded tensor, another tensor as it is; both share memory with it."""
+    if isinstance(tensor, ShardedTensor):
+        shards = tensor.local_shards()
+        return shards[0].tensor if shards else torch.empty(0)
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

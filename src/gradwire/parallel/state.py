@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from gradwire.errors import BadInput
 from gradwire.parallel.fsdp1 import WRAPPED
+from gradwire.parallel.mesh import local
 from gradwire.parallel.strategy import strategy_of
 
 
@@ -78,14 +79,14 @@ def load_checkpoint_state(model: nn.Module, optimizer: Optimizer, state: dict[st
     """Set the model and the optimizer to a loaded `checkpoint_state`."""
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     for name, replica in strategy_of(model).replicas.items():
-        replica.restore(_local(state["replicas"][name]))
+        replica.restore(local(state["replicas"][name]))
 
 
 def own_part(state: Any) -> Any:
     """Return a nested `checkpoint_state` with plain tensors: of a sharded one, this rank's shard."""
     if isinstance(state, dict):
         return {key: own_part(value) for key, value in state.items()}
-    return _local(state) if isinstance(state, Tensor | ShardedTensor) else state
+    return local(state) if isinstance(state, Tensor | ShardedTensor) else state
 
 
 def filled(state: Any, saved: Any) -> Any:
@@ -100,22 +101,12 @@ def filled(state: Any, saved: Any) -> Any:
         return {key: filled(value, saved[key]) for key, value in state.items()}
     if not isinstance(state, Tensor | ShardedTensor):
         return saved
-    local = _local(state)
-    if local.shape != saved.shape:
-        raise BadInput(f"the checkpoint holds {list(saved.shape)} where this model has {list(local.shape)}.")
+    own = local(state)
+    if own.shape != saved.shape:
+        raise BadInput(f"the checkpoint holds {list(saved.shape)} where this model has {list(own.shape)}.")
     with torch.no_grad():
-        local.copy_(saved)
+        own.copy_(saved)
     return state
-
-
-def _local(tensor: Tensor | ShardedTensor) -> Tensor:
-    """Return this rank's part of a tensor."""
-    if isinstance(tensor, DTensor):
-        return tensor.to_local()
-    if isinstance(tensor, ShardedTensor):
-        shards = tensor.local_shards()
-        return shards[0].tensor if shards else torch.empty(0)
-    return tensor.detach()
 
 
 def full_optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from gradwire.collectives import ops
+from gradwire.parallel.mesh import local
 from gradwire.parallel.strategy import strategy_of
 
 
@@ -17,7 +17,7 @@ def accumulation(model: nn.Module, last: bool) -> AbstractContextManager[object]
 
     Args:
         model: The model returned by `wrap`; with ``average=False`` gradients are never reduced, under ``hsdp`` only
-            inside of an island.
+            inside an island.
         last: Whether this is the last micro-batch of the optimizer step.
     """
     strategy = strategy_of(model)
@@ -48,8 +48,3 @@ def local_gradients(model: nn.Module) -> list[Tensor]:
     """Return this rank's gradients: full for a replicated model, shards for a sharded one."""
     gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     return [local(gradient) for gradient in gradients]
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a sharded tensor, another tensor as it is; both share memory with it."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor

@@ -86,13 +86,16 @@ def wrap(
     """
     device = next(model.parameters()).device if device is None else torch.device(device)
     kind = strategy_class(strategy)
-    if kind is HSDP and (islands := islands_of(reducer, options)) == dist.get_world_size():
-        warnings.warn(f"{islands} islands of one rank each have nothing to shard: using strategy ddp", stacklevel=2)
-        kind, options = DDP, {}
     check_plain(model)
     known = set(inspect.signature(kind).parameters) - {"group", "device"}
     for option in options.keys() - known:
         raise unknown(f"option of strategy {strategy}", option, known)
+    if kind is HSDP and (islands := islands_of(reducer, options)) == dist.get_world_size():
+        unused = " without param_compress" if options.get("param_compress", "none") != "none" else ""
+        warnings.warn(
+            f"{islands} islands of one rank each have nothing to shard: using strategy ddp{unused}", stacklevel=2
+        )
+        kind, options = DDP, {}
     if not average and not kind.alone:
         raise BadInput(
             f"strategy {strategy} shards gradients, so ranks cannot keep their own; use one with replicas, or hsdp."
@@ -196,7 +199,7 @@ def reduced_numel(wrapped: nn.Module) -> int:
 
 
 class ByLink(NamedTuple):
-    """Bytes over all ranks, inside of islands and between them."""
+    """Bytes over all ranks, inside islands and between them."""
 
     inside: int
     between: int

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -19,10 +18,6 @@ from gradwire.report.quality import PerplexityReference, perplexity_reference, w
 from gradwire.report.record import RESULT_FIELDS, Result, compared, result, without_measurements
 from gradwire.report.targets import with_targets
 
-FOLDER = (
-    r"(?P<strategy>[^/]+)/(?P<compressor>[^/]+)/ws(?P<world_size>\d+)(?P<islands>(-islands\d+)?)/(?P<link>[^/]+)"
-    r"/seed(?P<seed>\d+)"
-)
 EXPECTED = "expected.json"  # in the experiment's folder: the requested runs
 
 
@@ -160,8 +155,8 @@ def run_folders(results_dir: Path) -> dict[Run, Path]:
     """The folders of runs on disk."""
     found = {}
     for folder in (results_dir / "runs").glob("*/*/ws*/*/seed*"):
-        if parts := re.fullmatch(FOLDER, "/".join(folder.parts[-5:])):
-            found[Run.of(parts.groupdict())] = folder
+        if run := Run.at("/".join(folder.parts[-5:])):
+            found[run] = folder
     return found
 
 

@@ -77,7 +77,7 @@ def traffic_between(before: dict[str, Any] | None, now: dict[str, Any] | None, *
 
 
 def bytes_inside(before: dict[str, Any], now: dict[str, Any]) -> Row | None:
-    """Bytes of a reducer's part inside of an island between two `IslandReducer.traffic`; None without such a part."""
+    """Bytes of a reducer's part inside an island between two `IslandReducer.traffic`; None without such a part."""
     old, new = before.get("inside"), now.get("inside")
     if old is None or new is None:
         return None

@@ -1,4 +1,4 @@
-"""Bytes of gradients by class of link: inside of islands and between them (strategy ``hsdp``)."""
+"""Bytes of gradients by class of link: inside islands and between them (strategy ``hsdp``)."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def known_sum(values: list[int | None]) -> int | None:
 def fields(settings: Settings, outcome: Outcome, rows: list[Row], parameters: Row) -> Row:
     """The record's fields by class of link; none for a strategy without islands.
 
-    Those inside of islands include FSDP's all-gathers of parameters.
+    Those inside islands include FSDP's all-gathers of parameters.
 
     Args:
         settings: The run.

@@ -62,7 +62,7 @@ class Entropy(Compressor):
         return size if size is not None and size < SHORT else None
 
     def index_bytes(self, wire: Tensor, shape: Shape) -> int:
-        """The bytes that stand for indices."""
+        """The code's bytes of indices."""
         coded, body = self._body(wire, shape)
         return lossless.index_bytes(body.cpu().numpy()) if coded else self.inner.index_bytes(body, shape)
 
