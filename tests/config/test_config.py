@@ -268,6 +268,17 @@ def test_a_cell_says_how_parameters_travel():
         Cell.parse("int8", {"param_compress": "int5"})
 
 
+def test_a_cell_has_its_own_learning_rate():
+    cell = Cell.parse("slow", {"method": "none", "lr": 1e-3})
+    assert Cell.parse("slow", cell.flat()) == cell
+    assert (cell.lr, cell.hooked) == (1e-3, False)
+    assert "lr" not in Cell.parse("none", {}).flat()
+    with pytest.raises(BadInput, match="cell 'none': lr"):
+        Cell.parse("none", {"lr": 0})
+    with pytest.raises(BadInput, match="`inside` takes a method, its options and the reducer's"):
+        Cell.parse("int8", {"inside": {"method": "int8", "lr": 0.1}})
+
+
 def test_parameters_travel_compressed_under_fsdp2_only():
     wide = {**SMALL, "compressors": {"small": {"method": "none", "param_compress": "int8"}}}
     assert experiment({**wide, "grid": {"strategies": ["fsdp2"]}}).runs()

@@ -166,6 +166,13 @@ def test_a_global_batch_is_shared_out_evenly_or_not_at_all(shards, tmp_path, cap
     assert "--verify_sync is -1; it must be at least 0." in capsys.readouterr().err
 
 
+def test_a_cells_learning_rate_replaces_that_of_the_training(world, shards, tmp_path):
+    own = world(1).run(run, words(shards, tmp_path / "own", "--comm_config_json", '{"lr": 0.02}'))[0]
+    other = world(1).run(run, words(shards, tmp_path / "other", lr=0.02))[0]
+    assert max(row["lr"] for row in own[0]) == own[1]["lr"] == 0.02
+    assert losses(own[0]) == losses(other[0])
+
+
 def test_seeds_give_different_curves_and_one_seed_gives_the_same_curve_twice(world, shards, tmp_path):
     curves = [
         losses(world(1).run(run, words(shards, tmp_path / str(i), seed=s))[0][0]) for i, s in enumerate((0, 0, 1))

@@ -19,8 +19,8 @@ from gradwire.config.values import Name
 from gradwire.errors import BadInput, unknown
 from gradwire.explain import short
 
-# Keys of a cell that belong neither to its method, nor the reducer, nor an optimizer.
-OTHERS = ("inside", "param_compress")
+# Keys of a cell that are options neither of its method, nor the reducer, nor a communicating optimizer.
+OTHERS = ("inside", "param_compress", "lr")
 # Flags of `train` that are also keys of a cell.
 FLAGS = {"comm_compress": "method", "comm_optimizer": "comm_optimizer", "param_compress": "param_compress"}
 
@@ -44,6 +44,7 @@ class Cell(Strict):
         communication: What ranks communicate, and the options of a communicating optimizer, as given.
         inside: The compressor setting inside islands (hsdp); None keeps the framework's own reduction there.
         param_compress: Compression of FSDP's parameter all-gathers.
+        lr: The peak learning rate of the cell's runs; None takes that of ``training``.
     """
 
     label: Name
@@ -53,6 +54,7 @@ class Cell(Strict):
     communication: Communication
     inside: Cell | None = None
     param_compress: ParamCompress = "none"
+    lr: float | None = Field(None, gt=0)
 
     @classmethod
     def parse(cls, label: str, mapping: Any) -> Cell:
@@ -107,7 +109,7 @@ class Cell(Strict):
             BadInput: As `parse`, or if it has more than a method and options of it and the reducer.
         """
         inside = cls.parse("none", mapping)
-        if inside.communication.model_fields_set or inside.inside or inside.param_compress != "none":
+        if inside.flat().keys() & {*Communication.model_fields, *OTHERS}:
             raise BadInput("`inside` takes a method, its options and the reducer's.")
         return inside
 
@@ -128,7 +130,7 @@ class Cell(Strict):
         """The mapping that `parse` reads, as for ``--comm_config_json``."""
         reduction = self.reduction.model_dump(mode="json", exclude_unset=True)
         communication = self.communication.model_dump(mode="json", exclude_unset=True)
-        others = self.model_dump(include={"param_compress"}, exclude_defaults=True)
+        others = self.model_dump(include={"param_compress", "lr"}, exclude_defaults=True)
         others |= {} if self.inside is None else {"inside": self.inside.flat()}
         return {"method": self.method, **self.options, **reduction, **communication, **others}
 

@@ -145,6 +145,7 @@ class Result(Row):
     time_to_target_s: dict[str, float | None] | None = None
     bytes_to_target: dict[str, int | None] | None = None
     # For the table.
+    lr: Number = None
     noise_multiplier_accounted: Number = None
     sampling: Text = None
     adjacency: Text = None

@@ -111,6 +111,7 @@ def described(
         "compress_method": settings.cell.method,
         "compress_config": settings.cell.flat(),
         "optimizer": settings.cell.communication.optimizer,
+        "lr": settings.training.lr,
         "steps": settings.training.steps,
         "seed": run.seed,
         "unigram_ppl": split["unigram_ppl"],

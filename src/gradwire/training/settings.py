@@ -114,6 +114,8 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     cell = Cell.parse(args.label or str(method), options)
     cell.check_strategy(args.strategy)
     training = from_flags(Training, args)
+    if cell.lr is not None:
+        training = training.model_copy(update={"lr": cell.lr})
     check_private(training, cell, args.strategy)
     return Settings(
         training=training,
