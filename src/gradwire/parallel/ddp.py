@@ -47,7 +47,10 @@ class DDP(Strategy):
             parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
             sizes = [sum(p.nbytes for p in bucket.values()) for bucket in plan(parameters, self.bucket_mb)]
             size = max(sizes, default=MB) / PARTS / MB
-        return DistributedDataParallel(model, device_ids=devices, process_group=self.group, bucket_cap_mb=size)
+        wrapped = DistributedDataParallel(model, device_ids=devices, process_group=self.group, bucket_cap_mb=size)
+        # torch.compile splits graphs by this size alone, and asserts that it is not below that of DDP's first bucket.
+        wrapped.bucket_bytes_cap = max(wrapped.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
+        return wrapped
 
     def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
         """Register a hook that hands the gradients to the reducer."""
