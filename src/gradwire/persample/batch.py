@@ -83,7 +83,9 @@ def no_targets(batch: Batch) -> Tensor:
 
 
 def zeroed(values: Tensor, rows: Tensor) -> Tensor:
-    """Set the rows selected by a mask to exact zeros, even where they are NaN."""
+    """Set the rows selected by a mask to exact zeros, even where they are NaN; without any, return ``values``."""
+    if rows.device.type == "cpu" and not rows.any():  # on a GPU, asking would wait for the GPU
+        return values
     return torch.where(rows.view(-1, *[1] * (values.ndim - 1)), torch.zeros_like(values), values)
 
 
