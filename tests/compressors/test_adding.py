@@ -47,7 +47,7 @@ x = torch.tensor([[1.0, -0.25, 0.0], [0.5, 1 / 64, -1.0]])
 wire = build("dither").encode(x, generator=torch.Generator())
 assert torch.equal(build("dither").decode(wire, (2, 3)), x), "powers of two travel exactly"
 parts = ["round_trip", "same_generator", "not_finite", "another_size", "declared_unbiased", "no_float"]
-alone = "dither and not topk and not randomk and not threshold"
+alone = "dither and not topk and not randomk and not threshold and not hadamard and not entropy"
 sys.exit(pytest.main(["tests/compressors/test_conformance.py", "-p", "no:cacheprovider", "-k",
                       f"{alone} and ({' or '.join(parts)})"]))
 """
@@ -111,4 +111,5 @@ def test_the_pages_compressor_is_found_everywhere(running, way):
     assert running[way].returncode == 0, printed
     assert "dither (quantizer): Sends a sign and a power of two per element; unbiased." in printed
     assert "levels  integer >= 1, <= 7 [7]  powers of two" in printed
-    assert re.findall(r"(\d+) passed", printed) == ["6"], printed
+    (passed,) = re.findall(r"(\d+) passed", printed)
+    assert int(passed) >= 6, printed  # one of each part at least
