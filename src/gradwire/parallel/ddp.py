@@ -30,14 +30,26 @@ class DDP(Strategy):
         group: The ranks; None is the default group.
         device: The model's device.
         bucket_mb: Size of a bucket in MiB; 0 makes one bucket per parameter.
+        find_unused_parameters: As for `DistributedDataParallel`: parameters that a forward pass leaves unused get the
+            mean of the other ranks' gradients.
+        static_graph: As for `DistributedDataParallel`.
     """
 
     kind = "all_reduce"
     alone = True
 
-    def __init__(self, group: Group, device: torch.device, *, bucket_mb: float = BUCKET_MB) -> None:
+    def __init__(
+        self,
+        group: Group,
+        device: torch.device,
+        *,
+        bucket_mb: float = BUCKET_MB,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+    ) -> None:
         super().__init__(group, device)
         self.bucket_mb = bucket_mb
+        self.framework = {"find_unused_parameters": find_unused_parameters, "static_graph": static_graph}
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap the whole model; with a reducer DDP's own buckets are small."""
@@ -47,7 +59,9 @@ class DDP(Strategy):
             parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
             sizes = [sum(p.nbytes for p in bucket.values()) for bucket in plan(parameters, self.bucket_mb)]
             size = max(sizes, default=MB) / PARTS / MB
-        wrapped = DistributedDataParallel(model, device_ids=devices, process_group=self.group, bucket_cap_mb=size)
+        wrapped = DistributedDataParallel(
+            model, device_ids=devices, process_group=self.group, bucket_cap_mb=size, **self.framework
+        )
         # torch.compile splits graphs by this size alone, and asserts that it is not below that of DDP's first bucket.
         wrapped.bucket_bytes_cap = max(wrapped.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
         return wrapped

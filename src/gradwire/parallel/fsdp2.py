@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from gradwire.collectives import Layout, Reducer
@@ -20,6 +21,7 @@ from gradwire.parallel.backward import EndOfBackward, in_backward
 from gradwire.parallel.mesh import local
 from gradwire.parallel.strategy import Strategy, blocks
 
+ONE_TYPE = MixedPrecisionPolicy()  # the default: everything in the parameters' own type
 NEEDED = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor")
 
 
@@ -33,12 +35,31 @@ class FSDP2(Strategy):
             `compressors.parameter_encoding.ENCODINGS`. Shards and the weights in evaluation mode stay exact. With one
             rank nothing is sent. ``int4-diff`` sends each optimizer step's differences once, in the first forward pass;
             `parallel.accumulation` says which micro-batch is the last before the next optimizer step.
+        reshard_after_forward: As for `fully_shard`; None is its default.
+        mp_policy: As for `fully_shard`: types of gathered parameters and of reduced gradients.
+
+    Raises:
+        BadInput: If ``mp_policy`` gathers parameters in another type than ``param_compress`` encodes.
     """
 
     kind = "reduce_scatter"
 
-    def __init__(self, group: Group, device: torch.device, *, param_compress: str = "none") -> None:
+    def __init__(
+        self,
+        group: Group,
+        device: torch.device,
+        *,
+        param_compress: str = "none",
+        reshard_after_forward: bool | int | None = None,
+        mp_policy: MixedPrecisionPolicy = ONE_TYPE,
+    ) -> None:
         super().__init__(group, device)
+        if param_compress != "none" and mp_policy.param_dtype not in (None, torch.float32):
+            raise BadInput(
+                f"param_compress {param_compress} gathers float32 parameters, and mp_policy asks for "
+                f"{mp_policy.param_dtype}: omit one of them."
+            )
+        self.framework: dict[str, Any] = {"reshard_after_forward": reshard_after_forward, "mp_policy": mp_policy}
         self.gather = None if param_compress == "none" else ParameterGather(param_compress, self.shards)
         self._accumulating = False  # the last micro-batch was not the last one before the optimizer step
 
@@ -46,8 +67,8 @@ class FSDP2(Strategy):
         """Shard each block, then the rest of the model, in place."""
         mesh = self.mesh()
         for block in blocks(model):
-            fully_shard(block, mesh=mesh)
-        wrapped = fully_shard(model, mesh=mesh)
+            fully_shard(block, mesh=mesh, **self.framework)
+        wrapped = fully_shard(model, mesh=mesh, **self.framework)
         if self.gather is not None:
             self.replicas = compress_parameters(wrapped, self.gather, self._unchanged)
         return wrapped

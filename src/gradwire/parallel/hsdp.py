@@ -32,16 +32,14 @@ class HSDP(FSDP2):
         group: All ranks.
         device: The model's device.
         islands: The islands, or their number; a reducer has them already.
-        param_compress: As for `FSDP2`.
+        options: As for `FSDP2`.
     """
 
     alone = True
 
-    def __init__(
-        self, group: Group, device: torch.device, *, islands: Islands | int = 0, param_compress: str = "none"
-    ) -> None:
+    def __init__(self, group: Group, device: torch.device, *, islands: Islands | int = 0, **options: Any) -> None:
         self.islands = build_islands(islands, device.type) if isinstance(islands, int) else islands
-        super().__init__(group, device, param_compress=param_compress)
+        super().__init__(group, device, **options)
 
     @classmethod
     def build(

@@ -74,8 +74,9 @@ def wrap(
         device: The device to compute on: ``cpu``, or this rank's GPU; None is the device of the model's parameters.
         average: False keeps each rank's own gradients inside `accumulation`, for an optimizer that communicates
             (`parallel.optimizers`). The reducer then belongs to the optimizer; only its group is used here.
-        options: Options of the strategy, such as ``bucket_mb`` of ``ddp``, ``param_compress`` of ``fsdp2`` or
-            ``islands`` of ``hsdp``; see its class. With one rank per island ``hsdp`` is ``ddp``, with a warning.
+        options: Options of the strategy, such as ``bucket_mb`` and ``find_unused_parameters`` of ``ddp``,
+            ``param_compress`` and ``mp_policy`` of ``fsdp2`` or ``islands`` of ``hsdp``; see its class.
+            With one rank per island ``hsdp`` is ``ddp``, with a warning.
 
     Returns:
         The model to train; pass it to the other functions of this package.
@@ -87,7 +88,7 @@ def wrap(
     device = next(model.parameters()).device if device is None else torch.device(device)
     kind = strategy_class(strategy)
     check_plain(model)
-    known = set(inspect.signature(kind).parameters) - {"group", "device"}
+    known = known_options(kind)
     for option in options.keys() - known:
         raise unknown(f"option of strategy {strategy}", option, known)
     if kind is HSDP and (islands := islands_of(reducer, options)) == dist.get_world_size():
@@ -111,6 +112,14 @@ def wrap(
     if reducer is not None and (average or way.communicates):
         attach_reducer(reducer, wrapped, way, shapes)
     return wrapped
+
+
+def known_options(kind: type[Strategy]) -> set[str]:
+    """Return the names of a strategy's options, those that it passes on to its base class included."""
+    own = inspect.signature(kind).parameters
+    passed_on = any(each.kind is each.VAR_KEYWORD for each in own.values())
+    inherited = known_options(kind.__mro__[1]) if passed_on else set()
+    return {*own, *inherited} - {"group", "device", "options"}
 
 
 def islands_of(reducer: Reducer | None, options: Mapping[str, Any]) -> int | None:
