@@ -1,0 +1,73 @@
+"""The Python blocks of the pages on the library run as they are, on the ranks that a page speaks of."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire import Reducer, accumulation, build, clip_grad_norm, wrap
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PAGES = {"docs/index.md": 2, "docs/how-to/own-script.md": 2, "docs/explanation/communication.md": 4}  # page -> ranks
+BLOCKS = [
+    (page, number, code, ranks)
+    for page, ranks in PAGES.items()
+    for number, code in enumerate(BLOCK.findall((ROOT / page).read_text(encoding="utf-8")))
+]
+
+
+def names(code, rank):
+    """What a reader of a block has already: a model, wrapped where the block does not do so, data and an optimizer."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    given = {
+        "batch": torch.randn(4, 6),
+        "batches": torch.randn(7, 4, 6),
+        "loss_of": lambda output: output.square().mean(),
+    }
+    given["first"] = given["loss_of"](model(given["batch"])).item()
+    given |= {"checkpoint": {}, "scaler": torch.amp.GradScaler("cpu", init_scale=4.0)}
+    if "hook(model, reducer)" in code:
+        model = DistributedDataParallel(model)
+    elif "ddp_hook" in code:
+        given["ddp"] = DistributedDataParallel(model)
+    elif "wrap(" not in code:
+        given["reducer"] = Reducer(build("int8"), nonfinite="skip")
+        model = wrap(model, "ddp", given["reducer"])
+        given |= {"accumulation": accumulation, "clip_grad_norm": clip_grad_norm}
+    return given | {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.5)}
+
+
+def ran(rank, world, group, code):
+    """Run a block; the bytes that its reducer has sent, and whether a step made the loss smaller."""
+    given = names(code, rank)
+    if "ddp.register_comm_hook" in code:  # the page prints after a backward pass, and says so
+        registered, _, rest = code.partition("print(")
+        exec(registered, given)
+        given["loss_of"](given["ddp"](given["batch"])).backward()
+        exec("print(" + rest, given)
+        return given["state"].reducer.traffic["sent"], True
+    exec(code, given)
+    loss = given["loss_of"](given["model"](given["batch"]))
+    if "backward" not in code:
+        loss.backward()
+        assert given["reducer"].finish()
+    return given["reducer"].traffic["sent"], loss.item() < given["first"] or "step()" not in code
+
+
+def test_pages_have_code():
+    assert {page for page, *_ in BLOCKS} == PAGES.keys()
+
+
+@pytest.mark.parametrize(
+    ("code", "ranks"), [pytest.param(code, ranks, id=f"{page}-{number}") for page, number, code, ranks in BLOCKS]
+)
+def test_a_block_runs_as_it_is(world, code, ranks):
+    for sent, trained in world(ranks).run(ran, code):
+        assert sent > 0 and trained
