@@ -2,7 +2,7 @@
 
 Quality does not depend on the link, so a timing cell takes the perplexity of a long run with its label: of its own
 strategy if that has one, else of ddp, else of any. The two may differ only in their numbers of steps and of warm-up
-steps (``dense_steps``, ``freeze_step``); otherwise the cell has no perplexity.
+steps (``dense_steps``, ``freeze_step``), and in the learning rate; otherwise the cell has no perplexity.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gradwire.report.results_file import read_results
 from gradwire.report.targets import on_own_link
 
 PREFERRED = "ddp"  # the strategy whose perplexity others use if they have none
-WARM_UP = ("dense_steps", "freeze_step")
+FREE = ("dense_steps", "freeze_step", "lr")  # options that change no step time after the warm-up
 SAME = (
     "compress_config",
     "model",
@@ -102,7 +102,7 @@ def differences(one: Result, other: Result) -> list[str]:
 
 def _compared(row: Result, field: str) -> Any:
     value = getattr(row, field)
-    return {key: of for key, of in value.items() if key not in WARM_UP} if isinstance(value, dict) else value
+    return {key: of for key, of in value.items() if key not in FREE} if isinstance(value, dict) else value
 
 
 def perplexity_reference(path: Path) -> tuple[PerplexityReference, list[str]]:
