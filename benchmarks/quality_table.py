@@ -1,12 +1,12 @@
-"""The table of ``quality.md`` from the records of ``configs/quality.yaml``.
+"""The tables of ``quality.md`` from the records of ``configs/quality.yaml`` and ``configs/tuning.yaml``.
 
-``python benchmarks/quality_table.py benchmarks/quality.jsonl``
+``python benchmarks/quality_table.py benchmarks/quality.jsonl``, and with ``--rates`` for ``benchmarks/tuning.jsonl``.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,24 @@ def against(records: dict[int, Any], base: dict[int, Any]) -> Paired:
     return paired(*([each[seed]["val_ppl"] for seed in seeds] for each in (base, records)))
 
 
-def main(path: Path) -> None:
-    """Print a row per strategy and compressor, the best first; differences are paired by seed."""
+def by_rate(records: list[dict[str, Any]]) -> str:
+    """A row per method with its perplexity at each learning rate; labels are ``METHOD-RATE``."""
+    found: defaultdict[str, dict[float, float]] = defaultdict(dict)
+    for record in records:
+        found[record["compressor"].removesuffix(f"-{record['lr']}")][record["lr"]] = record["val_ppl"]
+    rates = sorted({rate for each in found.values() for rate in each}, reverse=True)
+    rows = [
+        [method, *(each.get(rate) for rate in rates), min(each, key=each.__getitem__)] for method, each in found.items()
+    ]
+    headers = ["compressor", *(f"{rate:g}" for rate in rates), "best"]
+    formats = ["", *[".2f"] * len(rates), "g"]
+    return tabulate(rows, headers, tablefmt="pipe", floatfmt=formats)
+
+
+def by_cell(lines: list[dict[str, Any]]) -> str:
+    """A row per strategy and compressor, the best first; differences are paired by seed."""
     found: defaultdict[tuple[str, str], dict[int, Any]] = defaultdict(dict)
-    for line in path.read_text().splitlines():
-        record = json.loads(line)
+    for record in lines:
         found[record["strategy"], record["compressor"]][record["seed"]] = record
     tests = {cell: against(records, found[cell[0], "none"]) for cell, records in found.items() if cell[1] != "none"}
     corrected = dict(zip(tests, adjusted([test.p for test in tests.values()]), strict=True))
@@ -49,10 +62,13 @@ def main(path: Path) -> None:
             if cell in tests
             else ["–"] * 3
         )
-        rows.append(((cell[0], test.mean), [*cell, *ratios, ppl, *shown, "yes" if test.mean <= 1 else "no"]))
+        rows.append(
+            ((cell[0], test.mean), [*cell, f"{first['lr']:g}", *ratios, ppl, *shown, "yes" if test.mean <= 1 else "no"])
+        )
     headers = [
         "",
         "compressor",
+        "rate",
         "ratio",
         "steady",
         "with parameters",
@@ -62,8 +78,18 @@ def main(path: Path) -> None:
         "p (Holm)",
         "within 1 %",
     ]
-    print(tabulate([row for _, row in sorted(rows)], headers, tablefmt="pipe", floatfmt=".2f"))
+    return tabulate([row for _, row in sorted(rows)], headers, tablefmt="pipe", floatfmt=".2f", disable_numparse=[2])
+
+
+def main() -> None:
+    """Print one of the two tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("records", type=Path)
+    parser.add_argument("--rates", action="store_true", help="perplexity by learning rate")
+    args = parser.parse_args()
+    records = [json.loads(line) for line in args.records.read_text().splitlines()]
+    print(by_rate(records) if args.rates else by_cell(records))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()
