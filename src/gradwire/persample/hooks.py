@@ -7,7 +7,6 @@ The outputs of the first layers replace the parameters as leaves of the graph.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import layer_norm, rms_norm
 
 from gradwire.data.batches import Batch
 from gradwire.errors import BadInput
@@ -31,67 +29,10 @@ from gradwire.persample.batch import (
     trainable,
     zeroed,
 )
-from gradwire.persample.layer_factors import Direct, LayerFactor, OuterProduct
+from gradwire.persample.layer_factors import LayerFactor
+from gradwire.persample.rules import Rule, rule_of
 
-# (module, input, output gradient) -> uses; tensors are [B, N, *features], ids [B, N].
-Rule: TypeAlias = Callable[[Any, Tensor, Tensor], dict[str, LayerFactor]]
 Take: TypeAlias = Callable[[str, LayerFactor, bool], None]
-
-
-def linear(module: nn.Linear, x: Tensor, grad: Tensor) -> dict[str, LayerFactor]:
-    """y = x Wᵀ + b."""
-    return {"weight": OuterProduct(len(module.weight), grad, x), "bias": Direct(grad.sum(1))}
-
-
-def conv1d(module: Any, x: Tensor, grad: Tensor) -> dict[str, LayerFactor]:
-    """y = x W + b: GPT-2's linear layer in transformers, with a transposed weight."""
-    return {"weight": OuterProduct(len(module.weight), x, grad), "bias": Direct(grad.sum(1))}
-
-
-def embedding(module: nn.Embedding, ids: Tensor, grad: Tensor) -> dict[str, LayerFactor]:
-    """y = W[ids]; the row of ``padding_idx`` gets no gradient."""
-    if module.padding_idx is not None:
-        grad = grad.masked_fill((ids == module.padding_idx)[..., None], 0.0)
-    return {"weight": OuterProduct(len(module.weight), ids, grad)}
-
-
-def layer_normalisation(module: nn.LayerNorm, x: Tensor, grad: Tensor) -> dict[str, LayerFactor]:
-    """y = γ ∘ x̂ + β."""
-    normalised = layer_norm(x, module.normalized_shape, None, None, module.eps)
-    return {"weight": Direct((grad * normalised).sum(1)), "bias": Direct(grad.sum(1))}
-
-
-def rms_normalisation(module: Any, x: Tensor, grad: Tensor) -> dict[str, LayerFactor]:
-    """y = γ ∘ x / rms(x)."""
-    eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-    return {"weight": Direct((grad * rms_norm(x, module.weight.shape, None, eps)).sum(1))}
-
-
-OF_TORCH: dict[Callable[..., Any], Rule] = {
-    nn.Linear.forward: linear,
-    nn.Embedding.forward: embedding,
-    nn.LayerNorm.forward: layer_normalisation,
-    nn.RMSNorm.forward: rms_normalisation,
-}
-OF_TRANSFORMERS: dict[tuple[str, str], Rule] = {  # looked up without importing them
-    ("transformers.pytorch_utils", "Conv1D"): conv1d,
-    ("transformers.models.falcon.modeling_falcon", "FalconLinear"): linear,
-    ("transformers.models.llama.modeling_llama", "LlamaRMSNorm"): rms_normalisation,
-}
-
-
-def rule_of(module: nn.Module) -> Rule | None:
-    """Return the gradient rule of a layer, or None if the layer is not supported.
-
-    Layers are matched by their ``forward``, since a subclass that overrides it may compute something else.
-    """
-    if isinstance(module, nn.Embedding) and module.scale_grad_by_freq:
-        return None
-    forward = getattr(module.forward, "__func__", None)
-    for (place, name), rule in OF_TRANSFORMERS.items():
-        if place in sys.modules and forward is getattr(sys.modules[place], name).forward:
-            return rule
-    return OF_TORCH.get(forward) if forward is not None else None
 
 
 def unsupported(model: nn.Module) -> list[str]:
