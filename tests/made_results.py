@@ -1,4 +1,4 @@
-"""A results folder as a finished experiment leaves it, made up: rows of a known law, courses, profiles, hardware."""
+"""A results folder as a finished experiment leaves it, made up: rows of a known law, curves, profiles, hardware."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def write(folder: Path, results: Sequence[Result], steps: int = 40) -> Path:
         if result.status == "ok":
             run = folder / "runs" / result.run_name
             run.mkdir(parents=True, exist_ok=True)
-            pq.write_table(course(result, steps), run / "steps.parquet")
+            pq.write_table(curves(result, steps), run / "steps.parquet")
             write_json(run / "profile.json", profile(result))
             for rank in range(result.world_size):
                 write_json(run / "environment" / f"rank{rank}.json", {**ENVIRONMENT, "rank": rank})
@@ -106,7 +106,7 @@ def write(folder: Path, results: Sequence[Result], steps: int = 40) -> Path:
     return folder
 
 
-def course(result: Result, steps: int) -> pa.Table:
+def curves(result: Result, steps: int) -> pa.Table:
     """Its ``steps.parquet``, as far as the page reads it; gradients are sampled at every eighth step."""
     draw = np.random.default_rng(result.seed)
     step = np.repeat(np.arange(steps), result.world_size)

@@ -169,6 +169,7 @@ def test_every_section_is_there_in_order_with_its_figures_as_files(folder, page)
     names = re.findall(r'<figure id="figure-([^"]+)">', page)
     assert {name.split("-ddp")[0] for name in names} == {
         *("pareto-bytes", "pareto-time", "loss-steps", "loss-seconds", "step-time", "winners", "gradient-error"),
+        "validation-loss",
         *("residual-norm", "headline"),
     }
     scaling = page.split('<section id="scaling"')[1].split("</section>")[0]

@@ -56,7 +56,7 @@ CAPTIONS = {
         "Training loss, the mean over seeds, in at most {windows} windows of steps; the band reaches from the lowest "
         "seed to the highest. Losses over steps do not depend on the link, and are drawn for one. Seconds are those "
         "of the steps, the slowest rank's each; evaluations are left out, and the first step, which compiles, counts "
-        "at most as long as the median of the others.",
+        "at most as long as the median of the others. Validation losses are drawn where runs evaluated several times.",
     ),
     "step-time": Caption(
         "Where a step's time goes",

@@ -18,7 +18,7 @@ WINDOWS = 100
 Array = NDArray[np.float64]
 
 
-class Course(NamedTuple):
+class Curves(NamedTuple):
     """One run, step by step: means over ranks, and the slowest rank's step times.
 
     Attributes:
@@ -30,8 +30,8 @@ class Course(NamedTuple):
     values: dict[str, Array]
 
 
-def read(path: Path) -> Course:
-    """Read the course of a run from its ``steps.parquet``.
+def read(path: Path) -> Curves:
+    """Read the curves of a run from its ``steps.parquet``.
 
     Raises:
         BadInput: If the file is unusable.
@@ -44,7 +44,7 @@ def read(path: Path) -> Course:
     if steps > 1:  # the first step compiles and allocates: it counts as long as the median of the others
         slowest[0] = min(slowest[0], np.median(slowest[1:]))
     values = {name: _over_ranks(step, column, steps) for name, column in zip(COLUMNS, columns, strict=True)}
-    return Course(slowest.cumsum() / 1000, values)
+    return Curves(slowest.cumsum() / 1000, values)
 
 
 def _over_ranks(step: NDArray[np.int64], values: Array, steps: int) -> Array:
@@ -55,8 +55,8 @@ def _over_ranks(step: NDArray[np.int64], values: Array, steps: int) -> Array:
         return np.bincount(step[known], values[known], minlength=steps) / np.where(count, count, np.nan)
 
 
-def courses(rows: Iterable[Result], results_dir: Path) -> tuple[dict[str, Course], list[str]]:
-    """Read the courses by run name, and the errors of unreadable files; runs without the file are skipped."""
+def read_runs(rows: Iterable[Result], results_dir: Path) -> tuple[dict[str, Curves], list[str]]:
+    """Read the curves by run name, and the errors of unreadable files; runs without the file are skipped."""
     found, complaints = {}, []
     for row in rows:
         path = results_dir / "runs" / row.run_name / "steps.parquet"
@@ -69,7 +69,7 @@ def courses(rows: Iterable[Result], results_dir: Path) -> tuple[dict[str, Course
 
 
 class Line(NamedTuple):
-    """A cell's course over its seeds: the mean, and for two or more seeds the lowest and highest."""
+    """A cell's curve over its seeds: the mean, and for two or more seeds the lowest and highest."""
 
     steps: Array
     seconds: Array
@@ -78,18 +78,18 @@ class Line(NamedTuple):
     high: Array
 
 
-def line(runs: Iterable[Course], column: str) -> Line | None:
+def line(runs: Iterable[Curves], column: str) -> Line | None:
     """Average a column over seeds, at steps where all have it; long runs as means over `WINDOWS` windows.
 
     Returns:
         None if no step has the column for all seeds.
     """
-    courses = list(runs)
-    length = min((len(course.seconds) for course in courses), default=0)
+    each = list(runs)
+    length = min((len(run.seconds) for run in each), default=0)
     if not length:
         return None
-    values = np.stack([course.values[column][:length] for course in courses])
-    seconds = np.stack([course.seconds[:length] for course in courses]).mean(0)
+    values = np.stack([run.values[column][:length] for run in each])
+    seconds = np.stack([run.seconds[:length] for run in each]).mean(0)
     steps = np.flatnonzero(~np.isnan(values).any(0))
     if not len(steps):
         return None

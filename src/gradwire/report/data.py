@@ -67,20 +67,20 @@ class Data:
         return looks(sorted({row.compressor for row in self.results}))
 
     @cached_property
-    def courses(self) -> dict[str, curves.Course]:
-        """The runs' courses from ``steps.parquet``."""
-        found, complaints = curves.courses(self.ok, self.results_dir)
+    def run_curves(self) -> dict[str, curves.Curves]:
+        """The runs' curves from ``steps.parquet``."""
+        found, complaints = curves.read_runs(self.ok, self.results_dir)
         self.notes.extend(complaints)
         return found
 
     def lines(self, column: str) -> dict[Group, dict[str, curves.Line]]:
-        """A column of the courses over seeds, by group and label; unmeasured cells are left out."""
+        """A column of the curves over seeds, by group and label; unmeasured cells are left out."""
         found: dict[Group, dict[str, curves.Line]] = {}
         for group in self.groups:
-            runs: defaultdict[str, list[curves.Course]] = defaultdict(list)
+            runs: defaultdict[str, list[curves.Curves]] = defaultdict(list)
             for row in of_group(self.ok, group):
-                if row.run_name in self.courses:
-                    runs[row.compressor].append(self.courses[row.run_name])
+                if row.run_name in self.run_curves:
+                    runs[row.compressor].append(self.run_curves[row.run_name])
             ordered = sorted(runs, key=lambda label: (label != BASELINE, label))
             lines = ((label, curves.line(runs[label], column)) for label in ordered)
             found[group] = {label: line for label, line in lines if line is not None}

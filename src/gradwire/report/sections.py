@@ -136,7 +136,7 @@ def time_to_target(data: Data) -> Section:
 
 
 def loss(data: Data) -> Section:
-    """Loss over steps and seconds."""
+    """Training loss over steps and seconds, and validation loss over steps."""
     made = Section.of("loss", windows=curves.WINDOWS)
     lines = data.lines("loss")
     if not lines:
@@ -146,7 +146,15 @@ def loss(data: Data) -> Section:
         *line_plots.plots(line_plots.LOSS_STEPS, {group: lines[group] for group in on_one_link(lines)}, data.looks),
         *(timed(plot, data.shared) for plot in line_plots.plots(line_plots.LOSS_SECONDS, lines, data.looks)),
     ]
+    validated = data.lines("val_loss")
+    several = {group: validated[group] for group in on_one_link(validated) if evaluated_twice(validated[group])}
+    made.plots += line_plots.plots(line_plots.VALIDATION, several, data.looks)
     return made
+
+
+def evaluated_twice(lines: line_plots.Lines) -> bool:
+    """Whether a group's validation losses make a curve: those of a last evaluation alone are in the table."""
+    return any(len(line.steps) > 1 for line in lines.values())
 
 
 def step_times(data: Data) -> Section:

@@ -57,7 +57,7 @@ def with_targets(results: Sequence[Result], results_dir: Path, targets: Mapping[
 
 
 def _reached(row: Result, targets: Targets, results: Sequence[Result], results_dir: Path) -> dict[str, Any]:
-    """The fields of a row; nothing if the run left no course of its own."""
+    """The fields of a row; nothing if the run has no curves of its own."""
     path = results_dir / "runs" / row.run_name / "steps.parquet"
     if not (row.quality_from in OWN_QUALITY or row.status == "diverged") or not path.exists():
         return {}

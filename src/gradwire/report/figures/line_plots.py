@@ -1,4 +1,4 @@
-"""Line plots: loss over steps and over seconds, gradient error and residual norm over steps."""
+"""Line plots: loss over steps and over seconds, validation loss, gradient error and residual norm over steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Lines = Mapping[str, Line]  # by label
 
 
 class Kind(NamedTuple):
-    """One way to draw courses."""
+    """One way to draw curves."""
 
     name: str
     along: str  # a field of Line
@@ -28,6 +28,7 @@ class Kind(NamedTuple):
 
 LOSS_STEPS = Kind("loss-steps", "steps", "optimizer step", "training loss, nats per token")
 LOSS_SECONDS = Kind("loss-seconds", "seconds", "seconds of training", "training loss, nats per token")
+VALIDATION = Kind("validation-loss", "steps", "optimizer step", "validation loss, nats per token", dots=True)
 GRADIENT_ERROR = Kind("gradient-error", "steps", "optimizer step", "relative error of the gradient", True, True)
 RESIDUAL = Kind("residual-norm", "steps", "optimizer step", "norm of the residual", dots=True)
 
