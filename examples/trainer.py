@@ -4,33 +4,12 @@ It needs accelerate: pip install 'gradwire[trainer]'.
 """
 
 import tempfile
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from gradwire import Reducer, build, hook
-
-
-class CompressedGradients(TrainerCallback):
-    """Sends gradients through a compressor; with one process there is nothing to send, and it does nothing."""
-
-    def __init__(self, trainer: Trainer, compressor: str, **options: Any) -> None:
-        self.trainer = trainer
-        self.compressor = build(compressor, **options)
-        self.reducer: Reducer | None = None
-
-    def on_train_begin(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
-        """Hook the model that the Trainer has just wrapped by DDP."""
-        if args.world_size > 1:
-            self.reducer = Reducer(self.compressor, error_feedback=True, seed=args.seed)
-            hook(self.trainer.model_wrapped, self.reducer)
-
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """End the reducer's step; a gradient that is not finite ends the training on every rank."""
-        if self.reducer is not None:
-            self.reducer.finish()
+from gradwire.huggingface import CompressedGradients
 
 
 def main() -> None:
@@ -46,7 +25,7 @@ def main() -> None:
             save_strategy="no", disable_tqdm=True,
         )  # fmt: skip
         trainer = Trainer(model, arguments, train_dataset=samples)
-        compressed = CompressedGradients(trainer, "int8")
+        compressed = CompressedGradients(trainer, "int8", error_feedback=True)
         trainer.add_callback(compressed)
         trainer.train()
     if compressed.reducer is not None and arguments.process_index == 0:

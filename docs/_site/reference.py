@@ -24,7 +24,12 @@ from gradwire.report.record import Result
 
 NUMEL = math.prod(MATRIX)
 PYTHON = {
-    "In a training script": ("gradwire.collectives.Reducer", "gradwire.parallel", "gradwire.compressors.build"),
+    "In a training script": (
+        "gradwire.collectives.Reducer",
+        "gradwire.parallel",
+        "gradwire.compressors.build",
+        "gradwire.huggingface",
+    ),
     "Compressors": (
         "gradwire.compressors.base",
         "gradwire.compressors.sparse",
