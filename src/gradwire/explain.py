@@ -79,7 +79,8 @@ def _explain(model: type[BaseModel], problem: Any) -> str:
     message = problem["msg"].removeprefix("Value error, ")
     if message.startswith(BOUND):
         return f"{place} must be {message.removeprefix(BOUND)}, got {shown}"
-    return f"{place}: {message}, got {shown}" if place and not isinstance(given, Mapping) else _at(place, message)
+    named = isinstance(given, Mapping) or message.startswith("unknown ")  # the message has the value already
+    return f"{place}: {message}, got {shown}" if place and not named else _at(place, message)
 
 
 def _at(place: str, message: str) -> str:

@@ -1,8 +1,14 @@
-"""Islands of ranks: which world sizes and strategies have them. Rank r is in island ``r // ranks_per_island``."""
+"""Strategies by name, and islands of ranks: which world sizes and strategies have them.
+
+Rank r is in island ``r // ranks_per_island``.
+"""
 
 from __future__ import annotations
 
 from gradwire.errors import BadInput
+from gradwire.plugins import Plugins
+
+STRATEGIES = Plugins("strategy", "gradwire.parallel.strategies", "gradwire.strategies")
 
 
 def check_islands(world: int, islands: int) -> None:

@@ -22,8 +22,8 @@ from torch import nn
 
 from gradwire.collectives import ops
 from gradwire.parallel import wrap
-from gradwire.parallel.bucket import Bucket
 from gradwire.parallel.buckets import FEWEST, MB, plan
+from gradwire.parallel.strategies.bucket import Bucket
 from gradwire.parallel.strategy import strategy_of
 
 ONE_EACH = {"bucket_mb": 0}

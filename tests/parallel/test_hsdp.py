@@ -21,7 +21,7 @@ from gradwire.compressors import build
 from gradwire.errors import BadInput
 from gradwire.parallel import accumulation, clip_grad_norm, full_state_dict, optimizers, wrap
 from gradwire.parallel.backward import EndOfBackward
-from gradwire.parallel.fsdp2 import ReduceScatter, groups
+from gradwire.parallel.strategies.fsdp2 import ReduceScatter, groups
 
 SEED, STEPS = 11, 3
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 from itertools import product
-from typing import get_args
 
 import pytest
 import torch
 from test_training import losses, run, shards, words  # noqa: F401  shards is a fixture
 
 from gradwire import cli
-from gradwire.config import Strategy
 from gradwire.data.batches import eval_batches, train_batches
 from gradwire.data.shards import Shards
 from gradwire.models import causal, folder
+from gradwire.topology import STRATEGIES as KNOWN
 from gradwire.training.evaluate import loss_sum
 
 LLAMA = json.dumps(
@@ -31,7 +30,7 @@ LLAMA = json.dumps(
 # 320 tokens in two tables that are not tied, two layers of two square and two half-wide matrices, a gated MLP, norms.
 LLAMA_NUMEL = 2 * 320 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32) + 32
 METHODS = {"int8": {}, "topk": {"density": 0.1, "error_feedback": True}}
-STRATEGIES = [strategy for strategy in get_args(Strategy) if strategy != "hsdp"]  # two ranks make no islands
+STRATEGIES = [strategy for strategy in KNOWN.built_in() if strategy != "hsdp"]  # two ranks make no islands
 
 
 def check_bytes(record: dict, numel: int, steps: int) -> None:

@@ -5,7 +5,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from typing import get_args
 
 import pyarrow.parquet as pq
 import pytest
@@ -14,7 +13,7 @@ from data_samples import values, write_corpus
 
 from gradwire import cli
 from gradwire.collectives.world import World
-from gradwire.config import Run, Strategy, Training
+from gradwire.config import Run, Training
 from gradwire.data.shards import Shards
 from gradwire.data.tokenization import tokenize
 from gradwire.errors import BadInput
@@ -22,6 +21,7 @@ from gradwire.models import causal
 from gradwire.parallel.buckets import FEWEST
 from gradwire.report.record import result
 from gradwire.report.traffic import as_computed
+from gradwire.topology import STRATEGIES
 from gradwire.training import loop as training_loop
 from gradwire.training import results, totals, train
 from gradwire.training import settings as run_settings
@@ -98,7 +98,7 @@ def test_the_loss_curve_depends_on_the_global_batch_not_on_how_ranks_and_micro_b
 ):
     one = world(1).run(run, words(shards, tmp_path / "one", batch_size=4))[0][0]
     accumulated = world(1).run(run, words(shards, tmp_path / "acc", batch_size=2, grad_accum_steps=2))[0][0]
-    for strategy in set(get_args(Strategy)) - {"hsdp"}:  # two ranks make no islands
+    for strategy in set(STRATEGIES.built_in()) - {"hsdp"}:  # two ranks make no islands
         two = world(2).run(run, words(shards, tmp_path / strategy, strategy=strategy, verify_sync=2))
         assert losses(two[0][0]) == losses(two[1][0]), "both ranks must know the same loss"
         assert losses(two[0][0]) == pytest.approx(losses(one), rel=2e-5)
@@ -281,7 +281,7 @@ def test_looking_at_gradients_changes_neither_losses_nor_bytes(world, shards, tm
     assert record["residual_norm"] > 0
 
 
-@pytest.mark.parametrize("strategy", get_args(Strategy))
+@pytest.mark.parametrize("strategy", STRATEGIES.built_in())
 def test_an_exact_exchange_has_no_error_in_any_strategy(world, shards, tmp_path, strategy):
     """A buffer that the framework wrote into again before it was looked at would show."""
     cell = json.dumps({"algorithm": "exchange"})

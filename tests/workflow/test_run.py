@@ -43,7 +43,7 @@ MISTAKES = {  # what is written instead, and what the answer says: the place, an
     "dataset: {max_length: 2}": "dataset.max_length must be greater than or equal to 3, got 2",
     "dataset: {source: pydoc}": "unknown source 'pydoc'. Did you mean 'pydocs'",
     "name: my run": "name must be made of letters, digits",
-    "grid: {strategies: [dpp]}": "unknown value of grid.0.strategies.0 'dpp'. Did you mean 'ddp'",
+    "grid: {strategies: [dpp]}": "grid.0.strategies.0: unknown strategy 'dpp'. Did you mean 'ddp' or 'hsdp'",
     "grid: {strategies: ddp}": 'grid.0.strategies must be a list, such as [a, b], got "ddp"',
     "grid: {world_size: [2]}": "unknown key in grid.0 'world_size'. Did you mean 'world_sizes'",
     "grid: {links: [100mb]}": "grid.0.links.0 must be a rate such as 100mbit, or none",

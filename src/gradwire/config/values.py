@@ -9,12 +9,12 @@ from pydantic import AfterValidator, Field
 from gradwire.errors import BadInput
 from gradwire.flags import COUNT, NATURAL, RANKS, SEED
 from gradwire.models import presets
+from gradwire.topology import STRATEGIES
 from gradwire.units import UNSHAPED, bits_per_second
 
 SCHEMA_VERSION = 1  # of record.json and results.jsonl
 BASELINE = "none"  # the label of the framework's own reduction in fp32
 
-Strategy = Literal["naive", "bucket", "ddp", "fsdp1", "fsdp2", "hsdp"]
 Precision = Literal["fp32", "bf16"]
 Split = Literal["train", "val"]
 SampleLoss = Literal["mean", "sum"]
@@ -22,6 +22,15 @@ GradType = Literal["sgd", "adam", "sign"]
 AdamVariant = Literal["torch", "less"]
 Projection = Literal["rademacher", "normal", "sjlt", "srht", "factored", "none"]
 GradMethod = Literal["auto", "loop", "vmap", "hooks"]
+
+
+def _strategy(name: str) -> str:
+    """Check a strategy's name."""
+    try:
+        STRATEGIES.check(name)
+    except BadInput as error:
+        raise ValueError(str(error).rstrip(".")) from None
+    return name
 
 
 def _rate(link: str) -> str:
@@ -48,6 +57,7 @@ def _known_model(model: str | dict[str, Any]) -> str | dict[str, Any]:
 
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", max_length=100)]  # becomes a folder
+Strategy = Annotated[str, AfterValidator(_strategy)]
 ModelOption = Annotated[str | dict[str, Any], AfterValidator(_known_model)]
 Link = Annotated[str, Field(pattern=r"^(none|\d+(\.\d+)?[kmgt]?bit)$"), AfterValidator(_rate)]  # as tc spells it
 Count = Annotated[int, Field(**COUNT.limits)]

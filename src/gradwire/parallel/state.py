@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from gradwire.errors import BadInput
-from gradwire.parallel.fsdp1 import WRAPPED
 from gradwire.parallel.mesh import local
+from gradwire.parallel.strategies.fsdp1 import WRAPPED
 from gradwire.parallel.strategy import strategy_of
 
 

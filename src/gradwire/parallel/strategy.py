@@ -28,6 +28,9 @@ class Strategy(ABC):
         device: The model's device.
     """
 
+    name: ClassVar[str]
+    """The strategy's name; its file, or its entry point, has the same."""
+
     kind: ClassVar[Kind]
     """The collective that reduces gradients; after a reduce-scatter each rank holds only its shard of them."""
 

@@ -18,40 +18,29 @@ from gradwire.collectives import IslandReducer, Islands, Reducer
 from gradwire.collectives.bytes import raw_all_gather, raw_all_reduce, raw_reduce_scatter
 from gradwire.errors import BadInput, unknown
 from gradwire.parallel.agreement import Shapes, check_agreement
-from gradwire.parallel.bucket import BucketManager
-from gradwire.parallel.ddp import DDP
 from gradwire.parallel.forgotten import ForgottenFinish
-from gradwire.parallel.fsdp1 import FSDP1
-from gradwire.parallel.fsdp2 import FSDP2, check_sharded
-from gradwire.parallel.hsdp import HSDP
-from gradwire.parallel.naive import Naive
+from gradwire.parallel.strategies.ddp import DDP
+from gradwire.parallel.strategies.fsdp2 import FSDP2, check_sharded
+from gradwire.parallel.strategies.hsdp import HSDP
 from gradwire.parallel.strategy import Strategy, attach, strategy_of
+from gradwire.topology import STRATEGIES
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    "naive": Naive,
-    "bucket": BucketManager,
-    "ddp": DDP,
-    "fsdp1": FSDP1,
-    "fsdp2": FSDP2,
-    "hsdp": HSDP,
-}
 WRAPPERS: dict[type, type[Strategy]] = {DistributedDataParallel: DDP, FSDPModule: FSDP2}
 
 
 def available() -> list[str]:
     """Return the names of all strategies, sorted."""
-    return sorted(STRATEGIES)
+    return STRATEGIES.available()
 
 
 def strategy_class(name: str) -> type[Strategy]:
     """Return the class of a strategy.
 
     Raises:
-        BadInput: If the name is unknown.
+        BadInput: If the name is unknown, or its file or entry point has no such class.
     """
-    if name not in STRATEGIES:
-        raise unknown("strategy", name, STRATEGIES)
-    return STRATEGIES[name]
+    kind: type[Strategy] = STRATEGIES.find(name, Strategy)
+    return kind
 
 
 def wrap(

@@ -14,7 +14,7 @@ from gradwire.files import digest, read_json
 from gradwire.models import presets
 from gradwire.parsing import parse_json
 from gradwire.source_digest import source_digest
-from gradwire.topology import check_topology
+from gradwire.topology import STRATEGIES, check_topology
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,20 @@ class Settings:
 
     def source(self) -> str:
         """A digest of the source that trains the run."""
-        return source_digest(*modules(self.cell))
+        return source_digest(*modules(self.cell, self.strategy))
 
 
-def modules(cell: Cell) -> list[str]:
+def modules(cell: Cell, strategy: str) -> list[str]:
     """The modules that a cell's training depends on.
 
-    Methods and optimizers are imported by name, so following imports does not find them. Methods of other packages are
-    not tracked.
+    Methods, strategies and optimizers are imported by name, so following imports does not find them. Those of other
+    packages are not tracked.
     """
     named = [source for name in cell.methods for source in sources(name)]
     if not cell.communication.averages_gradients:
         named.append(f"gradwire.parallel.optimizers.{cell.communication.module}")
+    if strategy in STRATEGIES.built_in():
+        named.append(f"{STRATEGIES.package}.{strategy}")
     return ["gradwire.training.train", *named]
 
 

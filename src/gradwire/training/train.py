@@ -7,11 +7,12 @@ import os
 from pathlib import Path
 from typing import get_args
 
-from gradwire.config import CommOptimizer, ParamCompress, Strategy, Training, add_flags
+from gradwire.config import CommOptimizer, ParamCompress, Training, add_flags
 from gradwire.defaults import MAX_LENGTH, VOCAB_SIZE
 from gradwire.flags import LENGTH, NATURAL, RANKS, SEED, VOCABULARY, output_folder
 from gradwire.models import presets
 from gradwire.rank_env import add_rank_env_arguments, rank_options, ranks_here
+from gradwire.topology import STRATEGIES
 
 PRELOAD = (
     "gradwire.training.loop",
@@ -30,7 +31,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output_dir", type=output_folder, required=True, help="the run's folder")
     parser.add_argument("--model", default="tiny", help=f"{presets.MEANING}; or options as JSON: architecture, ...")
-    parser.add_argument("--strategy", choices=get_args(Strategy), default="fsdp2", help="data-parallel strategy")
+    parser.add_argument("--strategy", choices=STRATEGIES.available(), default="fsdp2", help="data-parallel strategy")
     parser.add_argument("--islands", type=RANKS, default=1, metavar="N", help="islands of ranks, for strategy hsdp")
     parser.add_argument("--comm_compress", metavar="NAME", help="gradient compressor (default: the cell's, else none)")
     parser.add_argument(

@@ -117,14 +117,14 @@ def cell_json(wildcards):
 
 
 @cache
-def source_of_cell(label):
+def source_of_cell(label, strategy):
     """A digest of the source that a cell's training depends on."""
-    return source_digest("gradwire.launch.launch", *modules(CELLS[label]))
+    return source_digest("gradwire.launch.launch", *modules(CELLS[label], strategy))
 
 
 def train_source(wildcards):
     """The digest of the source that trains this run."""
-    return source_of_cell(wildcards.compressor)
+    return source_of_cell(wildcards.compressor, wildcards.strategy)
 
 
 def priority_of(wildcards):

@@ -1,6 +1,6 @@
 """Naive data parallelism, as in a textbook: each gradient is averaged as soon as it is accumulated.
 
-`Replicas` is the base that it shares with `parallel.bucket`: equal initial weights, and a hook on every gradient.
+`Replicas` is the base that it shares with `bucket`: equal initial weights, and a hook on every gradient.
 """
 
 from __future__ import annotations
@@ -109,6 +109,8 @@ class Replicas(Strategy):
 
 class Naive(Replicas):
     """One all-reduce per parameter; the backward pass waits for each."""
+
+    name = "naive"
 
     def ready(self, name: str) -> None:
         """Average the gradient at once."""

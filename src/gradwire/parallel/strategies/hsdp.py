@@ -19,7 +19,7 @@ from gradwire.collectives import IslandReducer, Islands, Layout, Reducer, build_
 from gradwire.collectives.ops import Group
 from gradwire.errors import BadInput
 from gradwire.parallel.backward import EndOfBackward
-from gradwire.parallel.fsdp2 import FSDP2, check_offered, gradients_read_at_once, groups
+from gradwire.parallel.strategies.fsdp2 import FSDP2, check_offered, gradients_read_at_once, groups
 
 
 class HSDP(FSDP2):
@@ -35,6 +35,7 @@ class HSDP(FSDP2):
         options: As for `FSDP2`.
     """
 
+    name = "hsdp"
     alone = True
 
     def __init__(self, group: Group, device: torch.device, *, islands: Islands | int = 0, **options: Any) -> None:

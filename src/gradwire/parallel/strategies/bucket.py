@@ -9,7 +9,7 @@ from torch import nn
 
 from gradwire.collectives import Reducer, ops
 from gradwire.parallel.buckets import BUCKET_MB, BucketReduction, Launcher, Named, plan
-from gradwire.parallel.naive import Replicas, divided
+from gradwire.parallel.strategies.naive import Replicas, divided
 
 
 class Bucket:
@@ -49,6 +49,8 @@ class BucketManager(Replicas):
         device: The model's device.
         bucket_mb: Size of a bucket in MiB; 0 makes one bucket per parameter.
     """
+
+    name = "bucket"
 
     def __init__(self, group: ops.Group, device: torch.device, *, bucket_mb: float = BUCKET_MB) -> None:
         super().__init__(group, device)

@@ -35,6 +35,7 @@ class DDP(Strategy):
         static_graph: As for `DistributedDataParallel`.
     """
 
+    name = "ddp"
     kind = "all_reduce"
     alone = True
 

@@ -42,6 +42,7 @@ class FSDP2(Strategy):
         BadInput: If ``mp_policy`` gathers parameters in another type than ``param_compress`` encodes.
     """
 
+    name = "fsdp2"
     kind = "reduce_scatter"
 
     def __init__(

@@ -38,6 +38,7 @@ class HookState(NamedTuple):
 class FSDP1(Strategy):
     """Sharded parameters; the reducer is FSDP1's communication hook, with one layout per block."""
 
+    name = "fsdp1"
     kind = "reduce_scatter"
 
     def wrap(self, model: nn.Module) -> nn.Module:
