@@ -6,6 +6,7 @@ import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
@@ -58,6 +59,22 @@ def test_nothing_is_loaded_from_a_network(site):
     assert remote == set()
     styles = "".join(file.read_text(encoding="utf-8") for file in site.rglob("*.css"))
     assert not re.search(r"url\([\"']?(https?:)?//", styles)
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="Debian's package chromium is not installed")
+def test_the_search_works_from_files(site):
+    with pytest.importorskip("playwright.sync_api").sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
+        page, complaints = browser.new_page(), []
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto((site / "how-to" / "configure.html").as_uri())  # not at the root: paths are relative
+        page.locator("input[name=query]").click()
+        page.keyboard.type("powersgd", delay=50)
+        page.locator(".md-search-result__item").first.wait_for()
+        found = page.locator(".md-search-result__link").first.evaluate("link => link.href")
+        browser.close()
+    assert complaints == []
+    assert Path(unquote(urlsplit(found).path)).is_file()
 
 
 def test_the_reference_is_complete(site):
