@@ -499,11 +499,12 @@ def test_a_run_that_was_killed_after_its_last_checkpoint_only_validates(world, s
 def test_tensorboard_holds_the_loss_of_every_step(world, shards, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    rows, record = world(2).run(run, words(shards, tmp_path))[0]
+    rows, record = world(2).run(run, words(shards, tmp_path, comm_compress="int8"))[0]
     events = EventAccumulator(str(tmp_path / "logs" / "tensorboard")).Reload()
-    assert [event.value for event in events.Scalars("loss")] == pytest.approx(losses(rows))
-    assert [event.step for event in events.Scalars("val_loss")] == [2, 5]
-    assert events.Scalars("val_loss")[-1].value == pytest.approx(record["val_loss"])
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(losses(rows))
+    assert [event.step for event in events.Scalars("train/val_loss")] == [2, 5]
+    assert {"time/step_ms", "bytes/bytes_sent", "train/lr"} < {*events.Tags()["scalars"]}
+    assert events.Scalars("train/val_loss")[-1].value == pytest.approx(record["val_loss"])
 
 
 def test_a_checkpoint_of_another_configuration_is_refused(world, shards, tmp_path):

@@ -1,4 +1,4 @@
-"""TensorBoard scalars of a running run, named after the columns of ``steps.parquet``."""
+"""TensorBoard scalars of a running run: the columns of ``steps.parquet`` as train/…, bytes/… and time/…."""
 
 from __future__ import annotations
 
@@ -9,6 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.collectives.world import World
+
+UNLOGGED = ("step", "rank", "warmup", "profiled")
+
+
+def tag(column: str) -> str:
+    """Return a column's name in TensorBoard, which folds tags up to the slash."""
+    if column.endswith(("_ms", "_s")):
+        return f"time/{column}"
+    return f"bytes/{column}" if column.startswith("bytes_") else f"train/{column}"
 
 
 @contextmanager
@@ -32,8 +41,8 @@ def tensorboard(
 
         def log(row: dict[str, Any]) -> None:
             for name, value in row.items():
-                if isinstance(value, (int, float)) and name not in ("step", "rank"):
-                    writer.add_scalar(name, value, row["step"])
+                if isinstance(value, (int, float)) and name not in UNLOGGED:
+                    writer.add_scalar(tag(name), value, row["step"])
 
         for row in rows:
             log(row)
