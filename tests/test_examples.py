@@ -117,6 +117,33 @@ def test_a_hooked_model_is_a_wrapped_one(world, way):
         assert by_hand == wrapped
 
 
+def hooked_twice(rank: int, world_size: int, group, way: str) -> list[str]:
+    """What `hook` says to a model that was hooked, and to one that was wrapped with a reducer."""
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    from gradwire import Reducer, build, hook, wrap
+    from gradwire.errors import BadInput
+
+    reducer = Reducer(build("int8"))
+    first = DistributedDataParallel(nn.Linear(5, 3)) if way == "ddp" else fully_shard(nn.Linear(5, 3))
+    hook(first, reducer)
+    messages = []
+    for model in (first, wrap(nn.Linear(5, 3), way, Reducer(build("int8")))):
+        try:
+            hook(model, reducer)
+        except BadInput as error:
+            messages.append(str(error))
+    return messages
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_a_second_reducer_is_refused(world, way):
+    for messages in world(2).run(hooked_twice, way):
+        assert len(messages) == 2 and all("has a reducer already" in message for message in messages)
+
+
 def not_hookable(rank: int, world_size: int, group) -> str:
     from torch import nn
 

@@ -25,6 +25,7 @@ from gradwire.parallel.strategies.hsdp import HSDP
 from gradwire.parallel.strategy import Strategy, attach, strategy_of
 from gradwire.topology import STRATEGIES
 
+HOOKED = "gradwire_hooked"  # the attribute of a model that has a reducer
 WRAPPERS: dict[type, type[Strategy]] = {DistributedDataParallel: DDP, FSDPModule: FSDP2}
 
 
@@ -130,7 +131,8 @@ def hook(wrapped: nn.Module, reducer: Reducer) -> None:
         reducer: Averages the gradients; its group must be the one that the model was wrapped with.
 
     Raises:
-        BadInput: For another model or group, or if this version of torch does not support the reducer.
+        BadInput: For another model or group, a model that has a reducer, or if this version of torch does not support
+            the reducer.
     """
     kind = next((kind for framework, kind in WRAPPERS.items() if isinstance(wrapped, framework)), None)
     if kind is None:
@@ -138,6 +140,8 @@ def hook(wrapped: nn.Module, reducer: Reducer) -> None:
             f"{type(wrapped).__name__} is neither a DistributedDataParallel nor an FSDP2 model (fully_shard); "
             f"use gradwire.wrap instead."
         )
+    if getattr(wrapped, HOOKED, False):
+        raise BadInput("the model has a reducer already: wrap it again to use another one.")
     check_ranks(wrapped, reducer)
     device = next(wrapped.parameters()).device
     shapes = trainable(wrapped)
@@ -179,6 +183,7 @@ def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
 
 def attach_reducer(reducer: Reducer, wrapped: nn.Module, way: Strategy, shapes: Shapes) -> None:
     """Prepare the reducer for the trainable parameters, and replace the framework's reduction with it."""
+    setattr(wrapped, HOOKED, True)
     if reducer.world > 1:
         way.prepare(reducer, sum(torch.Size(shape).numel() for _, shape in shapes))
         way.hook(wrapped, reducer)
