@@ -16,6 +16,7 @@ from world import PRELOAD
 import gradwire
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+STEPS = 20
 LINES = 36  # an example is read at one glance
 
 
@@ -50,13 +51,16 @@ def traffic(printed: str) -> tuple[int, int]:
 # Bytes of a step, uncompressed, sent by rank 0: an all-reduce of 8,705 numbers of 4 bytes; of a reduce-scatter what
 # belongs to rank 1, 128 rows of the first layer with their biases (the last layer has one row, which is rank 0's).
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "raw", "ratio"), [("ddp", 8705 * 4, 3.7), ("fsdp2", 128 * 33 * 4, 20.0)])
+@pytest.mark.parametrize(
+    ("name", "raw", "ratio"),
+    [("ddp", 8705 * 4, 3.7), ("fsdp2", 128 * 33 * 4, 20.0), ("with_accelerate", 8705 * 4, 4.5)],
+)
 def test_a_script_of_ones_own_learns_through_the_wire(tmp_path, name, raw, ratio):
     printed = run(EXAMPLES / f"{name}.py", tmp_path)
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed[0])]
     sent, whole = traffic(printed[0])
     assert len(losses) == 4 and losses[-1] < losses[0] / 4
-    assert (whole // 20, whole / sent > ratio) == (raw, True)
+    assert (whole // STEPS, whole / sent > ratio) == (raw, True)
     assert printed[1] == ""
 
 
@@ -75,7 +79,7 @@ def test_the_trainer_alone_has_nothing_to_send(tmp_path):
     assert "'train_loss'" in printed and "bytes sent" not in printed
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "with_accelerate"])
 def test_an_example_is_short(name):
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= LINES
 
