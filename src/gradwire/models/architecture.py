@@ -80,6 +80,7 @@ def configuration(options: Mapping[str, Any], vocab_size: int, max_length: int) 
         "vocab_size": rounded,
         **{name: 0.0 for name, value in usual.items() if _is_dropout(name, value)},
         **{name: None for name in ("bos_token_id", "eos_token_id") if name in usual},
+        **({"pad_token_id": None} if (usual.get("pad_token_id") or 0) >= rounded else {}),  # such as glm's
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING[kind].__name__],
     }
     positions = alias.get("max_position_embeddings", "max_position_embeddings")
