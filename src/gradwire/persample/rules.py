@@ -67,9 +67,7 @@ OF_TRANSFORMERS: dict[tuple[str, str], Rule] = {  # looked up without importing 
     ("transformers.pytorch_utils", "Conv1D"): conv1d,
     ("transformers.models.falcon.modeling_falcon", "FalconLinear"): linear,
 }
-
-
-PROBED: WeakKeyDictionary[nn.Module, Rule | None] = WeakKeyDictionary()
+PROBED: WeakKeyDictionary[nn.Module, Rule | None] = WeakKeyDictionary()  # what `probed_rule` returned
 
 
 def rule_of(module: nn.Module) -> Rule | None:
@@ -100,9 +98,9 @@ def probed_rule(module: nn.Module) -> Rule | None:
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     if isinstance(module, nn.Embedding):
         ids, weight = torch.tensor([[1, 4, 0]]), draw(5, module.embedding_dim)
-        found = output_of(module, weight, ids)
-        scale = (found / weight[ids]).mean().item()
-        return partial(scaled_embedding, scale) if same(found, scale * weight[ids]) else None
+        found, plain = output_of(module, weight, ids), weight[ids]
+        scale = found.flatten()[0].item() / plain.flatten()[0].item()
+        return partial(scaled_embedding, scale) if same(found, scale * plain) else None
     if module.weight.ndim != 1 or epsilon(module) is None:
         return None
     weight, x = draw(len(module.weight)), 1e-3 * draw(1, 3, len(module.weight))  # so small that epsilon counts
