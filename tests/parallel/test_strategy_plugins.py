@@ -54,10 +54,10 @@ def test_an_experiment_names_it():
     with installed("test_strategy_plugins:Mirror"):
         assert Grid(strategies=["mirror"], world_sizes=[2], seeds=[0]).strategies == ("mirror",)
     with (
-        pytest.raises(ValueError, match=r"unknown strategy 'miror'.*Available"),
+        pytest.raises(ValueError, match=r"unknown strategy 'mirr0r'.*Available"),
         installed("test_strategy_plugins:Mirror"),
     ):
-        Grid(strategies=["miror"], world_sizes=[2], seeds=[0])
+        Grid(strategies=["mirr0r"], world_sizes=[2], seeds=[0])
 
 
 @pytest.mark.parametrize(
