@@ -19,7 +19,7 @@ from gradwire.gradients import rows, store, types
 from gradwire.gradients.projections import build
 from gradwire.models import causal, folder, lora, optimizer
 from gradwire.parallel import wrap
-from gradwire.persample import hooks, loop
+from gradwire.persample import loop, rules
 from gradwire.persample.batch import trainable
 
 SAMPLES = 7
@@ -295,14 +295,14 @@ def wrong_under_fsdp2(rank, world, group, small, rule):
     made_from = origin(SAMPLES, dims=[36], method="auto", projection="factored", strategy="fsdp2")
     model = wrap(folder.load(small.model), "fsdp2", device="cpu")
     made = rows.RowMaker(model, made_from, torch.device("cpu"), batch_size=2, sharded=True)
-    plain = hooks.OF_TORCH[torch.nn.LayerNorm.forward]
-    hooks.OF_TORCH[torch.nn.LayerNorm.forward] = lambda m, x, grad: plain(m, x, rule * grad)
+    plain = rules.OF_TORCH[torch.nn.LayerNorm.forward]
+    rules.OF_TORCH[torch.nn.LayerNorm.forward] = lambda m, x, grad: plain(m, x, rule * grad)
     try:
         made.check(Shards(small.shards, "train"), [1, 4])
     except RunFault as error:
         return str(error)
     finally:
-        hooks.OF_TORCH[torch.nn.LayerNorm.forward] = plain
+        rules.OF_TORCH[torch.nn.LayerNorm.forward] = plain
     assert all(parameter.grad is None for parameter in model.parameters())
     return made.method
 
@@ -315,8 +315,8 @@ def test_a_method_is_checked_where_weights_are_sharded(world, small):
 
 def test_auto_takes_the_next_method_where_one_fails(small, monkeypatch, capfd):
     shards = Shards(small.shards, "train")
-    plain = hooks.layer_normalisation
-    monkeypatch.setitem(hooks.OF_TORCH, torch.nn.LayerNorm.forward, lambda m, x, grad: plain(m, x, 1.5 * grad))
+    plain = rules.layer_normalisation
+    monkeypatch.setitem(rules.OF_TORCH, torch.nn.LayerNorm.forward, lambda m, x, grad: plain(m, x, 1.5 * grad))
     made = maker(small, "factored", "auto")
     made.check(shards, [1, 4])
     assert made.method == "vmap" and not made.fused
@@ -350,8 +350,8 @@ def test_a_method_that_is_wrong_for_a_model_is_found_out(small, monkeypatch, pro
     shards = Shards(small.shards, "train")
     maker(small, projection).check(shards, [0, 1])
     made = maker(small, projection)
-    plain = hooks.layer_normalisation
-    monkeypatch.setitem(hooks.OF_TORCH, torch.nn.LayerNorm.forward, lambda m, x, grad: plain(m, x, 1.5 * grad))
+    plain = rules.layer_normalisation
+    monkeypatch.setitem(rules.OF_TORCH, torch.nn.LayerNorm.forward, lambda m, x, grad: plain(m, x, 1.5 * grad))
     with pytest.raises(RunFault, match="--method hooks computes a different gradient"):
         made.check(shards, [0, 1])
 

@@ -439,7 +439,7 @@ def test_a_private_run_ends_with_its_budget(world, shards, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "run" / "logs" / "tensorboard")).Reload()
-    assert {"epsilon", "clipped_fraction", "sample_norm_mean"} <= set(events.Tags()["scalars"])
+    assert {"train/epsilon", "train/clipped_fraction", "train/sample_norm_mean"} <= set(events.Tags()["scalars"])
     cell = ("--comm_compress", "int8", "--comm_config_json", json.dumps({"error_feedback": True}))
     _, coarse = trained(world, 2, shards, tmp_path / "int8", *PRIVATE, *cell, strategy="ddp")
     assert coarse["noise_multiplier_accounted"] == pytest.approx(0.8 / math.sqrt(2))
