@@ -333,7 +333,7 @@ def single_ranks(rank, world, group):
     with warnings.catch_warnings(record=True) as noted:
         warnings.simplefilter("always")
         reducer = IslandReducer(build("int8"), build_islands(2), algorithm="exchange")
-        model = wrap(model_of("odd"), "hsdp", reducer, device="cpu", param_compress="int8")
+        model = wrap(model_of("odd"), "hsdp", reducer, device="cpu", param_compress="int8", reshard_after_forward=False)
         with pytest.raises(BadInput, match="param_compress"):
             wrap(model_of("odd"), "hsdp", reducer, device="cpu", param_compres="int8")
     loss_of("odd", model, batch_of("odd", rank)).backward()
@@ -349,7 +349,10 @@ def test_one_rank_per_island_is_ddp(world):
     for same, kind, notes in world(2).run(single_ranks):
         assert same
         assert kind == "DistributedDataParallel"
-        assert "2 islands of one rank each have nothing to shard: using strategy ddp without param_compress" in notes
+        assert (
+            "2 islands of one rank each have nothing to shard: using strategy ddp without param_compress, reshard_after_forward"
+            in notes
+        )
 
 
 def spoiled(rank, world, group):

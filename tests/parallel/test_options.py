@@ -8,6 +8,7 @@ from test_frameworks import batch_of, loss_of, model_of, whole_gradients
 from test_overlap import Unused
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.collectives import Reducer
@@ -52,7 +53,7 @@ def test_ddp_finds_unused_parameters(world):
 
 
 def policy(rank, world, group, strategy_options):
-    """Gradients by the framework's own reduction and by a reducer, and the type of gathered weights."""
+    """Gradients by the framework's own reduction and by a reducer, the type of gathered weights, and whether all stay."""
     seen = set()
     gradients = []
     for reducer in (None, exact(group)):
@@ -60,19 +61,22 @@ def policy(rank, world, group, strategy_options):
         for part in model.modules():
             if isinstance(part, nn.Linear):
                 part.register_forward_pre_hook(lambda part, _: seen.add(part.weight.dtype))
-        loss_of("odd", model, batch_of("odd", rank)).float().backward()
+        loss = loss_of("odd", model, batch_of("odd", rank)).float()
+        gathered = not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        loss.backward()
         if reducer is not None:
             assert reducer.finish()
         gradients.append(whole_gradients(model))
-    return seen, *gradients
+    return seen, gathered, *gradients
 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("options", [{"mp_policy": BF16}, {"reshard_after_forward": False}, {}])
 def test_fsdp2_takes_its_own_options(world, size, options):
     narrow = "mp_policy" in options
-    for seen, theirs, mine in world(size).run(policy, options):
+    for seen, gathered, theirs, mine in world(size).run(policy, options):
         assert seen == {torch.bfloat16 if narrow else torch.float32}
+        assert gathered == ("reshard_after_forward" in options), "whether blocks stay gathered after the forward pass"
         torch.testing.assert_close(mine, theirs)
 
 

@@ -82,9 +82,10 @@ def wrap(
     for option in options.keys() - known:
         raise unknown(f"option of strategy {strategy}", option, known)
     if kind is HSDP and (islands := islands_of(reducer, options)) == dist.get_world_size():
-        unused = " without param_compress" if options.get("param_compress", "none") != "none" else ""
+        unused = [option for option, value in options.items() if option != "islands" and value not in ("none", None)]
+        without = f" without {', '.join(unused)}" if unused else ""
         warnings.warn(
-            f"{islands} islands of one rank each have nothing to shard: using strategy ddp{unused}", stacklevel=2
+            f"{islands} islands of one rank each have nothing to shard: using strategy ddp{without}", stacklevel=2
         )
         kind, options = DDP, {}
     if not average and not kind.alone:
@@ -183,12 +184,12 @@ def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
 
 def attach_reducer(reducer: Reducer, wrapped: nn.Module, way: Strategy, shapes: Shapes) -> None:
     """Prepare the reducer for the trainable parameters, and replace the framework's reduction with it."""
-    setattr(wrapped, HOOKED, True)
     if reducer.world > 1:
         way.prepare(reducer, sum(torch.Size(shape).numel() for _, shape in shapes))
         way.hook(wrapped, reducer)
         if way.averages:  # else an optimizer communicates, and finishes
             reducer.watch = ForgottenFinish(reducer, list(wrapped.parameters()))
+    setattr(wrapped, HOOKED, True)
 
 
 def trainable(model: nn.Module) -> Shapes:
