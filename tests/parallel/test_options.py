@@ -53,7 +53,7 @@ def test_ddp_finds_unused_parameters(world):
 
 
 def policy(rank, world, group, strategy_options):
-    """Gradients by the framework's own reduction and by a reducer, the type of gathered weights, and whether all stay."""
+    """Types of gathered weights, whether all stay gathered, and gradients by the framework and by a reducer."""
     seen = set()
     gradients = []
     for reducer in (None, exact(group)):

@@ -13,7 +13,7 @@ from gradwire.errors import BadInput
 from gradwire.gradients.rows import resolved
 from gradwire.models import causal, lora
 from gradwire.persample import hooks, loop, norms, rules, vmap
-from gradwire.persample.batch import trainable
+from gradwire.persample.batch import trainable, zeroed
 from gradwire.persample.layer_factors import Direct, LayerFactor, OuterProduct, inner, square_norm
 
 VOCABULARY, LENGTH = 64, 9
@@ -195,6 +195,13 @@ class Like(torch.nn.Module):
 
     def forward(self, x):
         return self.weight**self.power * torch.nn.functional.rms_norm(x, (7,), None, self.factor * self.eps)
+
+
+def test_rows_without_targets_are_zero_even_where_they_are_nan():
+    values = torch.tensor([[1.0, 2.0], [torch.nan, 3.0], [4.0, torch.inf]])
+    found = zeroed(values, torch.tensor([False, True, True]))
+    assert found.tolist() == [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
+    assert zeroed(values, torch.tensor([False] * 3)) is values
 
 
 def test_an_rms_norm_is_known_by_what_it_computes():
