@@ -46,13 +46,16 @@ def main(args: argparse.Namespace) -> None:
     environment = {name: os.environ[name] for name in names} | {"pid": os.getpid()}
     environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES")
     deed = args.ranks.get(os.environ["RANK"], "wait" if args.ranks else "end")
-    if deed == "save":
-        signal.signal(signal.SIGTERM, stop)  # before anyone knows that this rank is there
+    signals: list[int] = []
+    if deed == "save":  # before anyone knows that this rank is there
+        signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     write_json(args.output_dir / f"started{os.environ['RANK']}.json", environment)
     if deed in TRAINS:
         train(*TRAINS[deed], args.output_dir)
     elif deed in ("transfer", "gather", "allocate"):
         {"transfer": transfer, "gather": gather, "allocate": allocate}[deed](args.output_dir)
+    elif deed == "save":
+        save(signals)
     else:
         DEEDS[deed]()
 
@@ -73,9 +76,13 @@ def wait() -> None:
     time.sleep(60)
 
 
-def stop(*_: object) -> None:
-    """Say that a checkpoint was written; the second signal, of a rank's agent, changes nothing."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def save(signals: list[int]) -> None:
+    """Look for the signal between short steps, as training does, and say that a checkpoint was written.
+
+    A handler that raised could do so where Python ignores it, or before a long sleep that it does not interrupt.
+    """
+    while not signals:
+        time.sleep(0.02)
     raise Stopped("stopped after a checkpoint; run it again to resume.", step=5)
 
 
@@ -207,7 +214,7 @@ def allocate(folder: Path) -> None:
 
 
 DEEDS = {deed.__name__: deed for deed in (refuse, kill, stumble, wait, reduce, desert)}
-DEEDS |= {"end": lambda: None, "save": wait}
+DEEDS |= {"end": lambda: None}
 TRAINS = {"naive": ("naive", "topk"), "ddp": ("ddp", "int8"), "bucket": ("bucket", None), "fsdp2": ("fsdp2", "topk")}
 
 if __name__ == "__main__":
