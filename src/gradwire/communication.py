@@ -49,7 +49,8 @@ PRESETS = {
 LOCAL = tuple(PRESETS)  # train alone for H steps, and send what that changed
 OPTIONS = {  # of which optimizers an option is
     **dict.fromkeys(("freeze_step", "variance_kappa", "local_doubling", "max_local_steps"), ("zero_one_adam",)),
-    **dict.fromkeys(("H", "outer_lr", "outer_momentum", "dense_rounds", "inner", "streaming"), LOCAL),
+    **dict.fromkeys(("H", "outer_lr", "outer_momentum", "dense_rounds", "streaming"), LOCAL),
+    "inner": ("gradient", *LOCAL),
 }
 
 
@@ -106,7 +107,7 @@ class Communication(BaseModel):
     outer_lr: float | None = Field(None, gt=0, description="learning rate of the outer step")
     outer_momentum: float | None = Field(None, ge=0, lt=1, description="Nesterov momentum of the outer step")
     dense_rounds: int = Field(0, **NATURAL.limits, description="first rounds without compression")
-    inner: Inner | None = Field(None, description="the optimizer of the local steps")
+    inner: Inner | None = Field(None, description="the optimizer of a rank's steps")
     streaming: Streaming | None = Field(None, description="send in fragments, beside the training")
 
     @property
@@ -117,7 +118,7 @@ class Communication(BaseModel):
     @property
     def optimizer(self) -> str:
         """The record's ``optimizer``."""
-        return "adamw" if self.averages_gradients else self.comm_optimizer
+        return self.inner or "adamw" if self.averages_gradients else self.comm_optimizer
 
     @property
     def module(self) -> str:

@@ -126,6 +126,11 @@ CELLS = {
         "use hsdp, where it works between islands",
     ),
     "whole matrices": ({"comm_optimizer": "muloco"}, "hsdp", "muon orthogonalizes whole matrices"),
+    "matrices in flat shards": (
+        {"method": "none", "inner": "muon"},
+        "fsdp2",
+        "muon orthogonalizes whole matrices",
+    ),
 }
 
 

@@ -173,6 +173,23 @@ def test_a_cells_learning_rate_replaces_that_of_the_training(world, shards, tmp_
     assert losses(own[0]) == losses(other[0])
 
 
+def test_muon_steps_with_averaged_gradients(world, shards, tmp_path):
+    muon = {"inner": "muon"}
+    local = {"comm_optimizer": "diloco", "inner": "muon", "H": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
+
+    def trained(size: int, name: str, cell: dict, **changes) -> tuple[list[float], str]:
+        more = {"strategy": "ddp", "comm_config_json": json.dumps(cell), **changes}
+        rows, record = world(size).run(run, words(shards, tmp_path / name, **more))[0]
+        return losses(rows), record["optimizer"]
+
+    one, name = trained(1, "one", muon, batch_size=4)
+    adamw, other = trained(1, "adamw", {}, batch_size=4)
+    assert (name, other) == ("muon", "adamw")
+    assert one == pytest.approx(trained(1, "local", local, batch_size=4)[0], rel=1e-6)
+    assert one == pytest.approx(trained(2, "two", muon)[0], rel=1e-4)  # its matrices are rounded to bf16
+    assert one[2:] != pytest.approx(adamw[2:], rel=1e-3)
+
+
 def test_seeds_give_different_curves_and_one_seed_gives_the_same_curve_twice(world, shards, tmp_path):
     curves = [
         losses(world(1).run(run, words(shards, tmp_path / str(i), seed=s))[0][0]) for i, s in enumerate((0, 0, 1))

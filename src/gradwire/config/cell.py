@@ -139,7 +139,7 @@ class Cell(Strict):
 
         Raises:
             BadInput: If ``param_compress`` is set for a strategy other than fsdp2 and hsdp, ``inside`` for one other
-                than hsdp, or a communicating optimizer for one that shards a gradient over all ranks.
+                than hsdp, or Muon or a communicating optimizer for one that shards a matrix over ranks.
         """
         where = f"compressor cell {self.label!r}"
         if self.param_compress != "none" and strategy not in ("fsdp2", "hsdp"):
@@ -149,18 +149,19 @@ class Cell(Strict):
             )
         if self.inside is not None and strategy != "hsdp":
             raise BadInput(f"{where}: `inside` is for the islands of strategy hsdp; {strategy} has none. Omit it.")
+        name = self.communication.comm_optimizer
+        inner = self.communication.inner or preset(name).options.get("inner")
+        if strategy in ("fsdp1", "fsdp2", "hsdp") and inner == "muon":
+            raise BadInput(
+                f"{where}: the inner optimizer muon orthogonalizes whole matrices, and strategy {strategy} shards "
+                f"them; use inner: adamw or sgd, or naive, bucket or ddp."
+            )
         if self.communication.averages_gradients:
             return
-        name = self.communication.comm_optimizer
         if strategy in ("fsdp1", "fsdp2"):
             raise BadInput(
                 f"{where}: comm_optimizer {name} needs each rank's whole gradient, and strategy {strategy} shards it "
                 f"over all ranks; use hsdp, where it works between islands, or naive, bucket or ddp."
-            )
-        if strategy == "hsdp" and "muon" in (self.communication.inner, preset(name).options.get("inner")):
-            raise BadInput(
-                f"{where}: the inner optimizer muon orthogonalizes whole matrices, and strategy hsdp shards them; use "
-                f"inner: adamw or sgd, or naive, bucket or ddp."
             )
 
 

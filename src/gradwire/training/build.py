@@ -16,6 +16,7 @@ from gradwire.config import Cell
 from gradwire.data.shards import Shards
 from gradwire.models import causal
 from gradwire.parallel import optimizers
+from gradwire.parallel.optimizers import inner
 from gradwire.training import privacy
 from gradwire.training.environment import PeakMemory
 from gradwire.training.objective import Plain, Private
@@ -104,7 +105,7 @@ def reducer_options(cell: Cell) -> dict[str, Any]:
 def build_optimizer(
     settings: Settings, model: nn.Module, matrices: set[str], reducer: Reducer | None
 ) -> torch.optim.Optimizer:
-    """Build AdamW, or the cell's communicating optimizer.
+    """Build the optimizer of averaged gradients, AdamW unless the cell names another, or one that communicates.
 
     Weight decay applies to matrices only, as in GPT-2; ``matrices`` holds parameter names before wrapping.
     """
@@ -116,7 +117,7 @@ def build_optimizer(
     ]
     adam: dict[str, Any] = {"lr": training.lr, "betas": (0.9, 0.95)}
     if communication.averages_gradients:
-        return torch.optim.AdamW(groups, **adam)
+        return inner.build(communication.inner or "adamw", model, groups, **adam)
     assert reducer is not None  # a cell with such an optimizer is hooked
     options = communication.options
     if communication.comm_optimizer != "onebit_adam":  # the last step synchronises
