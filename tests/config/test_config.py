@@ -62,7 +62,9 @@ def test_the_default_experiment_is_the_grid_that_was_promised():
     assert ddp == {run.compressor for run in fsdp2}
     assert any(run.strategy == "fsdp1" for run in runs)
     assert any(run.world_size == 1 for run in runs)
-    assert len(runs) == len(set(runs)) == 22
+    slow = {run.compressor for run in runs if run.link != "none"}
+    assert "none" in slow and len(slow) > 1
+    assert len(runs) == len(set(runs)) == 20
 
 
 def test_a_union_of_grids_holds_a_shared_run_once():
