@@ -1,5 +1,7 @@
 """Every command block of ``PAGES`` runs, in a copy of the repository for each page, in the order of the page.
 
+The grids of ``SHORTENED`` have fewer runs there: that a command works does not take its whole experiment.
+
 A block is a fence with the language ``sh``. Where one with ``text`` follows it at once, the page shows what is printed:
 these lines must be printed in that order, numbers aside; a line ``…`` matches any others. `make test-full` runs
 them; what is in ``ELSEWHERE`` is run by what it names.
@@ -19,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 PAGES = (
@@ -34,6 +37,12 @@ ELSEWHERE = {  # first line of a block: what runs it
     "make test": ".ci/run",
     "make .venv/.ready": "Makefile",
     "pip install .": "tests/test_wheel.py",
+}
+SHORTENED = {  # experiment: its grid in the copy
+    "configs/links.yaml": [
+        {"strategies": ["ddp", "fsdp2"], "links": ["none", "100mbit"], "compressors": ["none", "int8"]},
+        {"strategies": ["ddp", "fsdp2"], "world_sizes": [1], "compressors": ["none"]},
+    ]
 }
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NUMBER = re.compile(r"\d[\d.,]*")
@@ -110,6 +119,9 @@ def checkout(folder: Path) -> Path:
     (folder / ".venv").symlink_to(ROOT / ".venv")
     for name in ("requirements.lock", "pyproject.toml"):
         os.utime(folder / name, (0, 0))  # make shall not install this copy into the environment
+    for path, grid in SHORTENED.items():
+        experiment = yaml.safe_load((folder / path).read_text())
+        (folder / path).write_text(yaml.safe_dump({**experiment, "grid": grid}))
     words = ["gradient", "sample", "wire", "rank", "shard", "token", "byte", "sum", "mean", "row"]
     texts = [" ".join(words[(i * j + j) % 10] for j in range(40 + i % 7)) for i in range(200)]
     own = [{"id": f"own/{i}", "title": f"Title {i}", "text": text} for i, text in enumerate(texts)]
