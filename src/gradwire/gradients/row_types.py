@@ -115,7 +115,7 @@ class Scaled(RowCodec):
     """
 
     dtype = torch.uint8
-    top: float
+    top: ClassVar[int]
 
     def __init__(self, dim: int) -> None:
         super().__init__(dim)
@@ -162,7 +162,7 @@ class Scaled(RowCodec):
 
     def _parts(self, stored: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split a stored matrix into scales [n, 1], largest magnitudes [n, 1] and values [n, D]."""
-        header = stored[:, :HEADER].contiguous().view(torch.float32)
+        header = _numbers(stored[:, :HEADER], torch.float32)
         return header[:, :1], header[:, 1:], self.values(stored[:, HEADER:])
 
 
@@ -178,11 +178,11 @@ class Float16(Scaled):
 
     def codes(self, values: Tensor) -> Tensor:
         """Round to float16."""
-        return values.half().view(torch.uint8)
+        return values.half().contiguous().view(torch.uint8)
 
     def values(self, codes: Tensor) -> Tensor:
         """Return float16 numbers."""
-        return codes.contiguous().view(torch.float16).float()
+        return _numbers(codes, torch.float16).float()
 
     def radius(self, values: Tensor) -> Tensor:
         """Return the rounding error."""
@@ -205,7 +205,8 @@ class Grid(Scaled):
 
     def codes(self, values: Tensor) -> Tensor:
         """Round to the numbers of the nearest values, and pack them."""
-        numbers = ((values + self.top) / 2).round().clamp(0, self.top).to(torch.uint8)
+        border = 0.0 if self.top % 2 else 0.5  # two values meet at zero, or the middle one ends at 1; exact near zero
+        numbers = ((values / 2 + border).floor() + (self.top + 1) // 2).clamp(0, self.top).to(torch.uint8)
         lanes = 8 // self.bits
         return pack(pad(numbers, (0, -self.dim % lanes)).flatten(), self.bits).view(-1, self.code_bytes)
 
@@ -244,6 +245,11 @@ CODECS: dict[str, type[RowCodec]] = {kind.name: kind for kind in (Float32, Float
 def build(name: str, dim: int) -> RowCodec:
     """Return a row type's codec for rows of ``dim`` numbers."""
     return CODECS[name](dim)
+
+
+def _numbers(columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """Read columns of bytes as numbers; they are copied, since a view needs aligned rows."""
+    return columns.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def _norm(rows: Tensor) -> Tensor:
