@@ -79,8 +79,9 @@ def test_norms_are_kept_and_bounds_hold_the_row(name):
     stored = codec.encode(rows)
     norms = rows.double().norm(dim=1)
     torch.testing.assert_close(codec.decode(stored).double().norm(dim=1), norms, rtol=3e-7, atol=0)
-    low, high, norm = codec.bounds(stored)
+    low, high, norm, largest = codec.bounds(stored)
     torch.testing.assert_close(norm, norms, rtol=3e-7, atol=0)
+    torch.testing.assert_close(largest, rows.double().abs().amax(dim=1), rtol=0, atol=0)
     rounding = 3e-7 * rows.abs().amax(dim=1, keepdim=True)
     assert ((rows >= low - rounding) & (rows <= high + rounding)).all()
     wide = {"float32": 0, "float16": 2.0**-10, "int8": 1 / 127, "int4": 1 / 7, "onebit": 1}[name]
@@ -108,6 +109,17 @@ def test_the_least_deviation_never_exceeds_the_true_one_and_finds_other_rows(nam
     assert (deviations(rows * 1.1)[0] > 0.09).all()
     if "onebit" not in (name, other) or "float32" in (name, other):
         assert (deviations(rows.roll(1, 1))[0] > 0.3).all()  # as long, and another direction
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_a_forged_largest_magnitude_is_found(name):
+    """It would widen the intervals until any row fits."""
+    rows, codec = some_rows(64)[:2], row_types.build(name, 64)
+    stored = codec.encode(rows)
+    stored[1, 4:HEADER] = codec.encode(8 * rows)[1, 4:HEADER]
+    exact = row_types.build("float32", 64)
+    found = least_deviation(codec.bounds(stored), exact.bounds(rows))
+    assert found[0] < 1e-6 and found[1] > 1
 
 
 @pytest.mark.parametrize("name", TYPES)

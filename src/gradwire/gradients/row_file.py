@@ -154,15 +154,15 @@ class Columns:
 
 
 @contextmanager
-def tensor_writer(path: Path, shape: tuple[int, int], store_as: str = "float32") -> Iterator[Writer]:
+def tensor_writer(path: Path, shape: tuple[int, int], row_type: str = "float32") -> Iterator[Writer]:
     """Open a writer of stored rows for `store.read_stored`; the file appears atomically, on success.
 
     Args:
         path: The file.
         shape: The number of rows, and D.
-        store_as: The row type.
+        row_type: How the rows are stored.
     """
-    codec = row_types.build(store_as, shape[1])
+    codec = row_types.build(row_type, shape[1])
     with whole(path) as part:
         _allocate(part, shape[0], codec)
         with part.open("r+b") as stream:

@@ -30,21 +30,25 @@ HALF_ULP, SUBNORMAL = 2.0**-11, 2.0**-25  # of float16: rounding error, relative
 
 
 class Bounds(NamedTuple):
-    """What is known of rows from their bytes: the interval of each entry, float64 [n, D], and the norms, [n]."""
+    """What is known of rows from their bytes, in float64: the interval of each entry, [n, D]; norms and largest
+    magnitudes, [n].
+    """
 
     low: Tensor
     high: Tensor
     norm: Tensor
+    largest: Tensor
 
 
 def least_deviation(one: Bounds, other: Bounds) -> Tensor:
     """Bound ``‖x - y‖ / max(‖x‖, ‖y‖)`` from below for rows x, y within these bounds: [n]; 0 for two zero rows.
 
-    Exact for float32. A stored row is thus never farther from a recomputed one than the two computations were.
+    Exact for float32. A stored row is thus never farther from a recomputed one than the two computations were. Neither
+    norms nor largest magnitudes of two rows differ by more than the norm of their difference.
     """
     gap = torch.maximum(one.low - other.high, other.low - one.high).clamp(min=0)
-    apart = torch.maximum(gap.norm(dim=1), (one.norm - other.norm).abs())
-    return apart / _or_one(torch.maximum(one.norm, other.norm))
+    numbers = torch.stack([gap.norm(dim=1), one.norm - other.norm, one.largest - other.largest])
+    return numbers.abs().amax(dim=0) / _or_one(torch.maximum(one.norm, other.norm))
 
 
 class RowCodec(ABC):
@@ -104,7 +108,7 @@ class Float32(RowCodec):
     def bounds(self, stored: Tensor) -> Bounds:
         """Return the rows as both ends."""
         exact = stored.double()
-        return Bounds(exact, exact, exact.norm(dim=1))
+        return Bounds(exact, exact, exact.norm(dim=1), exact.abs().amax(dim=1))
 
 
 class Scaled(RowCodec):
@@ -158,7 +162,7 @@ class Scaled(RowCodec):
         values, unit = values.double(), largest.double() / self.top
         radius = self.radius(values)
         low, high = ((values + end).clamp(-self.top, self.top) * unit for end in (-radius, radius))
-        return Bounds(low, high, norm)
+        return Bounds(low, high, norm, largest.double().squeeze(1))
 
     def _parts(self, stored: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split a stored matrix into scales [n, 1], largest magnitudes [n, 1] and values [n, D]."""
