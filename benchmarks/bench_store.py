@@ -1,9 +1,9 @@
 """What a smaller row type keeps: scores and selections from stored rows of each type, against float32's.
 
-``python benchmarks/bench_store.py --train DIR --validation DIR [--against DIR DIR]`` reads two merged stores, writes
-their float32 rows as each type, reads them back, and scores every training sample by `grads influence`'s formulas.
+``python benchmarks/bench_store.py --train DIR ... --validation DIR ... [--against DIR DIR]`` reads merged stores,
+writes their float32 rows as each type, reads them back, and scores every training sample by `grads influence`'s formulas.
 ``training alone`` keeps the validation rows as float32. ``--against`` compares with the scores of two other stores of
-the same samples, such as those of a wider projection with another seed.
+the same samples, such as those of the gradients themselves (``--projection none``).
 """
 
 from __future__ import annotations
@@ -72,29 +72,39 @@ def similarity(rows: RowFile, exact: RowFile) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", type=Path, required=True, metavar="DIR", help="a merged store of float32")
-    parser.add_argument("--validation", type=Path, required=True, metavar="DIR", help="a merged store of float32")
-    parser.add_argument("--against", type=Path, nargs=2, metavar="DIR", help="other stores of both (default: the same)")
+    parser.add_argument("--train", type=Path, nargs="+", required=True, metavar="DIR", help="merged stores of float32")
+    parser.add_argument("--validation", type=Path, nargs="+", required=True, metavar="DIR", help="as many, in order")
+    parser.add_argument("--against", type=Path, nargs=2, metavar="DIR", help="stores of both (default: the last ones)")
     args = parser.parse_args()
-    train, validation = (influence.open_store(path) for path in (args.train, args.validation))
-    influence.check_alike(train, validation)
-    others = [influence.open_store(path) for path in args.against or ()]
-    for own, other in zip((train, validation), others, strict=bool(others)):
-        if own.rows.ids != other.rows.ids:
-            raise BadInput(f"{own.path} and {other.path} hold different samples, or a different order.")
-    exact = scores(*(one.rows for one in others or (train, validation)))
-    full = row_types.build("float32", train.rows.shape[1]).row_bytes
-    lines = []
-    for name in row_types.CODECS:
-        with written_as(name, train.rows) as rows, written_as(name, validation.rows) as queries:
-            size = rows.codec.row_bytes
-            start = [name, f"{size:,}", f"{full / size:.1f}", f"{similarity(rows, train.rows):.4f}"]
-            for label, against in (("both", queries), ("training alone", validation.rows)):
-                lines.append([*start, label, *kept(scores(rows, against), exact)])
-    samples, dim = train.rows.shape
-    print(f"{samples} training rows and {validation.rows.shape[0]} validation rows of {dim} numbers, top {TOP:.0%}\n")
-    headers = ["type", "bytes/row", "× smaller", "cosine to float32", "stored so", *(", ".join(way) for way in WAYS)]
+    pairs = [opened(*paths) for paths in zip(args.train, args.validation, strict=True)]
+    others = opened(*args.against) if args.against else pairs[-1]
+    exact = scores(*(one.rows for one in others))
+    lines: list[list[str]] = []
+    for own in pairs:
+        if [one.rows.ids for one in own] != [one.rows.ids for one in others]:
+            raise BadInput(f"{own[0].path} and {others[0].path} hold different samples, or a different order.")
+        lines += kept_by_types(own[0].rows, own[1].rows, exact)
+    training, validation = (len(one.rows.ids) for one in others)
+    print(f"{training} training and {validation} validation rows, top {TOP:.0%}, against {others[0].path}\n")
+    headers = ["columns", "type", "bytes/row", "cosine to float32", "stored so", *(", ".join(way) for way in WAYS)]
     print(tabulate(lines, [*headers, "rank correlation"], tablefmt="pipe", disable_numparse=True))
+
+
+def opened(train: Path, validation: Path) -> tuple[influence.Store, influence.Store]:
+    """Open two stores that can be compared."""
+    stores = influence.open_store(train), influence.open_store(validation)
+    influence.check_alike(*stores)
+    return stores
+
+
+def kept_by_types(train: RowFile, validation: RowFile, exact: Scores) -> Iterator[list[str]]:
+    """Yield a line for each type, with both stored so and with the training rows alone."""
+    for name in row_types.CODECS:
+        with written_as(name, train) as rows, written_as(name, validation) as queries:
+            size = rows.codec.row_bytes
+            start = [f"{train.shape[1]:,}", name, f"{size:,}", f"{similarity(rows, train):.4f}"]
+            for label, against in (("both", queries), ("training alone", validation)):
+                yield [*start, label, *kept(scores(rows, against), exact)]
 
 
 if __name__ == "__main__":
