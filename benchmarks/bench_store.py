@@ -1,7 +1,7 @@
 """What a smaller row type keeps: scores and selections from stored rows of each type, against float32's.
 
 ``python benchmarks/bench_store.py --train DIR ... --validation DIR ... [--against DIR DIR]`` reads merged stores,
-writes their float32 rows as each type, reads them back, and scores every training sample by `grads influence`'s formulas.
+writes their float32 rows as each type, reads them back, and scores every training sample as `grads influence` does.
 ``training alone`` keeps the validation rows as float32. ``--against`` compares with the scores of two other stores of
 the same samples, such as those of the gradients themselves (``--projection none``).
 """
