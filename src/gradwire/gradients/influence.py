@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gradwire.gradients.manifest import Manifest
-    from gradwire.gradients.row_file import BoundRows
+    from gradwire.gradients.row_file import BoundRows, RowFile
 
 CHUNK_BYTES = 1 << 26  # of rows in memory at once
 SAME = ("model_digest", "lora", "dim", "projection", "seed", "fingerprints", "loss")  # of training and validation
@@ -151,11 +151,11 @@ def check_alike(train: Store, validation: Store) -> None:
             raise BadInput(f"{train.path} and {validation.path} differ in {field}: their gradients cannot be compared.")
 
 
-def scored(train: BoundRows, validation: BoundRows, metric: str, over: str) -> NDArray[np.float64]:
+def scored(train: RowFile, validation: RowFile, metric: str, over: str) -> NDArray[np.float64]:
     """Score each training row: float64 [n]; zero rows score 0."""
     import numpy as np
 
-    def chunks(rows: BoundRows) -> Iterator[NDArray[np.float64]]:
+    def chunks(rows: RowFile) -> Iterator[NDArray[np.float64]]:
         for chunk in rows.chunks(max(1, CHUNK_BYTES // (4 * rows.shape[1]))):
             wide = chunk.astype(np.float64)
             norms = np.linalg.norm(wide, axis=1, keepdims=True)
