@@ -56,6 +56,7 @@ VERBS = {
     "grads influence": Verb(
         "gradwire.gradients.influence", "rank training samples by their influence on validation samples"
     ),
+    "grads query": Verb("gradwire.gradients.query", "find the samples whose gradients are nearest to that of a text"),
     "grads run": Verb("gradwire.gradients.run", "collect, aggregate and validate in one call"),
     "norms": Verb("gradwire.gradients.norms", "compute the norm of every sample's gradient"),
     "compressors": Verb("gradwire.compressors.listing", "list compressors and their options"),
