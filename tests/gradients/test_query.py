@@ -169,7 +169,7 @@ def test_a_search_holds_a_block_in_memory(tmp_path):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert scores[3001] == width * (width - 1) / 2 and np.count_nonzero(scores) == 1
-    assert peak < 8 * search.BLOCK_BYTES
+    assert peak < 8 << 20
 
 
 # --- what is refused
