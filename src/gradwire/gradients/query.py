@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from gradwire.gradients.searcher import Searcher
 
 RESULT = "query.json"
+METRICS = ("cosine", "dot")
 ASKED = ("prompt", "data_path", "sample_id")
 WIDEST_ID = 40  # characters of an id in the table
 
@@ -39,7 +40,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", choices=get_args(Split), help="split of a shards folder (default: train)")
     parser.add_argument("--over", choices=("mean", "max"), default="mean", help="reduction over the query's samples")
     parser.add_argument("--cache_dir", type=Path, help="folder for a corpus file's shards (default: the user cache)")
-    parser.add_argument("--metric", choices=("cosine", "dot"), default="cosine", help="similarity of two gradients")
+    parser.add_argument("--metric", choices=METRICS, default=METRICS[0], help="similarity of two gradients")
     parser.add_argument("--top_k", type=COUNT, default=10, help="number of samples to find")
     parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
     parser.add_argument("--output_dir", type=output_folder, help=f"also write {RESULT} there")

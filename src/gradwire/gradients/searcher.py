@@ -59,6 +59,14 @@ class Searcher:
             self.texts = Texts(self.origin)
         self._device = device
 
+    def load(self) -> None:
+        """Load the model now.
+
+        Raises:
+            BadInput: If it is invalid or not that of the store.
+        """
+        _ = self.model_dir, self._maker
+
     def stored(self, sample_id: str) -> NDArray[np.float32]:
         """The row [1, D] of a sample of the store.
 
