@@ -192,6 +192,15 @@ def test_a_query_that_cannot_be_asked(stores, capsys, words, message):
     assert message.format(model=small.model) in refused(capsys, of["train"], *words)
 
 
+def test_shards_that_were_modified(stores, tmp_path, capsys):
+    small, of = stores
+    data = copied(small.shards.parent, tmp_path / "data")
+    shard = next((data / "shards" / "val").glob("shard-*.pt"))
+    shard.write_bytes(shard.read_bytes() + b"0")
+    assert "was modified" in refused(capsys, of["train"], "--data_path", data / "shards", "--split", "val")
+    assert "was modified" in refused(capsys, of["train"], "--prompt", PROMPT, "--shards", data / "shards")
+
+
 def test_a_model_that_is_not_the_stores(stores, tmp_path, capsys):
     """Other weights; another tokenizer beside the same weights."""
     small, of = stores

@@ -29,7 +29,7 @@ SMALL = {
     "training": {"device": "cpu", "steps": 7, "warmup_steps": 1, "profile_steps": 2, "batch_size": 2, "eval_every": 0},
     "compressors": {"none": {}, "int8": {}},
     "grid": [{"strategies": ["fsdp2"], "world_sizes": [2], "seeds": [0]}],
-    "gradients": {"compressors": ["none"], "dim": [16], "max_samples": 9, "query": "what's {it} \"for\"?"},
+    "gradients": {"compressors": ["none"], "dim": [16], "max_samples": 9, "query": 'what\'s {it} "for"?'},
 }
 BROKEN = {**SMALL, "grid": [*SMALL["grid"], {"compressors": ["none"], "world_sizes": [TOO_LARGE]}]}
 BROKEN["gradients"] = {**SMALL["gradients"], "world_sizes": [2]}

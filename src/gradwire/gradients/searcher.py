@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from gradwire.collectives import world
 from gradwire.data import cache, tokenizer
-from gradwire.data.shards import Sample, Shards
+from gradwire.data.shards import Sample, Shards, check
 from gradwire.errors import BadInput
 from gradwire.gradients.provenance import Provenance
 from gradwire.gradients.rows import RowMaker, Samples
@@ -99,8 +99,9 @@ class Searcher:
         """The rows [m, D] of samples that the model's tokenizer has made; zero for those without a target.
 
         Raises:
-            BadInput: If no sample has a target.
+            BadInput: If the shards are damaged, or no sample has a target.
         """
+        check(shards.folder.parent)
         rows = np.concatenate(
             [
                 self._rows(shards, range(len(shards))[start : start + AT_ONCE])
