@@ -418,7 +418,7 @@ def test_a_collection_does_not_go_on_from_blocks_that_are_not_its_own(small, alo
     parts = run / "rank_0" / "dim64"
     names = store.part_names(parts, 8)
     block = store.read(names)
-    put(names, block.rows + 1e-3, block.ids, block.meta)
+    put(names, block.rows + 1e-3, block)
     (parts / "all_ids.pkl").unlink()
     assert cli.main(options(small, run)) == 2
     assert f"{names.rows} with {names.ids}" in capsys.readouterr().err
@@ -561,7 +561,7 @@ def test_aggregating_refuses_altered_rows_and_leaves_no_file_of_an_earlier_call(
     block = store.read(names)
     rows = block.rows.clone()
     rows[2, 3] += 1e-3
-    put(names, rows, block.ids, block.meta)
+    put(names, rows, block)
     assert cli.main(words) == 2
     assert f"{names.meta}: row 2 is not what was collected for {block.ids[2]!r}" in capsys.readouterr().err
     (made / "grads_aggregate.failed.json").unlink()
@@ -590,14 +590,15 @@ def sign_again(run):
     file.write_text(json.dumps(manifest))
 
 
-def put(names, rows, ids, meta):
-    store.write(names, store.Block(rows.clone(), ids, meta))
+def put(names, rows, block):
+    """Other rows with the ids and the metadata of a block."""
+    store.write(names, block._replace(stored=block.codec.encode(rows.clone())))
 
 
 def put_bound(run, names, rows, block):
     """As a forger would who knows what a digest covers."""
-    identity = provenance.read(run).identity
-    put(names, rows, block.ids, store.with_digests(identity, block.meta, rows))
+    meta = store.with_digests(provenance.read(run).identity, block.meta, block.codec.encode(rows))
+    put(names, rows, block._replace(meta=meta))
 
 
 def swapped(ids, i=1, j=3):
@@ -648,7 +649,7 @@ def alter_row(run):
     names, block = store.all_names(run / "dim64"), merged(run)
     rows = block.rows.clone()
     rows[5] *= 1.1
-    put(names, rows, block.ids, block.meta)
+    put(names, rows, block)
     sign_again(run)
     return names.rows
 
@@ -658,13 +659,14 @@ def alter_rank_row(run):
     block = store.read(names)
     rows = block.rows.clone()
     rows[0, 0] += 1e-3
-    put(names, rows, block.ids, block.meta)
+    put(names, rows, block)
     return names.rows
 
 
 def keep(run, positions):
     names, block = store.all_names(run / "dim64"), merged(run)
-    put(names, block.rows[positions], [block.ids[at] for at in positions], block.meta.take(pa.array(positions)))
+    ids, meta = [block.ids[at] for at in positions], block.meta.take(pa.array(positions))
+    store.write(names, store.Block(block.stored[positions], ids, meta, block.codec))
     sign_again(run)
     return names.ids
 
@@ -710,7 +712,7 @@ def plant_nan(run):
     block = store.read(names)
     rows = block.rows.clone()
     rows[2, 3] = math.nan
-    put(names, rows, block.ids, block.meta)
+    put(names, rows, block)
     return names.rows
 
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import shutil
 import tracemalloc
+from typing import get_args
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from small_model import MAX_LENGTH, make
 
 from gradwire import cli
+from gradwire.config import RowType
 from gradwire.data.shards import Shards
 from gradwire.data.tokenizer import load as load_tokenizer
 from gradwire.files import sha256_file
@@ -102,6 +104,23 @@ def test_scores_are_those_of_influence(stores, tmp_path, capsys, kind, metric, o
     scale = max(map(abs, wanted["score"]))
     assert found == pytest.approx(dict(zip(wanted["sample_id"], wanted["score"], strict=True)), abs=1e-6 * scale)
     assert answer["query_samples"] == len(Shards(small.shards, "val"))
+
+
+@pytest.mark.parametrize("kind", get_args(RowType))
+def test_a_store_of_any_type_is_asked_with_a_float32_row(stores, tmp_path, capsys, kind):
+    """Only the store's rows are rounded."""
+    small, of = stores
+    words = ["--model_dir", small.model, "--data_path", small.shards, "--output_path", tmp_path, "--dim", 32]
+    words += ["--projection", "sjlt", "--seed", 5, "--store", kind]
+    assert cli.main(["grads", "collect", *map(str, words)]) == 0
+    assert cli.main(["grads", "aggregate", "--base_path", str(tmp_path), "--dim", "32"]) == 0
+    exact = store.read_rows(of["val"] / "all_orig.pt").double().mean(0)
+    wanted = store.read_rows(tmp_path / "dim32" / "all_orig.pt").double() @ exact
+    asked = ["--data_path", small.shards, "--split", "val", "--metric", "dot", "--top_k", 1000]
+    answer = ask(capsys, tmp_path / "dim32", *asked)
+    found = {one["sample_id"]: one["score"] for one in answer["top"]}
+    ids = store.read_ids(tmp_path / "dim32" / "all_ids.pkl")
+    assert found == pytest.approx(dict(zip(ids, wanted.tolist(), strict=True)), abs=1e-6 * wanted.abs().max().item())
 
 
 def test_a_sample_of_the_store_is_nearest_to_itself(stores, capsys):

@@ -18,6 +18,7 @@ from gradwire.config.values import (
     Natural,
     Projection,
     Ranks,
+    RowType,
     SampleLoss,
     Seed,
     Split,
@@ -116,6 +117,7 @@ class Gradients(Selection):
     adam_variant: AdamVariant = Field("torch", description="Adam's formula, for type adam")
     loss: SampleLoss = Field("mean", description="loss of a sample: mean or sum over its targets")
     projection: Projection = Field("rademacher", description="method of projection")
+    store: RowType = Field("float32", description="type of a row in the files")
     method: GradMethod = Field("auto", description="method of computing gradients")
     split: Split = Field("val", description="split of the samples")
     max_samples: int | None = Field(None, **COUNT.limits, description="number of samples; default: all")

@@ -21,6 +21,7 @@ SampleLoss = Literal["mean", "sum"]
 GradType = Literal["sgd", "adam", "sign"]
 AdamVariant = Literal["torch", "less"]
 Projection = Literal["rademacher", "normal", "sjlt", "srht", "factored", "none"]
+RowType = Literal["float32", "float16", "int8", "int4", "onebit"]
 GradMethod = Literal["auto", "loop", "vmap", "hooks"]
 
 

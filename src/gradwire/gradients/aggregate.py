@@ -90,8 +90,9 @@ def write(merged: Merged, names: Names, args: argparse.Namespace) -> None:
     for name in (NORMALIZED, *EXPORTS.values()):  # left by a killed call with other flags
         remove_leftovers(target(args) / name)
     with ExitStack() as stack:
-        plain = [stack.enter_context(row_file.tensor_writer(names.rows, merged.shape))]
-        scaled = []
+        codec = merged.sources[0].codec
+        rows = stack.enter_context(row_file.tensor_writer(names.rows, merged.shape, codec.name))
+        plain, scaled = [], []
         for path in further(args):
             if path.name == NORMALIZED:
                 scaled.append(stack.enter_context(row_file.tensor_writer(path, merged.shape)))
@@ -100,10 +101,12 @@ def write(merged: Merged, names: Names, args: argparse.Namespace) -> None:
             else:
                 plain.append(stack.enter_context(row_file.parquet_writer(path, merged.shape, merged.ids)))
         for chunk in merged.chunks():
+            rows.append(chunk)
+            decoded = merged.sources[0].decoded(chunk) if plain or scaled else chunk
             for writer in plain:
-                writer.append(chunk)
+                writer.append(decoded)
             for writer in scaled:
-                writer.append(row_file.normalized(chunk))
+                writer.append(row_file.normalized(decoded))
     store.write_metadata(names, merged.meta, merged.ids)
 
 

@@ -17,9 +17,9 @@ from gradwire.data.shards import Shards
 from gradwire.data.writer import split_of
 from gradwire.errors import BadInput, bounded
 from gradwire.gradients import manifest, projections, store
-from gradwire.gradients.merge import relative_deviation
 from gradwire.gradients.projections.base import Band
 from gradwire.gradients.provenance import PLACES, Provenance, sample_ids
+from gradwire.gradients.row_types import least_deviation
 from gradwire.gradients.rows import RowMaker
 from gradwire.gradients.store import Block, Names
 from gradwire.gradients.types import TOLERANCE
@@ -89,7 +89,7 @@ class Audit:
         folder, ends = store.rank_folder(self.collection, rank, dim), self.origin.ends()
         whole = store.all_names(folder)
         names = [*(store.part_names(folder, end) for end in ends), whole]
-        blocks, unreadable = _read(names, dim)
+        blocks, unreadable = _read(names, dim, self.origin)
         sampler_indices = [self.ids[position] for position in self.origin.sampler_indices(rank)]
         self._add(
             f"rank_{rank}/dim{dim}",
@@ -109,7 +109,7 @@ class Audit:
         """Check the merged matrix, its manifest, and each row against the ranks checked before."""
         folder = self.collection / f"dim{dim}"
         whole = store.all_names(folder)
-        blocks, unreadable = _read([whole], dim)
+        blocks, unreadable = _read([whole], dim, self.origin)
         ranks = [stored.block for stored in self.stored if stored.dim == dim]
         self._add(
             f"dim{dim}",
@@ -128,12 +128,17 @@ class Audit:
         self._keep(blocks, whole, dim)
 
     def recomputed(self, maker: RowMaker, positions: Sequence[int]) -> None:
-        """Recompute the rows of some samples, and compare them with all their stored rows."""
+        """Recompute the rows of some samples, and compare them with all their stored rows.
+
+        Args:
+            maker: Computes float32 rows; `least_deviation` knows what other types lose.
+            positions: The samples.
+        """
         again = maker.blocks(self.shards, positions)
         deviations = [
-            (stored.names.rows, row, id_, relative_deviation(fresh, stored.block.rows[row]))
+            (stored.names.rows, row, id_, _deviation(again[stored.dim], at, stored.block, row))
             for stored in self.stored
-            for id_, fresh in zip(again[stored.dim].ids, again[stored.dim].rows, strict=True)
+            for at, id_ in enumerate(again[stored.dim].ids)
             for row, have in enumerate(stored.block.ids)
             if have == id_
         ]
@@ -178,6 +183,10 @@ class Audit:
             self.stored.append(Stored(whole, dim, blocks[whole]))
 
 
+def _deviation(block: Block, row: int, other: Block, other_row: int) -> float:
+    return float(least_deviation(block.bounds(row), other.bounds(other_row)))
+
+
 def _other_documents(documents: Sequence[str], ids: Sequence[str], to_the_end: bool) -> Iterator[str]:
     """Yield the documents without a sample in ``ids``, and the first sample that belongs to no document."""
     at = 0
@@ -204,7 +213,7 @@ def _strange(folder: Path, ends: Sequence[int]) -> list[str]:
     return [f"{folder} has files of an unexpected block {end}" for end in store.parts(folder) if end not in ends]
 
 
-def _read(names: Sequence[Names], dim: int) -> tuple[dict[Names, Block], list[str]]:
+def _read(names: Sequence[Names], dim: int, origin: Provenance) -> tuple[dict[Names, Block], list[str]]:
     """Read blocks; return those that are readable, and the problems of the others."""
     blocks, problems = {}, []
     for block_names in names:
@@ -212,12 +221,11 @@ def _read(names: Sequence[Names], dim: int) -> tuple[dict[Names, Block], list[st
             continue
         try:
             block = store.read(block_names)
+            store.check_type(block_names.rows, block.codec, origin, dim)
         except BadInput as error:
             problems.append(str(error))
             continue
-        if block.rows.shape[1] != dim:
-            problems.append(f"{block_names.rows} has rows of {block.rows.shape[1]} columns, not {dim}")
-        elif not torch.isfinite(block.rows).all():
+        if not torch.isfinite(block.rows).all():
             problems.append(f"{block_names.rows} has entries that are not finite")
         else:
             blocks[block_names] = block

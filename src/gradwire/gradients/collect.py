@@ -9,7 +9,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from gradwire.config import AdamVariant, Gradients, GradMethod, GradType, Projection, SampleLoss, Split
+from gradwire.config import AdamVariant, Gradients, GradMethod, GradType, Projection, RowType, SampleLoss, Split
 from gradwire.errors import BadInput
 from gradwire.flags import COUNT, LENGTH, LORA_RANK, SEED, output_folder
 from gradwire.models.shards import samples_of
@@ -65,6 +65,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default="rademacher",
         help="rademacher, normal: dense; sjlt, srht: fast; factored: fastest, higher variance; "
         "none: the full gradient, --dim must equal its size",
+    )
+    parser.add_argument(
+        "--store",
+        choices=get_args(RowType),
+        default="float32",
+        help="row type of the files; all but float32 have a scale per row (onebit: the signs, 31 times smaller)",
     )
     parser.add_argument(
         "--method",
@@ -155,6 +161,7 @@ def _intended(args: argparse.Namespace, shards: Shards, world_size: int) -> Prov
         projection=args.projection,
         seed=args.seed,
         save_interval=args.save_interval,
+        store=args.store,
         strategy=args.strategy,
         adam_variant=args.adam_variant,
         optimizer_dir=args.optimizer_dir and str(args.optimizer_dir),

@@ -8,17 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from gradwire.errors import BadInput, CheckFailed
 from gradwire.gradients import store
 from gradwire.gradients.provenance import Provenance
-from gradwire.gradients.row_file import BoundRows
+from gradwire.gradients.row_file import NUMPY, BoundRows
+from gradwire.gradients.row_types import least_deviation
 
 NAMED = 3  # ids that an error lists
 CHUNK_BYTES = 1 << 26  # of rows in memory at once
@@ -40,7 +41,7 @@ class Merged:
         ids: Every sample's id, in output order.
         places: The position of each sample's row.
         duplicates: Number of rows that repeat another row of the same sample.
-        deviation: Largest difference between such rows, relative to the row's norm.
+        deviation: Largest difference between such rows, relative to the row's norm: `row_types.least_deviation`.
     """
 
     sources: Sequence[BoundRows]
@@ -54,17 +55,16 @@ class Merged:
         """The shape of the merged matrix."""
         return len(self.ids), self.sources[0].shape[1]
 
-    def chunks(self) -> Iterator[NDArray[np.float32]]:
-        """Yield the merged rows in chunks."""
-        width = self.shape[1]
-        height = max(1, CHUNK_BYTES // (4 * width))
+    def chunks(self) -> Iterator[NDArray[Any]]:
+        """Yield the merged rows in chunks, as they are stored."""
+        height = max(1, CHUNK_BYTES // (4 * self.shape[1]))
         for first in range(0, len(self.places), height):
             places = self.places[first : first + height]
-            chunk = np.empty((len(places), width), dtype=np.float32)
+            chunk = np.empty((len(places), self.sources[0].codec.width), dtype=NUMPY[self.sources[0].codec.dtype])
             for number, source in enumerate(self.sources):
                 here = [at for at, place in enumerate(places) if place.source == number]
                 if here:
-                    chunk[here] = source.take([places[at].row for at in here])
+                    chunk[here] = source.take_stored([places[at].row for at in here])
             yield chunk
 
     @property
@@ -116,15 +116,8 @@ def merge(sources: Sequence[BoundRows], ids: Sequence[str], tolerance: float) ->
 
 
 def _apart(sources: Sequence[BoundRows], one: Place, other: Place) -> float:
-    rows = [np.float64(sources[place.source].take([place.row])[0]) for place in (one, other)]
-    scale = max(float(np.linalg.norm(row)) for row in rows)
-    return float(np.linalg.norm(rows[0] - rows[1])) / scale if scale else 0.0
-
-
-def relative_deviation(row: Tensor, other: Tensor) -> float:
-    """Compute the norm of the difference of two rows relative to the larger norm; 0 for two zero rows."""
-    scale = max(float(row.norm()), float(other.norm()))
-    return float((row - other).norm()) / scale if scale else 0.0
+    stored = [torch.from_numpy(sources[place.source].take_stored([place.row])) for place in (one, other)]
+    return float(least_deviation(*map(sources[0].codec.bounds, stored)))
 
 
 def _check_complete(found: Set[str], ids: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from gradwire.config import AdamVariant, GradMethod, GradType, Projection, SampleLoss
+from gradwire.config import AdamVariant, GradMethod, GradType, Projection, RowType, SampleLoss
 from gradwire.errors import BadInput
 from gradwire.files import digest, write_json
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gradwire.data.shards import Shards
 
 FILE = "collect.json"
-FORMAT: Literal[2] = 2  # of the store; format 1 did not bind rows to their provenance
+FORMAT: Literal[3] = 3  # of the store; format 2 had one row type, format 1 did not bind rows to their provenance
 PLACES = ("model_dir", "data_path", "optimizer_dir", "lora_dir", "corpus")  # may move; their digests must not change
 FOUND = ("fingerprints", "computed_by")  # known only once the model is loaded
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
@@ -46,6 +46,7 @@ class Provenance:
         projection: How gradients are projected.
         seed: Seed of the projection.
         save_interval: Samples per file and rank.
+        store: The row type.
         strategy: ``ddp``: every rank holds the full model; ``fsdp2``: its weights are sharded.
         adam_variant: Formula of the ``adam`` gradient type.
         optimizer_dir: Folder of Adam's moments; None for the model folder.
@@ -58,7 +59,7 @@ class Provenance:
         computed_by: The method that ``auto`` resolved to; empty until the model is loaded.
     """
 
-    format: Literal[2]
+    format: Literal[3]
     source: str
     model_dir: str
     model_digest: str
@@ -74,6 +75,7 @@ class Provenance:
     projection: Projection
     seed: Seed
     save_interval: Positive
+    store: RowType = "float32"
     strategy: Literal["ddp", "fsdp2"] = "ddp"
     adam_variant: AdamVariant = "torch"
     optimizer_dir: str | None = None

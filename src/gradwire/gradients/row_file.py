@@ -1,4 +1,4 @@
-"""Chunked reading and writing of float32 tensor files ``[n, D]``.
+"""Chunked reading and writing of files of rows.
 
 `torch.load` can map such a file, but every page it touches counts as resident, and `torch.save` cannot write a tensor
 larger than memory. The format is torch's own: a zip archive with one uncompressed tensor.
@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -24,21 +24,27 @@ from numpy.typing import NDArray
 
 from gradwire.errors import BadInput
 from gradwire.files import whole
-from gradwire.gradients import store
+from gradwire.gradients import row_types, store
+from gradwire.gradients.row_types import RowCodec
 
 if TYPE_CHECKING:
     from gradwire.gradients.provenance import Provenance
 
 FLOAT = 4  # bytes
+NUMPY = {torch.float32: "<f4", torch.uint8: "u1"}
 NORESERVE = 0x4000  # Linux: address space without backing memory
 SPARSE = 4  # read up to this many times the requested rows at once rather than row by row
 
 
 class RowFile:
-    """Rows in a tensor file.
+    """Rows in a file, read as float32.
 
     Args:
-        path: A file that `store.read_rows` accepts.
+        path: A file that `store.read_stored` accepts.
+
+    Attributes:
+        shape: The number of rows, and D.
+        codec: The codec of the rows.
 
     Raises:
         BadInput: If the file is invalid.
@@ -46,25 +52,35 @@ class RowFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        rows = store.read_rows(path)
-        self.shape = len(rows), rows.shape[1]
+        stored, self.codec = store.read_stored(path)
+        self.shape = len(stored), self.codec.dim
         self._start = _data_offset(path)
 
     def take(self, positions: Sequence[int]) -> NDArray[np.float32]:
         """Read the rows at ``positions``, in that order."""
+        return self.decoded(self.take_stored(positions))
+
+    def take_stored(self, positions: Sequence[int]) -> NDArray[Any]:
+        """Read the rows at ``positions`` as they are stored."""
         wanted = np.asarray(positions, dtype=np.int64)
         first, last = int(wanted.min()), int(wanted.max()) + 1
         if last - first <= SPARSE * len(wanted):
-            return self.read(first, last)[wanted - first]
-        return np.concatenate([self.read(int(row), int(row) + 1) for row in wanted])
+            return self.stored(first, last)[wanted - first]
+        return np.concatenate([self.stored(int(row), int(row) + 1) for row in wanted])
 
     def read(self, first: int, last: int) -> NDArray[np.float32]:
         """The rows of ``range(first, last)``."""
-        width = self.shape[1]
-        found = np.fromfile(
-            self.path, dtype="<f4", count=(last - first) * width, offset=self._start + first * width * FLOAT
-        )
-        return found.reshape(last - first, width)
+        return self.decoded(self.stored(first, last))
+
+    def decoded(self, stored: NDArray[Any]) -> NDArray[np.float32]:
+        """Decode stored rows."""
+        return self.codec.decode(torch.from_numpy(stored)).numpy()
+
+    def stored(self, first: int, last: int) -> NDArray[Any]:
+        """The rows of ``range(first, last)`` as they are stored."""
+        count, offset = (last - first) * self.codec.width, self._start + first * self.codec.row_bytes
+        found = np.fromfile(self.path, dtype=NUMPY[self.codec.dtype], count=count, offset=offset)
+        return found.reshape(last - first, self.codec.width)
 
     def chunks(self, rows: int) -> Iterator[NDArray[np.float32]]:
         """Yield all rows, at most ``rows`` at a time."""
@@ -85,7 +101,8 @@ class BoundRows(RowFile):
         meta: The rows' metadata.
 
     Raises:
-        BadInput: If a file is missing, damaged or of a different width, or if a row read does not match its digest.
+        BadInput: If a file is missing, damaged or of a different width or type, or if a row read does not match its
+            digest.
     """
 
     def __init__(self, names: store.Names, dim: int, origin: Provenance) -> None:
@@ -93,32 +110,33 @@ class BoundRows(RowFile):
         self.names, self.identity = names, origin.identity
         self.ids, self.meta = store.read_ids(names.ids), store.read_meta(names.meta)
         store.check_counts(names, [self.shape[0], len(self.ids), len(self.meta)])
-        if self.shape[1] != dim:
-            raise BadInput(f"{names.rows} has rows of {self.shape[1]} columns, not {dim}.")
+        store.check_type(names.rows, self.codec, origin, dim)
 
-    def read(self, first: int, last: int) -> NDArray[np.float32]:
-        """The rows of ``range(first, last)``."""
-        rows = super().read(first, last)
-        block = store.Block(torch.from_numpy(rows), self.ids[first:last], self.meta.slice(first, last - first))
+    def stored(self, first: int, last: int) -> NDArray[Any]:
+        """The rows of ``range(first, last)`` as they are stored."""
+        found = super().stored(first, last)
+        meta = self.meta.slice(first, last - first)
+        block = store.Block(torch.from_numpy(found), self.ids[first:last], meta, self.codec)
         store.check_bound(self.names, block, self.identity, first)
-        return rows
+        return found
 
 
 class Writer(Protocol):
     """Appends rows to a file."""
 
-    def append(self, rows: NDArray[np.float32]) -> None:
+    def append(self, rows: NDArray[Any]) -> None:
         """Write rows behind those that are there."""
 
 
 class Raw(NamedTuple):
-    """Appends raw numbers."""
+    """Appends raw numbers of one type."""
 
     stream: BinaryIO
+    dtype: str = "<f4"
 
-    def append(self, rows: NDArray[np.float32]) -> None:
+    def append(self, rows: NDArray[Any]) -> None:
         """Write rows behind those that are there."""
-        self.stream.write(np.ascontiguousarray(rows, dtype="<f4").data)
+        self.stream.write(np.ascontiguousarray(rows, dtype=self.dtype).data)
 
 
 class Columns:
@@ -136,13 +154,20 @@ class Columns:
 
 
 @contextmanager
-def tensor_writer(path: Path, shape: tuple[int, int]) -> Iterator[Writer]:
-    """Open a writer of float32 rows for `torch.load`; the file appears atomically, on success."""
+def tensor_writer(path: Path, shape: tuple[int, int], store_as: str = "float32") -> Iterator[Writer]:
+    """Open a writer of stored rows for `store.read_stored`; the file appears atomically, on success.
+
+    Args:
+        path: The file.
+        shape: The number of rows, and D.
+        store_as: The row type.
+    """
+    codec = row_types.build(store_as, shape[1])
     with whole(path) as part:
-        _allocate(part, shape)
+        _allocate(part, shape[0], codec)
         with part.open("r+b") as stream:
             stream.seek(_data_offset(part))
-            yield Raw(stream)
+            yield Raw(stream, NUMPY[codec.dtype])
 
 
 @contextmanager
@@ -170,20 +195,19 @@ def normalized(rows: NDArray[np.float32]) -> NDArray[np.float32]:
     return (rows / np.where(norms == 0, 1, norms)).astype(np.float32)
 
 
-def _allocate(path: Path, shape: tuple[int, int]) -> None:
-    """Write the archive with torch, leaving a hole for the numbers."""
-    nbytes = shape[0] * shape[1] * FLOAT
-    if not nbytes:
+def _allocate(path: Path, rows: int, codec: RowCodec) -> None:
+    """Write the archive with torch, leaving a hole for the rows."""
+    if not rows:
         with path.open("wb") as stream:
-            torch.save(torch.empty(shape), stream)
+            torch.save(store.contents(torch.empty(0, codec.width, dtype=codec.dtype), codec), stream)
         return
     with ExitStack() as stack:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (NORESERVE if sys.platform == "linux" else 0)
-        space = mmap.mmap(-1, nbytes, flags=flags)
-        rows = torch.frombuffer(space, dtype=torch.float32).view(shape)
+        space = mmap.mmap(-1, rows * codec.row_bytes, flags=flags)
+        stored = torch.frombuffer(space, dtype=codec.dtype).view(rows, codec.width)
         stack.enter_context(torch.serialization.skip_data())
         with path.open("wb") as stream:
-            torch.save(rows, stream)
+            torch.save(store.contents(stored, codec), stream)
 
 
 def _data_offset(path: Path) -> int:

@@ -52,7 +52,9 @@ class Searcher:
         self.store = open_store(path)
         known = {one.name: getattr(self.store.manifest, one.name) for one in fields(Provenance)}
         given = {name: str(place) for name, place in places.items() if place is not None}
-        self.origin = Provenance(**{**known, **given, "dims": [self.store.manifest.dim]})
+        self.origin = Provenance(
+            **{**known, **given, "dims": [self.store.manifest.dim], "store": "float32"}
+        )  # not rounded
         self.corpus = places.get("corpus")
         self.texts: Texts | None = None
         if Path(self.origin.data_path).exists() or "data_path" in given:

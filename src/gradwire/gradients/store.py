@@ -3,7 +3,8 @@
 ``rank_<r>/dim<D>/grads-<N>.pt, ids-<N>.pkl, meta-<N>.parquet`` hold the rows a rank collected since its last block,
 where N counts its samples so far. ``all_orig.pt, all_ids.pkl, all_meta.parquet`` hold all rows of a rank and, in
 ``dim<D>/`` of the collection folder, one row for every sample of the data. Row i belongs to id i: a digest in ``meta``
-covers the row, its id and metadata, and the provenance of the collection.
+covers the row, its id and metadata, and the provenance of the collection. ``.pt`` files hold a float32 matrix, or
+``{"type": name, "dim": D, "rows": uint8 matrix}`` of another of the `row_types`.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from gradwire.errors import BadInput
+from gradwire.errors import BadInput, bounded
 from gradwire.files import whole
-from gradwire.gradients import metadata
+from gradwire.gradients import metadata, row_types
+from gradwire.gradients.row_types import CODECS, Bounds, Float32, RowCodec
 
 if TYPE_CHECKING:
     from gradwire.gradients.provenance import Provenance
@@ -41,11 +43,21 @@ META = pa.schema(  # the columns of every table; `metadata` defines additional o
 
 
 class Block(NamedTuple):
-    """Rows [n, D] in float32, their n ids, and a table of ``META``'s columns with n rows."""
+    """Stored rows [n, width], their n ids, a table of ``META``'s columns with n rows, and the codec of the rows."""
 
-    rows: Tensor
+    stored: Tensor
     ids: list[str]
     meta: pa.Table
+    codec: RowCodec
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows as float32 [n, D]."""
+        return self.codec.decode(self.stored)
+
+    def bounds(self, row: int) -> Bounds:
+        """What one row's bytes say of its numbers."""
+        return self.codec.bounds(self.stored[row : row + 1])
 
 
 class Names(NamedTuple):
@@ -81,15 +93,15 @@ def parts(folder: Path) -> list[int]:
     return sorted({int(match[1]) for match in found if match})
 
 
-def row_digests(identity: str, meta: pa.Table, rows: Tensor) -> list[str]:
+def row_digests(identity: str, meta: pa.Table, stored: Tensor) -> list[str]:
     """Compute digests that bind each row to its id, its metadata and its collection.
 
     Returns:
         For each row, the hex SHA-256 of the collection's `Provenance.identity`, the row's metadata as JSON with sorted
-        keys (all columns but the digest), and its entries (float32, little-endian), concatenated.
+        keys (all columns but the digest), and its stored bytes (of float32: its entries, little-endian), concatenated.
     """
     as_json = (json.dumps(record, sort_keys=True) for record in meta.drop_columns("digest").to_pylist())
-    bound = zip(as_json, rows, strict=True)
+    bound = zip(as_json, stored, strict=True)
     return [hashlib.sha256(f"{identity}{text}".encode() + row.numpy().tobytes()).hexdigest() for text, row in bound]
 
 
@@ -103,7 +115,7 @@ def unbound(names: Names, block: Block, identity: str, first: int = 0) -> list[s
         first: Index of the first of these rows in the files.
     """
     noted = zip(block.meta["sample_id"].to_pylist(), block.meta["digest"].to_pylist(), strict=True)
-    found = zip(block.ids, row_digests(identity, block.meta, block.rows), strict=True)
+    found = zip(block.ids, row_digests(identity, block.meta, block.stored), strict=True)
     wrong = [row for row, (one, other) in enumerate(zip(noted, found, strict=True)) if one != other]
     files = f"{names.rows} with {names.ids} and {names.meta}"
     if wrong and len(wrong) == len(block.ids):
@@ -123,10 +135,22 @@ def check_bound(names: Names, block: Block, identity: str, first: int = 0) -> No
 
 def write(names: Names, block: Block) -> None:
     """Write a block's files, each atomically; the ids come last."""
-    rows = block.rows if _alone(block.rows) else block.rows.clone(memory_format=torch.contiguous_format)
+    stored = block.stored if _alone(block.stored) else block.stored.clone(memory_format=torch.contiguous_format)
     with whole(names.rows) as part, part.open("wb") as stream:  # a stream: torch would embed a path's name in the file
-        torch.save(rows, stream)
+        torch.save(contents(stored, block.codec), stream)
     write_metadata(names, block.meta, block.ids)
+
+
+def check_type(path: Path, codec: RowCodec, origin: Provenance, dim: int) -> None:
+    """Check that a file's rows have the width and the type of the collection.
+
+    Raises:
+        BadInput: If they differ.
+    """
+    if codec.dim != dim:
+        raise BadInput(f"{path} has rows of {codec.dim} columns, not {dim}.")
+    if codec.name != origin.store:
+        raise BadInput(f"{path} has rows of type {codec.name}, not {origin.store}.")
 
 
 def write_metadata(names: Names, meta: pa.Table, ids: Sequence[str]) -> None:
@@ -143,8 +167,9 @@ def read(names: Names) -> Block:
     Raises:
         BadInput: If a file is missing, damaged or invalid, or the counts differ.
     """
-    block = Block(read_rows(names.rows), read_ids(names.ids), read_meta(names.meta))
-    check_counts(names, [len(block.rows), len(block.ids), len(block.meta)])
+    stored, codec = read_stored(names.rows)
+    block = Block(stored, read_ids(names.ids), read_meta(names.meta), codec)
+    check_counts(names, [len(block.stored), len(block.ids), len(block.meta)])
     return block
 
 
@@ -174,22 +199,46 @@ def check_counts(names: Names, counts: Sequence[int]) -> None:
 
 
 def read_rows(path: Path) -> Tensor:
-    """Read float32 rows [n, D] without executing code from the file.
+    """Read rows as float32 [n, D]; arguments and errors as for `read_stored`."""
+    stored, codec = read_stored(path)
+    return codec.decode(stored)
+
+
+def contents(stored: Tensor, codec: RowCodec) -> Any:
+    """Return what a file of rows holds."""
+    return stored if isinstance(codec, Float32) else {"type": codec.name, "dim": codec.dim, "rows": stored}
+
+
+def read_stored(path: Path) -> tuple[Tensor, RowCodec]:
+    """Read rows as they are stored, memory-mapped, without executing code from the file.
 
     Raises:
-        BadInput: If the file is missing or damaged, or is not exactly one contiguous float32 matrix.
+        BadInput: If the file is missing or damaged, or is not exactly one contiguous matrix of a row type.
     """
     try:
-        rows = torch.load(path, weights_only=True, mmap=True)
+        found = torch.load(path, weights_only=True, mmap=True)
     except Exception as error:  # a damaged archive can raise nearly anything
         raise BadInput(f"{path} cannot be read as a tensor: {_first_line(error)}") from error
-    if type(rows) is not Tensor or rows.layout != torch.strided or rows.dtype != torch.float32 or rows.ndim != 2:
-        raise BadInput(f"{path} is not a dense float32 matrix.")
+    rows, codec = _typed(path, found)
+    if type(rows) is not Tensor or rows.layout != torch.strided or rows.dtype != codec.dtype or rows.ndim != 2:
+        raise BadInput(f"{path} is not a dense {str(codec.dtype).removeprefix('torch.')} matrix.")
+    if rows.shape[1] != codec.width:
+        raise BadInput(f"{path} has {rows.shape[1]} bytes per row; {codec.name} of {codec.dim} has {codec.width}.")
     if rows.device.type != "cpu" or rows.requires_grad or rows.is_neg():
         raise BadInput(f"{path} is not a plain CPU tensor; save `rows.detach().cpu().contiguous()`.")
     if not _alone(rows):
         raise BadInput(f"{path} holds a part of a larger tensor, or is not row-major; save `rows.clone()`.")
-    return rows
+    return rows, codec
+
+
+def _typed(path: Path, found: Any) -> tuple[Any, RowCodec]:
+    """Return the matrix of a file's contents, and the codec that they name."""
+    if type(found) is not dict:
+        return found, Float32(found.shape[-1] if type(found) is Tensor and found.ndim else 0)
+    kind, dim, rows = (found.get(key) for key in ("type", "dim", "rows"))
+    if not (isinstance(kind, str) and kind in CODECS and kind != Float32.name and type(dim) is int and dim > 0):
+        raise BadInput(f"{path} has no rows of a known type: {bounded(f'type {kind!r}, dim {dim!r}')}.")
+    return rows, row_types.build(kind, dim)
 
 
 def _alone(rows: Tensor) -> bool:
@@ -238,19 +287,27 @@ def read_meta(path: Path) -> pa.Table:
 
 def concatenated(blocks: Iterable[Block]) -> Block:
     """Concatenate blocks in order."""
-    rows, ids, meta = zip(*blocks, strict=True)
-    return Block(torch.cat(rows), [id_ for part in ids for id_ in part], pa.concat_tables(meta))
+    stored, ids, meta, codecs = zip(*blocks, strict=True)
+    return Block(torch.cat(stored), [id_ for part in ids for id_ in part], pa.concat_tables(meta), codecs[0])
 
 
 def bind(rows: Tensor, records: Sequence[Mapping[str, Any]], origin: Provenance) -> Block:
-    """Build a block of rows and their metadata (`META` and additional columns), with digests that bind them."""
+    """Encode rows for a collection, with metadata (`META` and additional columns) and digests that bind them.
+
+    Args:
+        rows: float32 [n, D].
+        records: The metadata of each row, without its digest.
+        origin: Provenance of the collection, which names the row type.
+    """
+    codec = row_types.build(origin.store, rows.shape[1])
+    stored = codec.encode(rows)
     meta = pa.Table.from_pylist(records, pa.schema([*META, *_further(origin.metadata)]))
-    return Block(rows, [record["sample_id"] for record in records], with_digests(origin.identity, meta, rows))
+    return Block(stored, [one["sample_id"] for one in records], with_digests(origin.identity, meta, stored), codec)
 
 
-def with_digests(identity: str, meta: pa.Table, rows: Tensor) -> pa.Table:
-    """Return the table with the digests of these rows."""
-    column = pa.array(row_digests(identity, meta, rows), pa.string())
+def with_digests(identity: str, meta: pa.Table, stored: Tensor) -> pa.Table:
+    """Return the table with the digests of these stored rows."""
+    column = pa.array(row_digests(identity, meta, stored), pa.string())
     return meta.set_column(meta.schema.get_field_index("digest"), "digest", column)
 
 

@@ -91,7 +91,8 @@ def _audit(args: argparse.Namespace) -> Audit:
     if args.recompute and not any(check.problems for check in audit.checks):  # else the provenance is in doubt
         drawn = random.Random(args.seed).sample(range(origin.samples), min(args.recompute, origin.samples))
         device = world.choose("auto", args.device, 1, world.detect_gpus()).device_type
-        audit.recomputed(RowMaker.load(origin, torch.device(device)), sorted(drawn))
+        exact = replace(origin, store="float32")
+        audit.recomputed(RowMaker.load(exact, torch.device(device)), sorted(drawn))
     return audit
 
 

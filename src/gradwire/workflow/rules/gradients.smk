@@ -27,6 +27,7 @@ if EXPERIMENT.gradients is not None:
                 "adam_variant",
                 "loss",
                 "projection",
+                "store",
                 "method",
                 "split",
                 "max_samples",

@@ -1,0 +1,103 @@
+"""What a smaller row type keeps: scores and selections from stored rows of each type, against float32's.
+
+``python benchmarks/bench_store.py --train DIR --validation DIR [--against DIR DIR]`` reads two merged stores, writes
+their float32 rows as each type, reads them back, and scores every training sample by `grads influence`'s formulas.
+``training alone`` keeps the validation rows as float32. ``--against`` compares with the scores of two other stores of
+the same samples, such as those of a wider projection with another seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.stats import spearmanr
+from tabulate import tabulate
+
+from gradwire.errors import BadInput
+from gradwire.gradients import influence, row_types, search
+from gradwire.gradients.row_file import RowFile, tensor_writer
+
+TOP = 0.05
+CHUNK = 1024  # rows at once
+WAYS = [(metric, over) for metric in ("cosine", "dot") for over in ("mean", "max")]
+Scores = dict[tuple[str, str], NDArray[np.float64]]
+
+
+@contextmanager
+def written_as(name: str, source: RowFile) -> Iterator[RowFile]:
+    """Write rows as a type, and open the file."""
+    codec = row_types.build(name, source.shape[1])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rows.pt"
+        with tensor_writer(path, source.shape, name) as writer:
+            for chunk in source.chunks(CHUNK):
+                writer.append(codec.encode(torch.from_numpy(chunk)).numpy())
+        yield RowFile(path)
+
+
+def overlap(scores: NDArray[np.float64], exact: NDArray[np.float64]) -> float:
+    """Share of the best `TOP` that two rankings have in common."""
+    count = max(1, round(TOP * len(exact)))
+    best = [set(np.argsort(-of, kind="stable")[:count]) for of in (scores, exact)]
+    return len(best[0] & best[1]) / count
+
+
+def scores(train: RowFile, validation: RowFile) -> Scores:
+    """Score the training rows in all ways."""
+    return {
+        (metric, over): search.scored(train, search.target(validation, metric, over), metric) for metric, over in WAYS
+    }
+
+
+def kept(found: Scores, exact: Scores) -> list[str]:
+    """Spell the overlap in each way, and the rank correlation in the first."""
+    rank = spearmanr(found[WAYS[0]], exact[WAYS[0]]).statistic
+    return [*(f"{overlap(found[way], exact[way]):.1%}" for way in WAYS), f"{rank:.4f}"]
+
+
+def similarity(rows: RowFile, exact: RowFile) -> float:
+    """Mean cosine of rows and their float32 originals."""
+    found = []
+    for one, other in zip(rows.chunks(CHUNK), exact.chunks(CHUNK), strict=True):
+        products = (one.astype(np.float64) * other).sum(1)
+        norms = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
+        found.append((products / np.where(norms, norms, 1))[norms > 0])
+    return float(np.concatenate(found).mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", type=Path, required=True, metavar="DIR", help="a merged store of float32")
+    parser.add_argument("--validation", type=Path, required=True, metavar="DIR", help="a merged store of float32")
+    parser.add_argument("--against", type=Path, nargs=2, metavar="DIR", help="other stores of both (default: the same)")
+    args = parser.parse_args()
+    train, validation = (search.open_store(path) for path in (args.train, args.validation))
+    influence.check_alike(train, validation)
+    others = [search.open_store(path) for path in args.against or ()]
+    for own, other in zip((train, validation), others, strict=bool(others)):
+        if own.rows.ids != other.rows.ids:
+            raise BadInput(f"{own.path} and {other.path} hold different samples, or a different order.")
+    exact = scores(*(one.rows for one in others or (train, validation)))
+    full = row_types.build("float32", train.rows.shape[1]).row_bytes
+    lines = []
+    for name in row_types.CODECS:
+        with written_as(name, train.rows) as rows, written_as(name, validation.rows) as queries:
+            size = rows.codec.row_bytes
+            start = [name, f"{size:,}", f"{full / size:.1f}", f"{similarity(rows, train.rows):.4f}"]
+            for label, against in (("both", queries), ("training alone", validation.rows)):
+                lines.append([*start, label, *kept(scores(rows, against), exact)])
+    samples, dim = train.rows.shape
+    print(f"{samples} training rows and {validation.rows.shape[0]} validation rows of {dim} numbers, top {TOP:.0%}\n")
+    headers = ["type", "bytes/row", "× smaller", "cosine to float32", "stored so", *(", ".join(way) for way in WAYS)]
+    print(tabulate(lines, [*headers, "rank correlation"], tablefmt="pipe", disable_numparse=True))
+
+
+if __name__ == "__main__":
+    main()
