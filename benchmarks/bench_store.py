@@ -21,7 +21,7 @@ from scipy.stats import spearmanr
 from tabulate import tabulate
 
 from gradwire.errors import BadInput
-from gradwire.gradients import influence, row_types
+from gradwire.gradients import influence, row_types, search
 from gradwire.gradients.row_file import RowFile, tensor_writer
 
 TOP = 0.05
@@ -51,7 +51,9 @@ def overlap(scores: NDArray[np.float64], exact: NDArray[np.float64]) -> float:
 
 def scores(train: RowFile, validation: RowFile) -> Scores:
     """Score the training rows in all ways."""
-    return {way: influence.scored(train, validation, *way) for way in WAYS}
+    return {
+        (metric, over): search.scored(train, search.target(validation, metric, over), metric) for metric, over in WAYS
+    }
 
 
 def kept(found: Scores, exact: Scores) -> list[str]:
@@ -90,9 +92,9 @@ def main() -> None:
     print(tabulate(lines, [*headers, "rank correlation"], tablefmt="pipe", disable_numparse=True))
 
 
-def opened(train: Path, validation: Path) -> tuple[influence.Store, influence.Store]:
+def opened(train: Path, validation: Path) -> tuple[search.Store, search.Store]:
     """Open two stores that can be compared."""
-    stores = influence.open_store(train), influence.open_store(validation)
+    stores = search.open_store(train), search.open_store(validation)
     influence.check_alike(*stores)
     return stores
 

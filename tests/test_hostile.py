@@ -47,7 +47,7 @@ def named(case: tuple[str, argparse.Action]) -> str:
 
 def required(verb: str, folder: Path, *but: str) -> list[str]:
     """The flags without which a verb does not start; what they name does not exist."""
-    words = []
+    words = ["--prompt", "x"] if verb == "grads query" and "data_path" not in but else []  # one of three
     for action in actions(verb):
         if action.option_strings and action.required and action.dest not in but:
             words += [

@@ -56,6 +56,8 @@ VERBS = {
     "grads influence": Verb(
         "gradwire.gradients.influence", "rank training samples by their influence on validation samples"
     ),
+    "grads query": Verb("gradwire.gradients.query", "find the samples whose gradients are nearest to that of a text"),
+    "grads serve": Verb("gradwire.gradients.serve", "answer queries of a gradient store in a browser, on this machine"),
     "grads run": Verb("gradwire.gradients.run", "collect, aggregate and validate in one call"),
     "norms": Verb("gradwire.gradients.norms", "compute the norm of every sample's gradient"),
     "compressors": Verb("gradwire.compressors.listing", "list compressors and their options"),

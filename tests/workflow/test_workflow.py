@@ -29,7 +29,7 @@ SMALL = {
     "training": {"device": "cpu", "steps": 7, "warmup_steps": 1, "profile_steps": 2, "batch_size": 2, "eval_every": 0},
     "compressors": {"none": {}, "int8": {}},
     "grid": [{"strategies": ["fsdp2"], "world_sizes": [2], "seeds": [0]}],
-    "gradients": {"compressors": ["none"], "dim": [16], "max_samples": 9},
+    "gradients": {"compressors": ["none"], "dim": [16], "max_samples": 9, "query": 'what\'s {it} "for"?'},
 }
 BROKEN = {**SMALL, "grid": [*SMALL["grid"], {"compressors": ["none"], "world_sizes": [TOO_LARGE]}]}
 BROKEN["gradients"] = {**SMALL["gradients"], "world_sizes": [2]}
@@ -118,7 +118,7 @@ def test_the_default_experiment_lists_its_jobs(tmp_path):
     counts = job_counts("--directory", str(tmp_path), "--configfile", str(ROOT / "config.yaml"), cwd=ROOT)
     trained = 18 if probe().reason else 20  # two of them on a slow link
     of_cells = dict.fromkeys(("train", "trace", "perplexity"), trained)
-    of_gradients = dict.fromkeys(("grads_collect", "grads_aggregate", "grads_validate"), 2)
+    of_gradients = dict.fromkeys(("grads_collect", "grads_aggregate", "grads_validate", "grads_query"), 2)
     once = dict.fromkeys(("all", "download", "tokenizer", "shards", "summarize", "report"), 1)
     assert counts == of_cells | of_gradients | once
 
@@ -146,7 +146,10 @@ def test_a_real_experiment_runs_and_fails_in_one_cell(checkout):
     assert rows["none", 2]["compression_ratio"] == 1.0
     assert rows["int8", 2]["bytes_compressed_total"] == rows["int8", 2]["bytes_closed_form_total"]
     assert rows["int8", 2]["comm_time_ms_total"] > 0
-    assert json.loads((results / "gradients/fsdp2/none/ws2/none/seed0/validation.json").read_text())["passed"]
+    gradients = results / "gradients/fsdp2/none/ws2/none/seed0"
+    assert json.loads((gradients / "validation.json").read_text())["passed"]
+    answer = json.loads((gradients / "dim16/query.json").read_text())
+    assert answer["prompt"] == SMALL["gradients"]["query"] and len(answer["top"]) == 9
     assert checkout.jobs() == {"train": 1, "trace": 1, "perplexity": 1, "summarize": 1, "report": 1, "all": 1}
     checkout.configure({**SMALL, "name": "real"})
     assert checkout.snakemake().returncode == 0
@@ -188,7 +191,7 @@ def test_only_what_a_change_touches_is_run_again(checkout):
     checkout.configure({**SMALL, "grid": [{**SMALL["grid"][0], "seeds": [0, 1]}]})
     assert checkout.jobs() == {
         **dict.fromkeys(("train", "trace", "perplexity"), 2),
-        **dict.fromkeys(("grads_collect", "grads_aggregate", "grads_validate"), 1),
+        **dict.fromkeys(("grads_collect", "grads_aggregate", "grads_validate", "grads_query"), 1),
         "summarize": 1,
         "report": 1,
         "all": 1,

@@ -123,6 +123,7 @@ class Gradients(Selection):
     max_samples: int | None = Field(None, **COUNT.limits, description="number of samples; default: all")
     save_interval: Count = Field(64, description="samples per file")
     recompute: Natural = Field(4, description="number of rows that validation recomputes")
+    query: str | None = Field(None, min_length=1, description="prompt whose nearest samples each store is asked for")
     norms: bool = Field(False, description="also write norms.parquet, the norm of every sample's gradient")
 
 

@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from gradwire.errors import BadInput
 from gradwire.files import whole, write_json
 from gradwire.flags import COUNT, POSITIVE, output_folder
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+    from gradwire.gradients.search import Store
 
-    from gradwire.gradients.manifest import Manifest
-    from gradwire.gradients.row_file import BoundRows, RowFile
-
-CHUNK_BYTES = 1 << 26  # of rows in memory at once
 SAME = ("model_digest", "lora", "dim", "projection", "seed", "fingerprints", "loss")  # of training and validation
 SAME_STEP = ("adam_variant", "optimizer_digest")  # if both are of type adam
 
@@ -64,6 +59,9 @@ def main(args: argparse.Namespace) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from gradwire.gradients.search import open_store, order_of, scored, target
+    from gradwire.gradients.texts import documents_of
+
     weights = normalised_weights(args.weights, len(args.train), len(args.validation))
     pairs = [(open_store(one), open_store(other)) for one, other in zip(args.train, args.validation, strict=True)]
     for train, validation in pairs:
@@ -73,9 +71,8 @@ def main(args: argparse.Namespace) -> None:
     ids = pairs[0][0].rows.ids
     scores = np.zeros(len(ids))
     for weight, (train, validation) in zip(weights, pairs, strict=True):
-        scores += weight * scored(train.rows, validation.rows, args.metric, args.over)
-    order = np.argsort(-scores, kind="stable")
-    best = [(ids[at], float(scores[at])) for at in order[: args.top_k]]
+        scores += weight * scored(train.rows, target(validation.rows, args.metric, args.over), args.metric)
+    best = [(ids[at], float(scores[at])) for at in order_of(scores)[: args.top_k]]
     documents = documents_of([id_ for id_, _ in best], args.corpus) if args.corpus else {}
     with whole(args.output_dir / "scores.parquet") as part:
         pq.write_table(pa.table({"sample_id": ids, "score": scores}), part)
@@ -98,14 +95,6 @@ def main(args: argparse.Namespace) -> None:
     print(f"{len(best)} of {len(ids)} samples selected in {args.output_dir / 'top.jsonl'}; the best is {best[0][0]}")
 
 
-class Store(NamedTuple):
-    """A merged store."""
-
-    path: Path
-    rows: BoundRows
-    manifest: Manifest
-
-
 def normalised_weights(given: Sequence[float] | None, train: int, validation: int) -> list[float]:
     """Return the checkpoints' weights, scaled to sum to 1.
 
@@ -121,24 +110,6 @@ def normalised_weights(given: Sequence[float] | None, train: int, validation: in
     return [weight / sum(weights) for weight in weights]
 
 
-def open_store(path: Path) -> Store:
-    """Open a ``dim<N>/`` folder.
-
-    Raises:
-        BadInput: If it is not a merged store, or its files do not match its manifest.
-    """
-    from gradwire.gradients import manifest, store
-    from gradwire.gradients.row_file import BoundRows
-
-    names = store.all_names(path)
-    if not (path / manifest.FILE).is_file() or not names.exist():
-        raise BadInput(f"{path} is not a merged store: run `gradwire grads aggregate` and pass its dim<N> folder.")
-    made = manifest.read(path)
-    if wrong := manifest.differing(path, made):
-        raise BadInput(f"{wrong[0]}; run `gradwire grads aggregate` again.")
-    return Store(path, BoundRows(names, made.dim, made), made)
-
-
 def check_alike(train: Store, validation: Store) -> None:
     """Check that the rows of two stores can be compared.
 
@@ -149,37 +120,3 @@ def check_alike(train: Store, validation: Store) -> None:
     for field in (*SAME, *(SAME_STEP if both_adam else ())):
         if getattr(train.manifest, field) != getattr(validation.manifest, field):
             raise BadInput(f"{train.path} and {validation.path} differ in {field}: their gradients cannot be compared.")
-
-
-def scored(train: RowFile, validation: RowFile, metric: str, over: str) -> NDArray[np.float64]:
-    """Score each training row: float64 [n]; zero rows score 0."""
-    import numpy as np
-
-    def chunks(rows: RowFile) -> Iterator[NDArray[np.float64]]:
-        for chunk in rows.chunks(max(1, CHUNK_BYTES // (4 * rows.shape[1]))):
-            wide = chunk.astype(np.float64)
-            norms = np.linalg.norm(wide, axis=1, keepdims=True)
-            yield wide / np.where(norms == 0, 1, norms) if metric == "cosine" else wide
-
-    if over == "mean":  # the mean of inner products is the inner product with the mean
-        mean = sum(chunk.sum(0) for chunk in chunks(validation)) / validation.shape[0]
-        return np.concatenate([chunk @ mean for chunk in chunks(train)])
-    against = np.concatenate(list(chunks(validation)))
-    return np.concatenate([(chunk @ against.T).max(1) for chunk in chunks(train)])
-
-
-def documents_of(ids: Sequence[str], corpus: Path) -> dict[str, dict[str, str]]:
-    """Return title and text of the samples' documents, by sample id, in one streaming read of the corpus.
-
-    Raises:
-        BadInput: If a document is missing.
-    """
-    from gradwire.data import corpus as corpora
-    from gradwire.gradients.metadata import document
-
-    wanted = {id_: id_ for id_ in ids} | {document(id_): document(id_) for id_ in ids}
-    found = {one.id: {"title": one.title, "text": one.body} for one in corpora.documents(corpus) if one.id in wanted}
-    missing = [id_ for id_ in ids if id_ not in found and document(id_) not in found]
-    if missing:
-        raise BadInput(f"{corpus} has no document of sample {missing[0]!r} ({len(missing)} such samples).")
-    return {id_: found.get(id_) or found[document(id_)] for id_ in ids}

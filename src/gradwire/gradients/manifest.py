@@ -57,6 +57,8 @@ def differing(folder: Path, manifest: Manifest) -> list[str]:
     """Describe the files of a folder that do not match its manifest, one sentence each."""
     there = {name for name in FURTHER if (folder / name).exists()}
     unnamed = sorted({*OWN, *there} - set(manifest.sha256))
+    if elsewhere := [name for name in manifest.sha256 if Path(name).name != name]:
+        return [f"{folder / FILE} lists {elsewhere[0]!r}, which is not the name of a file beside it"]
     return [f"{folder / name} is not listed in {folder / FILE}" for name in unnamed] + [
         f"{folder / name} does not match {folder / FILE}: its SHA-256 differs"
         for name, checksum in manifest.sha256.items()

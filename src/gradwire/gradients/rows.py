@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from gradwire import parallel
 from gradwire.collectives import ops
 from gradwire.collectives.world import World
 from gradwire.data.batches import Batch, collate
-from gradwire.data.shards import Sample, Shards
+from gradwire.data.shards import Sample
 from gradwire.errors import BadInput, GradwireError, NonFiniteGradient, RunFault
 from gradwire.gradients import metadata, projections, store
 from gradwire.gradients import types as gradient_types
@@ -42,6 +42,19 @@ METHODS: dict[str, Callable[..., PerSample]] = {
 }
 FALLBACKS = {"hooks": "vmap", "vmap": "loop"}
 Result = TypeVar("Result")
+
+
+class Samples(Protocol):
+    """Samples by position, such as `data.shards.Shards`."""
+
+    @property
+    def meta(self) -> Mapping[str, Any]:
+        """Metadata, of which ``pad_id`` is used."""
+        ...
+
+    def __getitem__(self, index: int) -> Sample:
+        """Return a sample."""
+        ...
 
 
 class RowMaker:
@@ -112,7 +125,7 @@ class RowMaker:
         fingerprints = {str(dim): self.projector.fingerprint(dim) for dim in self.dims}
         return replace(self.provenance, fingerprints=fingerprints, computed_by=self.method)
 
-    def blocks(self, shards: Shards, positions: Sequence[int]) -> dict[int, Block]:
+    def blocks(self, shards: Samples, positions: Sequence[int]) -> dict[int, Block]:
         """Compute the block of each width for the samples at ``positions``, on the CPU.
 
         Raises:
@@ -130,7 +143,7 @@ class RowMaker:
                 self.height = fitted if fitted < height else self.height
         return {dim: store.concatenated(stack[dim] for stack in stacks) for dim in self.dims}
 
-    def check(self, shards: Shards, positions: Sequence[int]) -> None:
+    def check(self, shards: Samples, positions: Sequence[int]) -> None:
         """Check that the method agrees with the loop; with ``auto``, fall back to the next method that does.
 
         Args:
@@ -146,7 +159,7 @@ class RowMaker:
         with self._sufficient_memory():
             self._halving(positions, len(positions), partial(self._check, shards))
 
-    def _check(self, shards: Shards, positions: Sequence[int]) -> None:
+    def _check(self, shards: Samples, positions: Sequence[int]) -> None:
         batch = self._batch(shards, [shards[position] for position in positions])
         while self.method != "loop":
             try:
@@ -193,7 +206,7 @@ class RowMaker:
         ]
         return {dim: torch.cat([rows[dim] for rows in alone]) for dim in self.dims}
 
-    def fitting(self, shards: Shards, position: int) -> int:
+    def fitting(self, shards: Samples, position: int) -> int:
         """Estimate the batch size from free memory and the tensors that one sample saves for its backward pass."""
         held = 0
 
@@ -210,10 +223,10 @@ class RowMaker:
             return most
         return int(ops.all_reduce(torch.tensor(most, device=self.device), "min", purpose="control"))
 
-    def _batch(self, shards: Shards, samples: Sequence[Sample]) -> Batch:
+    def _batch(self, shards: Samples, samples: Sequence[Sample]) -> Batch:
         return collate(samples, shards.meta["pad_id"], len(samples)).to(self.device)
 
-    def _stack(self, shards: Shards, positions: Sequence[int]) -> dict[int, Block]:
+    def _stack(self, shards: Samples, positions: Sequence[int]) -> dict[int, Block]:
         """Compute the blocks of samples that are projected together."""
         rows = torch.empty(len(positions), self.numel, device=self.device)
         records: list[dict[str, Any]] = []
@@ -233,7 +246,7 @@ class RowMaker:
         projected = self.projector.project(rows, self.dims)
         return {dim: store.bind(found.cpu(), records, self.made_from) for dim, found in projected.items()}
 
-    def _fused_stack(self, shards: Shards, positions: Sequence[int]) -> dict[int, Block]:
+    def _fused_stack(self, shards: Samples, positions: Sequence[int]) -> dict[int, Block]:
         samples = [shards[position] for position in positions]
         batch = self._batch(shards, samples)
         made = self._fused(batch)

@@ -97,6 +97,15 @@ def of_runs(pattern, runs):
     return [pattern.format(**run.wildcards) for run in runs]
 
 
+def answers():
+    """The answers to the experiment's query, one per store."""
+    gradients = EXPERIMENT.gradients
+    if gradients is None or gradients.query is None:
+        return []
+    runs = EXPERIMENT.gradient_runs(RUNS)
+    return [of_runs(f"{GRADIENTS}/dim{dim}/query.json", runs) for dim in gradients.dim]
+
+
 def literal(value):
     """`value` as a param without wildcards, as it may contain braces."""
 

@@ -1,4 +1,4 @@
-# Per-sample gradients of trained runs with their sample ids: collect -> aggregate -> validate.
+# Per-sample gradients of trained runs with their sample ids: collect -> aggregate -> validate, query.
 if EXPERIMENT.gradients is not None:
 
     rule grads_collect:
@@ -77,6 +77,27 @@ if EXPERIMENT.gradients is not None:
             "gradwire grads validate --attempt {resources.attempt}"
             " --output_dir {params.folder:q} --check_ranks --check_aggregated"
             " --num_gpus {wildcards.world_size} {params.flags:q} > {log:q} 2>&1"
+
+    rule grads_query:
+        input:
+            store=f"{GRADIENTS}/dim{{dim}}/manifest.json",
+            shards=rules.shards.output.complete,
+            model=f"{RUN}/final_model",
+        output:
+            f"{GRADIENTS}/dim{{dim}}/query.json",
+        log:
+            f"{LOGS}/grads_query/{RUN_PATH}.dim{{dim}}.log",
+        resources:
+            attempt=attempt_of,
+        params:
+            source=source_digest("gradwire.gradients.query"),
+            folder=subpath(output[0], parent=True),
+            data=subpath(input.shards, parent=True),
+            prompt=literal(EXPERIMENT.gradients.query),
+        shell:
+            "gradwire grads query --attempt {resources.attempt}"
+            " --store {params.folder:q} --output_dir {params.folder:q} --prompt={params.prompt:q}"
+            " --model_dir {input.model:q} --shards {params.data:q} --device cpu > {log:q} 2>&1"
 
     rule norms:
         input:

@@ -9,6 +9,7 @@ rule summarize:
         of_runs(f"{RUN}/profile.json", RUNS if EXPERIMENT.training.profile else []),
         of_runs(f"{GRADIENTS}/validation.json", EXPERIMENT.gradient_runs(RUNS)),
         of_runs(f"{GRADIENTS}/norms.parquet", EXPERIMENT.norm_runs(RUNS)),
+        answers(),
     output:
         f"{RESULTS}/results.jsonl",
         report(

@@ -1,0 +1,109 @@
+"""Latency of `grads query`: the parts of an answer over a large store, and the memory of its search.
+
+``python benchmarks/bench_query.py --store DIR --rows 100000 --prompt TEXT --output_dir DIR``. The large store repeats
+the rows of a real one, each with noise of a tenth of its norm: scores are near those of real rows, and all distinct.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from bench_gradients import interleaved, show
+
+from gradwire.files import sha256_file, write_json
+from gradwire.gradients import manifest, row_file, store
+from gradwire.gradients.search import BLOCK_BYTES, nearest, open_store, scored, target
+from gradwire.gradients.searcher import Searcher
+
+NOISE = 0.1  # of a row's norm
+
+
+def noisy(rows: np.ndarray, count: int, seed: int) -> Iterator[np.ndarray]:
+    """``count`` rows in blocks of at most ``len(rows)``."""
+    random = np.random.default_rng(seed)
+    for start in range(0, count, len(rows)):
+        block = rows[: min(len(rows), count - start)]
+        norms = np.linalg.norm(block, axis=1, keepdims=True) / np.sqrt(block.shape[1])
+        yield (block + NOISE * norms * random.standard_normal(block.shape)).astype(np.float32)
+
+
+def enlarge(source: Path, folder: Path, count: int, seed: int) -> None:
+    """Write a store of ``count`` rows made from those of another, with digests and checksums that are right."""
+    real = open_store(source)
+    folder.mkdir(parents=True)
+    names, tables, ids = store.all_names(folder), [], []
+    with row_file.tensor_writer(names.rows, (count, real.manifest.dim)) as writer:
+        for copy, block in enumerate(noisy(real.rows.read(0, real.rows.shape[0]), count, seed)):
+            own = [f"{id_}~{copy}" for id_ in real.rows.ids[: len(block)]]
+            meta = real.rows.meta.slice(0, len(block)).set_column(0, "sample_id", pa.array(own, pa.string()))
+            tables.append(store.with_digests(real.manifest.identity, meta, torch.from_numpy(block)))
+            ids += own
+            writer.append(block)
+    store.write_metadata(names, pa.concat_tables(tables), ids)
+    sums = {name: sha256_file(folder / name) for name in manifest.OWN}
+    manifest.write(folder, replace(real.manifest, rows=count, sha256=sums, data_path="none"))
+
+
+def rss() -> dict[str, float]:
+    """Resident memory now and its peak, in MiB."""
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    return {name: int(lines[name].split()[0]) / 1024 for name in ("RssAnon", "VmHWM")}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--store", type=Path, required=True, help="a real merged store, with its model in place")
+    parser.add_argument("--rows", type=int, default=100_000)
+    parser.add_argument("--prompt", default="A decorator is a function that returns another function.")
+    parser.add_argument("--output_dir", type=Path, required=True, help="folder of the large store; kept if it is there")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    large = args.output_dir / f"rows{args.rows}"
+    if not large.exists():
+        enlarge(args.store, large, args.rows, args.seed)
+    start = time.perf_counter()
+    searcher = Searcher(large, {}, "cpu")
+    opened = time.perf_counter()
+    searcher.load()
+    loaded = time.perf_counter()
+    rows = searcher.of_prompt(args.prompt)
+    file = row_file.RowFile(searcher.store.rows.names.rows)
+    high = BLOCK_BYTES // (4 * file.shape[1]) or 1
+    before = rss()
+    jobs = {
+        "gradient of the prompt": lambda: searcher.of_prompt(args.prompt),
+        "reading the rows alone": lambda: [None for _ in file.chunks(high)],
+        **{
+            f"scores, {metric}": lambda metric=metric: scored(file, target(rows, metric, "mean"), metric)
+            for metric in ("dot", "cosine")
+        },
+        "search, cosine: scores, order, verified rows": lambda: nearest(
+            searcher.store, target(rows, "cosine", "mean"), "cosine", 10
+        ),
+    }
+    size = file.shape[0] * file.shape[1] * 4
+    table = [
+        ["opening: checksums, ids", f"{1e3 * (opened - start):,.0f}", ""],
+        ["loading the model", f"{1e3 * (loaded - opened):,.0f}", ""],
+    ]
+    measured = {name: 1e3 * of for name, of in interleaved("cpu", jobs, args.rounds).items()}
+    for name, of in measured.items():
+        rate = "" if name.startswith("gradient") else f"{size / np.median(of) / 1e6:.1f}"
+        table.append([name, f"{np.median(of):,.0f} [{min(of):,.0f}, {max(of):,.0f}]", rate])
+    show(table, ["", "ms", "GB/s of rows"])
+    print(f"{file.shape[0]:,} rows of {file.shape[1]} columns, {size / 2**20:,.0f} MiB")
+    print("MiB before and after the searches:", before, rss())
+    found = {name: of.tolist() for name, of in measured.items()}
+    write_json(args.output_dir / "query_latency.json", {"rows": file.shape, "ms": found, "memory_mib": [before, rss()]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Exact search in a merged store: the similarity of every row to given gradients, streamed in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwire.errors import BadInput
+from gradwire.gradients import manifest, store
+from gradwire.gradients.manifest import Manifest
+from gradwire.gradients.row_file import BoundRows, RowFile
+
+BLOCK_BYTES = 1 << 20  # of rows: a block and its float64 copy stay in a core's cache
+
+
+class Store(NamedTuple):
+    """A merged store."""
+
+    path: Path
+    rows: BoundRows
+    manifest: Manifest
+
+
+class Found(NamedTuple):
+    """A row that a search found."""
+
+    position: int
+    sample_id: str
+    score: float
+
+
+def open_store(path: Path) -> Store:
+    """Open a ``dim<N>/`` folder.
+
+    Raises:
+        BadInput: If it is not a merged store, or its files do not match its manifest.
+    """
+    names = store.all_names(path)
+    if not (path / manifest.FILE).is_file() or not names.exist():
+        raise BadInput(f"{path} is not a merged store: run `gradwire grads aggregate` and pass its dim<N> folder.")
+    made = manifest.read(path)
+    if wrong := manifest.differing(path, made):
+        raise BadInput(f"{wrong[0]}; run `gradwire grads aggregate` again.")
+    return Store(path, BoundRows(names, made.dim, made), made)
+
+
+def nearest(found: Store, against: NDArray[np.float64], metric: str, count: int) -> list[Found]:
+    """Find the rows with the highest scores.
+
+    `open_store` has compared the files with their checksums, so the search reads rows without verifying each; the rows
+    that it returns are verified against their digests.
+
+    Args:
+        found: The store.
+        against: A `target`, [m, D].
+        metric: ``cosine`` or ``dot``.
+        count: Number of rows to find.
+
+    Raises:
+        BadInput: If a row found is not what was collected for its id.
+    """
+    scores = scored(RowFile(found.rows.names.rows), against, metric)
+    best = order_of(scores)[:count].tolist()
+    found.rows.take(best)
+    return [Found(at, found.rows.ids[at], float(scores[at])) for at in best]
+
+
+def target(rows: RowFile | NDArray[np.float32], metric: str, over: str) -> NDArray[np.float64]:
+    """Return what rows are scored against: the mean of the given rows, [1, D], or with ``max`` each of them, [m, D].
+
+    For ``cosine`` their directions are taken instead; a zero row has none and counts as zero. The mean of inner
+    products is the inner product with the mean.
+    """
+    blocks = (unit(wide) if metric == "cosine" else wide for wide in _wide(rows))
+    if over == "max":
+        return np.concatenate(list(blocks))
+    return np.asarray(sum(block.sum(0) for block in blocks))[None] / rows.shape[0]
+
+
+def scored(rows: RowFile, against: NDArray[np.float64], metric: str) -> NDArray[np.float64]:
+    """Score each row by its largest similarity to the rows of a `target`, in float64: [n]; zero rows score 0."""
+
+    def score(wide: NDArray[np.float64]) -> NDArray[np.float64]:
+        found = (wide @ against.T).max(1)
+        return found / _norms(wide) if metric == "cosine" else found
+
+    return np.concatenate([score(wide) for wide in _wide(rows)])
+
+
+def order_of(scores: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return positions by descending score; equal scores in the order of the data."""
+    return np.argsort(-scores, kind="stable")
+
+
+def unit(wide: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Scale rows to norm 1; zero rows stay zero."""
+    return wide / _norms(wide)[:, None]
+
+
+def _norms(wide: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The rows' norms; 1 for zero rows."""
+    norms = np.sqrt(np.einsum("ij,ij->i", wide, wide))
+    return np.where(norms == 0, 1, norms)
+
+
+def _wide(rows: RowFile | NDArray[np.float32]) -> Iterator[NDArray[np.float64]]:
+    if not isinstance(rows, RowFile):
+        yield rows.astype(np.float64)
+        return
+    for block in rows.chunks(max(1, BLOCK_BYTES // (4 * rows.shape[1]))):
+        yield block.astype(np.float64)

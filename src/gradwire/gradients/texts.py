@@ -1,0 +1,56 @@
+"""Texts of a store's samples: from the shards that they were collected from, or of their documents in a corpus."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from gradwire.data import corpus as corpora
+from gradwire.data import tokenizer
+from gradwire.errors import BadInput
+from gradwire.gradients import provenance
+from gradwire.gradients.metadata import document
+from gradwire.gradients.provenance import Provenance
+
+
+class Texts:
+    """The texts of samples, as the model read them.
+
+    Args:
+        origin: The provenance of the rows, with the present folder of the shards.
+
+    Raises:
+        BadInput: If the shards are not those that were collected.
+    """
+
+    def __init__(self, origin: Provenance) -> None:
+        self.shards = provenance.samples(origin)
+        self.tokenizer = tokenizer.load(self.shards.folder.parent.parent / "tokenizer")
+
+    def of(self, position: int, sample_id: str) -> str:
+        """Decode the sample of a row.
+
+        Raises:
+            BadInput: If the sample at this position has another id.
+        """
+        sample = self.shards[position]
+        if sample.sample_id != sample_id:
+            raise BadInput(
+                f"{self.shards.folder} has sample {sample.sample_id!r} at position {position}, and the store "
+                f"{sample_id!r}: collect the gradients again."
+            )
+        return self.tokenizer.decode(sample.input_ids.tolist())
+
+
+def documents_of(ids: Sequence[str], corpus: Path) -> dict[str, dict[str, str]]:
+    """Return title and text of the samples' documents, by sample id, in one streaming read of the corpus.
+
+    Raises:
+        BadInput: If a document is missing.
+    """
+    wanted = {id_: id_ for id_ in ids} | {document(id_): document(id_) for id_ in ids}
+    found = {one.id: {"title": one.title, "text": one.body} for one in corpora.documents(corpus) if one.id in wanted}
+    missing = [id_ for id_ in ids if id_ not in found and document(id_) not in found]
+    if missing:
+        raise BadInput(f"{corpus} has no document of sample {missing[0]!r} ({len(missing)} such samples).")
+    return {id_: found.get(id_) or found[document(id_)] for id_ in ids}
