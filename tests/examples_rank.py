@@ -8,10 +8,11 @@ import sys
 from pathlib import Path
 
 
-def run(script: Path, rank: int, world_size: int, port: int, printed: Path) -> None:
-    """Run a script as ``__main__``; what it prints goes to a file."""
+def run(arguments: list[str], rank: int, world_size: int, port: int, printed: Path) -> None:
+    """Run a script as ``__main__`` with its arguments; what it prints goes to a file."""
     os.environ |= {
         "RANK": str(rank),
+        "GROUP_RANK": "0",
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
@@ -23,4 +24,5 @@ def run(script: Path, rank: int, world_size: int, port: int, printed: Path) -> N
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
         sys.stdout = sys.stderr = file
-        runpy.run_path(str(script), run_name="__main__")
+        sys.argv = arguments
+        runpy.run_path(arguments[0], run_name="__main__")

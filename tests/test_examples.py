@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import examples_rank
 import pytest
+import torch
 from world import PRELOAD
 
 import gradwire
@@ -20,7 +23,7 @@ STEPS = 20
 LINES = 36  # an example is read at one glance
 
 
-def run(script: Path, folder: Path, world_size: int = 2) -> list[str]:
+def run(script: Path, folder: Path, *arguments: str, world_size: int = 2) -> list[str]:
     """What each rank of a script printed; it must end by itself, with 0, on all ranks."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -28,7 +31,7 @@ def run(script: Path, folder: Path, world_size: int = 2) -> list[str]:
     context.set_forkserver_preload(list(PRELOAD))
     files = [folder / f"rank{rank}.txt" for rank in range(world_size)]
     ranks = [
-        context.Process(target=examples_rank.run, args=(script, rank, world_size, port, file))
+        context.Process(target=examples_rank.run, args=([str(script), *arguments], rank, world_size, port, file))
         for rank, file in enumerate(files)
     ]
     for process in ranks:
@@ -79,6 +82,29 @@ def test_the_trainer_alone_has_nothing_to_send(tmp_path):
     assert "'train_loss'" in printed and "bytes sent" not in printed
 
 
+@pytest.mark.full
+def test_lightning_resumes_as_if_unbroken(tmp_path):
+    """Top-k with error feedback, bfloat16 autocast and accumulation; the second run begins after the second epoch."""
+    pytest.importorskip("lightning", reason="examples/with_lightning.py needs `pip install lightning`")
+    unbroken, resumed = tmp_path / "unbroken", tmp_path / "resumed"
+    resumed.mkdir()
+    printed = run(EXAMPLES / "with_lightning.py", tmp_path, str(unbroken))[0]
+    shutil.copy(unbroken / "epoch=1-step=8.ckpt", resumed / "last.ckpt")
+    again = run(EXAMPLES / "with_lightning.py", tmp_path, str(resumed))[0]
+
+    epochs, rest = (re.findall(r"epoch (\d): loss ([\d.]+)", text) for text in (printed, again))
+    assert [epoch for epoch, _ in epochs] == list("01234") and rest == epochs[2:]
+    assert float(epochs[-1][1]) < float(epochs[0][1]) / 2
+    sent, raw = traffic(printed)
+    assert raw == STEPS * 4 * 14432 and raw / sent > 8, "once per optimizer step, a tenth of the values with indices"
+    first, second = (torch.load(folder / "epoch=4-step=20.ckpt", weights_only=True) for folder in (unbroken, resumed))
+    torch.testing.assert_close(second["state_dict"], first["state_dict"], rtol=0, atol=0)
+    ranks, same = (checkpoint["callbacks"]["CompressedGradients"]["ranks"] for checkpoint in (first, second))
+    assert same == ranks
+    mine, other = (torch.load(io.BytesIO(saved), weights_only=True)["residuals"] for saved in ranks)
+    assert mine and str(mine) != str(other), "each rank has its own residuals"
+
+
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "with_accelerate"])
 def test_an_example_is_short(name):
     assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) <= LINES
@@ -86,7 +112,6 @@ def test_an_example_is_short(name):
 
 def hooked(rank: int, world_size: int, group, way: str) -> list:
     """Gradients of a small model: hooked after it was wrapped by hand, and wrapped by `gradwire.wrap`."""
-    import torch
     from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
@@ -167,7 +192,6 @@ def test_another_model_is_refused(world):
 
 def on_a_mesh(rank: int, world_size: int, group) -> dict[str, str]:
     """What `hook` and `wrap` say to models that are spread over 2 x 2 ranks, or over others than the reducer's."""
-    import torch
     from torch import nn
     from torch.distributed._composable.replicate_with_fsdp import replicate
     from torch.distributed.device_mesh import init_device_mesh
