@@ -8,26 +8,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import tabulate
-
 from gradwire.files import write_text
 from gradwire.report.columns import Column, Entry, Record
+from gradwire.report.latex import latex
 from gradwire.report.markdown import MISSING, table
 
 KEYS = ("compressor", "strategy", "world_size", "link")
-FITTING = 6  # columns of a LaTeX table that is set in its natural size
-LATEX = {  # characters that pdfLaTeX lacks
-    "×": r"$\times$",
-    "÷": r"$\div$",
-    "≠": r"$\neq$",
-    "≥": r"$\geq$",
-    "α": r"$\alpha$",
-    "…": r"\ldots{}",
-    "–": "--",
-    "−": "$-$",
-    "“": "``",
-    "”": "''",
-}
 
 
 @dataclass(frozen=True)
@@ -87,24 +73,10 @@ class Table:
         return table(rows, self.titles, left)
 
     def latex(self) -> str:
-        """Format as LaTeX for pdfLaTeX and the packages booktabs and graphicx, no wider than the text.
-
-        Columns that do not belong into a short table (`Column.long`) are left out.
-        """
+        """Format as LaTeX, without the columns that a short table leaves out (`Column.long`)."""
         kept = [at for at, column in enumerate(self.columns) if not column.long]
-        align = ["right" if self.columns[at].number else "left" for at in kept]
         rows = [[row[at] for at in kept] for row in self.texts]
-        text = tabulate.tabulate(
-            rows,
-            [self.titles[at] for at in kept],
-            tablefmt="latex_booktabs",
-            colalign=align if rows else None,
-            disable_numparse=True,
-        )
-        for character, command in LATEX.items():
-            text = text.replace(character, command)
-        wide = len(kept) > FITTING
-        return f"\\resizebox{{\\textwidth}}{{!}}{{%\n{text}%\n}}" if wide else text
+        return latex([self.titles[at] for at in kept], rows, [self.columns[at].number for at in kept])
 
     def csv(self) -> str:
         """Format as CSV, with all digits."""
