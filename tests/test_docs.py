@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from statistics import mean
 from urllib.parse import unquote, urlsplit
 
+import made_results
 import pytest
 
 from gradwire import cli
@@ -102,6 +106,31 @@ def test_links_out_of_docs_lead_to_pages_and_copies(site):
     assert (site / "source/src/gradwire/measurement/trace.py.txt").read_bytes() == (
         ROOT / "src/gradwire/measurement/trace.py"
     ).read_bytes()
+
+
+def test_example_reports_are_of_the_committed_records(site):
+    """Records with a baseline have a page, which warns of times where runs may have shared a machine."""
+    listed = set(re.findall(r'href="(\w+)\.html"', (site / "reports" / "index.html").read_text(encoding="utf-8")))
+    files = {file.stem: file.read_text(encoding="utf-8") for file in (ROOT / "benchmarks").glob("*.jsonl")}
+    made = {file.stem for file in (site / "reports").glob("*.html")} - {"index"}
+    assert made == {name for name, text in files.items() if '"compressor": "none"' in text} and made <= listed
+    page = (site / "reports" / "quality.html").read_text(encoding="utf-8")
+    rows = [json.loads(row) for row in files["quality"].splitlines()]
+    ppl = mean(row["val_ppl"] for row in rows if row["compressor"] == "none")
+    assert f'data-value="{ppl}">{ppl:.2f}<' in page and f"{len(rows)} ok" in page
+    assert "times shared" in page and "<h1>What does compression take away, at which ratio?</h1>" in page
+
+
+def test_a_report_of_links_needs_its_records_only(tmp_path):
+    """As committed records become a page: the fastest compressor by link, with the experiment's question."""
+    spec = importlib.util.spec_from_file_location("reports", ROOT / "docs" / "_site" / "reports.py")
+    hook = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    made_results.write(tmp_path, made_results.rows(seeds=(0,)))
+    page = hook.report((tmp_path / "results.jsonl").rename(tmp_path / "links.jsonl"))
+    assert '<figure id="figure-winners' in page and "<h1>Where does compression pay?</h1>" in page
+    assert "times shared" not in page, "the experiment is timed: one run at a time"
+    assert str(tmp_path.parent) not in page
 
 
 def built(folder: Path, link: str) -> None:
