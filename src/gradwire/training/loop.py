@@ -34,7 +34,7 @@ from gradwire.training.preemption import Preemption
 from gradwire.training.profiling import profiled_range, profiling
 from gradwire.training.progress import progress
 from gradwire.training.sampling import sampled
-from gradwire.training.scalars import tensorboard
+from gradwire.training.scalars import scalars
 from gradwire.training.settings import Settings
 from gradwire.training.state import RunState
 from gradwire.training.step import Diverged, Stepper, check_finite
@@ -113,7 +113,7 @@ class Loop:
         with (
             progress(folder, training.steps, self.start, self.world) as show,
             profiling(training, self.start, self.state.trace, self.world) as profiler,
-            tensorboard(folder / "logs" / "tensorboard", outcome.rows, self.world) as log,
+            scalars(self.settings, outcome.rows, self.world) as log,
         ):
             try:
                 for step in range(self.start, training.steps):

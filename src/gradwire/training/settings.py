@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from gradwire.models import presets
 from gradwire.parsing import parse_json
 from gradwire.source_digest import source_digest
 from gradwire.topology import STRATEGIES, check_topology
+
+UNIDENTIFYING = {"checkpoint_every", "keep_checkpoints", "log"}  # training settings that change no result
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Settings:
         """
         return digest(
             {
-                "training": self.training.model_dump(mode="json", exclude={"checkpoint_every", "keep_checkpoints"}),
+                "training": self.training.model_dump(mode="json", exclude=UNIDENTIFYING),
                 "cell": self.cell.flat(),
                 "strategy": self.strategy,
                 "model": presets.content(self.model),
@@ -99,8 +102,8 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     """Build the settings from the command line.
 
     Raises:
-        BadInput: For an unknown compressor or option, JSON that is not an object, a value out of range, or options that
-            contradict each other or the strategy.
+        BadInput: For an unknown compressor or option, JSON that is not an object, a value out of range, options that
+            contradict each other or the strategy, or a logger that is not installed.
     """
     try:
         options: Any = parse_json(args.comm_config_json)
@@ -118,6 +121,8 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     training = from_flags(Training, args)
     if cell.lr is not None:
         training = training.model_copy(update={"lr": cell.lr})
+    if training.log == "wandb" and find_spec("wandb") is None:
+        raise BadInput("--log wandb needs Weights & Biases: pip install 'gradwire[wandb]'.")
     check_private(training, cell, args.strategy)
     return Settings(
         training=training,
