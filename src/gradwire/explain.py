@@ -73,7 +73,7 @@ def _explain(model: type[BaseModel], problem: Any) -> str:
     if kind in EXPECTED:
         return f"{place} {EXPECTED[kind]}, got {shown}".lstrip()
     if kind == "string_pattern_mismatch" and "links" in problem["loc"]:
-        return f"{place} must be a rate such as 100mbit, or none, got {shown}"
+        return f"{place} must be a rate such as 100mbit, or none, or between-100mbit for islands, got {shown}"
     if kind == "string_pattern_mismatch":
         return f"{place} must be made of letters, digits and . _ + - and start with a letter or digit, got {shown}"
     message = problem["msg"].removeprefix("Value error, ")

@@ -30,6 +30,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bad_data", action="store_true")
     parser.add_argument("--world_size", type=int)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--strategy", default="naive")
+    parser.add_argument("--islands", type=int, default=1)
 
 
 def beside(args: argparse.Namespace) -> Path:
@@ -52,6 +54,8 @@ def main(args: argparse.Namespace) -> None:
     write_json(args.output_dir / f"started{os.environ['RANK']}.json", environment)
     if deed in TRAINS:
         train(*TRAINS[deed], args.output_dir)
+    elif deed == "islands":
+        cross(args.output_dir, args.islands)
     elif deed in ("transfer", "gather", "allocate"):
         {"transfer": transfer, "gather": gather, "allocate": allocate}[deed](args.output_dir)
     elif deed == "save":
@@ -178,6 +182,32 @@ def transfer(folder: Path) -> None:
         torch.distributed.barrier()
         found["broadcast"] = link.transmitted_since(before)
         write_json(folder / f"transfer{world.rank}.json", found)
+
+
+def cross(folder: Path, islands: int) -> None:
+    """Average a megabyte inside each island, then between the islands; note what the interface sent for each."""
+    import torch
+
+    from gradwire.collectives.islands import build_islands
+    from gradwire.collectives.world import process_group
+    from gradwire.training import link
+
+    with process_group(device="cpu") as world:
+        groups = build_islands(islands, "cpu")
+        found: dict[str, Any] = {"link": link.link()}
+        for name, group in {"inside": groups.inside, "between": groups.between}.items():
+            peers = torch.distributed.get_process_group_ranks(group)
+            warm = torch.zeros(1)
+            torch.distributed.all_reduce(warm, group=group)  # connects them
+            torch.distributed.barrier()
+            before = link.transmitted()
+            values = torch.full((2**18 + 1,), 1.0 + world.rank)
+            torch.distributed.barrier()  # before the other rank of the island sends
+            torch.distributed.all_reduce(values, group=group)
+            assert values.eq(sum(1.0 + peer for peer in peers)).all()
+            torch.distributed.barrier()
+            found[name] = link.transmitted_since(before)
+        write_json(folder / f"islands{world.rank}.json", found)
 
 
 def gather(folder: Path) -> None:

@@ -19,6 +19,7 @@ from gradwire.launch import links
 MEGABYTE = 4 * (2**18 + 1)
 OFFER = links.probe()
 needs_links = pytest.mark.skipif(OFFER.way is None, reason=f"no links here: {OFFER.reason}")
+ISLANDS = ("--strategy", "hsdp", "--islands", "2")
 POWERLESS = ("setpriv", "--bounding-set=-sys_admin,-net_admin")  # root in name only: no namespace, no interface
 
 
@@ -61,6 +62,23 @@ def test_a_link_keeps_its_rate_and_its_interface_counts(tmp_path, launcher, mbit
         assert 1.02 < found["bytes"] / MEGABYTE < 1.12
     assert 1.0 < ranks[0]["broadcast"] / MEGABYTE < 1.12  # what goes out is counted, and not what comes in
     assert 0 < ranks[1]["broadcast"] / MEGABYTE < 0.1
+    assert what_is_there() == before
+
+
+@shaped
+@pytest.mark.parametrize("launcher", ["torchrun", "spawn"])
+def test_a_cable_between_islands_carries_only_what_leaves_them(tmp_path, launcher):
+    before = what_is_there()
+    flags = ("--world_size", "4", "--link", "between-200mbit")
+    words = command(tmp_path, dict.fromkeys("0123", "islands"), *flags, launcher=launcher, probe=ISLANDS)
+    done = subprocess.run(words, env=CLEAN, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for rank in range(4):
+        found = json.loads((tmp_path / f"islands{rank}.json").read_text())
+        assert found["link"] == "between-200mbit"
+        assert 0 < found["inside"] / MEGABYTE < 0.02  # of barriers
+        # Two all-reduces between two ranks, one for each shard, each of which sends its buffer once.
+        assert 2.0 < found["between"] / MEGABYTE < 2.1  # within 5 %
     assert what_is_there() == before
 
 
@@ -122,6 +140,28 @@ def test_a_rate_that_is_none(tmp_path, rate):
     assert f"invalid rate {rate!r}" in done.stderr
     assert failure(tmp_path)["exit_code"] == 2
     assert not list(tmp_path.glob("started*"))
+
+
+@pytest.mark.parametrize(
+    ("link", "world", "probe", "message"),
+    [
+        ("between-fast", "4", ISLANDS, "invalid rate 'fast'"),
+        ("between-none", "4", ISLANDS, "invalid rate 'none'"),
+        ("beside-1gbit", "4", ISLANDS, "invalid rate 'beside-1gbit'"),
+        ("between-1gbit", "4", ("--strategy", "fsdp2"), "only strategy hsdp has islands, not fsdp2; use 1gbit"),
+        ("between-1gbit", "4", (), "only strategy hsdp has islands, not naive"),
+        ("between-1gbit", "4", ("--strategy", "hsdp"), "islands is 1"),
+        ("between-1gbit", "3", ISLANDS, "2 islands do not divide 3 ranks"),
+    ],
+)
+def test_a_link_between_islands_that_there_are_not(tmp_path, link, world, probe, message):
+    folder = tmp_path / "bin"  # without `unshare`: a launch that went on would complain of it
+    folder.mkdir()
+    words = command(tmp_path, {}, "--link", link, "--world_size", world, probe=probe)
+    done = subprocess.run(words, env=CLEAN | {"PATH": str(folder)}, capture_output=True, text=True)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+    assert message in done.stderr
+    assert failure(tmp_path)["exit_code"] == 2
 
 
 def test_missing_tools_are_named(tmp_path):

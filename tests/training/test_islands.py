@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+import subprocess
+import sys
 
 import pytest
 from test_training import losses, run, shards, words  # noqa: F401  a fixture
 
 from gradwire.config import Cell, Run, experiment
 from gradwire.errors import BadInput
+from gradwire.launch.links import probe
+from gradwire.topology import link_rate
 
 INT8 = {"method": "int8", "rounding": "stochastic", "error_feedback": True}
 RAW = 4  # bytes of a float32
@@ -95,11 +100,51 @@ def test_one_rank_per_island_is_ddp_in_the_record_too(world, shards, tmp_path): 
     assert (record["bytes_inside_total"], record["islands"], record["strategy"]) == (0, 2, "hsdp")
 
 
+OFFER = probe()
+LARGER = {"architecture": "llama", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@pytest.mark.full
+@pytest.mark.skipif(OFFER.way is None, reason=f"no links here: {OFFER.reason}")
+@pytest.mark.parametrize("cell", [{}, INT8], ids=["none", "int8"])
+def test_the_cables_of_islands_carry_the_bytes_between_them(shards, tmp_path, cell):  # noqa: F811
+    changes = {"strategy": "hsdp", "islands": 2, "comm_config_json": json.dumps(cell), "model": json.dumps(LARGER)}
+    train = words(shards, tmp_path, **changes | {"eval_every": 0})
+    launch = [
+        sys.executable,
+        "-m",
+        "gradwire",
+        "launch",
+        "--world_size",
+        "4",
+        "--link",
+        "between-400mbit",
+        "--",
+        "train",
+    ]
+    done = subprocess.run([*launch, *train], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert (record["link"], record["bytes_interface_total"]) == ("between-400mbit", None)
+    seen = record["bytes_interface_between_total"] / record["bytes_between_total"]
+    assert 1 < seen < 1.05  # headers of frames, acknowledgements and a step's scalars come on top
+
+
 GRID = {"name": "x", "compressors": {"none": {}, "int8": {}}}
+ON = {"strategies": ["hsdp"], "world_sizes": [4], "islands": [2]}
 BAD = {
     "islands that do not divide": ({"strategies": ["hsdp"], "world_sizes": [4], "islands": [3]}, "3 islands do not"),
     "one island": ({"strategies": ["hsdp"], "world_sizes": [4]}, "needs at least 2; use fsdp2"),
     "two topologies": ({"strategies": ["hsdp"], "world_sizes": [4], "islands": [2, 4]}, "form 2 and 4 islands"),
+    "a cable between the ranks of no island": (
+        {"strategies": ["fsdp2"], "links": ["between-1gbit"]},
+        "only strategy hsdp has islands, not fsdp2; use 1gbit",
+    ),
+    "another class of links": (ON | {"links": [{"inter": "1gbit"}]}, "unknown class of links 'inter'"),
+    "no rate between": (ON | {"links": [{"inside": "none"}]}, "needs a rate `between` islands"),
+    "a limit inside": (ON | {"links": [{"inside": "1gbit", "between": "1gbit"}]}, "`inside` must be none"),
+    "an invalid rate": (ON | {"links": [{"inside": "none", "between": "fast"}]}, "must be a rate such as 100mbit"),
+    "a rate that is no text": (ON | {"links": [{"between": 100}]}, "must be a rate such as 100mbit"),
     "islands of another strategy": ({"strategies": ["ddp"], "islands": [2]}, "only strategy hsdp has islands, not ddp"),
 }
 
@@ -109,6 +154,18 @@ def test_islands_that_a_grid_cannot_have(case):
     grid, message = BAD[case]
     with pytest.raises(BadInput, match=message):
         experiment({**GRID, "grid": grid})
+
+
+def test_a_link_by_class_has_one_name():
+    links = ["none", {"inside": "none", "between": "100mbit"}, "between-100mbit", {"between": "2.5gbit"}]
+    grid = {**ON, "compressors": ["none"], "links": links}
+    runs = experiment({**GRID, "grid": grid, "exclude": [{"links": [{"between": "2.5gbit"}], "reason": "slow"}]}).runs()
+    assert {run.path for run in runs} == {
+        "hsdp/none/ws4-islands2/none/seed0",
+        "hsdp/none/ws4-islands2/between-100mbit/seed0",
+    }
+    assert all(Run.at(run.path) == run for run in runs)
+    assert link_rate("between-100mbit") == link_rate("100mbit") == 1e8 and link_rate("none") == math.inf
 
 
 CELLS = {

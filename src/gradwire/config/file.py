@@ -140,7 +140,7 @@ def experiment(mapping: Mapping[str, Any]) -> Experiment:
         raise BadInput("gradients: `exclude` removes all selected runs.")
     for run in made.runs():
         made.training.shared_out(run.world_size)
-        check_topology(run.strategy, run.world_size, run.islands)
+        check_topology(run.strategy, run.world_size, run.islands, run.link)
         cells[run.compressor].check_strategy(run.strategy)
         check_private(made.training, cells[run.compressor], run.strategy)
     check_one_topology(made.runs())

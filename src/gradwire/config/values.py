@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
+from gradwire.config.strict import Strict
 from gradwire.errors import BadInput
 from gradwire.flags import COUNT, NATURAL, RANKS, SEED
 from gradwire.models import presets
-from gradwire.topology import STRATEGIES
-from gradwire.units import UNSHAPED, bits_per_second
+from gradwire.topology import BETWEEN, STRATEGIES, link_of_classes, link_rate
+from gradwire.units import UNSHAPED
 
 SCHEMA_VERSION = 1  # of record.json and results.jsonl
 BASELINE = "none"  # the label of the framework's own reduction in fp32
@@ -34,11 +36,18 @@ def _strategy(name: str) -> str:
     return name
 
 
+def _link(given: Any) -> Any:
+    """The name of a link that is given by class, such as ``{inside: none, between: 100mbit}``."""
+    try:
+        return link_of_classes(given) if isinstance(given, Mapping) else given
+    except BadInput as error:
+        raise ValueError(str(error).rstrip(".")) from None
+
+
 def _rate(link: str) -> str:
     """Check that `tc` accepts a link's rate."""
     try:
-        if link != UNSHAPED:
-            bits_per_second(link)
+        link_rate(link)
     except BadInput as error:
         raise ValueError(str(error).rstrip(".")) from None
     return link
@@ -60,7 +69,18 @@ def _known_model(model: str | dict[str, Any]) -> str | dict[str, Any]:
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._+-]*$", max_length=100)]  # becomes a folder
 Strategy = Annotated[str, AfterValidator(_strategy)]
 ModelOption = Annotated[str | dict[str, Any], AfterValidator(_known_model)]
-Link = Annotated[str, Field(pattern=r"^(none|\d+(\.\d+)?[kmgt]?bit)$"), AfterValidator(_rate)]  # as tc spells it
+RATE = r"\d+(\.\d+)?[kmgt]?bit"  # as tc spells it
+LinkName = Annotated[str, Field(pattern=rf"^({UNSHAPED}|({BETWEEN})?{RATE})$")]
+
+
+class LinkClasses(Strict):
+    """A link by class."""
+
+    inside: Literal["none"] = Field("none", description="between ranks of an island, which share an interface")
+    between: Annotated[str, Field(pattern=f"^{RATE}$")] = Field(description="rate of the cable of each island")
+
+
+Link = Annotated[LinkName, AfterValidator(_rate), BeforeValidator(_link, json_schema_input_type=LinkName | LinkClasses)]
 Count = Annotated[int, Field(**COUNT.limits)]
 Natural = Annotated[int, Field(**NATURAL.limits)]
 Seed = Annotated[int, Field(**SEED.limits)]

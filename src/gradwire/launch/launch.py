@@ -16,6 +16,7 @@ from gradwire.launch import leases, links, nodes
 from gradwire.launch.fork import Template
 from gradwire.launch.ranks import FORK, LAUNCHERS, check_address, environment, rank_variables, start
 from gradwire.rank_env import LOCAL_WORLD_SIZE
+from gradwire.topology import between_islands, check_topology, link_rate
 from gradwire.units import UNSHAPED
 
 RANK = (sys.executable, "-m", "gradwire")  # command line of `gradwire` in a rank
@@ -43,7 +44,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--link",
         metavar="RATE",
         default=UNSHAPED,
-        help="rate of each rank's link, such as 100mbit, in a simulated network; none: the machine's own network",
+        help="rate of each rank's link, such as 100mbit, in a simulated network, or between-100mbit: of each island's; "
+        "none: the machine's own network",
     )
     parser.add_argument("--gpus", type=NATURAL, help="GPUs granted by a scheduler; an error if fewer than --world_size")
     parser.add_argument(
@@ -72,6 +74,7 @@ def main(args: argparse.Namespace) -> None:
         _check_size(args, child)
         leases.folder()  # checked before the verb's data
         if args.link != UNSHAPED:
+            _check_link(args, child)
             links.enter(args.link)
         child.world_size = args.world_size
         with (
@@ -81,13 +84,21 @@ def main(args: argparse.Namespace) -> None:
             if hasattr(module, "preflight"):
                 module.preflight(child)
             with _leased(args, child):
-                _start(args, folder, launcher)
+                _start(args, child, folder, launcher)
     except Exception as error:
         if folder is not None:
             write_failure(folder, verb, error)
         raise
     if folder is not None:
         clear_failure(folder, verb)
+
+
+def _check_link(args: argparse.Namespace, child: argparse.Namespace) -> None:
+    """Raise if the link is invalid, or connects islands and the verb's flags form none."""
+    link_rate(args.link)
+    if between_islands(args.link):
+        strategy = getattr(child, "strategy", f"the verb {args.command[0]}")
+        check_topology(strategy, args.world_size, getattr(child, "islands", 1), args.link)
 
 
 @contextmanager
@@ -123,7 +134,7 @@ def _launcher(args: argparse.Namespace, child: argparse.Namespace, module: Modul
         yield template
 
 
-def _start(args: argparse.Namespace, folder: Path | None, launcher: str | Template) -> None:
+def _start(args: argparse.Namespace, child: argparse.Namespace, folder: Path | None, launcher: str | Template) -> None:
     """Run the command on all ranks; with several nodes, they write their messages to ``folder``."""
     command = [*RANK, *args.command]
     if args.nodes > 1:
@@ -134,7 +145,11 @@ def _start(args: argparse.Namespace, folder: Path | None, launcher: str | Templa
         start(command, args.world_size, launcher, args.master_addr, args.master_port)
         return
     assert isinstance(launcher, str)  # no template with links
-    with links.testbed(args.link, args.world_size) as testbed, environment(testbed.environment):
+    namespaces = child.islands if between_islands(args.link) else args.world_size
+    with (
+        links.testbed(args.link, namespaces, args.world_size // namespaces) as testbed,
+        environment(testbed.environment),
+    ):
         start(testbed.command(command), args.world_size, launcher, *testbed.meeting_point(launcher))
 
 

@@ -1,7 +1,8 @@
 """Links of a given rate between the ranks of one machine: ``gradwire launch --link 100mbit``.
 
-Each rank has its own network namespace with one interface. A veth pair connects it to a bridge, the switch, and
-``tc tbf`` shapes both ends of the pair: a full-duplex cable of that rate to each rank.
+Each rank, or with ``--link between-100mbit`` each island of ranks, has its own network namespace with one interface. A
+veth pair connects it to a bridge, the switch, and ``tc tbf`` shapes both ends of the pair: a full-duplex cable of that
+rate. Ranks of an island share its address, so what they send each other goes through the loopback device.
 
 The launcher first moves to a new network and mount namespace (without root, also a user namespace) and builds the
 testbed there. The kernel removes it when the last process inside exits, however that exits. Nothing outside changes.
@@ -21,15 +22,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gradwire.errors import BadInput, RunFault
-from gradwire.units import bits_per_second
+from gradwire.topology import between_islands, link_rate
 
 LINK, INTERFACE = "GRADWIRE_LINK", "GRADWIRE_INTERFACE"  # a rank's link and network interface
 INSIDE = "GRADWIRE_TESTBED"  # set once the launcher has moved
 TOOLS = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "tc": "iproute2"}
 WAYS: tuple[list[str], ...] = ([], ["--user", "--map-root-user"])  # as root, and rootless
-DEVICE = "eth0"  # in each rank's namespace
+DEVICE = "eth0"  # in each namespace
 SWITCH, FIRST = IPv4Address("10.231.255.254"), IPv4Address("10.231.0.1")
 PORT = 29500  # free in an empty namespace
+FRAME, FRAME_BETWEEN = 1500, 9000  # bytes of a frame: Ethernet's, and the jumbo frames of data centres
 BURST = 16_000  # the smallest burst, in bytes
 LARGEST_BURST = 2**31  # tc counts bytes in 32 bits
 TRY = """
@@ -80,7 +82,7 @@ def enter(link: str) -> None:
     Raises:
         BadInput: If ``link`` is an invalid rate, or namespaces are not permitted here.
     """
-    bits_per_second(link)
+    link_rate(link)
     if INSIDE in os.environ:
         return
     offer = probe()
@@ -98,41 +100,45 @@ def enter(link: str) -> None:
 
 
 class Testbed:
-    """Ranks in separate network namespaces, connected by a switch.
+    """Ranks in network namespaces that a switch connects.
 
     Args:
-        link: The rate of each rank's cable.
-        world_size: Number of ranks.
+        link: The link, whose rate each namespace's cable has.
+        namespaces: Number of namespaces.
+        ranks: Number of ranks in each.
         folder: The folder for the namespaces' files.
     """
 
-    def __init__(self, link: str, world_size: int, folder: Path) -> None:
+    def __init__(self, link: str, namespaces: int, ranks: int, folder: Path) -> None:
         self.link = link
+        self.ranks = ranks
+        self.frame = FRAME_BETWEEN if between_islands(link) else FRAME
         self.folder = folder
         _run("ip link set lo up")
         _run("ip link add switch type bridge")
         _run(f"ip addr add {SWITCH}/16 dev switch")
         _run("ip link set switch up")
-        for rank in range(world_size):
-            self._add(rank)
+        for number in range(namespaces):
+            self._add(number)
 
-    def _add(self, rank: int) -> None:
-        """Create a rank's namespace and cable."""
-        namespace, port = self.folder / f"rank{rank}", f"port{rank}"
+    def _add(self, number: int) -> None:
+        """Create a namespace and its cable."""
+        namespace, port = self.folder / f"namespace{number}", f"port{number}"
         namespace.touch()
         inside = f"nsenter --net={namespace}"
         _run(f"unshare --net={namespace} true")
-        _run(f"ip link add {port} type veth peer name {DEVICE} netns {namespace}")
+        _run(f"ip link add {port} mtu {self.frame} type veth peer name {DEVICE} mtu {self.frame} netns {namespace}")
         _run(f"ip link set {port} master switch addrgenmode none up")
         _run(f"tc qdisc add dev {port} root {shaping(self.link)}")
         _run(f"{inside} ip link set lo up")
         _run(f"{inside} ip link set {DEVICE} addrgenmode none up")
-        _run(f"{inside} ip addr add {FIRST + rank}/16 dev {DEVICE}")
+        _run(f"{inside} ip addr add {FIRST + number}/16 dev {DEVICE}")
         _run(f"{inside} tc qdisc add dev {DEVICE} root {shaping(self.link)}")
 
     def command(self, words: Sequence[str]) -> list[str]:
         """The command line that runs ``words`` in the namespace of the rank in the variable RANK."""
-        return ["sh", "-c", 'exec nsenter --net="$0/rank$RANK" "$@"', str(self.folder), *words]
+        script = f'exec nsenter --net="$0/namespace$((RANK / {self.ranks}))" "$@"'
+        return ["sh", "-c", script, str(self.folder), *words]
 
     @property
     def environment(self) -> dict[str, str]:
@@ -146,15 +152,15 @@ class Testbed:
 
 
 @contextmanager
-def testbed(link: str, world_size: int) -> Iterator[Testbed]:
-    """Build the testbed in the namespaces that `enter` created.
+def testbed(link: str, namespaces: int, ranks: int) -> Iterator[Testbed]:
+    """Build the testbed in the namespaces that `enter` created, with ``ranks`` in each of its own.
 
     Raises:
         RunFault: If a command fails that worked in `probe`.
     """
     with tempfile.TemporaryDirectory(prefix="gradwire-link-") as folder:
         try:
-            yield Testbed(link, world_size, Path(folder))
+            yield Testbed(link, namespaces, ranks, Path(folder))
         finally:
             for namespace in Path(folder).iterdir():  # after a failed build, the last one may not be mounted
                 subprocess.run(["umount", namespace], capture_output=True, check=False)
@@ -166,7 +172,7 @@ def shaping(link: str) -> str:
     The burst is a millisecond's worth of bytes, at least a few packets. With less, the kernel's timer cannot sustain
     the rate; with more, small messages would be free.
     """
-    rate = bits_per_second(link)
+    rate = link_rate(link)
     return f"tbf rate {rate:.0f}bit burst {min(max(BURST, int(rate / 8 / 1000)), LARGEST_BURST)} latency 100ms"
 
 

@@ -23,7 +23,8 @@ from gradwire.report.notes import machines
 from gradwire.report.quality import PerplexityReference, perplexity_reference
 from gradwire.report.record import BF16, Result
 from gradwire.report.results_file import read_results
-from gradwire.report.traffic import SHARDED, gradient_op, parameter_op, rate
+from gradwire.report.traffic import SHARDED, gradient_op, parameter_op
+from gradwire.topology import link_rate
 from gradwire.units import bits_per_second, rate_text, seconds
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ def usable(rows: Iterable[Result], path: Path) -> list[Result]:
     ]
     world = max((row.world_size for row in found), default=0)
     found = [row for row in found if row.world_size == world]
-    rates = {row.link for row in found if math.isfinite(rate(row.link))}
+    rates = {row.link for row in found if math.isfinite(link_rate(row.link))}
     if len(rates) < 2:
         measured = f"only {', '.join(rates)}" if rates else "none"
         raise BadInput(f"{path}: a fit needs profiled cells on links of at least two rates, and has {measured}.")
@@ -153,7 +154,7 @@ def measurement_of(row: Result) -> Measurement:
         fixed="algorithm" in (row.compress_config or {}),
         world=row.world_size,
         link=row.link,
-        rate=rate(row.link),
+        rate=link_rate(row.link),
         step=(row.step_time_ms_p50 or 0.0) / 1e3,
         exposed=(row.exposed_comm_ms or 0.0) / 1e3,
         decode=(row.decompress_time_ms or 0.0) / 1e3,

@@ -138,6 +138,7 @@ class Result(Row):
     bytes_between_raw_total: Count = None
     bytes_between_total: Count = None
     bytes_between_closed_form_total: Count = None
+    bytes_interface_between_total: Count = None
     compression_ratio_between: Number = None
     compression_ratio_between_steady: Number = None
     mem_replica_gb: Number = None

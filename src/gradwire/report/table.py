@@ -17,7 +17,8 @@ from gradwire.report.markdown import MISSING, SPREAD, number
 from gradwire.report.notes import fallbacks, losses_over_links, machine, machines, privacy
 from gradwire.report.record import BF16, Result, Status
 from gradwire.report.tables import Table
-from gradwire.report.traffic import as_computed, rate
+from gradwire.report.traffic import as_computed
+from gradwire.topology import link_rate
 
 CELL = ["strategy", "world_size", "compressor", "link"]
 STATUSES = get_args(Status)
@@ -178,7 +179,7 @@ def over_seeds(ok: Sequence[Result]) -> pd.DataFrame:
     cells["gated"] = [gated(*pair) for pair in zip(cells["val_ppl"], baseline, strict=True)]
     cells["gate"] = np.where(cells["gated"], " !", "")
     cells["standing"] = np.where(cells["val_ppl"].isna(), 1, 2 * cells["gated"])
-    cells["rate"] = [-rate(link) for link in cells["link"]]
+    cells["rate"] = [-link_rate(link) for link in cells["link"]]
     order = ["strategy", "world_size", "standing", "val_ppl", "compressor", "rate"]
     return cells.sort_values(order, ignore_index=True)
 

@@ -23,7 +23,8 @@ from gradwire.report.notes import machine
 from gradwire.report.quality import PerplexityReference
 from gradwire.report.record import Result, run_of
 from gradwire.report.tables import Table
-from gradwire.report.traffic import carriers, counted, rate, sent_by_op
+from gradwire.report.traffic import carriers, counted, sent_by_op
+from gradwire.topology import between_islands, link_rate
 from gradwire.units import UNSHAPED
 
 TIERS = (1, 5, 20)  # percent of perplexity above that of fp32
@@ -134,7 +135,7 @@ def groups(ok: Iterable[Result]) -> dict[tuple[str, int, str, str], list[Timed]]
     for row in ok:
         if row.link != UNSHAPED and row.step_time_ms_p50 is not None:
             runs[row.strategy, row.world_size, row.link, machine(row)][row.compressor].append(row)
-    ordered = sorted(runs.items(), key=lambda item: (*item[0][:2], -rate(item[0][2])))
+    ordered = sorted(runs.items(), key=lambda item: (*item[0][:2], -link_rate(item[0][2])))
     return {key: [Timed.of(cell) for cell in cells.values()] for key, cells in ordered if BASELINE in cells}
 
 
@@ -181,7 +182,12 @@ def line(gain: Gain, fastest: Sequence[int]) -> dict[str, Any]:
 
 
 def byte_ratio(row: Result) -> float:
-    """Float32 bytes of gradients and parameters over those sent, after the dense steps."""
+    """Float32 bytes of gradients and parameters over those sent, after the dense steps.
+
+    On cables between islands, those of the gradients between them: nothing else is limited.
+    """
+    if between_islands(row.link):
+        return row.compression_ratio_between_steady or row.compression_ratio_between or math.nan
     gradients, parameters = row.bytes_raw_total or 0, row.bytes_parameters_raw_total or 0
     ratio = row.compression_ratio_steady or row.compression_ratio
     sent = gradients / ratio if ratio else math.nan
@@ -196,13 +202,17 @@ def wire(rows: Sequence[Result]) -> list[str]:
     of_link: defaultdict[str, list[Result]] = defaultdict(list)
     for row in rows:
         of_link[row.link].append(row)
-    factors = {link: backend_factors(alike) for link, alike in sorted(of_link.items(), key=lambda item: -rate(item[0]))}
+    factors = {
+        link: backend_factors(alike) for link, alike in sorted(of_link.items(), key=lambda item: -link_rate(item[0]))
+    }
     ratios = "; ".join(
         f"{link}: " + ", ".join(f"{op} {factor:.3f}" for op, factor in sorted(found.items()))
         for link, found in factors.items()
     )
     lines = []
-    for row in sorted(rows, key=lambda row: (row.strategy, row.world_size, -rate(row.link), row.compressor, row.seed)):
+    for row in sorted(
+        rows, key=lambda row: (row.strategy, row.world_size, -link_rate(row.link), row.compressor, row.seed)
+    ):
         sent, seen = counted(row), row.bytes_interface_total or 0
         explained = sum(factors[row.link][op] * of for op, of in sent_by_op(row).items()) / sent
         found = {"carriers": " + ".join(carriers(row)), "counted": sent, "seen": seen, "quotient": seen / sent}

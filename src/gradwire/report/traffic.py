@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 from gradwire.report.record import Result
-from gradwire.units import UNSHAPED, bits_per_second
 
 SHARDED = ("fsdp1", "fsdp2", "hsdp")
 CARRIERS = {"exchange": "all_to_all", "gather": "all_gather"}  # else the framework's own collective, or torch's
-
-
-def rate(link: str) -> float:
-    """Bits per second of a link, infinite without a limit.
-
-    Raises:
-        BadInput: If the link is invalid.
-    """
-    return math.inf if link == UNSHAPED else bits_per_second(link)
 
 
 def hooked(row: Result) -> bool:

@@ -1,4 +1,4 @@
-"""The network link that ``gradwire launch --link`` gave this rank: its rate and the bytes transmitted."""
+"""The network link that ``gradwire launch --link`` gave this rank or its island: its name and the bytes transmitted."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ TRANSMITTED = 8  # index of the bytes sent among the columns after the interface
 
 
 def link() -> str:
-    """The rate of this rank's link, or ``none``."""
+    """The name of the link, ``100mbit`` or ``between-100mbit``, or ``none``."""
     return os.environ.get(LINK, UNSHAPED)
 
 
 def transmitted() -> int | None:
-    """Bytes sent so far by this rank's own interface, headers included; None if ranks share an interface.
+    """Bytes sent so far by the interface of this rank or its island, headers included; None without a link.
 
     Raises:
         RunFault: If the interface does not exist.
@@ -35,6 +35,6 @@ def transmitted() -> int | None:
 
 
 def transmitted_since(before: int | None) -> int | None:
-    """Bytes sent since `transmitted` returned ``before``; None if ranks share an interface."""
+    """Bytes sent since `transmitted` returned ``before``; None without a link."""
     now = transmitted()
     return None if now is None or before is None else now - before

@@ -78,7 +78,7 @@ def write(
         "identity": identity,
         **described(settings, run, splits, world, model, outcome),
         "environment": here | {"same_machine": same_machine([rank["environment"] for rank in ranks])},
-        **measured(settings, world, outcome, ranks),
+        **measured(settings, run, world, outcome, ranks),
     }
     write_json(folder / "record.json", record)
     return record
@@ -118,7 +118,7 @@ def described(
     }
 
 
-def measured(settings: Settings, world: World, outcome: Outcome, ranks: Sequence[Row]) -> Row:
+def measured(settings: Settings, run: Run, world: World, outcome: Outcome, ranks: Sequence[Row]) -> Row:
     """The record's measurements; ``ranks`` has each rank's rows and memory."""
     rows = [row for rank in ranks for row in rank["rows"]]
     names = ("allocated", "reserved", "residual", "replica")
@@ -128,7 +128,7 @@ def measured(settings: Settings, world: World, outcome: Outcome, ranks: Sequence
         **totals.traffic(settings, world, outcome, rows),
         **(parameters := totals.parameter_traffic(settings, outcome, rows)),
         **link_classes.fields(settings, outcome, rows, parameters),
-        "bytes_interface_total": totals.interface_traffic(rows),
+        **totals.interface_traffic(run, rows),
         **totals.codec(settings, rows),
         **totals.compression_error(outcome),
         **totals.quality(outcome),

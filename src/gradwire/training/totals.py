@@ -13,7 +13,9 @@ import numpy as np
 
 from gradwire import parallel
 from gradwire.collectives.world import World
+from gradwire.config import Run
 from gradwire.files import digest
+from gradwire.topology import between_islands
 from gradwire.training import link_classes
 from gradwire.training.counters import COUNTED
 from gradwire.training.outcome import Outcome, Row
@@ -188,10 +190,19 @@ def parameter_traffic(settings: Settings, outcome: Outcome, rows: list[Row]) -> 
     }
 
 
-def interface_traffic(rows: list[Row]) -> int | None:
-    """Bytes that the ranks' own interfaces transmitted in all optimizer steps; None if ranks share an interface."""
-    each = [row["bytes_interface"] for row in rows]
-    return None if not each or None in each else sum(each)
+def interface_traffic(run: Run, rows: list[Row]) -> Row:
+    """Bytes that the interfaces of the ranks, or of the islands, transmitted in all optimizer steps.
+
+    Both are null without a link. The ranks of an island share an interface, which its first rank reads.
+    """
+    between = between_islands(run.link)
+    ranks = run.world_size // run.islands if between else 1
+    each = [row["bytes_interface"] for row in rows if row["rank"] % ranks == 0]
+    total = None if not each or None in each else sum(each)
+    return {
+        "bytes_interface_total": None if between else total,
+        "bytes_interface_between_total": total if between else None,
+    }
 
 
 def ratio(rows: list[Row]) -> float | None:
