@@ -88,6 +88,42 @@ def row(strategy, label, link, *, seed=0, noise=0.0, **fields):
     return Result(run_name=run.path, status="ok", **run._asdict(), **values | fields)
 
 
+def islands_row(label, link, op="all_gather"):
+    """A run's row of hsdp at 2 x 2; the parameters are gathered twice, and `op` carries what is encoded."""
+    smaller, _, _, encode, decode = LABELS[label]
+    rate = RATES[link.removeprefix("between-")]
+    between, inside = (rate / 2, math.inf) if link.startswith("between") else (rate, rate)
+    size = 4 * PARAMETERS
+    raw, scattered, gathered = size / 2, size / 2, size  # of each rank: one shard of two, to and from a peer
+    op = "all_reduce" if label == "none" else op
+    times = {op: ALPHA[op], "reduce_scatter": ALPHA["reduce_scatter"], "all_gather": ALPHA["all_gather"]}
+    sending = ((op, raw / smaller, between), ("reduce_scatter", scattered, inside), ("all_gather", gathered, inside))
+    for name, sent, limit in sending:
+        times[name] += sent * math.hypot(HOST[name], 8 * FACTOR[name] / limit)
+    total, comm = 4 * STEPS, sum(times.values())
+    return row("fsdp2", label, "none").model_copy(
+        update={
+            "strategy": "hsdp",
+            "run_name": Run("hsdp", label, 4, link, 0, 2).path,
+            "world_size": 4,
+            "islands": 2,
+            "link": link,
+            "algorithm": None if label == "none" else "gather" if op == "all_gather" else "exchange",
+            "compress_config": {"method": label, **({"algorithm": "exchange"} if op == "all_to_all" else {})},
+            "bytes_source": "closed_form" if label == "none" else "metered",
+            "bytes_by_op": None if label == "none" else {op: round(total * raw / smaller)},
+            "bytes_between_raw_total": round(total * raw),
+            "bytes_inside_total": round(total * (scattered + gathered)),
+            "bytes_parameters_total": round(total * gathered),
+            "compression_ratio_between": smaller,
+            "comm_time_ms_by_op": {name: 1e3 * MEASURED * each for name, each in times.items()},
+            "comm_time_ms_total": 1e3 * MEASURED * comm,
+            "exposed_comm_ms": 1e3 * comm,
+            "step_time_ms_p50": 1e3 * (COMPUTE + encode + decode + comm),
+        }
+    )
+
+
 def experiment(strategies=("ddp", "fsdp2"), links=("none", "1gbit", "100mbit"), noise=0.0, **fields):
     """The rows of every label."""
     return [

@@ -8,13 +8,14 @@ from itertools import product
 
 import numpy as np
 import pytest
-from links_rows import ALPHA, COMPUTE, FACTOR, HOST, LABELS, PARAMETERS, RATES, experiment, row
+from links_rows import ALPHA, COMPUTE, FACTOR, HOST, LABELS, PARAMETERS, RATES, experiment, islands_row, row
 from scipy.optimize import brentq
 
 from gradwire.cli import main
-from gradwire.measurement.cost_model import GRID, Model, crossover, leave_one_link_out
-from gradwire.measurement.ways import FLAT, Sends, hierarchical, two_levels
-from gradwire.report.predict import crossover_text, interval_text, measurement_of
+from gradwire.measurement.cost_model import GRID, Islands, Model, crossover, leave_one_link_out
+from gradwire.measurement.ways import FLAT, Leg, Sends, hierarchical, levels, two_levels, ways
+from gradwire.report.measurements import measurement_of
+from gradwire.report.predict import crossover_text, interval_text
 
 
 def measurements(noise=0.0, **fields):
@@ -126,6 +127,99 @@ def test_two_levels_send_the_same_bytes_in_fewer_messages():
     assert [two_levels(world) for world in (7, 64, 4096)] == [(1, 7), (8, 8), (64, 64)]
 
 
+def carried(messages, ranks):
+    """Bytes that leave each island, and bytes that each rank sends inside its own, from (from, to, bytes)."""
+    between, inside = {}, {}
+    for sender, to, size in messages:
+        left = sender // ranks != to // ranks
+        key, found = (sender // ranks, between) if left else (sender, inside)
+        found[key] = found.get(key, 0) + size
+    return set(between.values()), set(inside.values())
+
+
+@pytest.mark.parametrize(("islands", "ranks"), [(2, 2), (2, 3), (4, 5)])
+def test_what_islands_send_is_that_of_simulated_messages(exact, islands, ranks):
+    """Every message of a float32 all-reduce, flat and in two levels, and of the exchange's two all-to-alls."""
+    world, size = islands * ranks, 4.0 * PARAMETERS
+    everyone = range(world)
+    (_, (ring,), _), (_, (within, between), _) = (
+        (way.name, way.legs, way.op) for way in ways(exact.by_label["ddp", "none"][0], world, islands)
+    )
+    laps = [(r, (r + 1) % world, size / world) for r in everyone for _ in range(2 * (world - 1))]
+    (cable,), _ = carried(laps, ranks)
+    assert (ring.links, ring.sharing, ring.sends) == ("ring", 1, pytest.approx((cable, 2 * (world - 1))))
+    around = [(r, r // ranks * ranks + (r + 1) % ranks, size / ranks) for r in everyone for _ in range(2 * (ranks - 1))]
+    across = [(r, (r + ranks) % world, size / world) for r in everyone for _ in range(2 * (islands - 1))]
+    (cable,), (own,) = carried(around + across, ranks)
+    assert (within.links, within.sends) == ("inside", pytest.approx((own, 2 * (ranks - 1))))
+    assert (between.links, between.sharing) == ("between", ranks)
+    assert between.sends == pytest.approx((cable / ranks, 2 * (islands - 1)))
+    near, far = ways(exact.by_label["ddp", "exchange"][0], world, islands)[0].legs
+    parts = [(r, to, 2 * size / world) for r in everyone for to in everyone if r != to]
+    (cable,), (own,) = carried(parts, ranks)
+    assert near == Leg(pytest.approx((own, 2 * (ranks - 1))), "inside")
+    assert far == Leg(pytest.approx((cable / ranks, 2 * (world - ranks))), "between", ranks)
+
+
+def test_levels_send_what_a_flat_collective_does():
+    for op in ("all_reduce", "reduce_scatter", "all_gather"):
+        within, between = levels(op, 840.0, 5, 4)
+        assert within.bytes + between.bytes == pytest.approx(FLAT[op](840.0, 20).bytes)
+
+
+def law(op, *legs):
+    """Seconds of a collective whose legs are (bytes, rate)."""
+    return ALPHA[op] + sum(sent * math.hypot(HOST[op], 8 * FACTOR[op] / rate) for sent, rate in legs)
+
+
+@pytest.mark.parametrize("slow", [1e8, 1e10])
+def test_a_flat_step_on_islands_follows_the_law(exact, slow):
+    """Four islands of three, two bandwidths and two latencies."""
+    size, fast, late, soon = 4 * PARAMETERS, 2e9, 1e-3, 1e-5
+    islands = Islands(4, fast, soon)
+    names, steps, _ = exact.steps(("ddp", "none"), 12, np.array([slow]), late, islands)
+    flat = law("all_reduce", (2 * 11 / 12 * size, min(slow, fast))) + 22 * late
+    legs = (2 * 2 / 3 * size, fast), (2 * 3 / 4 * size / 3, slow / 3)
+    two = law("all_reduce", *legs) + 2 * 2 * soon + 2 * 3 * late
+    found = dict(zip(names, steps[:, 0] - COMPUTE, strict=True))
+    assert found == pytest.approx({"ring": flat, "ring, hierarchical": two}, rel=0.03)
+    assert exact.predict(("ddp", "none"), 12, slow, late, islands).step == steps.min()
+
+
+@pytest.mark.parametrize("algorithm", ["all_gather", "all_to_all"])
+def test_hsdp_on_other_islands_follows_the_law(algorithm):
+    """Fitted at 2 x 2, on cables between islands and on each rank's; predicted at 4 x 3 and at the measured size."""
+    links = ("none", "between-1gbit", "between-100mbit", "1gbit", "100mbit")
+    rows = [islands_row(label, link, algorithm) for label in ("none", "int8") for link in links]
+    model = Model(tuple(map(measurement_of, rows)))
+    assert model.fit.factor == pytest.approx({op: FACTOR[op] for op in model.fit.factor}, rel=0.02)
+    size, fast, slow, late, soon = 4 * PARAMETERS, 2e9, 2e8, 1e-3, 1e-5
+    found = {
+        label: model.predict(("hsdp", label), 12, slow, late, Islands(4, fast, soon)).communication
+        for label in ("none", "int8")
+    }
+    inside = law("reduce_scatter", (2 / 3 * size, fast)) + 2 * soon
+    gathers = (2 * 2 / 3 * size, fast)
+    shard = size / 3
+    none = inside + law("all_gather", gathers) + 2 * soon
+    none += law("all_reduce", (2 * 3 / 4 * shard, slow / 3)) + 2 * 3 * late
+    encoded = shard / LABELS["int8"][0]
+    if algorithm == "all_gather":
+        int8 = inside + law("all_gather", gathers, (3 * encoded, slow / 3)) + 2 * soon + 3 * late
+    else:
+        int8 = inside + law("all_gather", gathers) + 2 * soon
+        int8 += law("all_to_all", (2 * 3 / 4 * encoded, slow / 3)) + 2 * 3 * late
+    assert found["none"] == pytest.approx(none, rel=0.03)
+    assert found["int8"] == pytest.approx(int8, rel=0.03)
+    for one in rows:
+        if one.link.startswith("between"):
+            again = model.predict(
+                ("hsdp", one.compressor), 4, RATES[one.link.removeprefix("between-")], 0.0, Islands(2)
+            )
+            assert again.step == pytest.approx((one.step_time_ms_p50 or 0) / 1e3, rel=0.02)
+    assert max(abs(error) for one in leave_one_link_out(model.measurements) for error in one.errors) < 0.1
+
+
 def test_crossovers_are_those_of_the_law(exact):
     """int8 against float32 under ddp at W = 2, by the law alone."""
     raw, codec = 4 * PARAMETERS, sum(LABELS["int8"][3:])
@@ -221,9 +315,42 @@ def test_sharded_states_shrink_with_the_ranks(tmp_path, capsys):
     assert line.rstrip("| ").endswith(f"{0.5 - 16 * PARAMETERS / 1e9 * (1 / 2 - 1 / 64):.3f}")
 
 
+def test_predict_on_islands(tmp_path, capsys):
+    links = ("between-1gbit", "between-100mbit")
+    rows = [*experiment(("ddp",)), *(islands_row(label, link) for label in ("none", "int8") for link in links)]
+    rows = [one for one in rows if one.strategy == "hsdp" or one.world_size == 2]
+    words = write_rows(tmp_path / "links", [one for one in rows if one.strategy == "hsdp"])
+    asked = [
+        "200mbit",
+        "--world_size",
+        "12",
+        "--islands",
+        "4",
+        "--bandwidth_inside",
+        "2gbit",
+        "--latency_inside",
+        "10us",
+    ]
+    assert main([*words, *asked, "--memory"]) == 0
+    said = capsys.readouterr()
+    assert "# W = 12, 200mbit and 50us per message between 4 islands, 2gbit and 10us inside" in said.out
+    line = next(one for one in said.out.splitlines() if one.startswith("| none"))
+    assert line.rstrip("| ").endswith(f"{0.5 + 16 * PARAMETERS / 1e9 * (1 / 3 - 1 / 2):.3f}")
+    write_rows(tmp_path / "links", [*experiment(("ddp",)), *rows[-2:]])
+    assert main([*words, "200mbit", "--world_size", "12"]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("is left out: hsdp has islands: add --islands N") == 2
+    assert "## hsdp" not in said.out
+
+
 @pytest.mark.parametrize(
     ("rows", "words", "message"),
     [
+        (experiment(("ddp",)), ["1gbit", "--world_size", "4", "--islands", "3"], "3 islands do not divide 4 ranks"),
+        (experiment(("ddp",)), ["1gbit", "--world_size", "4", "--bandwidth_inside", "1gbit"], "add --islands N"),
+        (experiment(("ddp",)), ["1gbit", "--world_size", "4", "--latency_inside", "1us"], "add --islands N"),
+        (experiment(), ["1gbit", "--world_size", "4", "--islands", "2", "--bandwidth_inside", "fast"], "'fast'"),
+        (experiment(), ["1gbit", "--world_size", "4", "--islands", "2", "--latency_inside", "soon"], "'soon'"),
         (None, ["1gbit", "--world_size", "4"], "results.jsonl does not exist; first run an experiment"),
         (experiment(links=("none",)), ["1gbit", "--world_size", "4"], "on links of at least two rates, and has none"),
         (experiment(links=("none", "1gbit")), ["1gbit", "--world_size", "4"], "at least two rates, and has only 1gbit"),

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwire.measurement.measured_run import Flow, Measurement
-from gradwire.measurement.ways import Way, parameter_ways, ways
+from gradwire.measurement.measured_run import Measurement
+from gradwire.measurement.ways import Way, inside, parameter_ways, ways
 
 Array = NDArray[np.float64]
 Key = tuple[str, str]
@@ -53,19 +53,22 @@ class Fit:
         """Fit the measurements' times by robust least squares of relative errors (soft L1 loss)."""
         from scipy.optimize import least_squares
 
-        points = [(measurement, flow) for measurement in measurements for flow in measurement.flows]
-        keys = sorted({(measurement.strategy, flow.op) for measurement, flow in points})
-        ops = sorted({flow.op for _, flow in points})
-        a = np.array([keys.index((measurement.strategy, flow.op)) for measurement, flow in points])
-        o = np.array([ops.index(flow.op) for _, flow in points])
-        size, seconds = (np.array([getattr(flow, name) for _, flow in points]) for name in ("bytes", "seconds"))
-        wire = 8 / np.array([measurement.rate for measurement, _ in points])  # seconds per byte
+        points = [(one, op, flows) for one in measurements for op, flows in one.by_op.items()]
+        flows = [(point, one, flow) for point, (one, _, flows) in enumerate(points) for flow in flows]
+        keys = sorted({(one.strategy, op) for one, op, _ in points})
+        ops = sorted({op for _, op, _ in points})
+        a = np.array([keys.index((one.strategy, op)) for one, op, _ in points])
+        seconds = np.array([sum(flow.seconds for flow in flows) for _, _, flows in points])
+        of = np.array([point for point, _, _ in flows])  # the point of each flow
+        o = np.array([ops.index(flow.op) for _, _, flow in flows])
+        size = np.array([flow.bytes for _, _, flow in flows])
+        wire = 8 / np.array([one.rate_of(flow) for _, one, flow in flows])  # seconds per byte
         n, m = len(keys), len(ops)
         lines = np.arange(len(points))
         start = np.concatenate(
             [
                 [np.log(seconds[a == i].min() / 2) for i in range(n)],
-                [np.log((seconds / np.maximum(size, 1))[o == i].min() / 2) for i in range(m)],
+                [np.log((seconds[of] / np.maximum(size, 1))[o == i].min() / 2) for i in range(m)],
                 np.zeros(m),
             ]
         )
@@ -76,14 +79,15 @@ class Fit:
 
         def errors(x: Array) -> Array:
             alpha, _, _, each = terms(x)
-            return np.concatenate([(alpha + size * each) / seconds - 1, WEIGHT_OF_PRIOR * (x - start)])
+            expected = alpha + np.bincount(of, size * each, len(points))
+            return np.concatenate([expected / seconds - 1, WEIGHT_OF_PRIOR * (x - start)])
 
         def slopes(x: Array) -> Array:
             alpha, host, link, each = terms(x)
             slope = np.zeros((len(points), len(x)))
             slope[lines, a] = alpha / seconds
-            slope[lines, n + o] = size * host**2 / each / seconds
-            slope[lines, n + m + o] = size * link**2 / each / seconds
+            np.add.at(slope, (of, n + o), size * host**2 / each / seconds[of])
+            np.add.at(slope, (of, n + m + o), size * link**2 / each / seconds[of])
             return np.concatenate([slope, WEIGHT_OF_PRIOR * np.eye(len(x))])
 
         found = np.exp(least_squares(errors, start, slopes, loss="soft_l1", f_scale=0.1).x).tolist()
@@ -91,9 +95,26 @@ class Fit:
         host, factor = (dict(zip(ops, part, strict=True)) for part in (found[n : n + m], found[n + m :]))
         return cls(alpha, host, factor)
 
-    def seconds(self, strategy: str, op: str, sent: float, rate: Any) -> Any:
-        """Seconds per step of a collective of ``sent`` bytes at ``rate``, a number or an array in bits per second."""
-        return self.alpha[strategy, op] + sent * np.hypot(self.host[op], 8 * self.factor[op] / rate)
+    def per_byte(self, op: str, rate: Any) -> Any:
+        """Seconds per byte of a collective at ``rate``, a number or an array in bits per second."""
+        return np.hypot(self.host[op], 8 * self.factor[op] / rate)
+
+
+class Islands(NamedTuple):
+    """The islands to predict for, and the links inside them.
+
+    Attributes:
+        number: Number of islands; 1 without.
+        rate: Bits per second of each rank's link inside its island.
+        latency: Additional seconds per message there.
+    """
+
+    number: int = 1
+    rate: float = math.inf
+    latency: float = 0.0
+
+
+NO_ISLANDS = Islands()
 
 
 class Prediction(NamedTuple):
@@ -129,11 +150,13 @@ class Model:
 
     def communication(self, measurement: Measurement) -> float:
         """Seconds of communication that the fit predicts for a measurement."""
-        return sum(self._expected(measurement, flow) for flow in measurement.flows)
+        return sum(self._expected(measurement, op) for op in measurement.by_op)
 
-    def _expected(self, measurement: Measurement, flow: Flow) -> float:
-        """Seconds that the fit predicts for one flow of a measurement."""
-        return float(self.fit.seconds(measurement.strategy, flow.op, flow.bytes, measurement.rate))
+    def _expected(self, measurement: Measurement, op: str) -> float:
+        """Seconds that the fit predicts for one collective of a measurement."""
+        flows = measurement.by_op[op]
+        sending = sum(flow.bytes * float(self.fit.per_byte(op, measurement.rate_of(flow))) for flow in flows)
+        return self.fit.alpha[measurement.strategy, op] + sending
 
     def step(self, measurement: Measurement, communication: Any) -> Any:
         """Seconds of a step with the measurement's compressor and ``communication`` seconds of communication.
@@ -144,45 +167,59 @@ class Model:
         hidden = max(run.hidden for run in runs)
         return fmean(run.rest for run in runs) + np.maximum(communication - hidden, 0)
 
-    def steps(self, key: Key, world: int, rates: Array, latency: float) -> tuple[list[str], Array, Array]:
+    def steps(
+        self, key: Key, world: int, rates: Array, latency: float, islands: Islands = NO_ISLANDS
+    ) -> tuple[list[str], Array, Array]:
         """Names of the ways, and their step and communication seconds ``[ways, rates]``.
 
         Args:
             key: Strategy and label.
             world: The world size.
-            rates: Bits per second.
-            latency: Additional seconds per message.
+            rates: Bits per second, of each island's cable or, without islands, each rank's.
+            latency: Additional seconds per message there.
+            islands: The islands.
         """
         measurement = self.by_label[key][0]
         decode = fmean(run.decode for run in self.by_label[key])
-        decodings = measurement.world if measurement.gradients.op == "all_gather" else 2
+        peers = measurement.islands if measurement.islands > 1 else measurement.world
+        decodings = peers if measurement.gradients.op == "all_gather" else 2
         names, steps, times = [], [], []
-        for way in ways(measurement, world):
+        for way in ways(measurement, world, islands.number):
             if (measurement.strategy, way.op) not in self.fit.alpha:
                 continue
-            each = self._seconds(measurement.strategy, way, rates, latency)
-            if measurement.parameters is not None:
-                gathers = parameter_ways(measurement.parameters, measurement.world, world)
-                each = each + np.min(
-                    [self._seconds(measurement.strategy, one, rates, latency) for one in gathers], axis=0
-                )
+            sending = [self._sending(one, rates, latency, islands) for one in _inside(measurement, world, islands)]
+            if measurement.parameters is not None and not measurement.parameters.inside:
+                gathers = parameter_ways(measurement.parameters, measurement.world, world, islands.number)
+                sending.append(np.min([self._sending(one, rates, latency, islands) for one in gathers], axis=0))
+            ops = {way.op, *(flow.op for name, flow in measurement.named_flows.items() if name != "gradients")}
+            startup = sum(self.fit.alpha[measurement.strategy, op] for op in ops)
+            each = startup + self._sending(way, rates, latency, islands) + sum(sending)
             names.append(way.name)
             times.append(each)
             steps.append(self.step(measurement, each) + decode * (way.decodings / decodings - 1))
         return names, np.array(steps), np.array(times)
 
-    def _seconds(self, strategy: str, way: Way, rates: Array, latency: float) -> Any:
-        return self.fit.seconds(strategy, way.op, way.sends.bytes, rates) + latency * way.sends.messages
+    def _sending(self, way: Way, rates: Array, latency: float, islands: Islands) -> Any:
+        """Seconds per step of a way without its startup time."""
+        total: Any = np.zeros(len(rates))
+        for (sent, messages), links, sharing in way.legs:
+            rate, wait = {
+                "between": (rates / sharing, latency),
+                "inside": (islands.rate, islands.latency),
+                "ring": (np.minimum(rates, islands.rate), max(latency, islands.latency)),
+            }[links]
+            total = total + sent * self.fit.per_byte(way.op, rate) + wait * messages
+        return total
 
-    def predict(self, key: Key, world: int, rate: float, latency: float) -> Prediction:
+    def predict(self, key: Key, world: int, rate: float, latency: float, islands: Islands = NO_ISLANDS) -> Prediction:
         """Predict the step of a strategy and label with the fastest way."""
-        names, steps, times = self.steps(key, world, np.array([rate]), latency)
+        names, steps, times = self.steps(key, world, np.array([rate]), latency, islands)
         best = int(steps[:, 0].argmin())
         return Prediction(names[best], float(steps[best, 0]), float(times[best, 0]))
 
-    def fastest(self, key: Key, world: int, latency: float) -> Array:
+    def fastest(self, key: Key, world: int, latency: float, islands: Islands = NO_ISLANDS) -> Array:
         """Seconds of a step with the fastest way, at every rate of `GRID`."""
-        return self.steps(key, world, GRID, latency)[1].min(0)
+        return self.steps(key, world, GRID, latency, islands)[1].min(0)
 
     def resampled(self, times: int, seed: int = 0) -> Iterator[Model]:
         """Yield models of resampled measurements: a bootstrap of the residuals.
@@ -191,24 +228,38 @@ class Model:
         rest of each step is drawn from the measurements of its strategy and label.
         """
         draw = np.random.default_rng(seed)
-        flows = [
-            (flow, self._expected(measurement, flow)) for measurement in self.measurements for flow in measurement.flows
-        ]
-        residuals = np.array([flow.seconds / expected for flow, expected in flows])
+        residuals = np.array(
+            [
+                sum(flow.seconds for flow in flows) / self._expected(measurement, op)
+                for measurement in self.measurements
+                for op, flows in measurement.by_op.items()
+            ]
+        )
         for _ in range(times):
             yield Model(tuple(self._drawn(measurement, residuals, draw) for measurement in self.measurements))
 
     def _drawn(self, measurement: Measurement, residuals: Array, draw: np.random.Generator) -> Measurement:
         runs = self.by_label[measurement.strategy, measurement.label]
         rest = runs[draw.integers(len(runs))].rest
-        flows = [
-            flow._replace(seconds=self._expected(measurement, flow) * float(residuals[draw.integers(len(residuals))]))
-            for flow in measurement.flows
-        ]
-        gradients, *others = flows
-        drawn = replace(measurement, gradients=gradients, parameters=others[0] if others else None)
+        scales = {
+            op: self._expected(measurement, op)
+            * float(residuals[draw.integers(len(residuals))])
+            / sum(flow.seconds for flow in flows)
+            for op, flows in measurement.by_op.items()
+        }
+        flows: dict[str, Any] = {
+            name: flow._replace(seconds=flow.seconds * scales[flow.op])
+            for name, flow in measurement.named_flows.items()
+        }
+        drawn = replace(measurement, **flows)
         exposed = max(drawn.communication - measurement.hidden, 0.0)
         return replace(drawn, exposed=exposed, step=rest + exposed)
+
+
+def _inside(measurement: Measurement, world: int, islands: Islands) -> list[Way]:
+    """How a measurement's flows inside islands are communicated inside these."""
+    measured, ranks = measurement.world // measurement.islands, world // islands.number
+    return [inside(flow, measured, ranks) for flow in measurement.flows if flow.inside]
 
 
 def crossover(own: Array, baseline: Array) -> float:

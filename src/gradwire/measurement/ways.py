@@ -1,5 +1,8 @@
 """Ways to communicate: collectives, flat and in two levels, and the bytes and messages that a rank sends.
 
+Ranks may form islands, with links inside and one cable to each. A ring passes every cable once, so its slowest link
+counts; what all ranks of an island send at the same time shares the cable.
+
 Bytes and messages are the closed forms in Thakur, Rabenseifner and Gropp ("Optimization of Collective Communication
 Operations in MPICH", IJHPCA 19, 2005); in two levels as in Mikami et al. ("Massively Distributed SGD:
 ImageNet/ResNet-50 Training in a Flash", arXiv 1811.05233): within groups, then between them.
@@ -49,20 +52,39 @@ def two_levels(world: int) -> tuple[int, int]:
     return group, world // group
 
 
-def hierarchical(op: str, size: float, world: int) -> Sends:
-    """A collective within groups, then one between groups, which needs fewer messages.
+def levels(op: str, size: float, group: int, groups: int) -> tuple[Sends, Sends]:
+    """What a rank sends within its group, and between groups.
 
-    The bytes equal those of the flat collective, except for an all-to-all, which sends data leaving a group twice.
+    Together the bytes equal those of the flat collective, except for an all-to-all, which sends data leaving a group
+    twice.
     """
-    group, groups = two_levels(world)
-    messages = group - 1 + groups - 1
-    flat = FLAT[op](size, world)
-    if op == "all_to_all":
-        return Sends(((group - 1) / group + (groups - 1) / groups) * size, messages)
-    return Sends(flat.bytes, messages * (2 if op == "all_reduce" else 1))
+    collective = FLAT[op]
+    if op == "all_gather":  # contributions travel between groups first, then all of them within
+        return collective(groups * size, group), collective(size, groups)
+    return collective(size, group), collective(size if op == "all_to_all" else size / group, groups)
+
+
+def hierarchical(op: str, size: float, world: int) -> Sends:
+    """A collective within groups and one between groups of equal ranks, which needs fewer messages."""
+    within, between = levels(op, size, *two_levels(world))
+    return Sends(within.bytes + between.bytes, within.messages + between.messages)
 
 
 FLAT = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather, "all_to_all": all_to_all}
+
+
+class Leg(NamedTuple):
+    """What a rank sends on one class of links.
+
+    Attributes:
+        sends: Bytes and messages.
+        links: ``between`` islands, or ranks without islands; ``inside`` them; or ``ring``, which passes both.
+        sharing: Ranks that share a cable between islands.
+    """
+
+    sends: Sends
+    links: str = "between"
+    sharing: int = 1
 
 
 class Way(NamedTuple):
@@ -71,40 +93,77 @@ class Way(NamedTuple):
     Attributes:
         name: Name of the algorithm.
         op: The collective.
-        sends: Bytes and messages per rank.
+        legs: What a rank sends.
         decodings: Encodings of the whole buffer that a rank decodes.
     """
 
     name: str
     op: str
-    sends: Sends
+    legs: tuple[Leg, ...]
     decodings: int
 
 
-def ways(measurement: Measurement, world: int) -> list[Way]:
-    """Ways to communicate gradients between ``world`` ranks: reductions of summable data, else encodings."""
-    op, sent, _ = measurement.gradients
-    if measurement.sharded:
-        size = sent / all_to_all(1, measurement.world).bytes
-        return _levels(op, size, world, 1)
+def ways(measurement: Measurement, world: int, islands: int = 1) -> list[Way]:
+    """Ways to communicate gradients between ``world`` ranks: reductions of summable data, else encodings.
+
+    A measurement with islands reduces shards between them, and the same on the islands asked for.
+    """
+    op, sent = measurement.gradients.op, measurement.gradients.bytes
+    peers, size, sharing = measurement.world, sent, 1
+    if measurement.islands > 1:
+        sharing = world // islands
+        peers, size = measurement.islands, sent * measurement.world / measurement.islands / sharing
+        world, islands = islands, 1
+    elif measurement.sharded:
+        return _ways(op, sent / all_to_all(1, peers).bytes, world, islands)
     if op == "all_reduce":
-        return _levels(op, sent / all_reduce(1, measurement.world).bytes, world, 1)
-    size = (
-        sent / (all_gather if op == "all_gather" else all_reduce)(1, measurement.world).bytes
-    )  # bytes of one encoded buffer
-    both = [*_levels("all_to_all", size, world, 2), *_levels("all_gather", size, world, 1, decodings=world)]
-    return [way for way in both if way.op == op or not measurement.fixed]
+        found = _ways(op, size / all_reduce(1, peers).bytes, world, islands)
+    else:
+        size /= (all_gather if op == "all_gather" else all_reduce)(1, peers).bytes  # of one encoded buffer
+        both = [
+            *_ways("all_to_all", size, world, islands, halves=2),
+            *_ways("all_gather", size, world, islands, decodings=world),
+        ]
+        found = [way for way in both if way.op == op or not measurement.fixed]
+    return [way._replace(legs=tuple(leg._replace(sharing=leg.sharing * sharing) for leg in way.legs)) for way in found]
 
 
-def parameter_ways(flow: Flow, measured: int, world: int) -> list[Way]:
+def parameter_ways(flow: Flow, measured: int, world: int, islands: int = 1) -> list[Way]:
     """Ways to communicate a step's parameters between ``world`` ranks, each of which holds a shard."""
     size = flow.bytes / all_to_all(1, measured).bytes
-    return _levels(flow.op, size / world if flow.op == "all_gather" else size, world, 1)
+    return _ways(flow.op, size / world if flow.op == "all_gather" else size, world, islands)
 
 
-def _levels(op: str, size: float, world: int, halves: int, decodings: int = 2) -> list[Way]:
+def inside(flow: Flow, measured: int, ranks: int) -> Way:
+    """How the ``ranks`` of an island communicate what those of a measured one did: parameters, or their gradients."""
+    size = flow.bytes / all_to_all(1, measured).bytes
+    sends = FLAT[flow.op](size / ranks if flow.op == "all_gather" else size, ranks)
+    return Way(WAYS[flow.op], flow.op, (Leg(sends, "inside"),), 0)
+
+
+def _ways(op: str, size: float, world: int, islands: int, halves: int = 1, decodings: int = 2) -> list[Way]:
     """A flat collective and, if the ranks form groups, a hierarchical one; each runs ``halves`` times."""
-    found = [(WAYS[op], FLAT[op](size, world))]
-    if min(two_levels(world)) > 1:
-        found.append((f"{WAYS[op]}, hierarchical", hierarchical(op, size, world)))
-    return [Way(name, op, Sends(halves * sent, halves * messages), decodings) for name, (sent, messages) in found]
+    name = WAYS[op]
+    if islands == 1:
+        found: dict[str, tuple[Leg, ...]] = {name: (Leg(FLAT[op](size, world)),)}
+        if min(two_levels(world)) > 1:
+            found[f"{name}, hierarchical"] = (Leg(hierarchical(op, size, world)),)
+    else:
+        within, between = levels(op, size, world // islands, islands)
+        found = {
+            name: _flat(op, size, world, world // islands),
+            f"{name}, hierarchical": (Leg(within, "inside"), Leg(between, sharing=world // islands)),
+        }
+    return [Way(name, op, tuple(_repeated(leg, halves) for leg in legs), decodings) for name, legs in found.items()]
+
+
+def _flat(op: str, size: float, world: int, ranks: int) -> tuple[Leg, ...]:
+    """A flat collective of islands of ``ranks``: a ring, or a message from each rank to each other one."""
+    if op != "all_to_all":
+        return (Leg(FLAT[op](size, world), "ring"),)
+    near, far = ranks - 1, world - ranks
+    return Leg(Sends(near / world * size, near), "inside"), Leg(Sends(far / world * size, far), sharing=ranks)
+
+
+def _repeated(leg: Leg, times: int) -> Leg:
+    return leg._replace(sends=Sends(times * leg.sends.bytes, times * leg.sends.messages))

@@ -19,17 +19,17 @@ from gradwire.errors import BadInput
 from gradwire.flags import RANKS
 from gradwire.measurement.statistics import percents
 from gradwire.report.markdown import MISSING, number, table
+from gradwire.report.measurements import measurement_of, unmeasurable, usable
 from gradwire.report.notes import machines
 from gradwire.report.quality import PerplexityReference, perplexity_reference
 from gradwire.report.record import BF16, Result
 from gradwire.report.results_file import read_results
-from gradwire.report.traffic import SHARDED, gradient_op, parameter_op
-from gradwire.topology import link_rate
-from gradwire.units import bits_per_second, rate_text, seconds
+from gradwire.report.traffic import SHARDED
+from gradwire.topology import check_islands
+from gradwire.units import UNSHAPED, bits_per_second, rate_text, seconds
 
 if TYPE_CHECKING:
-    from gradwire.measurement.cost_model import LeftOut, Model
-    from gradwire.measurement.measured_run import Measurement
+    from gradwire.measurement.cost_model import Islands, LeftOut, Model
 
 BASELINES = (BASELINE, BF16)
 RESAMPLES = 200
@@ -41,7 +41,8 @@ Each step uses the fastest way of the measured cells; `× none`, `× bf16-native
 `ppl`: measured perplexity against that of `none`; winners are named within 1, 5 and 20 % of it. A crossover is the
 bandwidth below which a label's step is shorter, with the 95 % interval of a bootstrap of the fit's residuals. Assumed:
 hosts as fast as the measured ones, equal computation on every rank, and one call per collective and step, with
-`--latency` for each of its messages."""
+`--latency` for each of its messages. With `--islands`, `--bandwidth` is that of each island's cable, and `--latency`
+that of messages between islands. A ring passes every cable once; what an island's ranks send together shares one."""
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -50,8 +51,15 @@ def arguments(parser: ArgumentParser) -> None:
         "--results_dir", type=Path, default=Path("results/links"), help="a folder with results.jsonl of cells on links"
     )
     parser.add_argument("--world_size", type=RANKS, required=True, metavar="N", help=f"ranks, 2 to {MOST}")
-    parser.add_argument("--bandwidth", required=True, metavar="RATE", help="of each rank's link, such as 10gbit")
+    parser.add_argument(
+        "--bandwidth", required=True, metavar="RATE", help="of each rank's link, such as 10gbit, or each island's"
+    )
     parser.add_argument("--latency", default="50us", metavar="T", help="of each message, such as 50us")
+    parser.add_argument("--islands", type=RANKS, default=1, metavar="N", help="islands of ranks, with a cable each")
+    parser.add_argument(
+        "--bandwidth_inside", default=UNSHAPED, metavar="RATE", help="of each rank's link inside its island"
+    )
+    parser.add_argument("--latency_inside", metavar="T", help="of each message inside an island; default: --latency")
     parser.add_argument("--json", action="store_true", help="print the predicted steps as JSON")
     parser.add_argument("--memory", action="store_true", help="predict each rank's peak memory as well")
 
@@ -61,6 +69,7 @@ def main(args: Namespace) -> None:
     from gradwire.measurement.cost_model import Model, leave_one_link_out
 
     bandwidth, latency = bits_per_second(args.bandwidth), seconds(args.latency)
+    islands = islands_of(args)
     if not 2 <= args.world_size <= MOST:
         raise BadInput(f"--world_size {args.world_size}: a prediction is for 2 to {MOST} ranks.")
     path = args.results_dir / "results.jsonl"
@@ -71,17 +80,20 @@ def main(args: Namespace) -> None:
     rows, complaints = read_results(path)
     for complaint in complaints:
         print(f"gradwire predict: {complaint}", file=sys.stderr)
-    chosen = usable(rows, path)
+    for row in rows:
+        if reason := unpredictable(row, islands.number):
+            print(f"gradwire predict: {row.run_name} is left out: {reason}", file=sys.stderr)
+    chosen = usable([row for row in rows if unpredictable(row, islands.number) is None], path)
     model = Model(tuple(measurement_of(row) for row in chosen))
     quality, doubts = quality_of(rows, path)
     for doubt in doubts:
         print(f"gradwire predict: {doubt}", file=sys.stderr)
     if args.json:
-        print(json.dumps(records(model, args.world_size, bandwidth, latency), indent=2))
+        print(json.dumps(records(model, args.world_size, bandwidth, latency, islands), indent=2))
         return
     resampled = list(model.resampled(RESAMPLES))
     parts = [
-        f"# W = {args.world_size}, {rate_text(bandwidth)} and {args.latency} per message",
+        f"# W = {args.world_size}, {rate_text(bandwidth)} and {args.latency} per message{islands_text(args)}",
         f"From {len(chosen)} cells of {path} at W = {chosen[0].world_size}.",
         *machines(chosen),
         DEFINITIONS,
@@ -89,78 +101,51 @@ def main(args: Namespace) -> None:
     for strategy in dict.fromkeys(one.strategy for one in model.measurements):
         own = [row for row in rows if row.strategy == strategy and row.status == "ok"]
         worse = ppl_percent([row for row in chosen if row.strategy == strategy], quality)
-        parts += steps(model, strategy, own, worse, args.world_size, bandwidth, latency, args.memory)
-        parts += crossovers(model, resampled, strategy, args.world_size, latency)
+        parts += steps(model, strategy, own, worse, args.world_size, bandwidth, latency, islands, args.memory)
+        parts += crossovers(model, resampled, strategy, args.world_size, latency, islands)
     parts += [*law(model), *trial(leave_one_link_out(model.measurements), rows)]
     print("\n\n".join(parts))
 
 
-def records(model: Model, world: int, bandwidth: float, latency: float) -> list[dict[str, Any]]:
+def islands_of(args: Namespace) -> Islands:
+    """The islands that the flags describe.
+
+    Raises:
+        BadInput: If they do not divide the ranks, a rate or time is invalid, or there are links inside without islands.
+    """
+    from gradwire.measurement.cost_model import Islands
+
+    if args.islands == 1:
+        if (args.bandwidth_inside, args.latency_inside) != (UNSHAPED, None):
+            raise BadInput("--bandwidth_inside and --latency_inside are for links inside islands: add --islands N.")
+        return Islands()
+    check_islands(args.world_size, args.islands)
+    rate = math.inf if args.bandwidth_inside == UNSHAPED else bits_per_second(args.bandwidth_inside)
+    return Islands(args.islands, rate, seconds(args.latency_inside or args.latency))
+
+
+def islands_text(args: Namespace) -> str:
+    """What the title says of islands."""
+    if args.islands == 1:
+        return ""
+    inside = "no limit" if args.bandwidth_inside == UNSHAPED else rate_text(bits_per_second(args.bandwidth_inside))
+    return f" between {args.islands} islands, {inside} and {args.latency_inside or args.latency} inside"
+
+
+def unpredictable(row: Result, islands: int = 1) -> str | None:
+    """Why a row says nothing of the steps to predict; None if it does."""
+    if row.strategy == "hsdp" and islands == 1:
+        return "hsdp has islands: add --islands N"
+    return unmeasurable(row)
+
+
+def records(model: Model, world: int, bandwidth: float, latency: float, islands: Islands) -> list[dict[str, Any]]:
     """The predicted step of every cell, as JSON has it; times are in milliseconds."""
-    found = {run: model.predict(run, world, bandwidth, latency) for run in model.by_label}
+    found = {run: model.predict(run, world, bandwidth, latency, islands) for run in model.by_label}
     return [
         {"strategy": strategy, "compressor": label, "way": way, "step_ms": 1e3 * step, "comm_ms": 1e3 * communication}
         for (strategy, label), (way, step, communication) in found.items()
     ]
-
-
-def usable(rows: Iterable[Result], path: Path) -> list[Result]:
-    """Select the rows for the fit: profiled, of the largest world size.
-
-    Raises:
-        BadInput: If the rows have fewer than two rates, or a strategy has no baseline.
-    """
-    found = [
-        row
-        for row in rows
-        if row.status == "ok" and row.world_size > 1 and row.comm_time_ms_by_op and row.step_time_ms_p50
-        if row.measured_steps and row.steps and row.exposed_comm_ms is not None
-    ]
-    world = max((row.world_size for row in found), default=0)
-    found = [row for row in found if row.world_size == world]
-    rates = {row.link for row in found if math.isfinite(link_rate(row.link))}
-    if len(rates) < 2:
-        measured = f"only {', '.join(rates)}" if rates else "none"
-        raise BadInput(f"{path}: a fit needs profiled cells on links of at least two rates, and has {measured}.")
-    lacking = {row.strategy for row in found} - {row.strategy for row in found if row.compressor == BASELINE}
-    if lacking:
-        raise BadInput(f"{path}: no cell `{BASELINE}` of {', '.join(sorted(lacking))} to compare with.")
-    return found
-
-
-def measurement_of(row: Result) -> Measurement:
-    """Convert a row for the cost model.
-
-    FSDP's parameters are separated from gradients by their collective; if both use the same one, they count together.
-    All other collectives of a step (its loss, its flag) count with the gradients.
-    """
-    from gradwire.measurement.measured_run import Flow, Measurement
-
-    steps, measured = row.steps or 1, row.measured_steps or 1
-    times = {op: ms / measured / 1e3 for op, ms in (row.comm_time_ms_by_op or {}).items()}
-    ratio = row.compression_ratio_steady or row.compression_ratio
-    gradients = (row.bytes_raw_total or 0) / ratio / steps / row.world_size if ratio else 0.0
-    gathered = (row.bytes_parameters_total or 0) / steps / row.world_size
-    op, of_parameters = gradient_op(row), parameter_op(row)
-    parameters: Flow | None = None
-    if gathered and of_parameters in times and of_parameters != op:
-        parameters = Flow(of_parameters, gathered, times.pop(of_parameters))
-    else:
-        gradients += gathered
-    return Measurement(
-        strategy=row.strategy,
-        label=row.compressor,
-        sharded=row.strategy in SHARDED,
-        fixed="algorithm" in (row.compress_config or {}),
-        world=row.world_size,
-        link=row.link,
-        rate=link_rate(row.link),
-        step=(row.step_time_ms_p50 or 0.0) / 1e3,
-        exposed=(row.exposed_comm_ms or 0.0) / 1e3,
-        decode=(row.decompress_time_ms or 0.0) / 1e3,
-        gradients=Flow(op, gradients, sum(times.values())),
-        parameters=parameters,
-    )
 
 
 def steps(
@@ -171,11 +156,12 @@ def steps(
     world: int,
     bandwidth: float,
     latency: float,
+    islands: Islands,
     memory: bool,
 ) -> list[str]:
     """The heading, the winners and the table of predicted steps of a strategy, fastest first."""
     labels = [label for own, label in model.by_label if own == strategy]
-    found = {label: model.predict((strategy, label), world, bandwidth, latency) for label in labels}
+    found = {label: model.predict((strategy, label), world, bandwidth, latency, islands) for label in labels}
     compute = compute_seconds(rows)
     ordered = sorted(labels, key=lambda label: found[label].step)
     lines = []
@@ -185,7 +171,7 @@ def steps(
         speed_up = MISSING if compute is None else f"{world * compute / step:,.2f}"
         quality = number(worse.get(label), "{:+.1f} %")
         line = [label, way, f"{1e3 * step:,.1f}", f"{1e3 * communication:,.1f}", *gains, speed_up, quality]
-        lines.append([*line, memory_text(rows, label, world)] if memory else line)
+        lines.append([*line, memory_text(rows, label, world, islands.number)] if memory else line)
     winners = [f"Fastest: `{ordered[0]}`"]  # of any perplexity
     for limit in (1, 5, 20):
         within = (label for label in ordered if worse.get(label, math.inf) <= limit)
@@ -200,14 +186,17 @@ def steps(
     ]
 
 
-def crossovers(model: Model, resampled: Sequence[Model], strategy: str, world: int, latency: float) -> list[str]:
+def crossovers(
+    model: Model, resampled: Sequence[Model], strategy: str, world: int, latency: float, islands: Islands
+) -> list[str]:
     """The table of crossover bandwidths."""
     from gradwire.measurement.cost_model import crossover
 
     labels = [label for own, label in model.by_label if own == strategy]
     bases = [base for base in BASELINES if base in labels]
     found, *drawn = (
-        {label: one.fastest((strategy, label), world, latency) for label in labels} for one in (model, *resampled)
+        {label: one.fastest((strategy, label), world, latency, islands) for label in labels}
+        for one in (model, *resampled)
     )
     lines = []
     for label in labels:
@@ -305,13 +294,14 @@ def ppl_percent(rows: Sequence[Result], quality: PerplexityReference) -> dict[st
     return {BASELINE: 0.0} | {label: percents([each])[0].mean for label, each in found.items() if each}
 
 
-def memory_text(rows: Iterable[Result], label: str, world: int) -> str:
-    """Predicted peak memory of a rank in GB."""
+def memory_text(rows: Iterable[Result], label: str, world: int, islands: int) -> str:
+    """Predicted peak memory of a rank in GB; with hsdp, an island holds the model once."""
     from gradwire.measurement.peak_memory import peak_memory
 
     measured = [row for row in rows if row.compressor == label and row.world_size > 1 and row.mem_peak_alloc_gb]
     if not measured:
         return MISSING
     row = max(measured, key=lambda row: row.mem_peak_alloc_gb or 0)
+    ranks = world // islands if row.strategy == "hsdp" else world
     sharded = (row.parameters or 0) if row.strategy in SHARDED else 0
-    return f"{peak_memory(1e9 * (row.mem_peak_alloc_gb or 0), sharded, row.world_size, world) / 1e9:.3f}"
+    return f"{peak_memory(1e9 * (row.mem_peak_alloc_gb or 0), sharded, row.world_size // row.islands, ranks) / 1e9:.3f}"

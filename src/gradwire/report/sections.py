@@ -22,8 +22,9 @@ from gradwire.report.data import Data
 from gradwire.report.figures import line_plots, pareto, scaling, step_time, winners
 from gradwire.report.figures.style import timed
 from gradwire.report.headline import findings
+from gradwire.report.measurements import measurement_of, usable
 from gradwire.report.notes import mostly_float32
-from gradwire.report.predict import measurement_of, ppl_percent, usable
+from gradwire.report.predict import ppl_percent, unpredictable
 from gradwire.report.record import Result
 from gradwire.report.section import NO_RESULT, Section
 from gradwire.report.tables import Table
@@ -209,7 +210,7 @@ def winners_section(data: Data) -> Section:
     """The map of winners."""
     path = data.results_dir / "results.jsonl"
     try:
-        chosen = usable(data.results, path)
+        chosen = usable([row for row in data.results if unpredictable(row) is None], path)  # without islands
     except BadInput as error:
         return replace(Section.of("winners"), absent=str(error).removeprefix(f"{path}: ").removesuffix("."))
     model = Model(tuple(map(measurement_of, chosen)))
