@@ -9,6 +9,7 @@ import json
 import math
 import sys
 from argparse import ArgumentParser, Namespace
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, median
@@ -80,9 +81,9 @@ def main(args: Namespace) -> None:
     rows, complaints = read_results(path)
     for complaint in complaints:
         print(f"gradwire predict: {complaint}", file=sys.stderr)
-    for row in rows:
-        if reason := unpredictable(row, islands.number):
-            print(f"gradwire predict: {row.run_name} is left out: {reason}", file=sys.stderr)
+    for reason, count in Counter(unpredictable(row, islands.number) for row in rows).items():
+        if reason is not None:
+            print(f"gradwire predict: left out {count} rows: {reason}.", file=sys.stderr)
     chosen = usable([row for row in rows if unpredictable(row, islands.number) is None], path)
     model = Model(tuple(measurement_of(row) for row in chosen))
     quality, doubts = quality_of(rows, path)
