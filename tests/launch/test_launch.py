@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -40,8 +42,11 @@ def started(output: Path) -> dict[int, dict]:
 
 
 def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return str(free.getsockname()[1])
+    """A port that nobody uses, below those that the kernel gives to connections meanwhile."""
+    while True:
+        port = random.randint(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return str(port)
 
 
 @pytest.mark.parametrize("launcher", ["fork", "spawn", "torchrun"])
