@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from changed_store import copied, edit, sign
 from small_model import make
 
 from gradwire import cli
-from gradwire.files import sha256_file
 from gradwire.gradients import store
 
 
@@ -179,17 +179,3 @@ def test_a_store_that_is_not_what_its_manifest_says_is_refused(stores, tmp_path,
     printed = capsys.readouterr().err
     assert str(tmp_path) in printed and file in printed and message in printed and "Traceback" not in printed
     assert not (tmp_path / "out" / "top.jsonl").exists()
-
-
-def copied(path, to):
-    shutil.copytree(path, to)
-    return to
-
-
-def edit(path, **changes):
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def sign(path):
-    names = json.loads((path / "manifest.json").read_text())["sha256"]
-    edit(path / "manifest.json", sha256={name: sha256_file(path / name) for name in names})

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import shutil
 import tracemalloc
 from typing import get_args
 
@@ -13,6 +12,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from changed_store import copied, edit, sign
 from safetensors.torch import load_file, save_file
 from small_model import MAX_LENGTH, make
 
@@ -20,7 +20,6 @@ from gradwire import cli
 from gradwire.config import RowType
 from gradwire.data.shards import Shards
 from gradwire.data.tokenizer import load as load_tokenizer
-from gradwire.files import sha256_file
 from gradwire.gradients import query, row_file, search, store
 from gradwire.models import folder, saved
 
@@ -344,17 +343,3 @@ def test_a_store_that_is_not_what_it_says(stores, tmp_path, capsys, plant):
     printed = refused(capsys, path, "--prompt", PROMPT)
     assert message in printed and str(path) in printed
     assert not (path / "owned").exists()
-
-
-def copied(path, to):
-    shutil.copytree(path, to)
-    return to
-
-
-def edit(path, **changes):
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-
-def sign(path):
-    names = json.loads((path / "manifest.json").read_text())["sha256"]
-    edit(path / "manifest.json", sha256={name: sha256_file(path / name) for name in names})
