@@ -69,16 +69,16 @@ def calls_for(compressor: Compressor, values: Tensor) -> Calls:
         compressor.encode_many(values, tables[name], wires[name], generators=drawn[:count], flags=flags[:count])
 
     def encode_each() -> list[Tensor]:
-        return [compressor.encode(values[segment.run].view(segment.form), generator=generator, flag=flags[:1])
+        return [compressor.encode(values[segment.elements].view(segment.form), generator=generator, flag=flags[:1])
                 for segment, generator in zip(tables["all"], drawn, strict=True)]  # fmt: skip
 
     def decode_each() -> None:
         for segment in tables["all"]:
-            out[segment.run] += compressor.decode(wires["all"][segment.bytes], segment.form).view(-1)
+            out[segment.elements] += compressor.decode(wires["all"][segment.bytes], segment.form).view(-1)
 
     def feedback_each() -> None:
         for segment, generator, feedback in zip(tables["all"], drawn, feedbacks, strict=True):
-            corrected = feedback.compensate(values[segment.run])
+            corrected = feedback.compensate(values[segment.elements])
             wire = compressor.encode(corrected.view(segment.form), generator=generator, flag=flags[:1])
             feedback.update(compressor.decode(wire, segment.form).view(-1))
             feedback.drop(where=flags[:1])

@@ -10,12 +10,13 @@ import torch
 from world import Pool, World
 
 POOL_SIZE = 6
+LONGEST = ("test_training.py", "test_workflow.py")
 MAY_LACK = ("CUDA", "GPU", "HolisticTraceAnalysis")  # what a machine that runs CI need not have
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest file begins, so that no worker is left alone with it."""
-    items.sort(key=lambda item: item.path.name != "test_workflow.py")
+    """The longest files begin, so that no worker is left alone with one."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -140,5 +140,5 @@ def scattered(compressor: Compressor, forms: list[tuple[int, ...]]) -> tuple[Seg
         at += (size or 0) + 1
     values = torch.full((starts[-1] + numels[-1] + 2,), math.nan)
     for i, segment in enumerate(segments):
-        values[segment.run] = normal(segment.numel, seed=40 + i)
+        values[segment.elements] = normal(segment.numel, seed=40 + i)
     return Segments(reversed(segments)), values

@@ -179,7 +179,7 @@ def test_one_call_for_many_tensors_has_the_bytes_of_a_call_for_each(name, option
     for _ in range(2):  # the second time with what the first has drawn and derived
         wire, placed = compressor.encode_many(values, segments, before.clone(), generators=once, flags=flags)
         wires = [
-            compressor.encode(values[segment.run].view(segment.form), generator=drawn)
+            compressor.encode(values[segment.elements].view(segment.form), generator=drawn)
             for segment, drawn in zip(segments, each, strict=True)
         ]
         expected = before if segments.nbytes is not None else torch.cat(wires)
@@ -202,9 +202,9 @@ def test_decoding_into_a_sum_has_the_bits_of_decoding_and_adding(name, options):
                 for message in messages if messages.ndim == 2 else [messages]:
                     value = compressor.decode(message[segment.bytes], segment.form).view(-1)
                     begins = onto != "sum" and message.data_ptr() == messages.data_ptr()
-                    expected[segment.run] = value + 0.0 if begins else expected[segment.run] + value
+                    expected[segment.elements] = value + 0.0 if begins else expected[segment.elements] + value
                     if begins and onto == "blank":
-                        expected[segment.run] = value
+                        expected[segment.elements] = value
             compressor.decode_add(messages, placed, out, onto=onto)
             assert torch.equal(out.view(torch.int32), expected.view(torch.int32)), (onto, messages.ndim)
 
@@ -216,7 +216,7 @@ def test_error_feedback_in_one_pass_has_the_bits_of_three(name, options):
     residual = torch.full_like(values, 7.0)
     feedbacks = [Feedback("float32", segment.form) for segment in segments]
     for segment in segments:
-        residual[segment.run] = 0
+        residual[segment.elements] = 0
     once, each = generators(), generators()
     for step in range(4):
         given = values * (step + 1)
@@ -227,13 +227,13 @@ def test_error_feedback_in_one_pass_has_the_bits_of_three(name, options):
         assert flags.tolist() == [int(step == 2 and i == 4) for i in range(len(FORMS))]
         kept = torch.full_like(values, 7.0)
         for feedback, segment, drawn in zip(feedbacks, placed, each, strict=True):
-            corrected = feedback.compensate(given[segment.run].view(segment.form))
+            corrected = feedback.compensate(given[segment.elements].view(segment.form))
             bad = torch.zeros(1, dtype=torch.uint8)
             encoding = compressor.encode(corrected, generator=drawn, flag=bad)
             assert torch.equal(wire[segment.bytes], encoding), (step, segment)
             feedback.update(compressor.decode(encoding, segment.form))
             feedback.drop(where=bad)
-            kept[segment.run] = feedback.residual.view(-1)
+            kept[segment.elements] = feedback.residual.view(-1)
         assert torch.equal(residual.view(torch.int32), kept.view(torch.int32)), step
 
 
@@ -243,7 +243,7 @@ def test_what_is_not_finite_flags_its_own_tensor_only(name, options):
     segments, values = scattered(compressor, FORMS)
     for i in (0, 3, 6):
         given = values.clone()
-        given[segments[i].run][-1] = math.nan
+        given[segments[i].elements][-1] = math.nan
         flags = torch.zeros(len(FORMS), dtype=torch.uint8)
         flags[1] = 1  # stays
         compressor.encode_many(given, segments, generators=generators(), flags=flags)

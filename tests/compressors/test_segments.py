@@ -39,7 +39,7 @@ class Swapped(Halved):
 
     def encode_many(self, values, segments, wire=None, **rest):
         swapped = values.clone()
-        swapped[segments[0].run] = values[segments[0].run].flip(0)
+        swapped[segments[0].elements] = values[segments[0].elements].flip(0)
         return super().encode_many(swapped, segments, wire, **rest)
 
 
@@ -59,9 +59,9 @@ def test_a_third_partys_method_needs_nothing_for_many_tensors():
     out = torch.zeros(segments.numel)
     Halved().decode_add(wire, segments, out)
     for segment in segments:
-        assert torch.equal(out[segment.run], values[segment.run] / 2)
-        assert torch.equal(residual[segment.run], values[segment.run] / 2)
-        assert torch.equal(wire[segment.bytes].clone().view(torch.float32), values[segment.run] / 2)
+        assert torch.equal(out[segment.elements], values[segment.elements] / 2)
+        assert torch.equal(residual[segment.elements], values[segment.elements] / 2)
+        assert torch.equal(wire[segment.bytes].clone().view(torch.float32), values[segment.elements] / 2)
 
 
 @pytest.mark.parametrize("wrong", [Swapped, Shared], ids=["values", "sum"])
@@ -91,7 +91,7 @@ def test_a_sum_over_ranks_has_the_bits_of_decoding_each_and_adding_from_zero(nam
     for wire, onto in zip(wires, ("zero", "sum", "sum"), strict=True):
         compressor.decode_add(wire, segments, out, onto=onto)
         for segment in segments:
-            expected[segment.run] += compressor.decode(wire[segment.bytes], segment.form).view(-1)
+            expected[segment.elements] += compressor.decode(wire[segment.bytes], segment.form).view(-1)
     for found in (out, at_once):
         assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
     assert ((out == 0) & ~out.signbit()).sum() > 40 and not (out.signbit() & (out == 0)).any()

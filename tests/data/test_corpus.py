@@ -132,6 +132,7 @@ def test_the_slow_ijson_backend_is_refused(tmp_path, monkeypatch):
         list(documents(write_corpus(tmp_path / "c.json", values(3))))
 
 
+@pytest.mark.full
 def test_pydocs_is_real_english_and_always_the_same(tmp_path, capsys):
     assert "mailbox" not in sys.modules  # a module of the library that nothing here imports
     for name in ("a.json", "b.json"):

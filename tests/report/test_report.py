@@ -161,7 +161,7 @@ def test_every_section_is_there_in_order_with_its_figures_as_files(folder, page)
         "step-time",
         "scaling",
         "winners",
-        "fidelity",
+        "gradient-error",
         "stores",
         "environment",
     ]

@@ -233,7 +233,7 @@ class Reducer:
 
     @contextmanager
     def keeping(self) -> Iterator[list[Reduced]]:
-        """Keep what every reduction in here is given and what it delivers, for `fidelity`.
+        """Keep what every reduction in here is given and what it delivers, for the sampled gradient error.
 
         Nothing is copied: the buffers live as long as the list, and nobody may write into them.
         """

@@ -236,7 +236,7 @@ class Compressor(BaseModel, ABC):
         self._decode_each(wires, segments, out, onto)
 
     def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """`to_wire` in its fastest form for x's device, and whether x is unfit for the wire (bool or integer, [1])."""
+        """`to_wire` in its fastest form for x's device, and whether x is not representable (bool or integer, [1])."""
         fused = kernels.find(self, x.device)
         return (
             kernels.coded(fused, self, x, generator)
@@ -261,11 +261,11 @@ class Compressor(BaseModel, ABC):
         """`encode_many` by `encode`."""
         wires = []
         for segment, generator, flag in zip(segments, generators, bad.split(1), strict=True):
-            x = values[segment.run] if residual is None else residual[segment.run] + values[segment.run]
+            x = values[segment.elements] if residual is None else residual[segment.elements] + values[segment.elements]
             wires.append(self.encode(x.view(segment.form), generator=generator, flag=flag))
             if residual is not None:
                 sent = self.decode(wires[-1], segment.form).view(-1)
-                torch.sub(x, sent, out=residual[segment.run]).masked_fill_(flag.to(torch.bool), 0)
+                torch.sub(x, sent, out=residual[segment.elements]).masked_fill_(flag.to(torch.bool), 0)
         if not segments.fixed:
             return torch.cat([wire[:0], *wires]), segments.placed(encoding.numel() for encoding in wires)
         for segment, encoding in zip(segments, wires, strict=True):
@@ -276,7 +276,7 @@ class Compressor(BaseModel, ABC):
         """`decode_add` by `decode`."""
         for message in wires:
             for segment in segments:
-                self._put(self.decode(message[segment.bytes], segment.form).view(-1), out[segment.run], onto)
+                self._put(self.decode(message[segment.bytes], segment.form).view(-1), out[segment.elements], onto)
             onto = "sum"
 
     @staticmethod
@@ -290,7 +290,7 @@ class Compressor(BaseModel, ABC):
             part.copy_(value)
 
     def _report(self, bad: Tensor, flags: Tensor | None) -> None:
-        """Set the flags, or raise, for what is unfit for the wire."""
+        """Set the flags, or raise, for what is not representable."""
         if flags is not None:
             flags.logical_or_(bad)
         elif bad.any():

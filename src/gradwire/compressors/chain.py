@@ -60,7 +60,7 @@ class Chain(Compressor):
         return sparse.from_wire(self.sparsifier, self.quantizer, wire, shape)
 
     def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """`to_wire` in its fastest form, and whether x is unfit."""
+        """`to_wire` in its fastest form, and whether x is not representable."""
         return sparse.coded(self.sparsifier, self.quantizer, x, generator)
 
     def decoded(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -41,7 +41,7 @@ class Rotation(Compressor):
             return fused.rotate_many(self, values, segments)
         out = torch.empty_like(values)
         for segment in segments:
-            out[segment.run] = self.rotate(values[segment.run])
+            out[segment.elements] = self.rotate(values[segment.elements])
         return out
 
     def wire_bytes(self, shape: Shape) -> int:
@@ -57,7 +57,7 @@ class Rotation(Compressor):
         return self.rotate(as_numbers(wire, torch.float32))
 
     def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """`to_wire` in its fastest form, and whether x is unfit."""
+        """`to_wire` in its fastest form, and whether x is not representable."""
         return self.rotated(x.view(-1)).view(torch.uint8), self.not_representable(x)
 
     def decoded(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -103,7 +103,7 @@ class Rotated(Compressor):
         return self.rotation.rotate(self.quantizer.from_wire(wire, (numel(shape),)))
 
     def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """`to_wire` in its fastest form, and whether x is unfit."""
+        """`to_wire` in its fastest form, and whether x is not representable."""
         return self.quantizer.coded(self.rotation.rotated(x.view(-1)), generator)
 
     def decoded(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -127,8 +127,8 @@ class Rotated(Compressor):
         if residual is not None:
             sent = self._decoded_many(wire, placed, segments)
             for segment, flag in zip(segments, bad.split(1), strict=True):
-                run = segment.run
-                torch.sub(given[run], sent[run], out=residual[run]).masked_fill_(flag.to(torch.bool), 0)
+                elements = segment.elements
+                torch.sub(given[elements], sent[elements], out=residual[elements]).masked_fill_(flag.to(torch.bool), 0)
         return wire, segments if segments.fixed else segments.placed(segment.size or 0 for segment in placed)
 
     def _decode_each(self, wires: Tensor, segments: Segments, out: Tensor, onto: Onto) -> None:
@@ -136,7 +136,7 @@ class Rotated(Compressor):
         for message in wires:
             values = self._decoded_many(message, vectors(segments), segments)
             for segment in segments:
-                self._put(values[segment.run], out[segment.run], onto)
+                self._put(values[segment.elements], out[segment.elements], onto)
             onto = "sum"
 
     def _decoded_many(self, wire: Tensor, placed: Segments, segments: Segments) -> Tensor:

@@ -40,8 +40,8 @@ class Segment(NamedTuple):
         return math.prod(self.form)
 
     @property
-    def run(self) -> slice:
-        """The elements' position in the values."""
+    def elements(self) -> slice:
+        """Its position in the values."""
         return slice(self.start, self.start + self.numel)
 
     @property

@@ -34,7 +34,7 @@ class Picked(NamedTuple):
     Attributes:
         head: What says the places (and how many there are, where that is not known): uint8 [h].
         values: float32 [k], in the order in which `Sparsifier.places` gives the places.
-        bad: Whether x is unfit for the wire: bool [1] or [].
+        bad: Whether x is not representable: bool [1] or [].
     """
 
     head: Tensor
@@ -124,7 +124,7 @@ class Sparsifier(Compressor):
         return from_wire(self, FLOAT32, wire, shape)
 
     def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """`to_wire` in its fastest form, and whether x is unfit."""
+        """`to_wire` in its fastest form, and whether x is not representable."""
         return coded(self, FLOAT32, x, generator)
 
     def decoded(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -155,7 +155,7 @@ def to_wire(sparsifier: Sparsifier, quantizer: Quantizer, x: Tensor, generator: 
 def coded(
     sparsifier: Sparsifier, quantizer: Quantizer, x: Tensor, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """The fastest form, and whether x or a chosen value is unfit for the wire."""
+    """The fastest form, and whether x or a chosen value is not representable."""
     head, values, bad = sparsifier.picked(x, generator)
     wire, bad_values = quantizer.coded(values, generator)
     return torch.cat([head, wire]), bad.to(torch.bool) | bad_values.to(torch.bool)

@@ -79,7 +79,7 @@ CAPTIONS = {
         "fastest way, by the cost model fitted to {cells} cells at W = {world}, with {latency:g} µs per message. A "
         "triangle at the right edge is a measurement without a limit.{off} `gradwire predict` adds intervals.",
     ),
-    "fidelity": Caption(
+    "gradient-error": Caption(
         "What compression does to the gradient",
         "Gradient error",
         "The delivered gradient against the exact mean of the ranks' gradients, at the sampled steps, and the norm "

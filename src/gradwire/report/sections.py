@@ -44,7 +44,7 @@ def sections(data: Data) -> Iterator[Section]:
         step_times,
         scaling_section,
         winners_section,
-        fidelity,
+        gradient_error,
         stores,
         environments,
     ):
@@ -229,9 +229,9 @@ def winners_section(data: Data) -> Section:
     return made
 
 
-def fidelity(data: Data) -> Section:
+def gradient_error(data: Data) -> Section:
     """Gradient error and residual norm."""
-    made = Section.of("fidelity")
+    made = Section.of("gradient-error")
     errors, residuals = data.lines("grad_rel_error"), data.lines("residual_norm")
     made.plots = [
         *line_plots.plots(

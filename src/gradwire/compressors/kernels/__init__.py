@@ -4,14 +4,14 @@
 
 - ``covers(method) -> bool``: whether this build of the method, with its options, has a fused form here;
 - ``encode_many(method, values, segments, wire, generators, bad, residual)``: what `Compressor.encode_many` does, with
-  all checks made and sizes known; sets ``bad`` (integers, zeros [tensors]) where a tensor is unfit for the wire, whose
+  all checks made and sizes known; sets ``bad`` (integers, zeros [tensors]) where a tensor is not representable, whose
   bytes may differ from the plain form's but still decode to something not finite;
 - ``decode_add(method, wires, segments, out, onto)``: what `Compressor.decode_add` does, for uint8 [messages, b].
 
 Or, for one tensor at a time, and for encodings whose size depends on the data:
 
 - ``to_wire(method, x, generator) -> (wire, bad)``: the same bytes as ``method.to_wire(x, generator)``, and whether x is
-  unfit for the wire (bool [1]);
+  not representable (bool [1]);
 - ``from_wire(method, wire, shape)``: the same numbers as ``method.from_wire(wire, shape)``.
 
 A sparsifier's file has ``pick(method, x, generator) -> (head, values, bad)``, ``places(method, wire, shape)`` and
@@ -90,7 +90,7 @@ def load(kind: str, name: str) -> ModuleType | None:
 
 
 def coded(fused: ModuleType, method: Method, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """The encoding of one tensor, and whether it is unfit for the wire (bool or integer [1])."""
+    """The encoding of one tensor, and whether it is not representable (bool or integer [1])."""
     size = method.wire_bytes(tuple(x.shape))
     if size is None or not hasattr(fused, "encode_many"):
         return fused.to_wire(method, x, generator)

@@ -82,7 +82,7 @@ class Entropy(Compressor):
         return self.inner.from_wire(self._unpacked(wire, shape), shape)
 
     def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """`to_wire` in its fastest form, and whether x is unfit."""
+        """`to_wire` in its fastest form, and whether x is not representable."""
         raw, bad = self.inner.coded(x, generator)
         return self._packed(raw, tuple(x.shape)), bad
 

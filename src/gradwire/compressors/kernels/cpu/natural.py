@@ -30,7 +30,7 @@ def settings(method: Natural) -> tuple[int, int]:
 
 @compiled
 def encode(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: int, wire: np.ndarray) -> bool:
-    """Fill lowest exponents and codes, or exponents and packed signs; unfit is a magnitude above 2^127."""
+    """Fill lowest exponents and codes, or exponents and packed signs; not representable is a magnitude above 2^127."""
     bits, block = settings
     n = row[NUMEL]
     if bits == 9:
@@ -54,7 +54,7 @@ def decode(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: 
 
 @compiled
 def encode8(first: int, x: np.ndarray, block: int, seed: int, lowest: np.ndarray, codes: np.ndarray) -> bool:
-    """Fill ``lowest`` (uint8 [b]) and ``codes`` (uint8 [n]) from ``first`` on; whether ``x`` (float32) is unfit."""
+    """Fill ``lowest`` (uint8 [b]) and ``codes`` (uint8 [n]) from ``first`` on; whether ``x`` (float32) does not fit."""
     words, scaled = np.empty(TILE, np.uint32), np.empty(TILE, np.float32)
     worst = np.uint32(0)
     for start in range(0, x.size, TILE):
@@ -91,7 +91,7 @@ def add_noise(bits: np.ndarray, words: np.ndarray, codes: np.ndarray) -> None:
 
 @compiled
 def encode9(first: int, bits: np.ndarray, seed: int, exponents: np.ndarray, signs: np.ndarray) -> bool:
-    """Fill ``exponents`` (uint8 [n]) and ``signs`` (packed) from ``first`` on; whether ``bits`` (uint32) are unfit."""
+    """Fill ``exponents`` (uint8 [n]) and ``signs`` (packed) from ``first`` on; whether ``bits`` (uint32) do not fit."""
     words, minus = np.empty(TILE, np.uint32), np.empty(TILE, np.uint8)
     worst = np.uint32(0)
     for start in range(0, bits.size, TILE):

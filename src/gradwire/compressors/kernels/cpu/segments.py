@@ -40,7 +40,7 @@ def encode(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: in
         wire: All of the segment's bytes.
 
     Returns:
-        Whether the chunk is unfit for the wire.
+        Whether the chunk is not representable.
     """
     raise NotImplementedError
 

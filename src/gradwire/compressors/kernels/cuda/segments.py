@@ -98,7 +98,7 @@ def add(values, table, tiles, residual, TILE: tl.constexpr):
 
 @triton.jit
 def drop(bad, table, tiles, residual, TILE: tl.constexpr):
-    """Clear a tile of the residual where its segment is unfit for the wire."""
+    """Clear a tile of the residual where its segment is not representable."""
     segment, _, start, left, _, _ = place(table, tiles, 1, TILE)
     if tl.load(bad + segment) != 0:
         tl.store(residual + start + tl.arange(0, TILE), tl.zeros([TILE], tl.float32), mask=tl.arange(0, TILE) < left)

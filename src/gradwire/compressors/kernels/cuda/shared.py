@@ -34,7 +34,7 @@ def rounded(x):
 
 
 def no_flag(x: torch.Tensor) -> torch.Tensor:
-    """int32 [1] of 0, for a kernel to set where x is unfit for the wire."""
+    """int32 [1] of 0, for a kernel to set where x is not representable."""
     return torch.zeros(1, dtype=torch.int32, device=x.device)
 
 
