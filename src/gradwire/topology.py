@@ -1,7 +1,8 @@
 """Strategies by name, islands of ranks, and links by class: which of them go together.
 
 Rank r is in island ``r // ranks_per_island``. A link is a rate, that of each rank's own cable, or ``between-RATE``: one
-cable to each island, and no limit inside it.
+cable to each island, and no limit inside it. Strategy ``hsdp`` shards inside islands; the others run on a link between
+islands as they run on any link, and ignore which ranks share a cable.
 """
 
 from __future__ import annotations
@@ -26,28 +27,34 @@ def check_islands(world: int, islands: int) -> None:
         BadInput: If there are fewer than two islands, or their number does not divide that of the ranks.
     """
     if islands < 2:
-        raise BadInput(f"islands is {islands}: strategy hsdp needs at least 2; use fsdp2 for a single one.")
+        raise BadInput(
+            f"islands is {islands}: strategy hsdp, or a link between islands, needs at least 2; for a single island "
+            "use fsdp2, and a rate such as 100mbit."
+        )
     if world % islands:
         raise BadInput(
             f"{islands} islands do not divide {world} ranks evenly: take a world size that is a multiple of {islands}."
         )
 
 
-def check_topology(strategy: str, world: int, islands: int, link: str = UNSHAPED) -> None:
-    """Check that a strategy supports islands of ranks, and a link between them.
+def check_topology(strategy: str, world: int, islands: int, link: str | None) -> None:
+    """Check that ranks can form their islands, and that the strategy or the link has them; None is an unknown link.
 
     Raises:
-        BadInput: As `check_islands`, or if a strategy other than hsdp has islands or a link between them.
+        BadInput: As `check_islands`, or if there are islands that neither the strategy nor the link has.
     """
-    if strategy == "hsdp":
+    if strategy == "hsdp" or (link is not None and between_islands(link)):
         check_islands(world, islands)
-    elif islands != 1:
-        raise BadInput(f"islands is {islands}: only strategy hsdp has islands, not {strategy}; omit it.")
-    if between_islands(link) and strategy != "hsdp":
+    elif islands != 1 and link is not None:
         raise BadInput(
-            f"link {link} is a cable between islands, and only strategy hsdp has islands, not {strategy}; "
-            f"use {link.removeprefix(BETWEEN)}, a cable to each rank."
+            f"islands is {islands}: strategy {strategy} has islands only on a link between them, such as "
+            "between-100mbit; omit it, or use hsdp."
         )
+
+
+def sharded_islands(strategy: str, islands: int) -> int:
+    """The number of islands that hold the model in shards, each by itself: all of ``hsdp``, 1 for other strategies."""
+    return islands if strategy == "hsdp" else 1
 
 
 def between_islands(link: str) -> bool:

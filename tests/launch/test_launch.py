@@ -309,6 +309,7 @@ def failed(code: int, at: float, lost_peer: bool = False, timed_out: bool = Fals
         ),  # two that failed by themselves: the earlier
         ({0: -6, 1: 2}, {1: failed(2, 1.0)}, 1, 2),  # what a library does to a peer
         ({0: -15, 1: 75, 2: -9}, {1: failed(75, 1.0)}, 2, 3),  # asked to end after another was killed
+        ({0: 75, 1: 4}, {0: failed(75, 1.0)}, 1, 3),  # or after another exited without a word
         (
             {0: 3, 1: 3},
             {0: failed(3, 2.0, lost_peer=True), 1: failed(3, 1.0, lost_peer=True)},

@@ -175,6 +175,36 @@ def test_the_backend_s_factors_are_found_and_explain_the_interface_bytes(page):
     assert float(scattered["quotient"]) == pytest.approx((4 * 2.07 + 7 * 1.05) / 11, abs=6e-4)
 
 
+def test_cables_between_islands_have_a_table_of_their_own():
+    """The ceiling of hsdp there is by the bytes between islands, that of flat shards by all of them."""
+    cables = {"link": "between-100mbit", "islands": 2, "bytes_interface_total": None}
+    flat = cables | {"bytes_interface_between_total": 7_000_001}
+    hsdp = cables | {"strategy": "hsdp", "bytes_between_total": 2_000_000, "bytes_interface_between_total": 2_050_000}
+    rows = []
+    for label, ratio in (("none", 1.0), ("int8", 3.5)):
+        made = row("fsdp2", label, "100mbit")
+        rows.append(made.model_copy(update=flat))
+        rows.append(made.model_copy(update=hsdp | {"compression_ratio_between_steady": ratio}))
+    text = tiers(rows, PerplexityReference.of("Q", []))
+    assert "Bytes at the interfaces" not in text
+    sharded, _, islands, _ = tables(text)["Bytes between islands"]
+    assert (sharded["strategy"], sharded["islands"], sharded["MB counted"], sharded["MB interface"]) == (
+        "fsdp2",
+        "2",
+        "–",
+        "7.000",
+    )
+    assert (islands["strategy"], islands["MB counted"], islands["quotient"]) == ("hsdp", "2.000", "1.025")
+    fewer = {
+        name: one["bytes ×"]
+        for name, found in tables(text).items()
+        for one in found
+        if one["compressor"] == "int8" and "bytes ×" in one
+    }
+    assert fewer["hsdp, W = 2, between-100mbit"] == "3.50"
+    assert 1 < float(fewer["fsdp2, W = 2, between-100mbit"]) < 1.5
+
+
 def test_the_page_is_narrow(page):
     assert max(map(len, page.splitlines())) <= 140
 

@@ -86,6 +86,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(damage, shards
     assert names(folder) == ["step00000002", "step00000004", "step00000006"]
 
 
+def test_dropout_goes_on_as_if_unbroken(shards, tmp_path):  # noqa: F811
+    model = {"architecture": "gpt2", "n_layer": 1, "n_embd": 32, "n_head": 2, "embd_pdrop": 0.3}
+    assert train(tmp_path / "whole", shards, model=json.dumps(model)) == 0
+    folder = copy_run(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(folder / "checkpoints/step00000006")
+    assert train(folder, shards, "--resume", model=json.dumps(model)) == 0
+    assert weights(folder) == weights(tmp_path / "whole")
+
+
 def test_when_all_are_damaged_the_run_starts_over(shards, whole, tmp_path, capsys):  # noqa: F811
     folder = copy_run(whole, tmp_path)
     for step in (folder / "checkpoints").iterdir():

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from test_training import losses, run, shards, words  # noqa: F401  a fixture
@@ -104,13 +105,10 @@ OFFER = probe()
 LARGER = {"architecture": "llama", "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-@pytest.mark.full
-@pytest.mark.skipif(OFFER.way is None, reason=f"no links here: {OFFER.reason}")
-@pytest.mark.parametrize("cell", [{}, INT8], ids=["none", "int8"])
-def test_the_cables_of_islands_carry_the_bytes_between_them(shards, tmp_path, cell):  # noqa: F811
-    changes = {"strategy": "hsdp", "islands": 2, "comm_config_json": json.dumps(cell), "model": json.dumps(LARGER)}
-    train = words(shards, tmp_path, **changes | {"eval_every": 0})
-    launch = [
+def on_cables(folder: Path, data: Path, **changes) -> dict:
+    """The record of four ranks in two islands, with a cable to each."""
+    given = {"islands": 2, "model": json.dumps(LARGER), "eval_every": 0, **changes}
+    launch = (
         sys.executable,
         "-m",
         "gradwire",
@@ -121,31 +119,59 @@ def test_the_cables_of_islands_carry_the_bytes_between_them(shards, tmp_path, ce
         "between-400mbit",
         "--",
         "train",
-    ]
-    done = subprocess.run([*launch, *train], capture_output=True, text=True, timeout=300)
+    )
+    done = subprocess.run([*launch, *words(data, folder, **given)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    record = json.loads((tmp_path / "record.json").read_text())
-    assert (record["link"], record["bytes_interface_total"]) == ("between-400mbit", None)
+    record = json.loads((folder / "record.json").read_text())
+    assert (record["link"], record["islands"], record["bytes_interface_total"]) == ("between-400mbit", 2, None)
+    return record
+
+
+@pytest.mark.full
+@pytest.mark.skipif(OFFER.way is None, reason=f"no links here: {OFFER.reason}")
+@pytest.mark.parametrize("cell", [{}, INT8], ids=["none", "int8"])
+def test_the_cables_of_islands_carry_the_bytes_between_them(shards, tmp_path, cell):  # noqa: F811
+    record = on_cables(tmp_path, shards, strategy="hsdp", comm_config_json=json.dumps(cell))
     seen = record["bytes_interface_between_total"] / record["bytes_between_total"]
     assert 1 < seen < 1.05  # headers of frames, acknowledgements and a step's scalars come on top
+
+
+@pytest.mark.full
+@pytest.mark.skipif(OFFER.way is None, reason=f"no links here: {OFFER.reason}")
+def test_flat_shards_send_parameters_and_gradients_over_the_cables(world, shards, tmp_path):  # noqa: F811
+    flat = on_cables(tmp_path / "flat", shards, strategy="fsdp2")
+    changes = {"model": json.dumps(LARGER), "eval_every": 0, "strategy": "fsdp2"}
+    _, beside = trained(world, shards, tmp_path / "beside", {}, islands=1, **changes)
+    for field in ("bytes_raw_total", "bytes_compressed_total", "bytes_parameters_raw_total", "train_loss"):
+        assert flat[field] == beside[field], field
+    assert "bytes_between_total" not in flat
+    islands = on_cables(tmp_path / "islands", shards, strategy="hsdp")
+    assert flat["bytes_interface_between_total"] > 2 * islands["bytes_interface_between_total"]
 
 
 GRID = {"name": "x", "compressors": {"none": {}, "int8": {}}}
 ON = {"strategies": ["hsdp"], "world_sizes": [4], "islands": [2]}
 BAD = {
     "islands that do not divide": ({"strategies": ["hsdp"], "world_sizes": [4], "islands": [3]}, "3 islands do not"),
-    "one island": ({"strategies": ["hsdp"], "world_sizes": [4]}, "needs at least 2; use fsdp2"),
+    "one island": ({"strategies": ["hsdp"], "world_sizes": [4]}, "at least 2; for a single island use fsdp2"),
     "two topologies": ({"strategies": ["hsdp"], "world_sizes": [4], "islands": [2, 4]}, "form 2 and 4 islands"),
     "a cable between the ranks of no island": (
         {"strategies": ["fsdp2"], "links": ["between-1gbit"]},
-        "only strategy hsdp has islands, not fsdp2; use 1gbit",
+        "islands is 1: strategy hsdp, or a link between islands, needs at least 2",
     ),
     "another class of links": (ON | {"links": [{"inter": "1gbit"}]}, "unknown class of links 'inter'"),
     "no rate between": (ON | {"links": [{"inside": "none"}]}, "needs a rate `between` islands"),
     "a limit inside": (ON | {"links": [{"inside": "1gbit", "between": "1gbit"}]}, "`inside` must be none"),
     "an invalid rate": (ON | {"links": [{"inside": "none", "between": "fast"}]}, "must be a rate such as 100mbit"),
     "a rate that is no text": (ON | {"links": [{"between": 100}]}, "must be a rate such as 100mbit"),
-    "islands of another strategy": ({"strategies": ["ddp"], "islands": [2]}, "only strategy hsdp has islands, not ddp"),
+    "islands of no use": (
+        {"strategies": ["ddp"], "world_sizes": [2], "islands": [2]},
+        "ddp has islands only on a link between them",
+    ),
+    "two cuts of a cable": (
+        {"strategies": ["ddp"], "world_sizes": [4], "links": ["between-1gbit"], "islands": [2, 4]},
+        "form 2 and 4 islands under ddp",
+    ),
 }
 
 
@@ -154,6 +180,18 @@ def test_islands_that_a_grid_cannot_have(case):
     grid, message = BAD[case]
     with pytest.raises(BadInput, match=message):
         experiment({**GRID, "grid": grid})
+
+
+def test_other_strategies_run_on_a_link_between_islands():
+    flat = {"strategies": ["ddp"], "world_sizes": [4]}
+    grid = [flat, {**flat, "links": ["between-1gbit"], "islands": [2]}, {**ON, "links": ["between-1gbit"]}]
+    assert {
+        run.path for run in experiment({**GRID, "grid": [{**one, "compressors": ["none"]} for one in grid]}).runs()
+    } == {
+        "ddp/none/ws4/none/seed0",
+        "ddp/none/ws4-islands2/between-1gbit/seed0",
+        "hsdp/none/ws4-islands2/between-1gbit/seed0",
+    }
 
 
 def test_a_link_by_class_has_one_name():

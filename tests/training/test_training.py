@@ -157,7 +157,7 @@ def test_a_strategy_that_cannot_compress_parameters_is_refused(shards, tmp_path,
 def test_a_global_batch_is_shared_out_evenly_or_not_at_all(shards, tmp_path, capsys):
     given = {"global_batch_size": 12, "grad_accum_steps": 2}
     settings = run_settings.from_arguments(parsed(words(shards, tmp_path, **given)))
-    assert [settings.shared_out(world).training.batch_size for world in (1, 2, 3)] == [6, 3, 2]
+    assert [settings.shared_out(world, None).training.batch_size for world in (1, 2, 3)] == [6, 3, 2]
     arguments = words(shards, tmp_path, **given, world_size=4, rank=0, master_port=1)
     assert cli.main(["train", *arguments]) == 2
     message = "global_batch_size 12 cannot be divided evenly among 4 rank(s) x 2 micro-batch(es): give a multiple of 8."

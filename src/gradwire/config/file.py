@@ -148,14 +148,15 @@ def experiment(mapping: Mapping[str, Any]) -> Experiment:
 
 
 def check_one_topology(runs: Iterable[Run]) -> None:
-    """Check that runs of one strategy and world size have one number of islands.
+    """Check that runs of one strategy and world size have one number of islands, but for hsdp on each link.
 
     Raises:
         BadInput: If they do not: the report compares cells by strategy and world size, and would average them.
     """
-    found: dict[tuple[str, int], int] = {}
+    found: dict[tuple[str, int, str | None], int] = {}
     for run in runs:
-        islands = found.setdefault((run.strategy, run.world_size), run.islands)
+        link = None if run.strategy == "hsdp" else run.link
+        islands = found.setdefault((run.strategy, run.world_size, link), run.islands)
         if islands != run.islands:
             raise BadInput(
                 f"grid: {run.world_size} ranks form {islands} and {run.islands} islands under {run.strategy}; a report "

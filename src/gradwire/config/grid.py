@@ -134,7 +134,9 @@ class Grid(Strict):
     world_sizes: tuple[Ranks, ...] = (2,)
     seeds: tuple[Seed, ...] = (0,)
     links: tuple[Link, ...] = (UNSHAPED,)
-    islands: tuple[Ranks, ...] = Field((1,), description="numbers of islands that the ranks form; for strategy hsdp")
+    islands: tuple[Ranks, ...] = Field(
+        (1,), description="numbers of islands that the ranks form, for strategy hsdp or a link between them"
+    )
     compressors: tuple[str, ...] | Literal["all"] = "all"
 
 

@@ -94,11 +94,11 @@ def main(args: argparse.Namespace) -> None:
 
 
 def _check_link(args: argparse.Namespace, child: argparse.Namespace) -> None:
-    """Raise if the link is invalid, or connects islands and the verb's flags form none."""
+    """Raise if the link is invalid, or it and the verb's flags disagree on islands."""
     link_rate(args.link)
-    if between_islands(args.link):
-        strategy = getattr(child, "strategy", f"the verb {args.command[0]}")
-        check_topology(strategy, args.world_size, getattr(child, "islands", 1), args.link)
+    islands = getattr(child, "islands", 1)
+    if islands != 1 or between_islands(args.link):
+        check_topology(getattr(child, "strategy", args.command[0]), args.world_size, islands, args.link)
 
 
 @contextmanager

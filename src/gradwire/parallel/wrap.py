@@ -23,7 +23,7 @@ from gradwire.parallel.strategies.ddp import DDP
 from gradwire.parallel.strategies.fsdp2 import FSDP2, check_sharded
 from gradwire.parallel.strategies.hsdp import HSDP
 from gradwire.parallel.strategy import Strategy, attach, strategy_of
-from gradwire.topology import STRATEGIES
+from gradwire.topology import STRATEGIES, sharded_islands
 
 HOOKED = "gradwire_hooked"  # the attribute of a model that has a reducer
 WRAPPERS: dict[type, type[Strategy]] = {DistributedDataParallel: DDP, FSDPModule: FSDP2}
@@ -257,7 +257,7 @@ def parameters_unhooked(
         world: Number of ranks.
         micro_batches: Forward and backward passes of the step.
         evaluated: Whether a forward pass without a backward pass came between the previous step and this one.
-        islands: Number of islands; each gathers by itself.
+        islands: Number of islands, for ``hsdp``; each gathers by itself.
 
     Returns:
         The bytes; None for replicas, which gather nothing.
@@ -265,4 +265,5 @@ def parameters_unhooked(
     if strategy_class(strategy).kind == "all_reduce":
         return None
     first, *blocks = sizes
+    islands = sharded_islands(strategy, islands)
     return islands * raw_all_gather(micro_batches * (first + 2 * sum(blocks)) - evaluated * first, world // islands)

@@ -259,6 +259,17 @@ WIRE = (
     Column("explained", "explained", "{:.3f}"),
     Column("rest", "rest_percent", "{:+.1f}", " %"),
 )
+CABLES = (
+    STRATEGY,
+    WORLD,
+    Column("islands", "islands", "{:d}"),
+    COMPRESSOR,
+    LINK,
+    Column("seed", "seed", "{:d}"),
+    megabytes("MB counted", "counted"),
+    megabytes("MB interface", "seen"),
+    Column("quotient", "quotient", "{:.3f}"),
+)
 
 
 def compared(quantity: Column) -> tuple[Column, ...]:

@@ -43,6 +43,8 @@ def unmeasurable(row: Result) -> str | None:
     """Why the flows of a row cannot be told apart; None if they can."""
     if row.islands == 1:
         return None
+    if row.strategy != "hsdp":
+        return "which of its messages leave an island is not counted"
     if row.islands == row.world_size:
         return "islands of one rank send nothing inside"
     if "inside" in (row.compress_config or {}):

@@ -26,7 +26,7 @@ from gradwire.report.quality import PerplexityReference, perplexity_reference
 from gradwire.report.record import BF16, Result
 from gradwire.report.results_file import read_results
 from gradwire.report.traffic import SHARDED
-from gradwire.topology import check_islands
+from gradwire.topology import check_islands, sharded_islands
 from gradwire.units import UNSHAPED, bits_per_second, rate_text, seconds
 
 if TYPE_CHECKING:
@@ -303,6 +303,9 @@ def memory_text(rows: Iterable[Result], label: str, world: int, islands: int) ->
     if not measured:
         return MISSING
     row = max(measured, key=lambda row: row.mem_peak_alloc_gb or 0)
-    ranks = world // islands if row.strategy == "hsdp" else world
+    before, ranks = (
+        size // sharded_islands(row.strategy, number)
+        for size, number in ((row.world_size, row.islands), (world, islands))
+    )
     sharded = (row.parameters or 0) if row.strategy in SHARDED else 0
-    return f"{peak_memory(1e9 * (row.mem_peak_alloc_gb or 0), sharded, row.world_size // row.islands, ranks) / 1e9:.3f}"
+    return f"{peak_memory(1e9 * (row.mem_peak_alloc_gb or 0), sharded, before, ranks) / 1e9:.3f}"

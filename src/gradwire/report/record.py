@@ -242,7 +242,7 @@ class Profile(Row):
         """Gradient bytes of the whole run by its trace; None if a reducer counted them."""
         if self.reduced_bytes_per_step is None or record.steps is None or record.bytes_source != "closed_form":
             return None
-        if record.islands > 1:  # a trace does not have the group of a collective
+        if record.strategy == "hsdp":  # a trace does not have the group of a collective
             return None
         return round(record.steps * self.reduced_bytes_per_step)
 

@@ -45,6 +45,10 @@ WIRE_DEFINITIONS = """\
 framework's own reduction. `interface`: what the ranks' own interfaces sent, protocol headers included. `quotient`:
 the second over the first; `explained`: the quotient by the backend's factors; `rest`: the remaining factor."""
 
+CABLE_DEFINITIONS = """\
+`counted`: gradients between islands, which are counted apart under `hsdp` only. `interface`: what the islands'
+interfaces sent, protocol headers and each step's scalars included. `quotient`: the second over the first."""
+
 
 @dataclass(frozen=True)
 class Timed:
@@ -124,6 +128,8 @@ def tiers(results: Sequence[Result], quality: PerplexityReference) -> str:
         parts += ["## Quality tiers on links", TIER_DEFINITIONS, *sections]
     if rows := [row for row in ok if row.bytes_interface_total is not None and counted(row)]:
         parts += ["## Bytes at the interfaces", WIRE_DEFINITIONS, *wire(rows)]
+    if rows := [row for row in ok if row.bytes_interface_between_total is not None]:
+        parts += ["## Bytes between islands", CABLE_DEFINITIONS, cables(rows)]
     return "\n\n".join(parts)
 
 
@@ -184,9 +190,9 @@ def line(gain: Gain, fastest: Sequence[int]) -> dict[str, Any]:
 def byte_ratio(row: Result) -> float:
     """Float32 bytes of gradients and parameters over those sent, after the dense steps.
 
-    On cables between islands, those of the gradients between them: nothing else is limited.
+    Under hsdp on cables between islands, those of the gradients between them: nothing else is limited.
     """
-    if between_islands(row.link):
+    if row.strategy == "hsdp" and between_islands(row.link):
         return row.compression_ratio_between_steady or row.compression_ratio_between or math.nan
     gradients, parameters = row.bytes_raw_total or 0, row.bytes_parameters_raw_total or 0
     ratio = row.compression_ratio_steady or row.compression_ratio
@@ -210,9 +216,7 @@ def wire(rows: Sequence[Result]) -> list[str]:
         for link, found in factors.items()
     )
     lines = []
-    for row in sorted(
-        rows, key=lambda row: (row.strategy, row.world_size, -link_rate(row.link), row.compressor, row.seed)
-    ):
+    for row in sorted(rows, key=shown_order):
         sent, seen = counted(row), row.bytes_interface_total or 0
         explained = sum(factors[row.link][op] * of for op, of in sent_by_op(row).items()) / sent
         found = {"carriers": " + ".join(carriers(row)), "counted": sent, "seen": seen, "quotient": seen / sent}
@@ -222,6 +226,20 @@ def wire(rows: Sequence[Result]) -> list[str]:
         fill(f"Interface over counted bytes by collective, fitted to these cells, headers included: {ratios}.", WIDTH),
         Table.of("", "", lines, columns.WIRE).markdown(),
     ]
+
+
+def cables(rows: Iterable[Result]) -> str:
+    """The table of counted and interface bytes between islands."""
+    lines = []
+    for row in sorted(rows, key=lambda row: (*shown_order(row), row.islands)):
+        seen, sent = row.bytes_interface_between_total or 0, row.bytes_between_total
+        lines.append({**run_of(row)._asdict(), "counted": sent, "seen": seen, "quotient": quotient(seen, sent or 0)})
+    return Table.of("", "", lines, columns.CABLES).markdown()
+
+
+def shown_order(row: Result) -> tuple[str, int, float, str, int]:
+    """The order of runs in a table of bytes."""
+    return row.strategy, row.world_size, -link_rate(row.link), row.compressor, row.seed
 
 
 def backend_factors(rows: Sequence[Result]) -> dict[str, float]:

@@ -29,7 +29,7 @@ class Settings:
         cell: The compressor setting.
         strategy: The data-parallel strategy.
         model: A preset's name, a folder, or inline options as JSON.
-        islands: Number of islands that the ranks form; 1 for any strategy but hsdp.
+        islands: Number of islands that the ranks form; 1 but for strategy hsdp and on a link between islands.
         seed: Seeds the model, the order of the data and the compressor.
         data_path: A shards folder or a corpus file.
         output_dir: The run's folder.
@@ -50,13 +50,17 @@ class Settings:
     restart: bool = False
     islands: int = 1
 
-    def shared_out(self, world_size: int) -> Settings:
+    def shared_out(self, world_size: int, link: str | None) -> Settings:
         """The same run with the global batch divided among ranks; see `Training.shared_out`.
+
+        Args:
+            world_size: Number of ranks.
+            link: The link between them; None if the ranks have not been started.
 
         Raises:
             BadInput: If it cannot be divided, or the ranks cannot form the islands.
         """
-        check_topology(self.strategy, world_size, self.islands)
+        check_topology(self.strategy, world_size, self.islands, link)
         return replace(self, training=self.training.shared_out(world_size))
 
     def identity(self, world_size: int, data: str) -> str:

@@ -32,7 +32,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output_dir", type=output_folder, required=True, help="the run's folder")
     parser.add_argument("--model", default="tiny", help=f"{presets.MEANING}; or options as JSON: architecture, ...")
     parser.add_argument("--strategy", choices=STRATEGIES.available(), default="fsdp2", help="data-parallel strategy")
-    parser.add_argument("--islands", type=RANKS, default=1, metavar="N", help="islands of ranks, for strategy hsdp")
+    parser.add_argument(
+        "--islands",
+        type=RANKS,
+        default=1,
+        metavar="N",
+        help="islands of ranks, for strategy hsdp or a link between them",
+    )
     parser.add_argument("--comm_compress", metavar="NAME", help="gradient compressor (default: the cell's, else none)")
     parser.add_argument(
         "--comm_config_json",
@@ -98,7 +104,7 @@ def preflight(args: argparse.Namespace) -> None:
     from gradwire.training import settings as run_settings
 
     world_size = args.world_size or 1
-    settings = run_settings.from_arguments(args).shared_out(world_size)
+    settings = run_settings.from_arguments(args).shared_out(world_size, None)
     training = settings.training
     world.choose(training.backend, training.device, ranks_here(world_size), world.detect_gpus())
     folder = shards_folder(args, rank=0)
@@ -134,12 +140,13 @@ def main(args: argparse.Namespace) -> None:
     from gradwire.data.shards import Shards
     from gradwire.training import results
     from gradwire.training import settings as run_settings
+    from gradwire.training.link import link
     from gradwire.training.loop import train
     from gradwire.training.preemption import preemption
 
     settings = run_settings.from_arguments(args)
     with process_group(**rank_options(args)) as world:
-        settings = settings.shared_out(world.world_size)
+        settings = settings.shared_out(world.world_size, link())
         folder = shards_folder(args, world.rank)
         splits = Shards(folder, "train"), Shards(folder, "val")
         run_settings.check_enough_data(len(splits[0]), settings.training.batch_size, world.world_size)
