@@ -70,6 +70,40 @@ def test_scores_are_the_weighted_similarities(stores, tmp_path, metric, over):
         assert (line["title"], line["text"]) == (document["title"], document["text"])
 
 
+@pytest.mark.parametrize("metric", ["cosine", "dot"])
+def test_curvature_is_of_each_checkpoints_training_rows(stores, tmp_path, metric):
+    _, of = stores
+    more = ["--metric", metric, "--curvature", "fisher", "--damping", "0.5"]
+    assert influence(tmp_path, [of["train"], of["train-sign"]], [of["val"], of["val-sign"]], *more) == 0
+    wanted = 0.0
+    for train, val in (("train", "val"), ("train-sign", "val-sign")):
+        one, other = rows(of[train]), rows(of[val])
+        moment = one.T @ one / len(one)
+        half = np.linalg.cholesky(np.linalg.inv(moment + 0.5 * np.diag(moment).mean() * np.eye(32)))
+        one, other = one @ half, other @ half
+        if metric == "cosine":
+            one, other = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (one, other))
+        wanted = wanted + 0.5 * (one @ other.T).mean(1)
+    found = pq.read_table(tmp_path / "scores.parquet")["score"].to_numpy()
+    np.testing.assert_allclose(found, wanted, rtol=1e-8, atol=1e-10 * np.abs(wanted).max())
+    record = json.loads((tmp_path / "influence.json").read_text())
+    assert (record["curvature"], record["damping"]) == ("fisher", 0.5)
+
+
+def test_a_curvature_that_cannot_be_used_is_refused(stores, tmp_path, capsys):
+    _, of = stores
+
+    def answer(*args):
+        assert influence(tmp_path / "out", [of["train"]], [of["val"]], *args) == 2
+        return capsys.readouterr().err
+
+    assert "--damping 0.1 is given without a curvature: add --curvature fisher" in answer("--damping", "0.1")
+    assert "is singular with --damping 0: use a larger --damping" in answer("--curvature", "fisher", "--damping", "0")
+    assert "--damping is -1.0; it must be at least 0" in answer("--curvature", "fisher", "--damping", "-1")
+    assert "Did you mean 'fisher'?" in answer("--curvature", "fischer")
+    assert not list((tmp_path / "out").glob("*.parquet"))
+
+
 def test_stores_that_do_not_belong_together_are_refused(stores, tmp_path, capsys):
     _, of = stores
 

@@ -92,9 +92,10 @@ def test_scores_are_products_of_gradients_by_hand(stores, capsys, metric):
 @pytest.mark.parametrize("kind", ["", "-sign"])
 @pytest.mark.parametrize("metric", ["dot", "cosine"])
 @pytest.mark.parametrize("over", ["mean", "max"])
-def test_scores_are_those_of_influence(stores, tmp_path, capsys, kind, metric, over):
+@pytest.mark.parametrize("curvature", ["none", "fisher"])
+def test_scores_are_those_of_influence(stores, tmp_path, capsys, kind, metric, over, curvature):
     small, of = stores
-    both = ["--metric", metric, "--over", over, "--top_k", "1000"]
+    both = ["--metric", metric, "--over", over, "--top_k", "1000", "--curvature", curvature]
     words = ["--train", of[f"train{kind}"], "--validation", of[f"val{kind}"], "--output_dir", tmp_path, *both]
     assert cli.main(["grads", "influence", *map(str, words)]) == 0
     wanted = pq.read_table(tmp_path / "scores.parquet").to_pydict()
@@ -103,6 +104,7 @@ def test_scores_are_those_of_influence(stores, tmp_path, capsys, kind, metric, o
     scale = max(map(abs, wanted["score"]))
     assert found == pytest.approx(dict(zip(wanted["sample_id"], wanted["score"], strict=True)), abs=1e-6 * scale)
     assert answer["query_samples"] == len(Shards(small.shards, "val"))
+    assert (answer["curvature"], answer["damping"]) == (curvature, 0.1 if curvature == "fisher" else None)
 
 
 @pytest.mark.parametrize("kind", get_args(RowType))

@@ -1,7 +1,8 @@
 """The verb ``grads influence``: rank training samples by gradient similarity to validation samples.
 
 The score of a training sample is Σ_c w_c · s(train_c, validation_c) over checkpoints c, with normalised learning rates
-w_c. s is the inner product or cosine of the projected gradients, by its mean or maximum over the validation samples
+w_c. s is the inner product or cosine of the projected gradients, by its mean or maximum over the validation samples,
+with ``--curvature`` under the inverse second moment of the checkpoint's training rows
 (Pruthi et al., 2020, "TracIn"; Xia et al., 2024, "LESS", section 4).
 """
 
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 from gradwire.errors import BadInput
 from gradwire.files import whole, write_json
 from gradwire.flags import COUNT, POSITIVE, output_folder
+from gradwire.gradients import curvature
 
 if TYPE_CHECKING:
     from gradwire.gradients.search import Store
@@ -37,6 +39,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--metric", choices=("cosine", "dot"), default="cosine", help="similarity of two gradients")
     parser.add_argument("--over", choices=("mean", "max"), default="mean", help="reduction over validation samples")
+    curvature.arguments(parser)
     parser.add_argument("--top_k", type=COUNT, default=100, help="number of samples to select")
     parser.add_argument("--corpus", type=Path, help="corpus file; adds the selected samples' documents")
     parser.add_argument(
@@ -59,9 +62,11 @@ def main(args: argparse.Namespace) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    from gradwire.gradients.row_file import RowFile
     from gradwire.gradients.search import open_store, order_of, scored, target
     from gradwire.gradients.texts import documents_of
 
+    damping = curvature.damping_of(args)
     weights = normalised_weights(args.weights, len(args.train), len(args.validation))
     pairs = [(open_store(one), open_store(other)) for one, other in zip(args.train, args.validation, strict=True)]
     for train, validation in pairs:
@@ -71,7 +76,9 @@ def main(args: argparse.Namespace) -> None:
     ids = pairs[0][0].rows.ids
     scores = np.zeros(len(ids))
     for weight, (train, validation) in zip(weights, pairs, strict=True):
-        scores += weight * scored(train.rows, target(validation.rows, args.metric, args.over), args.metric)
+        solve = curvature.solver(RowFile(train.rows.names.rows), damping)
+        against = target(validation.rows, args.metric, args.over, solve)
+        scores += weight * scored(train.rows, against, args.metric, solve)
     best = [(ids[at], float(scores[at])) for at in order_of(scores)[: args.top_k]]
     documents = documents_of([id_ for id_, _ in best], args.corpus) if args.corpus else {}
     with whole(args.output_dir / "scores.parquet") as part:
@@ -88,6 +95,8 @@ def main(args: argparse.Namespace) -> None:
             "weights": weights,
             "metric": args.metric,
             "over": args.over,
+            "curvature": args.curvature,
+            "damping": damping,
             "samples": len(ids),
             "top_k": len(best),
         },

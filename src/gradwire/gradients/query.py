@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from gradwire.config import Split
 from gradwire.files import write_json
 from gradwire.flags import COUNT, output_folder
+from gradwire.gradients import curvature
 from gradwire.models.shards import samples_of
 from gradwire.rank_env import DEVICES
 
@@ -56,6 +57,7 @@ def store_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer_dir", type=Path, help="current folder of Adam's moments (default: as collected)")
     parser.add_argument("--lora_dir", type=Path, help="current folder of the LoRA adapter (default: as collected)")
     parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one")
+    curvature.arguments(parser)
 
 
 def beside(args: argparse.Namespace) -> Path | None:
@@ -71,7 +73,7 @@ def main(args: argparse.Namespace) -> None:
     """
     from gradwire.gradients.searcher import Searcher
 
-    searcher = Searcher(args.store, places(args), args.device)
+    searcher = Searcher(args.store, places(args), args.device, curvature.damping_of(args))
     rows = rows_of(searcher, args)
     result = {
         "store": str(args.store),
@@ -79,6 +81,8 @@ def main(args: argparse.Namespace) -> None:
         "query_samples": len(rows),
         "metric": args.metric,
         "over": args.over,
+        "curvature": args.curvature,
+        "damping": searcher.damping,
         "samples": len(searcher.store.rows.ids),
         "top": searcher.nearest(rows, args.metric, args.over, args.top_k),
     }

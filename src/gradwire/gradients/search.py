@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gradwire.errors import BadInput
 from gradwire.gradients import manifest, store
+from gradwire.gradients.curvature import Solve, identity
 from gradwire.gradients.manifest import Manifest
 from gradwire.gradients.row_file import BoundRows, RowFile
 
@@ -48,7 +49,9 @@ def open_store(path: Path) -> Store:
     return Store(path, BoundRows(names, made.dim, made), made)
 
 
-def nearest(found: Store, against: NDArray[np.float64], metric: str, count: int) -> list[Found]:
+def nearest(
+    found: Store, against: NDArray[np.float64], metric: str, count: int, solve: Solve = identity
+) -> list[Found]:
     """Find the rows with the highest scores.
 
     `open_store` has compared the files with their checksums, so the search reads rows without verifying each; the rows
@@ -59,36 +62,41 @@ def nearest(found: Store, against: NDArray[np.float64], metric: str, count: int)
         against: A `target`, [m, D].
         metric: ``cosine`` or ``dot``.
         count: Number of rows to find.
+        solve: As for the `target`.
 
     Raises:
         BadInput: If a row found is not what was collected for its id.
     """
-    scores = scored(RowFile(found.rows.names.rows), against, metric)
+    scores = scored(RowFile(found.rows.names.rows), against, metric, solve)
     best = order_of(scores)[:count].tolist()
     found.rows.take(best)
     return [Found(at, found.rows.ids[at], float(scores[at])) for at in best]
 
 
-def target(rows: RowFile | NDArray[np.float32], metric: str, over: str) -> NDArray[np.float64]:
+def target(rows: RowFile | NDArray[np.float32], metric: str, over: str, solve: Solve = identity) -> NDArray[np.float64]:
     """Return what rows are scored against: the mean of the given rows, [1, D], or with ``max`` each of them, [m, D].
 
     For ``cosine`` their directions are taken instead; a zero row has none and counts as zero. The mean of inner
-    products is the inner product with the mean.
+    products is the inner product with the mean. With a `curvature.solver`, products and norms are those under H⁻¹.
     """
-    blocks = (unit(wide) if metric == "cosine" else wide for wide in _wide(rows))
+    blocks = (_solved(wide, metric, solve) for wide in _wide(rows))
     if over == "max":
         return np.concatenate(list(blocks))
     return np.asarray(sum(block.sum(0) for block in blocks))[None] / rows.shape[0]
 
 
-def scored(rows: RowFile, against: NDArray[np.float64], metric: str) -> NDArray[np.float64]:
+def scored(rows: RowFile, against: NDArray[np.float64], metric: str, solve: Solve = identity) -> NDArray[np.float64]:
     """Score each row by its largest similarity to the rows of a `target`, in float64: [n]; zero rows score 0."""
+    return np.concatenate([found.max(1) for found in similarities(rows, against, metric, solve)])
 
-    def score(wide: NDArray[np.float64]) -> NDArray[np.float64]:
-        found = (wide @ against.T).max(1)
-        return found / _norms(wide) if metric == "cosine" else found
 
-    return np.concatenate([score(wide) for wide in _wide(rows)])
+def similarities(
+    rows: RowFile, against: NDArray[np.float64], metric: str, solve: Solve = identity
+) -> Iterator[NDArray[np.float64]]:
+    """Yield the similarities of blocks of rows to each row of a `target`, in float64: [block, m]."""
+    for wide in _wide(rows):
+        found = wide @ against.T
+        yield found / _norms(wide, solve(wide))[:, None] if metric == "cosine" else found
 
 
 def order_of(scores: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -96,14 +104,15 @@ def order_of(scores: NDArray[np.float64]) -> NDArray[np.int64]:
     return np.argsort(-scores, kind="stable")
 
 
-def unit(wide: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Scale rows to norm 1; zero rows stay zero."""
-    return wide / _norms(wide)[:, None]
+def _solved(wide: NDArray[np.float64], metric: str, solve: Solve) -> NDArray[np.float64]:
+    """Apply H⁻¹ to rows, for ``cosine`` scaled to norm 1 under it; zero rows stay zero."""
+    solved = solve(wide)
+    return solved / _norms(wide, solved)[:, None] if metric == "cosine" else solved
 
 
-def _norms(wide: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The rows' norms; 1 for zero rows."""
-    norms = np.sqrt(np.einsum("ij,ij->i", wide, wide))
+def _norms(wide: NDArray[np.float64], solved: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The rows' norms under H⁻¹; 1 for zero rows."""
+    norms = np.sqrt(np.einsum("ij,ij->i", wide, solved).clip(min=0))
     return np.where(norms == 0, 1, norms)
 
 

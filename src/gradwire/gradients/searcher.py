@@ -16,7 +16,9 @@ from gradwire.collectives import world
 from gradwire.data import cache, tokenizer
 from gradwire.data.shards import Sample, Shards, check
 from gradwire.errors import BadInput
+from gradwire.gradients.curvature import Solve, solver
 from gradwire.gradients.provenance import Provenance
+from gradwire.gradients.row_file import RowFile
 from gradwire.gradients.rows import RowMaker, Samples
 from gradwire.gradients.search import nearest, open_store, target
 from gradwire.gradients.texts import Texts, documents_of
@@ -43,12 +45,15 @@ class Searcher:
         places: Current paths of what the store was collected from (`provenance.PLACES`), where they have changed. Its
             ``corpus`` gives whole documents instead of samples.
         device: ``auto``, ``cpu`` or ``cuda``.
+        damping: Of the store's `curvature`; None to search without it.
 
     Raises:
         BadInput: If the store or its samples are invalid.
     """
 
-    def __init__(self, path: Path, places: Mapping[str, Path | None], device: str = "auto") -> None:
+    def __init__(
+        self, path: Path, places: Mapping[str, Path | None], device: str = "auto", damping: float | None = None
+    ) -> None:
         self.store = open_store(path)
         known = {one.name: getattr(self.store.manifest, one.name) for one in fields(Provenance)}
         given = {name: str(place) for name, place in places.items() if place is not None}
@@ -59,7 +64,7 @@ class Searcher:
         self.texts: Texts | None = None
         if Path(self.origin.data_path).exists() or "data_path" in given:
             self.texts = Texts(self.origin)
-        self._device = device
+        self._device, self.damping = device, damping
 
     def load(self) -> None:
         """Load the model now.
@@ -67,7 +72,7 @@ class Searcher:
         Raises:
             BadInput: If it is invalid or not that of the store.
         """
-        _ = self.model_dir, self._maker
+        _ = self.model_dir, self._maker, self._solve
 
     def stored(self, sample_id: str) -> NDArray[np.float32]:
         """The row [1, D] of a sample of the store.
@@ -120,7 +125,8 @@ class Searcher:
         Raises:
             BadInput: If a row found, or a text, is not what was collected.
         """
-        found = nearest(self.store, target(rows, metric, over), metric, count)
+        against = target(rows, metric, over, self._solve)
+        found = nearest(self.store, against, metric, count, self._solve)
         documents = documents_of([one.sample_id for one in found], self.corpus) if self.corpus else {}
 
         def text(position: int, id_: str) -> dict[str, str]:
@@ -150,6 +156,11 @@ class Searcher:
     def _rows(self, samples: Samples, positions: Sequence[int]) -> NDArray[np.float32]:
         (block,) = self._maker.blocks(samples, positions).values()
         return block.rows.numpy()
+
+    @cached_property
+    def _solve(self) -> Solve:
+        """The curvature of the store's rows."""
+        return solver(RowFile(self.store.rows.names.rows), self.damping)
 
     @cached_property
     def _maker(self) -> RowMaker:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradwire.errors import BadInput, GradwireError, unknown
 from gradwire.flags import COUNT, PORT
+from gradwire.gradients import curvature
 from gradwire.gradients.query import METRICS, places, store_arguments
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def main(args: argparse.Namespace) -> None:
     """
     from gradwire.gradients.searcher import Searcher
 
-    searcher = Searcher(args.store, places(args), args.device)
+    searcher = Searcher(args.store, places(args), args.device, curvature.damping_of(args))
     searcher.load()
     with server(searcher, args.port) as serving:
         print(f"{args.store} is on http://{ADDRESS}:{serving.server_port}/ until Ctrl-C", flush=True)
