@@ -58,6 +58,10 @@ VERBS = {
     ),
     "grads query": Verb("gradwire.gradients.query", "find the samples whose gradients are nearest to that of a text"),
     "grads serve": Verb("gradwire.gradients.serve", "answer queries of a gradient store in a browser, on this machine"),
+    "grads lds": Verb(
+        "gradwire.gradients.lds", "judge attribution methods by trainings on random subsets of the samples"
+    ),
+    "grads recall": Verb("gradwire.gradients.recall", "judge attribution methods by samples that were planted"),
     "grads run": Verb("gradwire.gradients.run", "collect, aggregate and validate in one call"),
     "norms": Verb("gradwire.gradients.norms", "compute the norm of every sample's gradient"),
     "compressors": Verb("gradwire.compressors.listing", "list compressors and their options"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +50,20 @@ def main(args: argparse.Namespace) -> None:
     """
     config = read(args.config_path, {"dim": args.dim} if args.dim else {})
     for words in commands(config, args.output_dir, args.num_gpus, args.skip_training):
-        _, verb, child = args.parse(words)
-        check_paths(child)
-        check_numbers(child)
-        verb.main(child)
+        call(args, words)
+
+
+def call(args: argparse.Namespace, words: Sequence[str]) -> None:
+    """Run a verb in this process.
+
+    Args:
+        args: The arguments of the verb that calls it.
+        words: The verb and its arguments.
+    """
+    _, verb, child = args.parse(words)
+    check_paths(child)
+    check_numbers(child)
+    verb.main(child)
 
 
 def read(path: Path, given: Mapping[str, Any]) -> dict[str, Any]:

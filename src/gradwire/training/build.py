@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ from gradwire.collectives import IslandReducer, Reducer, build_islands
 from gradwire.collectives.world import World
 from gradwire.compressors import build as build_compressor
 from gradwire.compressors.schedule import Schedule
-from gradwire.config import Cell
+from gradwire.config import Cell, Training
 from gradwire.data.shards import Shards
 from gradwire.models import causal
 from gradwire.parallel import optimizers
@@ -22,6 +23,8 @@ from gradwire.training.environment import PeakMemory
 from gradwire.training.objective import Plain, Private
 from gradwire.training.outcome import Outcome
 from gradwire.training.settings import Settings
+
+ADAM_BETAS = (0.9, 0.95)
 
 
 class Parts(NamedTuple):
@@ -110,12 +113,8 @@ def build_optimizer(
     Weight decay applies to matrices only, as in GPT-2; ``matrices`` holds parameter names before wrapping.
     """
     training, communication = settings.training, settings.cell.communication
-    named = list(parallel.named_parameters(model))
-    groups = [
-        {"params": [p for name, p in named if name in matrices], "weight_decay": training.weight_decay},
-        {"params": [p for name, p in named if name not in matrices], "weight_decay": 0.0},
-    ]
-    adam: dict[str, Any] = {"lr": training.lr, "betas": (0.9, 0.95)}
+    groups = decayed(parallel.named_parameters(model), matrices, training)
+    adam: dict[str, Any] = {"lr": training.lr, "betas": ADAM_BETAS}
     if communication.averages_gradients:
         return inner.build(communication.inner or "adamw", model, groups, **adam)
     assert reducer is not None  # a cell with such an optimizer is hooked
@@ -123,3 +122,14 @@ def build_optimizer(
     if communication.comm_optimizer != "onebit_adam":  # the last step synchronises
         options["steps"] = training.steps
     return optimizers.build(communication.comm_optimizer, model, groups, reducer, **adam, **options)
+
+
+def decayed(
+    parameters: Iterable[tuple[str, nn.Parameter]], matrices: set[str], training: Training
+) -> list[dict[str, Any]]:
+    """Divide named parameters into an optimizer's groups: matrices, with weight decay, and the rest."""
+    named = list(parameters)
+    return [
+        {"params": [p for name, p in named if name in matrices], "weight_decay": training.weight_decay},
+        {"params": [p for name, p in named if name not in matrices], "weight_decay": 0.0},
+    ]

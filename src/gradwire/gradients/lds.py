@@ -1,0 +1,137 @@
+"""The verb ``grads lds``: the linear datamodeling score of attribution methods, from trainings on random subsets.
+
+A method predicts that training on a subset lowers a query's loss the more, the larger the sum of its scores over the
+subset. The linear datamodeling score is Spearman's rank correlation of these sums with minus the losses of models
+trained on the subsets, averaged over queries (Park et al., 2023, "TRAK", section 2.2; Ilyas et al., 2022).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradwire.errors import BadInput
+from gradwire.files import write_json
+from gradwire.flags import COUNT, FRACTION, Number
+from gradwire.gradients import attribution
+from gradwire.gradients.attribution import RESAMPLES, interval, shown, table
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from gradwire.gradients.attribution import Scores
+    from gradwire.gradients.retraining import Subsets
+
+RESULT = "lds.json"
+SUBSETS = Number(int, 2, 2**31 - 1)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the verb's flags."""
+    attribution.arguments(parser)
+    parser.add_argument("--subsets", type=SUBSETS, default=32, metavar="M", help="number of trainings on subsets")
+    parser.add_argument("--fraction", type=FRACTION, default=0.5, help="size of a subset relative to all samples")
+    parser.add_argument("--workers", type=COUNT, default=1, help="processes that train subsets, of one thread each")
+
+
+def beside(args: argparse.Namespace) -> Path:
+    """Return the results folder."""
+    return args.output_dir
+
+
+def main(args: argparse.Namespace) -> None:
+    """Train on all samples and on the subsets, score by every method, and print a table.
+
+    Raises:
+        BadInput: If the data or the settings are invalid, or the folder has results of other settings.
+        RunFault: If a training diverges, or a worker dies.
+    """
+    from gradwire.gradients import retraining
+
+    train, val, samples = attribution.opened(args, args.queries)
+    shards = train.folder.parent
+    subsets = retraining.Subsets(
+        args.output_dir / "subsets", shards, samples, args.queries, args.fraction, attribution.recipe_of(args)
+    )
+    if not 1 <= subsets.size < samples:
+        raise BadInput(
+            f"--fraction {args.fraction:g} of {samples} samples is {subsets.size}; it must be from 1 to {samples - 1}."
+        )
+    settings = attribution.settings_of("lds", args, train, val, samples) | {"fraction": args.fraction}
+    attribution.claim(args.output_dir, settings)
+    study = attribution.Study(args, shards, samples, args.queries)
+    scores = {name: study.scores(name) for name in args.methods}
+    retraining.run_missing(subsets, args.subsets, args.workers)
+    members, losses = outcomes(subsets, args.subsets)
+    rows = [row(name, scores[name], members, losses, args.seed) for name in args.methods]
+    result = {"settings": settings, "subsets": args.subsets, "damping": args.damping, "methods": rows}
+    write_json(args.output_dir / RESULT, result | {"loss_spread": float(losses.std(0).mean())})
+    print(
+        table(
+            ["method", "LDS [95 % interval]", "seconds", "store bytes"],
+            [
+                [one["method"], shown(one["lds"], one["interval"]), f"{one['seconds']:.1f}", f"{one['store_bytes']:,}"]
+                for one in rows
+            ],
+        )
+    )
+
+
+def outcomes(subsets: Subsets, total: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the subsets' members, 0 or 1, [subsets, samples], and the queries' losses, [subsets, queries]."""
+    members = np.zeros((total, subsets.samples))
+    losses = np.empty((total, subsets.queries))
+    for number in range(total):
+        chosen, losses[number] = subsets.read(number)
+        members[number, chosen] = 1
+    return members, losses
+
+
+def row(
+    name: str, scores: Scores, members: NDArray[np.float64], losses: NDArray[np.float64], seed: int
+) -> dict[str, Any]:
+    """Judge a method: its row of the table."""
+    predicted = members @ scores.values
+    return {
+        "method": name,
+        "lds": float(correlations(predicted, -losses).mean()),
+        "interval": bootstrapped(predicted, losses, seed),
+        "seconds": scores.seconds,
+        "store_bytes": scores.store_bytes,
+    }
+
+
+def correlations(predicted: NDArray[np.float64], found: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Spearman's rank correlation of each column over the rows, ties at their mean rank; 0 for a constant column.
+
+    Args:
+        predicted: [subsets, queries].
+        found: As many.
+
+    Returns:
+        [queries].
+    """
+    one, other = _centred_ranks(predicted), _centred_ranks(found)
+    size = np.sqrt((one**2).sum(0) * (other**2).sum(0))
+    return np.asarray((one * other).sum(0) / np.where(size == 0, 1, size))
+
+
+def bootstrapped(predicted: NDArray[np.float64], losses: NDArray[np.float64], seed: int) -> tuple[float, float]:
+    """Return the 95 % interval of the score: both subsets and queries are drawn with replacement."""
+    random = np.random.default_rng(seed)
+    count, queries = losses.shape
+    means = []
+    for _ in range(RESAMPLES):
+        drawn = np.ix_(random.integers(count, size=count), random.integers(queries, size=queries))
+        means.append(float(correlations(predicted[drawn], -losses[drawn]).mean()))
+    return interval(means)
+
+
+def _centred_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    from scipy.stats import rankdata
+
+    ranks = rankdata(values, axis=0)
+    return np.asarray(ranks - ranks.mean(0))
