@@ -271,14 +271,17 @@ def interval(means: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a Markdown table with aligned columns."""
-    lines = [headers, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    shown = [
-        "| " + " | ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
-    ]
-    return "\n".join([shown[0], "|" + "|".join(":" + "-" * (width + 1) for width in widths) + "|", *shown[1:]])
+def table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Format a Markdown table; all columns but the first are numbers."""
+    from tabulate import tabulate
+
+    sides = ["left"] + ["right"] * (len(rows[0]) - 1)
+    return tabulate(rows, headers="keys", tablefmt="pipe", colalign=sides, disable_numparse=True)
+
+
+def costs(row: Mapping[str, Any]) -> dict[str, str]:
+    """Format the cost of a method."""
+    return {"seconds": f"{row['seconds']:.1f}", "store bytes": f"{row['store_bytes']:,}"}
 
 
 def shown(value: float, ends: Sequence[float]) -> str:

@@ -8,6 +8,7 @@ trained on the subsets, averaged over queries (Park et al., 2023, "TRAK", sectio
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from gradwire.errors import BadInput
 from gradwire.files import write_json
 from gradwire.flags import COUNT, FRACTION, Number
 from gradwire.gradients import attribution
-from gradwire.gradients.attribution import RESAMPLES, interval, shown, table
+from gradwire.gradients.attribution import RESAMPLES, costs, interval, shown, table
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -69,15 +70,12 @@ def main(args: argparse.Namespace) -> None:
     rows = [row(name, scores[name], members, losses, args.seed) for name in args.methods]
     result = {"settings": settings, "subsets": args.subsets, "damping": args.damping, "methods": rows}
     write_json(args.output_dir / RESULT, result | {"loss_spread": float(losses.std(0).mean())})
-    print(
-        table(
-            ["method", "LDS [95 % interval]", "seconds", "store bytes"],
-            [
-                [one["method"], shown(one["lds"], one["interval"]), f"{one['seconds']:.1f}", f"{one['store_bytes']:,}"]
-                for one in rows
-            ],
-        )
-    )
+    print(table([shown_row(one) for one in rows]))
+
+
+def shown_row(row: Mapping[str, Any]) -> dict[str, str]:
+    """Format a method's row of the table."""
+    return {"method": row["method"], "LDS [95 % interval]": shown(row["lds"], row["interval"]), **costs(row)}
 
 
 def outcomes(subsets: Subsets, total: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

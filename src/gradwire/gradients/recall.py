@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +19,7 @@ import numpy as np
 from gradwire.files import write_json
 from gradwire.flags import COUNT
 from gradwire.gradients import attribution
-from gradwire.gradients.attribution import RESAMPLES, interval, shown, table
+from gradwire.gradients.attribution import RESAMPLES, costs, interval, shown, table
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -85,20 +85,13 @@ def main(args: argparse.Namespace) -> None:
         rows.append(row(name, scores, kinds, recalls(best, wanted, args.top_k), args.seed))
     result = {"settings": settings, "samples": len(ids), "top_k": args.top_k, "damping": args.damping, "methods": rows}
     write_json(args.output_dir / RESULT, result)
-    print(
-        table(
-            ["method", *(f"{kind} [95 % interval]" for kind in KINDS), "seconds", "store bytes"],
-            [
-                [
-                    one["method"],
-                    *(shown(one[kind]["recall"], one[kind]["interval"]) for kind in KINDS),
-                    f"{one['seconds']:.1f}",
-                    f"{one['store_bytes']:,}",
-                ]
-                for one in rows
-            ],
-        )
-    )
+    print(table([shown_row(one) for one in rows]))
+
+
+def shown_row(row: Mapping[str, Any]) -> dict[str, str]:
+    """Format a method's row of the table."""
+    found = {f"recall, {kind} [95 % interval]": shown(row[kind]["recall"], row[kind]["interval"]) for kind in KINDS}
+    return {"method": row["method"], **found, **costs(row)}
 
 
 def plant(train: Shards, val: Shards, samples: int, args: argparse.Namespace) -> list[Planted]:
