@@ -102,24 +102,11 @@ class Study:
         shards: The shards folder; samples are those of its train split, queries the first of its val split.
         samples: Number of samples.
         queries: Number of queries.
-
-    Raises:
-        BadInput: If the data or the recipe are invalid or do not match.
     """
 
     def __init__(self, args: argparse.Namespace, shards: Path, samples: int, queries: int) -> None:
-        self.args, self.folder, self.shards, self.samples, self.queries = (
-            args,
-            args.output_dir,
-            shards,
-            samples,
-            queries,
-        )
-
-    @property
-    def recipe(self) -> Recipe:
-        """How a model is trained."""
-        return recipe_of(self.args)
+        self.args, self.folder, self.shards = args, args.output_dir, shards
+        self.samples, self.queries = samples, queries
 
     def scores(self, name: str) -> Scores:
         """Score every sample for every query by a method."""
@@ -186,7 +173,7 @@ class Study:
         if not made.is_dir():
             with retraining.one_thread():
                 train = Shards(self.shards, "train")
-                model, optimizer = retraining.trained(self.recipe, train, range(self.samples), self.samples)
+                model, optimizer = retraining.trained(recipe_of(self.args), train, range(self.samples), self.samples)
             moments = retraining.moments(model, optimizer)
             tokenizer = self.shards.parent / "tokenizer"
             folder.save(model.state_dict(), model.config, tokenizer, made, {"steps": self.args.steps}, moments)
