@@ -149,8 +149,9 @@ def test_ties_and_constant_columns(tmp_path):
     np.testing.assert_allclose(lds.correlations(one, other), wanted, atol=1e-12)
 
 
-def test_exact_influence_scores_well_and_its_opposite_badly(tmp_path):
+def test_exact_influence_scores_well_and_its_opposite_badly(tmp_path, monkeypatch):
     """Ridge regression, retrained in closed form: curved products of gradients are its influence to first order."""
+    monkeypatch.setattr(lds, "RESAMPLES", 200)
     random = np.random.default_rng(1)
     samples, dim, queries, ridge = 60, 6, 9, 1.0
     inputs = random.standard_normal((samples + queries, dim)) * [3, 2, 1, 1, 0.5, 0.5]
@@ -172,8 +173,9 @@ def test_exact_influence_scores_well_and_its_opposite_badly(tmp_path):
         one[of] = 1
     losses = np.array([0.5 * (inputs[asked] @ solution(of) - targets[asked]) ** 2 for of in chosen])
 
-    def judge(values):
-        return lds.row("", Scores(values, 0.0, 0), members, losses, seed=0)
+    def judge(values, other=None):
+        scores = {"one": Scores(values, 0.0, 0), "other": Scores(values if other is None else other, 0.0, 0)}
+        return lds.judged(scores, members, losses, seed=0)[0]
 
     solve = solver(rows, 0.01)
     influence = np.concatenate([*similarities(rows, target(gradients[asked], "dot", "max", solve), "dot", solve)])
@@ -183,6 +185,10 @@ def test_exact_influence_scores_well_and_its_opposite_badly(tmp_path):
     assert 0.1 < plain["lds"] < exact["lds"]
     control = judge(random.standard_normal(influence.shape))
     assert abs(control["lds"]) < 0.15 and control["interval"][0] < 0 < control["interval"][1]
+    assert (exact["behind"], exact["behind_interval"]) == (0, (0, 0))
+    behind = judge(influence + random.standard_normal(influence.shape) * influence.std() * 3, influence)
+    assert 0 < behind["behind_interval"][0] < behind["behind"] < behind["behind_interval"][1] < 1
+    assert behind["behind"] == pytest.approx(exact["lds"] - behind["lds"], abs=1e-12)
     assert judge(np.roll(influence, 1, axis=0))["lds"] < 0.2 and judge(np.roll(influence, 1, axis=1))["lds"] < 0.3
 
 

@@ -252,7 +252,7 @@ def claim(folder: Path, settings: Mapping[str, Any]) -> None:
         write_json(path, settings)
 
 
-def interval(means: Sequence[float]) -> tuple[float, float]:
+def interval(means: NDArray[np.float64]) -> tuple[float, float]:
     """Return the ends of the 95 % interval of resampled means."""
     low, high = np.quantile(means, INTERVAL).tolist()
     return low, high

@@ -67,7 +67,7 @@ def main(args: argparse.Namespace) -> None:
     scores = {name: study.scores(name) for name in args.methods}
     retraining.run_missing(subsets, args.subsets, args.workers)
     members, losses = outcomes(subsets, args.subsets)
-    rows = [row(name, scores[name], members, losses, args.seed) for name in args.methods]
+    rows = judged(scores, members, losses, args.seed)
     result = {"settings": settings, "subsets": args.subsets, "damping": args.damping, "methods": rows}
     write_json(args.output_dir / RESULT, result | {"loss_spread": float(losses.std(0).mean())})
     print(table([shown_row(one) for one in rows]))
@@ -75,7 +75,9 @@ def main(args: argparse.Namespace) -> None:
 
 def shown_row(row: Mapping[str, Any]) -> dict[str, str]:
     """Format a method's row of the table."""
-    return {"method": row["method"], "LDS [95 % interval]": shown(row["lds"], row["interval"]), **costs(row)}
+    ahead = "best" if row["behind"] == 0 else shown(row["behind"], row["behind_interval"])
+    score = {"LDS [95 % interval]": shown(row["lds"], row["interval"]), "behind the best": ahead}
+    return {"method": row["method"], **score, **costs(row)}
 
 
 def outcomes(subsets: Subsets, total: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
@@ -88,18 +90,26 @@ def outcomes(subsets: Subsets, total: int) -> tuple[NDArray[np.float64], NDArray
     return members, losses
 
 
-def row(
-    name: str, scores: Scores, members: NDArray[np.float64], losses: NDArray[np.float64], seed: int
-) -> dict[str, Any]:
-    """Judge a method: its row of the table."""
-    predicted = members @ scores.values
-    return {
-        "method": name,
-        "lds": float(correlations(predicted, -losses).mean()),
-        "interval": bootstrapped(predicted, losses, seed),
-        "seconds": scores.seconds,
-        "store_bytes": scores.store_bytes,
-    }
+def judged(
+    scores: Mapping[str, Scores], members: NDArray[np.float64], losses: NDArray[np.float64], seed: int
+) -> list[dict[str, Any]]:
+    """Judge methods: the rows of the table, each with how far it is behind the best, on the same draws."""
+    predicted = {name: members @ one.values for name, one in scores.items()}
+    found = {name: float(correlations(sums, -losses).mean()) for name, sums in predicted.items()}
+    drawn = {name: resampled(sums, losses, seed) for name, sums in predicted.items()}
+    best = max(found, key=found.__getitem__)
+    return [
+        {
+            "method": name,
+            "lds": found[name],
+            "interval": interval(drawn[name]),
+            "behind": found[best] - found[name],
+            "behind_interval": interval(drawn[best] - drawn[name]),
+            "seconds": one.seconds,
+            "store_bytes": one.store_bytes,
+        }
+        for name, one in scores.items()
+    ]
 
 
 def correlations(predicted: NDArray[np.float64], found: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -117,15 +127,15 @@ def correlations(predicted: NDArray[np.float64], found: NDArray[np.float64]) -> 
     return np.asarray((one * other).sum(0) / np.where(size == 0, 1, size))
 
 
-def bootstrapped(predicted: NDArray[np.float64], losses: NDArray[np.float64], seed: int) -> tuple[float, float]:
-    """Return the 95 % interval of the score: both subsets and queries are drawn with replacement."""
+def resampled(predicted: NDArray[np.float64], losses: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
+    """Return `RESAMPLES` scores of subsets and queries drawn with replacement; equal draws for equal seeds."""
     random = np.random.default_rng(seed)
     count, queries = losses.shape
-    means = []
-    for _ in range(RESAMPLES):
+    found = np.empty(RESAMPLES)
+    for number in range(RESAMPLES):
         drawn = np.ix_(random.integers(count, size=count), random.integers(queries, size=queries))
-        means.append(float(correlations(predicted[drawn], -losses[drawn]).mean()))
-    return interval(means)
+        found[number] = correlations(predicted[drawn], -losses[drawn]).mean()
+    return found
 
 
 def _centred_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
