@@ -132,6 +132,8 @@ def test_the_table_is_the_rank_correlation_of_summed_scores(judged):
     }
     found = {one["method"]: one for one in record["methods"]}
     assert list(found) == list(METHODS) and record["subsets"] == 4
+    losses = np.array([one["losses"] for one in subsets])
+    assert (record["loss"], record["loss_spread"]) == pytest.approx((losses.mean(), losses.std(axis=0).mean()))
     for name, each in scores.items():
         sums = np.array([each[one["members"]].sum(0) for one in subsets])
         wanted = [spearmanr(sums[:, q], [-one["losses"][q] for one in subsets])[0] for q in range(3)]

@@ -68,9 +68,19 @@ def main(args: argparse.Namespace) -> None:
     retraining.run_missing(subsets, args.subsets, args.workers)
     members, losses = outcomes(subsets, args.subsets)
     rows = judged(scores, members, losses, args.seed)
-    result = {"settings": settings, "subsets": args.subsets, "damping": args.damping, "methods": rows}
-    write_json(args.output_dir / RESULT, result | {"loss_spread": float(losses.std(0).mean())})
+    result = {
+        "settings": settings,
+        "subsets": args.subsets,
+        "damping": args.damping,
+        "loss": float(losses.mean()),
+        "loss_spread": float(losses.std(0).mean()),
+        "methods": rows,
+    }
+    write_json(args.output_dir / RESULT, result)
     print(table([shown_row(one) for one in rows]))
+    print(
+        "loss of a query: {loss:.3f} nats, with a standard deviation of {loss_spread:.3f} over subsets".format(**result)
+    )
 
 
 def shown_row(row: Mapping[str, Any]) -> dict[str, str]:
