@@ -130,10 +130,13 @@ class Study:
 
     @cached_property
     def _rows(self) -> dict[str, tuple[Store, float]]:
-        """The stores, with the seconds that each took: of the samples by gradient type, and of the queries."""
+        """The stores, with the seconds that each took: of the samples by gradient type, and of the queries.
+
+        The queries come first: every method bears their cost, and with it that of the first imports.
+        """
+        found = {"queries": self._collected("queries", "val", self.queries, "sgd")}
         types = sorted({method.rows for name in self.args.methods if (method := METHODS[name]).rows is not None})
-        found = {kind: self._collected(kind, "train", self.samples, kind) for kind in types}
-        return found | {"queries": self._collected("queries", "val", self.queries, "sgd")}
+        return found | {kind: self._collected(kind, "train", self.samples, kind) for kind in types}
 
     def _collected(self, name: str, split: str, count: int, kind: str) -> tuple[Store, float]:
         """Collect a store, or check the one that is there."""

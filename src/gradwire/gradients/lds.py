@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> None:
 def shown_row(row: Mapping[str, Any]) -> dict[str, str]:
     """Format a method's row of the table."""
     ahead = "best" if row["behind"] == 0 else shown(row["behind"], row["behind_interval"])
-    score = {"LDS [95 % interval]": shown(row["lds"], row["interval"]), "behind the best": ahead}
+    score = {"LDS [95 %]": shown(row["lds"], row["interval"]), "behind the best [95 %]": ahead}
     return {"method": row["method"], **score, **costs(row)}
 
 

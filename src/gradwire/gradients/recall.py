@@ -90,7 +90,7 @@ def main(args: argparse.Namespace) -> None:
 
 def shown_row(row: Mapping[str, Any]) -> dict[str, str]:
     """Format a method's row of the table."""
-    found = {f"recall, {kind} [95 % interval]": shown(row[kind]["recall"], row[kind]["interval"]) for kind in KINDS}
+    found = {f"{kind} [95 %]": shown(row[kind]["recall"], row[kind]["interval"]) for kind in KINDS}
     return {"method": row["method"], **found, **costs(row)}
 
 
