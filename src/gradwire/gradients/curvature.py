@@ -2,7 +2,7 @@
 
 H = ΦᵀΦ / n + λ · tr(ΦᵀΦ / n) / D · I for the n training rows Φ [n, D]: their second moment, damped by λ times its mean
 diagonal. It is the empirical Fisher matrix in the projected space: the kernel of Park et al., 2023, "TRAK", section 3,
-with the gradient of the loss itself; Grosse et al., 2023, section 2.2, damp by λ = 0.1 of the mean eigenvalue.
+with the gradient of the loss itself. λ = 0.1 of the mean eigenvalue is that of Grosse et al., 2023, for EK-FAC.
 """
 
 from __future__ import annotations
