@@ -280,6 +280,26 @@ def test_recall_is_the_share_of_planted_samples_among_the_best(planted):
     assert found["random"]["task"]["recall"] < 0.5
 
 
+def test_a_repeated_call_uses_what_is_there(small, planted, tmp_path):
+    made, given = planted
+    output = shutil.copytree(made, tmp_path / "recall")
+    before = {path: path.stat().st_mtime_ns for path in (output / "data").rglob("*.pt")}
+    record = json.loads((output / "recall.json").read_text())
+    assert run("recall", small, output, *given) == 0
+    assert json.loads((output / "recall.json").read_text())["methods"][0] == record["methods"][0]
+    assert run("recall", small, output, *given, "--top_k", 30, "--methods", "cosine") == 0
+    (found,) = json.loads((output / "recall.json").read_text())["methods"]
+    assert [found[kind]["recall"] for kind in recall.KINDS] == [1, 1, 1]  # 30 samples in all
+    assert before and before == {path: path.stat().st_mtime_ns for path in (output / "data").rglob("*.pt")}
+
+
+def test_a_training_that_diverges_is_named(small, tmp_path, capsys):
+    given = ["--queries", 3, "--methods", "random", "--lr", 1e30]
+    assert run("lds", small, tmp_path / "lds", *given) == 3
+    assert "the training on subset 0 diverged: use a smaller --lr in another --output_dir" in capsys.readouterr().err
+    assert not list((tmp_path / "lds" / "subsets").iterdir())
+
+
 def test_recall_by_hand():
     best = [["a", "b", "c", "d"], ["d", "c", "b", "a"]]
     wanted = [frozenset("ac"), frozenset("a")]
