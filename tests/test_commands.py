@@ -40,7 +40,7 @@ ELSEWHERE = {  # first line of a block: what runs it
 }
 SHORTENED = {  # experiment: its grid in the copy
     "configs/links.yaml": [
-        {"strategies": ["ddp", "fsdp2"], "links": ["none", "100mbit"], "compressors": ["none", "int8"]},
+        {"strategies": ["ddp", "fsdp2"], "links": ["1gbit", "100mbit"], "compressors": ["none", "int8"]},
         {"strategies": ["ddp", "fsdp2"], "world_sizes": [1], "compressors": ["none"]},
     ]
 }
