@@ -177,13 +177,27 @@ def test_a_failed_job_is_named_and_the_others_are_done(folder):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_stops_snakemake_and_its_jobs(folder, number):
-    """A terminal's Ctrl-C reaches the whole group; a scheduler's SIGTERM this process only."""
+@pytest.mark.parametrize(
+    ("number", "inherited"),
+    [(signal.SIGINT, signal.SIG_DFL), (signal.SIGTERM, signal.SIG_DFL), (signal.SIGTERM, signal.SIG_IGN)],
+    ids=["terminal", "scheduler", "background"],
+)
+def test_a_signal_stops_snakemake_and_its_jobs(folder, number, inherited):
+    """A terminal's Ctrl-C reaches the whole group; a scheduler's SIGTERM this process only.
+
+    A script's background jobs ignore Ctrl-C, and so do their children.
+    """
     stub = (folder / "gradwire").read_text()
     (folder / "gradwire").write_text(stub.replace("download*)", "download*) touch begun; sleep 61;"))
     command = [sys.executable, "-m", "gradwire", "run"]
-    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        command,
+        stdout=-1,
+        stderr=-1,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, inherited),
+    ) as process:
         while not (folder / "begun").exists():
             time.sleep(0.1)
         if number == signal.SIGINT:

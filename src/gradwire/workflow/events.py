@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -52,5 +53,6 @@ class LogHandler(LogHandlerBase):  # type: ignore[misc]
 
 if __name__ == "__main__":
     parent_watch.watch()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # how `run` stops it; a script's `&` leaves it ignored
     LoggerPluginRegistry().register_plugin(NAME, sys.modules[__name__])
     main([*sys.argv[1:], "--logger", NAME])
