@@ -314,7 +314,7 @@ def test_bad_input_is_one_message(world):
         "a plain reducer": "needs an IslandReducer",
         "another strategy": "use strategy hsdp",
         "no islands": "islands is 0: strategy hsdp, or a link between islands, needs at least 2",
-        "one island": "use fsdp2 for a single one",
+        "one island": "for a single island use fsdp2",
         "three islands": "3 islands do not divide 4 ranks evenly: take a world size that is a multiple of 3",
         "other names": "('between', 'inside'), not ('replicate', 'shard')",
         "other islands": "the reducer has 2 islands, but islands is 3",
