@@ -163,7 +163,10 @@ class Study:
         call(args, ["grads", "aggregate", f"--base_path={folder}", f"--dim={args.dim}"])
         if not cost.is_file():
             write_json(cost, {"seconds": time.perf_counter() - began})
-        return open_store(folder / f"dim{args.dim}"), float(read_object(cost)["seconds"])
+        seconds = read_object(cost).get("seconds")
+        if not isinstance(seconds, float):
+            raise BadInput(f"{cost} has no seconds: delete {folder} and run the same command again.")
+        return open_store(folder / f"dim{args.dim}"), seconds
 
     @cached_property
     def model_dir(self) -> Path:
