@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from links_rows import row
 from test_training import losses, run, shards, words  # noqa: F401  a fixture
 
 from gradwire.config import Cell, Run, experiment
 from gradwire.errors import BadInput
 from gradwire.launch.links import probe
+from gradwire.parallel import parameters_unhooked
+from gradwire.report.measurements import unmeasurable
 from gradwire.topology import link_rate
 
 INT8 = {"method": "int8", "rounding": "stochastic", "error_feedback": True}
@@ -192,6 +195,17 @@ def test_other_strategies_run_on_a_link_between_islands():
         "ddp/none/ws4-islands2/between-1gbit/seed0",
         "hsdp/none/ws4-islands2/between-1gbit/seed0",
     }
+
+
+def test_flat_shards_ignore_the_islands_of_a_link():
+    """The model is sharded over all ranks; `predict` leaves the row out: its messages between islands are unknown."""
+    sizes = [7, 11, 13]
+    flat = parameters_unhooked("fsdp2", sizes, 4, islands=2)
+    assert flat == parameters_unhooked("fsdp2", sizes, 4) == 3 * RAW * (7 + 2 * (11 + 13))
+    assert parameters_unhooked("hsdp", sizes, 4, islands=2) == 2 * RAW * (7 + 2 * (11 + 13))
+    made = row("fsdp2", "none", "100mbit")
+    assert unmeasurable(made) is None
+    assert "leave an island" in unmeasurable(made.model_copy(update={"islands": 2, "link": "between-100mbit"}))
 
 
 def test_a_link_by_class_has_one_name():
