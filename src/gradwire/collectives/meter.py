@@ -1,8 +1,8 @@
 """Meter of this rank's collectives: bytes, seconds and calls, by operation and purpose.
 
 Purposes: ``payload`` (gradients), ``agreement`` (the non-finite flag), ``parameters`` (including their codec's time),
-``control`` (losses, norms), and ``codec`` for encoding and decoding gradients, which send nothing. Each span is a
-profiler range ``gradwire/<purpose>/<op>``.
+``control`` (losses, norms), and ``codec`` for encoding and decoding gradients, which send nothing. While a profiler
+runs, each span is a range ``gradwire/<purpose>/<op>``.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
 from typing import NamedTuple
 
 import torch
+from torch.autograd import profiler
 from torch.profiler import record_function
 
 CPU = torch.device("cpu")
@@ -115,7 +116,7 @@ class Meter:
             first, last = self.event(), self.event()
             first.record()
         entered = time.perf_counter()
-        with record_function(f"gradwire/{purpose}/{op}"):
+        with profiler_range(f"gradwire/{purpose}/{op}"):
             start = time.perf_counter()
             yield
             seconds = time.perf_counter() - start
@@ -145,6 +146,11 @@ class Meter:
     def sent(self, purpose: str) -> int:
         """Return the bytes sent for one purpose."""
         return sum(cost.bytes for cost in self.by_op(purpose).values())
+
+
+def profiler_range(name: str) -> AbstractContextManager[object]:
+    """Return a profiler range, or nothing where no profiler runs: opening one costs more than a small collective."""
+    return record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
 METER = Meter()  # every data collective of this process

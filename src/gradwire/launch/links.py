@@ -152,7 +152,7 @@ class Testbed:
 
 
 @contextmanager
-def testbed(link: str, namespaces: int, ranks: int) -> Iterator[Testbed]:
+def testbed(link: str, namespaces: int, ranks: int = 1) -> Iterator[Testbed]:
     """Build the testbed in the namespaces that `enter` created, with ``ranks`` in each of its own.
 
     Raises:
