@@ -393,3 +393,18 @@ def without_a_gradient(rank, world, group):
 def test_a_parameter_without_a_gradient_is_named(world):
     for message in world(2).run(without_a_gradient):
         assert message.startswith("6 of 7 parameters got no gradient: cube, rows.weight")
+
+
+def own_gradients(rank, world, group, strategy):
+    """This rank's gradients of two backward passes in a plain loop, without `accumulation`."""
+    model = wrap(held(), strategy, Reducer(build("onebit"), group), device="cpu", average=False)
+    for step in range(2):
+        model(gradients_of(rank, step)).backward()
+    return {name: p.grad.clone() for name, p in named_parameters(model) if p.grad is not None}
+
+
+@pytest.mark.parametrize("strategy", REPLICAS)
+def test_a_model_that_is_not_to_average_never_does(world, strategy):
+    for rank, found in enumerate(world(2).run(own_gradients, strategy)):
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, gradients_of(rank, 0)[name] + gradients_of(rank, 1)[name])

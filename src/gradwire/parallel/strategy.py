@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
@@ -102,6 +102,11 @@ class Strategy(ABC):
 
     def changed(self, wrapped: nn.Module) -> None:  # noqa: B027  nothing to do for replicas
         """Take over parameters that were changed in place, other than by an optimizer step after a backward pass."""
+
+    def keep_apart(self, wrapped: nn.Module) -> None:
+        """Never reduce gradients, also outside of `accumulation`."""
+        self._apart = ExitStack()
+        self._apart.enter_context(self.accumulation(wrapped, last=False))
 
     @abstractmethod
     def accumulation(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[object]:

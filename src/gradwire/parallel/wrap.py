@@ -62,8 +62,8 @@ def wrap(
         reducer: Averages the gradients; None keeps the framework's reduction. With one rank it is never called. For
             ``hsdp`` an `IslandReducer`.
         device: The device to compute on: ``cpu``, or this rank's GPU; None is the device of the model's parameters.
-        average: False keeps each rank's own gradients inside `accumulation`, for an optimizer that communicates
-            (`parallel.optimizers`). The reducer then belongs to the optimizer; only its group is used here.
+        average: False keeps each rank's own gradients, for an optimizer that communicates (`parallel.optimizers`).
+            The reducer then belongs to the optimizer; only its group is used here.
         options: Options of the strategy, such as ``bucket_mb`` and ``find_unused_parameters`` of ``ddp``,
             ``param_compress`` and ``mp_policy`` of ``fsdp2`` or ``islands`` of ``hsdp``; see its class.
             With one rank per island ``hsdp`` is ``ddp``, with a warning.
@@ -100,6 +100,8 @@ def wrap(
         check_agreement(reducer, shapes)  # before the framework broadcasts parameters
     wrapped = way.wrap(model.to(device))
     attach(wrapped, way)
+    if not way.communicates:
+        way.keep_apart(wrapped)
     if reducer is not None and (average or way.communicates):
         attach_reducer(reducer, wrapped, way, shapes)
     return wrapped
