@@ -19,6 +19,7 @@ from world import PRELOAD
 import gradwire
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+SCRIPT = Path(__file__).with_name("own_script.py")
 STEPS = 20
 LINES = 36  # an example is read at one glance
 
@@ -103,6 +104,28 @@ def test_lightning_resumes_as_if_unbroken(tmp_path):
     assert same == ranks
     mine, other = (torch.load(io.BytesIO(saved), weights_only=True)["residuals"] for saved in ranks)
     assert mine and str(mine) != str(other), "each rank has its own residuals"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("way", ["ddp", "fsdp2", "accelerate", "trainer"])
+def test_a_script_around_a_llama_resumes_as_if_unbroken(tmp_path, way):
+    """Top-k with error feedback, bfloat16 autocast and accumulation; Lightning's turn is above."""
+    pytest.importorskip("accelerate")
+    unbroken, resumed = tmp_path / "unbroken", tmp_path / "resumed"
+    printed = []
+    for folder, first, last in ((unbroken, 0, 6), (resumed, 0, 3), (resumed, 3, 6)):
+        folder.mkdir(exist_ok=True)
+        printed.append(run(SCRIPT, tmp_path, way, str(folder), str(first), str(last))[0])
+    losses = [re.findall(r"loss ([\d.]+)", text) for text in printed]
+    assert losses[2][-3:] == losses[0][3:] and float(losses[0][-1]) < float(losses[0][0])
+    sent, raw = traffic(printed[0])
+    assert raw / sent > 6, "a tenth of the values, with indices, once per optimizer step"
+    ends = [
+        [torch.load(folder / f"end{rank}.pt", weights_only=True) for rank in range(2)] for folder in (unbroken, resumed)
+    ]
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=0)
+    first, second = (str(end["reducer"]["residuals"]) for end in ends[0])
+    assert first != second, "each rank has its own residuals"
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2", "with_accelerate"])
