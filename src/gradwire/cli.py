@@ -58,6 +58,7 @@ VERBS = {
     ),
     "grads query": Verb("gradwire.gradients.query", "find the samples whose gradients are nearest to that of a text"),
     "grads serve": Verb("gradwire.gradients.serve", "answer queries of a gradient store in a browser, on this machine"),
+    "grads factors": Verb("gradwire.gradients.factors", "compute the curvature for gradients of type ekfac"),
     "grads lds": Verb(
         "gradwire.gradients.lds", "judge attribution methods by trainings on random subsets of the samples"
     ),

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from gradwire.gradients.search import Store
 
 SETTINGS = "settings.json"
+COST = "cost.json"  # of a store or of factors: its seconds
 RESAMPLES = 1000
 INTERVAL = (0.025, 0.975)
 
@@ -39,14 +40,16 @@ class Method(NamedTuple):
     """How a method scores.
 
     Attributes:
-        rows: Gradient type of the samples' rows; queries have rows of type ``sgd``. None: scores are random.
+        rows: Gradient type of the samples' rows. None: scores are random.
         metric: ``cosine`` or ``dot``.
         curved: Whether products and norms are those under `curvature`.
+        queries: Gradient type of the queries' rows.
     """
 
     rows: str | None
     metric: str = ""
     curved: bool = False
+    queries: str = "sgd"
 
 
 METHODS = {
@@ -56,6 +59,7 @@ METHODS = {
     "adam": Method("adam", "cosine"),  # LESS, with the moments and the formula of the training's own optimizer
     "fisher": Method("sgd", "dot", curved=True),  # TRAK's estimator, with the gradient of the loss itself
     "fisher-cosine": Method("sgd", "cosine", curved=True),
+    "ekfac": Method("sgd", "dot", queries="ekfac"),
 }
 
 
@@ -89,7 +93,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--damping",
         type=NOT_NEGATIVE,
         default=curvature.DAMPING,
-        help="of the fisher methods, in units of the mean diagonal",
+        help="of the fisher methods and of ekfac, in units of the mean curvature",
     )
     parser.add_argument("--seed", type=SEED, default=0, help="of weights, order, projection, subsets and resampling")
 
@@ -118,7 +122,7 @@ class Study:
         if method.rows is None:
             random = np.random.default_rng(self.args.seed)
             return Scores(random.standard_normal((self.samples, self.queries)), 0.0, 0)
-        (train, of_rows), (queries, of_queries) = self._rows[method.rows], self._rows["queries"]
+        (train, of_rows), (queries, of_queries) = self._rows[method.rows], self._queries(method.queries)
         check_alike(train, queries)
         began = time.perf_counter()
         rows = RowFile(train.rows.names.rows)
@@ -138,12 +142,35 @@ class Study:
         types = sorted({method.rows for name in self.args.methods if (method := METHODS[name]).rows is not None})
         return found | {kind: self._collected(kind, "train", self.samples, kind) for kind in types}
 
-    def _collected(self, name: str, split: str, count: int, kind: str) -> tuple[Store, float]:
+    def _queries(self, kind: str) -> tuple[Store, float]:
+        """The queries' store of a gradient type, with the seconds that it took, those of the factors included."""
+        if kind == "sgd":
+            return self._rows["queries"]
+        damping = self.args.damping
+        factors = self.folder / f"factors-{damping:g}"
+        options = {
+            "model_dir": self.model_dir,
+            "data_path": self.shards,
+            "output_dir": factors,
+            "split": "train",
+            "max_samples": self.samples,
+            "damping": damping,
+        }
+        began = time.perf_counter()
+        if not (factors / COST).is_file():
+            call(self.args, ["grads", "factors", *(f"--{name}={value}" for name, value in options.items())])
+            write_json(factors / COST, {"seconds": time.perf_counter() - began})
+        store, seconds = self._collected(f"{kind}-{damping:g}", "val", self.queries, kind, factors)
+        return store, seconds + seconds_of(factors)
+
+    def _collected(
+        self, name: str, split: str, count: int, kind: str, optimizer_dir: Path | None = None
+    ) -> tuple[Store, float]:
         """Collect a store, or check the one that is there."""
         from gradwire.gradients.search import open_store
 
         args, folder = self.args, self.folder / name
-        cost = folder / "cost.json"
+        cost = folder / COST
         if not cost.is_file():  # begun and not completed: its time would be that of the rest
             shutil.rmtree(folder, ignore_errors=True)
         options = {
@@ -157,16 +184,14 @@ class Study:
             "projection": args.projection,
             "seed": args.seed,
             "device": "cpu",
+            **({} if optimizer_dir is None else {"optimizer_dir": optimizer_dir}),
         }
         began = time.perf_counter()
         call(args, ["grads", "collect", *(f"--{option}={value}" for option, value in options.items())])
         call(args, ["grads", "aggregate", f"--base_path={folder}", f"--dim={args.dim}"])
         if not cost.is_file():
             write_json(cost, {"seconds": time.perf_counter() - began})
-        seconds = read_object(cost).get("seconds")
-        if not isinstance(seconds, float):
-            raise BadInput(f"{cost} has no seconds: delete {folder} and run the same command again.")
-        return open_store(folder / f"dim{args.dim}"), seconds
+        return open_store(folder / f"dim{args.dim}"), seconds_of(folder)
 
     @cached_property
     def model_dir(self) -> Path:
@@ -184,6 +209,18 @@ class Study:
             tokenizer = self.shards.parent / "tokenizer"
             folder.save(model.state_dict(), model.config, tokenizer, made, {"steps": self.args.steps}, moments)
         return made
+
+
+def seconds_of(folder: Path) -> float:
+    """Return what making a folder took.
+
+    Raises:
+        BadInput: If its file does not say.
+    """
+    seconds = read_object(folder / COST).get("seconds")
+    if not isinstance(seconds, float):
+        raise BadInput(f"{folder / COST} has no seconds: delete {folder} and run the same command again.")
+    return seconds
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:

@@ -45,9 +45,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--grad_type",
-        choices=get_args(GradType),
+        choices=(*get_args(GradType), "ekfac"),
         default="sgd",
-        help="sgd: the gradient; adam: the update Adam would make with the saved moments; sign: the gradient's signs",
+        help="sgd: the gradient; adam: the update Adam would make with the saved moments; sign: the gradient's signs; "
+        "ekfac: the gradient under the inverse curvature of `grads factors`",
     )
     parser.add_argument(
         "--adam_variant",
@@ -55,7 +56,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default="torch",
         help="torch: as torch.optim.Adam; less: as LESS, betas 0.9 and 0.999, no bias correction, eps 1e-8 in the root",
     )
-    parser.add_argument("--optimizer_dir", type=Path, help="folder of Adam's moments (default: --model_dir)")
+    parser.add_argument(
+        "--optimizer_dir",
+        type=Path,
+        help="folder of Adam's moments (default: --model_dir), or of the factors for ekfac",
+    )
     parser.add_argument(
         "--loss", choices=get_args(SampleLoss), default="mean", help="reduction of a sample's loss over its targets"
     )
@@ -131,10 +136,11 @@ def preflight(args: argparse.Namespace) -> None:
 
 def _intended(args: argparse.Namespace, shards: Shards, world_size: int) -> Provenance:
     """Return what this call will collect, as far as known before the model is loaded."""
-    from gradwire.gradients import metadata, provenance
+    from gradwire.gradients import ekfac, metadata, provenance
     from gradwire.models import lora, optimizer, saved
     from gradwire.source_digest import source_digest
 
+    digests = {"adam": optimizer.digest, "ekfac": ekfac.digest}
     samples = len(shards) if args.max_samples is None else min(args.max_samples, len(shards))
     if world_size > samples:
         raise BadInput(f"{world_size} ranks for {samples} samples of {args.data_path}: start at most {samples} ranks.")
@@ -165,7 +171,7 @@ def _intended(args: argparse.Namespace, shards: Shards, world_size: int) -> Prov
         strategy=args.strategy,
         adam_variant=args.adam_variant,
         optimizer_dir=args.optimizer_dir and str(args.optimizer_dir),
-        optimizer_digest=optimizer.digest(args.optimizer_dir or args.model_dir) if args.grad_type == "adam" else None,
+        optimizer_digest=digests.get(args.grad_type, lambda _: None)(args.optimizer_dir or args.model_dir),
         lora=adapter,
         lora_dir=args.lora_dir and str(args.lora_dir),
         metadata=metadata.chosen(args.metadata),

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gradwire.gradients.search import Store
 
 SAME = ("model_digest", "lora", "dim", "projection", "seed", "fingerprints", "loss")  # of training and validation
-SAME_STEP = ("adam_variant", "optimizer_digest")  # if both are of type adam
+SAME_STEP = ("adam_variant", "optimizer_digest")  # if both are of type adam, or both of ekfac
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -125,7 +125,8 @@ def check_alike(train: Store, validation: Store) -> None:
     Raises:
         BadInput: If their projections or models differ.
     """
-    both_adam = train.manifest.grad_type == validation.manifest.grad_type == "adam"
-    for field in (*SAME, *(SAME_STEP if both_adam else ())):
+    kind = train.manifest.grad_type
+    stepped = kind == validation.manifest.grad_type and kind in ("adam", "ekfac")
+    for field in (*SAME, *(SAME_STEP if stepped else ())):
         if getattr(train.manifest, field) != getattr(validation.manifest, field):
             raise BadInput(f"{train.path} and {validation.path} differ in {field}: their gradients cannot be compared.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from gradwire.config import AdamVariant, GradMethod, GradType, Projection, RowType, SampleLoss
+from gradwire.config import AdamVariant, GradMethod, Projection, RowType, SampleLoss
 from gradwire.errors import BadInput
 from gradwire.files import digest, write_json
 
@@ -40,7 +40,7 @@ class Provenance:
         samples: Number of samples, from the start of the split.
         world_size: Number of ranks.
         dims: Widths of the rows, ascending.
-        grad_type: ``sgd`` (the gradient), ``adam`` or ``sign``.
+        grad_type: ``sgd`` (the gradient), ``adam``, ``sign`` or ``ekfac``.
         loss: The loss of a sample: ``mean`` or ``sum`` over its valid targets.
         method: How gradients are computed.
         projection: How gradients are projected.
@@ -49,8 +49,8 @@ class Provenance:
         store: The row type.
         strategy: ``ddp``: every rank holds the full model; ``fsdp2``: its weights are sharded.
         adam_variant: Formula of the ``adam`` gradient type.
-        optimizer_dir: Folder of Adam's moments; None for the model folder.
-        optimizer_digest: Digest of the moments; None unless ``grad_type`` is ``adam``.
+        optimizer_dir: Folder of Adam's moments, or of EK-FAC's factors; None for the model folder.
+        optimizer_digest: Their digest; None unless ``grad_type`` is ``adam`` or ``ekfac``.
         lora: Digest of a saved LoRA adapter, or rank and seed of a new one; None for the full model.
         lora_dir: Folder of the saved adapter.
         metadata: Additional columns of the tables.
@@ -69,7 +69,7 @@ class Provenance:
     samples: Positive
     world_size: Positive
     dims: Annotated[list[Positive], Field(min_length=1)]
-    grad_type: GradType
+    grad_type: Literal["sgd", "adam", "sign", "ekfac"]
     loss: SampleLoss
     method: GradMethod
     projection: Projection

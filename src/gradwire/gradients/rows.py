@@ -20,7 +20,7 @@ from gradwire.collectives.world import World
 from gradwire.data.batches import Batch, collate
 from gradwire.data.shards import Sample
 from gradwire.errors import BadInput, GradwireError, NonFiniteGradient, RunFault
-from gradwire.gradients import metadata, projections, store
+from gradwire.gradients import ekfac, metadata, projections, store
 from gradwire.gradients import types as gradient_types
 from gradwire.gradients.fused import Fused, fused_rows
 from gradwire.gradients.projections.factored import Factored
@@ -338,16 +338,21 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def kind_of(provenance: Provenance, model: nn.Module, device: torch.device) -> gradient_types.GradientType:
-    """Build the gradient type, with Adam's moments if needed.
+    """Build the gradient type, with Adam's moments or EK-FAC's factors if needed.
 
     Raises:
-        BadInput: If the moments are missing, have changed, or do not fit the model.
+        BadInput: If these are missing, have changed, or do not fit the model.
     """
     if provenance.grad_type == "sgd":
         return gradient_types.sgd
     if provenance.grad_type == "sign":
         return gradient_types.Sign([*shapes(model).values()])
-    found = optimizer.load(Path(provenance.optimizer_dir or provenance.model_dir))
+    place = Path(provenance.optimizer_dir or provenance.model_dir)
+    if provenance.grad_type == "ekfac":
+        if ekfac.digest(place) != provenance.optimizer_digest:
+            raise BadInput(f"the factors in {place} are not those that were collected with.")
+        return ekfac.load(place, provenance.model_digest, shapes(model), device)
+    found = optimizer.load(place)
     if optimizer.digest(found.path.parent) != provenance.optimizer_digest:
         raise BadInput(f"the moments in {found.path} are not those that were collected with.")
     return gradient_types.Adam.of(found, shapes(model), provenance.adam_variant, device)
