@@ -13,23 +13,25 @@ from gradwire.compressors.schedule import by_step
 from gradwire.errors import BadInput
 from gradwire.flags import COUNT, NATURAL
 
-CommOptimizer = Literal["gradient", "onebit_adam", "zero_one_adam", "diloco", "sparseloco", "muloco"]
+CommOptimizer = Literal["gradient", "onebit_adam", "zero_one_adam", "diloco", "sparseloco", "muloco", "desloc", "demo"]
 Inner = Literal["adamw", "muon", "sgd"]
 MOMENTUM = ("onebit_adam", "zero_one_adam")  # freeze the variance after a warm-up, and send momenta
 
 
 class Preset(NamedTuple):
-    """What a cell with local updates has if it does not say otherwise.
+    """What a cell with such an optimizer has if it does not say otherwise.
 
     Attributes:
         options: The optimizer's options.
         method: The method; None: the label names it, as everywhere.
         reduction: Options of the reducer.
+        module: The module in ``parallel.optimizers``.
     """
 
     options: Mapping[str, Any] = MappingProxyType({})
     method: str | None = None
     reduction: Mapping[str, Any] = MappingProxyType({})
+    module: str = "diloco"
 
 
 PRESETS = {
@@ -43,14 +45,24 @@ PRESETS = {
     ),
     # Thérien et al., "MuLoCo: Muon is a Practical Inner Optimizer for DiLoCo" (arXiv:2505.23725, 2025).
     "muloco": Preset({"H": 30, "outer_lr": 0.7, "outer_momentum": 0.6, "inner": "muon"}, "bins", {"ef_decay": 0.9}),
+    # Iacob et al., "DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation Models"
+    # (arXiv:2505.22549, 2025), which has no single H; the moments' intervals are its multiples of it.
+    "desloc": Preset({"H": 30, "outer_lr": 1.0, "outer_momentum": 0.0}, module="desloc"),
+    # Peng et al., "DeMo: Decoupled Momentum Optimization" (arXiv:2411.19870, 2024).
+    "demo": Preset(method="dcttopk", reduction={"ef_decay": 0.999}, module="demo"),
 }
 
 
-LOCAL = tuple(PRESETS)  # train alone for H steps, and send what that changed
+LOCAL = tuple(
+    name for name, chosen in PRESETS.items() if chosen.module != "demo"
+)  # train alone for H steps, and send what that changed
+DILOCO = tuple(name for name, chosen in PRESETS.items() if chosen.module == "diloco")
 OPTIONS = {  # of which optimizers an option is
     **dict.fromkeys(("freeze_step", "variance_kappa", "local_doubling", "max_local_steps"), ("zero_one_adam",)),
-    **dict.fromkeys(("H", "outer_lr", "outer_momentum", "dense_rounds", "streaming"), LOCAL),
-    "inner": ("gradient", *LOCAL),
+    **dict.fromkeys(("H", "outer_lr", "outer_momentum", "dense_rounds"), LOCAL),
+    **dict.fromkeys(("H_momentum", "H_variance"), ("desloc",)),
+    "streaming": DILOCO,
+    "inner": ("gradient", *DILOCO),
 }
 
 
@@ -104,6 +116,8 @@ class Communication(BaseModel):
     )
     max_local_steps: Count = Field(16, description="largest interval between synchronisations")
     H: Interval | None = Field(None, description="local steps of a round, or a schedule: {0: 1, 100: 5}")
+    H_momentum: Interval | None = Field(None, description="steps between averages of desloc's first moment; 3 H")
+    H_variance: Interval | None = Field(None, description="steps between averages of desloc's second moment; 6 H")
     outer_lr: float | None = Field(None, gt=0, description="learning rate of the outer step")
     outer_momentum: float | None = Field(None, ge=0, lt=1, description="Nesterov momentum of the outer step")
     dense_rounds: int = Field(0, **NATURAL.limits, description="first rounds without compression")
@@ -123,8 +137,9 @@ class Communication(BaseModel):
     @property
     def module(self) -> str:
         """The module in ``parallel.optimizers`` that has the optimizer."""
-        local = "diloco" if self.streaming is None else "streaming"
-        return local if self.comm_optimizer in LOCAL else self.comm_optimizer
+        if self.streaming is not None:
+            return "streaming"
+        return preset(self.comm_optimizer).module if self.comm_optimizer in PRESETS else self.comm_optimizer
 
     @property
     def options(self) -> dict[str, Any]:

@@ -42,6 +42,7 @@ VARIANTS: dict[str, list[dict]] = {
         {"scale": "absolute", "threshold": 1.0},
     ],
     "chunktopk": [{"k": 3, "chunk": 16}, {"k": 5, "chunk": 100}, {"k": 9, "chunk": 4}],
+    "dcttopk": [{"k": 3, "tile": 8}, {"k": 1, "tile": 1}, {"k": 40, "tile": 10}],
     "bins": [{"bits": 1}, {"bits": 8}, {"bits": 4, "sigmas": 3.0}],
     "randomk": [{"density": 0.3}, {"density": 1.0}, {"scaled": False, "density": 0.05}],
     "gradiveq": [{"slice": 8, "components": 2, "window": 1, "refresh": 2}],

@@ -206,6 +206,7 @@ ALONE = {
     "onebit_adam": ({"dense_steps": 2}, {}),
     "zero_one_adam": ({"dense_steps": 1}, {"freeze_step": 3, "local_doubling": 1, "steps": 8}),
     "diloco": ({}, {"H": 3, "outer_lr": 0.8, "outer_momentum": 0.5, "steps": 8}),
+    "desloc": ({}, {"H": 2, "H_momentum": 3, "H_variance": 4, "steps": 8}),
 }
 
 

@@ -262,7 +262,9 @@ def check_bytes(case, strategy, traffics, sent, expected):
         assert traffic["exempt_elements"] == 0, case
         if case.algorithm != "native":  # of native sums `Protocol` does not know how they travel
             assert (total, traffic["closed_form"]) == (sent, expected), case
-            assert (traffic["index"] > 0) == case.method.startswith(("topk", "chunktopk", "threshold", "randomk")), case
+            assert (traffic["index"] > 0) == case.method.startswith(
+                ("topk", "chunktopk", "dcttopk", "threshold", "randomk")
+            ), case
     if case.method == "none" and case.algorithm == "exchange":
         assert total == raw == STEPS * traffic_unhooked(NUMEL, strategy, len(traffics))
 

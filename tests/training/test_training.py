@@ -433,7 +433,12 @@ def test_the_record_of_an_optimizer_that_communicates(world, shards, tmp_path, s
 
 
 ROUNDS = {"H": 3, "outer_lr": 0.7, "outer_momentum": 0.5}  # of 7 steps: 0 to 2, 3 to 5, and 6
-LOCAL = [("naive", 2, {"inner": "sgd"}), ("ddp", 2, {"dense_rounds": 1}), ("bucket", 3, {"H": {0: 1, 2: 4}})]
+LOCAL = [
+    ("naive", 2, {"inner": "sgd"}),
+    ("ddp", 2, {"dense_rounds": 1}),
+    ("bucket", 3, {"H": {0: 1, 2: 4}}),
+    ("ddp", 2, {"comm_optimizer": "desloc", "H_momentum": 2, "H_variance": 4}),
+]
 
 
 @pytest.mark.parametrize(("strategy", "size", "more"), LOCAL)
@@ -445,7 +450,7 @@ def test_a_run_of_local_updates_resumes_inside_of_a_round(world, shards, tmp_pat
     whole = world(size).run(run, words(shards, tmp_path / "whole", **options))
     shutil.copytree(tmp_path / "whole" / "checkpoints", tmp_path / "resumed" / "checkpoints")
     resumed = world(size).run(run, words(shards, tmp_path / "resumed", "--resume", **options))
-    ends = {0, 1, 5, 6} if "H" in more else {2, 5, 6}
+    ends = {0, 1, 5, 6} if "H" in more else {2, 5, 6} | ({1, 3, 5} if "H_momentum" in more else set())
     compared = ("loss", "grad_norm", "val_loss", "bytes_sent", "bytes_raw", "bytes_closed_form", "residual_norm")
     for (before, _), (after, _) in zip(whole, resumed, strict=True):
         for name in compared:
@@ -455,12 +460,13 @@ def test_a_run_of_local_updates_resumes_inside_of_a_round(world, shards, tmp_pat
     weights = [(tmp_path / name / "final_model/model.safetensors").read_bytes() for name in ("whole", "resumed")]
     assert weights[0] == weights[1]
     record = whole[0][1]
-    assert record["optimizer"] == "diloco" and record["compress_config"]["error_feedback"] is True
+    assert record["optimizer"] == cell["comm_optimizer"] and record["compress_config"]["error_feedback"] is True
     assert record["bytes_compressed_total"] == record["bytes_closed_form_total"]
     dense = {2} if "dense_rounds" in more else set()
     sent = [sum(rank[0][step]["bytes_sent"] for rank in whole) for step in range(7)]
     raw = sum(rank[0][0]["bytes_raw"] for rank in whole)
-    assert all((sent[step] == raw) == (step in dense) for step in ends)
+    moments = {1} if "H_momentum" in more else set()  # as float32; two of them after step 3
+    assert all((sent[step] == raw) == (step in dense | moments) for step in ends)
     steady = [step for step in range(7) if step > max(dense, default=-1)]
     assert record["compression_ratio_steady"] == pytest.approx(len(steady) * raw / sum(sent[step] for step in steady))
     assert record["compression_ratio"] == pytest.approx(7 * raw / sum(sent))

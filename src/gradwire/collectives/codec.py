@@ -223,7 +223,8 @@ class Codec:
         """Euclidean norm of this rank's residuals; None without error feedback."""
         if self.options.feedback is None:
             return None
-        squares = [feedback.residual.double().square().sum() for feedback in self._feedbacks.values()]
+        ordered = (self._feedbacks[key] for key in sorted(self._feedbacks))  # a resumed run meets them in another
+        squares = [feedback.residual.double().square().sum() for feedback in ordered]
         return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
     @property

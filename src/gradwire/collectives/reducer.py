@@ -200,12 +200,15 @@ class Reducer:
         """
         return self._begin("reduce_scatter", flat, layout, then)
 
-    def begin_all_reduce(self, flat: Tensor, layout: Layout | str, then: Then | None = None) -> Handle:
+    def begin_all_reduce(
+        self, flat: Tensor, layout: Layout | str, then: Then | None = None, *, extra: bool = False
+    ) -> Handle:
         """Begin to reduce a buffer to the mean over the ranks, bit-equal on all of them.
 
-        Its handle's ``wait`` returns float32 of ``flat``'s shape; else as `begin_reduce_scatter`.
+        Its handle's ``wait`` returns float32 of ``flat``'s shape; else as `begin_reduce_scatter`. ``extra`` is for what
+        is sent besides what takes the gradient's place: its bytes are counted as sent, and not as raw ones.
         """
-        return self._begin("all_reduce", flat, layout, then)
+        return self._begin("all_reduce", flat, layout, then, extra)
 
     def synchronize(self) -> None:
         """Wait for all reductions that have begun, on the host or with the current CUDA stream; `finish` does.
@@ -322,7 +325,7 @@ class Reducer:
             self.algorithm = state["algorithm"]
         self.codec.load_state_dict(state)
 
-    def _begin(self, kind: Kind, flat: Tensor, layout: Layout | str, then: Then | None) -> Handle:
+    def _begin(self, kind: Kind, flat: Tensor, layout: Layout | str, then: Then | None, extra: bool = False) -> Handle:
         """Add a reduction to the queue."""
         numel = flat.numel()
         flat, layout = self._buffer(flat.detach(), layout)
@@ -338,7 +341,7 @@ class Reducer:
             self._device = flat.device
             self._queue, group = build_queue(self.group, flat.device, self.overlap)
             self._ranks = self._ranks._replace(group=group)
-        task = partial(self._reduce, kind, flat, layout, numel, self.loss_scale, self._kept, then)
+        task = partial(self._reduce, kind, flat, layout, numel, self.loss_scale, self._kept, then, extra)
         return self._queue.begin(task, flat)
 
     def _reduce(
@@ -350,10 +353,11 @@ class Reducer:
         scale: float,
         kept: list[Reduced] | None,
         then: Then | None,
+        extra: bool,
     ) -> Tensor:
         """Reduce a buffer; runs in the queue, so what another thread may change meanwhile is passed in."""
         gradient = flat if scale == 1 else flat.to(torch.float32) / scale  # narrow types may not hold it
-        with self._traffic.counted(layout, kind, self._reduction.closed_form(layout, kind)):
+        with self._traffic.counted(layout, kind, self._reduction.closed_form(layout, kind), extra):
             if kind == "all_reduce":
                 mean = self._reduction.mean_everywhere(gradient, layout)
             else:

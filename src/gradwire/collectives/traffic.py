@@ -32,10 +32,11 @@ class Traffic:
         self._expected: int | None = 0  # bytes over all ranks; None once a size depended on the data
 
     @contextmanager
-    def counted(self, layout: Layout, kind: Kind, expected: int | None) -> Iterator[None]:
-        """Count one reduction: its elements, the bytes that it will send over all ranks, and its collectives."""
+    def counted(self, layout: Layout, kind: Kind, expected: int | None, extra: bool) -> Iterator[None]:
+        """Count one reduction: its elements unless it is extra, the bytes that it will send, and its collectives."""
         self._expected = None if expected is None or self._expected is None else self._expected + expected
-        self.count(layout, kind)
+        if not extra:
+            self.count(layout, kind)
         with self.ranks.meter.listing() as calls:
             yield
         if calls:

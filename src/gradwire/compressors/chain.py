@@ -33,7 +33,7 @@ class Chain(Compressor):
     @property
     def overflow(self) -> float:  # type: ignore[override]
         """The quantizer's; what the sparsifier leaves out need not be small enough for it."""
-        return self.quantizer.overflow
+        return min(self.sparsifier.overflow, self.quantizer.overflow / self.sparsifier.growth)
 
     def wire_bytes(self, shape: Shape) -> int | None:
         """Head and values; None where either depends on the data."""

@@ -45,6 +45,11 @@ class Picked(NamedTuple):
 class Sparsifier(Compressor):
     """A compressor that sends some elements; the others decode to 0."""
 
+    @property
+    def growth(self) -> float:
+        """How many times larger than all elements a sent value may be."""
+        return 1.0
+
     @abstractmethod
     def kept(self, shape: Shape) -> int | None:
         """How many elements are sent; None where that depends on the data."""

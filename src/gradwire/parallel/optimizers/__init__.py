@@ -11,28 +11,39 @@ One file each; they replace AdamW where every rank holds the whole model (`naive
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.collectives import Reducer
 from gradwire.communication import PRESETS, Streaming, preset
 from gradwire.errors import unknown
+from gradwire.parallel.strategy import strategy_of
 
-CLASSES = {
+CLASSES = {  # by module
     "onebit_adam": "OneBitAdam",
     "zero_one_adam": "ZeroOneAdam",
-    **dict.fromkeys(PRESETS, "DiLoCo"),
+    "diloco": "DiLoCo",
+    "streaming": "StreamingDiLoCo",
+    "desloc": "DesLoc",
+    "demo": "DeMo",
 }
+NAMES = sorted({"onebit_adam", "zero_one_adam", *PRESETS})
 
 
 class Communicating(Optimizer):
     """An optimizer that communicates in `exchange`, which is called before torch's ``step``."""
+
+    model: nn.Module
+    reducer: Reducer
 
     @property
     def in_step(self) -> bool:
@@ -76,10 +87,31 @@ class Communicating(Optimizer):
             RunFault: If a parameter that this optimizer sends has no gradient.
         """
 
+    def finish(self, norm: float, total: Tensor | None, *, wait: bool = True) -> tuple[float, bool]:
+        """Finish the reducer's step, for an `exchange` in which every rank clips its own gradient.
+
+        Args:
+            norm: This rank's norm; one that is not finite sets the reducer's flag.
+            total: As for `exchange`.
+            wait: As for `Reducer.finish`.
+
+        Returns:
+            As `exchange`; the norm is the root mean square over the ranks.
+        """
+        group, device = strategy_of(self.model).group, strategy_of(self.model).device
+        if not math.isfinite(norm):
+            self.reducer.codec.note(torch.ones(1, dtype=torch.uint8, device=device))
+        square = torch.tensor([norm**2], device=device)
+        sums = square if total is None else torch.cat([total, square])
+        taken = self.reducer.finish(sums, wait=wait)
+        if total is not None:
+            total.copy_(sums[:-1])
+        return (sums[-1] / dist.get_world_size(group)).sqrt().item(), taken
+
 
 def available() -> list[str]:
     """Return the names of all optimizers that communicate, sorted."""
-    return sorted(CLASSES)
+    return NAMES
 
 
 def build(
@@ -97,13 +129,13 @@ def build(
     Raises:
         BadInput: If the name is unknown, or an option is out of range.
     """
-    if name not in CLASSES:
-        raise unknown("optimizer that communicates,", name, CLASSES)
-    module, kind = name, CLASSES[name]
+    if name not in NAMES:
+        raise unknown("optimizer that communicates,", name, NAMES)
+    module = name
     if name in PRESETS:
-        options = {**preset(name).options, **options}
+        module, options = preset(name).module, {**preset(name).options, **options}
         streaming = options.pop("streaming", None)
-        module, kind = ("diloco", "DiLoCo") if streaming is None else ("streaming", "StreamingDiLoCo")
-        options |= {} if streaming is None else {"streaming": Streaming.model_validate(streaming)}
-    optimizer: Communicating = getattr(import_module(f"{__name__}.{module}"), kind)(model, groups, reducer, **options)
-    return optimizer
+        if streaming is not None:
+            module, options["streaming"] = "streaming", Streaming.model_validate(streaming)
+    kind: type[Communicating] = getattr(import_module(f"{__name__}.{module}"), CLASSES[module])
+    return kind(model, groups, reducer, **options)

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -88,25 +87,18 @@ class LocalUpdates(Communicating):
         A step that communicates takes the inner step here, because what is sent includes it.
         """
         norm = clip_grad_norm(self.model, max_norm)
-        finite, device = math.isfinite(norm), strategy_of(self.model).device
         self.sent = self.due(self.reducer.step)
         if self.sent:
-            if not finite and self.reducer.nonfinite == "skip":
+            if not math.isfinite(norm) and self.reducer.nonfinite == "skip":
                 self.inner.zero_grad(set_to_none=False)  # every rank counts the step, and what it receives is dropped
             self.inner.step()
             self.communicate()
         else:
             self.reducer.skip(self.layout)
-        if not finite:
-            self.reducer.codec.note(torch.ones(1, dtype=torch.uint8, device=device))
-        square = torch.tensor([norm**2], device=device)
-        sums = square if total is None else torch.cat([total, square])
-        taken = self.reducer.finish(sums, wait=False)
-        if total is not None:
-            total.copy_(sums[:-1])
+        norm, taken = self.finish(norm, total, wait=False)
         if self.sent and not taken:
             self.discard()
-        return (sums[-1] / dist.get_world_size(strategy_of(self.model).group)).sqrt().item(), taken
+        return norm, taken
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
