@@ -172,10 +172,11 @@ def load(folder: Path, model_digest: str, shapes: Mapping[str, tuple[int, ...]],
         with safe_open(path, framework="pt") as stream:
             settings = json.loads((stream.metadata() or {})["ekfac"])
             tensors = {key.partition("/")[::2]: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118
-        moments = {name: tensors["moment", name] for name in shapes}
-        damping = float(settings["damping"])
+        damping, made_of = float(settings["damping"]), settings["model_digest"]
     except (SafetensorError, OSError, LookupError, ValueError, TypeError) as error:
         raise BadInput(f"{path} is unusable: {type(error).__name__}: {error}") from error
-    if settings.get("model_digest") != model_digest or any(moments[n].shape != shapes[n] for n in shapes):
+    moments = {name: tensors[part, name] for part, name in tensors if part == "moment"}
+    if made_of != model_digest or {name: tuple(moment.shape) for name, moment in moments.items()} != shapes:
         raise BadInput(f"{path} has the factors of another model: run `gradwire grads factors` for this one.")
+    moments = {name: moments[name] for name in shapes}  # in the order of the columns
     return EKFAC({key: basis for key, basis in tensors.items() if key[0] in SIDES}, moments, damping, device)
