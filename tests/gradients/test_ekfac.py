@@ -80,7 +80,7 @@ def test_it_is_the_inverse_of_a_dense_matrix(small):
     model, found = factors(small)
     gradients = rows_of(model, Shards(small.shards, "train"))
     damped = ekfac.EKFAC(found.bases, found.moments, 0.3, torch.device("cpu"))
-    made = damped(torch.cat([gradient.flatten(1) for gradient in gradients.values()], 1))
+    made = damped(damped(torch.cat([gradient.flatten(1) for gradient in gradients.values()], 1)))  # twice the root
     parts = dict(zip(gradients, made.split([gradient[0].numel() for gradient in gradients.values()], 1), strict=True))
     name = next(name for name in gradients if name.endswith("attn.c_proj.weight"))
     left, right = (found.bases[side, name].double() for side in ("left", "right"))
@@ -101,8 +101,8 @@ def test_without_damping_the_mean_product_counts_entries(small):
     model, found = factors(small)
     gradients = rows_of(model, Shards(small.shards, "train"))
     before = torch.cat([gradient.flatten(1) for gradient in gradients.values()], 1)
-    after = found(before.clone())
-    products = (before.double() * after.double()).mean(0)
+    after = found(before)
+    products = after.double().square().mean(0)
     for name, part in zip(gradients, products.split([g[0].numel() for g in gradients.values()]), strict=True):
         if name.endswith(("mlp.c_fc.weight", "ln_f.weight", "mlp.c_proj.bias")):
             entries = int((found.moments[name] > 1e-6 * found.moments[name].mean()).sum())
@@ -114,9 +114,9 @@ def test_a_gradient_that_is_noise_is_not_amplified(small):
     model, found = factors(small)
     gradients = rows_of(model, Shards(small.shards, "train"))
     before = torch.cat([gradient.flatten(1) for gradient in gradients.values()], 1)
-    after = ekfac.EKFAC(found.bases, found.moments, 0.1, torch.device("cpu"))(before.clone())
+    after = ekfac.EKFAC(found.bases, found.moments, 0.1, torch.device("cpu"))(before)
     sizes = [gradient[0].numel() for gradient in gradients.values()]
-    products = dict(zip(gradients, (before * after).split(sizes, 1), strict=True))
+    products = dict(zip(gradients, after.square().split(sizes, 1), strict=True))
     name = next(name for name in gradients if name.endswith("attn.c_attn.bias"))
     width = products[name].shape[1] // 3
     keys, values = products[name][:, width : 2 * width], products[name][:, 2 * width :]
@@ -132,14 +132,12 @@ def test_batches_change_nothing(small):
 
 @pytest.fixture(scope="module")
 def collected(small, tmp_path_factory):
-    """The factors by the verb; stores of plain training rows, and of queries under the curvature."""
+    """The factors by the verb; stores of the training samples and of queries under the curvature."""
     base = tmp_path_factory.mktemp("stores")
     assert run("factors", small, "--output_dir", base / "factors", "--damping", 0.2) == 0
-    for name, split, more in (
-        ("train", "train", []),
-        ("queries", "val", ["--grad_type", "ekfac", "--optimizer_dir", base / "factors"]),
-    ):
-        words = ["--output_path", base / name, "--dim", DIM, "--projection", "sjlt", "--split", split, *more]
+    for name, split in (("train", "train"), ("queries", "val")):
+        words = ["--output_path", base / name, "--dim", DIM, "--projection", "sjlt", "--split", split]
+        words += ["--grad_type", "ekfac", "--optimizer_dir", base / "factors"]
         assert run("collect", small, *words) == 0
         assert cli.main(["grads", "aggregate", "--base_path", str(base / name), "--dim", str(DIM)]) == 0
     return base

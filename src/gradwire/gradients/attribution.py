@@ -59,7 +59,8 @@ METHODS = {
     "adam": Method("adam", "cosine"),  # LESS, with the moments and the formula of the training's own optimizer
     "fisher": Method("sgd", "dot", curved=True),  # TRAK's estimator, with the gradient of the loss itself
     "fisher-cosine": Method("sgd", "cosine", curved=True),
-    "ekfac": Method("sgd", "dot", queries="ekfac"),
+    "ekfac": Method("ekfac", "dot", queries="ekfac"),
+    "ekfac-cosine": Method("ekfac", "cosine", queries="ekfac"),
 }
 
 
@@ -122,7 +123,9 @@ class Study:
         if method.rows is None:
             random = np.random.default_rng(self.args.seed)
             return Scores(random.standard_normal((self.samples, self.queries)), 0.0, 0)
-        (train, of_rows), (queries, of_queries) = self._rows[method.rows], self._queries(method.queries)
+        (train, of_rows), (queries, of_queries) = self._rows[method.rows], self._rows[f"queries of {method.queries}"]
+        if method.rows == "ekfac":
+            of_rows += self._factors[1]
         check_alike(train, queries)
         began = time.perf_counter()
         rows = RowFile(train.rows.names.rows)
@@ -138,14 +141,15 @@ class Study:
 
         The queries come first: every method bears their cost, and with it that of the first imports.
         """
-        found = {"queries": self._collected("queries", "val", self.queries, "sgd")}
-        types = sorted({method.rows for name in self.args.methods if (method := METHODS[name]).rows is not None})
-        return found | {kind: self._collected(kind, "train", self.samples, kind) for kind in types}
+        methods = [METHODS[name] for name in self.args.methods if METHODS[name].rows is not None]
+        queries = {
+            f"queries of {kind}": self._collected("val", kind) for kind in dict.fromkeys(m.queries for m in methods)
+        }
+        return queries | {kind: self._collected("train", kind) for kind in sorted({str(m.rows) for m in methods})}
 
-    def _queries(self, kind: str) -> tuple[Store, float]:
-        """The queries' store of a gradient type, with the seconds that it took, those of the factors included."""
-        if kind == "sgd":
-            return self._rows["queries"]
+    @cached_property
+    def _factors(self) -> tuple[Path, float]:
+        """The folder of EK-FAC's factors, with the seconds that they took."""
         damping = self.args.damping
         factors = self.folder / f"factors-{damping:g}"
         options = {
@@ -160,15 +164,18 @@ class Study:
         if not (factors / COST).is_file():
             call(self.args, ["grads", "factors", *(f"--{name}={value}" for name, value in options.items())])
             write_json(factors / COST, {"seconds": time.perf_counter() - began})
-        store, seconds = self._collected(f"{kind}-{damping:g}", "val", self.queries, kind, factors)
-        return store, seconds + seconds_of(factors)
+        return factors, seconds_of(factors)
 
-    def _collected(
-        self, name: str, split: str, count: int, kind: str, optimizer_dir: Path | None = None
-    ) -> tuple[Store, float]:
-        """Collect a store, or check the one that is there."""
+    def _collected(self, split: str, kind: str) -> tuple[Store, float]:
+        """Collect the samples' or the queries' store, or check the one that is there."""
         from gradwire.gradients.search import open_store
 
+        name = "queries" if split == "val" else kind
+        optimizer_dir = None
+        if kind == "ekfac":
+            optimizer_dir, _ = self._factors
+            name = f"ekfac-{self.args.damping:g}{'-queries' if split == 'val' else ''}"
+        count = self.queries if split == "val" else self.samples
         args, folder = self.args, self.folder / name
         cost = folder / COST
         if not cost.is_file():  # begun and not completed: its time would be that of the rest

@@ -1,12 +1,15 @@
-"""EK-FAC: the inverse of a Kronecker-factored curvature, applied to gradients; gradient type ``ekfac``.
+"""EK-FAC: gradients under a Kronecker-factored curvature H of the loss; gradient type ``ekfac``.
 
 George et al., "Fast Approximate Natural Gradient Descent in a Kronecker-factored Eigenbasis" (NeurIPS 2018); for the
 influence of samples Grosse et al., "Studying Large Language Model Generalization with Influence Functions" (2023,
 section 2.2). A matrix [rows, columns] that multiplies tokens has the gradient G = sum over tokens of ``left`` x
 ``right``. U and V are the eigenvectors of the second moments of ``left`` and ``right``, and M the mean over samples of
-(Uᵀ G V)², elementwise. Then
+(Uᵀ G V)², elementwise. The type is
 
-    H⁻¹ G = U [Uᵀ G V / (M + damping · mean(M))] Vᵀ.
+    H^-1/2 G = U [Uᵀ G V / sqrt(M + damping · mean(M))] Vᵀ,
+
+so inner products of two rows are gᵀ H⁻¹ g'. Projection keeps them on average, with a variance that grows with both
+norms: with H⁻¹ on one side alone, that side's norm is huge and the products of projected rows are noise.
 
 Gradients are those of the labels (the empirical Fisher matrix). Sides of ids, or of more than `WIDEST` entries, keep
 their own basis, and so do vectors: there M is the second moment of each entry.
@@ -38,7 +41,7 @@ SIDES = ("left", "right")
 
 @dataclass(frozen=True)
 class EKFAC:
-    """H⁻¹ of a model; a `types.GradientType`.
+    """H^-1/2 of a model; a `types.GradientType`.
 
     Attributes:
         bases: U (``left``) and V (``right``) by side and parameter name, float32; absent where a side keeps its basis.
@@ -53,14 +56,14 @@ class EKFAC:
     device: torch.device
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Multiply gradients [samples, n] by H⁻¹, in place."""
+        """Multiply gradients [samples, n] by H^-1/2, in place."""
         total = sum(float(moment.double().sum()) for moment in self.moments.values())
         floor = FLOOR * total / sum(moment.numel() for moment in self.moments.values())
         parts = rows.split([moment.numel() for moment in self.moments.values()], 1)
         for part, (name, moment) in zip(parts, self.moments.items(), strict=True):
             inside = self.rotated(name, part.unflatten(1, moment.shape))
             shift = max(self.damping * float(moment.double().mean()), floor)
-            inside = inside / (moment.to(self.device) + shift) if shift else torch.zeros_like(inside)
+            inside = inside / (moment.to(self.device) + shift).sqrt() if shift else torch.zeros_like(inside)
             part.copy_(self.rotated(name, inside, back=True).flatten(1))
         return rows
 
