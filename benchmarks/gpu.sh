@@ -5,7 +5,7 @@
 #
 #   PYTHON=python3                   with torch, triton, transformers, numba, numpy, pydantic, perhaps through PYTHONPATH
 #   OUT=results/gpu                  a table and a JSON of each part; environment.json; summary.md
-#   DEVICE=cpu SIZE=small            tries the whole script where there is no GPU
+#   DEVICE=cpu                       tries the whole script where there is no GPU, at a small size (SIZE=full: at its own)
 #   FRESH=1                          repeats what is finished; else a finished part is skipped and an unfinished one goes on
 #   LIMIT=SECONDS                    of each part, in place of its own
 #   TOTAL=SECONDS                    of all parts: the last ones get what is left
@@ -20,6 +20,7 @@ export PYTORCH_NVML_BASED_CUDA_CHECK=1 # asking for GPUs must not keep processes
 export TORCHINDUCTOR_COMPILE_THREADS=1 # workers may have no child processes
 export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo} # all ranks are here
+[ "$DEVICE" != cpu ] || export SIZE=${SIZE:-small}
 python=${PYTHON:-python3}
 declare -A limits=([kernels]=180 [codecs]=110 [strategies]=105 [model]=120 [gradients]=80 [quality]=300)
 parts=("$@")

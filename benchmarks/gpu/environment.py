@@ -86,7 +86,7 @@ def main() -> int:
         print(f"gpu.sh: {sys.executable} has no {', '.join(absent)}; put it on PYTHONPATH", file=sys.stderr)
         return 2
     if device == "cuda" and "gpus" not in found:
-        print("gpu.sh: torch sees no GPU; DEVICE=cpu SIZE=small tries the script without one", file=sys.stderr)
+        print("gpu.sh: torch sees no GPU; DEVICE=cpu tries the script without one", file=sys.stderr)
         return 2
     return 0
 
