@@ -7,14 +7,13 @@ import json
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from small_model import make
 
 from gradwire import cli
 from gradwire.data.batches import collate
 from gradwire.data.shards import Shards
 from gradwire.errors import BadInput
-from gradwire.gradients import ekfac, store
+from gradwire.gradients import ekfac, projections, store
 from gradwire.models import folder
 from gradwire.persample import loop
 
@@ -153,12 +152,10 @@ def test_the_rows_are_the_preconditioned_gradients_projected(small, collected):
     gradients = rows_of(model, Shards(small.shards, "val"))
     whole = torch.cat([gradient.flatten(1) for gradient in gradients.values()], 1)
     made = ekfac.EKFAC(found.bases, found.moments, 0.2, torch.device("cpu"))(whole)
-    norms = torch.linalg.vector_norm(made.double(), dim=1)
-    rows = store.read_rows(collected / "queries" / f"dim{DIM}" / "all_orig.pt").double()
-    ratios = torch.linalg.vector_norm(rows, dim=1) / norms
-    assert 0.5 < ratios[norms > 0].mean() < 1.5, "SJLT keeps squared norms on average"
-    with safe_open(collected / "factors" / ekfac.FILE, framework="pt") as stream:
-        assert '"damping": 0.2' in stream.metadata()["ekfac"]
+    shapes = {name: tuple(gradient.shape[1:]) for name, gradient in gradients.items()}
+    expected = projections.build("sjlt", shapes, 0).project(made, [DIM])[DIM]
+    rows = store.read_rows(collected / "queries" / f"dim{DIM}" / "all_orig.pt")
+    assert (rows - expected).norm() < 1e-3 * expected.norm(), "with the damping of the factors"
 
 
 def test_stores_are_validated_and_ranked(small, collected, tmp_path):
@@ -186,4 +183,6 @@ def test_bad_input_is_one_message(small, collected, tmp_path, capsys):
     assert "is unusable" in capsys.readouterr().err
     shapes = {name: tuple(p.shape) for name, p in folder.load(small.model).named_parameters()}
     with pytest.raises(BadInput, match="factors of another model"):
-        ekfac.load(collected / "factors", "another", shapes, torch.device("cpu"))
+        ekfac.load(collected / "factors", "another", "mean", shapes, torch.device("cpu"))
+    assert run("collect", small, *common, "--optimizer_dir", collected / "factors", "--loss", "sum") == 2
+    assert "collect with --loss mean" in capsys.readouterr().err

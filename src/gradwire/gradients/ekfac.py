@@ -154,17 +154,20 @@ def digest(folder: Path) -> str:
     return files.sha256_file(folder / FILE)
 
 
-def load(folder: Path, model_digest: str, shapes: Mapping[str, tuple[int, ...]], device: torch.device) -> EKFAC:
+def load(
+    folder: Path, model_digest: str, loss: Reduction, shapes: Mapping[str, tuple[int, ...]], device: torch.device
+) -> EKFAC:
     """Load the factors of a model.
 
     Args:
         folder: Their folder.
         model_digest: The model's digest.
+        loss: How the rows' losses reduce over a sample's targets.
         shapes: Its trainable parameters, in the order of the rows' columns.
         device: Device of the rows.
 
     Raises:
-        BadInput: If they are missing, damaged, or of another model.
+        BadInput: If they are missing, damaged, or of another model or loss.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -175,11 +178,13 @@ def load(folder: Path, model_digest: str, shapes: Mapping[str, tuple[int, ...]],
         with safe_open(path, framework="pt") as stream:
             settings = json.loads((stream.metadata() or {})["ekfac"])
             tensors = {key.partition("/")[::2]: stream.get_tensor(key) for key in stream.keys()}  # noqa: SIM118
-        damping, made_of = float(settings["damping"]), settings["model_digest"]
+        damping, made_of, of_loss = float(settings["damping"]), settings["model_digest"], settings["loss"]
     except (SafetensorError, OSError, LookupError, ValueError, TypeError) as error:
         raise BadInput(f"{path} is unusable: {type(error).__name__}: {error}") from error
     moments = {name: tensors[part, name] for part, name in tensors if part == "moment"}
     if made_of != model_digest or {name: tuple(moment.shape) for name, moment in moments.items()} != shapes:
         raise BadInput(f"{path} has the factors of another model: run `gradwire grads factors` for this one.")
+    if of_loss != loss:
+        raise BadInput(f"{path} has the factors of the {of_loss} of a sample's losses: collect with --loss {of_loss}.")
     moments = {name: moments[name] for name in shapes}  # in the order of the columns
     return EKFAC({key: basis for key, basis in tensors.items() if key[0] in SIDES}, moments, damping, device)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from gradwire.config import AdamVariant, GradMethod, Projection, RowType, SampleLoss
+from gradwire.config import AdamVariant, GradMethod, GradType, Projection, RowType, SampleLoss
 from gradwire.errors import BadInput
 from gradwire.files import digest, write_json
 
@@ -69,7 +69,7 @@ class Provenance:
     samples: Positive
     world_size: Positive
     dims: Annotated[list[Positive], Field(min_length=1)]
-    grad_type: Literal["sgd", "adam", "sign", "ekfac"]
+    grad_type: GradType | Literal["ekfac"]
     loss: SampleLoss
     method: GradMethod
     projection: Projection

@@ -351,7 +351,7 @@ def kind_of(provenance: Provenance, model: nn.Module, device: torch.device) -> g
     if provenance.grad_type == "ekfac":
         if ekfac.digest(place) != provenance.optimizer_digest:
             raise BadInput(f"the factors in {place} are not those that were collected with.")
-        return ekfac.load(place, provenance.model_digest, shapes(model), device)
+        return ekfac.load(place, provenance.model_digest, provenance.loss, shapes(model), device)
     found = optimizer.load(place)
     if optimizer.digest(found.path.parent) != provenance.optimizer_digest:
         raise BadInput(f"the moments in {found.path} are not those that were collected with.")
