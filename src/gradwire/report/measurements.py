@@ -23,7 +23,7 @@ def usable(rows: Iterable[Result], path: Path) -> list[Result]:
     found = [
         row
         for row in rows
-        if row.status == "ok" and row.world_size > 1 and row.comm_time_ms_by_op and row.step_time_ms_p50
+        if row.status == "ok" and row.world_size > 1 and row.comm_time_ms_by_op and row.typical_step_ms
         if row.measured_steps and row.steps and row.exposed_comm_ms is not None
     ]
     found = [row for row in found if unmeasurable(row) is None]
@@ -79,7 +79,7 @@ def measurement_of(row: Result) -> Measurement:
         world=row.world_size,
         link=row.link,
         rate=link_rate(row.link),
-        step=(row.step_time_ms_p50 or 0.0) / 1e3,
+        step=(row.typical_step_ms or 0.0) / 1e3,
         exposed=(row.exposed_comm_ms or 0.0) / 1e3,
         decode=(row.decompress_time_ms or 0.0) / 1e3,
         gradients=Flow(op, gradients, sum(times.values())),
@@ -124,7 +124,7 @@ def measurement_of_islands(row: Result) -> Measurement:
         rate=link_rate(row.link) / (ranks if between else 1),
         inside_rate=math.inf if between else link_rate(row.link),
         islands=row.islands,
-        step=(row.step_time_ms_p50 or 0.0) / 1e3,
+        step=(row.typical_step_ms or 0.0) / 1e3,
         exposed=(row.exposed_comm_ms or 0.0) / 1e3,
         decode=(row.decompress_time_ms or 0.0) / 1e3,
         **flows,

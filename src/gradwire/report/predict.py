@@ -10,7 +10,7 @@ import math
 import sys
 from argparse import ArgumentParser, Namespace
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from gradwire.config import BASELINE
 from gradwire.errors import BadInput
 from gradwire.flags import RANKS
 from gradwire.measurement.statistics import percents
+from gradwire.report.choices import TARGET, Choice, Qualities, choices, qualities
 from gradwire.report.markdown import MISSING, number, table
 from gradwire.report.measurements import measurement_of, unmeasurable, usable
 from gradwire.report.notes import machines
@@ -39,7 +40,8 @@ MOST = 4096
 DEFINITIONS = """\
 Each step uses the fastest way of the measured cells; `× none`, `× bf16-native`: how many times shorter than theirs.
 `N/(1+α)`: the speed-up over one rank, where α is the time of a step outside computation over that of computation.
-`ppl`: measured perplexity against that of `none`; winners are named within 1, 5 and 20 % of it. A crossover is the
+`ppl`: measured perplexity against that of `none`; winners are named within 1, 5 and 20 % of it, and for each target
+perplexity of the measured runs the label that reaches it soonest, in as many steps as they took. A crossover is the
 bandwidth below which a label's step is shorter, with the 95 % interval of a bootstrap of the fit's residuals. Assumed:
 hosts as fast as the measured ones, equal computation on every rank, and one call per collective and step, with
 `--latency` for each of its messages. With `--islands`, `--bandwidth` is that of each island's cable, and `--latency`
@@ -99,12 +101,15 @@ def main(args: Namespace) -> None:
         *machines(chosen),
         DEFINITIONS,
     ]
+    known = {}
     for strategy in dict.fromkeys(one.strategy for one in model.measurements):
         own = [row for row in rows if row.strategy == strategy and row.status == "ok"]
-        worse = ppl_percent([row for row in chosen if row.strategy == strategy], quality)
-        parts += steps(model, strategy, own, worse, args.world_size, bandwidth, latency, islands, args.memory)
+        measured = [row for row in chosen if row.strategy == strategy]
+        known[strategy] = qualities(measured, ppl_percent(measured, quality), quality)
+        parts += steps(model, strategy, own, known[strategy], args.world_size, bandwidth, latency, islands, args.memory)
         parts += crossovers(model, resampled, strategy, args.world_size, latency, islands)
-    parts += [*law(model), *trial(leave_one_link_out(model.measurements), rows)]
+    left_out = leave_one_link_out(model.measurements)
+    parts += [*law(model), *trial(left_out, rows), *regret(choices(left_out, known))]
     print("\n\n".join(parts))
 
 
@@ -153,7 +158,7 @@ def steps(
     model: Model,
     strategy: str,
     rows: Sequence[Result],
-    worse: Mapping[str, float],
+    quality: Qualities,
     world: int,
     bandwidth: float,
     latency: float,
@@ -170,14 +175,13 @@ def steps(
         way, step, communication = found[label]
         gains = [f"{found[base].step / step:.3f}" if base in found else MISSING for base in BASELINES]
         speed_up = MISSING if compute is None else f"{world * compute / step:,.2f}"
-        quality = number(worse.get(label), "{:+.1f} %")
-        line = [label, way, f"{1e3 * step:,.1f}", f"{1e3 * communication:,.1f}", *gains, speed_up, quality]
+        worse = number(quality.worse.get(label), "{:+.1f} %")
+        line = [label, way, f"{1e3 * step:,.1f}", f"{1e3 * communication:,.1f}", *gains, speed_up, worse]
         lines.append([*line, memory_text(rows, label, world, islands.number)] if memory else line)
     winners = [f"Fastest: `{ordered[0]}`"]  # of any perplexity
-    for limit in (1, 5, 20):
-        within = (label for label in ordered if worse.get(label, math.inf) <= limit)
-        if first := next(within, None):
-            winners.append(f"within {limit} %: `{first}`")
+    for goal, costs in quality.costs({label: found[label].step for label in ordered}).items():
+        first = min(costs, key=costs.__getitem__)
+        winners.append(f"{goal}: `{first}`" + f" in {costs[first]:,.0f} s" * goal.startswith(TARGET))
     against = [f"× {base}" for base in BASELINES]
     headers = ["compressor", "way", "step ms", "comm ms", *against, "N/(1+α)", "ppl", *["GB"] * memory]
     return [
@@ -267,6 +271,21 @@ def trial(found: Sequence[LeftOut], rows: Sequence[Result]) -> list[str]:
         "## Each link predicted from the others",
         f"Median relative error: {100 * step:.1f} % of the step, {100 * communication:.1f} % of its communication.",
         table(lines, headers, left=(0, 1, 2)),
+    ]
+
+
+def regret(found: Sequence[Choice]) -> list[str]:
+    """What choosing by predictions costs on links that they did not see; nothing without perplexities."""
+    if not found:
+        return []
+    costs = [one.regret for one in found]
+    lines = [[one.strategy, one.link, one.goal, one.chosen, one.best, f"{100 * one.regret:.1f} %"] for one in found]
+    return [
+        "## What a choice by these predictions costs",
+        "Regret: how much longer the chosen label's step, or its time to a target, is than the best one's, "
+        "both measured.\n"
+        f"Median {100 * median(costs):.1f} %, maximum {100 * max(costs):.1f} %.",
+        table(lines, ["strategy", "link", "goal", "chosen", "best", "regret"], left=(0, 1, 2, 3, 4)),
     ]
 
 

@@ -22,6 +22,7 @@ Text = str | None
 Count = int | None
 Number = float | None
 BF16 = "bf16-native"  # the label of the second baseline: the collective itself in bf16
+SAME_IN_EVERY_STEP = ("gradient", "onebit_adam", "demo")  # what these send after their dense steps
 OWN_QUALITY = ("train", "perplexity")  # of the same run, so that its steps explain it
 Status = Literal["ok", "failed", "skipped", "diverged"]
 Alone = dict[tuple[str, str], dict[tuple[Any, ...], list[float]]]  # tokens/s by strategy and label, and hardware
@@ -169,6 +170,12 @@ class Result(Row):
     target_reached: bool | None = None  # false: censored, never reached; null: no baseline
     meter_agrees: bool | None = None  # meter and trace on the profiled steps' payload, encoding and decoding
     meter_over_trace: dict[str, float] | None = None
+
+    @property
+    def typical_step_ms(self) -> Number:
+        """The median step; the mean with an optimizer that does not send the same in every step."""
+        same = (self.compress_config or {}).get("comm_optimizer", "gradient") in SAME_IN_EVERY_STEP
+        return self.step_time_ms_p50 if same else self.step_time_ms_mean
 
     @computed_field  # type: ignore[prop-decorator]
     @property

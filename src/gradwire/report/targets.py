@@ -94,19 +94,36 @@ def on_own_link(row: Result, source: Result, results: Iterable[Result]) -> dict[
         source: The run with its perplexity.
         results: All rows of the row's experiment.
     """
-    steps, config = source.steps_to_target, source.compress_config or {}
+    steps = source.steps_to_target
     if steps is None:
         return {}
-    dense, baseline = config.get("dense_steps", 0), run_of(row)._replace(compressor=BASELINE)
-    each = next((one.step_time_ms_mean for one in results if run_of(one) == baseline), None) if dense else 0.0
-    own = None if {"freeze_step", "dense_rounds"} & config.keys() else row.step_time_ms_mean
-    seconds = None
-    if own is not None and each is not None:
-        seconds = {
-            name: None if n is None else (min(n, dense) * each + max(0, n - dense) * own) / 1000
-            for name, n in steps.items()
-        }
-    return {"steps_to_target": steps, "bytes_to_target": source.bytes_to_target, "time_to_target_s": seconds}
+    baseline = run_of(row)._replace(compressor=BASELINE)
+    each = next((one.step_time_ms_mean for one in results if run_of(one) == baseline), None)
+    seconds = {
+        name: None if n is None else duration(n, source, row.step_time_ms_mean, each) for name, n in steps.items()
+    }
+    known = all(seconds[name] is not None for name, n in steps.items() if n is not None)
+    return {
+        "steps_to_target": steps,
+        "bytes_to_target": source.bytes_to_target,
+        "time_to_target_s": {name: None if s is None else s / 1000 for name, s in seconds.items()} if known else None,
+    }
+
+
+def duration(steps: float, run: Result, own: float | None, baseline: float | None) -> float | None:
+    """The time of a run's first steps; None if it is unknown.
+
+    Args:
+        steps: Their number.
+        run: The run; it says how many steps are dense, and whether the later ones all cost the same.
+        own: The time of a step after the dense ones.
+        baseline: The time of a dense step: the baseline's.
+    """
+    config = run.compress_config or {}
+    dense = min(steps, config.get("dense_steps", 0))
+    if own is None or (dense and baseline is None) or {"freeze_step", "dense_rounds"} & config.keys():
+        return None
+    return dense * (baseline or 0.0) + (steps - dense) * own
 
 
 def records(results: Iterable[Result]) -> list[dict[str, Any]]:

@@ -73,7 +73,7 @@ class Timed:
         """Average runs that differ only in their seed."""
         return cls(
             runs[0],
-            step=mean(row.step_time_ms_p50 for row in runs),
+            step=mean(row.typical_step_ms for row in runs),
             transfer=mean(row.transfer_time_ms for row in runs),
             compute=mean(row.compute_time_ms for row in runs),
             ratio=byte_ratio(runs[0]),
@@ -139,7 +139,7 @@ def groups(ok: Iterable[Result]) -> dict[tuple[str, int, str, str], list[Timed]]
         lambda: defaultdict(list)
     )
     for row in ok:
-        if row.link != UNSHAPED and row.step_time_ms_p50 is not None:
+        if row.link != UNSHAPED and row.typical_step_ms is not None:
             runs[row.strategy, row.world_size, row.link, machine(row)][row.compressor].append(row)
     ordered = sorted(runs.items(), key=lambda item: (*item[0][:2], -link_rate(item[0][2])))
     return {key: [Timed.of(cell) for cell in cells.values()] for key, cells in ordered if BASELINE in cells}
