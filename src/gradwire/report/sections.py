@@ -52,7 +52,7 @@ def sections(data: Data) -> Iterator[Section]:
 
 
 def headline(data: Data) -> Section:
-    """Which compressor wins in which regime, and quality over step time in the regime with the largest gain."""
+    """Which compressor wins in which regime, and quality over what the first number is of."""
     made = Section.of("headline")
     made.findings = findings(data.cells)
     if data.cells is None:
@@ -61,8 +61,10 @@ def headline(data: Data) -> Section:
         made.absent = f"no compressor and {BASELINE} ran on several ranks"
     else:
         found = data.cells[(data.cells[GROUP] == list(made.findings[0].group)).all(axis=1)]
-        front = next(pareto.plots("time", found, data.runs, data.looks), None)
-        made.plots = [] if front is None else [lambda: timed(front, data.shared)()._replace(name="headline")]
+        cost = made.findings[0].cost
+        front = next(pareto.plots(cost, found, data.runs, data.looks), None)
+        shared = data.shared and cost == "time"
+        made.plots = [] if front is None else [lambda: timed(front, shared)()._replace(name="headline")]
     return made
 
 
