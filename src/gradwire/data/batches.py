@@ -25,7 +25,8 @@ class Batch:
 
     Attributes:
         input_ids: ``[B, T]`` int64, T the longest sample's length.
-        labels: ``[B, T]`` int64: the tokens, and -100 for padding; the model shifts them by one.
+        labels: ``[B, T]`` int64: the tokens, and -100 for padding and for what is not a target, such as a prompt; the
+            model shifts them by one.
         sample_id: The ids of the B samples; "" marks a filler row, which has no labels.
     """
 
@@ -63,8 +64,9 @@ def collate(samples: Sequence[Sample], pad_id: int, rows: int) -> Batch:
     input_ids = torch.full((rows, longest), pad_id)
     labels = torch.full((rows, longest), IGNORED)
     for row, sample in enumerate(samples):
-        length = len(sample.input_ids)
-        input_ids[row, :length] = labels[row, :length] = sample.input_ids
+        length, tokens, is_target = len(sample.input_ids), sample.input_ids, sample.is_target
+        input_ids[row, :length] = tokens
+        labels[row, :length] = tokens if is_target is None else tokens.where(is_target, IGNORED)
     return Batch(input_ids, labels, [sample.sample_id for sample in samples] + [""] * (rows - len(samples)))
 
 

@@ -1,6 +1,8 @@
 """The corpus: a JSON array (or ``.jsonl``) of documents, streamed and validated while it is read or written.
 
-A document is an object with ``id`` (a string or a number; default: ``sample_<index>``), ``title`` and ``text``.
+A document is an object with ``id`` (a string or a number; default: ``sample_<index>``), ``title`` and ``text``. Instead
+of ``text`` it may have ``prompt`` and ``completion``, or ``messages`` (a list of ``role`` and ``content``): then only
+the completion, or what the assistant says, is to be predicted. ``target_spans`` name such characters of a ``text``.
 Positions in messages count from 0, as in ``sample_<index>``.
 """
 
@@ -8,15 +10,16 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import ijson
 
-from gradwire.data import identify
+from gradwire.data import identify, targets
 from gradwire.data.identify import IdOf
+from gradwire.data.targets import Spans
 from gradwire.errors import BadInput
 from gradwire.files import sha256_file, whole
 
@@ -24,16 +27,24 @@ C_BACKEND = "yajl2_c"
 
 
 class Document(NamedTuple):
-    """One document; ``id`` is never empty."""
+    """One document.
+
+    Attributes:
+        id: Never empty.
+        title: May be empty.
+        body: Its text.
+        spans: The characters of ``body`` that are targets; None: all of ``text``.
+    """
 
     id: str
     title: str
     body: str
+    spans: Spans | None = None
 
     @property
     def text(self) -> str:
-        """The model's input: the title, a line break, the body."""
-        return f"{self.title}\n{self.body}"
+        """The model's input: the title, a line break, the body; the body alone if only parts of it are targets."""
+        return f"{self.title}\n{self.body}" if self.spans is None else self.body
 
 
 class Written(NamedTuple):
@@ -110,7 +121,7 @@ def parse(values: Iterable[Any], where: str, id_from: str | None = None) -> Iter
     """Turn decoded JSON objects into documents.
 
     Args:
-        values: Mappings with ``text`` and, optionally, ``id`` and ``title``.
+        values: Mappings with ``text``, ``prompt`` and ``completion``, or ``messages``; optionally ``id``, ``title``.
         where: Origin of the values, for messages.
         id_from: Source of the ids, as in ``documents``.
 
@@ -155,7 +166,9 @@ def write(path: Path, documents: Iterable[Document], max_bytes: int | None = Non
     count, size, cut = 0, len("[\n\n]\n"), False
     with whole(path) as part, part.open("wb") as stream:
         for document in documents:
-            value = {"id": document.id, "title": document.title, "text": document.body}
+            value: dict[str, Any] = {"id": document.id, "title": document.title, "text": document.body}
+            if document.spans is not None:
+                value["target_spans"] = document.spans
             line = (",\n" if count else "[\n").encode() + json.dumps(value, ensure_ascii=False).encode()
             if max_bytes is not None and size + len(line) > max_bytes:
                 cut = True
@@ -172,13 +185,30 @@ def _document(value: Any, position: int, where: str, id_of: IdOf) -> Document:
     here = f"{where}: document {position} (counted from 0)"
     if not isinstance(value, dict):
         raise BadInput(f"{here} is {_kind(value)}, not an object with id, title and text.")
-    title, body = value.get("title"), value.get("text")
-    title = "" if title is None else title
+    title = "" if value.get("title") is None else value["title"]
     if not isinstance(title, str):
         raise BadInput(f"{here} has {_kind(title)} as title; it must be a string.")
-    if not isinstance(body, str) or not body.strip():
-        raise BadInput(f"{here} has no text: add a non-empty string 'text', or remove the document.")
-    return Document(_document_id(id_of(value), position, here), title, body)
+    try:
+        body, spans = _content(value)
+    except ValueError as error:
+        raise BadInput(f"{here} {error}.") from None
+    return Document(_document_id(id_of(value), position, here), title, body, spans)
+
+
+def _content(value: Mapping[str, Any]) -> tuple[str, Spans | None]:
+    """The text of a document, and the characters that are targets (None: all); ``text`` comes before other forms."""
+    body = value.get("text")
+    if isinstance(body, str) and body.strip():
+        return (body, None) if value.get("target_spans") is None else targets.of_spans(body, value["target_spans"])
+    chat, pair = value.get("messages") is not None, {"prompt", "completion"} & value.keys()
+    if body is not None or not (chat or pair):
+        raise ValueError(
+            "has no text: add a non-empty string 'text', or 'prompt' and 'completion', or 'messages', or remove the "
+            "document"
+        )
+    if chat and pair:
+        raise ValueError("has both 'messages' and 'prompt' or 'completion': keep one form")
+    return targets.of_messages(value["messages"]) if chat else targets.of_completion(value)
 
 
 def _document_id(value: Any, position: int, here: str) -> str:

@@ -2,8 +2,9 @@
 
 A shards folder contains ``train/`` and ``val/``, or ``all/`` if no document is held out; each has ``shard-00000.pt`` …
 and ``shards.meta.pt``. A shard is a dictionary of ``input_ids`` (``[n, max_length]``, int16 or int32 by vocabulary,
-right-padded), ``lengths`` (``[n]`` int32, in tokens) and ``sample_ids`` (a list of n strings). The tokenizer is next to
-the folder, in ``tokenizer/``.
+right-padded), ``lengths`` (``[n]`` int32, in tokens) and ``sample_ids`` (a list of n strings). If a document has parts
+that are not to be predicted, such as a prompt, its shards also have ``is_target`` (``[n, max_length]`` bool). The
+tokenizer is next to the folder, in ``tokenizer/``.
 """
 
 from __future__ import annotations
@@ -38,10 +39,22 @@ POLL_SECONDS = 0.05
 
 
 class Sample(NamedTuple):
-    """One row of a shard without padding; the targets are ``input_ids[1:]``."""
+    """One row of a shard without padding.
+
+    Attributes:
+        sample_id: Its id.
+        input_ids: Its tokens, int64.
+        is_target: Whether each token is to be predicted, bool; None: all. The first one never is.
+    """
 
     sample_id: str
     input_ids: torch.Tensor
+    is_target: torch.Tensor | None = None
+
+    @property
+    def n_targets(self) -> int:
+        """Number of predicted tokens."""
+        return len(self.input_ids) - 1 if self.is_target is None else int(self.is_target[1:].sum())
 
 
 class Shards(Dataset[Sample]):
@@ -82,7 +95,8 @@ class Shards(Dataset[Sample]):
         shard = self._open[number]
         row = index - (self._ends[number] - len(shard["sample_ids"]))
         length = int(shard["lengths"][row])
-        return Sample(shard["sample_ids"][row], shard["input_ids"][row, :length].long())
+        is_target = shard["is_target"][row, :length] if "is_target" in shard else None
+        return Sample(shard["sample_ids"][row], shard["input_ids"][row, :length].long(), is_target)
 
 
 def meta(folder: Path, split: str) -> dict[str, Any]:
@@ -141,7 +155,7 @@ def table(folder: Path, meta: dict[str, Any], number: int) -> dict[str, Any]:
 
 def _wrong_shard(shard: Any, samples: int, max_length: int, vocab_size: int) -> str | None:
     """Why a shard is invalid, or None."""
-    if not isinstance(shard, dict) or set(shard) != {"input_ids", "lengths", "sample_ids"}:
+    if not isinstance(shard, dict) or set(shard) - {"is_target"} != {"input_ids", "lengths", "sample_ids"}:
         return "not a dictionary of input_ids, lengths and sample_ids"
     tokens, lengths, ids = shard["input_ids"], shard["lengths"], shard["sample_ids"]
     if not isinstance(ids, list) or len(ids) != samples or not all(isinstance(id_, str) for id_ in ids):
@@ -150,6 +164,8 @@ def _wrong_shard(shard: Any, samples: int, max_length: int, vocab_size: int) -> 
         return f"input_ids is not an int16 or int32 matrix of {samples} × {max_length}"
     if not _numbers(lengths, (samples,), (torch.int32,)):
         return f"lengths is not an int32 vector of {samples}"
+    if "is_target" in shard and not _numbers(shard["is_target"], (samples, max_length), (torch.bool,)):
+        return f"is_target is not a bool matrix of {samples} × {max_length}"
     for name, values, least, most in (("token", tokens, 0, vocab_size - 1), ("length", lengths, 1, max_length)):
         for extreme in map(int, values.aminmax()):
             if not least <= extreme <= most:

@@ -6,16 +6,18 @@ Saved as a Hugging Face folder (``tokenizer.json``, ``tokenizer_config.json``), 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from gradwire.data import corpus
 from gradwire.errors import BadInput
@@ -46,6 +48,19 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode each text as token ids, without special tokens; parallel over the texts."""
         return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Encode each text as `encode_batch` does; return token ids, and each token's characters [start, end)."""
+        found = self._untrimmed.encode_batch(texts, add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in found]
+
+    @cached_property
+    def _untrimmed(self) -> tokenizers.Tokenizer:
+        """The backend without its post-processor: GPT-2's cuts spaces off the places of tokens."""
+        backend = copy.deepcopy(self.backend)
+        backend.post_processor = processors.Sequence([])
+        backend.encode_special_tokens = True  # copies forget it
+        return backend
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids, without special tokens."""

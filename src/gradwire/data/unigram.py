@@ -9,7 +9,13 @@ import torch
 
 
 def target_counts(shard: dict[str, torch.Tensor], vocab_size: int, pad_id: int) -> np.ndarray:
-    """Count each token as a target of a shard (every token of a sample but its first): int64 ``[vocab_size]``."""
+    """Count each token as a target of a shard: int64 ``[vocab_size]``.
+
+    Targets are those of ``is_target``, or without it every token of a sample but its first.
+    """
+    if "is_target" in shard:
+        chosen = shard["input_ids"][:, 1:][shard["is_target"][:, 1:]]
+        return np.bincount(chosen.numpy(), minlength=vocab_size)
     tokens, lengths = shard["input_ids"].numpy()[:, 1:], shard["lengths"].numpy()
     counts = np.bincount(tokens.ravel(), minlength=vocab_size)
     counts[pad_id] -= tokens.size - (lengths - 1).sum()  # the padding after each sample

@@ -12,7 +12,7 @@ import json
 import math
 import shutil
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +24,7 @@ import torch
 from gradwire.data import corpus, unigram
 from gradwire.data.corpus import Document, FirstSeen
 from gradwire.data.shards import ALL, FORMAT_VERSION, META, SPLITS, file_name, finalized, meta, tables
+from gradwire.data.targets import covered
 from gradwire.data.tokenizer import Tokenizer
 from gradwire.errors import BadInput
 from gradwire.files import sha256_file, whole
@@ -32,7 +33,8 @@ BATCH_CHARACTERS = 500_000  # tokenized at once: enough for all cores, yet small
 BATCHES_AHEAD = 2
 
 Waiting = list[tuple[str, Document]]  # documents with their splits
-Encoding = tuple[Waiting, Future[list[list[int]]]]
+Encoded = tuple[list[int], list[bool] | None]  # a document's tokens, and which of them are targets (None: all)
+Encoding = tuple[Waiting, Future[list[Encoded]]]
 
 
 def split_of(document_id: str, val_fraction: float) -> str:
@@ -89,10 +91,13 @@ class SplitWriter:
         self.targets = np.zeros(settings["vocab_size"], dtype=np.int64)  # count by token
         narrow = settings["vocab_size"] <= np.iinfo(np.int16).max + 1
         self._tokens = np.empty((settings["shard_size"], settings["max_length"]), np.int16 if narrow else np.int32)
+        self._is_target = np.empty(self._tokens.shape, dtype=bool)
         self._clear()
 
     def _clear(self) -> None:
         self._tokens.fill(self.meta["pad_id"])
+        self._is_target.fill(False)
+        self._partly = False  # whether a sample has tokens that are not targets
         self._lengths: list[int] = []
         self._ids: list[str] = []
 
@@ -101,14 +106,23 @@ class SplitWriter:
         for shard in shards:
             self.targets += unigram.target_counts(shard, self.meta["vocab_size"], self.meta["pad_id"])
 
-    def add(self, document_id: str, tokens: list[int]) -> None:
-        """Add the document's samples that are not written yet; write each full shard."""
+    def add(self, document_id: str, tokens: Sequence[int], is_target: Sequence[bool] | None = None) -> None:
+        """Add the document's samples that are not written yet; write each full shard.
+
+        Args:
+            document_id: The document's id.
+            tokens: Its tokens.
+            is_target: Whether each token is to be predicted; None: all.
+        """
         row = np.asarray(tokens, dtype=self._tokens.dtype)
+        chosen = np.ones(len(row), dtype=bool) if is_target is None else np.asarray(is_target, dtype=bool)
         places = cuts(len(row), self.meta["max_length"])
         ids = sample_ids(document_id, len(places))
         for k in range(self._partial, len(places)):
             start, end = places[k]
             self._tokens[len(self._ids), : end - start] = row[start:end]
+            self._is_target[len(self._ids), : end - start] = chosen[start:end]
+            self._partly |= is_target is not None
             self._lengths.append(end - start)
             self._ids.append(ids[k])
             last = k + 1 == len(places)
@@ -128,6 +142,8 @@ class SplitWriter:
             "lengths": torch.tensor(self._lengths, dtype=torch.int32),
             "sample_ids": self._ids,
         }
+        if self._partly:
+            shard["is_target"] = torch.from_numpy(self._is_target[:count].copy())
         _save(path, shard)
         self.count([shard])
         self.meta["shards"].append({"file": path.name, "samples": count, "sha256": sha256_file(path)})
@@ -191,9 +207,8 @@ def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokeni
     done = {split: writer.meta["processed_documents"] for split, writer in writers.items()}
     documents = NamedLikeParts(corpus.checked(corpus_path))
     waiting = remaining(documents, done, val_fraction)
-    for split, document, tokens in encoded(waiting, tokenizer):
-        tokens.append(tokenizer.eos_id)
-        writers[split].add(document.id, tokens)
+    for split, document, (tokens, is_target) in encoded(waiting, tokenizer):
+        writers[split].add(document.id, tokens, is_target)
     for split, writer in writers.items():
         writer.flush()
         if not writer.meta["shards"]:
@@ -201,6 +216,8 @@ def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokeni
                 f"{corpus_path} is too small: none of its documents is in {split} with --val_fraction "
                 f"{val_fraction:g}; use more documents or another fraction."
             )
+        if not writer.targets.any():
+            raise BadInput(f"{corpus_path}: no sample in {split} has a target; use more documents or --max_length.")
     if documents.found:
         refuse_shared_ids(writers.values(), corpus_path)
     if "val" in writers:
@@ -235,8 +252,8 @@ def remaining(
             yield split, document
 
 
-def encoded(waiting: Iterable[tuple[str, Document]], tokenizer: Tokenizer) -> Iterator[tuple[str, Document, list[int]]]:
-    """Tokenize in batches, up to ``BATCHES_AHEAD`` of them ahead of the caller."""
+def encoded(waiting: Iterable[tuple[str, Document]], tokenizer: Tokenizer) -> Iterator[tuple[str, Document, Encoded]]:
+    """Tokenize in batches, each text with its end token, up to ``BATCHES_AHEAD`` of them ahead of the caller."""
     with ThreadPoolExecutor(BATCHES_AHEAD) as workers:
         running: deque[Encoding] = deque()
         for batch in _batches(waiting):
@@ -277,13 +294,24 @@ def _shared(sample_id: str, corpus_path: Path) -> BadInput:
     )
 
 
-def _encode(tokenizer: Tokenizer, batch: Waiting) -> list[list[int]]:
-    return tokenizer.encode_batch([document.text for _, document in batch])
+def _encode(tokenizer: Tokenizer, batch: Waiting) -> list[Encoded]:
+    """Encode documents. The end-of-text token is a target if the text ends with one: then it ends what is learnt."""
+    whole = iter(tokenizer.encode_batch([document.text for _, document in batch if document.spans is None]))
+    partly = iter(tokenizer.encode_places([document.text for _, document in batch if document.spans is not None]))
+    found: list[Encoded] = []
+    for _, document in batch:
+        if document.spans is None:
+            found.append(([*next(whole), tokenizer.eos_id], None))
+        else:
+            tokens, places = next(partly)
+            ends = document.spans[-1][1] == len(document.text)
+            found.append(([*tokens, tokenizer.eos_id], [*covered(places, document.spans), ends]))
+    return found
 
 
-def _finished(batch: Waiting, result: Future[list[list[int]]]) -> Iterator[tuple[str, Document, list[int]]]:
-    for (split, document), tokens in zip(batch, result.result(), strict=True):
-        yield split, document, tokens
+def _finished(batch: Waiting, result: Future[list[Encoded]]) -> Iterator[tuple[str, Document, Encoded]]:
+    for (split, document), found in zip(batch, result.result(), strict=True):
+        yield split, document, found
 
 
 def _batches(waiting: Iterable[tuple[str, Document]]) -> Iterator[Waiting]:

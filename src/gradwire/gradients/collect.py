@@ -226,7 +226,7 @@ def collect(
 
     maker = RowMaker.load(intended, world.device, batch_size, world)
     shards = provenance.samples(intended)
-    with_target = (at for at in range(intended.samples) if len(shards[at].input_ids) > 1)
+    with_target = (at for at in range(intended.samples) if shards[at].n_targets)
     maker.check(shards, list(islice(with_target, 2)) or [0])
     intended = maker.made_from
     provenance.agree(collection, intended)

@@ -24,7 +24,7 @@ from gradwire.gradients.attribution import RESAMPLES, costs, interval, shown, ta
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from gradwire.data.shards import Shards
+    from gradwire.data.shards import Sample, Shards
     from gradwire.gradients.attribution import Scores
 
 RESULT = "recall.json"
@@ -39,11 +39,13 @@ class Planted(NamedTuple):
     Attributes:
         kind: One of ``KINDS``.
         query: Its tokens.
+        is_target: Whether each of them, and of its copies, is to be predicted; None: all.
         samples: Tokens of the planted samples, by id; the queries of the task share theirs.
     """
 
     kind: str
     query: list[int]
+    is_target: list[bool] | None
     samples: dict[str, list[int]]
 
 
@@ -110,9 +112,11 @@ def plant(train: Shards, val: Shards, samples: int, args: argparse.Namespace) ->
 
     found = []
     for number in range(2 * args.queries):
-        kind, tokens = KINDS[number // args.queries], val[number].input_ids.numpy()
+        kind, query = KINDS[number // args.queries], val[number]
+        tokens, is_target = query.input_ids.numpy(), targets_of(query)
         copies = [tokens.tolist() if kind == "exact" else edited(tokens) for _ in range(args.copies)]
-        found.append(Planted(kind, tokens.tolist(), {f"{kind}/{number}/{k}": copy for k, copy in enumerate(copies)}))
+        named = {f"{kind}/{number}/{k}": copy for k, copy in enumerate(copies)}
+        found.append(Planted(kind, tokens.tolist(), is_target, named))
     length = min(LONGEST_TASK, train.meta["max_length"])
     form = random.choice(pool, length)
 
@@ -120,7 +124,12 @@ def plant(train: Shards, val: Shards, samples: int, args: argparse.Namespace) ->
         return np.where(np.arange(length) % 2 == 0, form, random.choice(pool, length)).tolist()
 
     shared = {f"task/{k}": document() for k in range(args.documents)}
-    return found + [Planted("task", document(), shared) for _ in range(args.queries)]
+    return found + [Planted("task", document(), None, shared) for _ in range(args.queries)]
+
+
+def targets_of(sample: Sample) -> list[bool] | None:
+    """Whether each token of a sample is to be predicted; None: all."""
+    return None if sample.is_target is None else sample.is_target.tolist()
 
 
 def write(folder: Path, train: Shards, samples: int, planted: Sequence[Planted]) -> list[str]:
@@ -129,7 +138,7 @@ def write(folder: Path, train: Shards, samples: int, planted: Sequence[Planted])
     from gradwire.data.shards import finalized
     from gradwire.data.writer import SplitWriter
 
-    added = {id_: tokens for one in planted for id_, tokens in one.samples.items()}
+    added = {id_: (tokens, one.is_target) for one in planted for id_, tokens in one.samples.items()}
     first = [train[position] for position in range(samples)]
     if not (folder.is_dir() and finalized(folder)):
         shutil.rmtree(folder.parent, ignore_errors=True)
@@ -137,11 +146,11 @@ def write(folder: Path, train: Shards, samples: int, planted: Sequence[Planted])
         kept = {key: train.meta[key] for key in CONSTANT}
         writers = {split: SplitWriter(folder / split, kept | {"split": split}, False) for split in ("train", "val")}
         for sample in first:
-            writers["train"].add(sample.sample_id, sample.input_ids.tolist())
-        for id_, tokens in added.items():
-            writers["train"].add(id_, tokens)
+            writers["train"].add(sample.sample_id, sample.input_ids.tolist(), targets_of(sample))
+        for id_, own in added.items():
+            writers["train"].add(id_, *own)
         for number, one in enumerate(planted):
-            writers["val"].add(f"query/{number}", one.query)
+            writers["val"].add(f"query/{number}", one.query, one.is_target)
         for writer in writers.values():
             writer.flush()
         loss = unigram.loss(writers["train"].targets, writers["val"].targets)

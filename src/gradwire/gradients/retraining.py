@@ -177,7 +177,7 @@ def query_losses(model: nn.Module, shards: Shards, queries: int) -> list[float]:
         for query in chosen:
             batch = collate([query], shards.meta["pad_id"], 1)
             if not n_targets(batch.labels).all():
-                raise BadInput(f"the query {query.sample_id!r} has one token and so nothing to predict.")
+                raise BadInput(f"the query {query.sample_id!r} has no target and so nothing to predict.")
             logits = model(batch.input_ids, use_cache=False).logits
             losses += sample_losses(logits, batch.labels, "mean").tolist()
     return losses

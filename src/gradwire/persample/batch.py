@@ -60,7 +60,7 @@ def n_targets(labels: Tensor) -> Tensor:
 
 
 def padded_width(batch: Batch) -> Batch:
-    """Drop the trailing columns that are padding in every row."""
+    """Drop the trailing columns without a label in any row, such as padding."""
     used = (batch.labels != IGNORED).any(0).nonzero()
     width = max(2, int(used[-1]) + 1 if len(used) else 0)
     return Batch(batch.input_ids[:, :width], batch.labels[:, :width], batch.sample_id)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from gradwire.collectives import ops
 from gradwire.data.batches import Batch
+from gradwire.errors import BadInput
 
 
 class Quality(NamedTuple):
@@ -35,7 +36,11 @@ def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Quality:
-    """Loss and perplexity over all ranks' ``batches``; every rank must have the same number of them."""
+    """Loss and perplexity over all ranks' ``batches``; every rank must have the same number of them.
+
+    Raises:
+        BadInput: If no sample has a target.
+    """
     training = model.training
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -44,5 +49,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -
         totals += torch.stack([loss_sum(model, local).double(), torch.tensor(local.n_targets, device=device).double()])
     model.train(training)
     ops.all_reduce(totals, purpose="control")
+    if not totals[1]:
+        raise BadInput("no sample of the split has a target, so there is no loss: use other data or a larger length.")
     loss = float(totals[0] / totals[1])
     return Quality(loss, math.exp(loss) if loss < 700 else math.inf, int(totals[1]))

@@ -55,7 +55,7 @@ class Plain:
             batch.input_ids.device.type, torch.bfloat16, enabled=self.precision == "bf16", cache_enabled=False
         )
         with mixed:
-            loss = loss_sum(model, batch) / n_targets
+            loss = loss_sum(model, batch) / n_targets.clamp(min=1)  # a step may have prompts alone
         return loss, loss.detach()
 
     def totals(self) -> list[Tensor]:

@@ -100,8 +100,8 @@ def build(name: str, options: Mapping[str, Any]) -> Source:
         made = kind(**options)
     except ValidationError as error:
         problem = error.errors()[0]
-        key = ".".join(map(str, problem["loc"]))
-        raise BadInput(f"source {name}, {key}: {problem['msg'].removeprefix('Value error, ')}.") from None
+        where = ", ".join([f"source {name}", *([".".join(map(str, problem["loc"]))] if problem["loc"] else [])])
+        raise BadInput(f"{where}: {problem['msg'].removeprefix('Value error, ')}.") from None
     for key in kind.model_fields:
         if isinstance(path := getattr(made, key), Path):
             check_length(path, key)

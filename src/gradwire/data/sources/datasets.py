@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from gradwire.data import corpus, hub
+from gradwire.data import corpus, hub, targets
 from gradwire.data.sources import Source, Stream, folder_name, require_revision
 from gradwire.errors import BadInput
 from gradwire.files import digest, sha256_file
@@ -21,8 +21,8 @@ WITHOUT_NETWORK = "Check the network (and unset HF_HUB_OFFLINE), or give a local
 class Datasets(Source):
     """A dataset of the Hugging Face Hub, streamed, or a local folder that `save_to_disk` wrote.
 
-    Rows without text are left out and counted. The revision is a commit, branch or tag on the Hub, and a digest of a
-    local folder.
+    Rows without text, completion or answer are left out and counted. The revision is a commit, branch or tag on the
+    Hub, and a digest of a local folder.
     """
 
     name = "datasets"
@@ -31,8 +31,22 @@ class Datasets(Source):
     configuration: str | None = Field(None, description="the dataset's configuration, such as wikitext-2-raw-v1")
     split: str = Field("train", description="the split to read")
     text_column: str = Field("text", description="the column with the text")
+    prompt_column: str | None = Field(None, description="the column with the prompt, instead of a text")
+    completion_column: str | None = Field(None, description="the column with its completion, the only targets")
+    messages_column: str | None = Field(
+        None, description="the column with a chat, instead of a text: a list of role and content"
+    )
     id_column: str | None = Field(None, description="the column with the id (None: <split>/<row>)")
     title_column: str | None = Field(None, description="the column with the title (None: no title)")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if (self.prompt_column is None) != (self.completion_column is None):
+            raise ValueError("prompt_column and completion_column belong together: give both")
+        given = ["prompt_column" in self.model_fields_set, "messages_column" in self.model_fields_set]
+        if sum(given) + ("text_column" in self.model_fields_set) > 1:
+            raise ValueError("text_column, prompt_column and messages_column exclude one another")
+        return self
 
     def open(self) -> Stream:
         """Return the rows in the dataset's order."""
@@ -78,14 +92,23 @@ class Datasets(Source):
             raise BadInput(f"{self._where} cannot be read: {error}.") from None
 
     def _documents(self, table: Any, metadata: Counter[str]) -> Iterator[Mapping[str, Any]]:
-        chosen = {"id": self.id_column, "title": self.title_column, "text": self.text_column}
+        chosen = {"id": self.id_column, "title": self.title_column, **self._content_columns}
         columns = {key: column for key, column in chosen.items() if column is not None}
         for row, values in enumerate(hub.rows(table, list(columns.values()), self._where)):
             document = {key: values[column] for key, column in columns.items()}
-            if document["text"] is None or (isinstance(document["text"], str) and not document["text"].strip()):
-                metadata["rows_without_text"] += 1
+            if missing := targets.missing(document):
+                metadata[f"rows_without_{missing}"] += 1
                 continue
             yield {"id": f"{self.split}/{row}", **document}
+
+    @property
+    def _content_columns(self) -> dict[str, str | None]:
+        """The columns of a document's content, by its keys."""
+        if self.messages_column is not None:
+            return {"messages": self.messages_column}
+        if self.completion_column is not None:
+            return {"prompt": self.prompt_column, "completion": self.completion_column}
+        return {"text": self.text_column}
 
 
 def saved_digest(folder: Path) -> str:
