@@ -54,7 +54,7 @@ def gradients(model, count=3):
 
 def test_adam_is_the_step_that_torch_would_take(small):
     model = folder.load(small.model).double()
-    moments = optimizer.load(small.model)
+    moments = optimizer.load(small.model, folder.load(small.model))
     found = gradients(model)
     flat = torch.cat([gradient.flatten(1) for gradient in found.values()], 1)
     adam = types.Adam.of(moments, rows.shapes(model), "torch", torch.device("cpu"))
@@ -79,7 +79,7 @@ def test_adam_is_the_step_that_torch_would_take(small):
 def test_the_variant_of_less_is_its_formula_whatever_betas_the_training_took(small):
     """0.9, 0.999 and 1e-8 stand in LESS's code; the training here took 0.8 and 0.95."""
     model = folder.load(small.model)
-    moments = optimizer.load(small.model)
+    moments = optimizer.load(small.model, folder.load(small.model))
     found = gradients(model)
     flat = torch.cat([gradient.flatten(1) for gradient in found.values()], 1)
     less = types.Adam.of(moments, rows.shapes(model), "less", torch.device("cpu"))(flat.clone())
@@ -89,7 +89,7 @@ def test_the_variant_of_less_is_its_formula_whatever_betas_the_training_took(sma
 
 
 def test_moments_go_by_name_and_must_fit(small, tmp_path):
-    moments = optimizer.load(small.model)
+    moments = optimizer.load(small.model, folder.load(small.model))
     shapes = rows.shapes(folder.load(small.model))
     backwards = dict(reversed(shapes.items()))
     one, other = (types.Adam.of(moments, of, "torch", torch.device("cpu")) for of in (shapes, backwards))
@@ -102,7 +102,7 @@ def test_moments_go_by_name_and_must_fit(small, tmp_path):
         types.Adam.of(moments, {**shapes, first: (3,)}, "torch", torch.device("cpu"))
     (tmp_path / optimizer.FILE).write_bytes(b"no such thing")
     with pytest.raises(BadInput, match=r"optimizer\.safetensors is unusable"):
-        optimizer.load(tmp_path)
+        optimizer.load(tmp_path, torch.nn.Module())
 
 
 def collect(small, run, *more, expect=0):
@@ -127,7 +127,9 @@ def exact(small, grad_type="sgd", loss="mean", projection="rademacher", model=No
         found.append(torch.cat([gradient.flatten(1) for gradient in made.values()], 1))
     flat = torch.cat(found)
     if grad_type == "adam":
-        flat = types.Adam.of(optimizer.load(small.model), rows.shapes(model), "torch", torch.device("cpu"))(flat)
+        flat = types.Adam.of(
+            optimizer.load(small.model, folder.load(small.model)), rows.shapes(model), "torch", torch.device("cpu")
+        )(flat)
     if grad_type == "sign":
         flat = types.Sign([*rows.shapes(model).values()])(flat)
     return flat, build(projection, rows.shapes(model), 0).project(flat, [36])[36]

@@ -203,11 +203,11 @@ def test_moments_that_do_not_belong_together_are_refused(tmp_path, change, messa
     tensors = {"exp_avg/w": torch.ones(3), "exp_avg_sq/w": torch.full((3,), 2.0)}
     settings = {"step": {"w": 7}, "betas": [0.9, 0.99], "eps": 1e-8}
     save_file(tensors, tmp_path / optimizer.FILE, metadata={"adam": json.dumps(settings)})
-    assert optimizer.load(tmp_path).step == {"w": 7}
+    assert optimizer.load(tmp_path, torch.nn.Module()).step == {"w": 7}
     change(tensors, settings)
     save_file(tensors, tmp_path / optimizer.FILE, metadata={"adam": json.dumps(settings)})
     with pytest.raises(BadInput, match=f"is unusable: .*{message}"):
-        optimizer.load(tmp_path)
+        optimizer.load(tmp_path, torch.nn.Module())
 
 
 def test_an_adapter_beside_a_model_is_refused(small, tmp_path):
@@ -430,7 +430,7 @@ def test_blocks_are_the_repeated_module_with_the_most_parameters():
             super().__init__()
             self.experts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
 
-    model = torch.nn.Module()
+    model = torch.torch.nn.Module()
     model.embeddings = torch.nn.ModuleList([torch.nn.Embedding(9, 8), torch.nn.Embedding(4, 8)])
     model.layers = torch.nn.ModuleList([Block(), Block()])
     assert strategy.blocks(model) == list(model.layers)

@@ -59,7 +59,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer_dir",
         type=Path,
-        help="folder of Adam's moments (default: --model_dir), or of the factors for ekfac",
+        help="folder of Adam's moments (default: --lora_dir or --model_dir), or of the factors for ekfac",
     )
     parser.add_argument(
         "--loss", choices=get_args(SampleLoss), default="mean", help="reduction of a sample's loss over its targets"
@@ -171,7 +171,9 @@ def _intended(args: argparse.Namespace, shards: Shards, world_size: int) -> Prov
         strategy=args.strategy,
         adam_variant=args.adam_variant,
         optimizer_dir=args.optimizer_dir and str(args.optimizer_dir),
-        optimizer_digest=digests.get(args.grad_type, lambda _: None)(args.optimizer_dir or args.model_dir),
+        optimizer_digest=digests.get(args.grad_type, lambda _: None)(
+            args.optimizer_dir or args.lora_dir or args.model_dir
+        ),
         lora=adapter,
         lora_dir=args.lora_dir and str(args.lora_dir),
         metadata=metadata.chosen(args.metadata),

@@ -49,7 +49,7 @@ class Provenance:
         store: The row type.
         strategy: ``ddp``: every rank holds the full model; ``fsdp2``: its weights are sharded.
         adam_variant: Formula of the ``adam`` gradient type.
-        optimizer_dir: Folder of Adam's moments, or of EK-FAC's factors; None for the model folder.
+        optimizer_dir: Folder of Adam's moments, or of EK-FAC's factors; None for that of the adapter or the model.
         optimizer_digest: Their digest; None unless ``grad_type`` is ``adam`` or ``ekfac``.
         lora: Digest of a saved LoRA adapter, or rank and seed of a new one; None for the full model.
         lora_dir: Folder of the saved adapter.
@@ -92,6 +92,11 @@ class Provenance:
         """Digest of all fields except `PLACES`; part of each row's digest."""
         bound = [one.name for one in fields(Provenance) if one.name not in PLACES]
         return digest({name: getattr(self, name) for name in bound}, length=64)
+
+    @property
+    def step_dir(self) -> Path:
+        """The folder of Adam's moments or of EK-FAC's factors."""
+        return Path(self.optimizer_dir or self.lora_dir or self.model_dir)
 
     def lora_options(self) -> dict[str, Any]:
         """Return the arguments of `models.lora.attach`.

@@ -347,12 +347,12 @@ def kind_of(provenance: Provenance, model: nn.Module, device: torch.device) -> g
         return gradient_types.sgd
     if provenance.grad_type == "sign":
         return gradient_types.Sign([*shapes(model).values()])
-    place = Path(provenance.optimizer_dir or provenance.model_dir)
+    place = provenance.step_dir
     if provenance.grad_type == "ekfac":
         if ekfac.digest(place) != provenance.optimizer_digest:
             raise BadInput(f"the factors in {place} are not those that were collected with.")
         return ekfac.load(place, provenance.model_digest, provenance.loss, shapes(model), device)
-    found = optimizer.load(place)
+    found = optimizer.load(place, model)
     if optimizer.digest(found.path.parent) != provenance.optimizer_digest:
         raise BadInput(f"the moments in {found.path} are not those that were collected with.")
     return gradient_types.Adam.of(found, shapes(model), provenance.adam_variant, device)

@@ -1,39 +1,20 @@
-"""Adam's moments of a saved model: ``optimizer.safetensors``, keyed by parameter name."""
+"""Adam's moments of a saved model: ``optimizer.safetensors``, by parameter name, or a Trainer's ``optimizer.pt``."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradwire import files
 from gradwire.errors import BadInput
+from gradwire.models import numbered
+from gradwire.models.moments import KINDS, Moments
 
 FILE = "optimizer.safetensors"
-KINDS = ("exp_avg", "exp_avg_sq")
-
-
-class Moments(NamedTuple):
-    """Adam's state of each parameter.
-
-    Attributes:
-        path: The file.
-        exp_avg: First moments, by parameter name.
-        exp_avg_sq: Second moments, by parameter name.
-        step: Completed steps, by parameter name.
-        betas: β₁ and β₂, shared by all parameters.
-        eps: ε, shared by all parameters.
-    """
-
-    path: Path
-    exp_avg: Mapping[str, Tensor]
-    exp_avg_sq: Mapping[str, Tensor]
-    step: Mapping[str, int]
-    betas: tuple[float, float]
-    eps: float
 
 
 def save(state: Mapping[str, Any], folder: Path) -> None:
@@ -62,22 +43,38 @@ def digest(folder: Path) -> str:
     Raises:
         BadInput: If the file is missing.
     """
-    if not (folder / FILE).is_file():
-        raise BadInput(f"{folder} has no {FILE}: gradients of type adam need the moments from training.")
-    return files.sha256_file(folder / FILE)
+    return files.sha256_file(_file(folder))
 
 
-def load(folder: Path) -> Moments:
+def load(folder: Path, model: nn.Module) -> Moments:
     """Load a saved model's moments.
 
+    Args:
+        folder: The folder of ``optimizer.safetensors`` or, without one, of ``optimizer.pt``.
+        model: The model, whose trainable parameters give the numbers in ``optimizer.pt`` their names.
+
     Raises:
-        BadInput: If they are missing or damaged.
+        BadInput: If they are missing or damaged, or do not belong to the model.
     """
+    path = _file(folder)
+    return _load(path) if path.name == FILE else numbered.load(path, model)
+
+
+def _file(folder: Path) -> Path:
+    """The file of a folder's moments.
+
+    Raises:
+        BadInput: If there is none.
+    """
+    for name in (FILE, numbered.FILE):
+        if (folder / name).is_file():
+            return folder / name
+    raise BadInput(f"{folder} has no {FILE} or {numbered.FILE}: gradients of type adam need the moments from training.")
+
+
+def _load(path: Path) -> Moments:
     from safetensors import SafetensorError, safe_open
 
-    path = folder / FILE
-    if not path.is_file():
-        raise BadInput(f"{path} is missing.")
     try:
         with safe_open(path, framework="pt") as stream:
             settings = json.loads((stream.metadata() or {})["adam"])
