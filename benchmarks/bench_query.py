@@ -19,7 +19,7 @@ from bench_gradients import interleaved, show
 
 from gradwire.files import sha256_file, write_json
 from gradwire.gradients import manifest, row_file, store
-from gradwire.gradients.search import BLOCK_BYTES, nearest, open_store, scored, target
+from gradwire.gradients.search import BLOCK_BYTES, groups_of, nearest, open_store, scored, target
 from gradwire.gradients.searcher import Searcher
 
 NOISE = 0.1  # of a row's norm
@@ -77,16 +77,17 @@ def main() -> None:
     rows = searcher.of_prompt(args.prompt)
     file = row_file.RowFile(searcher.store.rows.names.rows)
     high = BLOCK_BYTES // (4 * file.shape[1]) or 1
+    mean = groups_of("mean", len(rows))
     before = rss()
     jobs = {
         "gradient of the prompt": lambda: searcher.of_prompt(args.prompt),
         "reading the rows alone": lambda: [None for _ in file.chunks(high)],
         **{
-            f"scores, {metric}": lambda metric=metric: scored(file, target(rows, metric, "mean"), metric)
+            f"scores, {metric}": lambda metric=metric: scored(file, target(rows, metric, mean), metric)
             for metric in ("dot", "cosine")
         },
         "search, cosine: scores, order, verified rows": lambda: nearest(
-            searcher.store, target(rows, "cosine", "mean"), "cosine", 10
+            searcher.store, target(rows, "cosine", mean), "cosine", 10
         ),
     }
     size = file.shape[0] * file.shape[1] * 4

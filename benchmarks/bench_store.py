@@ -52,7 +52,10 @@ def overlap(scores: NDArray[np.float64], exact: NDArray[np.float64]) -> float:
 def scores(train: RowFile, validation: RowFile) -> Scores:
     """Score the training rows in all ways."""
     return {
-        (metric, over): search.scored(train, search.target(validation, metric, over), metric) for metric, over in WAYS
+        (metric, over): search.scored(
+            train, search.target(validation, metric, search.groups_of(over, validation.shape[0])), metric
+        )
+        for metric, over in WAYS
     }
 
 

@@ -23,7 +23,7 @@ from gradwire.gradients import lds, recall, retraining, store
 from gradwire.gradients.attribution import METHODS, Scores
 from gradwire.gradients.curvature import solver
 from gradwire.gradients.row_file import RowFile
-from gradwire.gradients.search import similarities, target
+from gradwire.gradients.search import groups_of, similarities, target
 from gradwire.models import causal
 
 RECIPE = [
@@ -180,7 +180,8 @@ def test_exact_influence_scores_well_and_its_opposite_badly(tmp_path, monkeypatc
         return lds.judged(scores, members, losses, seed=0)
 
     solve = solver(rows, 0.01)
-    influence = np.concatenate([*similarities(rows, target(gradients[asked], "dot", "max", solve), "dot", solve)])
+    against = target(gradients[asked], "dot", groups_of("max", len(asked)), solve)
+    influence = np.concatenate([*similarities(rows, against, "dot", solve)])
     exact, twin = judge(influence)
     plain = judge(gradients[seen].astype(float) @ gradients[asked].T)[0]
     assert exact["lds"] > 0.6 and exact["interval"][0] > 0.4

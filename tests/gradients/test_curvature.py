@@ -9,7 +9,7 @@ import torch
 from gradwire.errors import BadInput
 from gradwire.gradients.curvature import solver
 from gradwire.gradients.row_file import RowFile
-from gradwire.gradients.search import scored, target
+from gradwire.gradients.search import groups_of, scored, target
 
 
 def written(path, rows):
@@ -39,9 +39,10 @@ def test_scores_are_those_of_the_dense_inverse(tmp_path, count, metric, over):
     queries = random.standard_normal((3, 11)).astype(np.float32)
     train = written(tmp_path / "rows.pt", rows)
     solve = solver(train, 0.3)
-    found = scored(train, target(queries, metric, over, solve), metric, solve)
+    groups = groups_of(over, 3)
+    found = scored(train, target(queries, metric, groups, solve), metric, solve)
     np.testing.assert_allclose(found, getattr(dense(rows, queries, 0.3, metric), over)(1), rtol=1e-9, atol=1e-12)
-    plain = scored(train, target(queries, metric, over), metric)
+    plain = scored(train, target(queries, metric, groups), metric)
     assert np.abs(plain - found).max() > 0.1 * np.abs(plain).max() and found[2] == 0
 
 

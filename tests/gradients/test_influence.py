@@ -13,7 +13,9 @@ from changed_store import copied, edit, sign
 from small_model import make
 
 from gradwire import cli
-from gradwire.gradients import store
+from gradwire.errors import BadInput
+from gradwire.gradients import search, store
+from gradwire.gradients.influence import grouped
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +54,7 @@ def test_scores_are_the_weighted_similarities(stores, tmp_path, metric, over):
     small, of = stores
     more = ["--weights", "3e-4", "1e-4", "--metric", metric, "--over", over, "--top_k", "4", "--corpus", small.corpus]
     assert influence(tmp_path, [of["train"], of["train-sign"]], [of["val"], of["val-sign"]], *more) == 0
-    wanted = 0.0
-    for weight, train, val in ((0.75, "train", "val"), (0.25, "train-sign", "val-sign")):
-        one, other = rows(of[train]), rows(of[val])
-        if metric == "cosine":
-            one, other = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (one, other))
-        wanted = wanted + weight * getattr(one @ other.T, over)(1)
+    wanted = getattr(of_pairs(of, metric), over)(1)
     table = pq.read_table(tmp_path / "scores.parquet")
     np.testing.assert_allclose(table["score"].to_numpy(), wanted, rtol=1e-9)
     ids = store.read_ids(of["train"] / "all_ids.pkl")
@@ -68,6 +65,79 @@ def test_scores_are_the_weighted_similarities(stores, tmp_path, metric, over):
     for line in top:
         document = documents[line["sample_id"].split("#")[0]]
         assert (line["title"], line["text"]) == (document["title"], document["text"])
+
+
+def of_pairs(of, metric, val="val"):
+    """The scores of all pairs of the two checkpoints, with weights of 3 to 1."""
+    wanted = 0.0
+    for weight, kind in ((0.75, ""), (0.25, "-sign")):
+        one, other = rows(of[f"train{kind}"]), rows(of[f"{val}{kind}"])
+        if metric == "cosine":
+            one, other = (x / np.linalg.norm(x, axis=1, keepdims=True) for x in (one, other))
+        wanted = wanted + weight * (one @ other.T)
+    return wanted
+
+
+@pytest.mark.parametrize("metric", ["cosine", "dot"])
+@pytest.mark.parametrize("matrix", [False, True])
+def test_subtasks_are_the_largest_of_means_over_all_checkpoints(stores, tmp_path, monkeypatch, metric, matrix):
+    """As LESS's matching: first the sum over checkpoints, then the mean within a subtask, then the maximum."""
+    _, of = stores
+    ids = store.read_ids(of["train"] / "all_ids.pkl")
+    monkeypatch.setattr(search, "BLOCK_BYTES", 4 * 32 * 5)  # several blocks, of five rows
+    documents = list(dict.fromkeys(id_.split("#")[0] for id_ in ids))
+    assert len(documents) >= 3
+    names = {id_: "even" if at % 3 == 0 else "odd" for at, id_ in enumerate(documents)}
+    (tmp_path / "names.json").write_text(json.dumps(names))
+    more = ["--weights", "3e-4", "1e-4", "--metric", metric, "--over", "subtask", "--subtasks", tmp_path / "names.json"]
+    pairs, group = of_pairs(of, metric, "train"), np.array([names[id_.split("#")[0]] for id_ in ids])
+    assert influence(tmp_path, [of["train"], of["train-sign"]], [of["train"], of["train-sign"]], *more, "--top_k", 5,
+                     *(["--matrix"] if matrix else [])) == 0  # fmt: skip
+    wanted = {name: pairs[:, group == name].mean(1) for name in ("even", "odd")}
+    table = pq.read_table(tmp_path / "scores.parquet")
+    assert len(set(table["subtask"].to_pylist())) == 2
+    for name, scores in wanted.items():
+        np.testing.assert_allclose(table[f"subtask:{name}"].to_numpy(), scores, rtol=1e-9, atol=1e-15)
+    best = np.maximum(wanted["even"], wanted["odd"])
+    np.testing.assert_allclose(table["score"].to_numpy(), best, rtol=1e-9, atol=1e-15)
+    of_best = np.where(wanted["even"] >= wanted["odd"], "even", "odd")
+    assert table["subtask"].to_pylist() == of_best.tolist()
+    top = [json.loads(line) for line in (tmp_path / "top.jsonl").read_text().splitlines()]
+    assert [line["subtask"] for line in top] == of_best[np.argsort(-best)[:5]].tolist()
+    record = json.loads((tmp_path / "influence.json").read_text())
+    assert record["subtasks"] == {name: int((group == name).sum()) for name in ("even", "odd")}
+    assert record["columns"] == (ids if matrix else None)
+    assert (tmp_path / "matrix.npy").exists() == matrix
+    if matrix:
+        np.testing.assert_allclose(np.load(tmp_path / "matrix.npy"), pairs, rtol=1e-6, atol=1e-6 * np.abs(pairs).max())
+
+
+@pytest.mark.parametrize("over", ["mean", "max"])
+def test_a_matrix_changes_no_score_and_is_removed_by_a_call_without_it(stores, tmp_path, over):
+    _, of = stores
+    pairs = ([of["train"], of["train-sign"]], [of["val"], of["val-sign"]], "--over", over)
+    assert influence(tmp_path, *pairs, "--matrix") == 0
+    matrix = np.load(tmp_path / "matrix.npy").astype(float)
+    scores = pq.read_table(tmp_path / "scores.parquet")["score"].to_numpy()
+    np.testing.assert_allclose(scores, getattr(matrix, over)(1), rtol=1e-5, atol=1e-7)
+    assert influence(tmp_path, *pairs) == 0
+    np.testing.assert_allclose(pq.read_table(tmp_path / "scores.parquet")["score"].to_numpy(), scores, rtol=1e-9)
+    assert not (tmp_path / "matrix.npy").exists()
+
+
+def test_subtasks_come_from_ids_or_a_file(tmp_path):
+    names, groups = grouped("subtask", ["b/x/1", "a/7#0", "a/7#1", "b/x/2"], None)
+    assert names == ["a", "b/x"] and groups.tolist() == [1, 0, 0, 1]
+    (tmp_path / "names.json").write_text('{"7": "z", "8#0": "y"}')
+    assert grouped("subtask", ["7#1", "8#0"], tmp_path / "names.json")[0] == ["y", "z"]
+    for ids, file, message in (
+        (["a/1", "2"], None, "no slash ends the subtask in the id of the validation sample '2': pass --subtasks FILE"),
+        (["/1"], None, "no slash ends the subtask in the id of the validation sample '/1'"),
+        (["7", "9"], tmp_path / "names.json", r"names.json has no subtask \(a string\) of the validation sample '9'"),
+        (["7"], tmp_path / "none.json", "none.json"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            grouped("subtask", ids, file)
 
 
 @pytest.mark.parametrize("metric", ["cosine", "dot"])
@@ -115,6 +185,8 @@ def test_stores_that_do_not_belong_together_are_refused(stores, tmp_path, capsys
     assert "give one of each per checkpoint" in answer([of["train"]], [of["val"], of["val"]])
     assert "--weights is -1.0; it must be above 0." in answer([of["train"]], [of["val"]], "--weights", "-1")
     assert "hold different samples" in answer([of["train"], of["val"]], [of["val"], of["val"]])
+    assert "hold different samples" in answer([of["train"], of["train"]], [of["val"], of["train"]])
+    assert "without --over subtask: add it" in answer([of["train"]], [of["val"]], "--subtasks", "names.json")
     assert "is not a merged store" in answer([of["train"].parent], [of["val"]])
     (tmp_path / "corpus.json").write_text('[{"id": "x", "text": "y"}]')
     assert "has no document of sample" in answer([of["train"]], [of["val"]], "--corpus", tmp_path / "corpus.json")

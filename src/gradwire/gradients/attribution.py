@@ -117,7 +117,7 @@ class Study:
         """Score every sample for every query by a method."""
         from gradwire.gradients.influence import check_alike
         from gradwire.gradients.row_file import RowFile
-        from gradwire.gradients.search import similarities, target
+        from gradwire.gradients.search import groups_of, similarities, target
 
         method = METHODS[name]
         if method.rows is None:
@@ -130,7 +130,7 @@ class Study:
         began = time.perf_counter()
         rows = RowFile(train.rows.names.rows)
         solve = curvature.solver(rows, self.args.damping if method.curved else None)
-        against = target(queries.rows, method.metric, "max", solve)
+        against = target(queries.rows, method.metric, groups_of("max", queries.rows.shape[0]), solve)
         values = np.concatenate(list(similarities(rows, against, method.metric, solve)))
         seconds = time.perf_counter() - began + of_rows + of_queries
         return Scores(values, seconds, train.rows.names.rows.stat().st_size)

@@ -1,27 +1,33 @@
 """The verb ``grads influence``: rank training samples by gradient similarity to validation samples.
 
-The score of a training sample is Σ_c w_c · s(train_c, validation_c) over checkpoints c, with normalised learning rates
-w_c. s is the inner product or cosine of the projected gradients, by its mean or maximum over the validation samples,
-with ``--curvature`` under the inverse second moment of the checkpoint's training rows
-(Pruthi et al., 2020, "TracIn"; Xia et al., 2024, "LESS", section 4).
+The score of a training sample for a validation sample is Σ_c w_c · s(train_c, validation_c) over checkpoints c, with
+normalised learning rates w_c. s is the inner product or cosine of the projected gradients, with ``--curvature`` under
+the inverse second moment of the checkpoint's training rows (Pruthi et al., 2020, "TracIn"). The score of a training
+sample is the mean over the validation samples, their maximum, or the maximum over subtasks of the mean within each
+(Xia et al., 2024, "LESS", section 4.2).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradwire.errors import BadInput
-from gradwire.files import whole, write_json
+from gradwire.files import read_object, whole, write_json
 from gradwire.flags import COUNT, POSITIVE, output_folder
 from gradwire.gradients import curvature
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from gradwire.gradients.search import Store
 
+MATRIX = "matrix.npy"
 SAME = ("model_digest", "lora", "dim", "projection", "seed", "fingerprints", "loss")  # of training and validation
 SAME_STEP = ("adam_variant", "optimizer_digest")  # if both are of type adam, or both of ekfac
 
@@ -38,7 +44,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--weights", type=POSITIVE, nargs="+", metavar="W", help="learning rate of each checkpoint (default: equal)"
     )
     parser.add_argument("--metric", choices=("cosine", "dot"), default="cosine", help="similarity of two gradients")
-    parser.add_argument("--over", choices=("mean", "max"), default="mean", help="reduction over validation samples")
+    parser.add_argument(
+        "--over",
+        choices=("mean", "max", "subtask"),
+        default="mean",
+        help="reduction over validation samples; subtask: mean within each subtask, then the maximum, as in LESS",
+    )
+    parser.add_argument(
+        "--subtasks",
+        type=Path,
+        metavar="FILE",
+        help="JSON object of the validation documents' subtasks by id (default: an id up to its last slash)",
+    )
+    parser.add_argument("--matrix", action="store_true", help=f"also write the score of each pair: {MATRIX}")
     curvature.arguments(parser)
     parser.add_argument("--top_k", type=COUNT, default=100, help="number of samples to select")
     parser.add_argument("--corpus", type=Path, help="corpus file; adds the selected samples' documents")
@@ -62,31 +80,49 @@ def main(args: argparse.Namespace) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    from gradwire.gradients.row_file import RowFile
-    from gradwire.gradients.search import open_store, order_of, scored, target
+    from gradwire.gradients.row_file import npy_writer
+    from gradwire.gradients.search import groups_of, open_store, order_of
     from gradwire.gradients.texts import documents_of
 
+    if args.subtasks is not None and args.over != "subtask":
+        raise BadInput(f"--subtasks {args.subtasks} is given without --over subtask: add it.")
     damping = curvature.damping_of(args)
     weights = normalised_weights(args.weights, len(args.train), len(args.validation))
     pairs = [(open_store(one), open_store(other)) for one, other in zip(args.train, args.validation, strict=True)]
     for train, validation in pairs:
         check_alike(train, validation)
-        if (train.rows.ids, train.manifest.data_digest) != (pairs[0][0].rows.ids, pairs[0][0].manifest.data_digest):
-            raise BadInput(f"{train.path} and {pairs[0][0].path} hold different samples, or a different order.")
-    ids = pairs[0][0].rows.ids
-    scores = np.zeros(len(ids))
-    for weight, (train, validation) in zip(weights, pairs, strict=True):
-        solve = curvature.solver(RowFile(train.rows.names.rows), damping)
-        against = target(validation.rows, args.metric, args.over, solve)
-        scores += weight * scored(train.rows, against, args.metric, solve)
-    best = [(ids[at], float(scores[at])) for at in order_of(scores)[: args.top_k]]
-    documents = documents_of([id_ for id_, _ in best], args.corpus) if args.corpus else {}
+        for one, first in zip((train, validation), pairs[0], strict=True):
+            if (one.rows.ids, one.manifest.data_digest) != (first.rows.ids, first.manifest.data_digest):
+                raise BadInput(f"{one.path} and {first.path} hold different samples, or a different order.")
+    ids, asked = (one.rows.ids for one in pairs[0])
+    names, groups = grouped(args.over, asked, args.subtasks)
+    parts = []
+    with ExitStack() as stack:
+        if args.matrix:
+            matrix = stack.enter_context(npy_writer(args.output_dir / MATRIX, (len(ids), len(asked))))
+        columns = groups_of("max", len(asked)) if args.matrix else groups
+        for block in weighted(pairs, weights, columns, args.metric, damping):
+            if args.matrix:
+                matrix.append(block)
+            means = means_of(block, groups) if args.matrix and args.over != "max" else block
+            parts.append(means if names else means.max(1, keepdims=True))
+        of_groups = np.concatenate(parts)  # [n, subtasks], or [n, 1]
+        scores, place = of_groups.max(1), of_groups.argmax(1)
+        best = order_of(scores)[: args.top_k].tolist()
+        documents = documents_of([ids[at] for at in best], args.corpus) if args.corpus else {}
+    if not args.matrix:
+        (args.output_dir / MATRIX).unlink(missing_ok=True)
+    table: dict[str, object] = {"sample_id": ids, "score": scores}
+    if names:
+        table["subtask"] = [names[at] for at in place]
+        table |= {f"subtask:{name}": of_groups[:, at] for at, name in enumerate(names)}
     with whole(args.output_dir / "scores.parquet") as part:
-        pq.write_table(pa.table({"sample_id": ids, "score": scores}), part)
+        pq.write_table(pa.table(table), part)
     with whole(args.output_dir / "top.jsonl") as part, part.open("w", encoding="utf-8") as stream:
-        for rank, (id_, score) in enumerate(best, 1):
-            line = {"rank": rank, "sample_id": id_, "score": score, **documents.get(id_, {})}
-            stream.write(json.dumps(line, ensure_ascii=False) + "\n")
+        for rank, at in enumerate(best, 1):
+            line = {"rank": rank, "sample_id": ids[at], "score": float(scores[at])}
+            line |= {"subtask": names[place[at]]} if names else {}
+            stream.write(json.dumps(line | documents.get(ids[at], {}), ensure_ascii=False) + "\n")
     write_json(
         args.output_dir / "influence.json",
         {
@@ -95,13 +131,82 @@ def main(args: argparse.Namespace) -> None:
             "weights": weights,
             "metric": args.metric,
             "over": args.over,
+            "subtasks": dict(zip(names, np.bincount(groups).tolist(), strict=True)) if names else None,
+            "columns": asked if args.matrix else None,
             "curvature": args.curvature,
             "damping": damping,
             "samples": len(ids),
             "top_k": len(best),
         },
     )
-    print(f"{len(best)} of {len(ids)} samples selected in {args.output_dir / 'top.jsonl'}; the best is {best[0][0]}")
+    print(f"{len(best)} of {len(ids)} samples selected in {args.output_dir / 'top.jsonl'}; the best is {ids[best[0]]}")
+
+
+def weighted(
+    pairs: Sequence[tuple[Store, Store]],
+    weights: Sequence[float],
+    groups: NDArray[np.int64],
+    metric: str,
+    damping: float | None,
+) -> Iterator[NDArray[np.float64]]:
+    """Yield the scores of blocks of training samples, summed over the checkpoints: [block, groups].
+
+    Args:
+        pairs: The training and the validation store of each checkpoint.
+        weights: Their weights.
+        groups: The group of each validation sample, over which the mean is taken.
+        metric: ``cosine`` or ``dot``.
+        damping: Of the curvature; None for none.
+    """
+    from gradwire.gradients.row_file import RowFile
+    from gradwire.gradients.search import block_rows, similarities, target
+
+    at_once = min(block_rows(train.rows.shape[1]) for train, _ in pairs)
+    found = []
+    for train, validation in pairs:
+        solve = curvature.solver(RowFile(train.rows.names.rows), damping)
+        against = target(validation.rows, metric, groups, solve)
+        found.append(similarities(train.rows, against, metric, solve, at_once))
+    for blocks in zip(*found, strict=True):
+        yield sum((weight * block for weight, block in zip(weights, blocks, strict=True)), start=0.0 * blocks[0])
+
+
+def means_of(block: NDArray[np.float64], groups: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the means [n, groups] of the columns [n, m] in each group."""
+    import numpy as np
+
+    share = np.zeros((len(groups), groups.max() + 1))
+    share[np.arange(len(groups)), groups] = 1 / np.bincount(groups)[groups]
+    return block @ share
+
+
+def grouped(over: str, ids: Sequence[str], file: Path | None) -> tuple[list[str], NDArray[np.int64]]:
+    """Return the subtasks, ascending, and the group of each validation sample; without subtasks there are no names.
+
+    The subtask of a sample is its document's entry in ``file``, or its document's id up to the last slash.
+
+    Raises:
+        BadInput: If the file is invalid, or a sample has no subtask.
+    """
+    import numpy as np
+
+    from gradwire.gradients.metadata import document
+    from gradwire.gradients.search import groups_of
+
+    if over != "subtask":
+        return [], groups_of(over, len(ids))
+    known = None if file is None else read_object(file)
+    found = []
+    for id_ in ids:
+        name = document(id_).rpartition("/")[0] if known is None else known.get(id_, known.get(document(id_)))
+        if not isinstance(name, str) or not name:
+            where = (
+                f"{file} has no subtask (a string)" if file else "--over subtask: no slash ends the subtask in the id"
+            )
+            raise BadInput(f"{where} of the validation sample {id_!r}{'' if file else ': pass --subtasks FILE'}.")
+        found.append(name)
+    names, groups = np.unique(np.array(found, dtype=object), return_inverse=True)
+    return names.tolist(), groups.astype(np.int64)
 
 
 def normalised_weights(given: Sequence[float] | None, train: int, validation: int) -> list[float]:

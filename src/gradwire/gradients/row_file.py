@@ -182,6 +182,14 @@ def safetensors_writer(path: Path, shape: tuple[int, int]) -> Iterator[Writer]:
 
 
 @contextmanager
+def npy_writer(path: Path, shape: tuple[int, int]) -> Iterator[Writer]:
+    """Open a writer of a NumPy file with one float32 matrix; the file appears atomically, on success."""
+    with whole(path) as part, part.open("wb") as stream:
+        np.lib.format.write_array_header_1_0(stream, {"descr": "<f4", "fortran_order": False, "shape": shape})
+        yield Raw(stream)
+
+
+@contextmanager
 def parquet_writer(path: Path, shape: tuple[int, int], ids: Sequence[str]) -> Iterator[Writer]:
     """Open a writer of a Parquet file with one row per sample: its id and a list of numbers."""
     schema = pa.schema([("sample_id", pa.string()), ("row", pa.list_(pa.float32(), shape[1]))])

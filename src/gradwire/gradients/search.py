@@ -73,16 +73,34 @@ def nearest(
     return [Found(at, found.rows.ids[at], float(scores[at])) for at in best]
 
 
-def target(rows: RowFile | NDArray[np.float32], metric: str, over: str, solve: Solve = identity) -> NDArray[np.float64]:
-    """Return what rows are scored against: the mean of the given rows, [1, D], or with ``max`` each of them, [m, D].
+def groups_of(over: str, count: int) -> NDArray[np.int64]:
+    """Return the group of each of ``count`` rows: one for all of them (``mean``), or one for each (``max``)."""
+    return np.arange(count) if over == "max" else np.zeros(count, np.int64)
+
+
+def target(
+    rows: RowFile | NDArray[np.float32], metric: str, groups: NDArray[np.int64], solve: Solve = identity
+) -> NDArray[np.float64]:
+    """Return what rows are scored against: the mean of each group of the given rows, [groups, D].
 
     For ``cosine`` their directions are taken instead; a zero row has none and counts as zero. The mean of inner
     products is the inner product with the mean. With a `curvature.solver`, products and norms are those under H⁻¹.
+
+    Args:
+        rows: The rows, [m, D].
+        metric: ``cosine`` or ``dot``.
+        groups: The group of each row, [m], numbered from 0; each has a row.
+        solve: Applies H⁻¹.
     """
-    blocks = (_solved(wide, metric, solve) for wide in _wide(rows))
-    if over == "max":
-        return np.concatenate(list(blocks))
-    return np.asarray(sum(block.sum(0) for block in blocks))[None] / rows.shape[0]
+    counts = np.bincount(groups)
+    sums, done = np.zeros((len(counts), rows.shape[1])), 0
+    for wide in _wide(rows):
+        own = groups[done : done + len(wide)]
+        order = np.argsort(own, kind="stable")
+        found, first = np.unique(own[order], return_index=True)
+        sums[found] += np.add.reduceat(_solved(wide, metric, solve)[order], first)
+        done += len(wide)
+    return sums / counts[:, None]
 
 
 def scored(rows: RowFile, against: NDArray[np.float64], metric: str, solve: Solve = identity) -> NDArray[np.float64]:
@@ -91,10 +109,18 @@ def scored(rows: RowFile, against: NDArray[np.float64], metric: str, solve: Solv
 
 
 def similarities(
-    rows: RowFile, against: NDArray[np.float64], metric: str, solve: Solve = identity
+    rows: RowFile, against: NDArray[np.float64], metric: str, solve: Solve = identity, at_once: int | None = None
 ) -> Iterator[NDArray[np.float64]]:
-    """Yield the similarities of blocks of rows to each row of a `target`, in float64: [block, m]."""
-    for wide in _wide(rows):
+    """Yield the similarities of blocks of rows to each row of a `target`, in float64: [block, m].
+
+    Args:
+        rows: The rows.
+        against: The target, [m, D].
+        metric: As for the target.
+        solve: As for the target.
+        at_once: Rows per block; None for as many as `BLOCK_BYTES` hold.
+    """
+    for wide in _wide(rows, at_once):
         found = wide @ against.T
         yield found / _norms(wide, solve(wide))[:, None] if metric == "cosine" else found
 
@@ -116,9 +142,14 @@ def _norms(wide: NDArray[np.float64], solved: NDArray[np.float64]) -> NDArray[np
     return np.where(norms == 0, 1, norms)
 
 
-def _wide(rows: RowFile | NDArray[np.float32]) -> Iterator[NDArray[np.float64]]:
+def block_rows(width: int) -> int:
+    """The number of rows of ``width`` numbers in a block."""
+    return max(1, BLOCK_BYTES // (4 * width))
+
+
+def _wide(rows: RowFile | NDArray[np.float32], at_once: int | None = None) -> Iterator[NDArray[np.float64]]:
     if not isinstance(rows, RowFile):
         yield rows.astype(np.float64)
         return
-    for block in rows.chunks(max(1, BLOCK_BYTES // (4 * rows.shape[1]))):
+    for block in rows.chunks(at_once or block_rows(rows.shape[1])):
         yield block.astype(np.float64)

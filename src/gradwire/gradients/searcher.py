@@ -20,7 +20,7 @@ from gradwire.gradients.curvature import Solve, solver
 from gradwire.gradients.provenance import Provenance
 from gradwire.gradients.row_file import RowFile
 from gradwire.gradients.rows import RowMaker, Samples
-from gradwire.gradients.search import nearest, open_store, target
+from gradwire.gradients.search import groups_of, nearest, open_store, target
 from gradwire.gradients.texts import Texts, documents_of
 from gradwire.models import saved
 
@@ -125,7 +125,7 @@ class Searcher:
         Raises:
             BadInput: If a row found, or a text, is not what was collected.
         """
-        against = target(rows, metric, over, self._solve)
+        against = target(rows, metric, groups_of(over, len(rows)), self._solve)
         found = nearest(self.store, against, metric, count, self._solve)
         documents = documents_of([one.sample_id for one in found], self.corpus) if self.corpus else {}
 
