@@ -29,6 +29,9 @@ class Training(Strict):
     eval_every: Natural = Field(20, description="steps between evaluations; 0: only at the end")
     checkpoint_every: Natural = Field(0, description="steps between checkpoints; 0: only when stopped by a signal")
     keep_checkpoints: Count = Field(2, description="number of newest checkpoints to keep")
+    keep_model_every: Natural = Field(
+        0, description="steps between models kept in models/, for gradients along the training; 0: final_model/ alone"
+    )
     evaluate: bool = Field(True, description="evaluate after the last step; turn off if only times matter")
     profile: bool = Field(True, description="profile some steps on every rank")
     profile_steps: Count = Field(3, description="steps to profile")

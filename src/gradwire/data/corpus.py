@@ -166,9 +166,7 @@ def write(path: Path, documents: Iterable[Document], max_bytes: int | None = Non
     count, size, cut = 0, len("[\n\n]\n"), False
     with whole(path) as part, part.open("wb") as stream:
         for document in documents:
-            value: dict[str, Any] = {"id": document.id, "title": document.title, "text": document.body}
-            if document.spans is not None:
-                value["target_spans"] = document.spans
+            value = {"id": document.id, **content(document)}
             line = (",\n" if count else "[\n").encode() + json.dumps(value, ensure_ascii=False).encode()
             if max_bytes is not None and size + len(line) > max_bytes:
                 cut = True
@@ -179,6 +177,12 @@ def write(path: Path, documents: Iterable[Document], max_bytes: int | None = Non
             raise BadInput(f"{path}: no document fits into {max_bytes} bytes; raise --max_mb.")
         stream.write(b"\n]\n")
     return Written(count, path.stat().st_size, cut)
+
+
+def content(document: Document) -> dict[str, Any]:
+    """Return a document as an object of a corpus file, but for its id."""
+    spans = {} if document.spans is None else {"target_spans": document.spans}
+    return {"title": document.title, "text": document.body, **spans}
 
 
 def _document(value: Any, position: int, where: str, id_of: IdOf) -> Document:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from gradwire.gradients.search import Store
 
 MATRIX = "matrix.npy"
+LEARNING_RATE = "learning_rate"
 SAME = ("model_digest", "lora", "dim", "projection", "seed", "fingerprints", "loss")  # of training and validation
 SAME_STEP = ("adam_variant", "optimizer_digest")  # if both are of type adam, or both of ekfac
 
@@ -41,7 +42,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--validation", type=Path, nargs="+", required=True, metavar="DIR", help="as many, in the same order"
     )
     parser.add_argument(
-        "--weights", type=POSITIVE, nargs="+", metavar="W", help="learning rate of each checkpoint (default: equal)"
+        "--weights",
+        type=weight,
+        nargs="+",
+        metavar="W",
+        help=f"learning rate of each checkpoint (default: equal); {LEARNING_RATE}: as the models in models/ state it",
     )
     parser.add_argument("--metric", choices=("cosine", "dot"), default="cosine", help="similarity of two gradients")
     parser.add_argument(
@@ -87,13 +92,17 @@ def main(args: argparse.Namespace) -> None:
     if args.subtasks is not None and args.over != "subtask":
         raise BadInput(f"--subtasks {args.subtasks} is given without --over subtask: add it.")
     damping = curvature.damping_of(args)
-    weights = normalised_weights(args.weights, len(args.train), len(args.validation))
+    stated = args.weights == [LEARNING_RATE]
+    weights = normalised_weights(None if stated else args.weights, len(args.train), len(args.validation))
     pairs = [(open_store(one), open_store(other)) for one, other in zip(args.train, args.validation, strict=True)]
     for train, validation in pairs:
         check_alike(train, validation)
         for one, first in zip((train, validation), pairs[0], strict=True):
             if (one.rows.ids, one.manifest.data_digest) != (first.rows.ids, first.manifest.data_digest):
                 raise BadInput(f"{one.path} and {first.path} hold different samples, or a different order.")
+    if stated:
+        rates = [learning_rate(train) for train, _ in pairs]
+        weights = normalised_weights(rates, len(rates), len(rates))
     ids, asked = (one.rows.ids for one in pairs[0])
     names, groups = grouped(args.over, asked, args.subtasks)
     parts = []
@@ -209,13 +218,40 @@ def grouped(over: str, ids: Sequence[str], file: Path | None) -> tuple[list[str]
     return names.tolist(), groups.astype(np.int64)
 
 
-def normalised_weights(given: Sequence[float] | None, train: int, validation: int) -> list[float]:
+def weight(word: str) -> float | str:
+    """Type of a checkpoint's weight: a positive number, or the word for its learning rate."""
+    return word if word == LEARNING_RATE else POSITIVE(word)
+
+
+def learning_rate(train: Store) -> float:
+    """Return the learning rate that the model of a store was kept with, from its ``gradwire.json``.
+
+    Raises:
+        BadInput: If the model has moved or states none.
+    """
+    from gradwire.models import saved
+
+    file = Path(train.manifest.model_dir) / saved.METADATA
+    found = read_object(file).get(LEARNING_RATE) if file.is_file() else None
+    if not isinstance(found, float) or not found > 0:
+        raise BadInput(
+            f"{file}, of the model of {train.path}, gives no {LEARNING_RATE} (`train --keep_model_every` writes it): "
+            "give --weights as numbers."
+        )
+    return found
+
+
+def normalised_weights(given: Sequence[float | str] | None, train: int, validation: int) -> list[float]:
     """Return the checkpoints' weights, scaled to sum to 1.
 
     Raises:
         BadInput: If the numbers of stores and weights differ.
     """
-    weights = list(given) if given else [1.0] * train
+    if given and LEARNING_RATE in given:
+        raise BadInput(f"--weights: {LEARNING_RATE} stands alone, for all checkpoints.")
+    weights = [float(one) for one in given] if given else [1.0] * train
+    for one in weights:
+        POSITIVE.check("--weights", one)
     if not train == validation == len(weights):
         raise BadInput(
             f"--train names {train} stores, --validation {validation} and --weights {len(weights)}: "

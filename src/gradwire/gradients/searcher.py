@@ -129,7 +129,7 @@ class Searcher:
         found = nearest(self.store, against, metric, count, self._solve)
         documents = documents_of([one.sample_id for one in found], self.corpus) if self.corpus else {}
 
-        def text(position: int, id_: str) -> dict[str, str]:
+        def text(position: int, id_: str) -> dict[str, Any]:
             return documents.get(id_) or ({"text": self.texts.of(position, id_)} if self.texts else {})
 
         return [

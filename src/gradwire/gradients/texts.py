@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from gradwire.data import corpus as corpora
 from gradwire.data import tokenizer
@@ -42,14 +43,14 @@ class Texts:
         return self.tokenizer.decode(sample.input_ids.tolist())
 
 
-def documents_of(ids: Sequence[str], corpus: Path) -> dict[str, dict[str, str]]:
-    """Return title and text of the samples' documents, by sample id, in one streaming read of the corpus.
+def documents_of(ids: Sequence[str], corpus: Path) -> dict[str, dict[str, Any]]:
+    """Return the samples' documents as in a corpus file, by sample id, in one streaming read of the corpus.
 
     Raises:
         BadInput: If a document is missing.
     """
     wanted = {id_: id_ for id_ in ids} | {document(id_): document(id_) for id_ in ids}
-    found = {one.id: {"title": one.title, "text": one.body} for one in corpora.documents(corpus) if one.id in wanted}
+    found = {one.id: corpora.content(one) for one in corpora.documents(corpus) if one.id in wanted}
     missing = [id_ for id_ in ids if id_ not in found and document(id_) not in found]
     if missing:
         raise BadInput(f"{corpus} has no document of sample {missing[0]!r} ({len(missing)} such samples).")

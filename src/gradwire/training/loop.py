@@ -6,7 +6,7 @@ Shape legend: B = samples of a micro-batch, T = tokens of its longest sample, W 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -22,7 +22,7 @@ from gradwire.data.shards import Shards
 from gradwire.errors import NonFiniteGradient, Stopped
 from gradwire.parallel import optimizers
 from gradwire.parallel.verify import SyncCheck
-from gradwire.training import link
+from gradwire.training import link, results
 from gradwire.training.build import Parts, build
 from gradwire.training.clock import Clock
 from gradwire.training.counters import Counters
@@ -93,7 +93,7 @@ class Loop:
     ) -> None:
         self.settings, self.training, self.world, self.asked = settings, settings.training, world, asked
         self.parts, self.outcome, self.state, self.start = parts, outcome, state, start
-        train_split, self._val_split = shards
+        train_split, self._val_split = self._splits = shards
         model, optimizer, reducer, objective, _ = parts
         feed = Feed(micro_batches(settings, train_split, world, start), world.device)
         self._sync = SyncCheck(model, optimizer, settings.verify_sync)
@@ -123,6 +123,7 @@ class Loop:
                     self._evaluate_during(step, row)
                     log(row)
                     show(row)
+                    self._keep_model_if_due(step)
                     self._save_if_due(step)
                 if training.evaluate:
                     self._evaluate_at_end(log)
@@ -183,6 +184,14 @@ class Loop:
             row["val_loss"] = self._validate().loss
             row["residual_norm"] = residual_norm(self.parts.reducer)
 
+    def _keep_model_if_due(self, step: int) -> None:
+        """Write the model to ``models/`` if that is due after ``step``."""
+        if due(self.training.keep_model_every, step):
+            with self._synchronized():
+                results.kept_model(
+                    self.settings, self.state.identity, self._splits[0], self.world, self.parts, self.outcome
+                )
+
     def _save_if_due(self, step: int) -> None:
         """Save a checkpoint if one is due after ``step``, or if a signal arrived, which also stops the run."""
         if self._saves(step):
@@ -202,13 +211,16 @@ class Loop:
 
     def _validate(self) -> Quality:
         """Evaluate the model on the validation split."""
-        model, optimizer, *_ = self.parts
         batches = eval_batches(self._val_split, self.training.batch_size, self.world.rank, self.world.world_size)
-        synchronized = optimizer.synchronized() if isinstance(optimizer, optimizers.Communicating) else nullcontext()
-        with synchronized:
-            quality = evaluate(model, batches, self.world.device)
+        with self._synchronized():
+            quality = evaluate(self.parts.model, batches, self.world.device)
         check_finite(quality.ppl, "the validation perplexity")
         return quality
+
+    def _synchronized(self) -> AbstractContextManager[None]:
+        """Have the ranks' common parameters in the model, also within a round of local steps."""
+        optimizer = self.parts.optimizer
+        return optimizer.synchronized() if isinstance(optimizer, optimizers.Communicating) else nullcontext()
 
 
 def due(every: int, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""Files of a finished run: ``steps.parquet``, ``environment/``, ``final_model/`` and ``record.json``.
+"""Files of a run: ``models/`` of some steps; ``steps.parquet``, ``environment/``, ``final_model/`` and ``record.json``.
 
 The record is written last, so its presence means that all other files are complete.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,10 +22,12 @@ from gradwire.data.shards import Shards
 from gradwire.files import write_json, write_with
 from gradwire.models import folder as model_folder
 from gradwire.training import link, link_classes, totals
+from gradwire.training.build import Parts
 from gradwire.training.environment import environment, same_machine
 from gradwire.training.outcome import Outcome, Row
 from gradwire.training.settings import Settings
 
+MODELS = "models"  # folder of the models of some steps
 STEPS = pa.schema(
     [
         ("step", pa.int64()),
@@ -64,14 +67,11 @@ def write(
     allocated, reserved = outcome.memory.gb()
     own = {"rows": outcome.rows, "allocated": allocated, "reserved": reserved, "residual": outcome.residual_bytes}
     ranks = ops.gather_objects(own | {"replica": parallel.replica_bytes(model), "environment": here})
-    state, moments = parallel.full_state_dict(model), parallel.full_optimizer_state(model, optimizer)
+    run = run_of(settings, world)
+    save_model(folder / "final_model", splits[0], model, optimizer, outcome, {"run": run.path, "identity": identity})
     if world.rank != 0:
         return None
-    cell, strategy = settings.cell.label, settings.strategy
-    run = Run(strategy, cell, world.world_size, link.link(), settings.seed, settings.islands)
     write_steps(folder, [row for rank in ranks for row in rank["rows"]])
-    tokenizer, origin = splits[0].folder.parent.parent / "tokenizer", {"run": run.path, "identity": identity}
-    model_folder.save(state, outcome.config, tokenizer, folder / "final_model", origin, moments)
     record = {
         "schema_version": SCHEMA_VERSION,
         "run_name": run.path,
@@ -82,6 +82,43 @@ def write(
     }
     write_json(folder / "record.json", record)
     return record
+
+
+def run_of(settings: Settings, world: World) -> Run:
+    """The run's place in an experiment."""
+    return Run(settings.strategy, settings.cell.label, world.world_size, link.link(), settings.seed, settings.islands)
+
+
+def save_model(
+    folder: Path, split: Shards, model: nn.Module, optimizer: torch.optim.Optimizer, outcome: Outcome, origin: Row
+) -> None:
+    """Write a model folder with Adam's moments, on rank 0; a collective operation.
+
+    Args:
+        folder: The folder to write.
+        split: A split of the data, beside whose shards the tokenizer is.
+        model: The wrapped model.
+        optimizer: Its optimizer.
+        outcome: Has the model's configuration.
+        origin: Entries of ``gradwire.json``.
+    """
+    state, moments = parallel.full_state_dict(model), parallel.full_optimizer_state(model, optimizer)
+    if state:  # that of rank 0
+        tokenizer = split.folder.parent.parent / "tokenizer"
+        model_folder.save(state, outcome.config, tokenizer, folder, origin, moments)
+
+
+def kept_model(settings: Settings, identity: str, split: Shards, world: World, parts: Parts, outcome: Outcome) -> None:
+    """Write the model after the last step of ``outcome`` into ``models/step-<N>``; a collective operation.
+
+    Its ``gradwire.json`` has the step and the mean learning rate of the steps since the model before: the weight of
+    this checkpoint in TracIn and LESS.
+    """
+    step, every = len(outcome.rows), settings.training.keep_model_every
+    rates = [row["lr"] for row in outcome.rows[-every:]]
+    origin = {"run": run_of(settings, world).path, "identity": identity, "step": step, "learning_rate": fmean(rates)}
+    folder = settings.output_dir / MODELS / f"step-{step:06d}"
+    save_model(folder, split, parts.model, parts.optimizer, outcome, origin)
 
 
 def described(

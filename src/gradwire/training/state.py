@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+
 import torch
 from torch import Tensor
 
 from gradwire.collectives.world import World
 from gradwire.files import write_with
 from gradwire.parallel import optimizers
+from gradwire.training import results
 from gradwire.training.build import Parts
 from gradwire.training.checkpoint import Checkpoints
 from gradwire.training.outcome import Outcome
@@ -28,6 +31,7 @@ class RunState:
 
     def __init__(self, settings: Settings, identity: str, world: World, parts: Parts, outcome: Outcome) -> None:
         origin = {"identity": identity, "source": settings.source()}
+        self.identity = identity
         self._checkpoints = Checkpoints(settings.output_dir, origin, world, settings.training.keep_checkpoints)
         self._settings, self._world, self._parts, self._outcome = settings, world, parts, outcome
         self.trace = trace_file(settings.output_dir, world)
@@ -37,6 +41,8 @@ class RunState:
         model, optimizer, reducer, *_ = self._parts
         if not self._settings.resume:
             self._checkpoints.discard()
+            if self._world.rank == 0:
+                shutil.rmtree(self._settings.output_dir / results.MODELS, ignore_errors=True)  # of an earlier run
             return 0
         own = self._checkpoints.resume(model, optimizer, restart=self._settings.restart)
         if own is None:
