@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -19,7 +20,7 @@ from gradwire.data.corpus import documents
 from gradwire.data.shards import Shards
 from gradwire.data.tokenizer import load as load_tokenizer
 from gradwire.data.unigram import target_counts
-from gradwire.gradients import store
+from gradwire.gradients import recall, store
 from gradwire.gradients.rows import RowMaker
 from gradwire.models import causal, folder
 
@@ -323,3 +324,19 @@ def test_the_method_is_checked_on_samples_that_have_targets(made, tmp_path, monk
     words = ["--model_dir", made[2], "--data_path", corpus, "--output_path", tmp_path / "run", "--dim", 9]
     assert cli.main(["grads", "collect", *map(str, words), "--cache_dir", str(tmp_path / "cache")]) == 0
     assert len(looked_at) == 2 and all(looked_at)
+
+
+def test_planted_copies_have_the_targets_of_their_query(made, tmp_path):
+    train, val = (Shards(made[1], split) for split in ("train", "val"))
+    args = Namespace(seed=0, queries=1, copies=2, documents=3)
+    planted = recall.plant(train, val, 5, args)
+    recall.write(tmp_path / "data" / "shards", train, 5, planted)
+    found = all_samples(tmp_path / "data" / "shards")
+    for number, kind in enumerate(("exact", "edited")):
+        flags = recall.targets_of(val[number]) or [True] * len(val[number].input_ids)
+        for id_ in (f"query/{number}", f"{kind}/{number}/0", f"{kind}/{number}/1"):
+            assert (recall.targets_of(found[id_]) or [True] * len(flags)) == flags
+    for position in range(5):
+        one = train[position]
+        assert found[one.sample_id].n_targets == one.n_targets
+    assert any(found[train[position].sample_id].n_targets < len(train[position].input_ids) - 1 for position in range(5))
