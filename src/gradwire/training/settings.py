@@ -17,12 +17,7 @@ from gradwire.parsing import parse_json
 from gradwire.source_digest import source_digest
 from gradwire.topology import STRATEGIES, check_topology
 
-UNIDENTIFYING = {
-    "checkpoint_every",
-    "keep_checkpoints",
-    "keep_model_every",
-    "log",
-}  # training settings that change no result
+UNIDENTIFYING = {"checkpoint_every", "keep_checkpoints", "keep_model_every", "log"}  # they change no result
 
 
 @dataclass(frozen=True)
