@@ -22,7 +22,8 @@ import torch
 
 from gradwire.data.batches import collate
 from gradwire.data.shards import Sample
-from gradwire.gradients import merge, projections, row_file, rows, store
+from gradwire.gradients import aggregate as aggregate_verb
+from gradwire.gradients import merge, projections, rows, store
 from gradwire.gradients.provenance import FORMAT, Provenance
 from gradwire.models import causal
 from gradwire.persample.batch import sample_losses
@@ -251,42 +252,40 @@ def aggregate(args: argparse.Namespace) -> None:
             metadata = [{"sample_id": id_, "loss": 1.0, "n_targets": 1, "norm": 1.0, "flag": None} for id_ in ids]
             store.write(store.all_names(Path(folder) / str(rank)), store.bind(block, metadata, origin))
             del block
-        words = [
-            sys.executable,
-            __file__,
-            "merge",
-            "--folder",
-            folder,
-            "--ranks",
-            str(args.ranks),
-            "--dim",
-            str(args.dim),
-            "--samples",
-            str(total),
-        ]
-        merged = json.loads(subprocess.check_output(words, text=True))
-        began = time.perf_counter()
-        for rank in range(args.ranks):
-            subprocess.run(["cp", store.all_names(Path(folder) / str(rank)).rows, f"{folder}/copy{rank}"], check=True)
-        subprocess.run(["sync", "-f", folder], check=True)
-        copied = time.perf_counter() - began
+        words = [sys.executable, __file__, "merge", "--folder", folder, "--ranks", str(args.ranks)]
+        words += ["--dim", str(args.dim), "--samples", str(total)]
+        merged, copied, peaks = [], [], []
+        for _ in range(args.rounds):
+            subprocess.run(["sync", "-f", folder], check=True)
+            found = json.loads(subprocess.check_output(words, text=True))
+            merged.append(found["seconds"])
+            peaks.append(found["mb"])
+            subprocess.run(["sync", "-f", folder], check=True)
+            copied.append(timed("cpu", lambda: copy(Path(folder), args.ranks)))
         size = args.ranks * args.gigabytes
+        rate, plain = size / np.array(merged), size / np.array(copied)
         print(
-            f"{args.ranks} ranks × {args.gigabytes} GB: merged in {merged['seconds']:.1f} s "
-            f"({size / merged['seconds']:.2f} GB/s), peak {merged['mb']:,.0f} MB resident; "
-            f"cp and sync of the same files {copied:.1f} s ({size / copied:.2f} GB/s)"
+            f"{args.ranks} ranks × {args.gigabytes} GB, {args.rounds} rounds: merged at {np.median(rate):.2f} GB/s, "
+            f"peak {max(peaks):,.0f} MB resident; cp and sync at {np.median(plain):.2f} GB/s; "
+            f"ratio {spread(rate / plain)}"
         )
 
 
+def copy(folder: Path, count: int) -> None:
+    """Copy the ranks' rows, and wait for the disk."""
+    for rank in range(count):
+        subprocess.run(["cp", store.all_names(folder / str(rank)).rows, folder / f"copy{rank}"], check=True)
+    subprocess.run(["sync", "-f", folder], check=True)
+
+
 def merge_all(args: argparse.Namespace) -> None:
+    """What `grads aggregate` does once it has read the samples' ids: all checks, files and checksums."""
     began = time.perf_counter()
     origin = made_from(args.dim, args.samples, "loop", "rademacher")
     sources = [merge.read_rank(Path(args.folder) / str(rank), args.dim, origin) for rank in range(args.ranks)]
-    ids = [f"s{position}" for position in range(args.samples)]
-    merged = merge.merge(sources, ids, 1e-4)
-    with row_file.tensor_writer(Path(args.folder) / "all_orig.pt", merged.shape) as writer:
-        for chunk in merged.chunks():
-            writer.append(chunk)
+    merged = merge.merge(sources, [f"s{position}" for position in range(args.samples)], 1e-4)
+    place = argparse.Namespace(base_path=Path(args.folder), output_dir=None, dim=args.dim, normalize=False, export=[])
+    aggregate_verb.write(merged, store.all_names(aggregate_verb.target(place)), place)
     seconds = time.perf_counter() - began
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
     print(json.dumps({"seconds": seconds, "mb": int(peak.split()[1]) / 1e3}))  # getrusage's would be the parent's

@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
         [merge.read_rank(folder, args.dim, origin) for folder in ranks], ids, types.TOLERANCE[origin.grad_type]
     )
     names = store.all_names(target(args))
-    write(merged, names, args)
+    checksums = write(merged, names, args)
     made = manifest.Manifest(
         **asdict(origin),
         dim=args.dim,
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> None:
         rows=len(merged.ids),
         duplicates=merged.duplicates,
         duplicates_deviation=merged.deviation,
-        sha256={path.name: sha256_file(path) for path in [*names, *further(args)]},
+        sha256=checksums,
     )
     manifest.write(target(args), made)
     print(f"{len(merged.ids)} rows of {args.dim} from {origin.world_size} ranks in {target(args)}")
@@ -83,8 +83,9 @@ def further(args: argparse.Namespace) -> list[Path]:
     return [target(args) / name for name in names]
 
 
-def write(merged: Merged, names: Names, args: argparse.Namespace) -> None:
-    """Write the merged rows to all outputs in one pass, then their table and ids."""
+def write(merged: Merged, names: Names, args: argparse.Namespace) -> dict[str, str]:
+    """Write the merged rows to all outputs in one pass, then their table and ids; return each file's checksum."""
+    from gradwire.data.batches import prefetch
     from gradwire.gradients import row_file, store
 
     for name in (NORMALIZED, *EXPORTS.values()):  # left by a killed call with other flags
@@ -92,15 +93,19 @@ def write(merged: Merged, names: Names, args: argparse.Namespace) -> None:
     with ExitStack() as stack:
         codec = merged.sources[0].codec
         rows = stack.enter_context(row_file.tensor_writer(names.rows, merged.shape, codec.name))
-        plain, scaled = [], []
+        plain: list[row_file.Writer] = []
+        scaled: list[row_file.Writer] = []
+        hashed = {names.rows: rows}
         for path in further(args):
             if path.name == NORMALIZED:
-                scaled.append(stack.enter_context(row_file.tensor_writer(path, merged.shape)))
+                hashed[path] = stack.enter_context(row_file.tensor_writer(path, merged.shape))
+                scaled.append(hashed[path])
             elif path.suffix == ".safetensors":
-                plain.append(stack.enter_context(row_file.safetensors_writer(path, merged.shape)))
+                hashed[path] = stack.enter_context(row_file.safetensors_writer(path, merged.shape))
+                plain.append(hashed[path])
             else:
                 plain.append(stack.enter_context(row_file.parquet_writer(path, merged.shape, merged.ids)))
-        for chunk in merged.chunks():
+        for chunk in prefetch(merged.chunks()):
             rows.append(chunk)
             decoded = merged.sources[0].decoded(chunk) if plain or scaled else chunk
             for writer in plain:
@@ -108,6 +113,8 @@ def write(merged: Merged, names: Names, args: argparse.Namespace) -> None:
             for writer in scaled:
                 writer.append(row_file.normalized(decoded))
     store.write_metadata(names, merged.meta, merged.ids)
+    checksums = {path: writer.sha256.hexdigest() for path, writer in hashed.items()}
+    return {path.name: checksums.get(path) or sha256_file(path) for path in [*names, *further(args)]}
 
 
 def check_asked(origin: Provenance, collection: Path, num_gpus: int | None, dims: list[int]) -> None:

@@ -5,15 +5,18 @@ Ids and tables are kept in memory. Rows are copied in chunks from the ranks' fil
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from gradwire.errors import BadInput, CheckFailed
 from gradwire.gradients import store
@@ -22,14 +25,7 @@ from gradwire.gradients.row_file import NUMPY, BoundRows
 from gradwire.gradients.row_types import least_deviation
 
 NAMED = 3  # ids that an error lists
-CHUNK_BYTES = 1 << 26  # of rows in memory at once
-
-
-class Place(NamedTuple):
-    """The position of a row: its source, and its index there."""
-
-    source: int
-    row: int
+CHUNK_BYTES = 1 << 24  # of rows at once; one chunk is written while the next is read
 
 
 @dataclass(frozen=True)
@@ -39,14 +35,14 @@ class Merged:
     Attributes:
         sources: The ranks' rows.
         ids: Every sample's id, in output order.
-        places: The position of each sample's row.
+        places: The position of each sample's row, counted through all sources.
         duplicates: Number of rows that repeat another row of the same sample.
         deviation: Largest difference between such rows, relative to the row's norm: `row_types.least_deviation`.
     """
 
     sources: Sequence[BoundRows]
     ids: Sequence[str]
-    places: Sequence[Place]
+    places: NDArray[np.int64]
     duplicates: int
     deviation: float
 
@@ -61,18 +57,16 @@ class Merged:
         for first in range(0, len(self.places), height):
             places = self.places[first : first + height]
             chunk = np.empty((len(places), self.sources[0].codec.width), dtype=NUMPY[self.sources[0].codec.dtype])
-            for number, source in enumerate(self.sources):
-                here = [at for at, place in enumerate(places) if place.source == number]
-                if here:
-                    chunk[here] = source.take_stored([places[at].row for at in here])
+            for source, (start, end) in zip(self.sources, pairwise(starts(self.sources)), strict=True):
+                here = np.flatnonzero((start <= places) & (places < end))
+                if len(here):
+                    chunk[here] = source.take_stored(places[here] - start)
             yield chunk
 
     @property
     def meta(self) -> pa.Table:
         """The merged table."""
-        starts = np.cumsum([0, *(len(source.ids) for source in self.sources)])
-        rows = [int(starts[place.source]) + place.row for place in self.places]
-        return pa.concat_tables([source.meta for source in self.sources]).take(pa.array(rows, pa.int64()))
+        return pa.concat_tables([source.meta for source in self.sources]).take(pa.array(self.places))
 
 
 def read_rank(folder: Path, dim: int, origin: Provenance) -> BoundRows:
@@ -101,10 +95,9 @@ def merge(sources: Sequence[BoundRows], ids: Sequence[str], tolerance: float) ->
         BadInput: If a sample has no row, or a row has no sample.
         CheckFailed: If two rows of one sample disagree.
     """
-    first: dict[str, Place] = {}
+    first: dict[str, int] = {}
     duplicates, deviation = 0, 0.0
-    for place in (Place(number, row) for number, source in enumerate(sources) for row in range(len(source.ids))):
-        id_ = sources[place.source].ids[place.row]
+    for place, id_ in enumerate(chain.from_iterable(source.ids for source in sources)):
         if first.setdefault(id_, place) == place:
             continue
         apart = _apart(sources, place, first[id_])
@@ -112,12 +105,23 @@ def merge(sources: Sequence[BoundRows], ids: Sequence[str], tolerance: float) ->
             raise CheckFailed(f"two rows of sample {id_!r} differ by {apart:.1e} of the row's norm; collect again.")
         duplicates, deviation = duplicates + 1, max(deviation, apart)
     _check_complete(first.keys(), ids)
-    return Merged(sources, ids, [first[id_] for id_ in ids], duplicates, deviation)
+    places = np.fromiter((first[id_] for id_ in ids), np.int64, len(ids))
+    return Merged(sources, ids, places, duplicates, deviation)
 
 
-def _apart(sources: Sequence[BoundRows], one: Place, other: Place) -> float:
-    stored = [torch.from_numpy(sources[place.source].take_stored([place.row])) for place in (one, other)]
-    return float(least_deviation(*map(sources[0].codec.bounds, stored)))
+def starts(sources: Sequence[BoundRows]) -> list[int]:
+    """Return the position of each source's first row, counted through all sources, and the number of all rows."""
+    return list(accumulate((len(source.ids) for source in sources), initial=0))
+
+
+def _apart(sources: Sequence[BoundRows], one: int, other: int) -> float:
+    return float(least_deviation(*(sources[0].codec.bounds(_stored(sources, place)) for place in (one, other))))
+
+
+def _stored(sources: Sequence[BoundRows], place: int) -> Tensor:
+    begins = starts(sources)
+    number = bisect_right(begins, place) - 1
+    return torch.from_numpy(sources[number].take_stored([place - begins[number]]))
 
 
 def _check_complete(found: Set[str], ids: Sequence[str]) -> None:

@@ -6,6 +6,8 @@ larger than memory. The format is torch's own: a zip archive with one uncompress
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import mmap
 import struct
@@ -14,7 +16,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -56,16 +58,17 @@ class RowFile:
         self.shape = len(stored), self.codec.dim
         self._start = _data_offset(path)
 
-    def take(self, positions: Sequence[int]) -> NDArray[np.float32]:
+    def take(self, positions: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
         """Read the rows at ``positions``, in that order."""
         return self.decoded(self.take_stored(positions))
 
-    def take_stored(self, positions: Sequence[int]) -> NDArray[Any]:
+    def take_stored(self, positions: Sequence[int] | NDArray[np.int64]) -> NDArray[Any]:
         """Read the rows at ``positions`` as they are stored."""
         wanted = np.asarray(positions, dtype=np.int64)
         first, last = int(wanted.min()), int(wanted.max()) + 1
         if last - first <= SPARSE * len(wanted):
-            return self.stored(first, last)[wanted - first]
+            found = self.stored(first, last)
+            return found if np.array_equal(wanted, np.arange(first, last)) else found[wanted - first]
         return np.concatenate([self.stored(int(row), int(row) + 1) for row in wanted])
 
     def read(self, first: int, last: int) -> NDArray[np.float32]:
@@ -128,15 +131,21 @@ class Writer(Protocol):
         """Write rows behind those that are there."""
 
 
-class Raw(NamedTuple):
-    """Appends raw numbers of one type."""
+class Raw:
+    """Appends raw numbers of one type.
 
-    stream: BinaryIO
-    dtype: str = "<f4"
+    Attributes:
+        sha256: Hash of the whole file, once it is written.
+    """
+
+    def __init__(self, stream: BinaryIO, head: bytes, dtype: str = "<f4") -> None:
+        self._stream, self._dtype, self.sha256 = stream, dtype, hashlib.sha256(head)
 
     def append(self, rows: NDArray[Any]) -> None:
         """Write rows behind those that are there."""
-        self.stream.write(np.ascontiguousarray(rows, dtype=self.dtype).data)
+        numbers = np.ascontiguousarray(rows, dtype=self._dtype)
+        self.sha256.update(numbers.data)
+        self._stream.write(numbers.data)
 
 
 class Columns:
@@ -154,7 +163,7 @@ class Columns:
 
 
 @contextmanager
-def tensor_writer(path: Path, shape: tuple[int, int], row_type: str = "float32") -> Iterator[Writer]:
+def tensor_writer(path: Path, shape: tuple[int, int], row_type: str = "float32") -> Iterator[Raw]:
     """Open a writer of stored rows for `store.read_stored`; the file appears atomically, on success.
 
     Args:
@@ -166,27 +175,31 @@ def tensor_writer(path: Path, shape: tuple[int, int], row_type: str = "float32")
     with whole(path) as part:
         _allocate(part, shape[0], codec)
         with part.open("r+b") as stream:
-            stream.seek(_data_offset(part))
-            yield Raw(stream, NUMPY[codec.dtype])
+            writer = Raw(stream, stream.read(_data_offset(part)), NUMPY[codec.dtype])
+            yield writer
+            writer.sha256.update(stream.read())  # the archive's directory
 
 
 @contextmanager
-def safetensors_writer(path: Path, shape: tuple[int, int]) -> Iterator[Writer]:
+def safetensors_writer(path: Path, shape: tuple[int, int]) -> Iterator[Raw]:
     """Open a writer of a safetensors file with one tensor ``rows``."""
     nbytes = shape[0] * shape[1] * FLOAT
     header = json.dumps({"rows": {"dtype": "F32", "shape": list(shape), "data_offsets": [0, nbytes]}}).encode()
     header += b" " * (-len(header) % 8)
+    head = struct.pack("<Q", len(header)) + header
     with whole(path) as part, part.open("wb") as stream:
-        stream.write(struct.pack("<Q", len(header)) + header)
-        yield Raw(stream)
+        stream.write(head)
+        yield Raw(stream, head)
 
 
 @contextmanager
 def npy_writer(path: Path, shape: tuple[int, int]) -> Iterator[Writer]:
     """Open a writer of a NumPy file with one float32 matrix; the file appears atomically, on success."""
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": shape})
     with whole(path) as part, part.open("wb") as stream:
-        np.lib.format.write_array_header_1_0(stream, {"descr": "<f4", "fortran_order": False, "shape": shape})
-        yield Raw(stream)
+        stream.write(head.getvalue())
+        yield Raw(stream, head.getvalue())
 
 
 @contextmanager

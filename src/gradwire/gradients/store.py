@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwire.errors import BadInput, bounded
@@ -100,9 +101,15 @@ def row_digests(identity: str, meta: pa.Table, stored: Tensor) -> list[str]:
         For each row, the hex SHA-256 of the collection's `Provenance.identity`, the row's metadata as JSON with sorted
         keys (all columns but the digest), and its stored bytes (of float32: its entries, little-endian), concatenated.
     """
-    as_json = (json.dumps(record, sort_keys=True) for record in meta.drop_columns("digest").to_pylist())
-    bound = zip(as_json, stored, strict=True)
-    return [hashlib.sha256(f"{identity}{text}".encode() + row.numpy().tobytes()).hexdigest() for text, row in bound]
+    as_json = map(json.JSONEncoder(sort_keys=True).encode, meta.drop_columns("digest").to_pylist())
+    bound = zip(as_json, stored.contiguous().numpy(), strict=True)
+    return [_digest(f"{identity}{text}", row) for text, row in bound]
+
+
+def _digest(text: str, row: NDArray[Any]) -> str:
+    found = hashlib.sha256(text.encode())
+    found.update(row.data)  # without the GIL if it is long, so that threads can share the work
+    return found.hexdigest()
 
 
 def unbound(names: Names, block: Block, identity: str, first: int = 0) -> list[str]:
