@@ -27,7 +27,8 @@ DEBIAN = {
 }
 # The CPU build of torch has a local version and is not on PyPI; `===` keeps pip from taking it for the other.
 TORCH = {"cpu": "torch=={version}+cpu", "cuda": "torch==={version}"}
-OUTSIDE = ("dev", "workflow", "slurm", "completion", "trainer", "wandb")  # extras that no rule needs by default
+# Extras that no rule needs by default.
+OUTSIDE = ("dev", "workflow", "slurm", "completion", "trainer", "wandb", "faiss")
 INSTALLER = "pip"  # it comes as a wheel too, and runs from it
 
 

@@ -57,6 +57,7 @@ VERBS = {
         "gradwire.gradients.influence", "rank training samples by their influence on validation samples"
     ),
     "grads query": Verb("gradwire.gradients.query", "find the samples whose gradients are nearest to that of a text"),
+    "grads index": Verb("gradwire.gradients.index", "build a FAISS index of a gradient store, for faster queries"),
     "grads serve": Verb("gradwire.gradients.serve", "answer queries of a gradient store in a browser, on this machine"),
     "grads factors": Verb("gradwire.gradients.factors", "compute the curvature for gradients of type ekfac"),
     "grads lds": Verb(

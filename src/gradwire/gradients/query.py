@@ -17,6 +17,7 @@ from gradwire.config import Split
 from gradwire.files import write_json
 from gradwire.flags import COUNT, output_folder
 from gradwire.gradients import curvature
+from gradwire.gradients.index import METRICS
 from gradwire.models.shards import samples_of
 from gradwire.rank_env import DEVICES
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from gradwire.gradients.searcher import Searcher
 
 RESULT = "query.json"
-METRICS = ("cosine", "dot")
 ASKED = ("prompt", "data_path", "sample_id")
 WIDEST_ID = 40  # characters of an id in the table
 
@@ -51,6 +51,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def store_arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of a store and of the places of what it was collected from."""
     parser.add_argument("--store", type=Path, required=True, metavar="DIR", help="a merged store (dim<N>/)")
+    parser.add_argument(
+        "--index", action="store_true", help="score only what the index of `grads index` proposes; it may miss samples"
+    )
     parser.add_argument("--corpus", type=Path, help="corpus file; shows whole documents instead of samples")
     parser.add_argument("--model_dir", type=Path, help="current folder of the model (default: as collected)")
     parser.add_argument("--shards", type=Path, help="current folder of the store's shards (default: as collected)")
@@ -73,7 +76,7 @@ def main(args: argparse.Namespace) -> None:
     """
     from gradwire.gradients.searcher import Searcher
 
-    searcher = Searcher(args.store, places(args), args.device, curvature.damping_of(args))
+    searcher = Searcher(args.store, places(args), args.device, curvature.damping_of(args), args.index)
     rows = rows_of(searcher, args)
     result = {
         "store": str(args.store),
@@ -83,6 +86,7 @@ def main(args: argparse.Namespace) -> None:
         "over": args.over,
         "curvature": args.curvature,
         "damping": searcher.damping,
+        "index": searcher.index.kind if searcher.index else None,
         "samples": len(searcher.store.rows.ids),
         "top": searcher.nearest(rows, args.metric, args.over, args.top_k),
     }

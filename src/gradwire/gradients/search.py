@@ -1,4 +1,4 @@
-"""Exact search in a merged store: the similarity of every row to given gradients, streamed in blocks."""
+"""Search in a merged store by exact similarities to given gradients: of every row, streamed in blocks, or of some."""
 
 from __future__ import annotations
 
@@ -50,7 +50,12 @@ def open_store(path: Path) -> Store:
 
 
 def nearest(
-    found: Store, against: NDArray[np.float64], metric: str, count: int, solve: Solve = identity
+    found: Store,
+    against: NDArray[np.float64],
+    metric: str,
+    count: int,
+    solve: Solve = identity,
+    among: NDArray[np.int64] | None = None,
 ) -> list[Found]:
     """Find the rows with the highest scores.
 
@@ -63,14 +68,17 @@ def nearest(
         metric: ``cosine`` or ``dot``.
         count: Number of rows to find.
         solve: As for the `target`.
+        among: Positions of the rows to score, ascending; None for all.
 
     Raises:
         BadInput: If a row found is not what was collected for its id.
     """
-    scores = scored(RowFile(found.rows.names.rows), against, metric, solve)
-    best = order_of(scores)[:count].tolist()
-    found.rows.take(best)
-    return [Found(at, found.rows.ids[at], float(scores[at])) for at in best]
+    rows = RowFile(found.rows.names.rows) if among is None else found.rows.take(among)
+    scores = scored(rows, against, metric, solve)
+    best = order_of(scores)[:count]
+    positions = (best if among is None else among[best]).tolist()
+    found.rows.take(positions)
+    return [Found(at, found.rows.ids[at], score) for at, score in zip(positions, scores[best].tolist(), strict=True)]
 
 
 def groups_of(over: str, count: int) -> NDArray[np.int64]:
@@ -103,13 +111,19 @@ def target(
     return sums / counts[:, None]
 
 
-def scored(rows: RowFile, against: NDArray[np.float64], metric: str, solve: Solve = identity) -> NDArray[np.float64]:
+def scored(
+    rows: RowFile | NDArray[np.float32], against: NDArray[np.float64], metric: str, solve: Solve = identity
+) -> NDArray[np.float64]:
     """Score each row by its largest similarity to the rows of a `target`, in float64: [n]; zero rows score 0."""
     return np.concatenate([found.max(1) for found in similarities(rows, against, metric, solve)])
 
 
 def similarities(
-    rows: RowFile, against: NDArray[np.float64], metric: str, solve: Solve = identity, at_once: int | None = None
+    rows: RowFile | NDArray[np.float32],
+    against: NDArray[np.float64],
+    metric: str,
+    solve: Solve = identity,
+    at_once: int | None = None,
 ) -> Iterator[NDArray[np.float64]]:
     """Yield the similarities of blocks of rows to each row of a `target`, in float64: [block, m].
 

@@ -17,6 +17,7 @@ from gradwire.data import cache, tokenizer
 from gradwire.data.shards import Sample, Shards, check
 from gradwire.errors import BadInput
 from gradwire.gradients.curvature import Solve, solver
+from gradwire.gradients.index import Index
 from gradwire.gradients.provenance import Provenance
 from gradwire.gradients.row_file import RowFile
 from gradwire.gradients.rows import RowMaker, Samples
@@ -46,15 +47,24 @@ class Searcher:
             ``corpus`` gives whole documents instead of samples.
         device: ``auto``, ``cpu`` or ``cuda``.
         damping: Of the store's `curvature`; None to search without it.
+        indexed: Whether to score only the rows that the store's `Index` proposes.
 
     Raises:
-        BadInput: If the store or its samples are invalid.
+        BadInput: If the store, its index or its samples are invalid, or an index is to search under a curvature.
     """
 
     def __init__(
-        self, path: Path, places: Mapping[str, Path | None], device: str = "auto", damping: float | None = None
+        self,
+        path: Path,
+        places: Mapping[str, Path | None],
+        device: str = "auto",
+        damping: float | None = None,
+        indexed: bool = False,
     ) -> None:
+        if indexed and damping is not None:
+            raise BadInput("--index is given with --curvature: an index knows plain products; leave out one of them.")
         self.store = open_store(path)
+        self.index = Index(self.store) if indexed else None
         known = {one.name: getattr(self.store.manifest, one.name) for one in fields(Provenance)}
         given = {name: str(place) for name, place in places.items() if place is not None}
         self.origin = Provenance(
@@ -123,10 +133,11 @@ class Searcher:
         """Find the samples nearest to the rows [m, D] of a query, with their texts where these are known.
 
         Raises:
-            BadInput: If a row found, or a text, is not what was collected.
+            BadInput: If a row found, or a text, is not what was collected, or the index is for another metric.
         """
         against = target(rows, metric, groups_of(over, len(rows)), self._solve)
-        found = nearest(self.store, against, metric, count, self._solve)
+        among = self.index.near(against, metric, count) if self.index else None
+        found = nearest(self.store, against, metric, count, self._solve, among)
         documents = documents_of([one.sample_id for one in found], self.corpus) if self.corpus else {}
 
         def text(position: int, id_: str) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def main(args: argparse.Namespace) -> None:
     """
     from gradwire.gradients.searcher import Searcher
 
-    searcher = Searcher(args.store, places(args), args.device, curvature.damping_of(args))
+    searcher = Searcher(args.store, places(args), args.device, curvature.damping_of(args), args.index)
     searcher.load()
     with server(searcher, args.port) as serving:
         print(f"{args.store} is on http://{ADDRESS}:{serving.server_port}/ until Ctrl-C", flush=True)
