@@ -2,6 +2,9 @@
 
 ``python benchmarks/bench_query.py --store DIR --rows 100000 --prompt TEXT --output_dir DIR``. The large store repeats
 the rows of a real one, each with noise of a tenth of its norm: scores are near those of real rows, and all distinct.
+
+``--validation DIR`` compares indices with exact search instead: each row of that store is a query. Recall is the share
+of exact search's ``--top_k`` samples that are found through the index.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ import pyarrow as pa
 import torch
 from bench_gradients import interleaved, show
 
+from gradwire import cli
 from gradwire.files import sha256_file, write_json
-from gradwire.gradients import manifest, row_file, store
+from gradwire.gradients import index, manifest, row_file, store
 from gradwire.gradients.search import BLOCK_BYTES, groups_of, nearest, open_store, scored, target
 from gradwire.gradients.searcher import Searcher
 
@@ -57,6 +61,40 @@ def rss() -> dict[str, float]:
     return {name: int(lines[name].split()[0]) / 1024 for name in ("RssAnon", "VmHWM")}
 
 
+def recalls(large: Path, validation: Path, args: argparse.Namespace) -> None:
+    """Time searches of one row with and without an index, and compare what they find."""
+    found, asked = open_store(large), open_store(validation).rows
+    targets = [target(asked.take([row]), "cosine", groups_of("mean", 1)) for row in range(asked.shape[0])]
+    proposed, table = {}, []
+    for words in ("flat", "ivf", "ivf --probe 4", "pq", "pq --bytes 256"):
+        kind, *more = words.split()
+        began = time.perf_counter()
+        cli.main(["grads", "index", "--store", str(large), "--kind", kind, *more])
+        built = time.perf_counter()
+        made = index.Index(found)
+        read, size = time.perf_counter(), (large / index.FILE).stat().st_size
+        table.append([words, f"{size / 1e6:,.0f}", f"{built - began:,.0f}", f"{read - built:.1f}"])
+        seconds, proposed[words] = [], []
+        for one in targets:
+            start = time.perf_counter()
+            among = made.near(one, "cosine", args.top_k)
+            hits = nearest(found, one, "cosine", args.top_k, among=among)
+            seconds.append(time.perf_counter() - start)
+            proposed[words].append({hit.position for hit in hits})
+        table[-1].append(f"{1e3 * np.median(seconds):,.0f}")
+        del made
+    exact, seconds = [], []
+    for one in targets:
+        start = time.perf_counter()
+        exact.append({hit.position for hit in nearest(found, one, "cosine", args.top_k)})
+        seconds.append(time.perf_counter() - start)
+    for row, of in zip(table, proposed.values(), strict=True):
+        row.append(f"{np.mean([len(one & best) / len(best) for one, best in zip(of, exact, strict=True)]):.3f}")
+    table.append(["exact", "", "", "", f"{1e3 * np.median(seconds):,.0f}", "1"])
+    show(table, ["index", "MB", "s to build", "s to read", "ms per query", f"recall of {args.top_k}"])
+    print(f"{found.rows.shape[0]:,} rows of {found.rows.shape[1]} columns, {len(targets)} queries")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--store", type=Path, required=True, help="a real merged store, with its model in place")
@@ -65,10 +103,15 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, required=True, help="folder of the large store; kept if it is there")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--validation", type=Path, help="a merged store whose rows are the queries of indices")
+    parser.add_argument("--top_k", type=int, default=10)
     args = parser.parse_args()
     large = args.output_dir / f"rows{args.rows}"
     if not large.exists():
         enlarge(args.store, large, args.rows, args.seed)
+    if args.validation:
+        recalls(large, args.validation, args)
+        return
     start = time.perf_counter()
     searcher = Searcher(large, {}, "cpu")
     opened = time.perf_counter()

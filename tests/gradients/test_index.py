@@ -15,9 +15,11 @@ from changed_store import copied, edit
 from test_query import refused
 
 from gradwire import cli
+from gradwire.errors import BadInput
 from gradwire.files import sha256_file
-from gradwire.gradients import index, manifest, search, store
+from gradwire.gradients import index, manifest, search, serve, store
 from gradwire.gradients.provenance import FORMAT, Provenance
+from gradwire.gradients.searcher import Searcher
 
 ROWS, DIM = 1501, 48
 KINDS = [("flat", []), ("ivf", ["--lists", 37, "--probe", 9]), ("pq", ["--bytes", 24])]
@@ -186,3 +188,12 @@ def test_a_missing_library_is_one_message(made, capsys, monkeypatch):
     assert cli.main(["grads", "index", "--store", str(made[1]), "--kind", "flat"]) == 2
     assert "an index needs FAISS: pip install 'gradwire[faiss]'." in capsys.readouterr().err
     assert "an index needs FAISS" in refused(capsys, made[1], "--sample_id", "s3", "--index")
+
+
+def test_the_server_searches_the_index(made):
+    assert build(made[1], "ivf", "cosine", "--lists", 37, "--probe", 37) == 0
+    searchers = [Searcher(made[1], {}, "cpu", indexed=indexed) for indexed in (True, False)]
+    found, exact = (serve.answer(searcher, b'{"sample_id": "s403", "top_k": 7}') for searcher in searchers)
+    assert found == exact and found[0]["sample_id"] == "s403"
+    with pytest.raises(BadInput, match=r"is for cosine, not dot: ask for cosine, or index again"):
+        serve.answer(searchers[0], b'{"sample_id": "s403", "metric": "dot"}')
