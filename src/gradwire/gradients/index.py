@@ -47,7 +47,7 @@ BLOCK_BYTES = 1 << 26  # of rows added at once
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Define the verb's flags."""
     parser.add_argument("--store", type=Path, required=True, metavar="DIR", help="a merged store (dim<N>/)")
-    parser.add_argument("--kind", choices=KINDS, required=True, help="what the index holds of a row")
+    parser.add_argument("--kind", choices=KINDS, default="ivf", help="how rows are held and searched")
     parser.add_argument("--metric", choices=METRICS, default=METRICS[0], help="similarity that it is built for")
     parser.add_argument("--lists", type=COUNT, help="ivf: number of lists (default: the root of the number of rows)")
     parser.add_argument("--probe", type=COUNT, help=f"ivf: lists that a query searches (default: one in {PROBED})")
