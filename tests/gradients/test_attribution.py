@@ -180,7 +180,7 @@ def test_exact_influence_scores_well_and_its_opposite_badly(tmp_path, monkeypatc
         return lds.judged(scores, members, losses, seed=0)
 
     solve = solver(rows, 0.01)
-    against = target(gradients[asked], "dot", groups_of("max", len(asked)), solve)
+    against = target(gradients[asked], "dot", groups_of("max", len(gradients[asked])), solve)
     influence = np.concatenate([*similarities(rows, against, "dot", solve)])
     exact, twin = judge(influence)
     plain = judge(gradients[seen].astype(float) @ gradients[asked].T)[0]
