@@ -82,8 +82,6 @@ def main(args: argparse.Namespace) -> None:
         BadInput: If the stores are incompatible, or a selected sample's document is not in the corpus.
     """
     import numpy as np
-    import pyarrow as pa
-    import pyarrow.parquet as pq
 
     from gradwire.gradients.row_file import npy_writer
     from gradwire.gradients.search import groups_of, open_store, order_of
@@ -121,12 +119,7 @@ def main(args: argparse.Namespace) -> None:
         documents = documents_of([ids[at] for at in best], args.corpus) if args.corpus else {}
     if not args.matrix:
         (args.output_dir / MATRIX).unlink(missing_ok=True)
-    table: dict[str, object] = {"sample_id": ids, "score": scores}
-    if names:
-        table["subtask"] = [names[at] for at in place]
-        table |= {f"subtask:{name}": of_groups[:, at] for at, name in enumerate(names)}
-    with whole(args.output_dir / "scores.parquet") as part:
-        pq.write_table(pa.table(table), part)
+    write_scores(args.output_dir / "scores.parquet", ids, names, of_groups)
     with whole(args.output_dir / "top.jsonl") as part, part.open("w", encoding="utf-8") as stream:
         for rank, at in enumerate(best, 1):
             line = {"rank": rank, "sample_id": ids[at], "score": float(scores[at])}
@@ -149,6 +142,26 @@ def main(args: argparse.Namespace) -> None:
         },
     )
     print(f"{len(best)} of {len(ids)} samples selected in {args.output_dir / 'top.jsonl'}; the best is {ids[best[0]]}")
+
+
+def write_scores(file: Path, ids: Sequence[str], names: Sequence[str], of_groups: NDArray[np.float64]) -> None:
+    """Write the score of every training sample, with that for each subtask and the name of the highest.
+
+    Args:
+        file: The Parquet file.
+        ids: The training samples' ids.
+        names: The subtasks, if there are any.
+        of_groups: The scores, [n, subtasks], or [n, 1] without subtasks.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns: dict[str, object] = {"sample_id": ids, "score": of_groups.max(1)}
+    if names:
+        columns["subtask"] = [names[at] for at in of_groups.argmax(1)]
+        columns |= {f"subtask:{name}": of_groups[:, at] for at, name in enumerate(names)}
+    with whole(file) as part:
+        pq.write_table(pa.table(columns), part)
 
 
 def weighted(
