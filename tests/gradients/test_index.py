@@ -7,6 +7,7 @@ import sys
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -120,6 +121,19 @@ def test_many_samples_are_searched_exactly(made):
     assert build(path, "ivf", "dot", "--probe", 1) == 0
     found = search.open_store(path)
     assert index.Index(found).near(search.target(rows[:1], "dot", search.groups_of("mean", 1)), "dot", 200) is None
+
+
+def test_lists_without_rows_are_not_an_empty_answer(made):
+    rows, path = made
+    assert build(path, "ivf", "dot", "--probe", 1) == 0
+    found = index.Index(search.open_store(path))
+
+    def nothing(asked, count):
+        return None, np.full((len(asked), count), -1)  # as FAISS says it
+
+    found._index = SimpleNamespace(ntotal=ROWS, search=nothing)
+    with pytest.raises(BadInput, match="have no rows; index again with a larger --probe"):
+        found.near(search.target(rows[:1], "dot", search.groups_of("mean", 1)), "dot", 3)
 
 
 def test_an_index_that_does_not_fit_is_refused(made, tmp_path, capsys):

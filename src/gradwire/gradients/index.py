@@ -177,7 +177,7 @@ class Index:
             count: Number of rows to find.
 
         Raises:
-            BadInput: If the index was built for another metric.
+            BadInput: If the index was built for another metric, or proposes no row.
         """
         import numpy as np
 
@@ -188,7 +188,10 @@ class Index:
         norms = np.linalg.norm(against, axis=1, keepdims=True)  # which float32 might not hold
         directions = (against / np.where(norms == 0, 1, norms)).astype(np.float32)
         _, positions = self._index.search(directions, WIDER * count)
-        return np.unique(positions[positions >= 0])
+        found = np.unique(positions[positions >= 0])
+        if not len(found):
+            raise BadInput(f"{self._file}: the searched lists have no rows; index again with a larger --probe.")
+        return found
 
 
 def store_digest(made: Manifest) -> str:
