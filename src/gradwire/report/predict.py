@@ -41,7 +41,8 @@ DEFINITIONS = """\
 Each step uses the fastest way of the measured cells; `× none`, `× bf16-native`: how many times shorter than theirs.
 `N/(1+α)`: the speed-up over one rank, where α is the time of a step outside computation over that of computation.
 `ppl`: measured perplexity against that of `none`; winners are named within 1, 5 and 20 % of it, and for each target
-perplexity of the measured runs the label that reaches it soonest, in as many steps as they took. A crossover is the
+perplexity of the measured runs the label that reaches it soonest, in as many steps as they took; labels with
+`freeze_step` or `dense_rounds` have no such time, as their steps differ. A crossover is the
 bandwidth below which a label's step is shorter, with the 95 % interval of a bootstrap of the fit's residuals. Assumed:
 hosts as fast as the measured ones, equal computation on every rank, and one call per collective and step, with
 `--latency` for each of its messages. With `--islands`, `--bandwidth` is that of each island's cable, and `--latency`
