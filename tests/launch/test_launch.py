@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +19,7 @@ import pytest
 
 from gradwire.errors import BadInput, RunFault
 from gradwire.failures import lost_peer
+from gradwire.launch.fork import _wait
 from gradwire.launch.ranks import ALLOCATOR, THREADS, Ended, RankFailure, first_cause, rank_variables
 
 PROBE = Path(__file__).with_name("rank_verb.py")
@@ -115,6 +117,33 @@ def test_an_unexpected_error_is_one_message_and_one_traceback_kept(tmp_path):
     assert ended.stderr.count(f"gradwire launch: {failure(tmp_path)['reason']}\n") == 1
     assert failure(tmp_path)["traceback"].count("Traceback") == 1
     assert "ZeroDivisionError: no such luck" in failure(tmp_path)["reason"]
+
+
+class Rank:
+    """A rank that shows these exit codes, one per look; its sentinel may be ready before its code is."""
+
+    def __init__(self, sentinel: socket.socket, codes: list[int | None]) -> None:
+        self.sentinel = sentinel
+        self._codes = codes
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._codes.pop(0) if len(self._codes) > 1 else self._codes[0]
+
+
+@pytest.mark.parametrize("looks", [0, 1, 2, 3])
+def test_a_failed_rank_is_noticed_at_whichever_look_its_code_appears(looks):
+    channel, launcher = socket.socketpair()
+    lives, holder = socket.socketpair()
+    gone, end = socket.socketpair()
+    end.close()
+    ranks = [Rank(lives, [None]), Rank(gone, [None] * looks + [2])]
+    waiting = threading.Thread(target=_wait, args=(ranks, channel), daemon=True)
+    waiting.start()
+    waiting.join(5)
+    assert not waiting.is_alive()
+    for open_socket in (channel, launcher, lives, holder, gone):
+        open_socket.close()
 
 
 @pytest.mark.parametrize("launcher", ["fork", "torchrun"])

@@ -129,10 +129,14 @@ def _run(channel: socket.socket, words: Sequence[str], variables: dict[str, str]
 
 
 def _wait(ranks: Sequence[BaseProcess], channel: socket.socket) -> None:
-    """Wait until all ranks have exited, one has failed, or the launcher asks to stop."""
-    while running := [rank for rank in ranks if rank.exitcode is None]:
-        ready = connection.wait([channel, *(rank.sentinel for rank in running)])
-        if channel in ready or any(rank.exitcode for rank in ranks):
+    """Wait until all ranks have exited, one has failed, or the launcher asks to stop.
+
+    Each round looks at one snapshot of the exit codes: a rank closes its sentinel before it has an exit code, so it may
+    get one between two looks.
+    """
+    while None in (codes := [rank.exitcode for rank in ranks]) and not any(codes):
+        running = [rank.sentinel for rank, code in zip(ranks, codes, strict=True) if code is None]
+        if channel in connection.wait([channel, *running]):
             return
 
 
