@@ -8,7 +8,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from links_rows import ALPHA, COMPUTE, FACTOR, HOST, LABELS, PARAMETERS, RATES, experiment, islands_row, row
+from links_rows import ALPHA, COMPUTE, FACTOR, HOST, LABELS, PARAMETERS, RATES, STEPS, experiment, islands_row, row
 from scipy.optimize import brentq
 
 from gradwire.cli import main
@@ -45,6 +45,67 @@ def test_a_step_of_local_updates_is_the_mean():
     for optimizer, step in (("gradient", 60.0), ("onebit_adam", 60.0), ("zero_one_adam", 75.0), ("diloco", 75.0)):
         config = {"method": "int8", "comm_optimizer": optimizer}
         assert measurement_of(row("ddp", "int8", "1gbit", **times, compress_config=config)).step == step / 1e3
+
+
+def local_row(link, interval, streaming=None):
+    """A row of local updates with int8: a message in every `interval`-th step, and a profile that missed them all."""
+    every = row("ddp", "int8", link)
+    sent = every.bytes_compressed_total / STEPS / 2 / interval
+    per_byte = math.hypot(HOST["all_gather"], 8 * FACTOR["all_gather"] / RATES[link])
+    each = ALPHA["all_gather"] / interval + sent * per_byte
+    rounds = interval * (streaming or {}).get("fragments", 1)
+    config = {"method": "int8", "comm_optimizer": "diloco", "H": rounds, "streaming": streaming}
+    label = f"diloco-{rounds}-int8"
+    return every.model_copy(
+        update={
+            "compressor": label,
+            "run_name": every.run_name.replace("int8", label),
+            "compress_config": config,
+            "compression_ratio": every.compression_ratio * interval,
+            "compression_ratio_steady": every.compression_ratio_steady * interval,
+            "bytes_compressed_total": round(every.bytes_compressed_total / interval),
+            "step_time_ms_mean": 1e3 * (COMPUTE + each),
+            "comm_time_ms_by_op": {"all_reduce": 0.1},
+            "exposed_comm_ms": 0.1,
+        }
+    )
+
+
+LOCAL = [local_row(link, interval) for interval in (5, 10) for link in ("none", "1gbit", "100mbit")]
+
+
+def test_local_updates_follow_the_law_with_a_message_in_every_hth_step():
+    rows = [*experiment(("ddp",)), *LOCAL]
+    model = Model(tuple(measurement_of(one) for one in rows))
+    assert model.fit == Model(tuple(measurement_of(one) for one in experiment(("ddp",)))).fit  # they do not bend it
+    for interval in (5, 10):
+        predicted = model.predict(("ddp", f"diloco-{interval}-int8"), 2, 3e8, 0.0)
+        assert predicted.step == pytest.approx(local_row("300mbit", interval).step_time_ms_mean / 1e3, rel=0.005)
+        later = model.predict(("ddp", f"diloco-{interval}-int8"), 2, 3e8, 0.02)
+        assert later.step - predicted.step == pytest.approx(0.02 / interval)
+    found = [one for one in leave_one_link_out(model.measurements) if one.measurement.label.startswith("diloco")]
+    assert len(found) == 4
+    for one in found:
+        assert abs(one.errors[0]) < 0.005 and math.isnan(one.errors[1])
+
+
+def test_fragments_are_messages_of_their_own():
+    streamed = measurement_of(local_row("1gbit", 5, streaming={"fragments": 3, "delay": 2}))
+    assert streamed.interval == 5
+    scheduled = row("ddp", "int8", "1gbit", compress_config={"method": "int8", "H": {"0": 1, "100": 20}})
+    assert measurement_of(scheduled).interval == 20
+
+
+def test_predict_has_no_communication_of_local_updates_to_compare_with(tmp_path, capsys):
+    alone = [one for one in LOCAL if one.compressor == "diloco-5-int8"]
+    words = write_rows(tmp_path / "links", [*experiment(("ddp",)), *LOCAL])
+    assert main([*words, "100mbit", "--world_size", "64"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "diloco-5-int8" in line and "100mbit" in line]
+    assert [part.strip() for part in lines[-1].strip("|").split("|")][6:9:2] == ["–", "–"]
+    gathers = [one for one in experiment(("ddp",)) if one.compressor in ("none", "bf16-native")]
+    words = write_rows(tmp_path / "lonely", [*gathers, *alone])  # nothing else gathers: no startup time
+    assert main([*words, "100mbit", "--world_size", "2"]) == 0
+    assert "diloco" not in capsys.readouterr().out
 
 
 def test_one_odd_measurement_does_not_bend_the_fit():

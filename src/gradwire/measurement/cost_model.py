@@ -7,6 +7,9 @@ between full overlap (the maximum) and no overlap (the sum). α depends on strat
 the number of calls and the waiting for other ranks; h and f depend on the collective. The rest of a step (computation,
 encoding, decoding, Python) is fitted per compressor.
 
+Local updates send their bytes once in H steps, so a step has 1/H of α. They are not fitted: the rest of their step is
+what the model of the others leaves over.
+
 After Hockney's model ("The communication challenge for MPP: Intel Paragon and Meiko CS-2", Parallel Computing 20,
 1994). Bytes and messages of the collectives are those of `ways`.
 """
@@ -138,7 +141,12 @@ class Model:
     @cached_property
     def fit(self) -> Fit:
         """The fitted model of collectives."""
-        return Fit.of(self.measurements)
+        return Fit.of(self.fitted)
+
+    @property
+    def fitted(self) -> tuple[Measurement, ...]:
+        """The measurements whose communication is known: one message per step."""
+        return tuple(measurement for measurement in self.measurements if measurement.interval == 1)
 
     @cached_property
     def by_label(self) -> dict[Key, list[Measurement]]:
@@ -156,7 +164,11 @@ class Model:
         """Seconds that the fit predicts for one collective of a measurement."""
         flows = measurement.by_op[op]
         sending = sum(flow.bytes * float(self.fit.per_byte(op, measurement.rate_of(flow))) for flow in flows)
-        return self.fit.alpha[measurement.strategy, op] + sending
+        return self.fit.alpha[measurement.strategy, op] / measurement.interval + sending
+
+    def _rest(self, measurement: Measurement) -> float:
+        """Seconds of a step without exposed communication."""
+        return measurement.rest if measurement.interval == 1 else measurement.step - self.communication(measurement)
 
     def step(self, measurement: Measurement, communication: Any) -> Any:
         """Seconds of a step with the measurement's compressor and ``communication`` seconds of communication.
@@ -165,7 +177,7 @@ class Model:
         """
         runs = self.by_label[measurement.strategy, measurement.label]
         hidden = max(run.hidden for run in runs)
-        return fmean(run.rest for run in runs) + np.maximum(communication - hidden, 0)
+        return fmean(map(self._rest, runs)) + np.maximum(communication - hidden, 0)
 
     def steps(
         self, key: Key, world: int, rates: Array, latency: float, islands: Islands = NO_ISLANDS
@@ -192,15 +204,15 @@ class Model:
                 gathers = parameter_ways(measurement.parameters, measurement.world, world, islands.number)
                 sending.append(np.min([self._sending(one, rates, latency, islands) for one in gathers], axis=0))
             ops = {way.op, *(flow.op for name, flow in measurement.named_flows.items() if name != "gradients")}
-            startup = sum(self.fit.alpha[measurement.strategy, op] for op in ops)
-            each = startup + self._sending(way, rates, latency, islands) + sum(sending)
+            startup = sum(self.fit.alpha[measurement.strategy, op] for op in ops) / measurement.interval
+            each = startup + self._sending(way, rates, latency, islands, measurement.interval) + sum(sending)
             names.append(way.name)
             times.append(each)
             steps.append(self.step(measurement, each) + decode * (way.decodings / decodings - 1))
         return names, np.array(steps), np.array(times)
 
-    def _sending(self, way: Way, rates: Array, latency: float, islands: Islands) -> Any:
-        """Seconds per step of a way without its startup time."""
+    def _sending(self, way: Way, rates: Array, latency: float, islands: Islands, interval: float = 1.0) -> Any:
+        """Seconds per step of a way without its startup time, with messages in every ``interval``-th step."""
         total: Any = np.zeros(len(rates))
         for (sent, messages), links, sharing in way.legs:
             rate, wait = {
@@ -208,7 +220,7 @@ class Model:
                 "inside": (islands.rate, islands.latency),
                 "ring": (np.minimum(rates, islands.rate), max(latency, islands.latency)),
             }[links]
-            total = total + sent * self.fit.per_byte(way.op, rate) + wait * messages
+            total = total + sent * self.fit.per_byte(way.op, rate) + wait * messages / interval
         return total
 
     def predict(self, key: Key, world: int, rate: float, latency: float, islands: Islands = NO_ISLANDS) -> Prediction:
@@ -225,18 +237,19 @@ class Model:
         """Yield models of resampled measurements: a bootstrap of the residuals.
 
         Each collective's time is the fitted time multiplied by a relative residual drawn from all measurements; the
-        rest of each step is drawn from the measurements of its strategy and label.
+        rest of each step is drawn from the measurements of its strategy and label. Local updates keep their steps.
         """
         draw = np.random.default_rng(seed)
         residuals = np.array(
             [
                 sum(flow.seconds for flow in flows) / self._expected(measurement, op)
-                for measurement in self.measurements
+                for measurement in self.fitted
                 for op, flows in measurement.by_op.items()
             ]
         )
+        others = tuple(measurement for measurement in self.measurements if measurement.interval != 1)
         for _ in range(times):
-            yield Model(tuple(self._drawn(measurement, residuals, draw) for measurement in self.measurements))
+            yield Model((*(self._drawn(measurement, residuals, draw) for measurement in self.fitted), *others))
 
     def _drawn(self, measurement: Measurement, residuals: Array, draw: np.random.Generator) -> Measurement:
         runs = self.by_label[measurement.strategy, measurement.label]
@@ -288,8 +301,9 @@ class LeftOut(NamedTuple):
 
     @property
     def errors(self) -> tuple[float, float]:
-        """Relative errors of step and communication time."""
-        return self.step / self.measurement.step - 1, self.communication / self.measurement.communication - 1
+        """Relative errors of step and communication time; NaN if communication was not measured."""
+        measured = self.measurement.communication
+        return self.step / self.measurement.step - 1, self.communication / measured - 1 if measured else math.nan
 
 
 def leave_one_link_out(measurements: Iterable[Measurement]) -> list[LeftOut]:

@@ -43,6 +43,8 @@ class Measurement:
         scattered: The flow of gradients inside islands.
         islands: Number of islands; 1 without.
         inside_rate: As ``rate``, inside islands.
+        interval: Steps per message. Of more than 1 only steps and bytes are measured: a profile of a few steps need not
+            hold whole rounds.
     """
 
     strategy: str
@@ -60,6 +62,7 @@ class Measurement:
     scattered: Flow | None = None
     islands: int = 1
     inside_rate: float = math.inf
+    interval: float = 1.0
 
     @property
     def named_flows(self) -> dict[str, Flow]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from gradwire.config import BASELINE
@@ -17,16 +18,20 @@ from gradwire.topology import between_islands, link_rate
 def usable(rows: Iterable[Result], path: Path) -> list[Result]:
     """Select the rows for the fit: profiled, of the largest world size, with flows that can be told apart.
 
+    Local updates need no profile, but another row with the same collective.
+
     Raises:
         BadInput: If the rows have fewer than two rates, or a strategy has no baseline.
     """
     found = [
         row
         for row in rows
-        if row.status == "ok" and row.world_size > 1 and row.comm_time_ms_by_op and row.typical_step_ms
-        if row.measured_steps and row.steps and row.exposed_comm_ms is not None
+        if row.status == "ok" and row.world_size > 1 and row.typical_step_ms and row.measured_steps and row.steps
+        if (row.comm_time_ms_by_op and row.exposed_comm_ms is not None) or interval_of(row) != 1
+        if unmeasurable(row) is None
     ]
-    found = [row for row in found if unmeasurable(row) is None]
+    known = {(row.strategy, gradient_op(row)) for row in found if interval_of(row) == 1}
+    found = [row for row in found if (row.strategy, gradient_op(row)) in known]
     world = max((row.world_size for row in found), default=0)
     found = [row for row in found if row.world_size == world]
     rates = {row.link for row in found if math.isfinite(link_rate(row.link))}
@@ -43,6 +48,8 @@ def unmeasurable(row: Result) -> str | None:
     """Why the flows of a row cannot be told apart; None if they can."""
     if row.islands == 1:
         return None
+    if interval_of(row) != 1:
+        return "local updates between islands are not predicted"
     if row.strategy != "hsdp":
         return "which of its messages leave an island is not counted"
     if row.islands == row.world_size:
@@ -50,6 +57,15 @@ def unmeasurable(row: Result) -> str | None:
     if "inside" in (row.compress_config or {}):
         return "bytes of a collective inside islands and between them are not counted apart with a compressor inside"
     return None
+
+
+def interval_of(row: Result) -> float:
+    """Steps per message: the last ``H`` of local updates, over the fragments that one round sends; else 1."""
+    config = row.compress_config or {}
+    last = config.get("H", 1)
+    if isinstance(last, Mapping):
+        last = last[max(last, key=int)]
+    return float(last) / (config.get("streaming") or {}).get("fragments", 1)
 
 
 def measurement_of(row: Result) -> Measurement:
@@ -71,7 +87,7 @@ def measurement_of(row: Result) -> Measurement:
         parameters = Flow(of_parameters, gathered, times.pop(of_parameters))
     else:
         gradients += gathered
-    return Measurement(
+    measurement = Measurement(
         strategy=row.strategy,
         label=row.compressor,
         sharded=row.strategy in SHARDED,
@@ -85,6 +101,10 @@ def measurement_of(row: Result) -> Measurement:
         gradients=Flow(op, gradients, sum(times.values())),
         parameters=parameters,
     )
+    interval = interval_of(row)
+    if interval == 1:
+        return measurement
+    return replace(measurement, interval=interval, exposed=0.0, decode=0.0, gradients=Flow(op, gradients, 0.0))
 
 
 def measurement_of_islands(row: Result) -> Measurement:

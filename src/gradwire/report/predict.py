@@ -44,9 +44,10 @@ Each step uses the fastest way of the measured cells; `× none`, `× bf16-native
 perplexity of the measured runs the label that reaches it soonest, in as many steps as they took; labels with
 `freeze_step` or `dense_rounds` have no such time, as their steps differ. A crossover is the
 bandwidth below which a label's step is shorter, with the 95 % interval of a bootstrap of the fit's residuals. Assumed:
-hosts as fast as the measured ones, equal computation on every rank, and one call per collective and step, with
-`--latency` for each of its messages. With `--islands`, `--bandwidth` is that of each island's cable, and `--latency`
-that of messages between islands. A ring passes every cable once; what an island's ranks send together shares one."""
+hosts as fast as the measured ones, equal computation on every rank, and one call per collective and step, or per round
+of local updates, with `--latency` for each of its messages. With `--islands`, `--bandwidth` is that of each island's
+cable, and `--latency` that of messages between islands. A ring passes every cable once; what an island's ranks send
+together shares one."""
 
 
 def arguments(parser: ArgumentParser) -> None:
@@ -247,14 +248,16 @@ def law(model: Model) -> list[str]:
 def trial(found: Sequence[LeftOut], rows: Sequence[Result]) -> list[str]:
     """Errors of predictions from the other links, and each measured α."""
     lines = []
-    for cell, step, communication in found:
+    for one in found:
+        cell, off = one.measurement, one.errors
         compute = compute_seconds([row for row in rows if row.strategy == cell.strategy])
-        off = step / cell.step - 1, communication / cell.communication - 1
-        numbers = [cell.step, step, off[0], cell.communication, communication, off[1]]
-        texts = [f"{100 * of:+.0f} %" if i % 3 == 2 else f"{1e3 * of:,.1f}" for i, of in enumerate(numbers)]
+        times = [cell.step, one.step, cell.communication or None, one.communication]  # None: not measured
+        texts = [number(None if of is None else 1e3 * of, "{:,.1f}") for of in times]
+        for place, error in zip((2, 5), off, strict=True):
+            texts.insert(place, number(100 * error, "{:+.0f} %"))
         alpha = [] if compute is None else [f"{cell.step / compute - 1:.2f}", f"{cell.world * compute / cell.step:.2f}"]
         lines.append([cell.strategy, cell.label, cell.link, *texts, *(alpha or [MISSING] * 2)])
-    step, communication = (median(abs(one.errors[i]) for one in found) if found else math.nan for i in (0, 1))
+    step, communication = (_median(abs(one.errors[i]) for one in found) for i in (0, 1))
     headers = [
         "strategy",
         "compressor",
@@ -273,6 +276,12 @@ def trial(found: Sequence[LeftOut], rows: Sequence[Result]) -> list[str]:
         f"Median relative error: {100 * step:.1f} % of the step, {100 * communication:.1f} % of its communication.",
         table(lines, headers, left=(0, 1, 2)),
     ]
+
+
+def _median(errors: Iterable[float]) -> float:
+    """The median of what is not NaN, which is not measured."""
+    known = [error for error in errors if not math.isnan(error)]
+    return median(known) if known else math.nan
 
 
 def regret(found: Sequence[Choice]) -> list[str]:
