@@ -68,6 +68,7 @@ OPTIMIZERS = {
     "onebit_adam": {"method": "onebit", "comm_optimizer": "onebit_adam", "dense_steps": 2},
     "zero_one_adam": {"method": "onebit", "comm_optimizer": "zero_one_adam", "dense_steps": 1, "local_doubling": 2},
     "diloco": {"method": "onebit", "comm_optimizer": "diloco", "H": 3, "outer_lr": 1.0, "outer_momentum": 0.5},
+    "muon": {"method": "onebit", "comm_optimizer": "muloco", "H": 3},
 }
 
 
@@ -234,12 +235,7 @@ CELLS = {
         "fsdp2",
         "use hsdp, where it works between islands",
     ),
-    "whole matrices": ({"comm_optimizer": "muloco"}, "hsdp", "muon orthogonalizes whole matrices"),
-    "matrices in flat shards": (
-        {"method": "none", "inner": "muon"},
-        "fsdp2",
-        "muon orthogonalizes whole matrices",
-    ),
+    "flattened matrices": ({"method": "none", "inner": "muon"}, "fsdp1", "muon orthogonalizes matrices"),
 }
 
 

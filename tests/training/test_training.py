@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from data_samples import values, write_corpus
+from safetensors.torch import load_file
 
 from gradwire import cli
 from gradwire.collectives.world import World
@@ -191,6 +192,21 @@ def test_muon_steps_with_averaged_gradients(world, shards, tmp_path):
     assert one == pytest.approx(alone, rel=1e-5)
     assert one == pytest.approx(trained(2, "two", muon)[0], rel=1e-4)
     assert one[2:] != pytest.approx(adamw[2:], rel=1e-3)
+
+
+def test_muon_of_shards_takes_the_steps_of_replicas_and_counts_its_gathers(world, shards, tmp_path):
+    records = {}
+    for name, cell in {"muon": {"inner": "muon"}, "adamw": {}}.items():
+        arguments = {"strategy": "fsdp2", "comm_config_json": json.dumps(cell), "eval_every": 0}
+        rows, records[name] = world(2).run(run, words(shards, tmp_path / name, **arguments))[0]
+        if name == "muon":
+            replicas = world(2).run(run, words(shards, tmp_path / "ddp", **arguments | {"strategy": "ddp"}))[0][0]
+            assert losses(rows) == pytest.approx(losses(replicas), rel=1e-5)
+    weights = load_file(tmp_path / "muon/final_model/model.safetensors")
+    hidden = sum(x.numel() for name, x in weights.items() if ".h." in name and x.ndim == 2)
+    for field in ("bytes_parameters_raw_total", "bytes_parameters_total"):
+        more = records["muon"][field] - records["adamw"][field]
+        assert more == records["muon"]["steps"] * 2 * hidden > 0, field  # each rank sends half of every matrix, in bf16
 
 
 def test_seeds_give_different_curves_and_one_seed_gives_the_same_curve_twice(world, shards, tmp_path):

@@ -1,8 +1,8 @@
 """Meter of this rank's collectives: bytes, seconds and calls, by operation and purpose.
 
 Purposes: ``payload`` (gradients), ``agreement`` (the non-finite flag), ``parameters`` (including their codec's time),
-``control`` (losses, norms), and ``codec`` for encoding and decoding gradients, which send nothing. While a profiler
-runs, each span is a range ``gradwire/<purpose>/<op>``.
+``momenta`` (that Muon gathers under FSDP), ``control`` (losses, norms), and ``codec`` for encoding and decoding
+gradients, which send nothing. While a profiler runs, each span is a range ``gradwire/<purpose>/<op>``.
 """
 
 from __future__ import annotations

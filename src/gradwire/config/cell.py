@@ -139,7 +139,7 @@ class Cell(Strict):
 
         Raises:
             BadInput: If ``param_compress`` is set for a strategy other than fsdp2 and hsdp, ``inside`` for one other
-                than hsdp, or Muon or a communicating optimizer for one that shards a matrix over ranks.
+                than hsdp, Muon for fsdp1, or a communicating optimizer for one that shards gradients over all ranks.
         """
         where = f"compressor cell {self.label!r}"
         if self.param_compress != "none" and strategy not in ("fsdp2", "hsdp"):
@@ -151,10 +151,10 @@ class Cell(Strict):
             raise BadInput(f"{where}: `inside` is for the islands of strategy hsdp; {strategy} has none. Omit it.")
         name = self.communication.comm_optimizer
         inner = self.communication.inner or preset(name).options.get("inner")
-        if strategy in ("fsdp1", "fsdp2", "hsdp") and inner == "muon":
+        if strategy == "fsdp1" and inner == "muon":
             raise BadInput(
-                f"{where}: the inner optimizer muon orthogonalizes whole matrices, and strategy {strategy} shards "
-                f"them; use inner: adamw or sgd, or naive, bucket or ddp."
+                f"{where}: the inner optimizer muon orthogonalizes matrices, and strategy fsdp1 flattens them; "
+                "use fsdp2."
             )
         if self.communication.averages_gradients:
             return

@@ -6,7 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+from gradwire.communication import preset
 from gradwire.config import BASELINE
 from gradwire.errors import BadInput
 from gradwire.measurement.measured_run import Flow, Measurement
@@ -62,7 +64,7 @@ def unmeasurable(row: Result) -> str | None:
 def interval_of(row: Result) -> float:
     """Steps per message: the last ``H`` of local updates, over the fragments that one round sends; else 1."""
     config = row.compress_config or {}
-    last = config.get("H", 1)
+    last = config.get("H", preset(config.get("comm_optimizer")).options.get("H", 1))
     if isinstance(last, Mapping):
         last = last[max(last, key=int)]
     return float(last) / (config.get("streaming") or {}).get("fragments", 1)
@@ -128,7 +130,7 @@ def measurement_of_islands(row: Result) -> Measurement:
     }
     of_op = {op: sum(sent[name] for name in ops if ops[name] == op) for op in ops.values()}
     times[ops["gradients"]] = sum(seconds for op, seconds in times.items() if op == ops["gradients"] or op not in of_op)
-    flows = {
+    flows: dict[str, Any] = {
         name: Flow(op, sent[name] / sending, times[op] * sent[name] / of_op[op], inside=name != "gradients")
         for name, op in ops.items()
         if op in times and sent[name]

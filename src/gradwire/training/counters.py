@@ -28,7 +28,8 @@ class Counters:
 
     def start(self) -> None:
         """Start a step."""
-        self._parameters, self._around = METER.sent("parameters"), METER.around
+        self._parameters, self._momenta = METER.sent("parameters"), METER.sent("momenta")
+        self._around = METER.around
 
     def stop(self, *, timed: bool) -> Row:
         """The step's columns; ``timed`` as for `traffic_between`.
@@ -38,6 +39,7 @@ class Counters:
         before, self._traffic = self._traffic, self._read()
         return traffic_between(before, self._traffic, timed=timed) | {
             "bytes_parameters": METER.sent("parameters") - self._parameters,
+            "bytes_momenta": METER.sent("momenta") - self._momenta,
             "around_ms": 1000 * (METER.around - self._around),
         }
 

@@ -179,14 +179,17 @@ def by_op(rows: list[Row]) -> dict[str, int]:
 def parameter_traffic(settings: Settings, outcome: Outcome, rows: list[Row]) -> Row:
     """Bytes of FSDP's parameter all-gathers over all ranks and optimizer steps, in float32 and as sent.
 
-    The framework's own gathers are float32, in closed form. Replicas gather nothing, so both are null.
+    The framework's own gathers are float32, in closed form. Replicas gather nothing, so both are null. Muon's gathers
+    of momenta are in bf16 and count in both.
     """
     each = [row["bytes_parameters_raw"] for row in outcome.rows]  # over all ranks
-    raw = None if None in each else sum(each)
+    if None in each:
+        return dict.fromkeys(("bytes_parameters_raw_total", "bytes_parameters_total"))
+    momenta = sum(row["bytes_momenta"] for row in rows)
     counted = settings.cell.param_compress != "none"
     return {
-        "bytes_parameters_raw_total": raw,
-        "bytes_parameters_total": sum(row["bytes_parameters"] for row in rows) if counted else raw,
+        "bytes_parameters_raw_total": sum(each) + momenta,
+        "bytes_parameters_total": (sum(row["bytes_parameters"] for row in rows) if counted else sum(each)) + momenta,
     }
 
 

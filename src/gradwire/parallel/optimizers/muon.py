@@ -4,6 +4,9 @@ Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024),
 mean square, 0.2 sqrt(max(rows, columns)), as in Liu et al., "Muon is Scalable for LLM Training" (arXiv:2502.16982,
 2025). So both kinds of parameters have one learning rate. The numbers are those of `torch.optim.Muon` with
 ``adjust_lr_fn="match_rms_adamw"``, which older versions of torch do not have.
+
+Of a matrix that FSDP2 shards, every rank gathers the momentum, in bf16 as it is orthogonalized anyway, and applies its
+own rows of the step: the numbers are those without shards.
 """
 
 from __future__ import annotations
@@ -14,9 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
+from gradwire.collectives import ops
 from gradwire.errors import BadInput
+from gradwire.parallel.mesh import local
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration
 ITERATIONS = 5
@@ -47,7 +53,7 @@ class Muon(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take AdamW's step with the other parameters, then Muon's."""
+        """Take AdamW's step with the other parameters, then Muon's; the ranks that share a matrix do so together."""
         matrices = [(p, p.grad, group) for group in self.param_groups if group["muon"] for p in group["params"]]
         for p, _, _ in matrices:
             p.grad = None  # AdamW leaves out what has no gradient
@@ -58,11 +64,26 @@ class Muon(AdamW):
                 continue
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-            momentum = self.state[p]["momentum_buffer"]
-            momentum.lerp_(gradient, 1 - MOMENTUM)
-            way = orthogonalized(gradient.lerp(momentum, MOMENTUM))
-            p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.add_(way, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
+            own, momentum = local(gradient), local(self.state[p]["momentum_buffer"])
+            momentum.lerp_(own, 1 - MOMENTUM)
+            way = step_direction(own.lerp(momentum, MOMENTUM), p)
+            shard = local(p)
+            shard.mul_(1 - group["lr"] * group["weight_decay"])
+            shard.add_(way, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
+
+
+def step_direction(momentum: Tensor, matrix: Tensor) -> Tensor:
+    """Orthogonalize a momentum; of a sharded matrix, this rank's rows of it: ``[rows, columns]`` as ``momentum``."""
+    if not isinstance(matrix, DTensor):
+        return orthogonalized(momentum)
+    (dim,) = (dim for dim, placement in enumerate(matrix.placements) if placement.is_shard())
+    mesh = matrix.device_mesh
+    most = -(-matrix.shape[0] // mesh.size(dim))  # rows of a rank; the last ones may have fewer
+    padded = momentum.new_zeros((most, matrix.shape[1]), dtype=torch.bfloat16)
+    padded[: len(momentum)] = momentum
+    whole = ops.all_gather(padded, mesh.get_group(dim), "momenta").flatten(0, 1)[: matrix.shape[0]]
+    first = most * mesh.get_local_rank(dim)
+    return orthogonalized(whole)[first : first + len(momentum)]
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:

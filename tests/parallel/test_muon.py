@@ -1,0 +1,67 @@
+"""Muon of sharded matrices: bit for bit the steps of whole ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from gradwire.collectives.meter import METER
+from gradwire.parallel.optimizers import inner
+
+SHAPES = [(7, 3), (2, 5), (6, 6), (1, 4)]  # odd rows, fewer rows than ranks
+STEPS = 3
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = nn.Linear(3, 5)
+        self.blocks = nn.ModuleList(nn.Linear(columns, rows) for rows, columns in SHAPES)
+
+
+def stepped(model):
+    """The whole parameters and momenta after some steps with gradients of known values."""
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.1},
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = inner.build("muon", model, groups, lr=0.02, betas=(0.9, 0.95))
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        for p in model.parameters():
+            gradient = torch.randn(p.shape)
+            sharded = isinstance(p, DTensor)
+            p.grad = distribute_tensor(gradient, p.device_mesh, p.placements) if sharded else gradient
+        optimizer.step()
+    momenta = [optimizer.state[p]["momentum_buffer"] for block in model.blocks for p in [block.weight]]
+    return [whole(x.detach()) for x in (*model.parameters(), *momenta)]
+
+
+def whole(x):
+    return x.full_tensor() if isinstance(x, DTensor) else x.clone()
+
+
+def sharded(rank, world, group, islands):
+    shape, names = ((islands, world // islands), ("between", "inside")) if islands else ((world,), ("inside",))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = Net()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    before = METER.sent("momenta")
+    return stepped(model), METER.sent("momenta") - before
+
+
+@pytest.mark.parametrize(("size", "islands"), [(2, 0), (3, 0), (4, 2)])
+def test_steps_are_those_of_whole_matrices_bit_for_bit(world, size, islands):
+    expected = stepped(Net())
+    shards = size // (islands or 1)
+    sent = STEPS * (shards - 1) * sum(2 * -(-rows // shards) * columns for rows, columns in SHAPES)
+    for found, counted in world(size).run(sharded, islands):
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+        assert counted == sent
