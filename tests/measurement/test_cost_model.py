@@ -94,6 +94,8 @@ def test_fragments_are_messages_of_their_own():
     assert streamed.interval == 5
     scheduled = row("ddp", "int8", "1gbit", compress_config={"method": "int8", "H": {"0": 1, "100": 20}})
     assert measurement_of(scheduled).interval == 20
+    preset = row("ddp", "int8", "1gbit", compress_config={"method": "chunktopk+bins", "comm_optimizer": "sparseloco"})
+    assert measurement_of(preset).interval == 30
 
 
 def test_predict_has_no_communication_of_local_updates_to_compare_with(tmp_path, capsys):
