@@ -48,7 +48,7 @@ CAPTIONS = {
         "Steps, seconds and gradient bytes until the first evaluation with a perplexity as low as the target, medians "
         "over seeds; ∞: more than half of the seeds never reach it. A label as the target means its final "
         "perplexity with the same seed. Seconds leave evaluations out. Cells whose perplexity is from another "
-        "experiment take its steps, at their own mean step time.",
+        "experiment take its steps, at their own mean step time. A figure needs links of two rates.",
     ),
     "loss": Caption(
         "Loss over steps and over time",

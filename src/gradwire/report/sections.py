@@ -21,6 +21,7 @@ from gradwire.report.columns import Column
 from gradwire.report.data import Data
 from gradwire.report.figures import line_plots, pareto, scaling, step_time, winners
 from gradwire.report.figures.style import timed
+from gradwire.report.figures.time_to_target import plots as time_to_target_plots
 from gradwire.report.headline import findings
 from gradwire.report.measurements import measurement_of, usable
 from gradwire.report.notes import mostly_float32
@@ -133,6 +134,8 @@ def time_to_target(data: Data) -> Section:
     made = Section.of("targets")
     if reached := targets.records(data.results):
         made.tables = [Table.of("targets", "Time to target", reached, columns.TARGETS)]
+        drawn = time_to_target_plots(targets.seconds_by_link(data.results), data.looks)
+        made.plots = [timed(plot, data.shared) for plot in drawn]
     else:
         made.absent = "the experiment has no target (`targets:` in the configuration)"
     return made
