@@ -206,8 +206,9 @@ def entry() -> NoReturn:
     reader_left()
     sys.stdout.flush()
     sys.stderr.flush()
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():
-        os._exit(code)  # destroying a process group after a failure would wait for peers
+    if "RANK" in os.environ:
+        # As forked ranks do. A thread that returns from torch's C++ code while the interpreter finalizes aborts the
+        # process, and destroying a process group after a failure would wait for peers.
+        os._exit(code)
     gc.freeze()  # skip the final garbage collection, which takes a second with torch
     sys.exit(code)

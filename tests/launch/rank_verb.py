@@ -14,6 +14,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +81,28 @@ def stumble() -> None:
 
 def wait() -> None:
     time.sleep(60)
+
+
+def linger() -> None:
+    """End while a thread is in torch's C++ code, and the interpreter, if it finalizes, takes longer than the thread."""
+    import torch
+
+    store = torch.distributed.HashStore()
+
+    def look() -> None:
+        while True:
+            with suppress(torch.distributed.DistStoreError):
+                store.wait(["nothing"], timedelta(milliseconds=20))
+
+    threading.Thread(target=look, daemon=True).start()
+    sys.late = Late()  # type: ignore[attr-defined]
+
+
+class Late:
+    """Freed last, and slowly."""
+
+    def __del__(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        sleep(0.5)
 
 
 def save(signals: list[int]) -> None:
@@ -243,7 +268,7 @@ def allocate(folder: Path) -> None:
     write_json(folder / f"allocated{os.environ['RANK']}.json", found)
 
 
-DEEDS = {deed.__name__: deed for deed in (refuse, kill, stumble, wait, reduce, desert)}
+DEEDS = {deed.__name__: deed for deed in (refuse, kill, stumble, wait, reduce, desert, linger)}
 DEEDS |= {"end": lambda: None}
 TRAINS = {"naive": ("naive", "topk"), "ddp": ("ddp", "int8"), "bucket": ("bucket", None), "fsdp2": ("fsdp2", "topk")}
 

@@ -27,6 +27,7 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXP
 # glibc's allocator in a rank: it keeps the memory of freed tensors, in one heap for all threads. Otherwise it returns
 # large ones to the kernel, and each step takes them back as pages that the kernel has to zero.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**30), "MALLOC_ARENA_MAX": "1"}
+TRACES = {"PYTHONFAULTHANDLER": "1"}  # a crash in native code prints the Python stacks of all threads
 # Ranks of one machine only use the loopback device. "=" makes NCCL match the whole name, not a prefix.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
 POLL = 0.02  # seconds between polls of the ranks
@@ -189,14 +190,14 @@ FORK = "fork"  # the launcher whose template starts before the input is checked
 
 
 def rank_variables(ranks: int) -> dict[str, str]:
-    """Environment variables of each rank's threads and allocator.
+    """Environment variables of each rank's threads and allocator, and of traces of crashes.
 
     They limit it to OMP_NUM_THREADS threads, or its share of the cores if unset. Variables of the allocator that are
     set stay.
     """
     share = os.environ.get("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
     allocator = {name: os.environ.get(name, value) for name, value in ALLOCATOR.items()}
-    return {**dict.fromkeys(THREADS, share), **allocator}
+    return {**dict.fromkeys(THREADS, share), **allocator, **TRACES}
 
 
 def places(world_size: int, master_addr: str, master_port: int) -> list[dict[str, str]]:
