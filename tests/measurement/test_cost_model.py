@@ -110,6 +110,16 @@ def test_predict_has_no_communication_of_local_updates_to_compare_with(tmp_path,
     assert "diloco" not in capsys.readouterr().out
 
 
+def test_a_slow_link_does_not_hide_the_rest_of_a_step():
+    """A step that was measured 40 % too long on the slowest link changes those on fast links little."""
+    slow = row("ddp", "int8", "100mbit")
+    off = slow.model_copy(update={"step_time_ms_p50": 1.4 * slow.step_time_ms_p50})
+    rows = [one for one in experiment(("ddp",)) if (one.compressor, one.link) != ("int8", "100mbit")]
+    model = Model(tuple(measurement_of(one) for one in [*rows, off]))
+    expected = row("ddp", "int8", "1gbit").step_time_ms_p50 / 1e3
+    assert model.predict(("ddp", "int8"), 2, 1e9, 0.0).step == pytest.approx(expected, rel=0.1)
+
+
 def test_one_odd_measurement_does_not_bend_the_fit():
     first, *others = measurements()
     odd = first.__class__(**vars(first) | {"gradients": first.gradients._replace(seconds=9 * first.gradients.seconds)})

@@ -5,7 +5,7 @@ the host and f times its time on a link of R bit/s. h is the cost on an unlimite
 often it sends a byte, how badly both directions overlap). Both costs overlap partially: the root of their squares lies
 between full overlap (the maximum) and no overlap (the sum). α depends on strategy and collective, because it includes
 the number of calls and the waiting for other ranks; h and f depend on the collective. The rest of a step (computation,
-encoding, decoding, Python) is fitted per compressor.
+encoding, decoding, Python) is that of the compressor's measurements, those on fast links above all.
 
 Local updates send their bytes once in H steps, so a step has 1/H of α. They are not fitted: the rest of their step is
 what the model of the others leaves over.
@@ -177,7 +177,8 @@ class Model:
         """
         runs = self.by_label[measurement.strategy, measurement.label]
         hidden = max(run.hidden for run in runs)
-        return fmean(map(self._rest, runs)) + np.maximum(communication - hidden, 0)
+        rest = sum(share * self._rest(run) for share, run in zip(shares(runs), runs, strict=True))
+        return rest + np.maximum(communication - hidden, 0)
 
     def steps(
         self, key: Key, world: int, rates: Array, latency: float, islands: Islands = NO_ISLANDS
@@ -237,7 +238,8 @@ class Model:
         """Yield models of resampled measurements: a bootstrap of the residuals.
 
         Each collective's time is the fitted time multiplied by a relative residual drawn from all measurements; the
-        rest of each step is drawn from the measurements of its strategy and label. Local updates keep their steps.
+        rest of each step is drawn from the measurements of its strategy and label, by their `shares`. Local updates
+        keep their steps.
         """
         draw = np.random.default_rng(seed)
         residuals = np.array(
@@ -253,7 +255,7 @@ class Model:
 
     def _drawn(self, measurement: Measurement, residuals: Array, draw: np.random.Generator) -> Measurement:
         runs = self.by_label[measurement.strategy, measurement.label]
-        rest = runs[draw.integers(len(runs))].rest
+        rest = runs[draw.choice(len(runs), p=shares(runs))].rest
         scales = {
             op: self._expected(measurement, op)
             * float(residuals[draw.integers(len(residuals))])
@@ -267,6 +269,12 @@ class Model:
         drawn = replace(measurement, **flows)
         exposed = max(drawn.communication - measurement.hidden, 0.0)
         return replace(drawn, exposed=exposed, step=rest + exposed)
+
+
+def shares(runs: Sequence[Measurement]) -> Array:
+    """What each run counts in the rest of a step: steps have relative errors, so that a slow link hides the rest."""
+    weights = np.array([run.step for run in runs]) ** -2.0
+    return weights / weights.sum()
 
 
 def _inside(measurement: Measurement, world: int, islands: Islands) -> list[Way]:
