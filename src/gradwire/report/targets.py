@@ -21,6 +21,7 @@ from gradwire.measurement import quality
 from gradwire.report.markdown import MISSING
 from gradwire.report.record import OWN_QUALITY, Result, run_of
 
+ROUNDING = 1e-5  # nats: `gradwire perplexity` and a run's own last evaluation round differently
 FIELDS = ("steps_to_target", "time_to_target_s", "bytes_to_target")
 
 
@@ -32,7 +33,7 @@ def target_losses(targets: Targets, row: Result, results: Sequence[Result]) -> d
         known = [one for one in alike if one.status == "ok" and one.val_loss is not None]
         best = max(known, key=lambda one: (one.strategy == row.strategy, one.link == row.link), default=None)
         if best is not None and best.val_loss is not None:
-            found[label] = best.val_loss
+            found[label] = best.val_loss + ROUNDING
     return found
 
 
