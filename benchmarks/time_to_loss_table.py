@@ -1,0 +1,109 @@
+"""The tables of ``time-to-loss.md``: ``python benchmarks/time_to_loss_table.py benchmarks/time-to-loss.jsonl``.
+
+The records are those of ``configs/time-to-loss.yaml``; the steps to each target are those of all seeds of the runs that
+it takes its perplexities from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+
+from tabulate import tabulate
+
+from gradwire.config import BASELINE
+from gradwire.report.choices import qualities, seconds_to
+from gradwire.report.markdown import MISSING
+from gradwire.report.quality import perplexity_reference
+from gradwire.report.record import BF16, Result
+from gradwire.report.results_file import read_results
+from gradwire.units import UNSHAPED, bits_per_second
+
+WITHIN = (1.1, 1.5, 2, 5, 20)  # times the soonest label's time
+
+Costs = Mapping[str, float]  # seconds to a target, by label
+
+
+def costs(rows: Sequence[Result], runs: Mapping[str, Mapping[str, Sequence[Result]]]) -> dict[tuple[str, str], Costs]:
+    """Seconds to each target, by link and target; labels that miss it in the median over seeds are infinite."""
+    found = {}
+    for link in sorted({row.link for row in rows}, key=_rate, reverse=True):
+        step = {row.compressor: row.typical_step_ms / 1e3 for row in rows if row.link == link and row.typical_step_ms}
+        for target, by_label in runs.items():
+            found[link, target] = {
+                label: seconds_to(target, by_label[label], step[label], step.get(BASELINE))
+                for label in step
+                if label in by_label
+            }
+    return found
+
+
+def _rate(link: str) -> float:
+    return math.inf if link == UNSHAPED else bits_per_second(link)
+
+
+def by_link(rows: Sequence[Result], found: Mapping[tuple[str, str], Costs], targets: Sequence[str]) -> Iterable[str]:
+    """A table per link, the soonest at the last target first."""
+    for link in dict.fromkeys(link for link, _ in found):
+        steps = {row.compressor: row.typical_step_ms or math.nan for row in rows if row.link == link}
+        last = found[link, targets[-1]]
+        lines = []
+        for label in sorted(steps, key=lambda label: (last.get(label, math.inf), steps[label])):
+            each = [found[link, target].get(label, math.nan) for target in targets]
+            gain = last.get(BF16, math.nan) / each[-1]
+            lines.append([label, f"{steps[label]:,.1f}", *map(_seconds, each), f"{gain:.2f}" if gain > 0 else MISSING])
+        yield f"### {'No shaped link' if link == UNSHAPED else link}"
+        headers = ["label", "step ms", *(f"{target}, s" for target in targets), f"× sooner than {BF16}"]
+        yield tabulate(
+            lines, headers, tablefmt="pipe", disable_numparse=True, colalign=["left", *["right"] * (len(headers) - 1)]
+        )
+
+
+def _seconds(value: float) -> str:
+    return MISSING if math.isnan(value) else "∞" if math.isinf(value) else f"{value:,.0f}"
+
+
+def profile(found: Mapping[tuple[str, str], Costs]) -> str:
+    """A performance profile: in which share of the links and targets a label is within a factor of the soonest."""
+    ratios: defaultdict[str, list[float]] = defaultdict(list)
+    for by_label in found.values():
+        best = min(by_label.values())
+        if math.isfinite(best):
+            for label, cost in by_label.items():
+                ratios[label].append(cost / best)
+    lines = [
+        [label, len(each), *(f"{sum(ratio <= within for ratio in each) / len(each):.0%}" for within in WITHIN)]
+        for label, each in sorted(ratios.items(), key=lambda item: median(item[1]))
+    ]
+    return tabulate(lines, ["label", "cases", *(f"within {within:g} ×" for within in WITHIN)], tablefmt="pipe")
+
+
+def winners(rows: Sequence[Result], found: Mapping[tuple[str, str], Costs], targets: Sequence[str]) -> str:
+    """The soonest label of each link and target, and the link's m: communication over computation of float32."""
+    step = {row.link: row.typical_step_ms or math.nan for row in rows if row.compressor == BASELINE}
+    lines = []
+    for link in dict.fromkeys(link for link, _ in found):
+        best = [min(found[link, target].items(), key=lambda item: item[1]) for target in targets]
+        named = [f"{label}, {seconds:,.0f} s" if math.isfinite(seconds) else MISSING for label, seconds in best]
+        lines.append([link, f"{step[link] / step[UNSHAPED] - 1:.1f}", *named])
+    return tabulate(lines, ["link", "m", *targets], tablefmt="pipe", disable_numparse=True)
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("records", type=Path)
+    rows = [row for row in read_results(parser.parse_args().records)[0] if row.status == "ok" and row.world_size > 1]
+    (source,) = {row.quality_from.partition(": ")[0] for row in rows if row.quality_from}
+    runs = qualities(rows, {}, perplexity_reference(Path(source))[0]).runs
+    found = costs(rows, runs)
+    targets = list(runs)
+    print("\n\n".join([winners(rows, found, targets), profile(found), *by_link(rows, found, targets)]))
+
+
+if __name__ == "__main__":
+    main()
