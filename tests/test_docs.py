@@ -110,7 +110,7 @@ def test_links_out_of_docs_lead_to_pages_and_copies(site):
 
 def test_example_reports_are_of_the_committed_records(site):
     """Records with a baseline have a page, which warns of times where runs may have shared a machine."""
-    listed = set(re.findall(r'href="(\w+)\.html"', (site / "reports" / "index.html").read_text(encoding="utf-8")))
+    listed = set(re.findall(r'href="([\w-]+)\.html"', (site / "reports" / "index.html").read_text(encoding="utf-8")))
     files = {file.stem: file.read_text(encoding="utf-8") for file in (ROOT / "benchmarks").glob("*.jsonl")}
     made = {file.stem for file in (site / "reports").glob("*.html")} - {"index"}
     assert made == {name for name, text in files.items() if '"compressor": "none"' in text} and made <= listed
