@@ -36,6 +36,7 @@ from gradwire.config import (
 from gradwire.errors import BadInput
 from gradwire.gradients import run as grads_run
 from gradwire.parallel.optimizers.zero_one_adam import ZeroOneAdam
+from gradwire.workflow import experiment as workflow
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"name": "small", "compressors": {"none": {}, "int8": {}}, "grid": {"seeds": [0, 1]}}
@@ -50,7 +51,7 @@ def test_the_committed_schema_is_current():
     "path", [ROOT / "config.yaml", *sorted((ROOT / "configs").glob("*.yaml"))], ids=lambda p: p.stem
 )
 def test_the_experiments_that_come_with_gradwire_are_valid(path):
-    assert load(path).runs()
+    assert workflow.check(workflow.read(path)).runs()
 
 
 def test_the_default_experiment_is_the_grid_that_was_promised():

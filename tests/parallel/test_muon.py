@@ -36,7 +36,9 @@ def stepped(model):
         for p in model.parameters():
             gradient = torch.randn(p.shape)
             sharded = isinstance(p, DTensor)
-            p.grad = distribute_tensor(gradient, p.device_mesh, p.placements) if sharded else gradient
+            if sharded:  # all ranks have the same gradient, and nothing is sent
+                gradient = distribute_tensor(gradient, p.device_mesh, p.placements, src_data_rank=None)
+            p.grad = gradient
         optimizer.step()
     momenta = [optimizer.state[p]["momentum_buffer"] for block in model.blocks for p in [block.weight]]
     return [whole(x.detach()) for x in (*model.parameters(), *momenta)]
