@@ -272,7 +272,7 @@ class Model:
 
 
 def shares(runs: Sequence[Measurement]) -> Array:
-    """What each run counts in the rest of a step: steps have relative errors, so that a slow link hides the rest."""
+    """The weight of each run in the rest of a step: errors are relative to the step, so slow links say little."""
     weights = np.array([run.step for run in runs]) ** -2.0
     return weights / weights.sum()
 
