@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from gradwire.collectives import build_islands
 from gradwire.collectives.meter import METER
 from gradwire.parallel.optimizers import inner
 
@@ -49,8 +50,7 @@ def whole(x):
 
 
 def sharded(rank, world, group, islands):
-    shape, names = ((islands, world // islands), ("between", "inside")) if islands else ((world,), ("inside",))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = build_islands(islands, "cpu").mesh if islands else init_device_mesh("cpu", (world,))
     model = Net()
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
