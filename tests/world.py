@@ -3,6 +3,9 @@
 ``world(n).run(fn, *args)`` calls ``fn(rank, world_size, group, *args)`` on the first n ranks and returns their results.
 ``fn`` is a module-level function; ``group`` is a fresh default process group of n ranks, so that a test which broke its
 group leaves nothing to the next one. An exception comes back as it was raised, with the rank's traceback as a note.
+
+One thing survives: torch caches device meshes that compare equal, with the names of their groups. So meshes of one shape
+and one set of names must create their groups in one order in all tests (`build_islands`), or a collective hangs.
 """
 
 from __future__ import annotations
