@@ -1,8 +1,9 @@
-"""Speed and memory of `gradwire tokenize`: ``python benchmarks/bench_tokenize.py [--mb 50] [--large_mb 500]``.
+"""Speed and memory of `gradwire tokenize`: ``python benchmarks/bench_tokenize.py [--mb 50] [--files]``.
 
-Speed: from a corpus file to tokens, compared with `datasets` (load_dataset + map, batched) with the same tokenizer, one
-process each, runs interleaved. gradwire's time includes checking the corpus, splitting, cutting, checksums and the
-unigram model; "map alone" excludes the conversion of the file to Arrow.
+Speed: from a corpus file, or with ``--files`` a folder of text files, to tokens, compared with `datasets`
+(load_dataset + map, batched) with the same tokenizer, one process each, runs interleaved. gradwire's time includes
+checking the corpus, splitting, cutting, checksums and the unigram model, of files also their encodings and the corpus
+file that `gradwire download` makes of them; "map alone" excludes the conversion to Arrow.
 Memory: peak resident set of the whole verb, including training of the tokenizer, on a small and a large corpus.
 """
 
@@ -39,13 +40,29 @@ def generate(source: Path, output: Path, megabytes: float) -> None:
     corpus.write(output, drawn(), int(megabytes * 1e6))
 
 
-def gradwire_child(corpus: str, tokenizer: str, folder: str) -> dict:
+def write_files(source: Path, output: Path) -> Path:
+    """The documents of a corpus as text files, at most 1,000 in a folder."""
+    from gradwire.data import corpus
+
+    for number, document in enumerate(corpus.documents(source)):
+        file = output / str(number // 1000) / f"{number % 1000}.txt"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(document.body, encoding="utf-8")
+    return output
+
+
+def gradwire_child(given: str, tokenizer: str, folder: str) -> dict:
     """Tokenize; return seconds, without imports."""
+    from gradwire.data import corpus, sources
     from gradwire.data.tokenization import tokenize
 
-    start = time.perf_counter()
+    start, file = time.perf_counter(), Path(given)
+    if file.is_dir():
+        stream = sources.build("text", {"data_path": file}).open()
+        file = Path(folder) / "corpus.json"
+        corpus.write(file, corpus.distinct(stream.documents, stream.where), None)
     tokenize(
-        Path(corpus),
+        file,
         Path(folder),
         tokenizer=tokenizer,
         vocab_size=VOCAB_SIZE,
@@ -57,8 +74,8 @@ def gradwire_child(corpus: str, tokenizer: str, folder: str) -> dict:
     return {"all": time.perf_counter() - start}
 
 
-def datasets_child(corpus: str, tokenizer: str, folder: str) -> dict:
-    """Load the JSON file and map the tokenizer over it; return seconds of both and of the map, without imports."""
+def datasets_child(given: str, tokenizer: str, folder: str) -> dict:
+    """Load the corpus and map the tokenizer over it; return seconds of both and of the map, without imports."""
     import datasets
 
     from gradwire.data.tokenizer import load
@@ -67,13 +84,20 @@ def datasets_child(corpus: str, tokenizer: str, folder: str) -> dict:
     encode_batch = load(Path(tokenizer)).encode_batch
 
     def encode(batch):
-        texts = [f"{title}\n{text}" for title, text in zip(batch["title"], batch["text"], strict=True)]
+        titles = batch.get("title", [""] * len(batch["text"]))
+        texts = [f"{title}\n{text}" for title, text in zip(titles, batch["text"], strict=True)]
         return {"input_ids": encode_batch(texts)}
 
     start = time.perf_counter()
-    table = datasets.load_dataset("json", data_files=corpus, split="train", cache_dir=folder)
+    files = Path(given).is_dir()
+    kind = (
+        {"path": "text", "data_files": f"{given}/**/*.txt", "sample_by": "document"}
+        if files
+        else {"path": "json", "data_files": given}
+    )
+    table = datasets.load_dataset(**kind, split="train", cache_dir=folder)
     loaded = time.perf_counter()
-    table.map(encode, batched=True, remove_columns=["title", "text"])
+    table.map(encode, batched=True, remove_columns=table.column_names)
     end = time.perf_counter()
     return {"all": end - start, "map": end - loaded}
 
@@ -100,6 +124,7 @@ def main() -> None:
     parser.add_argument("--mb", type=float, default=50, help="size of the timed corpus, in MB")
     parser.add_argument("--large_mb", type=float, default=500, help="size of the large corpus for peak memory, in MB")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--files", action="store_true", help="time a folder of text files instead of a JSON file")
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -113,11 +138,13 @@ def main() -> None:
         words = ["--data_path", str(root / "pydocs.json"), "--output_dir", folder, "--tokenizer_only"]
         subprocess.run([*gradwire, "tokenize", *words], check=True)
         generate(root / "pydocs.json", root / "timed.json", args.mb)
+        timed = write_files(root / "timed.json", root / "files") if args.files else root / "timed.json"
         runs = {name: [] for name in CHILDREN}
         for _ in range(args.rounds):
             for name, results in runs.items():
-                results.append(measure(name, root / "timed.json", str(root / "tokenizer")))
-        print(f"\nspeed, {args.mb:g} MB, {args.rounds} interleaved rounds, {os.cpu_count()} cores (median, [min, max])")
+                results.append(measure(name, timed, str(root / "tokenizer")))
+        of, rounds = " of text files" if args.files else "", f"{args.rounds} interleaved rounds"
+        print(f"\nspeed, {args.mb:g} MB{of}, {rounds}, {os.cpu_count()} cores (median, [min, max])")
         for name, part in (("gradwire", "all"), ("datasets", "map"), ("datasets", "all")):
             rates = sorted(args.mb / result[part] for result in runs[name])
             label = {"gradwire all": "gradwire tokenize", "datasets map": "datasets.map alone"}.get(
