@@ -11,7 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from tabulate import tabulate
 
@@ -75,9 +75,10 @@ def profile(found: Mapping[tuple[str, str], Costs]) -> str:
         if math.isfinite(best):
             for label, cost in by_label.items():
                 ratios[label].append(cost / best)
+    order = sorted(ratios, key=lambda label: (median(ratios[label]), -sum(1 / ratio for ratio in ratios[label])))
     lines = [
-        [label, len(each), *(f"{sum(ratio <= within for ratio in each) / len(each):.0%}" for within in WITHIN)]
-        for label, each in sorted(ratios.items(), key=lambda item: median(item[1]))
+        [label, len(ratios[label]), *(f"{mean(ratio <= within for ratio in ratios[label]):.0%}" for within in WITHIN)]
+        for label in order
     ]
     return tabulate(lines, ["label", "cases", *(f"within {within:g} ×" for within in WITHIN)], tablefmt="pipe")
 
