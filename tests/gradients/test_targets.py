@@ -333,9 +333,9 @@ def test_planted_copies_have_the_targets_of_their_query(made, tmp_path):
     recall.write(tmp_path / "data" / "shards", train, 5, planted)
     found = all_samples(tmp_path / "data" / "shards")
     for number, kind in enumerate(("exact", "edited")):
-        flags = recall.targets_of(val[number]) or [True] * len(val[number].input_ids)
+        flags = recall.encoded_of(val[number]).is_target or [True] * len(val[number].input_ids)
         for id_ in (f"query/{number}", f"{kind}/{number}/0", f"{kind}/{number}/1"):
-            assert (recall.targets_of(found[id_]) or [True] * len(flags)) == flags
+            assert (recall.encoded_of(found[id_]).is_target or [True] * len(flags)) == flags
     for position in range(5):
         one = train[position]
         assert found[one.sample_id].n_targets == one.n_targets

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import count, islice
@@ -28,11 +28,13 @@ class Batch:
         labels: ``[B, T]`` int64: the tokens, and -100 for padding and for what is not a target, such as a prompt; the
             model shifts them by one.
         sample_id: The ids of the B samples; "" marks a filler row, which has no labels.
+        weights: ``[B, T]`` float32, what the loss of predicting each token is multiplied by; None: 1.
     """
 
     input_ids: torch.Tensor
     labels: torch.Tensor
     sample_id: list[str]
+    weights: torch.Tensor | None = None
 
     @property
     def n_targets(self) -> int:
@@ -41,21 +43,23 @@ class Batch:
 
     def split(self, size: int) -> list[Batch]:
         """Split the rows into batches of ``size``; the last one may be smaller."""
-        starts = range(0, len(self.sample_id), size)
-        parts = zip(self.input_ids.split(size), self.labels.split(size), starts, strict=True)
-        return [Batch(tokens, labels, self.sample_id[start : start + size]) for tokens, labels, start in parts]
+        return [self._rows(slice(start, start + size)) for start in range(0, len(self.sample_id), size)]
+
+    def _rows(self, rows: slice) -> Batch:
+        return replace(self.of_tensors(lambda values: values[rows]), sample_id=self.sample_id[rows])
 
     def pinned(self) -> Batch:
         """Return a copy in page-locked memory, from which a GPU copies while the host goes on."""
-        return replace(self, input_ids=self.input_ids.pin_memory(), labels=self.labels.pin_memory())
+        return self.of_tensors(torch.Tensor.pin_memory)
 
     def to(self, device: torch.device | str) -> Batch:
         """Return a copy of the batch on ``device``; from pinned memory it is made while the host goes on."""
-        return replace(
-            self,
-            input_ids=self.input_ids.to(device, non_blocking=True),
-            labels=self.labels.to(device, non_blocking=True),
-        )
+        return self.of_tensors(lambda values: values.to(device, non_blocking=True))
+
+    def of_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """Return a batch of the changed tensors."""
+        weights = None if self.weights is None else change(self.weights)
+        return Batch(change(self.input_ids), change(self.labels), self.sample_id, weights)
 
 
 def collate(samples: Sequence[Sample], pad_id: int, rows: int) -> Batch:
@@ -63,11 +67,14 @@ def collate(samples: Sequence[Sample], pad_id: int, rows: int) -> Batch:
     longest = max((len(sample.input_ids) for sample in samples), default=2)
     input_ids = torch.full((rows, longest), pad_id)
     labels = torch.full((rows, longest), IGNORED)
+    weights = None if all(sample.weights is None for sample in samples) else torch.ones(rows, longest)
     for row, sample in enumerate(samples):
         length, tokens, is_target = len(sample.input_ids), sample.input_ids, sample.is_target
         input_ids[row, :length] = tokens
         labels[row, :length] = tokens if is_target is None else tokens.where(is_target, IGNORED)
-    return Batch(input_ids, labels, [sample.sample_id for sample in samples] + [""] * (rows - len(samples)))
+        if weights is not None and sample.weights is not None:
+            weights[row, :length] = sample.weights
+    return Batch(input_ids, labels, [sample.sample_id for sample in samples] + [""] * (rows - len(samples)), weights)
 
 
 def train_batches(shards: Shards, batch_size: int, rank: int, world: int, seed: int, start: int = 0) -> Iterator[Batch]:

@@ -3,6 +3,7 @@
 A document is an object with ``id`` (a string or a number; default: ``sample_<index>``), ``title`` and ``text``. Instead
 of ``text`` it may have ``prompt`` and ``completion``, or ``messages`` (a list of ``role`` and ``content``): then only
 the completion, or what the assistant says, is to be predicted. ``target_spans`` name such characters of a ``text``.
+``weight``, also of a message, and ``target_weights``, one per span, multiply the loss of what is predicted.
 Positions in messages count from 0, as in ``sample_<index>``.
 """
 
@@ -19,7 +20,7 @@ import ijson
 
 from gradwire.data import identify, targets
 from gradwire.data.identify import IdOf
-from gradwire.data.targets import Spans
+from gradwire.data.targets import Spans, Weights
 from gradwire.errors import BadInput
 from gradwire.files import sha256_file, whole
 
@@ -34,12 +35,14 @@ class Document(NamedTuple):
         title: May be empty.
         body: Its text.
         spans: The characters of ``body`` that are targets; None: all of ``text``.
+        weights: What the loss of each span's tokens, or of all of ``text``, is multiplied by; None: 1.
     """
 
     id: str
     title: str
     body: str
     spans: Spans | None = None
+    weights: Weights | None = None
 
     @property
     def text(self) -> str:
@@ -181,8 +184,12 @@ def write(path: Path, documents: Iterable[Document], max_bytes: int | None = Non
 
 def content(document: Document) -> dict[str, Any]:
     """Return a document as an object of a corpus file, but for its id."""
-    spans = {} if document.spans is None else {"target_spans": document.spans}
-    return {"title": document.title, "text": document.body, **spans}
+    found: dict[str, Any] = {"title": document.title, "text": document.body}
+    if document.spans is not None:
+        found["target_spans"] = document.spans
+    if document.weights is not None:
+        found |= {"weight": document.weights[0]} if document.spans is None else {"target_weights": document.weights}
+    return found
 
 
 def _document(value: Any, position: int, where: str, id_of: IdOf) -> Document:
@@ -194,9 +201,10 @@ def _document(value: Any, position: int, where: str, id_of: IdOf) -> Document:
         raise BadInput(f"{here} has {_kind(title)} as title; it must be a string.")
     try:
         body, spans = _content(value)
+        weights = targets.weights_of(value, spans)
     except ValueError as error:
         raise BadInput(f"{here} {error}.") from None
-    return Document(_document_id(id_of(value), position, here), title, body, spans)
+    return Document(_document_id(id_of(value), position, here), title, body, spans, weights)
 
 
 def _content(value: Mapping[str, Any]) -> tuple[str, Spans | None]:

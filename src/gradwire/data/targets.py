@@ -1,16 +1,23 @@
-"""Which characters of a document are targets, from prompt and completion or a chat, and which tokens these are."""
+"""Which characters of a document are targets and what they weigh, from its columns, and which tokens these are."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
 Spans: TypeAlias = tuple[tuple[int, int], ...]
 """Ranges of characters [start, end), in order and without overlap."""
 
+Weights: TypeAlias = tuple[float, ...]
+"""What the loss of each span's tokens is multiplied by; of a text without spans, one number."""
+
 ASSISTANT = "assistant"  # the role whose turns are targets
+LARGEST = float(np.finfo(np.float32).max)
 
 
 def of_completion(value: Mapping[str, Any]) -> tuple[str, Spans]:
@@ -47,7 +54,9 @@ def of_messages(messages: Any) -> tuple[str, Spans]:
         text += f"<|{role}|>\n"
         start = len(text)
         text += content if number + 1 == len(messages) else f"{content}\n"
-        if role == ASSISTANT and content.strip():
+        if role != ASSISTANT and message.get("weight") is not None:
+            raise ValueError(f"has a message {number} (counted from 0) with a weight that is not the {ASSISTANT}'s")
+        if _answers(message):
             spans.append((start, len(text)))
     if not spans:
         raise ValueError(f"has no message of the {ASSISTANT} and so nothing to learn: remove it")
@@ -70,6 +79,46 @@ def of_spans(text: str, given: Any) -> tuple[str, Spans]:
     return text, tuple((start, end) for start, end in given)
 
 
+def weights_of(value: Mapping[str, Any], spans: Spans | None) -> Weights | None:
+    """Return what the targets of a document weigh: its ``weight``, times that of each message or span; None: all 1.
+
+    Args:
+        value: The document, whose text and targets are valid.
+        spans: Its targets.
+
+    Raises:
+        ValueError: If a weight is not a finite number, or the number of ``target_weights`` is not that of spans.
+    """
+    parts = [1.0] * (1 if spans is None else len(spans))
+    if value.get("target_weights") is not None:
+        given = value["target_weights"]
+        if value.get("text") is None or spans is None:
+            raise ValueError("has 'target_weights' without 'target_spans' and a text: give both")
+        if not isinstance(given, list) or len(given) != len(spans):
+            raise ValueError(f"needs 'target_weights' that are a list of {len(spans)}, one for each of 'target_spans'")
+        parts = [_number(one, f"weight of span {at}") for at, one in enumerate(given)]
+    elif value.get("text") is None and value.get("messages") is not None:
+        own = [(at, one["weight"] if one.get("weight") is not None else 1) for at, one in enumerate(value["messages"])]
+        parts = [_number(one, f"weight of message {at}") for at, one in own if _answers(value["messages"][at])]
+    whole = _number(value["weight"], "weight") if "weight" in value else 1.0
+    found = tuple(_number(whole * part, "weight") for part in parts)
+    return None if set(found) == {1.0} else found
+
+
+def _answers(message: Mapping[str, Any]) -> bool:
+    """Whether a valid message has targets."""
+    return message["role"] == ASSISTANT and bool(message["content"].strip())
+
+
+def _number(value: Any, what: str) -> float:
+    """Return a finite number of float32."""
+    number = isinstance(value, int | float | Decimal) and not isinstance(value, bool)
+    if not number or not abs(value) <= LARGEST:
+        shown = json.dumps(value, default=str)[:30]
+        raise ValueError(f"has {shown} as {what}; it must be a finite number of float32")
+    return float(value)
+
+
 def missing(value: Mapping[str, Any]) -> str | None:
     """Return what a document lacks to be of use: ``text``, ``completion``, or an ``answer`` in its messages."""
     for key in ("text", "completion"):
@@ -89,15 +138,15 @@ def _blank(part: Any) -> bool:
     return isinstance(part, str) and not part.strip()
 
 
-def covered(places: Sequence[tuple[int, int]], spans: Spans) -> list[bool]:
-    """Whether each token has a character of a span.
+def span_of(places: Sequence[tuple[int, int]], spans: Spans) -> NDArray[np.int64]:
+    """Return the number of the first span that has a character of each token; -1 if none has.
 
     Args:
         places: Each token's characters [start, end) in the text.
         spans: The targets' characters in the text.
     """
     starts, ends = np.array(places, dtype=np.int64).reshape(-1, 2).T
-    found = np.zeros(len(starts), dtype=bool)
-    for start, end in spans:
-        found |= (starts < end) & (ends > start)
-    return found.tolist()
+    found = np.full(len(starts), -1)
+    for number, (start, end) in reversed([*enumerate(spans)]):
+        found[(starts < end) & (ends > start)] = number
+    return found

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ import torch
 from gradwire.data import corpus, unigram
 from gradwire.data.corpus import Document, FirstSeen
 from gradwire.data.shards import ALL, FORMAT_VERSION, META, SPLITS, file_name, finalized, meta, tables
-from gradwire.data.targets import covered
+from gradwire.data.targets import span_of
 from gradwire.data.tokenizer import Tokenizer
 from gradwire.errors import BadInput
 from gradwire.files import sha256_file, whole
@@ -33,7 +33,16 @@ BATCH_CHARACTERS = 500_000  # tokenized at once: enough for all cores, yet small
 BATCHES_AHEAD = 2
 
 Waiting = list[tuple[str, Document]]  # documents with their splits
-Encoded = tuple[list[int], list[bool] | None]  # a document's tokens, and which of them are targets (None: all)
+
+
+class Encoded(NamedTuple):
+    """A document's tokens, which of them are targets (None: all), and what each weighs (None: 1)."""
+
+    tokens: Sequence[int]
+    is_target: Sequence[bool] | None = None
+    weights: Sequence[float] | None = None
+
+
 Encoding = tuple[Waiting, Future[list[Encoded]]]
 
 
@@ -92,12 +101,14 @@ class SplitWriter:
         narrow = settings["vocab_size"] <= np.iinfo(np.int16).max + 1
         self._tokens = np.empty((settings["shard_size"], settings["max_length"]), np.int16 if narrow else np.int32)
         self._is_target = np.empty(self._tokens.shape, dtype=bool)
+        self._weights = np.empty(self._tokens.shape, dtype=np.float32)
         self._clear()
 
     def _clear(self) -> None:
         self._tokens.fill(self.meta["pad_id"])
         self._is_target.fill(False)
-        self._partly = False  # whether a sample has tokens that are not targets
+        self._weights.fill(1.0)
+        self._partly = self._weighted = False  # whether a sample states targets or weights
         self._lengths: list[int] = []
         self._ids: list[str] = []
 
@@ -106,23 +117,20 @@ class SplitWriter:
         for shard in shards:
             self.targets += unigram.target_counts(shard, self.meta["vocab_size"], self.meta["pad_id"])
 
-    def add(self, document_id: str, tokens: Sequence[int], is_target: Sequence[bool] | None = None) -> None:
-        """Add the document's samples that are not written yet; write each full shard.
-
-        Args:
-            document_id: The document's id.
-            tokens: Its tokens.
-            is_target: Whether each token is to be predicted; None: all.
-        """
-        row = np.asarray(tokens, dtype=self._tokens.dtype)
-        chosen = np.ones(len(row), dtype=bool) if is_target is None else np.asarray(is_target, dtype=bool)
+    def add(self, document_id: str, found: Encoded) -> None:
+        """Add the document's samples that are not written yet; write each full shard."""
+        row = np.asarray(found.tokens, dtype=self._tokens.dtype)
+        chosen = np.ones(len(row), dtype=bool) if found.is_target is None else np.asarray(found.is_target, dtype=bool)
+        weights = np.ones(len(row)) if found.weights is None else np.asarray(found.weights)
         places = cuts(len(row), self.meta["max_length"])
         ids = sample_ids(document_id, len(places))
         for k in range(self._partial, len(places)):
             start, end = places[k]
             self._tokens[len(self._ids), : end - start] = row[start:end]
             self._is_target[len(self._ids), : end - start] = chosen[start:end]
-            self._partly |= is_target is not None
+            self._weights[len(self._ids), : end - start] = weights[start:end]
+            self._partly |= found.is_target is not None
+            self._weighted |= found.weights is not None
             self._lengths.append(end - start)
             self._ids.append(ids[k])
             last = k + 1 == len(places)
@@ -144,6 +152,8 @@ class SplitWriter:
         }
         if self._partly:
             shard["is_target"] = torch.from_numpy(self._is_target[:count].copy())
+        if self._weighted:
+            shard["weights"] = torch.from_numpy(self._weights[:count].copy())
         _save(path, shard)
         self.count([shard])
         self.meta["shards"].append({"file": path.name, "samples": count, "sha256": sha256_file(path)})
@@ -207,8 +217,8 @@ def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokeni
     done = {split: writer.meta["processed_documents"] for split, writer in writers.items()}
     documents = NamedLikeParts(corpus.checked(corpus_path))
     waiting = remaining(documents, done, val_fraction)
-    for split, document, (tokens, is_target) in encoded(waiting, tokenizer):
-        writers[split].add(document.id, tokens, is_target)
+    for split, document, found in encoded(waiting, tokenizer):
+        writers[split].add(document.id, found)
     for split, writer in writers.items():
         writer.flush()
         if not writer.meta["shards"]:
@@ -295,17 +305,23 @@ def _shared(sample_id: str, corpus_path: Path) -> BadInput:
 
 
 def _encode(tokenizer: Tokenizer, batch: Waiting) -> list[Encoded]:
-    """Encode documents. The end-of-text token is a target if the text ends with one: then it ends what is learnt."""
+    """Encode documents. The end-of-text token is a target if the text ends with one: then it ends what is learnt.
+
+    It then has the weight of that target.
+    """
     whole = iter(tokenizer.encode_batch([document.text for _, document in batch if document.spans is None]))
     partly = iter(tokenizer.encode_places([document.text for _, document in batch if document.spans is not None]))
     found: list[Encoded] = []
     for _, document in batch:
         if document.spans is None:
-            found.append(([*next(whole), tokenizer.eos_id], None))
+            tokens = [*next(whole), tokenizer.eos_id]
+            found.append(Encoded(tokens, None, document.weights and document.weights * len(tokens)))
         else:
             tokens, places = next(partly)
             ends = document.spans[-1][1] == len(document.text)
-            found.append(([*tokens, tokenizer.eos_id], [*covered(places, document.spans), ends]))
+            span = np.append(span_of(places, document.spans), len(document.spans) - 1 if ends else -1)
+            weights = document.weights and np.append(document.weights, 1.0)[span].tolist()  # -1 is the last
+            found.append(Encoded([*tokens, tokenizer.eos_id], (span >= 0).tolist(), weights))
     return found
 
 

@@ -62,7 +62,10 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         help="folder of Adam's moments (default: --lora_dir or --model_dir), or of the factors for ekfac",
     )
     parser.add_argument(
-        "--loss", choices=get_args(SampleLoss), default="mean", help="reduction of a sample's loss over its targets"
+        "--loss",
+        choices=get_args(SampleLoss),
+        default="mean",
+        help="reduction of a sample's weighted loss over its targets; mean divides by their number",
     )
     parser.add_argument(
         "--projection",
@@ -228,8 +231,8 @@ def collect(
 
     maker = RowMaker.load(intended, world.device, batch_size, world)
     shards = provenance.samples(intended)
-    with_target = (at for at in range(intended.samples) if shards[at].n_targets)
-    maker.check(shards, list(islice(with_target, 2)) or [0])
+    counting = (at for at in range(intended.samples) if shards[at].counts)
+    maker.check(shards, list(islice(counting, 2)) or [0])
     intended = maker.made_from
     provenance.agree(collection, intended)
     provenance.claim(collection, intended)

@@ -24,7 +24,7 @@ COLUMNS = {
     "document": Column(pa.string(), lambda sample, position, fact: document(sample.sample_id)),
     "n_tokens": Column(pa.int64(), lambda sample, position, fact: len(sample.input_ids)),
     "n_valid": Column(pa.int64(), lambda sample, position, fact: fact["n_targets"]),
-    "perplexity": Column(pa.float64(), lambda sample, position, fact: _perplexity(fact["loss"])),
+    "perplexity": Column(pa.float64(), lambda sample, position, fact: _perplexity(sample, fact["loss"])),
 }
 ALWAYS = ("sample_id", "loss", "n_targets", "norm", "flag", "digest")
 
@@ -58,5 +58,5 @@ def columns(names: Sequence[str], sample: Sample, position: int, fact: Mapping[s
     return {name: COLUMNS[name].of(sample, position, fact) for name in names}
 
 
-def _perplexity(loss: float | None) -> float | None:
-    return None if loss is None else math.exp(min(loss, 700.0))
+def _perplexity(sample: Sample, loss: float | None) -> float | None:
+    return None if loss is None or sample.weights is not None else math.exp(min(loss, 700.0))

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gradwire.data.shards import Sample, Shards
+    from gradwire.data.writer import Encoded
     from gradwire.gradients.attribution import Scores
 
 RESULT = "recall.json"
@@ -38,15 +39,13 @@ class Planted(NamedTuple):
 
     Attributes:
         kind: One of ``KINDS``.
-        query: Its tokens.
-        is_target: Whether each of them, and of its copies, is to be predicted; None: all.
-        samples: Tokens of the planted samples, by id; the queries of the task share theirs.
+        query: Its tokens, with their targets and weights.
+        samples: Those of the planted samples, by id; the queries of the task share theirs.
     """
 
     kind: str
-    query: list[int]
-    is_target: list[bool] | None
-    samples: dict[str, list[int]]
+    query: Encoded
+    samples: dict[str, Encoded]
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -101,35 +100,38 @@ def plant(train: Shards, val: Shards, samples: int, args: argparse.Namespace) ->
 
     Tokens that replace others, and those of the task, are drawn from the first ``samples`` training samples.
     """
+    from gradwire.data.writer import Encoded
+
     random = np.random.default_rng(args.seed)
     pool = np.concatenate([train[position].input_ids.numpy() for position in range(samples)])
 
-    def edited(tokens: NDArray[np.int64]) -> list[int]:
-        places = random.choice(len(tokens), math.ceil(EDITED * len(tokens)), replace=False)
-        changed = tokens.copy()
+    def edited(query: Encoded) -> Encoded:
+        places = random.choice(len(query.tokens), math.ceil(EDITED * len(query.tokens)), replace=False)
+        changed = np.array(query.tokens)
         changed[places] = random.choice(pool, len(places))
-        return changed.tolist()
+        return query._replace(tokens=changed.tolist())
 
     found = []
     for number in range(2 * args.queries):
-        kind, query = KINDS[number // args.queries], val[number]
-        tokens, is_target = query.input_ids.numpy(), targets_of(query)
-        copies = [tokens.tolist() if kind == "exact" else edited(tokens) for _ in range(args.copies)]
-        named = {f"{kind}/{number}/{k}": copy for k, copy in enumerate(copies)}
-        found.append(Planted(kind, tokens.tolist(), is_target, named))
+        kind, query = KINDS[number // args.queries], encoded_of(val[number])
+        copies = [query if kind == "exact" else edited(query) for _ in range(args.copies)]
+        found.append(Planted(kind, query, {f"{kind}/{number}/{k}": copy for k, copy in enumerate(copies)}))
     length = min(LONGEST_TASK, train.meta["max_length"])
     form = random.choice(pool, length)
 
-    def document() -> list[int]:
-        return np.where(np.arange(length) % 2 == 0, form, random.choice(pool, length)).tolist()
+    def document() -> Encoded:
+        return Encoded(np.where(np.arange(length) % 2 == 0, form, random.choice(pool, length)).tolist())
 
     shared = {f"task/{k}": document() for k in range(args.documents)}
-    return found + [Planted("task", document(), None, shared) for _ in range(args.queries)]
+    return found + [Planted("task", document(), shared) for _ in range(args.queries)]
 
 
-def targets_of(sample: Sample) -> list[bool] | None:
-    """Whether each token of a sample is to be predicted; None: all."""
-    return None if sample.is_target is None else sample.is_target.tolist()
+def encoded_of(sample: Sample) -> Encoded:
+    """Return a sample's tokens, with their targets and weights."""
+    from gradwire.data.writer import Encoded
+
+    is_target, weights = (None if values is None else values.tolist() for values in (sample.is_target, sample.weights))
+    return Encoded(sample.input_ids.tolist(), is_target, weights)
 
 
 def write(folder: Path, train: Shards, samples: int, planted: Sequence[Planted]) -> list[str]:
@@ -138,7 +140,7 @@ def write(folder: Path, train: Shards, samples: int, planted: Sequence[Planted])
     from gradwire.data.shards import finalized
     from gradwire.data.writer import SplitWriter
 
-    added = {id_: (tokens, one.is_target) for one in planted for id_, tokens in one.samples.items()}
+    added = {id_: copy for one in planted for id_, copy in one.samples.items()}
     first = [train[position] for position in range(samples)]
     if not (folder.is_dir() and finalized(folder)):
         shutil.rmtree(folder.parent, ignore_errors=True)
@@ -146,11 +148,11 @@ def write(folder: Path, train: Shards, samples: int, planted: Sequence[Planted])
         kept = {key: train.meta[key] for key in CONSTANT}
         writers = {split: SplitWriter(folder / split, kept | {"split": split}, False) for split in ("train", "val")}
         for sample in first:
-            writers["train"].add(sample.sample_id, sample.input_ids.tolist(), targets_of(sample))
-        for id_, own in added.items():
-            writers["train"].add(id_, *own)
+            writers["train"].add(sample.sample_id, encoded_of(sample))
+        for id_, copy in added.items():
+            writers["train"].add(id_, copy)
         for number, one in enumerate(planted):
-            writers["val"].add(f"query/{number}", one.query, one.is_target)
+            writers["val"].add(f"query/{number}", one.query)
         for writer in writers.values():
             writer.flush()
         loss = unigram.loss(writers["train"].targets, writers["val"].targets)

@@ -166,7 +166,7 @@ def in_order(members: Sequence[int], samples: int, seed: int) -> Iterator[int]:
 
 @torch.no_grad()
 def query_losses(model: nn.Module, shards: Shards, queries: int) -> list[float]:
-    """The loss of each of the first ``queries`` samples: the mean over its targets.
+    """The loss of each of the first ``queries`` samples: the weighted mean over its targets.
 
     Raises:
         BadInput: If a query has no target.
@@ -179,7 +179,7 @@ def query_losses(model: nn.Module, shards: Shards, queries: int) -> list[float]:
             if not n_targets(batch.labels).all():
                 raise BadInput(f"the query {query.sample_id!r} has no target and so nothing to predict.")
             logits = model(batch.input_ids, use_cache=False).logits
-            losses += sample_losses(logits, batch.labels, "mean").tolist()
+            losses += sample_losses(logits, batch.labels, "mean", batch.weights).tolist()
     return losses
 
 

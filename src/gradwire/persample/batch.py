@@ -37,20 +37,25 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def sample_losses(logits: Tensor, labels: Tensor, reduction: Reduction) -> Tensor:
-    """Compute each sample's loss: the cross-entropy over its valid targets, or 0 if it has none.
+def sample_losses(logits: Tensor, labels: Tensor, reduction: Reduction, weights: Tensor | None = None) -> Tensor:
+    """Compute each sample's loss: the weighted cross-entropy over its valid targets, or 0 if it has none.
+
+    The mean divides by the number of targets and not by the sum of weights, which may be 0 or negative and would cancel
+    the weight of a whole sample.
 
     Args:
         logits: ``[B, T, V]``.
         labels: ``[B, T]``, shifted by one inside; `IGNORED` marks positions without a target.
         reduction: ``mean`` or ``sum`` over the targets.
+        weights: ``[B, T]``, of the tokens of ``labels``; None: 1.
 
     Returns:
         ``[B]``.
     """
     shifted = labels[:, 1:]
     each = cross_entropy(logits[:, :-1].flatten(0, 1), shifted.flatten(), ignore_index=IGNORED, reduction="none")
-    totals = each.view(shifted.shape).sum(1)
+    each = each.view(shifted.shape)
+    totals = (each if weights is None else each * weights[:, 1:]).sum(1)
     return totals if reduction == "sum" else totals / n_targets(labels).clamp(min=1)
 
 
@@ -63,7 +68,7 @@ def padded_width(batch: Batch) -> Batch:
     """Drop the trailing columns without a label in any row, such as padding."""
     used = (batch.labels != IGNORED).any(0).nonzero()
     width = max(2, int(used[-1]) + 1 if len(used) else 0)
-    return Batch(batch.input_ids[:, :width], batch.labels[:, :width], batch.sample_id)
+    return batch.of_tensors(lambda values: values[:, :width])
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def coefficients(norms: Tensor, max_norm: float) -> Tensor:
 
 def losses(model: nn.Module, batch: Batch, reduction: Reduction = "mean") -> Tensor:
     """Compute each sample's loss, [B], differentiable; `persample.norms` computes the norms of its gradients."""
-    return sample_losses(model(batch.input_ids, use_cache=False).logits, batch.labels, reduction)
+    return sample_losses(model(batch.input_ids, use_cache=False).logits, batch.labels, reduction, batch.weights)
 
 
 def check_repeatable(model: nn.Module) -> None:

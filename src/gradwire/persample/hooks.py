@@ -67,7 +67,8 @@ def backward(model: nn.Module, batch: Batch, take: Take, reduction: Reduction = 
     """
     watch = _Watch(model, len(batch.labels), take)
     with evaluation(model), watch.hooked():
-        losses = sample_losses(model(batch.input_ids, use_cache=False).logits, batch.labels, reduction)
+        logits = model(batch.input_ids, use_cache=False).logits
+        losses = sample_losses(logits, batch.labels, reduction, batch.weights)
         leaves = _leaves(losses)
         watch.unseen = {watch.names[id(leaf)] for leaf in leaves if id(leaf) in watch.names}
         if watch.unseen and any(isinstance(parameter, DTensor) for parameter in model.parameters()):

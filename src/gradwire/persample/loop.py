@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import cross_entropy
 
 from gradwire.data.batches import IGNORED, Batch
 from gradwire.persample.batch import PerSample, Reduction, evaluation, sample_losses, trainable
@@ -42,7 +41,7 @@ def gradients(
 def each(
     model: nn.Module, batch: Batch, reduction: Reduction = "mean", names: Collection[str] | None = None
 ) -> Iterator[SampleGradient]:
-    """Yield the gradient of each sample's loss, the mean or sum of the cross-entropy over its valid targets.
+    """Yield the gradient of each sample's loss, the mean or sum of the weighted cross-entropy over its valid targets.
 
     Each sample runs through the model alone and without padding, so the result does not depend on the batch. Dropout
     is off while the iterator runs.
@@ -55,24 +54,21 @@ def each(
     """
     parameters = {name: p for name, p in trainable(model).items() if names is None or name in names}
     with evaluation(model):
-        for tokens, labels, sample_id in zip(batch.input_ids, batch.labels, batch.sample_id, strict=True):
-            yield _gradient(model, parameters, tokens, labels, sample_id, reduction)
+        for one in batch.split(1):
+            yield _gradient(model, parameters, one, reduction)
 
 
 def _gradient(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    tokens: Tensor,
-    labels: Tensor,
-    sample_id: str,
-    reduction: Reduction,
+    model: nn.Module, parameters: dict[str, nn.Parameter], one: Batch, reduction: Reduction
 ) -> SampleGradient:
-    targets = (labels[1:] != IGNORED).nonzero().flatten() + 1
+    targets = (one.labels[0, 1:] != IGNORED).nonzero().flatten() + 1
+    (sample_id,) = one.sample_id
     if not len(targets):
         return SampleGradient(sample_id, None, 0, {name: torch.zeros_like(p) for name, p in parameters.items()})
     end = int(targets[-1]) + 1  # attention is causal: later tokens do not affect any target
-    logits = model(tokens[None, :end], use_cache=False).logits[0]
-    loss = cross_entropy(logits[:-1], labels[1:end], ignore_index=IGNORED, reduction=reduction)
+    used = one.of_tensors(lambda values: values[:, :end])
+    logits = model(used.input_ids, use_cache=False).logits
+    loss = sample_losses(logits, used.labels, reduction, used.weights).squeeze(0)
     found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
     return SampleGradient(sample_id, loss.item(), len(targets), dict(zip(parameters, found, strict=True)))
 
@@ -89,7 +85,8 @@ def of_sharded(model: nn.Module, batch: Batch, reduction: Reduction = "mean") ->
     """
     model.zero_grad()
     with evaluation(model):
-        sample_losses(model(batch.input_ids, use_cache=False).logits, batch.labels, reduction).sum().backward()
+        logits = model(batch.input_ids, use_cache=False).logits
+        sample_losses(logits, batch.labels, reduction, batch.weights).sum().backward()
     for name, parameter in trainable(model).items():
         found, parameter.grad = parameter.grad, None
         if found is None:

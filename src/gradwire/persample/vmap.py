@@ -37,13 +37,15 @@ def gradients(
     wanted = trainable(model)
     parameters = {name: p.detach() for name, p in wanted.items() if names is None or name in names}
 
-    def loss_of(parameters: Mapping[str, Tensor], tokens: Tensor, labels: Tensor) -> Tensor:
+    def loss_of(parameters: Mapping[str, Tensor], tokens: Tensor, labels: Tensor, *weights: Tensor) -> Tensor:
         logits = functional_call(model, dict(parameters), (tokens[None],), {"use_cache": False}).logits
-        return sample_losses(logits, labels[None], reduction)[0]
+        return sample_losses(logits, labels[None], reduction, *(one[None] for one in weights))[0]
+
+    rows = [batch.input_ids, batch.labels, *([] if batch.weights is None else [batch.weights])]
 
     with evaluation(model), sdpa_kernel(SDPBackend.MATH):  # the fused kernels do not support vmap
-        each = vmap(grad_and_value(loss_of), in_dims=(None, 0, 0), randomness="error")
-        found, losses = each(parameters, batch.input_ids, batch.labels)
+        each = vmap(grad_and_value(loss_of), in_dims=(None, *[0] * len(rows)), randomness="error")
+        found, losses = each(parameters, *rows)
     empty = no_targets(batch)
     return PerSample(
         {name: zeroed(gradient, empty) for name, gradient in found.items()}, losses, n_targets(batch.labels)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -24,19 +25,21 @@ class Quality(NamedTuple):
 
 
 def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
-    """Sum of the cross-entropy over the batch's targets in nats, a differentiable scalar.
+    """Sum of the weighted cross-entropy over the batch's targets in nats, a differentiable scalar.
 
     Samples are right-padded and attention is causal, so no target sees padding and no attention mask is needed.
     """
     logits = model(batch.input_ids, use_cache=False).logits  # [B, T, vocabulary]
-    return F.cross_entropy(
-        logits[:, :-1].flatten(0, 1).float(), batch.labels[:, 1:].flatten(), ignore_index=-100, reduction="sum"
-    )
+    each, labels = logits[:, :-1].flatten(0, 1).float(), batch.labels[:, 1:].flatten()
+    if batch.weights is None:
+        return F.cross_entropy(each, labels, ignore_index=-100, reduction="sum")
+    losses = F.cross_entropy(each, labels, ignore_index=-100, reduction="none")
+    return (losses * batch.weights[:, 1:].flatten()).sum()
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> Quality:
-    """Loss and perplexity over all ranks' ``batches``; every rank must have the same number of them.
+    """Unweighted loss and perplexity over all ranks' ``batches``; every rank must have the same number of them.
 
     Raises:
         BadInput: If no sample has a target.
@@ -45,7 +48,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], device: torch.device) -
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
-        local = batch.to(device)
+        local = replace(batch.to(device), weights=None)
         totals += torch.stack([loss_sum(model, local).double(), torch.tensor(local.n_targets, device=device).double()])
     model.train(training)
     ops.all_reduce(totals, purpose="control")
