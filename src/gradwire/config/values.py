@@ -24,6 +24,7 @@ GradType = Literal["sgd", "adam", "sign"]  # of an experiment
 AdamVariant = Literal["torch", "less"]
 Projection = Literal["rademacher", "normal", "sjlt", "srht", "factored", "none"]
 RowType = Literal["float32", "float16", "int8", "int4", "onebit"]
+RowUnit = Literal["sample", "token"]
 GradMethod = Literal["auto", "loop", "vmap", "hooks"]
 
 

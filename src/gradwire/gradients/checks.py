@@ -22,6 +22,7 @@ from gradwire.gradients.provenance import PLACES, Provenance, sample_ids
 from gradwire.gradients.row_types import least_deviation
 from gradwire.gradients.rows import RowMaker
 from gradwire.gradients.store import Block, Names
+from gradwire.gradients.tokens import Tokens
 from gradwire.gradients.types import TOLERANCE
 
 RECOMPUTED = 5  # times the tolerance of the gradient type, because the device may differ
@@ -56,7 +57,7 @@ class Stored(NamedTuple):
 class Audit:
     """The checks of one collection folder. Each method appends to ``checks``, and the blocks it reads to ``stored``."""
 
-    def __init__(self, collection: Path, origin: Provenance, shards: Shards) -> None:
+    def __init__(self, collection: Path, origin: Provenance, shards: Shards | Tokens) -> None:
         self.collection, self.origin, self.shards = collection, origin, shards
         self.ids = sample_ids(origin, shards)
         self.checks: list[Check] = []
@@ -73,7 +74,9 @@ class Audit:
             raise BadInput(f"the corpus {path} is not that of the collection; pass the original as --corpus.")
         documents = (document.id for document in corpus.documents(path))
         meant = [id_ for id_ in documents if split_of(id_, meta["val_fraction"]) == meta["split"]]
-        problems = _other_documents(meant, self.ids, self.origin.samples == len(self.shards))
+        count, shards = self.origin.samples, self.shards
+        ids = shards.sample_ids(count) if isinstance(shards, Tokens) else self.ids
+        problems = _other_documents(meant, ids, count == len(shards))
         self.checks.append(Check("every document of the corpus has samples", f"{path}", list(problems)))
 
     def folders(self, dims: Sequence[int] | None) -> None:

@@ -9,7 +9,17 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from gradwire.config import AdamVariant, Gradients, GradMethod, GradType, Projection, RowType, SampleLoss, Split
+from gradwire.config import (
+    AdamVariant,
+    Gradients,
+    GradMethod,
+    GradType,
+    Projection,
+    RowType,
+    RowUnit,
+    SampleLoss,
+    Split,
+)
 from gradwire.errors import BadInput
 from gradwire.flags import COUNT, LENGTH, LORA_RANK, SEED, output_folder
 from gradwire.models.shards import samples_of
@@ -21,6 +31,7 @@ if TYPE_CHECKING:
     from gradwire.gradients.provenance import Provenance
     from gradwire.gradients.rows import RowMaker
     from gradwire.gradients.store import Block
+    from gradwire.gradients.tokens import Tokens
 
 
 PRELOAD = ("gradwire.gradients.rows", "gradwire.models.saved")  # slow imports of each rank
@@ -75,6 +86,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "none: the full gradient, --dim must equal its size",
     )
     parser.add_argument(
+        "--rows",
+        choices=get_args(RowUnit),
+        default="sample",
+        help="a row for each sample, or for each token that it predicts, with the id <sample id>@<position>",
+    )
+    parser.add_argument(
         "--store",
         choices=get_args(RowType),
         default="float32",
@@ -101,7 +118,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--metadata", default="", metavar="NAMES", help="extra columns: position,document,n_tokens,n_valid,perplexity"
     )
     interval = Gradients.model_fields["save_interval"].default
-    parser.add_argument("--save_interval", type=COUNT, default=interval, help="samples per file and rank")
+    parser.add_argument("--save_interval", type=COUNT, default=interval, help="rows per file and rank")
     parser.add_argument("--seed", type=SEED, default=0, help="seed of the projection")
     parser.add_argument(
         "--restart", action="store_true", help="delete gradients of a different configuration in the folder"
@@ -127,8 +144,9 @@ def preflight(args: argparse.Namespace) -> None:
     from gradwire.gradients.projections import check_width
     from gradwire.models import saved
 
-    shards = samples_of(args)
-    check(shards.folder.parent)
+    found = samples_of(args)
+    check(found.folder.parent)
+    shards = provenance.units(found, args.rows)
     if not (args.lora_dir or args.lora_rank):  # the size of an adapter is known once the model is loaded
         check_width(args.dim, saved.entries(args.model_dir))
     intended = _intended(args, shards, args.world_size or 1)
@@ -137,14 +155,16 @@ def preflight(args: argparse.Namespace) -> None:
     provenance.agree(args.output_path, intended)
 
 
-def _intended(args: argparse.Namespace, shards: Shards, world_size: int) -> Provenance:
+def _intended(args: argparse.Namespace, shards: Shards | Tokens, world_size: int) -> Provenance:
     """Return what this call will collect, as far as known before the model is loaded."""
     from gradwire.gradients import ekfac, metadata, provenance
     from gradwire.models import lora, optimizer, saved
     from gradwire.source_digest import source_digest
 
     digests = {"adam": optimizer.digest, "ekfac": ekfac.digest}
-    samples = len(shards) if args.max_samples is None else min(args.max_samples, len(shards))
+    samples = _first(shards, args.max_samples)
+    if not samples:
+        raise BadInput(f"--rows token: the chosen samples of {args.data_path} have no target, so there is no row.")
     if world_size > samples:
         raise BadInput(f"{world_size} ranks for {samples} samples of {args.data_path}: start at most {samples} ranks.")
     adapter: str | dict[str, int] | None = None
@@ -171,6 +191,7 @@ def _intended(args: argparse.Namespace, shards: Shards, world_size: int) -> Prov
         seed=args.seed,
         save_interval=args.save_interval,
         store=args.store,
+        row_of=args.rows,
         strategy=args.strategy,
         adam_variant=args.adam_variant,
         optimizer_dir=args.optimizer_dir and str(args.optimizer_dir),
@@ -184,6 +205,15 @@ def _intended(args: argparse.Namespace, shards: Shards, world_size: int) -> Prov
     )
 
 
+def _first(shards: Shards | Tokens, max_samples: int | None) -> int:
+    """Return the number of rows of the first ``max_samples`` samples; None: of all."""
+    from gradwire.gradients.tokens import Tokens
+
+    if isinstance(shards, Tokens):
+        return len(shards) if max_samples is None else shards.of_samples(max_samples)
+    return len(shards) if max_samples is None else min(max_samples, len(shards))
+
+
 def main(args: argparse.Namespace) -> None:
     """Collect this rank's share of the samples; a repeated call resumes."""
     if "RANK" not in os.environ:
@@ -191,9 +221,10 @@ def main(args: argparse.Namespace) -> None:
 
     from gradwire.collectives.heartbeat import all_alive
     from gradwire.collectives.world import process_group
+    from gradwire.gradients import provenance
 
     with process_group(**rank_options(args)) as world:
-        shards = samples_of(args, world.rank)
+        shards = provenance.units(samples_of(args, world.rank), args.rows)
         intended = _intended(args, shards, world.world_size)
         with all_alive(world, args.timeout) as check:
             collect(args.output_path, intended, world, args.batch_size, check)

@@ -101,8 +101,9 @@ def main(args: argparse.Namespace) -> None:
     if stated:
         rates = [learning_rate(train) for train, _ in pairs]
         weights = normalised_weights(rates, len(rates), len(rates))
-    ids, asked = (one.rows.ids for one in pairs[0])
-    names, groups = grouped(args.over, asked, args.subtasks)
+    train, validation = pairs[0]
+    ids, asked = train.rows.ids, validation.rows.ids
+    names, groups = grouped(args.over, [validation.manifest.sample_id(id_) for id_ in asked], args.subtasks)
     parts = []
     with ExitStack() as stack:
         if args.matrix:
@@ -116,15 +117,16 @@ def main(args: argparse.Namespace) -> None:
         of_groups = np.concatenate(parts)  # [n, subtasks], or [n, 1]
         scores, place = of_groups.max(1), of_groups.argmax(1)
         best = order_of(scores)[: args.top_k].tolist()
-        documents = documents_of([ids[at] for at in best], args.corpus) if args.corpus else {}
+        samples = [train.manifest.sample_id(ids[at]) for at in best]
+        documents = documents_of(samples, args.corpus) if args.corpus else {}
     if not args.matrix:
         (args.output_dir / MATRIX).unlink(missing_ok=True)
     write_scores(args.output_dir / "scores.parquet", ids, names, of_groups)
     with whole(args.output_dir / "top.jsonl") as part, part.open("w", encoding="utf-8") as stream:
-        for rank, at in enumerate(best, 1):
+        for rank, (at, sample) in enumerate(zip(best, samples, strict=True), 1):
             line = {"rank": rank, "sample_id": ids[at], "score": float(scores[at])}
             line |= {"subtask": names[place[at]]} if names else {}
-            stream.write(json.dumps(line | documents.get(ids[at], {}), ensure_ascii=False) + "\n")
+            stream.write(json.dumps(line | documents.get(sample, {}), ensure_ascii=False) + "\n")
     write_json(
         args.output_dir / "influence.json",
         {

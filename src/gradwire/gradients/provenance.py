@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from gradwire.config import AdamVariant, GradMethod, GradType, Projection, RowType, SampleLoss
+from gradwire.config import AdamVariant, GradMethod, GradType, Projection, RowType, RowUnit, SampleLoss
 from gradwire.errors import BadInput
 from gradwire.files import digest, write_json
 
 if TYPE_CHECKING:
     from gradwire.data.shards import Shards
+    from gradwire.gradients.tokens import Tokens
 
 FILE = "collect.json"
-FORMAT: Literal[3] = 3  # of the store; format 2 had one row type, format 1 did not bind rows to their provenance
+FORMAT: Literal[4] = 4  # of the store; before, 3 had rows of samples only, 2 one row type, 1 unbound rows
 PLACES = ("model_dir", "data_path", "optimizer_dir", "lora_dir", "corpus")  # may move; their digests must not change
 FOUND = ("fingerprints", "computed_by")  # known only once the model is loaded
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
@@ -37,7 +38,7 @@ class Provenance:
         data_path: Folder of the shards.
         data_digest: Digest of the split's samples.
         split: ``train`` or ``val``; ``all`` of a corpus file.
-        samples: Number of samples, from the start of the split.
+        samples: Number of samples, from the start of the split; with rows of tokens, of `tokens.Tokens`.
         world_size: Number of ranks.
         dims: Widths of the rows, ascending.
         grad_type: ``sgd`` (the gradient), ``adam``, ``sign`` or ``ekfac``.
@@ -47,6 +48,7 @@ class Provenance:
         seed: Seed of the projection.
         save_interval: Samples per file and rank.
         store: The row type.
+        row_of: What a row is the gradient of: a ``sample``, or a ``token`` that it predicts.
         strategy: ``ddp``: every rank holds the full model; ``fsdp2``: its weights are sharded.
         adam_variant: Formula of the ``adam`` gradient type.
         optimizer_dir: Folder of Adam's moments, or of EK-FAC's factors; None for that of the adapter or the model.
@@ -59,7 +61,7 @@ class Provenance:
         computed_by: The method that ``auto`` resolved to; empty until the model is loaded.
     """
 
-    format: Literal[3]
+    format: Literal[4]
     source: str
     model_dir: str
     model_digest: str
@@ -76,6 +78,7 @@ class Provenance:
     seed: Seed
     save_interval: Positive
     store: RowType = "float32"
+    row_of: RowUnit = "sample"
     strategy: Literal["ddp", "fsdp2"] = "ddp"
     adam_variant: AdamVariant = "torch"
     optimizer_dir: str | None = None
@@ -112,6 +115,10 @@ class Provenance:
         if lora.digest(adapter) != self.lora:
             raise BadInput(f"the LoRA adapter in {adapter} is not the one that was collected with.")
         return {"adapter": adapter}
+
+    def sample_id(self, row_id: str) -> str:
+        """Return the id of the sample that a row is of."""
+        return row_id if self.row_of == "sample" else row_id.rpartition("@")[0]
 
     def sampler_indices(self, rank: int) -> list[int]:
         """Return a rank's positions in the data, as split by ``DistributedSampler``: padded by repetition."""
@@ -201,7 +208,14 @@ def claim(collection: Path, provenance: Provenance) -> None:
         write_json(collection / FILE, asdict(provenance))
 
 
-def samples(provenance: Provenance) -> Shards:
+def units(shards: Shards, row_of: RowUnit) -> Shards | Tokens:
+    """Return what has a row each: the samples of a split, or their targets."""
+    from gradwire.gradients.tokens import Tokens
+
+    return shards if row_of == "sample" else Tokens(shards)
+
+
+def samples(provenance: Provenance) -> Shards | Tokens:
     """Open the samples of a collection; it uses the first ``provenance.samples`` of them.
 
     Raises:
@@ -211,7 +225,7 @@ def samples(provenance: Provenance) -> Shards:
 
     folder = Path(provenance.data_path)
     shards.check(folder)
-    found = shards.Shards(folder, provenance.split)
+    found = units(shards.Shards(folder, provenance.split), provenance.row_of)
     if found.digest != provenance.data_digest:
         raise BadInput(f"the samples in {folder} are not those that were collected: their digest differs.")
     if not provenance.world_size <= provenance.samples <= len(found):
@@ -222,6 +236,6 @@ def samples(provenance: Provenance) -> Shards:
     return found
 
 
-def sample_ids(provenance: Provenance, shards: Shards) -> list[str]:
-    """Return the ids of the collection's samples, in data order."""
+def sample_ids(provenance: Provenance, shards: Shards | Tokens) -> list[str]:
+    """Return the ids of the collection's rows, in data order."""
     return [shards[position].sample_id for position in range(provenance.samples)]

@@ -134,7 +134,7 @@ class RowMaker:
         """
         with self._sufficient_memory():
             if self.batch_size is None:
-                self.batch_size = self.fitting(shards, positions[0])
+                self.batch_size = self.fitting(shards, max(positions, key=lambda at: len(shards[at].input_ids)))
             if self.fused:
                 stacks, self.batch_size = self._halving(positions, self.batch_size, partial(self._fused_stack, shards))
             else:
@@ -311,7 +311,8 @@ class RowMaker:
                 "norm": norm,
                 "flag": None if count else "no_target",
             }
-            records.append(record | metadata.columns(self.provenance.metadata, sample, position, record))
+            whole = sample._replace(sample_id=self.provenance.sample_id(sample.sample_id))
+            records.append(record | metadata.columns(self.provenance.metadata, whole, position, record))
         return records
 
 

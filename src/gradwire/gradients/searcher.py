@@ -138,10 +138,12 @@ class Searcher:
         against = target(rows, metric, groups_of(over, len(rows)), self._solve)
         among = self.index.near(against, metric, count) if self.index else None
         found = nearest(self.store, against, metric, count, self._solve, among)
-        documents = documents_of([one.sample_id for one in found], self.corpus) if self.corpus else {}
+        samples = [self.origin.sample_id(one.sample_id) for one in found]
+        documents = documents_of(samples, self.corpus) if self.corpus else {}
 
         def text(position: int, id_: str) -> dict[str, Any]:
-            return documents.get(id_) or ({"text": self.texts.of(position, id_)} if self.texts else {})
+            whole = documents.get(self.origin.sample_id(id_))
+            return whole or ({"text": self.texts.of(position, id_)} if self.texts else {})
 
         return [
             {"rank": rank, "sample_id": one.sample_id, "score": one.score, **text(one.position, one.sample_id)}
