@@ -24,7 +24,7 @@ GradType = Literal["sgd", "adam", "sign"]  # of an experiment
 AdamVariant = Literal["torch", "less"]
 Projection = Literal["rademacher", "normal", "sjlt", "srht", "factored", "none"]
 RowType = Literal["float32", "float16", "int8", "int4", "onebit"]
-RowUnit = Literal["sample", "token"]
+RowUnit = Literal["sample", "token", "module"]
 GradMethod = Literal["auto", "loop", "vmap", "hooks"]
 
 

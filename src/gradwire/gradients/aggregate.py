@@ -58,7 +58,7 @@ def main(args: argparse.Namespace) -> None:
     origin = provenance.read(args.base_path)
     check_asked(origin, args.base_path, args.num_gpus, [args.dim])
     ranks = [store.rank_folder(args.base_path, rank, args.dim) for rank in range(origin.world_size)]
-    ids = provenance.sample_ids(origin, provenance.samples(origin))
+    ids = provenance.row_ids(origin, provenance.samples(origin))
     merged = merge.merge(
         [merge.read_rank(folder, args.dim, origin) for folder in ranks], ids, types.TOLERANCE[origin.grad_type]
     )

@@ -18,7 +18,7 @@ from gradwire.data.writer import split_of
 from gradwire.errors import BadInput, bounded
 from gradwire.gradients import manifest, projections, store
 from gradwire.gradients.projections.base import Band
-from gradwire.gradients.provenance import PLACES, Provenance, sample_ids
+from gradwire.gradients.provenance import PLACES, Provenance, row_ids
 from gradwire.gradients.row_types import least_deviation
 from gradwire.gradients.rows import RowMaker
 from gradwire.gradients.store import Block, Names
@@ -59,7 +59,8 @@ class Audit:
 
     def __init__(self, collection: Path, origin: Provenance, shards: Shards | Tokens) -> None:
         self.collection, self.origin, self.shards = collection, origin, shards
-        self.ids = sample_ids(origin, shards)
+        self.samples = [shards[position].sample_id for position in range(origin.samples)]
+        self.ids = row_ids(origin, shards)
         self.checks: list[Check] = []
         self.stored: list[Stored] = []
 
@@ -75,7 +76,7 @@ class Audit:
         documents = (document.id for document in corpus.documents(path))
         meant = [id_ for id_ in documents if split_of(id_, meta["val_fraction"]) == meta["split"]]
         count, shards = self.origin.samples, self.shards
-        ids = shards.sample_ids(count) if isinstance(shards, Tokens) else self.ids
+        ids = shards.sample_ids(count) if isinstance(shards, Tokens) else self.samples
         problems = _other_documents(meant, ids, count == len(shards))
         self.checks.append(Check("every document of the corpus has samples", f"{path}", list(problems)))
 
@@ -93,7 +94,8 @@ class Audit:
         whole = store.all_names(folder)
         names = [*(store.part_names(folder, end) for end in ends), whole]
         blocks, unreadable = _read(names, dim, self.origin)
-        sampler_indices = [self.ids[position] for position in self.origin.sampler_indices(rank)]
+        samples = [self.samples[position] for position in self.origin.sampler_indices(rank)]
+        ids = [row_id for sample_id in samples for row_id in self.origin.row_ids(sample_id)]
         self._add(
             f"rank_{rank}/dim{dim}",
             folder,
@@ -103,7 +105,7 @@ class Audit:
                 ("row i belongs to id i", _unbound(blocks, self.origin)),
                 ("norms match the gradients", _unlikely(blocks, self._band(dim))),
                 ("all_* concatenates the blocks in order", _not_joined(blocks, whole)),
-                ("ids are those of the rank's samples, in order", _other_ids(blocks, whole, sampler_indices)),
+                ("ids are those of the rank's samples, in order", _other_ids(blocks, whole, ids)),
             ],
         )
         self._keep(blocks, whole, dim)
@@ -138,12 +140,12 @@ class Audit:
             positions: The samples.
         """
         again = maker.blocks(self.shards, positions)
+        places = {id_: at for block in again.values() for at, id_ in enumerate(block.ids)}
         deviations = [
-            (stored.names.rows, row, id_, _deviation(again[stored.dim], at, stored.block, row))
+            (stored.names.rows, row, id_, _deviation(again[stored.dim], places[id_], stored.block, row))
             for stored in self.stored
-            for at, id_ in enumerate(again[stored.dim].ids)
-            for row, have in enumerate(stored.block.ids)
-            if have == id_
+            for row, id_ in enumerate(stored.block.ids)
+            if id_ in places
         ]
         tolerance = RECOMPUTED * TOLERANCE[self.origin.grad_type]
         largest = max((deviation for *_, deviation in deviations), default=0.0)
@@ -152,7 +154,7 @@ class Audit:
             for path, row, id_, deviation in deviations
             if not deviation <= tolerance
         ]
-        ids = ", ".join(self.ids[position] for position in positions)
+        ids = ", ".join(self.samples[position] for position in positions)
         self.checks.append(Check("recomputed rows agree", f"{ids}: deviation at most {largest:.1e}", problems))
 
     def custom(self) -> None:

@@ -89,7 +89,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--rows",
         choices=get_args(RowUnit),
         default="sample",
-        help="a row for each sample, or for each token that it predicts, with the id <sample id>@<position>",
+        help="a row for each sample; for each token that it predicts, with the id <sample id>@<position>; or for each "
+        "module and the gradient of its parameters, with the id <sample id>@<module>",
     )
     parser.add_argument(
         "--store",
@@ -118,7 +119,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--metadata", default="", metavar="NAMES", help="extra columns: position,document,n_tokens,n_valid,perplexity"
     )
     interval = Gradients.model_fields["save_interval"].default
-    parser.add_argument("--save_interval", type=COUNT, default=interval, help="rows per file and rank")
+    parser.add_argument("--save_interval", type=COUNT, default=interval, help="samples per file and rank, or tokens")
     parser.add_argument("--seed", type=SEED, default=0, help="seed of the projection")
     parser.add_argument(
         "--restart", action="store_true", help="delete gradients of a different configuration in the folder"
@@ -141,8 +142,11 @@ def preflight(args: argparse.Namespace) -> None:
     """
     from gradwire.data.shards import check
     from gradwire.gradients import provenance
-    from gradwire.gradients.projections import check_width
+    from gradwire.gradients.projections import OF_PARTS, check_width
     from gradwire.models import saved
+
+    if args.rows == "module" and args.projection not in OF_PARTS:
+        raise BadInput(f"--rows module has no --projection {args.projection}: use {', '.join(OF_PARTS)}.")
 
     found = samples_of(args)
     check(found.folder.parent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from gradwire.data.batches import Batch
@@ -16,31 +17,69 @@ from gradwire.persample.square_norms import SquareNorms
 
 
 class Fused(NamedTuple):
-    """Results for B samples: rows [B, dim] by dim, losses [B], and squared gradient norms, float64 [B]."""
+    """Results for B samples and P parts of the parameters.
+
+    Attributes:
+        rows: [B, P, dim] by dim.
+        loss: [B].
+        square_norm: Squared gradient norms, float64 [B, P].
+    """
 
     rows: Mapping[int, Tensor]
     loss: Tensor
     square_norm: Tensor
 
 
+class Images:
+    """Projected rows of each part of the parameters, accumulated parameter by parameter.
+
+    Args:
+        parts: The projections of the parts.
+        samples: Number of samples.
+        dims: Widths of the rows.
+        device: Device of the rows.
+    """
+
+    def __init__(self, parts: Sequence[Factored], samples: int, dims: Sequence[int], device: torch.device) -> None:
+        self._dims, self._images = dims, [Image(part, samples, dims, device) for part in parts]
+        self._of = {name: image for part, image in zip(parts, self._images, strict=True) for name in part.shapes}
+
+    def add(self, name: str, use: LayerFactor) -> None:
+        """Add one use of a parameter."""
+        self._of[name].add(name, use)
+
+    def finished(self) -> dict[int, Tensor]:
+        """Return the projected rows, [samples, parts, dim] by dim."""
+        found = [image.finished() for image in self._images]
+        return {dim: torch.stack([rows[dim] for rows in found], 1) for dim in self._dims}
+
+
 def fused_rows(
-    model: nn.Module, batch: Batch, projector: Factored, dims: Sequence[int], reduction: Reduction = "mean"
+    model: nn.Module, batch: Batch, parts: Sequence[Factored], dims: Sequence[int], reduction: Reduction = "mean"
 ) -> Fused:
     """Project each layer's factors during the backward pass.
+
+    Args:
+        model: A causal language model.
+        batch: B samples.
+        parts: The projections of P parts of its parameters.
+        dims: Widths of the rows.
+        reduction: How a sample's loss reduces over its targets.
 
     Raises:
         Unseen: If the hooks miss a use of a parameter.
     """
     batch = padded_width(batch)
     samples, device = len(batch.labels), batch.labels.device
-    image = Image(projector, samples, dims, device)
-    squares = SquareNorms(samples, device)
+    images = Images(parts, samples, dims, device)
+    squares = [SquareNorms(samples, device) for _ in parts]
+    of = {name: own for part, own in zip(parts, squares, strict=True) for name in part.shapes}
 
     def take(name: str, use: LayerFactor, last: bool) -> None:
-        image.add(name, use)
-        squares.take(name, use, last)
+        images.add(name, use)
+        of[name].take(name, use, last)
 
     losses = hooks.all_seen(hooks.backward(model, batch, take, reduction))
     empty = no_targets(batch)
-    rows = {dim: zeroed(found, empty) for dim, found in image.finished().items()}
-    return Fused(rows, losses, zeroed(squares.total(), empty))
+    rows = {dim: zeroed(found, empty) for dim, found in images.finished().items()}
+    return Fused(rows, losses, zeroed(torch.stack([own.total() for own in squares], 1), empty))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FILE = "collect.json"
 FORMAT: Literal[4] = 4  # of the store; before, 3 had rows of samples only, 2 one row type, 1 unbound rows
 PLACES = ("model_dir", "data_path", "optimizer_dir", "lora_dir", "corpus")  # may move; their digests must not change
-FOUND = ("fingerprints", "computed_by")  # known only once the model is loaded
+FOUND = ("fingerprints", "computed_by", "modules")  # known only once the model is loaded
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
 Record = TypeVar("Record")
@@ -48,7 +48,8 @@ class Provenance:
         seed: Seed of the projection.
         save_interval: Samples per file and rank.
         store: The row type.
-        row_of: What a row is the gradient of: a ``sample``, or a ``token`` that it predicts.
+        row_of: What a row is the gradient of: a ``sample``, a ``token`` that it predicts, or a sample with respect to a
+            ``module``'s parameters.
         strategy: ``ddp``: every rank holds the full model; ``fsdp2``: its weights are sharded.
         adam_variant: Formula of the ``adam`` gradient type.
         optimizer_dir: Folder of Adam's moments, or of EK-FAC's factors; None for that of the adapter or the model.
@@ -59,6 +60,7 @@ class Provenance:
         corpus: Corpus file of the shards; None if shards were given.
         fingerprints: The projector's digest by width; empty until the model is loaded.
         computed_by: The method that ``auto`` resolved to; empty until the model is loaded.
+        modules: The modules that each sample has a row for; empty until the model is loaded, and for other rows.
     """
 
     format: Literal[4]
@@ -89,6 +91,7 @@ class Provenance:
     corpus: str | None = None
     fingerprints: dict[str, str] = field(default_factory=dict)
     computed_by: str = ""
+    modules: list[str] = field(default_factory=list)
 
     @property
     def identity(self) -> str:
@@ -115,6 +118,10 @@ class Provenance:
         if lora.digest(adapter) != self.lora:
             raise BadInput(f"the LoRA adapter in {adapter} is not the one that was collected with.")
         return {"adapter": adapter}
+
+    def row_ids(self, sample_id: str) -> list[str]:
+        """Return the ids of a sample's rows."""
+        return [f"{sample_id}@{module}" for module in self.modules] if self.row_of == "module" else [sample_id]
 
     def sample_id(self, row_id: str) -> str:
         """Return the id of the sample that a row is of."""
@@ -209,10 +216,10 @@ def claim(collection: Path, provenance: Provenance) -> None:
 
 
 def units(shards: Shards, row_of: RowUnit) -> Shards | Tokens:
-    """Return what has a row each: the samples of a split, or their targets."""
+    """Return what rows are of: the samples of a split, or their targets."""
     from gradwire.gradients.tokens import Tokens
 
-    return shards if row_of == "sample" else Tokens(shards)
+    return Tokens(shards) if row_of == "token" else shards
 
 
 def samples(provenance: Provenance) -> Shards | Tokens:
@@ -236,6 +243,7 @@ def samples(provenance: Provenance) -> Shards | Tokens:
     return found
 
 
-def sample_ids(provenance: Provenance, shards: Shards | Tokens) -> list[str]:
+def row_ids(provenance: Provenance, shards: Shards | Tokens) -> list[str]:
     """Return the ids of the collection's rows, in data order."""
-    return [shards[position].sample_id for position in range(provenance.samples)]
+    samples = (shards[position].sample_id for position in range(provenance.samples))
+    return [row_id for sample_id in samples for row_id in provenance.row_ids(sample_id)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -22,13 +22,14 @@ from gradwire.data.shards import Sample
 from gradwire.errors import BadInput, GradwireError, NonFiniteGradient, RunFault
 from gradwire.gradients import ekfac, metadata, projections, store
 from gradwire.gradients import types as gradient_types
-from gradwire.gradients.fused import Fused, fused_rows
+from gradwire.gradients.fused import Fused, Images, fused_rows
 from gradwire.gradients.projections.factored import Factored
 from gradwire.gradients.provenance import Provenance
 from gradwire.gradients.store import Block
 from gradwire.models import folder, lora, optimizer, saved
 from gradwire.persample import hooks, loop, vmap
 from gradwire.persample.batch import PerSample, n_targets, note, out_of_memory, trainable
+from gradwire.persample.layer_factors import Direct
 
 STACK_BYTES = {"cpu": 1 << 29, "cuda": 1 << 33}  # of gradients per projection, which share the generated signs
 BATCH_AT_MOST = {"cpu": 16, "cuda": 64}  # larger batches are not faster
@@ -81,6 +82,10 @@ class RowMaker:
         self.dims = provenance.dims
         self.method = provenance.computed_by or resolved(provenance.method, model)
         self.projector = projections.build(provenance.projection, shapes(model), provenance.seed)
+        modules = projections.by_module(shapes(model)) if provenance.row_of == "module" else {}
+        self.modules = [*modules]
+        of_modules = [projections.build(provenance.projection, own, provenance.seed) for own in modules.values()]
+        self.parts = of_modules or [self.projector]
         self.batch_size, self.height = batch_size, sys.maxsize
         projections.check_width(self.dims, self.numel)
         if sharded and not self.fused:
@@ -123,7 +128,7 @@ class RowMaker:
     def made_from(self) -> Provenance:
         """The provenance with the fields that require the loaded model: `provenance.FOUND`."""
         fingerprints = {str(dim): self.projector.fingerprint(dim) for dim in self.dims}
-        return replace(self.provenance, fingerprints=fingerprints, computed_by=self.method)
+        return replace(self.provenance, fingerprints=fingerprints, computed_by=self.method, modules=self.modules)
 
     def blocks(self, shards: Samples, positions: Sequence[int]) -> dict[int, Block]:
         """Compute the block of each width for the samples at ``positions``, on the CPU.
@@ -182,7 +187,7 @@ class RowMaker:
         else:
             made = {0: flattened(METHODS[self.method](self.model, batch, self.provenance.loss))}
         for dim, rows in made.items():
-            norms, apart = wanted[dim].norm(dim=1).tolist(), (rows - wanted[dim]).norm(dim=1).tolist()
+            norms, apart = (one.flatten(1).norm(dim=1).tolist() for one in (wanted[dim], rows - wanted[dim]))
             for id_, norm, off in zip(batch.sample_id, norms, apart, strict=True):
                 if not norm < float("inf"):
                     raise NonFiniteGradient(f"the gradient of sample {id_!r} is not finite.")
@@ -196,15 +201,19 @@ class RowMaker:
         """Compute the reference by one backward pass per sample: rows if fused, full gradients if not."""
         if not self.fused:
             return {0: flattened(loop.gradients(self.model, batch, self.provenance.loss))}
-        assert isinstance(self.projector, Factored)
-        if not self.sharded:
-            found = loop.gradients(self.model, batch, self.provenance.loss).gradient
-            return self.projector.project_each(found.items(), self.dims)
-        alone = [
-            self.projector.project_each(loop.of_sharded(self.model, one, self.provenance.loss), self.dims)
-            for one in batch.split(1)
-        ]
+        alone = [self._looped_alone(one) for one in batch.split(1)]
         return {dim: torch.cat([rows[dim] for rows in alone]) for dim in self.dims}
+
+    def _looped_alone(self, one: Batch) -> dict[int, Tensor]:
+        """Compute one sample's rows by a backward pass."""
+        images, loss = Images(self._factored, 1, self.dims, self.device), self.provenance.loss
+        if self.sharded:
+            found: Iterable[tuple[str, Tensor]] = loop.of_sharded(self.model, one, loss)
+        else:
+            found = loop.gradients(self.model, one, loss).gradient.items()
+        for name, gradient in found:
+            images.add(name, Direct(gradient))
+        return images.finished()
 
     def fitting(self, shards: Samples, position: int) -> int:
         """Estimate the batch size from free memory and the tensors that one sample saves for its backward pass."""
@@ -234,28 +243,38 @@ class RowMaker:
         def fill(part: Sequence[int]) -> None:
             samples = [shards[position] for position in part]
             found = METHODS[self.method](self.model, self._batch(shards, samples), self.provenance.loss)
-            own = rows[len(records) : len(records) + len(part)]
+            first = len(records) // len(self.parts)
+            own = rows[first : first + len(part)]
             flattened(found, own)
             self.kind(own)
             own[found.n_targets == 0] = 0.0
-            norms = torch.linalg.vector_norm(own, dim=1, dtype=torch.float64)
-            records.extend(self._metadata_of(samples, part, found.loss, found.n_targets, norms))
+            norms = [torch.linalg.vector_norm(one, dim=1, dtype=torch.float64) for one in self._split(own)]
+            records.extend(self._metadata_of(samples, part, found.loss, found.n_targets, torch.stack(norms, 1)))
 
         assert self.batch_size is not None
         _, self.batch_size = self._halving(positions, self.batch_size, fill)
-        projected = self.projector.project(rows, self.dims)
+        made = [part.project(own, self.dims) for part, own in zip(self.parts, self._split(rows), strict=True)]
+        projected = {dim: by_sample([found[dim] for found in made]) for dim in self.dims}
         return {dim: store.bind(found.cpu(), records, self.made_from) for dim, found in projected.items()}
+
+    def _split(self, rows: Tensor) -> Sequence[Tensor]:
+        """Split gradients [n, numel] by the parts of the parameters."""
+        return rows.split([sum(part.sizes.values()) for part in self.parts], dim=1)
 
     def _fused_stack(self, shards: Samples, positions: Sequence[int]) -> dict[int, Block]:
         samples = [shards[position] for position in positions]
         batch = self._batch(shards, samples)
         made = self._fused(batch)
         records = self._metadata_of(samples, positions, made.loss, n_targets(batch.labels), made.square_norm.sqrt())
-        return {dim: store.bind(rows.cpu(), records, self.made_from) for dim, rows in made.rows.items()}
+        return {dim: store.bind(rows.flatten(0, 1).cpu(), records, self.made_from) for dim, rows in made.rows.items()}
 
     def _fused(self, batch: Batch) -> Fused:
-        assert isinstance(self.projector, Factored)
-        return fused_rows(self.model, batch, self.projector, self.dims, self.provenance.loss)
+        return fused_rows(self.model, batch, self._factored, self.dims, self.provenance.loss)
+
+    @property
+    def _factored(self) -> list[Factored]:
+        """The projections of the parts, of fused rows."""
+        return [part for part in self.parts if isinstance(part, Factored)]
 
     def _halving(
         self, positions: Sequence[int], size: int, work: Callable[[Sequence[int]], Result]
@@ -294,25 +313,27 @@ class RowMaker:
     def _metadata_of(
         self, samples: Sequence[Sample], positions: Sequence[int], losses: Tensor, targets: Tensor, norms: Tensor
     ) -> list[dict[str, Any]]:
-        """Return the metadata of each sample for the store.
+        """Return the metadata of each row for the store; ``norms`` are [samples, parts].
 
         Raises:
             NonFiniteGradient: If a gradient is not finite.
         """
         records = []
         found = zip(samples, positions, losses.tolist(), targets.tolist(), norms.tolist(), strict=True)
-        for sample, position, loss, count, norm in found:
-            if not norm < float("inf"):
+        for sample, position, loss, count, of_parts in found:
+            if not all(norm < float("inf") for norm in of_parts):
                 raise NonFiniteGradient(f"the gradient of sample {sample.sample_id!r} is not finite (loss {loss}).")
-            record = {
-                "sample_id": sample.sample_id,
-                "loss": loss if count else None,
-                "n_targets": count,
-                "norm": norm,
-                "flag": None if count else "no_target",
-            }
-            whole = sample._replace(sample_id=self.provenance.sample_id(sample.sample_id))
-            records.append(record | metadata.columns(self.provenance.metadata, whole, position, record))
+            row_ids = self.made_from.row_ids(sample.sample_id)
+            for row_id, norm in zip(row_ids, of_parts, strict=True):
+                record = {
+                    "sample_id": row_id,
+                    "loss": loss if count else None,
+                    "n_targets": count,
+                    "norm": norm,
+                    "flag": None if count else "no_target",
+                }
+                whole = sample._replace(sample_id=self.provenance.sample_id(row_id))
+                records.append(record | metadata.columns(self.provenance.metadata, whole, position, record))
         return records
 
 
@@ -362,6 +383,11 @@ def kind_of(provenance: Provenance, model: nn.Module, device: torch.device) -> g
 def flattened(found: PerSample, out: Tensor | None = None) -> Tensor:
     """Concatenate the gradients of all parameters into rows [B, n]."""
     return torch.cat([gradient.flatten(1) for gradient in found.gradient.values()], dim=1, out=out)
+
+
+def by_sample(parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows [n, D] of each part of the parameters as one matrix, a sample's rows next to each other."""
+    return parts[0] if len(parts) == 1 else torch.stack(parts, 1).flatten(0, 1)
 
 
 def free_memory(device: torch.device) -> int:

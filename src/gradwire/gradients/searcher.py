@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -183,7 +183,8 @@ class Searcher:
             BadInput: If the model, its adapter or moments, or the projection differ from those of the store.
         """
         device = world.choose("auto", self._device, 1, world.detect_gpus()).device_type
-        maker = RowMaker.load(self.origin, torch.device(device))
+        whole = replace(self.origin, row_of="sample", modules=[])  # a query is compared as a whole with parts
+        maker = RowMaker.load(whole, torch.device(device))
         made, noted = maker.made_from.fingerprints, self.store.manifest.fingerprints
         for dim, fingerprint in made.items():
             if noted.get(dim) != fingerprint:

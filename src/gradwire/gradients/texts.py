@@ -25,20 +25,20 @@ class Texts:
     """
 
     def __init__(self, origin: Provenance) -> None:
-        self.shards = provenance.samples(origin)
+        self.origin, self.shards = origin, provenance.samples(origin)
         self.tokenizer = tokenizer.load(self.shards.folder.parent.parent / "tokenizer")
 
-    def of(self, position: int, sample_id: str) -> str:
+    def of(self, position: int, row_id: str) -> str:
         """Decode the sample of a row.
 
         Raises:
             BadInput: If the sample at this position has another id.
         """
-        sample = self.shards[position]
-        if sample.sample_id != sample_id:
+        sample = self.shards[position // max(1, len(self.origin.modules))]
+        if row_id not in self.origin.row_ids(sample.sample_id):
             raise BadInput(
-                f"{self.shards.folder} has sample {sample.sample_id!r} at position {position}, and the store "
-                f"{sample_id!r}: collect the gradients again."
+                f"{self.shards.folder} has sample {sample.sample_id!r} for row {position}, and the store "
+                f"{row_id!r}: collect the gradients again."
             )
         return self.tokenizer.decode(sample.input_ids.tolist())
 

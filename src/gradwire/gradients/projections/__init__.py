@@ -16,7 +16,7 @@ from gradwire.gradients.projections.sjlt import Sjlt
 from gradwire.gradients.projections.srht import Srht
 from gradwire.gradients.projections.whole import Whole
 
-__all__ = ["PROJECTORS", "Projector", "Shapes", "build", "check_width"]
+__all__ = ["OF_PARTS", "PROJECTORS", "Projector", "Shapes", "build", "check_width"]
 
 PROJECTORS: dict[str, Callable[[Shapes, int], Projector]] = {
     "rademacher": Rademacher,
@@ -26,6 +26,13 @@ PROJECTORS: dict[str, Callable[[Shapes, int], Projector]] = {
     "factored": Factored,
     "none": Whole,
 }
+
+OF_PARTS = ("rademacher", "normal", "factored")
+"""Projections that project a part of the parameters as the whole, with zeros elsewhere, and keep norms of small ones.
+
+`srht` and `none` depend on all parameters; a row of `sjlt` may lose a quarter of the squared norm of a gradient that
+has two large entries, which the band of `sjlt` excludes.
+"""
 
 
 def build(projection: str, shapes: Shapes, seed: int) -> Projector:
@@ -42,6 +49,14 @@ def build(projection: str, shapes: Shapes, seed: int) -> Projector:
     if projection not in PROJECTORS:
         raise unknown("projection", projection, PROJECTORS)
     return PROJECTORS[projection](shapes, seed)
+
+
+def by_module(shapes: Shapes) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the shapes of parameters by the module that owns them, whose parameters follow each other in a model."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        found.setdefault(name.rpartition(".")[0], {})[name] = shape
+    return found
 
 
 def check_width(dims: Sequence[int], entries: int) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -45,15 +45,9 @@ class Factored(Projector):
 
     def project(self, rows: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
         """Project formed gradient rows [samples, n] to float32 [samples, dim] for each dim."""
-        return self.project_each(((name, rows[:, start:end]) for name, start, end in self.parameters()), dims)
-
-    def project_each(self, gradients: Iterable[tuple[str, Tensor]], dims: Sequence[int]) -> dict[int, Tensor]:
-        """Project gradients [samples, *shape], given one parameter at a time."""
-        image = None
-        for name, gradient in gradients:
-            image = image or Image(self, len(gradient), dims, gradient.device)
-            image.add(name, Direct(gradient))
-        assert image is not None
+        image = Image(self, len(rows), dims, rows.device)
+        for name, start, end in self.parameters():
+            image.add(name, Direct(rows[:, start:end]))
         return image.finished()
 
     def factors(self, name: str, dim: int, device: torch.device) -> Factors:
