@@ -4,8 +4,8 @@
 ``fn`` is a module-level function; ``group`` is a fresh default process group of n ranks, so that a test which broke its
 group leaves nothing to the next one. An exception comes back as it was raised, with the rank's traceback as a note.
 
-One thing survives: torch caches device meshes that compare equal, with the names of their groups. So meshes of one shape
-and one set of names must create their groups in one order in all tests (`build_islands`), or a collective hangs.
+One thing survives: torch caches device meshes that compare equal, with the names of their groups. So meshes of one
+shape and one set of names must create their groups in one order in all tests (`build_islands`), or a collective hangs.
 """
 
 from __future__ import annotations
