@@ -19,10 +19,11 @@ from gradwire.measurement.statistics import Paired, adjusted, paired
 from gradwire.report.markdown import MISSING, number, spread
 
 
-def whole_ratio(record: dict[str, Any]) -> float:
-    """float32 bytes over sent bytes, of gradients and gathered parameters together."""
+def whole_ratio(record: dict[str, Any]) -> float | None:
+    """float32 bytes over sent bytes, of gradients and gathered parameters together; None if nothing was sent."""
     raw = record["bytes_raw_total"] + (record["bytes_parameters_raw_total"] or 0)
-    return raw / (record["bytes_compressed_total"] + (record["bytes_parameters_total"] or 0))
+    sent = record["bytes_compressed_total"] + (record["bytes_parameters_total"] or 0)
+    return raw / sent if sent else None
 
 
 def against(records: dict[int, Any], base: dict[int, Any]) -> Paired:
@@ -55,7 +56,10 @@ def by_cell(lines: list[dict[str, Any]]) -> str:
     rows = []
     for cell, records in found.items():
         first = records[min(records)]
-        ratios = first["compression_ratio"], first["compression_ratio_steady"], whole_ratio(first)
+        ratios = [
+            number(ratio, "{:.2f}")
+            for ratio in (first["compression_ratio"], first["compression_ratio_steady"], whole_ratio(first))
+        ]
         ppl = ", ".join(f"{records[seed]['val_ppl']:.2f}" for seed in sorted(records))
         test = tests.get(cell, Paired(0, 0.0))
         ends = f", {spread(test.n, test.low, test.high, '{:+.1f}')}" if test.n > 1 else ""
@@ -80,7 +84,8 @@ def by_cell(lines: list[dict[str, Any]]) -> str:
         "p (Holm)",
         "within 1 %",
     ]
-    return tabulate([row for _, row in sorted(rows)], headers, tablefmt="pipe", floatfmt=".2f", disable_numparse=[3, 9])
+    aligned = ["left", "right", "left", *["right"] * 4, *["left"] * 5]
+    return tabulate([row for _, row in sorted(rows)], headers, tablefmt="pipe", disable_numparse=True, colalign=aligned)
 
 
 def ranks(lines: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
