@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from gradwire.collectives import Reducer
 from gradwire.communication import PRESETS, Streaming, preset
+from gradwire.config.strict import checked
 from gradwire.errors import unknown
 from gradwire.parallel.strategy import strategy_of
 
@@ -136,6 +137,6 @@ def build(
         module, options = preset(name).module, {**preset(name).options, **options}
         streaming = options.pop("streaming", None)
         if streaming is not None:
-            module, options["streaming"] = "streaming", Streaming.model_validate(streaming)
+            module, options["streaming"] = "streaming", checked(Streaming, streaming, "streaming")
     kind: type[Communicating] = getattr(import_module(f"{__name__}.{module}"), CLASSES[module])
     return kind(model, groups, reducer, **options)
