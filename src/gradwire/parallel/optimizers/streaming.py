@@ -128,7 +128,7 @@ class StreamingDiLoCo(DiLoCo):
         self.receive(mean, self.fragments[number])
 
     def settle(self, name: str) -> None:
-        """Continue from a mixture with the anchor, or from it and the steps since sending; in the last step, from it."""
+        """Continue from a mixture with the anchor, or from it and the steps since; in the last step, from it."""
         p, anchor = self.trained[name], self.anchors[name]
         if self.last(self.reducer.step - 1):
             super().settle(name)
