@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from gradwire.compressors.reduction import ReducerOptions
 from gradwire.compressors.schedule import by_step
@@ -96,15 +96,6 @@ class Streaming(BaseModel):
     alpha: float = Field(
         0.5, ge=0, lt=1, description="part of the own parameters in the mixture with the received ones"
     )
-    keep_steps: bool = Field(
-        False, description="add the steps since sending to the received parameters; instead of a mixture"
-    )
-
-    @model_validator(mode="after")
-    def _one_way_to_continue(self) -> Streaming:
-        if self.keep_steps and "alpha" in self.model_fields_set:
-            raise ValueError("give alpha or keep_steps, not both: a mixture keeps a part of all steps")
-        return self
 
 
 class Communication(BaseModel):

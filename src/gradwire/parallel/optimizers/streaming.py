@@ -2,11 +2,8 @@
 
 Douillard et al., "Streaming DiLoCo with overlapping communication" (arXiv:2501.18512, 2025). Each fragment has a
 round of H steps, and their ends are spread over H. A fragment is sent at the end of its round and received ``delay``
-steps later, when its anchors take the outer step, and ``parameters = (1 - alpha) anchors + alpha parameters``. With
-``keep_steps``, ``parameters = anchors + (parameters - parameters when sent)``, so that no local step is lost: delayed
-averaging, Zhou et al., "DaSGD: Squeezing SGD Parallelization Performance in Distributed Training Using Delayed
-Averaging" (arXiv:2006.00441, 2020). The last step of a run receives what is in flight, and then sends all fragments
-and waits.
+steps later, when its anchors take the outer step, and ``parameters = (1 - alpha) anchors + alpha parameters``. The last
+step of a run receives what is in flight, and then sends all fragments and waits.
 
 Bytes of a reduction in flight count in the step in which it is done, which differs between runs; sums do not.
 """
@@ -36,7 +33,7 @@ class StreamingDiLoCo(DiLoCo):
         groups: As for `diloco.DiLoCo`.
         reducer: As for `diloco.DiLoCo`; with ``overlap`` it sends beside the training.
         H: Steps of a fragment's round.
-        streaming: The fragments, their delay in steps, and how a rank continues when it receives one.
+        streaming: The fragments, their delay in steps, and alpha.
         steps: Number of steps of the run. None: unknown.
         options: Other options of `diloco.DiLoCo`.
 
@@ -68,15 +65,13 @@ class StreamingDiLoCo(DiLoCo):
             raise BadInput(
                 "streaming needs algorithm exchange or gather and no schedule: a message may end in any step."
             )
-        self.delay, self.steps = delay, steps
-        self.alpha, self.keep_steps = streaming.alpha, streaming.keep_steps
+        self.delay, self.alpha, self.steps = delay, streaming.alpha, steps
         self.fragments = [self._layout(names) for names in fragments(model, self.parameters, count)]
         self.others = [
             self._layout([name for name in self.trained if name not in one.parameters]) for one in self.fragments
         ]
         self.ends = [(number + 1) * H // count for number in range(count)]  # steps of a round after which each is sent
         self.in_flight: tuple[int, Handle] | None = None  # a fragment's number, and its reduction
-        self.when_sent: dict[str, Tensor] = {}  # parameters of the last fragment, if `keep_steps`
 
     def due(self, step: int) -> bool:
         """Whether a step sends or receives a fragment, or is the last one."""
@@ -112,9 +107,7 @@ class StreamingDiLoCo(DiLoCo):
             return
         self.reducer.skip(self.layout if number is None else self.others[number])
         if number is not None:
-            fragment = self.fragments[number]
-            self.in_flight = number, self.begin(fragment)
-            self.when_sent = {name: self.trained[name].clone() for name in fragment.parameters if self.keep_steps}
+            self.in_flight = number, self.begin(self.fragments[number])
         if self.receives(step):
             self.receive_fragment()
 
@@ -128,24 +121,21 @@ class StreamingDiLoCo(DiLoCo):
         self.receive(mean, self.fragments[number])
 
     def settle(self, name: str) -> None:
-        """Continue from a mixture with the anchor, or from it and the steps since; in the last step, from it."""
-        p, anchor = self.trained[name], self.anchors[name]
+        """Mix a parameter with its anchor; in the last step, set it to the anchor."""
         if self.last(self.reducer.step - 1):
             super().settle(name)
-        elif self.keep_steps:
-            p.add_(anchor - self.when_sent[name])
         else:
-            p.lerp_(anchor.to(p.dtype), 1 - self.alpha)
+            self.trained[name].lerp_(self.anchors[name].to(self.trained[name].dtype), 1 - self.alpha)
 
     def rank_state(self) -> dict[str, Any]:
         """Return the base class's state, and what is in flight, for which this waits."""
         flying = self.in_flight and {"fragment": self.in_flight[0], "mean": self.in_flight[1].wait()}
-        return super().rank_state() | {"in_flight": flying, "when_sent": self.when_sent}
+        return super().rank_state() | {"in_flight": flying}
 
     def load_rank_state(self, state: dict[str, Any]) -> None:
         """Load a `rank_state` of the same rank."""
         super().load_rank_state(state)
-        flying, self.when_sent = state["in_flight"], dict(state["when_sent"])
+        flying = state["in_flight"]
         self.in_flight = None if flying is None else (flying["fragment"], finished(flying["mean"]))
 
     def _layout(self, names: Iterable[str]) -> Layout:
