@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -13,6 +14,9 @@ import pyarrow.parquet as pq
 from gradwire.files import write_json, write_text
 from gradwire.report.record import Result
 from gradwire.report.summarize import csv_text, jsonl
+from gradwire.workflow.experiment import check, read
+
+ROOT = Path(__file__).parents[1]
 
 WORSE = {
     "none": 0.0,
@@ -103,6 +107,18 @@ def write(folder: Path, results: Sequence[Result], steps: int = 40) -> Path:
     ok = next((result for result in results if result.status == "ok"), None)
     if ok is not None:
         write_json(folder / "gradients" / ok.run_name / "validation.json", VALIDATION)
+    return folder
+
+
+def committed(folder: Path, name: str) -> Path:
+    """A folder with the committed records of an experiment, as the documentation's example reports have it."""
+    mapping = read(ROOT / "configs" / f"{name}.yaml")
+    experiment = check(mapping)
+    folder.mkdir()
+    shutil.copy(ROOT / "benchmarks" / f"{name}.jsonl", folder / "results.jsonl")
+    write_json(folder / "config.json", mapping)
+    asked = [{**run._asdict(), "excluded": None, "shared": not experiment.timed} for run in experiment.asked()]
+    write_json(folder / "expected.json", asked)
     return folder
 
 

@@ -84,6 +84,19 @@ def test_every_figure_is_drawn(opened):
     assert opened.page.evaluate(missing) == []
 
 
+@pytest.mark.parametrize("width", [1184, 1440, 1920])
+def test_no_figure_is_alone_in_a_row(browser, page_file, width):
+    opened = Opened(browser, page_file, width)
+    rows = """() => [...document.querySelectorAll(".figures")].map((grid) => {
+        const tops = [...grid.children].map((figure) => figure.getBoundingClientRect().top);
+        return [...new Set(tops)].map((top) => tops.filter((other) => other === top).length);
+    })"""
+    found = opened.page.evaluate(rows)
+    assert {len(row) for row in found} >= {1, 2} and {sum(row) % 2 for row in found} == {0, 1}
+    assert [row for row in found if sum(row) > 1 and min(row) < 2] == []
+    opened.page.close()
+
+
 def test_sorting_goes_by_value_and_keeps_what_is_missing_below(opened):
     heading = opened.page.locator("#table-cells th", has_text="step ms")
     number = opened.page.locator("#table-cells thead th").all_inner_texts().index("step ms")

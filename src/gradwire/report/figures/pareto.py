@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter
+from matplotlib.transforms import Bbox
 
 from gradwire.report.cells import Group, groups, on_one_link
 from gradwire.report.figures.style import (
@@ -29,8 +32,13 @@ COSTS = {
     "bytes": ("sent_mb", "gradient megabytes sent per rank and step"),
     "time": ("step_time_ms_mean", "step time, ms"),
 }
+WIDE = 10.0  # a ratio of costs above which their axis is logarithmic
 NARROW = 1.25  # a ratio of costs below which their axis begins at 0
 LARGE = 10.0  # percent: larger differences are drawn on a logarithmic scale
+AROUND = [  # where a name may be: points from its point, and the side of it that is there
+    *((x, y, side, height) for y, height in ((4, "bottom"), (-4, "top")) for x, side in ((5, "left"), (-5, "right"))),
+    *((x, y, side, "center") for y in (0, 14, -14) for x, side in ((8, "left"), (-8, "right"))),
+]
 
 
 def plots(cost: str, cells: pd.DataFrame, runs: pd.DataFrame, looks: Mapping[str, Look]) -> Iterator[Drawing]:
@@ -60,18 +68,39 @@ def front(cost: np.ndarray, worse: np.ndarray) -> np.ndarray:
     return order[first]
 
 
-def name_points(ax: Axes, x: np.ndarray, y: np.ndarray, names: Iterable[str]) -> None:
-    """Write names beside points, without those that would cover an earlier one; call it when the axes are final."""
-    places = ax.transData.transform(np.column_stack([x, y]))
-    middle = ax.transAxes.transform((0.6, 0))[0]
-    taken: list[np.ndarray] = []
-    for place, at, name in zip(places, zip(x, y, strict=True), names, strict=True):
-        if any(abs(place[0] - other[0]) < 90 and abs(place[1] - other[1]) < 14 for other in taken):
+def name_points(ax: Axes, points: np.ndarray, names: Mapping[int, str]) -> None:
+    """Write names beside points where they cover no other name and the fewest points; call it when the axes are final.
+
+    Args:
+        ax: The axes.
+        points: All points ``[points, 2]`` in the axes' units.
+        names: By index of a point, the most important first; one without room is left out, as the legend has it.
+    """
+    ax.autoscale_view()
+    renderer = FigureCanvasAgg(ax.get_figure(root=True)).get_renderer()
+    within = ax.get_window_extent(renderer)
+    marks = ax.transData.transform(points)
+    taken: list[Bbox] = []
+    for i, name in names.items():
+        label = ax.annotate(name, points[i], xytext=(0, 0), textcoords="offset points", fontsize=SMALL, color=INK)
+        room: list[tuple[int, int, tuple[int, int, str, str], Bbox]] = []
+        for place in AROUND:
+            box = _placed(label, *place).get_window_extent(renderer)
+            inside = within.contains(*box.min) and within.contains(*box.max)
+            if inside and not box.padded(2).count_overlaps(taken):
+                room.append((sum(box.padded(3).contains(*mark) for mark in marks), len(room), place, box))
+        if not room:
+            label.remove()
             continue
-        taken.append(place)
-        right = place[0] > middle  # no room beside it
-        offset, side = ((-5, 4), "right") if right else ((5, 4), "left")
-        ax.annotate(name, at, xytext=offset, ha=side, textcoords="offset points", fontsize=SMALL, color=INK)
+        *_, place, box = min(room)
+        _placed(label, *place)
+        taken.append(box)
+
+
+def _placed(label: Annotation, x: float, y: float, side: str, height: str) -> Annotation:
+    """Move a name to a place of `AROUND`."""
+    label.set(position=(x, y), ha=side, va=height)
+    return label
 
 
 def draw(cost: str, group: Group, cells: pd.DataFrame, runs: pd.DataFrame, looks: Mapping[str, Look]) -> Plot:
@@ -102,13 +131,13 @@ def draw(cost: str, group: Group, cells: pd.DataFrame, runs: pd.DataFrame, looks
     if np.abs(y).max() > LARGE:
         ax.set_yscale("symlog", linthresh=1, linscale=0.6)
     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
-    if cost == "bytes" and x.min() > 0 and x.max() > 4 * x.min():
+    if 0 < WIDE * x.min() < x.max():
         logarithmic(ax, "x")
     ax.margins(x=0.12, y=0.1)
     if ax.get_xscale() == "linear" and x.max() < NARROW * x.min():
         ax.set_xlim(left=0)  # costs that hardly differ look so
     legend(figure, handles, cells["compressor"].tolist())
-    name_points(ax, x[best], y[best], cells["compressor"].iloc[best])
+    name_points(ax, np.column_stack([x, y]), dict(zip(best.tolist(), cells["compressor"].iloc[best], strict=True)))
     names = ", ".join(cells["compressor"].iloc[best])
     alt = f"Pareto front of {group_title(*group)}: perplexity difference over {label}. On the front: {names}."
     return Plot(f"pareto-{cost}-{group.slug}", alt, figure, tips)

@@ -6,6 +6,7 @@ beyond them differ in dashes and markers too. The baseline has the colour of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
@@ -25,6 +26,7 @@ MARKERS = "os^DvPX*<>"
 HATCHES = ("", "///", "---", "xxx", "|||", "+++")  # lines only: dots make an SVG a hundred times larger
 SMALL = 8.5  # points: legends and labels of single points
 WIDTH = 4.9  # inches: a column of a paper, readable on a phone
+TICKS = ((2.5, (1, 2, 5)), (4, (1, 3)))  # of each decade, where an axis has fewer decades than this
 TOP, RIGHT, BOTTOM, LINE = 0.32, 0.25, 0.5, 0.18  # inches around the axes; of a legend's line
 SETTINGS: Any = {
     "svg.fonttype": "none",  # keep text as text
@@ -110,11 +112,21 @@ def axes(title: str, x: str, y: str, height: float = 2.6, left: float = 0.72) ->
     return figure, ax
 
 
+class Decades(LogLocator):
+    """Ticks at 1, 2 and 5 of each decade, and at fewer where there are too many decades for their labels."""
+
+    def tick_values(self, vmin: float, vmax: float) -> Any:
+        """The ticks between two values."""
+        decades = math.log10(vmax / vmin)
+        self.set_params(subs=next((subs for most, subs in TICKS if decades < most), (1,)))
+        return super().tick_values(vmin, vmax)
+
+
 def logarithmic(ax: Axes, which: Literal["x", "y"]) -> None:
-    """Make an axis logarithmic, with ticks at 1, 2 and 5 of each decade as plain numbers: mathtext is switched off."""
+    """Make an axis logarithmic, with ticks as plain numbers: mathtext is switched off."""
     axis: Axis = getattr(ax, f"{which}axis")
     getattr(ax, f"set_{which}scale")("log")
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=9))
+    axis.set_major_locator(Decades(numticks=9))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 

@@ -19,23 +19,26 @@ if TYPE_CHECKING:
     from gradwire.measurement.cost_model import Model
 
 WORLDS = tuple(2**power for power in range(1, 11))
-RATES = GRID[(GRID >= 1e7) & (GRID <= 1e11)][::4]
+SLOWEST, HIGHEST = 1e7, 1e11  # bits per second; the map begins at the slowest measured link if that is slower
 LATENCY = 50e-6  # seconds per message
 
 
-def fastest(model: Model, strategy: str, labels: Collection[str]) -> NDArray[np.int64]:
+def fastest(model: Model, strategy: str, labels: Collection[str], rates: NDArray[np.float64]) -> NDArray[np.int64]:
     """Which of ``labels`` has the shortest step: indices ``[worlds, rates]``."""
-    steps = [[model.steps((strategy, label), world, RATES, LATENCY)[1].min(0) for world in WORLDS] for label in labels]
+    steps = [[model.steps((strategy, label), world, rates, LATENCY)[1].min(0) for world in WORLDS] for label in labels]
     return np.array(steps).argmin(0)
 
 
 def draw(model: Model, strategy: str, labels: Collection[str], limit: str, looks: Mapping[str, Look]) -> Plot:
     """One strategy's map, among ``labels``; ``limit`` describes how they were chosen."""
     names = list(labels)
-    won = fastest(model, strategy, names)
+    points = {(one.world, one.rate) for one in model.measurements if one.strategy == strategy and one.world in WORLDS}
+    slowest = min([SLOWEST, *(0.8 * rate for _, rate in points)])  # with room for the point
+    rates = GRID[(slowest <= GRID) & (GRID <= HIGHEST)][::4]
+    won = fastest(model, strategy, names, rates)
     figure, ax = axes(f"{group_title(strategy)}: {limit}", "bandwidth of each rank's link", "world size W")
     ax.grid(visible=False)
-    x = np.log10(RATES)
+    x = np.log10(rates)
     half = (x[1] - x[0]) / 2
     edges = np.concatenate([x - half, [x[-1] + half]])
     present = [i for i in range(len(names)) if (won == i).any()]
@@ -58,7 +61,6 @@ def draw(model: Model, strategy: str, labels: Collection[str], limit: str, looks
             box = {"fc": PAPER, "ec": "none", "pad": 2, "alpha": 0.9}
             ax.text(at, middle, names[i], ha="center", va="center", fontsize=8, color=INK, bbox=box)
     shown = [names[i] for i in present]
-    points = {(one.world, one.rate) for one in model.measurements if one.strategy == strategy and one.world in WORLDS}
     for world, rate in sorted(points):
         at = math.log10(rate) if math.isfinite(rate) else x[-1]
         marker = "o" if math.isfinite(rate) else ">"
@@ -70,7 +72,7 @@ def draw(model: Model, strategy: str, labels: Collection[str], limit: str, looks
         shown.append("measured")
     ax.set_xlim(edges[0], edges[-1])
     ax.set_ylim(-0.5, len(WORLDS) - 0.5)
-    ticks = [power for power in range(7, 12) if edges[0] <= power <= edges[-1]]
+    ticks = [power for power in range(4, 12) if edges[0] <= power <= edges[-1]]
     ax.set_xticks(ticks, [rate_text(10.0**power) for power in ticks])
     ax.set_yticks(range(len(WORLDS)), [str(world) for world in WORLDS])
     legend(figure, handles, shown)
