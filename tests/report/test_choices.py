@@ -9,7 +9,7 @@ from links_rows import experiment, row
 
 from gradwire.cli import main
 from gradwire.measurement.cost_model import LeftOut
-from gradwire.report.choices import Choice, Qualities, choices, qualities
+from gradwire.report.choices import Choice, Qualities, choices, qualities, seconds_to
 from gradwire.report.measurements import measurement_of
 from gradwire.report.quality import PerplexityReference
 
@@ -67,6 +67,14 @@ def test_a_target_is_reached_after_dense_steps_of_the_baseline_and_own_ones():
     faster = found.costs({"none": 0.3, "int8": 0.01, "int4": 0.08})[f"ppl {TARGET}"]
     assert min(faster, key=faster.get) == "int8"
     assert math.isclose(faster["int8"], 30 + 7.4)
+
+
+def test_a_seed_that_was_not_judged_by_the_target_is_no_miss():
+    unjudged = reached("none", 3, None).model_copy(update={"steps_to_target": None})
+    runs = [*(reached("none", seed, 100 * seed) for seed in (1, 2)), unjudged]
+    assert seconds_to(TARGET, runs, 0.5, None) == 75.0
+    assert seconds_to(TARGET, [*runs, reached("none", 4, None)], 0.5, None) == 100.0, "a miss counts"
+    assert math.isnan(seconds_to(TARGET, [reached("none", 0, 9, freeze_step=5)], 0.5, None))
 
 
 def test_predict_names_the_soonest_and_its_regret(tmp_path, capsys):

@@ -72,13 +72,18 @@ def qualities(rows: Sequence[Result], worse: Mapping[str, float], quality: Perpl
 
 
 def seconds_to(target: str, runs: Sequence[Result], step: float, baseline: float | None) -> float:
-    """Seconds to a target, the median over seeds; infinite if it is missed, or if its time is unknown."""
-    found = []
-    for run in runs:
-        steps = (run.steps_to_target or {}).get(target)
-        seconds = None if steps is None else duration(steps, run, step, baseline)
-        found.append(math.inf if seconds is None else seconds)
-    return median(found)
+    """Seconds to a target, the median over the seeds that have it; infinite if it is missed, NaN if it is unknown.
+
+    Args:
+        target: Its name.
+        runs: The runs whose steps count.
+        step: Seconds of a step after the dense ones.
+        baseline: Seconds of a dense step.
+    """
+    each = [(run, steps[target]) for run in runs if target in (steps := run.steps_to_target or {})]
+    found = [math.inf if steps is None else duration(steps, run, step, baseline) for run, steps in each]
+    known = [seconds for seconds in found if seconds is not None]
+    return median(known) if len(known) == len(found) else math.nan
 
 
 class Choice(NamedTuple):
