@@ -1,5 +1,7 @@
 """The tables of ``time-to-loss.md``: ``python benchmarks/time_to_loss_table.py benchmarks/time-to-loss.jsonl``.
 
+``--figures docs/images`` writes its figures, as a report draws them.
+
 The records are those of ``configs/time-to-loss.yaml``; the steps to each target are those of all seeds of the runs that
 it takes its perplexities from.
 """
@@ -15,35 +17,29 @@ from statistics import mean, median
 
 from tabulate import tabulate
 
-from gradwire.config import BASELINE
-from gradwire.report.choices import qualities, seconds_to
+from gradwire.files import write_text
+from gradwire.report.figures.files import svg
+from gradwire.report.figures.style import looks, styled
+from gradwire.report.figures.time_to_loss import plots
 from gradwire.report.markdown import MISSING
 from gradwire.report.quality import perplexity_reference
 from gradwire.report.record import BF16, Result
 from gradwire.report.results_file import read_results
-from gradwire.units import UNSHAPED, bits_per_second
+from gradwire.report.time_to_loss import Cell, cells, loads, ordered
+from gradwire.units import UNSHAPED
 
 WITHIN = (1.1, 1.5, 2, 5, 20)  # times the soonest label's time
 
 Costs = Mapping[str, float]  # seconds to a target, by label
 
 
-def costs(rows: Sequence[Result], runs: Mapping[str, Mapping[str, Sequence[Result]]]) -> dict[tuple[str, str], Costs]:
+def costs(known: Sequence[Cell], targets: Sequence[str]) -> dict[tuple[str, str], Costs]:
     """Seconds to each target, by link and target; labels that miss it in the median over seeds are infinite."""
-    found = {}
-    for link in sorted({row.link for row in rows}, key=_rate, reverse=True):
-        step = {row.compressor: row.typical_step_ms / 1e3 for row in rows if row.link == link and row.typical_step_ms}
-        for target, by_label in runs.items():
-            found[link, target] = {
-                label: seconds_to(target, by_label[label], step[label], step.get(BASELINE))
-                for label in step
-                if label in by_label
-            }
-    return found
-
-
-def _rate(link: str) -> float:
-    return math.inf if link == UNSHAPED else bits_per_second(link)
+    return {
+        (link, target): {cell.compressor: cell.seconds(target) for cell in known if cell.link == link}
+        for link in ordered(cell.link for cell in known)
+        for target in targets
+    }
 
 
 def by_link(rows: Sequence[Result], found: Mapping[tuple[str, str], Costs], targets: Sequence[str]) -> Iterable[str]:
@@ -83,27 +79,39 @@ def profile(found: Mapping[tuple[str, str], Costs]) -> str:
     return tabulate(lines, ["label", "cases", *(f"within {within:g} ×" for within in WITHIN)], tablefmt="pipe")
 
 
-def winners(rows: Sequence[Result], found: Mapping[tuple[str, str], Costs], targets: Sequence[str]) -> str:
+def winners(known: Sequence[Cell], found: Mapping[tuple[str, str], Costs], targets: Sequence[str]) -> str:
     """The soonest label of each link and target, and the link's m: communication over computation of float32."""
-    step = {row.link: row.typical_step_ms or math.nan for row in rows if row.compressor == BASELINE}
+    m = loads(known)
     lines = []
     for link in dict.fromkeys(link for link, _ in found):
         best = [min(found[link, target].items(), key=lambda item: item[1]) for target in targets]
         named = [f"{label}, {seconds:,.0f} s" if math.isfinite(seconds) else MISSING for label, seconds in best]
-        lines.append([link, f"{step[link] / step[UNSHAPED] - 1:.1f}", *named])
+        lines.append([link, f"{m[link]:.1f}", *named])
     return tabulate(lines, ["link", "m", *targets], tablefmt="pipe", disable_numparse=True)
+
+
+def save(known: Sequence[Cell], folder: Path) -> None:
+    """Write the curves and the map."""
+    drawings = plots(known, looks(sorted({cell.compressor for cell in known})))
+    with styled():
+        for name, drawing in zip(("time-to-loss", "soonest"), drawings, strict=True):
+            write_text(folder / f"{name}.svg", svg(drawing()))
 
 
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("records", type=Path)
-    rows = [row for row in read_results(parser.parse_args().records)[0] if row.status == "ok" and row.world_size > 1]
+    parser.add_argument("--figures", type=Path, metavar="DIR", help="write the figures there as SVG")
+    args = parser.parse_args()
+    rows = [row for row in read_results(args.records)[0] if row.status == "ok" and row.world_size > 1]
     (source,) = {row.quality_from.partition(": ")[0] for row in rows if row.quality_from}
-    runs = qualities(rows, {}, perplexity_reference(Path(source))[0]).runs
-    found = costs(rows, runs)
-    targets = list(runs)
-    print("\n\n".join([winners(rows, found, targets), profile(found), *by_link(rows, found, targets)]))
+    known = cells(rows, perplexity_reference(Path(source))[0])
+    if args.figures:
+        save(known, args.figures)
+    targets = known[0].targets
+    found = costs(known, targets)
+    print("\n\n".join([winners(known, found, targets), profile(found), *by_link(rows, found, targets)]))
 
 
 if __name__ == "__main__":

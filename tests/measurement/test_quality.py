@@ -15,7 +15,7 @@ from gradwire.measurement.quality import read
 from gradwire.report.quality import PerplexityReference, with_quality
 from gradwire.report.summarize import collect
 from gradwire.report.table import summary
-from gradwire.report.targets import records
+from gradwire.report.time_to_loss import cells, records
 
 RUN = Run("ddp", "none", 2, "none", 0)
 
@@ -198,12 +198,13 @@ def test_time_steps_and_bytes_to_each_target(tmp_path):
     )
     assert to_target(rows["diloco", 1])[0] == {"60": 4, "40": None, "none": 4}, "its own seed's baseline is worse"
     assert to_target(rows["diloco", 2])[0] == {"60": None, "40": None}, "there is no such seed to compare with"
-    table = {(line["target"], line["compressor"]): line for line in records(list(rows.values()))}
+    reached = records(cells(rows.values(), PerplexityReference.of("here", rows.values())))
+    table = {(line["target"], line["compressor"]): line for line in reached}
     columns = ("n", "reached", "steps", "seconds", "megabytes")
     assert [table["60", "diloco"][name] for name in columns] == [3, "2 of 3", "4", "0.0", "0.000"]
     assert [table["40", "none"][name] for name in columns] == [2, "0 of 2", "∞", "∞", "∞"]
     assert [table["none", "diloco"][name] for name in columns[:3]] == [2, "1 of 2", "∞"]
-    text = summary("x", list(rows.values()))
+    text = summary("x", list(rows.values()), reached=reached)
     assert "## Time to target" in text and "∞" in text.split("## Time to target")[1]
 
 
@@ -224,12 +225,14 @@ def test_a_shaped_run_takes_the_steps_of_the_long_one_at_its_own_step_time(tmp_p
     add(short, link, 1, [1.0], step_time_ms_mean=250.0, compress_config={"method": "onebit"}, **untold)
     add(short, link._replace(compressor="none"), 1, [1.0], step_time_ms_mean=2000.0, **untold)
     add(short, RUN, 1, [1.0], step_time_ms_mean=500.0, **untold)
-    [joined, _, _], complaints = with_quality(collect(short), PerplexityReference.of("long", collect(long)))
+    found = PerplexityReference.of("long", collect(long))
+    [joined, *others], complaints = with_quality(collect(short), found)
     assert len(complaints) == 2 and joined.compressor == "diloco"
     times = None if seconds is None else {"60": pytest.approx(seconds), "40": None}
     assert to_target(joined) == ({"60": 4, "40": None}, times, {"60": 400, "40": None})
     assert joined.val_ppl == 50 and joined.quality_from == "long: ddp/diloco/ws2/none/seed0"
-    line = next(line for line in records([joined]) if line["target"] == "60")
+    of_link = [one.model_copy(update={"step_time_ms_p50": one.step_time_ms_mean}) for one in (joined, *others)]
+    line = next(line for line in records(cells(of_link, found)) if line["target"] == "60")
     assert line["seconds"] == ("–" if seconds is None else f"{seconds:.1f}")
 
 

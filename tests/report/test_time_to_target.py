@@ -7,7 +7,8 @@ from links_rows import row
 
 from gradwire.report.figures.style import looks
 from gradwire.report.figures.time_to_target import plots
-from gradwire.report.targets import Goal, seconds_by_link
+from gradwire.report.quality import PerplexityReference
+from gradwire.report.time_to_loss import Goal, by_goal, cells
 
 STEPS = {"none": 500, "int8": 600, "int4": None, "powersgd": 900}
 LINKS = ("none", "1gbit", "100mbit")
@@ -23,8 +24,12 @@ def rows(link, seeds=(0, 1, 2)):
             yield one.model_copy(update={"steps_to_target": {"45": taken}, "time_to_target_s": {"45": time}})
 
 
+def timed(*links):
+    return cells([one for link in links for one in rows(link)], PerplexityReference.of("here", []))
+
+
 def test_lines_are_medians_over_the_rates_and_misses_are_named():
-    found = seconds_by_link([one for link in LINKS for one in rows(link)])
+    found = by_goal(timed(*LINKS))
     goal = Goal("45", "ddp", 2)
     assert list(found) == [goal]
     assert found[goal]["int8"]["100mbit"] == pytest.approx(0.61 * row("ddp", "int8", "100mbit").step_time_ms_mean)
@@ -39,5 +44,5 @@ def test_lines_are_medians_over_the_rates_and_misses_are_named():
 
 
 def test_one_rate_is_no_figure_and_a_label_is_a_target_too():
-    assert not list(plots(seconds_by_link([*rows("none"), *rows("1gbit")]), looks(STEPS)))
+    assert not list(plots(by_goal(timed("none", "1gbit")), looks(STEPS)))
     assert Goal("bf16-native", "ddp", 2).named == "the perplexity of bf16-native"

@@ -48,7 +48,9 @@ CAPTIONS = {
         "Steps, seconds and gradient bytes until the first evaluation with a perplexity as low as the target, medians "
         "over seeds; ∞: more than half of the seeds never reach it. A label as the target means its final "
         "perplexity with the same seed. Seconds leave evaluations out. Cells whose perplexity is from another "
-        "experiment take its steps, at their own mean step time. A figure needs links of two rates.",
+        "experiment take the steps of its seeds, each as long as their own typical step. Curves join the targets and "
+        "the end of the runs, for the baselines and the labels on the front; m is communication over computation of "
+        f"{BASELINE}. Figures need two links.",
     ),
     "loss": Caption(
         "Loss over steps and over time",

@@ -12,7 +12,7 @@ import pandas as pd
 
 from gradwire.config import BASELINE
 from gradwire.errors import BadInput
-from gradwire.report import curves
+from gradwire.report import curves, time_to_loss
 from gradwire.report.cells import Group, cells_of, groups, of_group
 from gradwire.report.figures.style import Look, looks
 from gradwire.report.predict import quality_of
@@ -60,6 +60,11 @@ class Data:
     def groups(self) -> list[Group]:
         """The groups of cells, in the table's order."""
         return [] if self.cells is None else [group for group, _ in groups(self.cells)]
+
+    @cached_property
+    def times(self) -> list[time_to_loss.Cell]:
+        """The cells that have targets."""
+        return time_to_loss.cells(self.results, self.quality)
 
     @cached_property
     def looks(self) -> dict[str, Look]:

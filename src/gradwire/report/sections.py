@@ -15,11 +15,11 @@ from gradwire.config import BASELINE
 from gradwire.errors import BadInput
 from gradwire.files import read_json
 from gradwire.measurement.cost_model import Model, leave_one_link_out
-from gradwire.report import columns, curves, targets
+from gradwire.report import columns, curves
 from gradwire.report.cells import GROUP, command, of_group, on_one_link
 from gradwire.report.columns import Column
 from gradwire.report.data import Data
-from gradwire.report.figures import line_plots, pareto, scaling, step_time, winners
+from gradwire.report.figures import line_plots, pareto, scaling, step_time, time_to_loss, winners
 from gradwire.report.figures.style import timed
 from gradwire.report.figures.time_to_target import plots as time_to_target_plots
 from gradwire.report.headline import findings
@@ -29,6 +29,7 @@ from gradwire.report.predict import ppl_percent, unpredictable
 from gradwire.report.record import Result
 from gradwire.report.section import NO_RESULT, Section
 from gradwire.report.tables import Table
+from gradwire.report.time_to_loss import by_goal, records
 from gradwire.report.traffic import as_computed
 from gradwire.report.validity import environments, stores, validity
 
@@ -132,9 +133,12 @@ def fronts(data: Data) -> Section:
 def time_to_target(data: Data) -> Section:
     """Time to the experiment's targets."""
     made = Section.of("targets")
-    if reached := targets.records(data.results):
-        made.tables = [Table.of("targets", "Time to target", reached, columns.TARGETS)]
-        drawn = time_to_target_plots(targets.seconds_by_link(data.results), data.looks)
+    if data.times:
+        made.tables = [Table.of("targets", "Time to target", records(data.times), columns.TARGETS)]
+        drawn = [
+            *time_to_loss.plots(data.times, data.looks),
+            *time_to_target_plots(by_goal(data.times), data.looks),
+        ]
         made.plots = [timed(plot, data.shared) for plot in drawn]
     else:
         made.absent = "the experiment has no target (`targets:` in the configuration)"

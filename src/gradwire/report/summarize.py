@@ -69,13 +69,15 @@ def main(args: Namespace) -> None:
     from gradwire.report.headline import findings
     from gradwire.report.table import summary
     from gradwire.report.tiers import tiers
+    from gradwire.report.time_to_loss import cells, records
 
     results, found, notes = joined(args.results_dir, args.experiment, args.quality_from)
     for note in notes:
         print(f"gradwire summarize: {note}", file=sys.stderr)
     ok = [row for row in results if row.status == "ok"]
     answers = [f"{one.regime}: {one.text}" for one in findings(cells_of(ok, found) if ok else None)]
-    text = summary(args.results_dir.resolve().name, results, tiers(results, found), notes, answers)
+    reached = records(cells(results, found))
+    text = summary(args.results_dir.resolve().name, results, tiers(results, found), notes, answers, reached)
     if not args.print_only:
         lines, table = jsonl(results), csv_text(results)
         write_text(args.results_dir / "results.jsonl", lines)

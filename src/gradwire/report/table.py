@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -11,7 +11,7 @@ import pandas as pd
 
 from gradwire.config import BASELINE
 from gradwire.measurement.statistics import estimates, gated, percents
-from gradwire.report import columns, targets
+from gradwire.report import columns
 from gradwire.report.columns import Column
 from gradwire.report.markdown import MISSING, SPREAD, number
 from gradwire.report.notes import fallbacks, losses_over_links, machine, machines, privacy
@@ -77,7 +77,12 @@ DEFINITIONS = f"""\
 
 
 def summary(
-    name: str, results: Sequence[Result], tiers: str = "", notes: Sequence[str] = (), answers: Sequence[str] = ()
+    name: str,
+    results: Sequence[Result],
+    tiers: str = "",
+    notes: Sequence[str] = (),
+    answers: Sequence[str] = (),
+    reached: Sequence[Mapping[str, Any]] = (),
 ) -> str:
     """Format the whole summary.
 
@@ -87,6 +92,7 @@ def summary(
         tiers: Sections on quality tiers and links, if any.
         notes: Further notes.
         answers: Which compressor wins in which regime (`report.headline`).
+        reached: What it took to reach each target (`report.time_to_loss.records`).
 
     Returns:
         Markdown of at most about 140 columns, with a line break at the end.
@@ -107,7 +113,7 @@ def summary(
         if by_op := op_table(ok, by_speed):
             parts += ["## Communication by op, ms per step", by_op]
         parts += [tiers] if tiers else []
-    if reached := targets.records(results):
+    if reached:
         parts += ["## Time to target", Table.of("", "", reached, columns.TARGETS).markdown(), TIME_TO_TARGET]
     if notes := [*machines(ok), *losses_over_links(ok), *fallbacks(ok), *notes]:
         parts += ["## Notes", "\n".join(_item(note) for note in notes)]

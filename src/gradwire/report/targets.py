@@ -9,20 +9,16 @@ seconds are those steps times its own mean step time, because steps to a target 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from gradwire.config import BASELINE, Targets
 from gradwire.errors import BadInput
 from gradwire.measurement import quality
-from gradwire.report.markdown import MISSING
 from gradwire.report.record import OWN_QUALITY, Result, run_of
 
 ROUNDING = 1e-5  # nats: `gradwire perplexity` and a run's own last evaluation round differently
-FIELDS = ("steps_to_target", "time_to_target_s", "bytes_to_target")
 
 
 def target_losses(targets: Targets, row: Result, results: Sequence[Result]) -> dict[str, float]:
@@ -125,62 +121,3 @@ def duration(steps: float, run: Result, own: float | None, baseline: float | Non
     if own is None or (dense and baseline is None) or {"freeze_step", "dense_rounds"} & config.keys():
         return None
     return dense * (baseline or 0.0) + (steps - dense) * own
-
-
-class Goal(NamedTuple):
-    """A target, and the strategy and world size that are to reach it."""
-
-    target: str
-    strategy: str
-    world_size: int
-
-    @property
-    def named(self) -> str:
-        """The target in words: a perplexity, or the final one of a label."""
-        return f"perplexity {self.target}" if self.target[:1].isdigit() else f"the perplexity of {self.target}"
-
-
-def seconds_by_link(results: Iterable[Result]) -> dict[Goal, dict[str, dict[str, float]]]:
-    """Median seconds to each goal, by label and link; infinite for misses, and unknown ones are left out."""
-    found: defaultdict[Goal, defaultdict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
-    for (name, link, world_size, strategy, compressor), rows in _cells(results).items():
-        each = _median(rows, "time_to_target_s", name)
-        if not math.isnan(each):
-            found[Goal(name, strategy, world_size)][compressor][link] = each
-    return {goal: dict(of) for goal, of in found.items()}
-
-
-def _cells(results: Iterable[Result]) -> dict[tuple[str, str, int, str, str], list[Result]]:
-    """The rows by target, link, world size, strategy and label."""
-    cells: defaultdict[tuple[str, str, int, str, str], list[Result]] = defaultdict(list)
-    for row in results:
-        for name in row.steps_to_target or {}:
-            cells[name, row.link, row.world_size, row.strategy, row.compressor].append(row)
-    return cells
-
-
-def records(results: Iterable[Result]) -> list[dict[str, Any]]:
-    """One line per cell and target: medians over seeds, with misses infinite, fastest first."""
-    lines = []
-    for (name, link, world_size, strategy, compressor), rows in _cells(results).items():
-        steps, time, sent = (_median(rows, field, name) for field in FIELDS)
-        reached = sum((row.steps_to_target or {})[name] is not None for row in rows)
-        line = {"target": name, "link": link, "world_size": world_size, "strategy": strategy, "compressor": compressor}
-        line |= {"n": len(rows), "reached": f"{reached} of {len(rows)}"}
-        line["order"] = math.inf if math.isnan(time) else time
-        lines.append(line | {"steps": _text(steps), "seconds": _text(time, 1), "megabytes": _text(sent / 1e6, 3)})
-    return sorted(
-        lines, key=lambda line: [line[key] for key in ("target", "link", "world_size", "order", "compressor")]
-    )
-
-
-def _median(rows: Iterable[Result], field: str, name: str) -> float:
-    """Median over seeds; a miss is infinite. NaN if a value is unknown."""
-    found = [getattr(row, field) for row in rows]
-    if None in found:
-        return math.nan
-    return float(median(math.inf if each[name] is None else each[name] for each in found))
-
-
-def _text(value: float, digits: int = 0) -> str:
-    return "∞" if math.isinf(value) else MISSING if math.isnan(value) else f"{value:,.{digits}f}"

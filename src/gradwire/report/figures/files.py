@@ -58,13 +58,19 @@ def _save(number: int) -> Drawn:
 
 def save(drawing: Drawing, folder: Path) -> Drawn:
     """Draw a figure and write ``folder/<name>.svg`` and ``.png``."""
-    text = io.StringIO()
     with styled():
         plot = drawing()
-        plot.figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Title": plot.alt})
+        text = svg(plot)
         write_with(folder / f"{plot.name}.png", lambda part: plot.figure.savefig(part, **PNG))
-    write_text(folder / f"{plot.name}.svg", text.getvalue())
-    return Drawn(plot.name, inline(text.getvalue(), plot))
+    write_text(folder / f"{plot.name}.svg", text)
+    return Drawn(plot.name, inline(text, plot))
+
+
+def svg(plot: Plot) -> str:
+    """The figure as SVG; call it within `styled`."""
+    text = io.StringIO()
+    plot.figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None, "Title": plot.alt})
+    return text.getvalue()
 
 
 def inline(text: str, plot: Plot) -> str:

@@ -7,7 +7,7 @@ beyond them differ in dashes and markers too. The baseline has the colour of the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +26,7 @@ MARKERS = "os^DvPX*<>"
 HATCHES = ("", "///", "---", "xxx", "|||", "+++")  # lines only: dots make an SVG a hundred times larger
 SMALL = 8.5  # points: legends and labels of single points
 WIDTH = 4.9  # inches: a column of a paper, readable on a phone
-TICKS = ((2.5, (1, 2, 5)), (4, (1, 3)))  # of each decade, where an axis has fewer decades than this
+TICKS = ((1.5, (1, 2, 5)), (0.95, (1, 3)))  # of each decade, if it has more inches than this
 TOP, RIGHT, BOTTOM, LINE = 0.32, 0.25, 0.5, 0.18  # inches around the axes; of a legend's line
 SETTINGS: Any = {
     "svg.fonttype": "none",  # keep text as text
@@ -88,6 +88,16 @@ def looks(labels: Iterable[str]) -> dict[str, Look]:
     return {BASELINE: Look(INK, "-", "o"), **found}
 
 
+def fills(labels: Iterable[str], looks: Mapping[str, Look]) -> dict[str, dict[str, Any]]:
+    """How areas of labels are filled: in their colours, or in free ones where labels of a figure have the same."""
+    found: dict[str, dict[str, Any]] = {}
+    for order, label in enumerate(labels):
+        taken = [fill["fc"] for fill in found.values()]
+        colour = next((one for one in (looks[label].colour, *COLOURS) if one not in taken), looks[label].colour)
+        found[label] = {"fc": colour, "ec": PAPER, "hatch": HATCHES[order % len(HATCHES)], "lw": 0}
+    return found
+
+
 @contextmanager
 def styled() -> Iterator[None]:
     """Apply matplotlib settings while drawing or saving."""
@@ -112,13 +122,52 @@ def axes(title: str, x: str, y: str, height: float = 2.6, left: float = 0.72) ->
     return figure, ax
 
 
+def panels(number: int, x: str, y: str) -> tuple[Figure, list[Axes]]:
+    """A figure with small panels, two in a row, that share their axes; `heading` writes its title.
+
+    Args:
+        number: Of panels.
+        x: What the x axes show, with its unit.
+        y: What the y axes show, with its unit.
+    """
+    rows, left, gap, height, above = -(-number // 2), 0.62, 0.16, 1.4, 0.3
+    whole = rows * (height + above)  # each panel has its title above it
+    width = (WIDTH - left - RIGHT - gap) / 2
+    figure = Figure(figsize=(WIDTH, TOP + whole + BOTTOM))
+    found: list[Axes] = []
+    for i in range(number):
+        row, column = divmod(i, 2)
+        box = left + column * (width + gap), whole - (row + 1) * (height + above), width, height
+        across, up = 1 / WIDTH, 1 / whole
+        shared = {"sharex": found[0], "sharey": found[0]} if found else {}
+        place = box[0] * across, box[1] * up, box[2] * across, box[3] * up
+        ax = figure.add_axes(place, **shared)  # type: ignore[call-overload]
+        ax.tick_params(length=3, labelbottom=i + 2 >= number, labelleft=not column)
+        ax.set(xlabel=x if i + 2 >= number else "", ylabel="" if column else y)
+        found.append(ax)
+    return figure, found
+
+
+def heading(figure: Figure, title: str) -> None:
+    """Write the title of a figure with panels; call it after `legend`, which settles the height."""
+    left = figure.axes[0].get_position().x0
+    size, weight = mpl.rcParams["axes.titlesize"], "bold"
+    figure.text(left, 1 - 0.12 / figure.get_figheight(), title, va="top", fontsize=size, fontweight=weight)
+
+
 class Decades(LogLocator):
-    """Ticks at 1, 2 and 5 of each decade, and at fewer where there are too many decades for their labels."""
+    """Ticks at 1, 2 and 5 of each decade, or at fewer where their labels have no room."""
+
+    def __init__(self, ax: Axes, which: Literal["x", "y"]) -> None:
+        super().__init__(numticks=9)
+        self.ax, self.which = ax, which
 
     def tick_values(self, vmin: float, vmax: float) -> Any:
         """The ticks between two values."""
-        decades = math.log10(vmax / vmin)
-        self.set_params(subs=next((subs for most, subs in TICKS if decades < most), (1,)))
+        inches = self.ax.get_window_extent().transformed(self.ax.figure.dpi_scale_trans.inverted())
+        room = inches.width if self.which == "x" else 3 * inches.height  # a label is wider than high
+        each = room / math.log10(vmax / vmin)
+        self.set_params(subs=next((subs for least, subs in TICKS if each > least), (1,)))
         return super().tick_values(vmin, vmax)
 
 
@@ -126,7 +175,7 @@ def logarithmic(ax: Axes, which: Literal["x", "y"]) -> None:
     """Make an axis logarithmic, with ticks as plain numbers: mathtext is switched off."""
     axis: Axis = getattr(ax, f"{which}axis")
     getattr(ax, f"set_{which}scale")("log")
-    axis.set_major_locator(Decades(numticks=9))
+    axis.set_major_locator(Decades(ax, which))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
@@ -146,12 +195,12 @@ def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> Non
     """Add a legend below the axes, in as many columns as fit; call it last."""
     columns = max(1, min(4, len(labels), int((WIDTH - 0.2) / (0.5 + 0.075 * max(map(len, labels), default=1)))))
     below = BOTTOM + LINE * -(-len(labels) // columns)
-    ax = figure.axes[0]
     height = figure.get_figheight() - TOP - BOTTOM
     total = TOP + height + below
     figure.set_figheight(total)
-    box = ax.get_position()
-    ax.set_position((box.x0, below / total, box.width, height / total))
+    for ax in figure.axes:
+        box = ax.get_position()
+        ax.set_position((box.x0, (below + box.y0 * height) / total, box.width, box.height * height / total))
     if handles:
         place: dict[str, Any] = {
             "loc": "lower left",

@@ -8,7 +8,7 @@ from functools import partial
 
 from gradwire.report.cells import slug
 from gradwire.report.figures.style import Drawing, Look, Plot, axes, group_title, legend, logarithmic
-from gradwire.report.targets import Goal
+from gradwire.report.time_to_loss import Goal
 from gradwire.topology import link_rate
 
 Seconds = Mapping[str, Mapping[str, float]]  # by label and link

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from gradwire.measurement.cost_model import GRID
 from gradwire.report.cells import slug
-from gradwire.report.figures.style import HATCHES, INK, PAPER, Look, Plot, axes, group_title, legend
+from gradwire.report.figures.style import INK, PAPER, Look, Plot, axes, fills, group_title, legend
 from gradwire.units import rate_text
 
 if TYPE_CHECKING:
@@ -43,13 +43,9 @@ def draw(model: Model, strategy: str, labels: Collection[str], limit: str, looks
     edges = np.concatenate([x - half, [x[-1] + half]])
     present = [i for i in range(len(names)) if (won == i).any()]
     handles: list[Any] = []
-    for order, i in enumerate(present):
-        look: dict[str, Any] = {
-            "fc": looks[names[i]].colour,
-            "ec": PAPER,
-            "hatch": HATCHES[order % len(HATCHES)],
-            "lw": 0,
-        }
+    filled = fills([names[i] for i in present], looks)
+    for i in present:
+        look = filled[names[i]]
         for row, line in enumerate(won == i):
             for start, end in _stretches(line):
                 ax.broken_barh([(edges[start], edges[end] - edges[start])], (row - 0.5, 1), **look)
