@@ -15,6 +15,7 @@ from gradwire.errors import BadInput
 from gradwire.report import curves, time_to_loss
 from gradwire.report.cells import Group, cells_of, groups, of_group
 from gradwire.report.figures.style import Look, looks
+from gradwire.report.headline import Finding, Known, findings
 from gradwire.report.predict import quality_of
 from gradwire.report.quality import PerplexityReference
 from gradwire.report.record import OWN_QUALITY, Result
@@ -65,6 +66,11 @@ class Data:
     def times(self) -> list[time_to_loss.Cell]:
         """The cells that have targets."""
         return time_to_loss.cells(self.results, self.quality)
+
+    @cached_property
+    def findings(self) -> list[Finding]:
+        """Which compressor wins in which regime."""
+        return findings(self.cells, Known(self.ok, self.quality, self.times, self.shared))
 
     @cached_property
     def looks(self) -> dict[str, Look]:

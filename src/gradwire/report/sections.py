@@ -20,9 +20,9 @@ from gradwire.report.cells import GROUP, command, of_group, on_one_link
 from gradwire.report.columns import Column
 from gradwire.report.data import Data
 from gradwire.report.figures import line_plots, pareto, scaling, step_time, time_to_loss, winners
-from gradwire.report.figures.style import timed
+from gradwire.report.figures.style import Drawing, timed
 from gradwire.report.figures.time_to_target import plots as time_to_target_plots
-from gradwire.report.headline import findings
+from gradwire.report.headline import Finding
 from gradwire.report.measurements import measurement_of, usable
 from gradwire.report.notes import mostly_float32
 from gradwire.report.predict import ppl_percent, unpredictable
@@ -56,18 +56,28 @@ def sections(data: Data) -> Iterator[Section]:
 def headline(data: Data) -> Section:
     """Which compressor wins in which regime, and quality over what the first number is of."""
     made = Section.of("headline")
-    made.findings = findings(data.cells)
+    made.findings = data.findings
     if data.cells is None:
         made.absent = NO_RESULT
     elif not made.findings:
         made.absent = f"no compressor and {BASELINE} ran on several ranks"
     else:
-        found = data.cells[(data.cells[GROUP] == list(made.findings[0].group)).all(axis=1)]
-        cost = made.findings[0].cost
-        front = next(pareto.plots(cost, found, data.runs, data.looks), None)
-        shared = data.shared and cost == "time"
-        made.plots = [] if front is None else [lambda: timed(front, shared)()._replace(name="headline")]
+        first = made.findings[0]
+        drawing = next(beside(data, first), None)
+        shared = data.shared and first.cost != "bytes"
+        made.plots = [] if drawing is None else [lambda: timed(drawing, shared)()._replace(name="headline")]
     return made
+
+
+def beside(data: Data, finding: Finding) -> Iterator[Drawing]:
+    """The figures that a finding's number may have beside it, the best first."""
+    group, cost = finding.group, finding.cost
+    if cost == "target":
+        yield from time_to_loss.plots([one for one in data.times if one.place[:2] == group[:2]], data.looks)
+        cost = "time"
+    if data.cells is not None:
+        cells = data.cells[(data.cells[GROUP] == list(group)).all(axis=1)]
+        yield from pareto.plots(cost, cells, data.runs, data.looks)
 
 
 def all_cells(data: Data) -> Section:

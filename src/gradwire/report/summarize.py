@@ -66,7 +66,7 @@ def beside(args: Namespace) -> Path | None:
 def main(args: Namespace) -> None:
     """Write the results and print the table."""
     from gradwire.report.cells import cells_of
-    from gradwire.report.headline import findings
+    from gradwire.report.headline import Known, findings
     from gradwire.report.table import summary
     from gradwire.report.tiers import tiers
     from gradwire.report.time_to_loss import cells, records
@@ -75,9 +75,11 @@ def main(args: Namespace) -> None:
     for note in notes:
         print(f"gradwire summarize: {note}", file=sys.stderr)
     ok = [row for row in results if row.status == "ok"]
-    answers = [f"{one.regime}: {one.text}" for one in findings(cells_of(ok, found) if ok else None)]
-    reached = records(cells(results, found))
-    text = summary(args.results_dir.resolve().name, results, tiers(results, found), notes, answers, reached)
+    times = cells(results, found)
+    known = Known(ok, found, times, SHARED in notes)
+    answers = [f"{one.regime}: {one.text}" for one in findings(cells_of(ok, found) if ok else None, known)]
+    name = args.results_dir.resolve().name
+    text = summary(name, results, tiers(results, found), notes, answers, records(times))
     if not args.print_only:
         lines, table = jsonl(results), csv_text(results)
         write_text(args.results_dir / "results.jsonl", lines)

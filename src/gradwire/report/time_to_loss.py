@@ -23,6 +23,11 @@ from gradwire.topology import link_rate
 from gradwire.units import UNSHAPED
 
 
+def is_perplexity(target: str) -> bool:
+    """Whether a target is a perplexity, and not a label."""
+    return target[:1].isdigit()
+
+
 class Goal(NamedTuple):
     """A target, and the strategy and world size that are to reach it."""
 
@@ -33,7 +38,7 @@ class Goal(NamedTuple):
     @property
     def named(self) -> str:
         """The target in words: a perplexity, or the final one of a label."""
-        return f"perplexity {self.target}" if self.target[:1].isdigit() else f"the perplexity of {self.target}"
+        return f"perplexity {self.target}" if is_perplexity(self.target) else f"the perplexity of {self.target}"
 
 
 class Cell(NamedTuple):
@@ -58,6 +63,11 @@ class Cell(NamedTuple):
     step: float | None
     dense: float | None
     composed: bool
+
+    @property
+    def place(self) -> tuple[str, int, str]:
+        """Its strategy, world size and link."""
+        return self[:3]
 
     @property
     def targets(self) -> list[str]:

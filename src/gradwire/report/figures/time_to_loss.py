@@ -28,7 +28,7 @@ from gradwire.report.figures.style import (
     panels,
 )
 from gradwire.report.record import BF16
-from gradwire.report.time_to_loss import Cell, Goal, loads, ordered
+from gradwire.report.time_to_loss import Cell, Goal, is_perplexity, loads, ordered
 from gradwire.units import UNSHAPED
 
 Points = list[tuple[float, float]]  # seconds and perplexity
@@ -80,7 +80,7 @@ def curves(found: Sequence[Cell], link: str) -> dict[str, Points]:
 
 def _perplexity(target: str, last: Mapping[str, float]) -> float:
     """The perplexity of a target: a number, or the final one of a label."""
-    return float(target) if target[:1].isdigit() else last.get(target, math.nan)
+    return float(target) if is_perplexity(target) else last.get(target, math.nan)
 
 
 def on_front(lines: Mapping[str, Points]) -> dict[str, Points]:
