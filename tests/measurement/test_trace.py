@@ -307,7 +307,7 @@ def test_a_damaged_steps_parquet_is_one_clear_message_wherever_it_is_read(tmp_pa
     good = {"step": range(3), "rank": [0] * 3, "profiled": [True] * 3, **dict.fromkeys(floats, numbers)}
     path = tmp_path / "steps.parquet"
     pq.write_table(pa.table(good), path)
-    assert curves.read(path).seconds[-1] == quality.read(path).total_s == 0.0095
+    assert curves.read(path).seconds[-1] == quality.read(path).total_s == pytest.approx(0.0095)
     spoil(path)
     for reader in (curves.read, quality.read):
         with pytest.raises(BadInput, match=f"{path} is unusable .*train this run again"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import xml.etree.ElementTree as ET
 from collections import defaultdict
@@ -9,6 +10,8 @@ from itertools import combinations
 from typing import NamedTuple
 
 import made_results
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -18,6 +21,7 @@ from matplotlib.transforms import Bbox
 from gradwire.report.data import read
 from gradwire.report.figures.files import save
 from gradwire.report.figures.style import styled
+from gradwire.report.record import run_of
 from gradwire.report.sections import sections
 
 LABELS = ["none", "bf16-native", "exchange", "int8", "powersgd"]
@@ -81,6 +85,56 @@ def test_no_text_of_a_figure_holds_markup_or_lies_outside_of_it(tmp_path, writte
         root = ET.parse(tmp_path / f"{name}.svg").getroot()
         texts = [element.text or "" for element in root.iter() if element.tag.endswith("}text")]
         assert texts and not [text for text in texts if re.search(r"[$\\^{}]", text)], name
+
+
+TIMELESS = ("pareto-bytes", "loss-steps", "validation-loss", "gradient-error", "residual-norm")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """Runs that shared the machine, with targets, on two links of a rate; their first steps compile for a minute."""
+    places = [(1, "none"), (2, "none"), (2, "1gbit"), (2, "100mbit")]
+    reached = {"steps_to_target": {"60": 30}, "time_to_target_s": {"60": 3.0}, "bytes_to_target": {"60": 9}}
+    rows = [row.model_copy(update=reached) for row in made_results.rows(LABELS, ["ddp"], places, [0, 1])]
+    folder = made_results.write(tmp_path_factory.mktemp("shared") / "demo", rows)
+    listed = [{**run_of(row)._asdict(), "excluded": None, "shared": True} for row in rows]
+    (folder / "expected.json").write_text(json.dumps(listed))
+    for path in (folder / "runs").rglob("steps.parquet"):
+        table = pq.read_table(path)
+        longer = pc.add(table["step_ms"], pc.multiply(60_000.0, pc.equal(table["step"], 0).cast("float64")))
+        pq.write_table(table.set_column(table.column_names.index("step_ms"), "step_ms", longer), path)
+    return read(folder)
+
+
+def test_every_figure_of_times_says_that_they_are_shared_and_no_other_does(shared):
+    marked = {}
+    with styled():
+        for plot in (drawing() for section in sections(shared) for drawing in section.plots):
+            marked[plot.name] = "times shared" in [text.get_text() for text in plot.figure.texts]
+            assert marked[plot.name] == plot.alt.endswith("Times are shared with other runs."), plot.name
+    timeless = {name for name in marked if name.startswith(TIMELESS)}
+    kinds = (
+        "pareto-time",
+        "loss-seconds",
+        "step-time",
+        "scaling",
+        "winners",
+        "time-to-target",
+        "time-to-loss",
+        "soonest",
+    )
+    assert all(any(name.startswith(kind) for name in marked) for kind in (*TIMELESS, *kinds, "headline"))
+    assert {name for name, mark in marked.items() if not mark} == timeless
+
+
+def test_what_the_first_step_compiles_is_in_no_curve_over_seconds(shared):
+    (made,) = (section for section in sections(shared) if section.key == "loss")
+    drawn = [plot for plot in (drawing() for drawing in made.plots) if plot.name.startswith("loss-seconds")]
+    assert len(drawn) == 4
+    for plot in drawn:
+        for line in plot.figure.axes[0].lines:
+            seconds = line.get_xdata()
+            assert seconds[0] < 2 * (seconds[1] - seconds[0]) and seconds[-1] < 60
 
 
 @pytest.mark.parametrize(("experiment", "figures"), [("quality", 7), ("time-to-loss", 12)])

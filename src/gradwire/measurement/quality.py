@@ -1,7 +1,8 @@
 """Quality against time: time to the baseline's quality, and quality at the fastest run's end.
 
-A run's time is the sum of its step times, each the slowest rank's, without evaluations and checkpoints. A run that
-never reaches the target is censored, not dropped: its time is null and ``target_reached`` is false.
+A run's time is the sum of its step times, each the slowest rank's, without evaluations, checkpoints and what the first
+step compiles. A run that never reaches the target is censored, not dropped: its time is null and ``target_reached`` is
+false.
 """
 
 from __future__ import annotations
@@ -59,9 +60,7 @@ def read(path: Path) -> Curve:
     """
     table = steps.read(path, ["step", "step_ms", "val_loss"])
     step, ms, loss = (table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names)
-    slowest = np.zeros(int(step.max()) + 1 if len(step) else 0)
-    np.maximum.at(slowest, step, ms)
-    seconds = slowest.cumsum() / 1000
+    seconds = steps.durations(step, ms).cumsum() / 1000
     evaluated, first = np.unique(step[~np.isnan(loss)], return_index=True)
     return Curve(
         evaluated + 1, seconds[evaluated], loss[~np.isnan(loss)][first], float(seconds[-1]) if len(seconds) else 0.0

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 from gradwire.errors import BadInput
 
 if TYPE_CHECKING:
+    import numpy as np
     import pyarrow as pa
+    from numpy.typing import NDArray
 
 INTEGERS, FLAGS = ("step", "rank"), ("profiled",)  # all other columns are float64
 KNOWN = (*INTEGERS, *FLAGS, "step_ms")  # never null; other columns are null if not measured
@@ -39,3 +41,21 @@ def read(path: Path, columns: Sequence[str]) -> pa.Table:
     except (pa.ArrowException, OSError, KeyError, ValueError) as error:
         raise BadInput(f"{path} is unusable ({' '.join(str(error).split())}); train this run again.") from None
     return table
+
+
+def durations(step: NDArray[np.int64], ms: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Milliseconds of each step: the slowest rank's.
+
+    The first step compiles and allocates, so it counts at most as long as the median of the others.
+
+    Args:
+        step: The columns ``step`` and
+        ms: ``step_ms``.
+    """
+    import numpy as np
+
+    found = np.zeros(int(step.max()) + 1 if len(step) else 0)
+    np.maximum.at(found, step, ms)
+    if len(found) > 1:
+        found[0] = min(found[0], np.median(found[1:]))
+    return found

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwire.errors import BadInput
+from gradwire.measurement.steps import durations
 from gradwire.measurement.steps import read as read_steps
 from gradwire.report.record import Result
 
@@ -38,13 +39,9 @@ def read(path: Path) -> Curves:
     """
     table = read_steps(path, ["step", "step_ms", *COLUMNS])
     step, ms, *columns = (table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names)
-    steps = int(step.max()) + 1 if len(step) else 0
-    slowest = np.zeros(steps)
-    np.maximum.at(slowest, step, ms)
-    if steps > 1:  # the first step compiles and allocates: it counts as long as the median of the others
-        slowest[0] = min(slowest[0], np.median(slowest[1:]))
-    values = {name: _over_ranks(step, column, steps) for name, column in zip(COLUMNS, columns, strict=True)}
-    return Curves(slowest.cumsum() / 1000, values)
+    each = durations(step, ms)
+    values = {name: _over_ranks(step, column, len(each)) for name, column in zip(COLUMNS, columns, strict=True)}
+    return Curves(each.cumsum() / 1000, values)
 
 
 def _over_ranks(step: NDArray[np.int64], values: Array, steps: int) -> Array:

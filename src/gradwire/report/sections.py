@@ -244,7 +244,7 @@ def winners_section(data: Data) -> Section:
         plots.append(partial(winners.draw, model, strategy, labels, "any perplexity", data.looks))
         if len(within) > 1:
             plots.append(partial(winners.draw, model, strategy, within, "perplexity within 1 %", data.looks))
-    made.plots = plots
+    made.plots = [timed(plot, data.shared) for plot in plots]
     return made
 
 

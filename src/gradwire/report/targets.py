@@ -2,8 +2,9 @@
 
 A target is a perplexity, or the final one of another label with the same world size and seed. A run that never reaches
 it has null in the record and ∞ in the tables. Times are sums of step times, each the slowest rank's, without
-evaluations. A run that takes its perplexity from another experiment takes the steps and bytes from there too; its
-seconds are those steps times its own mean step time, because steps to a target do not depend on the link.
+evaluations and what the first step compiles. A run that takes its perplexity from another experiment takes the steps
+and bytes from there too; its seconds are those steps times its own mean step time, because steps to a target do not
+depend on the link.
 """
 
 from __future__ import annotations
