@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,8 +46,10 @@ def browser() -> Iterator[sync_api.Browser]:
 class Opened:
     """The page in a window, and what it said and fetched."""
 
-    def __init__(self, browser: sync_api.Browser, file: Path, width: int = 1440, scheme: str = "light") -> None:
-        self.page = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    def __init__(
+        self, browser: sync_api.Browser, file: Path, width: int = 1440, scheme: str = "light", height: int = 900
+    ) -> None:
+        self.page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
         self.said: list[str] = []
         self.fetched: list[str] = []
         self.page.on("console", lambda message: self.said.append(message.text))
@@ -137,7 +140,46 @@ def test_a_row_s_command_opens_by_keyboard(opened):
     summary.press("Enter")
 
 
-@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (1440, "light")])
+@pytest.mark.parametrize(("width", "pinned"), [(390, 1), (1440, 4)])
+def test_key_columns_stay_in_sight_while_the_table_scrolls(browser, page_file, width, pinned):
+    """All that name a row, or the first alone where they would take more than half of the table's width."""
+    opened = Opened(browser, page_file, width)
+    lefts = """() => {
+        const table = document.querySelector("#table-cells");
+        const rows = [table.tHead.rows[0], ...table.tBodies[0].rows].map((row) =>
+            [...row.cells].slice(0, 6).map((cell) => Math.round(cell.getBoundingClientRect().left)));
+        return [table.parentElement.scrollLeft, rows];
+    }"""
+    at, before = opened.page.evaluate(lefts)
+    room = "(() => { const box = document.querySelector('#table-cells').parentElement; box.scrollLeft = 1e6; })()"
+    opened.page.evaluate(room)
+    scrolled, after = opened.page.evaluate(lefts)
+    assert at == 0 and scrolled > 100
+    for was, now in zip(before, after, strict=True):
+        assert now[:pinned] == was[:pinned], "these stay"
+        assert now[pinned:] == [pytest.approx(left - scrolled, abs=2) for left in was[pinned:]], "these move"
+    titles = opened.page.locator("#table-cells thead th").all_inner_texts()
+    assert titles[:4] == ["compressor", "strategy", "W", "link"]
+    covered = """(pinned) => [...document.querySelectorAll("#table-cells tbody tr")].filter((row) => {
+        row.scrollIntoView({block: "center"});
+        const box = row.cells[pinned - 1].getBoundingClientRect();
+        return !row.cells[pinned - 1].contains(document.elementFromPoint(box.left + 4, box.top + box.height / 2));
+    }).length"""
+    assert opened.page.evaluate(covered, pinned) == 0, "what scrolls passes below them"
+    opened.page.close()
+
+
+def test_the_first_number_is_on_a_phone_s_first_screen(browser, page_file):
+    opened = Opened(browser, page_file, 390, height=844)
+    number = opened.page.locator("#headline strong").first
+    assert re.match(r"[\d.,]+ × ", number.inner_text())
+    box = number.bounding_box()
+    assert box["x"] >= 0 and box["x"] + box["width"] <= 390
+    assert box["y"] > 0 and box["y"] + box["height"] <= 844
+    opened.page.close()
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(390, "dark"), (390, "light"), (1440, "dark"), (1440, "light")])
 def test_the_page_fits_and_axe_finds_nothing_grave(browser, page_file, width, scheme):
     from axe_playwright_python.sync_playwright import Axe
 
