@@ -90,13 +90,15 @@ def test_every_figure_is_drawn(opened):
 @pytest.mark.parametrize("width", [1184, 1440, 1920])
 def test_no_figure_is_alone_in_a_row(browser, page_file, width):
     opened = Opened(browser, page_file, width)
-    rows = """() => [...document.querySelectorAll(".figures")].map((grid) => {
+    rows = """(numbers) => numbers.map((number) => {
+        const grid = document.querySelector(".figures");
+        grid.replaceChildren(...Array.from({length: number}, () => grid.firstElementChild.cloneNode(true)));
         const tops = [...grid.children].map((figure) => figure.getBoundingClientRect().top);
         return [...new Set(tops)].map((top) => tops.filter((other) => other === top).length);
     })"""
-    found = opened.page.evaluate(rows)
-    assert {len(row) for row in found} >= {1, 2} and {sum(row) % 2 for row in found} == {0, 1}
-    assert [row for row in found if sum(row) > 1 and min(row) < 2] == []
+    found = dict(zip(range(2, 15), opened.page.evaluate(rows, [*range(2, 15)]), strict=True))
+    assert (found[3], found[4], found[5], found[7]) == ([3], [2, 2], [3, 2], [3, 2, 2])
+    assert [row for number, row in found.items() if sum(row) != number or min(row) < 2] == []
     opened.page.close()
 
 
