@@ -11,13 +11,15 @@ import sys
 import time
 from pathlib import Path
 
+import datasets
 import pytest
 import yaml
 
 from gradwire import cli
+from gradwire.config import Run
 from gradwire.errors import BadInput
 from gradwire.workflow.experiment import check, merged, read
-from gradwire.workflow.progress import View
+from gradwire.workflow.progress import Job, View
 
 ROOT = Path(__file__).parents[2]
 GOOD = {
@@ -112,6 +114,9 @@ def test_a_file_that_extends_none_is_refused(text, said, tmp_path):
         read(tmp_path / "mine.yaml")
 
 
+STEP = "step 4/10, loss 6.500, 120 ms/step, ratio 3.90, 8 s left"
+
+
 def test_a_view_counts_jobs_and_names_what_runs(tmp_path, capsys):
     view = View(tmp_path)
     wildcards = {"strategy": "fsdp2", "compressor": "int8", "world_size": "2", "link": "none", "seed": "0"}
@@ -127,10 +132,20 @@ def test_a_view_counts_jobs_and_names_what_runs(tmp_path, capsys):
     (run / "progress.json").write_text(
         '{"step": 4, "steps": 10, "loss": 6.5, "step_ms": 120, "ratio": 3.9, "left_s": 8}'
     )
-    assert view.line() == f"1/3 jobs | train {RUN}: step 4/10, loss 6.500, 120 ms/step, ratio 3.90, 8 s left"
-    view.take({"event": "job_error", "job": 2, "rule": "train", "log": ["a.log"]})
+    assert view.line() == f"1/3 jobs | train {RUN}: {STEP}"
+    failed = {"event": "job_error", "job": 2, "rule": "train", "output": [str(run / "record.json")], "log": ["a.log"]}
+    view.take(failed)
     assert view.line() == "1/3 jobs"
-    assert capsys.readouterr().out == f"1/3 shards\nfailed: train {RUN}; its log: a.log\n"
+    assert list(map(str, view.failures.values())) == [f"train {RUN}: see a.log"]
+    started = {"event": "job_info", "job": 2, "rule": "train", "wildcards": wildcards}
+    view.take(started)  # once more
+    (run / "train.failed.json").write_text('{"exit_code": 2, "reason": "a bad option", "last_step": null}')
+    view.take(failed)
+    assert list(view.failures.values()) == [(Job("train", Run.of(wildcards | {"islands": ""})), "a bad option", 2)]
+    view.take(started)
+    view.take({"event": "job_finished", "job": 2})
+    assert not view.failures
+    assert capsys.readouterr().out == f"1/3 shards\nfailed: train {RUN}; its log: a.log\n2/3 train {RUN}: {STEP}\n"
 
 
 @pytest.fixture
@@ -157,6 +172,42 @@ def test_an_experiment_runs_in_an_empty_folder(folder):
     assert f"train {RUN}" in done.stdout and lines[-1] == "report: results/mine/report.html"
     assert len(lines) == 11 + 3  # and the table, which the stub leaves empty
     assert "localrule summarize" in (folder / "results/mine/logs/snakemake.log").read_text()
+
+
+def test_a_source_with_nothing_in_it_is_refused_before_snakemake_starts(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    for path, said in {"texts": "folder texts holds no text files", "texts/**/*.gz": "no file that matches"}.items():
+        dataset = {"source": "text", "data_path": path}
+        Path("experiment.yaml").write_text(yaml.safe_dump({**GOOD, "dataset": dataset}))
+        assert cli.main(["run"]) == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith("gradwire run: data_path: ") and said in printed and printed.count("\n") == 1
+        assert {path.name for path in tmp_path.iterdir()} == {"texts", "experiment.yaml"}
+
+
+def saved(folder):
+    datasets.disable_progress_bars()
+    datasets.Dataset.from_dict({"body": ["one", "two"]}).save_to_disk(folder)
+
+
+@pytest.mark.parametrize(
+    ("source", "write", "said"),
+    [
+        ("text", lambda folder: (folder / "a.txt").write_bytes(bytes(range(256))), "given/a.txt is not text: it has"),
+        ("datasets", saved, "given, split train has no column text; it has body"),
+    ],
+    ids=["binary file", "no such column"],
+)
+def test_a_source_that_cannot_be_read_is_answered_with_its_reason(source, write, said, folder):
+    stub = (folder / "gradwire").read_text()
+    (folder / "gradwire").write_text(stub.replace("download*)", f'download*) exec {sys.executable} -m gradwire "$@";'))
+    (folder / "given").mkdir()
+    write(folder / "given")
+    Path("experiment.yaml").write_text(yaml.safe_dump({**GOOD, "dataset": {"source": source, "data_path": "given"}}))
+    done = run("--cores", "2")
+    assert done.returncode == 2 and done.stderr.startswith(f"gradwire run: download: {said}"), done
+    assert done.stdout == "failed: download; its log: results/mine/logs/download.log\n"
 
 
 @pytest.mark.full

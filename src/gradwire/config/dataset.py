@@ -54,13 +54,18 @@ class Dataset(Strict, extra="allow"):
         return self.model_extra or {}
 
     @property
+    def built(self) -> sources.Source:
+        """The source with its options."""
+        return sources.build(self.source, self.source_options)
+
+    @property
     def corpus_folder(self) -> str:
         """``<label of the source>/<digest of the corpus settings>``, below ``results/data/``.
 
         Raises:
             BadInput: If the source cannot be read.
         """
-        source = sources.build(self.source, self.source_options)
+        source = self.built
         return f"{source.label}/{digest([self.source, source.content(), self.max_mb])}"
 
     @property

@@ -29,7 +29,12 @@ PARTS: dict[str, Callable[[Any], dict[str, Any]]] = {
         "wildcards": dict(record.wildcards or {}),
     },
     "job_finished": lambda record: {"job": record.job_id},
-    "job_error": lambda record: {"job": record.jobid, "rule": record.rule_name, "log": list(map(str, record.log))},
+    "job_error": lambda record: {
+        "job": record.jobid,
+        "rule": record.rule_name,
+        "output": list(map(str, record.output)),
+        "log": list(map(str, record.log)),
+    },
     "error": lambda record: {"text": record.getMessage()},
 }
 

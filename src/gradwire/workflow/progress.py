@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradwire.config import Run
-from gradwire.errors import BadInput
+from gradwire.errors import FAULT, BadInput
+from gradwire.failures import failure_file
+from gradwire.files import read_json
 from gradwire.report.status import State, duration, look, remaining
+
+VERBS = {"tokenizer": "tokenize", "shards": "tokenize"}  # of the rules that do not have their verb's name
 
 
 class Job(NamedTuple):
@@ -34,6 +38,27 @@ class Job(NamedTuple):
         return self.rule if self.run is None else f"{self.rule} {self.run.path}"
 
 
+class Failure(NamedTuple):
+    """A failed job, why, and the exit code of its verb."""
+
+    job: Job
+    reason: str
+    exit_code: int
+
+    @classmethod
+    def of(cls, job: Job, event: Mapping[str, Any]) -> Failure:
+        """The failure that an event reports, with the reason that the verb wrote beside its outputs."""
+        verb = VERBS.get(job.rule, job.rule)
+        files = (failure_file(folder, verb) for path in event["output"] for folder in Path(path).parents)
+        if (file := next((file for file in files if file.is_file()), None)) is None:
+            return cls(job, f"see {', '.join(event['log'])}", FAULT)
+        found = read_json(file)
+        return cls(job, found["reason"], found["exit_code"])
+
+    def __str__(self) -> str:
+        return f"{self.job}: {self.reason}"
+
+
 def said(job: Job, states: Mapping[Run, State]) -> str:
     """What is known of a training: its step and step time while it runs, its result when it is done."""
     state = states.get(job.run) if job.rule == "train" and job.run is not None else None
@@ -52,6 +77,7 @@ class View:
         self.done = 0
         self.jobs: dict[str, int] = {}
         self.running: dict[int, Job] = {}
+        self.failures: dict[int, Failure] = {}
         self.errors: list[str] = []
         self.in_place = sys.stdout.isatty()
 
@@ -65,8 +91,12 @@ class View:
         elif kind == "error":
             self.errors.append(event["text"])
         elif kind == "job_error":
-            self.print(f"failed: {self.running.pop(event['job'])}; its log: {', '.join(event['log'])}")
+            failure = Failure.of(self.running.pop(event["job"]), event)
+            if event["job"] not in self.failures:  # else it was tried again
+                self.print(f"failed: {failure.job}; its log: {', '.join(event['log'])}")
+            self.failures[event["job"]] = failure
         elif kind == "job_finished" and (job := self.running.pop(event["job"], None)) is not None:
+            self.failures.pop(event["job"], None)
             self.done += 1
             if not self.in_place:
                 self.print(f"{self.count} {job}{said(job, self.states())}")

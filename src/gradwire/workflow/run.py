@@ -46,11 +46,13 @@ def main(args: Namespace) -> None:
     """Run what is missing of the experiment; print its table and the path of its page.
 
     Raises:
-        BadInput: If the file is invalid, or Snakemake is not installed.
-        RunFault: If a job failed.
+        BadInput: If the file is invalid, its source cannot be read, or Snakemake is not installed; if jobs failed on
+            bad input only.
+        RunFault: If a job failed otherwise.
         Stopped: If a signal stopped it.
     """
     experiment = check(read(args.file))
+    experiment.dataset.built.content()  # reads a local source: an empty folder is refused before Snakemake starts
     if importlib.util.find_spec("snakemake") is None:
         raise BadInput("Snakemake is not installed: pip install 'gradwire[workflow]'.")
     words = options(args)
@@ -163,9 +165,12 @@ def fail(results: Path, view: View, log: str) -> NoReturn:
     """Raise the error for a failed Snakemake.
 
     Raises:
-        RunFault: With the runs that failed and their reasons, or Snakemake's own message.
+        BadInput: With the jobs that failed and their reasons, if each is bad input.
+        RunFault: With the jobs that failed and their reasons, or Snakemake's own message.
     """
-    failed = [f"{run.path}: {state.text}" for run, state in view.states().items() if state.name == "failed"]
-    reasons = failed or [" ".join(text.split()) for text in view.errors[-1:]] or ["a job failed"]
+    failed = view.failures.values()
+    error = BadInput if {job.exit_code for job in failed} == {BadInput.exit_code} else RunFault
+    said = list(map(str, failed)) or [" ".join(text.split()) for text in view.errors[-1:]] or ["a job failed"]
+    reasons = "; ".join(text.rstrip(".") for text in said)
     page = f" The page has the other runs: {results / 'report.html'}." if (results / "report.html").exists() else ""
-    raise RunFault(f"{'; '.join(reasons).rstrip('.')}.{page} Log: {log}. The same command runs what is missing.")
+    raise error(f"{reasons}.{page} Log: {log}. The same command runs what is missing.")
