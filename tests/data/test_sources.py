@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import EntryPoint
@@ -19,7 +20,7 @@ from pydantic import Field
 from gradwire import plugins
 from gradwire.cli import main
 from gradwire.config import Dataset, checked, to_flags
-from gradwire.data import corpus, sections, sources, text_files
+from gradwire.data import corpus, hub, sections, sources, text_files
 from gradwire.data.corpus import Document, documents
 from gradwire.data.sources import SOURCES, Source, Stream
 from gradwire.errors import BadInput
@@ -248,6 +249,22 @@ def test_a_path_to_nothing_is_refused(path, message, tmp_path):
         sources.build("text", {"data_path": str(tmp_path / path)}).open()
 
 
+@pytest.mark.parametrize("path", ["in", "in/*", "in/**/*.txt"])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, lambda path: path.symlink_to("nothing"), lambda path: path.symlink_to(path)]
+)
+def test_what_is_no_regular_file_is_refused_and_not_opened(make, path, tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("words")
+    make(tmp_path / "in" / "b.txt")
+    output = tmp_path / "c.json"
+    assert main(["download", "--source", "text", "--data_path", str(tmp_path / path), "--output", str(output)]) == 2
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and f"{tmp_path}/in/b.txt is no regular file" in printed
+    (tmp_path / "in" / "b.txt").rename(tmp_path / "in" / "b.png")
+    assert [id_ for id_, *_ in read(tmp_path / "in")[0]] == ["a.txt"]
+
+
 def test_a_text_in_another_encoding_than_given_is_refused(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"\xe9")
     with pytest.raises(BadInput, match=r"a.txt is not utf-8: unexpected end of data at byte 0"):
@@ -291,6 +308,47 @@ def test_a_bad_dataset_is_one_message(options, damage, message, tmp_path):
     with pytest.raises(BadInput, match=message) as raised:
         table(folder, **options)
     assert str(folder) in str(raised.value)
+
+
+def test_a_saved_split_is_read_by_its_own_name_only(tmp_path):
+    unnamed, both = saved(tmp_path / "unnamed", ROWS), saved(tmp_path / "both", ROWS, splits=True)
+    datasets.Dataset.from_dict(ROWS, split="test").save_to_disk(str(tmp_path / "named"))
+    assert table(tmp_path / "named", split="test", text_column="body")[0][0] == ("test/0", "", "one")
+    for folder, split, message in (
+        (unnamed, "nosuch", "holds the split train alone; give `split: train`"),
+        (tmp_path / "named", "train", "holds the split test alone; give `split: test`"),
+        (both, "tset", r"both: unknown split 'tset'. Did you mean 'test'\? Available: test, train"),
+        (both, "../unnamed", "unknown split '../unnamed'"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            table(folder, split=split, text_column="body")
+
+
+def test_a_dataset_of_the_hub_is_streamed_at_the_commit_of_its_revision(tmp_path, monkeypatch, capsys):
+    calls, commit = [], "7" * 40
+    monkeypatch.setattr(hub, "commit", lambda *args: calls.append(args) or commit)
+
+    def streamed(**asked):
+        calls.append(asked)
+        if asked["split"] == "nosuch":
+            raise ValueError("Bad split: nosuch. Available splits: ['train', 'test'].\nmore")
+        return datasets.Dataset.from_dict(ROWS).to_iterable_dataset()
+
+    monkeypatch.setattr(hub, "streamed", streamed)
+    output = tmp_path / "c.json"
+    words = ["download", "--source", "datasets", "--data_path", "somebody/texts", "--configuration", "raw"]
+    words += ["--text_column", "body", "--revision", "v3", "--output", str(output), "--split"]
+    assert main([*words, "test"]) == 0
+    (name, revision, without_network), asked = calls
+    assert (name, revision) == ("somebody/texts", "v3") and "local folder" in without_network
+    assert asked == {"path": "somebody/texts", "name": "raw", "split": "test", "revision": commit}
+    assert [(one.id, one.body) for one in documents(output)] == [("test/0", "one"), ("test/2", "three")]
+    origin = json.loads((tmp_path / "c.source.json").read_text())
+    assert origin["revision"] == commit and origin["metadata"] == {"rows_without_text": 2}
+    capsys.readouterr()
+    assert main([*words, "nosuch"]) == 2
+    said = "somebody/texts, raw, split nosuch: Bad split: nosuch. Available splits: ['train', 'test']"
+    assert capsys.readouterr().err == f"gradwire download: {said}.\n"
 
 
 def test_a_dataset_that_is_nowhere_is_refused_at_once(tmp_path, monkeypatch):

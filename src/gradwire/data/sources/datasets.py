@@ -11,10 +11,11 @@ from pydantic import Field, model_validator
 
 from gradwire.data import corpus, hub, targets
 from gradwire.data.sources import Source, Stream, folder_name, require_revision
-from gradwire.errors import BadInput
-from gradwire.files import digest, sha256_file
+from gradwire.errors import BadInput, unknown
+from gradwire.files import digest, read_json, sha256_file
 
 ONE, SEVERAL = "state.json", "dataset_dict.json"  # files of a saved split, and of a folder of saved splits
+UNNAMED = "train"  # how a saved split without a name is called
 WITHOUT_NETWORK = "Check the network (and unset HF_HUB_OFFLINE), or give a local folder that `save_to_disk` wrote."
 
 
@@ -29,7 +30,7 @@ class Datasets(Source):
 
     data_path: Path = Field(description="a dataset's name on the Hub, or a local folder")
     configuration: str | None = Field(None, description="the dataset's configuration, such as wikitext-2-raw-v1")
-    split: str = Field("train", description="the split to read")
+    split: str = Field(UNNAMED, description="the split to read")
     text_column: str = Field("text", description="the column with the text")
     prompt_column: str | None = Field(None, description="the column with the prompt, instead of a text")
     completion_column: str | None = Field(None, description="the column with its completion, the only targets")
@@ -82,15 +83,29 @@ class Datasets(Source):
 
     def _saved(self) -> tuple[Any, str]:
         revision = require_revision(str(self.data_path), self.revision, saved_digest(self.data_path))
-        splits = self.data_path / self.split
-        folder = splits if (self.data_path / SEVERAL).is_file() else self.data_path
-        if not (folder / ONE).is_file():
-            raise BadInput(f"{self._where}: {folder} holds no dataset that `save_to_disk` wrote; {ONE} is missing.")
+        folder = self._saved_split()
         datasets = hub.library()
         try:
             return datasets.load_from_disk(str(folder)).to_iterable_dataset(), revision
         except Exception as error:  # Arrow's and the operating system's errors have no common type
             raise BadInput(f"{self._where} cannot be read: {error}.") from None
+
+    def _saved_split(self) -> Path:
+        """The folder of the split.
+
+        Raises:
+            BadInput: If the local folder does not hold the split.
+        """
+        folder, several = self.data_path, self.data_path / SEVERAL
+        if several.is_file():
+            if self.split not in (splits := read_json(several)["splits"]):
+                raise BadInput(f"{folder}: {unknown('split', self.split, splits)}")
+            folder /= self.split
+        if not (folder / ONE).is_file():
+            raise BadInput(f"{self._where}: {folder} holds no dataset that `save_to_disk` wrote; {ONE} is missing.")
+        if not several.is_file() and self.split != (name := read_json(folder / ONE)["_split"] or UNNAMED):
+            raise BadInput(f"{self._where}: {folder} holds the split {name} alone; give `split: {name}`.")
+        return folder
 
     def _documents(self, table: Any, metadata: Counter[str]) -> Iterator[Mapping[str, Any]]:
         further = {"id": self.id_column, "title": self.title_column, "weight": self.weight_column}

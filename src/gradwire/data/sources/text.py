@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field
 from gradwire.data import corpus, sections, text_files
 from gradwire.data.sources import Source, Stream, folder_name, require_revision
 from gradwire.data.text_files import TextFile
-from gradwire.files import digest, sha256_file
+from gradwire.files import digest
 
 
 def _known(encoding: str) -> str:
@@ -68,5 +68,9 @@ class Text(Source):
 
 
 def files_digest(files: list[TextFile]) -> str:
-    """A digest of the files' ids and bytes."""
-    return digest([[file.id, sha256_file(file.path)] for file in files], length=64)
+    """A digest of the files' ids and bytes.
+
+    Raises:
+        BadInput: If a file cannot be read.
+    """
+    return digest([[file.id, corpus.sha256(file.path)] for file in files], length=64)
