@@ -9,14 +9,18 @@ from __future__ import annotations
 import argparse
 import json
 from collections import defaultdict
+from collections.abc import Sequence
+from math import factorial
 from pathlib import Path
 from typing import Any
 
-from scipy.stats import spearmanr
+from scipy.stats import permutation_test, rankdata, spearmanr
 from tabulate import tabulate
 
 from gradwire.measurement.statistics import Paired, adjusted, paired
 from gradwire.report.markdown import MISSING, number, spread
+
+ORDERS = 100_000  # of labels that are tried; all of them for up to 8 labels
 
 
 def whole_ratio(record: dict[str, Any]) -> float | None:
@@ -47,25 +51,30 @@ def by_rate(records: list[dict[str, Any]]) -> str:
 
 
 def by_cell(lines: list[dict[str, Any]]) -> str:
-    """A row per strategy, world size and compressor, the best first; differences are paired by seed."""
+    """A row per strategy, world size and compressor, the best first; differences are paired by seed.
+
+    A cell without a seed of `none`, such as one of a learning rate that was tried, has no row.
+    """
     found: defaultdict[tuple[str, int, str], dict[int, Any]] = defaultdict(dict)
     for record in lines:
         found[record["strategy"], record["world_size"], record["compressor"]][record["seed"]] = record
-    tests = {cell: against(runs, found[*cell[:2], "none"]) for cell, runs in found.items() if cell[2] != "none"}
-    corrected = dict(zip(tests, adjusted([test.p for test in tests.values()]), strict=True))
+    tests = {cell: against(runs, found.get((*cell[:2], "none"), {})) for cell, runs in found.items()}
+    tests = {cell: test for cell, test in tests.items() if test.n}
+    others = [cell for cell in tests if cell[2] != "none"]
+    corrected = dict(zip(others, adjusted([tests[cell].p for cell in others]), strict=True))
     rows = []
-    for cell, records in found.items():
+    for cell, test in tests.items():
+        records = found[cell]
         first = records[min(records)]
         ratios = [
             number(ratio, "{:.2f}")
             for ratio in (first["compression_ratio"], first["compression_ratio_steady"], whole_ratio(first))
         ]
         ppl = ", ".join(f"{records[seed]['val_ppl']:.2f}" for seed in sorted(records))
-        test = tests.get(cell, Paired(0, 0.0))
         ends = f", {spread(test.n, test.low, test.high, '{:+.1f}')}" if test.n > 1 else ""
         shown = (
             [f"{test.mean:+.1f} %{ends}", number(test.sees, "{:.1f} %"), number(corrected[cell], "{:.2g}")]
-            if cell in tests
+            if cell in corrected
             else [MISSING] * 3
         )
         within = "yes" if test.mean <= 1 else "no"
@@ -89,13 +98,38 @@ def by_cell(lines: list[dict[str, Any]]) -> str:
 
 
 def ranks(lines: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
-    """Differences from `none` in two experiments, and Spearman's rank correlation; two ranks, labels of both."""
+    """Differences from `none` in two experiments, and Spearman's rank correlation; two ranks, labels of both.
+
+    The p-value is one-sided, as the question is whether the order holds.
+    """
     first, second = differences(lines), differences(other)
     labels = sorted(first.keys() & second.keys(), key=first.__getitem__)
-    rho = spearmanr([first[label] for label in labels], [second[label] for label in labels]).statistic
     rows = [[label, f"{first[label]:+.1f} %", f"{second[label]:+.1f} %"] for label in labels]
     table = tabulate(rows, ["compressor", "here", "there"], tablefmt="pipe", colalign=["left", "right", "right"])
-    return f"{table}\n\nSpearman's rank correlation of {len(labels)} labels: {rho:.2f}"
+    if len(labels) < 3:
+        return f"{table}\n\n{len(labels)} labels of both are too few for a rank correlation"
+    pairs = [first[label] for label in labels], [second[label] for label in labels]
+    orders = factorial(len(labels))
+    tried = f"all {orders:,}" if orders <= ORDERS else f"{ORDERS:,} random"
+    return (
+        f"{table}\n\nSpearman's rank correlation of {len(labels)} labels: {spearmanr(*pairs).statistic:.2f}, "
+        f"p = {by_chance(*pairs):.2g} (one-sided, {tried} orders of the labels)"
+    )
+
+
+def by_chance(one: Sequence[float], other: Sequence[float]) -> float:
+    """The share of orders of ``one`` whose rank correlation with ``other`` is at least that of the given order."""
+    fixed = rankdata(other)
+    found = permutation_test(
+        (rankdata(one),),
+        lambda order, axis: (order * fixed).sum(axis),  # grows with the correlation
+        permutation_type="pairings",
+        alternative="greater",
+        vectorized=True,
+        n_resamples=ORDERS,
+        rng=0,
+    )
+    return float(found.pvalue)
 
 
 def differences(lines: list[dict[str, Any]]) -> dict[str, float]:

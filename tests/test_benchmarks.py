@@ -1,7 +1,8 @@
-"""Benchmarks that shape links start, and print their tables."""
+"""Benchmarks that shape links start, and print their tables; the tables of quality are right."""
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -38,3 +39,39 @@ def test_a_benchmark_on_links_prints_its_table(name):
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
     assert len(rows) >= 3, done.stdout
+
+
+def records(path: Path, perplexities: dict[str, dict[int, float]]) -> Path:
+    """Records of two ranks, by label and seed."""
+    sent = {"bytes_raw_total": 8, "bytes_parameters_raw_total": None, "bytes_compressed_total": 2}
+    sent |= {"bytes_parameters_total": None, "compression_ratio": 4.0, "compression_ratio_steady": 4.0}
+    cell = {"strategy": "ddp", "world_size": 2, "lr": 0.01, **sent}
+    runs = [(label, seed, ppl) for label, seeds in perplexities.items() for seed, ppl in seeds.items()]
+    lines = [json.dumps({**cell, "compressor": label, "seed": seed, "val_ppl": ppl}) for label, seed, ppl in runs]
+    path.write_text("\n".join(lines))
+    return path
+
+
+def quality_table(*words: object) -> str:
+    command = [sys.executable, str(ROOT / "benchmarks" / "quality_table.py"), *map(str, words)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=True).stdout
+
+
+def test_a_cell_without_a_seed_of_none_has_no_row(tmp_path):
+    given = {"none": {0: 10.0, 1: 20.0}, "int8": {0: 11.0, 1: 22.0}, "none-0.012": {9: 15.0}}
+    rows = [line.split("|") for line in quality_table(records(tmp_path / "a.jsonl", given)).splitlines()[2:]]
+    assert [(row[3].strip(), row[9].strip()) for row in rows] == [("none", "–"), ("int8", "+10.0 %, +10.0 … +10.0")]
+
+
+def test_ranks_of_two_experiments_are_compared_with_every_order(tmp_path):
+    """Of 120 orders, 1, 4 and 3 have a sum of squared differences of 0, 2 and 4 from one, so 8 have rho >= 0.8."""
+    here = {"none": {0: 10.0}, "a": {0: 11.0}, "b": {0: 12.0}, "c": {0: 13.0}, "d": {0: 14.0}, "e": {0: 15.0}}
+    there = {"none": {0: 10.0}, "b": {0: 30.0}, "a": {0: 40.0}, "c": {0: 50.0}, "e": {0: 60.0}, "d": {0: 70.0}}
+    paths = records(tmp_path / "here", here | {"f": {0: 9.0}}), records(tmp_path / "there", there | {"a-0.1": {9: 9.0}})
+    rows = quality_table(paths[0], "--ranked_by", paths[1]).splitlines()
+    assert [row.split("|")[1].strip() for row in rows[2:7]] == ["a", "b", "c", "d", "e"]
+    said = "Spearman's rank correlation of 5 labels: 0.80, p = 0.067 (one-sided, all 120 orders of the labels)"
+    assert rows[-1] == said
+    few = records(tmp_path / "few", {"none": {0: 1.0}, "a": {0: 2.0}, "b": {0: 3.0}})
+    assert quality_table(few, "--ranked_by", few).endswith("2 labels of both are too few for a rank correlation\n")
