@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
+import pickle
 from itertools import product
 
 import pytest
 import torch
 from test_training import losses, run, shards, words  # noqa: F401  shards is a fixture
+from transformers import AutoModelForCausalLM
 
 from gradwire import cli
+from gradwire.data import tokenizer
 from gradwire.data.batches import eval_batches, train_batches
 from gradwire.data.shards import Shards
+from gradwire.gradients import store
 from gradwire.models import causal, folder
 from gradwire.topology import STRATEGIES as KNOWN
 from gradwire.training.evaluate import loss_sum
@@ -41,11 +46,11 @@ def check_bytes(record: dict, numel: int, steps: int) -> None:
     assert 0 < record["bytes_compressed_total"] == record["bytes_closed_form_total"] < record["bytes_raw_total"]
 
 
-def train(world, shards, folder, model, strategy, method, steps=3, **more):  # noqa: F811
+def train(world, shards, folder, model, strategy, method, steps=3, size=2, **more):  # noqa: F811
     cell = {"comm_compress": method, "comm_config_json": json.dumps(METHODS.get(method, {}))}
     given = {"model": model, "strategy": strategy, "steps": steps, "eval_every": 0, "verify_sync": 1, **cell, **more}
-    (rows, record), (other, _) = world(2).run(run, words(shards, folder, **given))
-    assert losses(rows) == losses(other)
+    (rows, record), *others = world(size).run(run, words(shards, folder, **given))
+    assert all(losses(rows) == losses(other) for other, _ in others)
     return rows, record
 
 
@@ -58,9 +63,48 @@ def test_a_llama_trains_under_every_strategy(world, shards, tmp_path, strategy, 
     assert (record["model"], record["architecture"], record["status"]) == (LLAMA, "llama", "ok")
 
 
-def test_a_saved_llama_trains_on_gives_its_perplexity_and_generates(world, shards, tmp_path, capsys):  # noqa: F811
+def check_generation(saved, monkeypatch, capsys) -> None:
+    """`generate` against the most likely token of transformers' own model, one after another."""
+    capsys.readouterr()
+    monkeypatch.setattr("sys.stdin", io.StringIO("a sample"))
+    assert cli.main(["generate", "--model_dir", str(saved), "--temperature", "0", "--max_new_tokens", "7"]) == 0
+    known, model = tokenizer.load(saved), AutoModelForCausalLM.from_pretrained(saved)
+    tokens = known.encode_batch(["a sample"])[0]
+    for _ in range(7):
+        logits = model(torch.tensor([tokens])).logits[0, -1, : known.vocab_size]
+        tokens.append(int(logits.argmax()))
+    assert known.eos_id not in tokens
+    assert capsys.readouterr().out.strip() == known.decode(tokens).strip()
+
+
+def check_gradients(saved, shards, output) -> None:  # noqa: F811
+    """`grads collect` of whole gradients against transformers' own loss and autograd, with ids in the data's order."""
+    place = output / "rank_0" / f"dim{LLAMA_NUMEL}"
+    asked = ["--projection", "none", "--dim", str(LLAMA_NUMEL), "--max_samples", "3", "--device", "cpu"]
+    collect = ["grads", "collect", "--model_dir", str(saved), "--data_path", str(shards), "--output_path", str(output)]
+    assert cli.main([*collect, *asked]) == 0
+    rows, split = store.read_rows(place / "all_orig.pt"), Shards(shards, "train")
+    assert pickle.loads((place / "all_ids.pkl").read_bytes()) == [split[at].sample_id for at in range(3)]
+    model = AutoModelForCausalLM.from_pretrained(saved)
+    for at, row in enumerate(rows):
+        model.zero_grad()
+        tokens = split[at].input_ids[None]
+        model(tokens, labels=tokens).loss.backward()
+        expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_a_saved_llama_trains_on_gives_its_perplexity_generates_and_has_gradients(
+    world,
+    shards,  # noqa: F811
+    tmp_path,
+    capsys,
+    monkeypatch,
+):
     _, record = train(world, shards, tmp_path / "one", LLAMA, "fsdp2", "int8")
     first = tmp_path / "one" / "final_model"
+    check_generation(first, monkeypatch, capsys)
+    check_gradients(first, shards, tmp_path / "gradients")
     perplexity = ["perplexity", "--model_dir", str(first), "--data_path", str(shards), "--batch_size", "2"]
     assert cli.main(perplexity) == 0
     assert json.loads((tmp_path / "one" / "perplexity.json").read_text())["ppl"] == pytest.approx(record["val_ppl"])
@@ -121,6 +165,16 @@ def test_bf16_sends_the_same_bytes(world, shards, tmp_path):  # noqa: F811
     assert each[0]["loss_digest"] != each[1]["loss_digest"] and each[0]["identity"] != each[1]["identity"]
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_bf16_gradients_of_bf16_training_are_half_the_bytes(world, shards, tmp_path, strategy):  # noqa: F811
+    rows, record = train(world, shards, tmp_path / "bf16", "micro", strategy, "bf16", precision="bf16")
+    assert 2 * record["bytes_compressed_total"] == record["bytes_raw_total"]
+    assert record["bytes_closed_form_total"] == record["bytes_compressed_total"]
+    assert (record["precision"], record["gradient_dtype"], record["compressor"]) == ("bf16", "float32", "bf16")
+    exact, _ = train(world, shards, tmp_path / "none", "micro", strategy, "none", precision="bf16")
+    assert losses(rows) == pytest.approx(losses(exact), rel=1e-3) and losses(rows) != losses(exact)
+
+
 def test_private_training_in_bf16_is_refused(shards, tmp_path, capsys):  # noqa: F811
     more = ["--precision", "bf16", "--dp_max_grad_norm", "1"]
     assert cli.main(["train", *words(shards, tmp_path / "run", *more)]) == 2
@@ -144,3 +198,21 @@ def test_every_model_under_every_strategy(world, shards, tmp_path, strategy, pre
     _, record = train(world, shards, tmp_path, preset, strategy, method, precision=precision)
     check_bytes(record, numel(preset), 3)
     assert record["val_ppl"] < 400 and record["precision"] == precision
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("preset", "method", "precision"), product(("tiny", "small", "llama-small"), METHODS, ("fp32", "bf16"))
+)
+def test_every_model_in_two_islands_of_two_ranks(world, shards, tmp_path, preset, method, precision):  # noqa: F811
+    """Raw bytes between islands by hand: two ranks all-reduce a shard, 2 · (2 - 1) / 2 · 4n / 2 on each of four."""
+    given = {"size": 4, "islands": 2, "precision": precision}
+    _, record = train(world, shards, tmp_path, preset, "hsdp", method, **given)
+    n = record["parameters"]
+    assert n == numel(preset) and record["val_ppl"] < 400 and record["precision"] == precision
+    assert record["bytes_between_raw_total"] == 3 * 4 * 4 * n // 2
+    assert 0 < record["bytes_between_total"] == record["bytes_between_closed_form_total"]
+    assert record["bytes_between_total"] < record["bytes_between_raw_total"]
+    assert record["bytes_inside_total"] == record["bytes_inside_closed_form_total"]
+    assert record["bytes_compressed_total"] == record["bytes_closed_form_total"]
+    assert record["bytes_inside_total"] - record["bytes_parameters_total"] == 3 * 2 * 4 * n, "a reduce-scatter each"
