@@ -46,9 +46,9 @@ class Numbers(Source):
 
 @pytest.fixture(autouse=True)
 def third_party(monkeypatch):
-    """An installed package's entry point."""
-    entry = EntryPoint("numbers", f"{__name__}:Numbers", SOURCES.group)
-    monkeypatch.setattr(plugins, "entry_points", lambda group: (entry,) if group == SOURCES.group else ())
+    """One more entry point of an installed package."""
+    entry, installed = EntryPoint("numbers", f"{__name__}:Numbers", SOURCES.group), plugins.entry_points
+    monkeypatch.setattr(plugins, "entry_points", lambda group: installed(group) + (entry,) * (group == SOURCES.group))
 
 
 def saved(folder, rows, splits=False):
@@ -78,7 +78,7 @@ def example(name: str, folder: Path) -> dict:
 
 
 # pydocs reads 20 MB of source: test_corpus.py has its tests.
-every_source = pytest.mark.parametrize("name", sorted({*SOURCES.built_in(), "numbers"} - {"pydocs"}))
+every_source = pytest.mark.parametrize("name", sorted({*SOURCES.available(), "numbers"} - {"pydocs"}))
 
 
 @every_source
@@ -104,7 +104,7 @@ def test_a_source_is_a_dataset_and_a_verb(name, tmp_path):
     made = Dataset(source=name, **options)
     assert made.corpus_folder == Dataset(source=name, **options).corpus_folder
     assert made.corpus_folder != Dataset(source=name, max_mb=1, **options).corpus_folder
-    words = to_flags(made, *options)
+    words = to_flags(made, *options) if options else []
     output = tmp_path / "c.json"
     assert main(["download", "--source", name, *words, "--max_mb", "1", "--output", str(output)]) == 0
     assert list(documents(output)) == list(sources.build(name, options).open().documents)

@@ -322,15 +322,17 @@ TOY = {"architecture": "toy", "n_embd": 32, "n_layer": 2, "n_head": 2}
 
 @pytest.fixture
 def third_party(monkeypatch):
-    """An installed package's entry point, whose import registers its architecture with transformers."""
-    entry = EntryPoint("toy-preset", f"{__name__}:TOY", presets.PRESETS.group)
-    monkeypatch.setattr(plugins, "entry_points", lambda group: (entry,) if group == presets.PRESETS.group else ())
+    """One more entry point of an installed package, whose import registers its architecture with transformers."""
+    entry, installed = EntryPoint("toy-preset", f"{__name__}:TOY", presets.PRESETS.group), plugins.entry_points
+    monkeypatch.setattr(
+        plugins, "entry_points", lambda group: installed(group) + (entry,) * (group == presets.PRESETS.group)
+    )
     AutoConfig.register("toy", ToyConfig, exist_ok=True)
     AutoModelForCausalLM.register(ToyConfig, ToyLM, exist_ok=True)
 
 
 MODELS = [
-    *sorted({*presets.PRESETS.built_in(), "toy-preset"} - {"62m"}),
+    *sorted({*presets.PRESETS.available(), "toy-preset"} - {"62m"}),
     of_width("llama", **THIN),
     of_width("qwen3", **THIN, head_dim=16),
     of_width("opt", ffn_dim=48, word_embed_proj_dim=32),

@@ -34,7 +34,7 @@ from gradwire.parallel import (
     wrap,
 )
 
-STRATEGIES = tuple(name for name in topology.STRATEGIES.built_in() if name != "hsdp")  # two ranks make no islands
+STRATEGIES = tuple(name for name in topology.STRATEGIES.available() if name != "hsdp")  # two ranks make no islands
 STOCHASTIC = {"rounding": "stochastic", "block": 16}
 
 worlds = pytest.mark.parametrize("size", [2, 3])

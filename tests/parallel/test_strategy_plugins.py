@@ -1,12 +1,18 @@
-"""A strategy of another package is found by its entry point: by `wrap`, and in an experiment's file."""
+"""A strategy of another package is found by its entry point: by `wrap`, in an experiment's file, and by `train`."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint
 
+import links_rows
 import pytest
 import torch
+from test_training import run, shards, words  # noqa: F401  shards is a fixture
 from torch import nn
 
 from gradwire import plugins
@@ -16,6 +22,7 @@ from gradwire.config import Grid
 from gradwire.errors import BadInput
 from gradwire.parallel import wrap
 from gradwire.parallel.strategies.naive import Naive
+from gradwire.report import traffic
 
 
 class Mirror(Naive):
@@ -48,6 +55,37 @@ def test_wrap_finds_it(world):
     ):
         assert sent > 0
         torch.testing.assert_close(mine, expected, rtol=0, atol=0)
+
+
+MODULE = """
+from gradwire.parallel.strategies.fsdp2 import FSDP2
+
+class Shards(FSDP2):
+    name = "shards"
+"""
+
+
+def test_train_and_its_record_know_one_that_shards(world, shards, tmp_path):  # noqa: F811
+    """Of a package that is installed, so that the ranks find it by themselves; its bytes are those of fsdp2."""
+    metadata = tmp_path / "site" / "sharding-1.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: sharding\nVersion: 1\n")
+    (metadata / "entry_points.txt").write_text("[gradwire.strategies]\nshards = sharding:Shards\n")
+    (tmp_path / "site" / "sharding.py").write_text(MODULE)
+    places = os.pathsep.join([str(tmp_path / "site"), *sys.path])
+    changes = {"steps": 2, "eval_every": 0, "comm_compress": "int8"}
+    train = ["train", *words(shards, tmp_path / "theirs", strategy="shards", **changes)]
+    launch = [sys.executable, "-m", "gradwire", "launch", "--world_size", "2", "--", *train]
+    done = subprocess.run(launch, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": places}, timeout=120)
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "theirs" / "record.json").read_text())
+    _, built_in = world(2).run(run, words(shards, tmp_path / "ours", strategy="fsdp2", **changes))[0]
+    assert record["strategy"] == "shards" and record["bytes_parameters_raw_total"] > 0
+    same = ("loss_digest", "val_ppl", "bytes_compressed_total", "bytes_closed_form_total", "bytes_parameters_raw_total")
+    assert [record[name] for name in same] == [built_in[name] for name in same]
+    for strategy, op in (("fsdp2", "reduce_scatter"), ("ddp", "all_reduce")):
+        row = links_rows.row(strategy, "none", "none").model_copy(update={"strategy": "shards"})
+        assert (traffic.gradient_op(row), traffic.sharded(row)) == (op, op == "reduce_scatter")
 
 
 def test_an_experiment_names_it():

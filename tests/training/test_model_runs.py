@@ -35,7 +35,7 @@ LLAMA = json.dumps(
 # 320 tokens in two tables that are not tied, two layers of two square and two half-wide matrices, a gated MLP, norms.
 LLAMA_NUMEL = 2 * 320 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48 + 2 * 32) + 32
 METHODS = {"int8": {}, "topk": {"density": 0.1, "error_feedback": True}}
-STRATEGIES = [strategy for strategy in KNOWN.built_in() if strategy != "hsdp"]  # two ranks make no islands
+STRATEGIES = [strategy for strategy in KNOWN.available() if strategy != "hsdp"]  # two ranks make no islands
 
 
 def check_bytes(record: dict, numel: int, steps: int) -> None:

@@ -99,7 +99,7 @@ def test_the_loss_curve_depends_on_the_global_batch_not_on_how_ranks_and_micro_b
 ):
     one = world(1).run(run, words(shards, tmp_path / "one", batch_size=4))[0][0]
     accumulated = world(1).run(run, words(shards, tmp_path / "acc", batch_size=2, grad_accum_steps=2))[0][0]
-    for strategy in set(STRATEGIES.built_in()) - {"hsdp"}:  # two ranks make no islands
+    for strategy in set(STRATEGIES.available()) - {"hsdp"}:  # two ranks make no islands
         two = world(2).run(run, words(shards, tmp_path / strategy, strategy=strategy, verify_sync=2))
         assert losses(two[0][0]) == losses(two[1][0]), "both ranks must know the same loss"
         assert losses(two[0][0]) == pytest.approx(losses(one), rel=2e-5)
@@ -317,7 +317,7 @@ def test_looking_at_gradients_changes_neither_losses_nor_bytes(world, shards, tm
     assert record["residual_norm"] > 0
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES.built_in())
+@pytest.mark.parametrize("strategy", STRATEGIES.available())
 def test_an_exact_exchange_has_no_error_in_any_strategy(world, shards, tmp_path, strategy):
     """A buffer that the framework wrote into again before it was looked at would show."""
     cell = json.dumps({"algorithm": "exchange"})

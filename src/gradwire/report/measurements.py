@@ -13,7 +13,7 @@ from gradwire.config import BASELINE
 from gradwire.errors import BadInput
 from gradwire.measurement.measured_run import Flow, Measurement
 from gradwire.report.record import Result
-from gradwire.report.traffic import SHARDED, gradient_op, hooked, parameter_op
+from gradwire.report.traffic import gradient_op, hooked, parameter_op, sharded
 from gradwire.topology import between_islands, link_rate
 
 
@@ -92,7 +92,7 @@ def measurement_of(row: Result) -> Measurement:
     measurement = Measurement(
         strategy=row.strategy,
         label=row.compressor,
-        sharded=row.strategy in SHARDED,
+        sharded=sharded(row),
         fixed="algorithm" in (row.compress_config or {}),
         world=row.world_size,
         link=row.link,

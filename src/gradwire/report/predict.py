@@ -26,7 +26,7 @@ from gradwire.report.notes import machines
 from gradwire.report.quality import PerplexityReference, perplexity_reference
 from gradwire.report.record import BF16, Result
 from gradwire.report.results_file import read_results
-from gradwire.report.traffic import SHARDED
+from gradwire.report.traffic import sharded
 from gradwire.topology import check_islands, sharded_islands
 from gradwire.units import UNSHAPED, bits_per_second, rate_text, seconds
 
@@ -336,5 +336,5 @@ def memory_text(rows: Iterable[Result], label: str, world: int, islands: int) ->
         size // sharded_islands(row.strategy, number)
         for size, number in ((row.world_size, row.islands), (world, islands))
     )
-    sharded = (row.parameters or 0) if row.strategy in SHARDED else 0
-    return f"{peak_memory(1e9 * (row.mem_peak_alloc_gb or 0), sharded, before, ranks) / 1e9:.3f}"
+    in_shards = (row.parameters or 0) if sharded(row) else 0
+    return f"{peak_memory(1e9 * (row.mem_peak_alloc_gb or 0), in_shards, before, ranks) / 1e9:.3f}"

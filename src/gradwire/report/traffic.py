@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from gradwire.report.record import Result
 
-SHARDED = ("fsdp1", "fsdp2", "hsdp")
 CARRIERS = {"exchange": "all_to_all", "gather": "all_gather"}  # else the framework's own collective, or torch's
 
 
 def hooked(row: Result) -> bool:
     """Whether a reducer averaged the gradients, not the framework."""
     return row.bytes_source == "metered"
+
+
+def sharded(row: Result) -> bool:
+    """Whether the strategy shards the model: only then are there bytes of parameters, which replicas do not gather."""
+    return row.bytes_parameters_raw_total is not None
 
 
 def as_computed(row: Result) -> bool | None:
@@ -28,7 +32,7 @@ def gradient_op(row: Result) -> str:
     """The collective that carries the gradients, or most of them."""
     if row.bytes_by_op:
         return max(row.bytes_by_op, key=lambda op: (row.bytes_by_op or {})[op])
-    native = "reduce_scatter" if row.strategy in SHARDED else "all_reduce"
+    native = "reduce_scatter" if sharded(row) else "all_reduce"
     return CARRIERS.get(row.algorithm or "", native) if hooked(row) else native
 
 
