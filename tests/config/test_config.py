@@ -282,6 +282,25 @@ def test_a_cell_has_its_own_learning_rate():
         Cell.parse("int8", {"inside": {"method": "int8", "lr": 0.1}})
 
 
+def test_a_cell_has_its_own_precision():
+    cells = {
+        "none": {},
+        "mixed": {"method": "none", "precision": "bf16"},
+        "exact": {"method": "none", "precision": "fp32"},
+    }
+    given = {"name": "x", "compressors": cells, "grid": {}}
+    for whole in ("fp32", "bf16"):
+        made = experiment({**given, "training": {"precision": whole}})
+        parsed = {label: Cell.parse(label, cell.flat()) for label, cell in made.cells().items()}
+        assert parsed == made.cells() and not parsed["mixed"].hooked
+        found = {label: cell.own(made.training).precision for label, cell in parsed.items()}
+        assert found == {"none": whole, "mixed": "bf16", "exact": "fp32"}
+    with pytest.raises(BadInput, match=r"cell 'none': unknown value of precision 'bf61'. Did you mean 'bf16'"):
+        Cell.parse("none", {"precision": "bf61"})
+    with pytest.raises(BadInput, match="cell 'mixed': precision bf16 is not that of the float32 gradients"):
+        experiment({**given, "training": {"dp_max_grad_norm": 1.0}})
+
+
 def test_parameters_travel_compressed_under_fsdp2_only():
     wide = {**SMALL, "compressors": {"small": {"method": "none", "param_compress": "int8"}}}
     assert experiment({**wide, "grid": {"strategies": ["fsdp2"]}}).runs()

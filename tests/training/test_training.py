@@ -174,6 +174,14 @@ def test_a_cells_learning_rate_replaces_that_of_the_training(world, shards, tmp_
     assert losses(own[0]) == losses(other[0])
 
 
+def test_a_cells_precision_replaces_that_of_the_training(world, shards, tmp_path):
+    of_cell = ("--comm_config_json", '{"precision": "bf16"}')
+    own = world(1).run(run, words(shards, tmp_path / "own", *of_cell, steps=2, eval_every=0))[0]
+    other = world(1).run(run, words(shards, tmp_path / "other", precision="bf16", steps=2, eval_every=0))[0]
+    assert own[1]["precision"] == other[1]["precision"] == "bf16"
+    assert losses(own[0]) == losses(other[0])
+
+
 def test_muon_steps_with_averaged_gradients(world, shards, tmp_path):
     muon = {"inner": "muon"}
     local = {"comm_optimizer": "diloco", "inner": "muon", "H": 1, "outer_lr": 1.0, "outer_momentum": 0.0}

@@ -15,12 +15,13 @@ from gradwire.compressors.reduction import ReducerOptions
 from gradwire.compressors.schedule import ByStep, Schedule
 from gradwire.config.strict import Strict, checked
 from gradwire.config.training import Training
-from gradwire.config.values import Name
+from gradwire.config.values import Name, Precision
 from gradwire.errors import BadInput, unknown
 from gradwire.explain import short
 
+OF_TRAINING = ("lr", "precision")  # keys of a cell that replace those of `training`
 # Keys of a cell that are options neither of its method, nor the reducer, nor a communicating optimizer.
-OTHERS = ("inside", "param_compress", "lr")
+OTHERS = ("inside", "param_compress", *OF_TRAINING)
 # Flags of `train` that are also keys of a cell.
 FLAGS = {"comm_compress": "method", "comm_optimizer": "comm_optimizer", "param_compress": "param_compress"}
 
@@ -45,6 +46,7 @@ class Cell(Strict):
         inside: The compressor setting inside islands (hsdp); None keeps the framework's own reduction there.
         param_compress: Compression of FSDP's parameter all-gathers.
         lr: The peak learning rate of the cell's runs; None takes that of ``training``.
+        precision: The precision of their forward pass; None takes that of ``training``.
     """
 
     label: Name
@@ -55,6 +57,7 @@ class Cell(Strict):
     inside: Cell | None = None
     param_compress: ParamCompress = "none"
     lr: float | None = Field(None, gt=0)
+    precision: Precision | None = None
 
     @classmethod
     def parse(cls, label: str, mapping: Any) -> Cell:
@@ -126,11 +129,16 @@ class Cell(Strict):
         """Whether a reducer is attached; ``none: {}`` keeps the framework's own reduction."""
         return self.method != "none" or bool(self.reduction.model_fields_set) or self.inside is not None
 
+    def own(self, training: Training) -> Training:
+        """The settings of training with those that the cell replaces."""
+        replaced = {key: value for key in OF_TRAINING if (value := getattr(self, key)) is not None}
+        return training.model_copy(update=replaced)
+
     def flat(self) -> dict[str, Any]:
         """The mapping that `parse` reads, as for ``--comm_config_json``."""
         reduction = self.reduction.model_dump(mode="json", exclude_unset=True)
         communication = self.communication.model_dump(mode="json", exclude_unset=True)
-        others = self.model_dump(include={"param_compress", "lr"}, exclude_defaults=True)
+        others = self.model_dump(include={"param_compress", *OF_TRAINING}, exclude_defaults=True)
         others |= {} if self.inside is None else {"inside": self.inside.flat()}
         return {"method": self.method, **self.options, **reduction, **communication, **others}
 
@@ -169,12 +177,14 @@ def check_private(training: Training, cell: Cell, strategy: str) -> None:
     """Check that the norms of private training are those of the communicated gradients.
 
     Raises:
-        BadInput: Under fsdp1, with compressed parameters, or with an optimizer that communicates.
+        BadInput: In bf16, under fsdp1, with compressed parameters, or with an optimizer that communicates.
     """
     if not training.private:
         return
     reason = None
-    if strategy == "fsdp1":
+    if cell.own(training).precision != "fp32":
+        reason = f"precision {cell.precision} is not that of the float32 gradients whose norms clip; omit it"
+    elif strategy == "fsdp1":
         reason = "strategy fsdp1 flattens parameters, so that layers do not have their own; use fsdp2"
     elif cell.inside is not None:
         reason = "epsilon does not cover what `inside` does to a rank's own gradient; omit it"

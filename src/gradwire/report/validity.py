@@ -21,6 +21,7 @@ def validity(data: Data) -> Section:
     """What was run, and whether it is valid."""
     measured = [row for row in data.results if row.status in ("ok", "diverged")]
     environment = next((row.environment for row in measured if row.environment), {})
+    precisions = {row.precision for row in measured}
     properties = {
         "runs": f"{len(data.results)} in {len({row.run_name.rpartition('/')[0] for row in data.results})} cells",
         "compressors": _distinct(row.compressor for row in data.results),
@@ -36,7 +37,7 @@ def validity(data: Data) -> Section:
             f"{row.steps} steps of {row.batch_size} × {row.max_length} tokens per rank, {row.optimizer}"
             for row in measured
         ),
-        "precision": _distinct(row.precision for row in measured if row.precision != "fp32"),
+        "precision": ", ".join(sorted(precisions)) if precisions != {"fp32"} else "",
         "privacy": _distinct(guarantee for row in measured if (guarantee := privacy(row))),
         "backend": _distinct(f"{row.backend} on {row.device}" for row in measured),
         "versions": ", ".join(

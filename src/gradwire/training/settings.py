@@ -122,9 +122,7 @@ def from_arguments(args: argparse.Namespace) -> Settings:
     method = options.setdefault("method", "none")
     cell = Cell.parse(args.label or str(method), options)
     cell.check_strategy(args.strategy)
-    training = from_flags(Training, args)
-    if cell.lr is not None:
-        training = training.model_copy(update={"lr": cell.lr})
+    training = cell.own(from_flags(Training, args))
     if training.log == "wandb" and find_spec("wandb") is None:
         raise BadInput("--log wandb needs Weights & Biases: pip install 'gradwire[wandb]'.")
     check_private(training, cell, args.strategy)
