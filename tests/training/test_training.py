@@ -465,6 +465,7 @@ LOCAL = [
     ("ddp", 2, {"dense_rounds": 1}),
     ("bucket", 3, {"H": {0: 1, 2: 4}}),
     ("ddp", 2, {"comm_optimizer": "desloc", "H_momentum": 2, "H_variance": 4}),
+    ("bucket", 2, {"inner": "muon"}),
 ]
 
 
