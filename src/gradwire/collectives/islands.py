@@ -155,6 +155,12 @@ class IslandReducer(Reducer):
         """The state of both levels."""
         return {**super().state_dict(), "inside": None if self.inside is None else self.inside.state_dict()}
 
+    def begin(self, step: int) -> None:
+        """As `Reducer.begin`, on both levels."""
+        super().begin(step)
+        if self.inside is not None:
+            self.inside.begin(step)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load a `state_dict`; of another topology only the step counts, as for `Reducer`.
 
@@ -165,11 +171,8 @@ class IslandReducer(Reducer):
         if same and (state["inside"] is None) != (self.inside is None):
             raise BadInput("the reducer's state and this reducer differ in whether they reduce inside islands.")
         super().load_state_dict(state)
-        if self.inside is not None:
-            if same:
-                self.inside.load_state_dict(state["inside"])
-            else:
-                self.inside.codec.begin(state["step"])
+        if same and self.inside is not None:
+            self.inside.load_state_dict(state["inside"])
 
 
 def _sum(one: Any, other: Any) -> Any:

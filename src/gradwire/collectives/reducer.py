@@ -299,6 +299,10 @@ class Reducer:
             **self.codec.state_dict(),
         }
 
+    def begin(self, step: int) -> None:
+        """Go on at an optimizer step without residuals, compressor states and generators of earlier ones."""
+        self.codec.begin(step)
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the state that the same rank of an earlier run left, before or after `prepare`.
 
@@ -313,7 +317,7 @@ class Reducer:
                 f"residuals, compressor states and generators are reset",
                 stacklevel=2,
             )
-            self.codec.begin(state["step"])
+            self.begin(state["step"])
             return
         for option, value in self._options.items():
             if state["options"][option] != value:

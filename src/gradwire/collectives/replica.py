@@ -33,15 +33,19 @@ class Replica:
         self.gather = gather
         self.layout = layout
         self.values = torch.zeros(layout.numel, device=next(iter(shards.values())).device)
-        row = torch.zeros_like(self.own)
-        for piece in layout.rows[gather.ranks.rank]:
-            row[layout.place_in_row(piece)] = shards[piece.name].reshape(-1)
-        self.restore(row)
+        self.reset(shards)
 
     @property
     def own(self) -> Tensor:
         """This rank's row: float32 [row_numel], a view."""
         return self.values.view(self.layout.world, -1)[self.gather.ranks.rank]
+
+    def reset(self, shards: Mapping[str, Tensor]) -> None:
+        """Set the replica to the ranks' exact shards, by name."""
+        row = torch.zeros_like(self.own)
+        for piece in self.layout.rows[self.gather.ranks.rank]:
+            row[self.layout.place_in_row(piece)] = shards[piece.name].reshape(-1)
+        self.restore(row)
 
     def restore(self, row: Tensor) -> None:
         """Set the replica to the rows that all ranks pass here, bit by bit."""

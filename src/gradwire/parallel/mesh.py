@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from gradwire.collectives.ops import Group
 from gradwire.errors import BadInput, unknown
@@ -63,3 +63,15 @@ def local(tensor: Tensor | ShardedTensor) -> Tensor:
         return shards[0].tensor if shards else torch.empty(0)
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(tensor: Tensor | ShardedTensor) -> int:
+    """Return where this rank's shard of a tensor begins along its first dimension; 0 of one that is not sharded."""
+    if isinstance(tensor, ShardedTensor):
+        shards = tensor.local_shards()
+        return int(shards[0].metadata.shard_offsets[0]) if shards else 0
+    if not isinstance(tensor, DTensor):
+        return 0
+    (dim,) = (dim for dim, placement in enumerate(tensor.placements) if placement == Shard(0))
+    mesh = tensor.device_mesh
+    return min(mesh.get_local_rank(dim) * -(-tensor.shape[0] // mesh.size(dim)), tensor.shape[0])

@@ -5,7 +5,7 @@ Both use the names of the unwrapped model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
 from gradwire.errors import BadInput
-from gradwire.parallel.mesh import local
+from gradwire.parallel.mesh import first_row, local
 from gradwire.parallel.strategies.fsdp1 import WRAPPED
 from gradwire.parallel.strategy import strategy_of
 
@@ -76,10 +76,13 @@ def checkpoint_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_checkpoint_state(model: nn.Module, optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Set the model and the optimizer to a loaded `checkpoint_state`."""
+    """Set the model and the optimizer to a loaded `checkpoint_state`; replicas that it lacks have the exact weights."""
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     for name, replica in strategy_of(model).replicas.items():
-        replica.restore(local(state["replicas"][name]))
+        if "replicas" in state:
+            replica.restore(local(state["replicas"][name]))
+        else:
+            replica.reset({name: local(parameter) for name, parameter in model.named_parameters()})
 
 
 def own_part(state: Any) -> Any:
@@ -106,6 +109,35 @@ def filled(state: Any, saved: Any) -> Any:
         raise BadInput(f"the checkpoint holds {list(saved.shape)} where this model has {list(own.shape)}.")
     with torch.no_grad():
         own.copy_(saved)
+    return state
+
+
+def joined(state: Any, parts: Sequence[Any]) -> Any:
+    """Copy this rank's part of the values that ranks of another topology saved into a nested `checkpoint_state`.
+
+    Args:
+        state: The state without replicas; changed in place.
+        parts: The `own_part` of each rank that shared a model, in the order of their shards.
+
+    Returns:
+        The state.
+
+    Raises:
+        BadInput: If names or shapes differ.
+    """
+    if isinstance(state, dict):
+        if any(state.keys() != part.keys() for part in parts):
+            raise BadInput("the checkpoint has other names than this model and its optimizer.")
+        return {key: joined(value, [part[key] for part in parts]) for key, value in state.items()}
+    if not isinstance(state, Tensor | ShardedTensor):
+        return parts[0]
+    whole = parts[0] if parts[0].shape == state.size() else torch.cat(list(parts))
+    if whole.shape != state.size():
+        raise BadInput(f"the checkpoint holds {list(whole.shape)} where this model has {list(state.size())}.")
+    own = local(state)
+    if own.numel():
+        with torch.no_grad():
+            own.copy_(whole[first_row(state) :][: len(own)] if own.ndim else whole)
     return state
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, computed_field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field
 
 from gradwire.config import BASELINE, SCHEMA_VERSION, Run
 from gradwire.errors import BadInput
@@ -197,6 +197,7 @@ class Record(Result):
     """The record of ``train``; fields that other verbs measure are null."""
 
     measured_steps: int
+    moved_from: list[dict[str, Any]] = Field([], exclude=True)  # strategies and ranks that took the first steps
 
 
 class Failure(Row):
@@ -343,6 +344,11 @@ def _merged(folder: Path, run: Run) -> Result:
         raise BadInput(f"{path} is the record of another run, {record.run_name}; delete it and train this run again.")
     if record.schema_version != SCHEMA_VERSION:
         raise BadInput(f"{path} has schema version {record.schema_version}, not {SCHEMA_VERSION}; train it again.")
+    if record.moved_from:
+        raise BadInput(
+            f"{path} is of a run that began on other ranks: its bytes and times are of its steps from "
+            f"{record.moved_from[-1]['step']} on only; train this run from its first step."
+        )
     if record.status == "diverged":
         return record
     merged = record.model_dump(exclude=set(Result.model_computed_fields))

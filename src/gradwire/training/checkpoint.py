@@ -4,6 +4,9 @@
 replicated; else each rank's shard in ``state<R>.pt``) and ``checkpoint.json`` (the run's identity and the SHA-256 of
 every file). The files are written to ``step<N>.part``, which rank 0 renames when every rank has finished. Reading a
 checkpoint never executes code from it.
+
+A checkpoint of the same training under another strategy or on other ranks gives a run its model and optimizer; what
+belongs to a rank is dropped.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from gradwire.collectives import ops
 from gradwire.collectives.world import World
 from gradwire.errors import BadInput
 from gradwire.files import read_json, sha256_file, write_json, writing
+from gradwire.parallel import optimizers
+from gradwire.topology import sharded_islands
 
 MANIFEST = "checkpoint.json"
 
@@ -34,13 +39,25 @@ class Checkpoints:
     Args:
         run_folder: The run's folder.
         origin: What identifies the run, such as its identity and the digest of its source.
+        task: What identifies its training on any topology; None: only a checkpoint of its own topology will do.
+        topology: Its ``strategy``, ``world_size`` and ``islands``.
         world: The process group and this rank's position in it.
         keep: Number of checkpoints to keep, at least 1.
     """
 
-    def __init__(self, run_folder: Path, origin: Mapping[str, str], world: World, keep: int) -> None:
+    def __init__(
+        self,
+        run_folder: Path,
+        origin: Mapping[str, str],
+        task: str | None,
+        topology: Mapping[str, Any],
+        world: World,
+        keep: int,
+    ) -> None:
         self.folder = Path(run_folder) / "checkpoints"
         self.origin = dict(origin)
+        self.task = task
+        self.topology = dict(topology)
         self.world = world
         self.keep = keep
 
@@ -63,14 +80,15 @@ class Checkpoints:
             part.mkdir(parents=True)
         self._barrier()
         try:
-            written = {f"rank{self.world.rank}.pt": own}
-            name, state = self._state_name(model), parallel.checkpoint_state(model, optimizer)
-            if name != "state.pt" or self.world.rank == 0:
-                written[name] = parallel.own_part(state)
-            files = {name: _write(part / name, value) for name, value in written.items()}
+            name = f"rank{self.world.rank}.pt"
+            files = {name: _write(part / name, own)}
+            with optimizers.synchronized(optimizer):  # the rank's own parameters are in its own state
+                name, state = self._state_name(model), parallel.checkpoint_state(model, optimizer)
+                if name != "state.pt" or self.world.rank == 0:
+                    files[name] = _write(part / name, parallel.own_part(state))
             files = {name: sha for rank in ops.gather_objects(files) for name, sha in rank.items()}
             if self.world.rank == 0:
-                manifest = self.origin | {"world_size": self.world.world_size, "step": step, "sha256": files}
+                manifest = self.origin | {"task": self.task, "topology": self.topology, "step": step, "sha256": files}
                 write_json(part / MANIFEST, manifest)
                 shutil.rmtree(target, ignore_errors=True)  # a damaged checkpoint of the same step
                 part.replace(target)
@@ -83,7 +101,7 @@ class Checkpoints:
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, restart: bool) -> dict[str, Any] | None:
         """Restore the model and the optimizer in place from the newest valid checkpoint.
 
-        Which one, and which are damaged and skipped, is reported on standard error.
+        Which one, which are damaged and skipped, and what is dropped, is reported on standard error.
 
         Args:
             model: The wrapped model.
@@ -91,7 +109,8 @@ class Checkpoints:
             restart: Delete checkpoints of another configuration or source instead of raising an error.
 
         Returns:
-            This rank's own state, or None if there is no checkpoint to resume from.
+            This rank's own state, that of rank 0 if the checkpoint has another topology, or None if there is no
+            checkpoint to resume from.
 
         Raises:
             BadInput: If the newest valid checkpoint has another configuration or source.
@@ -105,7 +124,9 @@ class Checkpoints:
             if problems:
                 self._note(f"{problems[0]}: the checkpoint is damaged and is skipped.")
                 continue
-            if difference := self._agreed(self._difference(read_json(checkpoint / MANIFEST))):
+            manifest = self._agreed(read_json(checkpoint / MANIFEST))
+            difference = self._difference(manifest)
+            if difference and (restart or not self._moves(manifest)):
                 if restart:
                     self._note(f"{checkpoint} {difference}: starting over.")
                     break
@@ -114,7 +135,13 @@ class Checkpoints:
                     "--restart."
                 )
             self._note(f"resuming after step {int(name.removeprefix('step'))}, from {checkpoint}.")
-            return self._load(checkpoint, model, optimizer)
+            if difference:
+                self._note(
+                    f"{checkpoint} {difference}: its weights and optimizer state are kept; residuals, other states of "
+                    "compressors, outer momentum, random generators, the order of the data, and the rows of its steps "
+                    "are dropped."
+                )
+            return self._load(checkpoint, manifest, model, optimizer)
         else:
             self._note(f"{self.folder} has no valid checkpoint to resume from: starting at step 0.")
         self.discard()
@@ -136,10 +163,11 @@ class Checkpoints:
     def _problem(self, checkpoint: Path, model: nn.Module) -> str | None:
         """The problem with this rank's files, or None."""
         try:
-            written = read_json(checkpoint / MANIFEST)["sha256"]
+            manifest = read_json(checkpoint / MANIFEST)
+            written, (own, states) = manifest["sha256"], self._files(manifest, model)
         except (BadInput, KeyError, TypeError) as error:
             return f"{checkpoint / MANIFEST} cannot be read ({error})"
-        for name in (f"rank{self.world.rank}.pt", self._state_name(model)):
+        for name in (own, *states):
             path = checkpoint / name
             if name in written and not path.is_file():
                 return f"{path} is missing"
@@ -147,20 +175,42 @@ class Checkpoints:
                 return f"{path} does not match its SHA-256"
         return None
 
+    def _files(self, manifest: Mapping[str, Any], model: nn.Module) -> tuple[str, list[str]]:
+        """The file of own state that this rank reads, and those of the model, of one island's ranks."""
+        strategy, world, islands = (manifest["topology"][key] for key in ("strategy", "world_size", "islands"))
+        if manifest["topology"] == self.topology:
+            return f"rank{self.world.rank}.pt", [self._state_name(model)]
+        if "state.pt" in manifest["sha256"]:
+            return "rank0.pt", ["state.pt"]
+        return "rank0.pt", [f"state{rank}.pt" for rank in range(world // sharded_islands(strategy, islands))]
+
+    def _moves(self, manifest: Mapping[str, Any]) -> bool:
+        """Whether the checkpoint is of this training on another topology."""
+        return manifest["topology"] != self.topology and manifest["task"] == self.task is not None
+
     def _difference(self, manifest: Mapping[str, Any]) -> str | None:
         """How the checkpoint differs from this run, or None."""
-        if manifest.get("world_size") != self.world.world_size:
-            return f"was written at another world size, {manifest.get('world_size')}"
+        if manifest["topology"] != self.topology:
+            return "was written by strategy {strategy} on {world_size} rank(s) in {islands} island(s)".format_map(
+                manifest["topology"]
+            )
         for name, value in self.origin.items():
             if manifest.get(name) != value:
                 return "belongs to a run of another configuration" if name == "identity" else f"has another {name}"
         return None
 
-    def _load(self, checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    def _load(
+        self, checkpoint: Path, manifest: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        own, states = self._files(manifest, model)
         state = parallel.checkpoint_state(model, optimizer)
-        saved = _read(checkpoint / self._state_name(model), "cpu", mmap=True)
-        parallel.load_checkpoint_state(model, optimizer, parallel.filled(state, saved))
-        return _read(checkpoint / f"rank{self.world.rank}.pt", self.world.device)
+        saved = [_read(checkpoint / name, "cpu", mmap=True) for name in states]
+        if manifest["topology"] == self.topology:
+            state = parallel.filled(state, saved[0])
+        else:
+            state = {key: parallel.joined(state[key], [part[key] for part in saved]) for key in ("model", "optimizer")}
+        parallel.load_checkpoint_state(model, optimizer, state)
+        return _read(checkpoint / own, self.world.device)
 
     def _prune(self, newest: Path) -> None:
         """Keep ``keep`` checkpoints up to ``newest``; later ones are damaged: the run did not resume from them."""

@@ -6,7 +6,7 @@ Shape legend: B = samples of a micro-batch, T = tokens of its longest sample, W 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -56,7 +56,7 @@ def train(
         Stopped: If a signal arrived, after a checkpoint is written.
     """
     parts, outcome = build(settings, shards[0], world)
-    state = RunState(settings, identity, world, parts, outcome)
+    state = RunState(settings, identity, shards[0].digest, world, parts, outcome)
     start = state.resume()
     Loop(settings, shards, world, asked, parts, outcome, state, start).run()
     reducer = parts.reducer
@@ -131,7 +131,7 @@ class Loop:
             except (Diverged, NonFiniteGradient) as error:
                 outcome.diverged = str(error)
             except Exception as error:
-                error.step = len(outcome.rows)  # type: ignore[attr-defined]  # recorded in the failure file
+                error.step = outcome.step  # type: ignore[attr-defined]  # recorded in the failure file
                 raise
 
     def _measured_step(self, step: int) -> Row:
@@ -187,7 +187,7 @@ class Loop:
     def _keep_model_if_due(self, step: int) -> None:
         """Write the model to ``models/`` if that is due after ``step``."""
         if due(self.training.keep_model_every, step):
-            with self._synchronized():
+            with optimizers.synchronized(self.parts.optimizer):
                 results.kept_model(
                     self.settings, self.state.identity, self._splits[0], self.world, self.parts, self.outcome
                 )
@@ -212,15 +212,10 @@ class Loop:
     def _validate(self) -> Quality:
         """Evaluate the model on the validation split."""
         batches = eval_batches(self._val_split, self.training.batch_size, self.world.rank, self.world.world_size)
-        with self._synchronized():
+        with optimizers.synchronized(self.parts.optimizer):
             quality = evaluate(self.parts.model, batches, self.world.device)
         check_finite(quality.ppl, "the validation perplexity")
         return quality
-
-    def _synchronized(self) -> AbstractContextManager[None]:
-        """Have the ranks' common parameters in the model, also within a round of local steps."""
-        optimizer = self.parts.optimizer
-        return optimizer.synchronized() if isinstance(optimizer, optimizers.Communicating) else nullcontext()
 
 
 def due(every: int, step: int) -> bool:

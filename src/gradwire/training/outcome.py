@@ -17,7 +17,8 @@ class Outcome:
     """The results of a run in memory.
 
     Args:
-        rows: This rank's rows of ``steps.parquet``.
+        rows: This rank's rows of ``steps.parquet``, from the step on at which the run came to these ranks.
+        moved_from: The strategies and ranks that took steps before, each with the step that it stopped at.
         config: The model's configuration.
         numel: Number of trainable parameters; tied ones count once.
         reduced_numel: Elements that the framework's own reduction handles in a step, including padding.
@@ -31,6 +32,7 @@ class Outcome:
     """
 
     rows: list[Row] = field(default_factory=list)
+    moved_from: list[Row] = field(default_factory=list)
     config: Any = None
     numel: int = 0
     reduced_numel: int = 0
@@ -41,3 +43,8 @@ class Outcome:
     quality: Quality | None = None
     diverged: str | None = None
     guarantee: Guarantee | None = None
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps that the run has taken, on whatever ranks."""
+        return len(self.rows) + (self.moved_from[-1]["step"] if self.moved_from else 0)

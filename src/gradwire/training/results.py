@@ -114,7 +114,7 @@ def kept_model(settings: Settings, identity: str, split: Shards, world: World, p
     Its ``gradwire.json`` has the step and the mean learning rate of the steps since the model before: the weight of
     this checkpoint in TracIn and LESS.
     """
-    step, every = len(outcome.rows), settings.training.keep_model_every
+    step, every = outcome.step, settings.training.keep_model_every
     rates = [row["lr"] for row in outcome.rows[-every:]]
     origin = {"run": run_of(settings, world).path, "identity": identity, "step": step, "learning_rate": fmean(rates)}
     folder = settings.output_dir / MODELS / f"step-{step:06d}"
@@ -152,6 +152,7 @@ def described(
         "steps": settings.training.steps,
         "seed": run.seed,
         "unigram_ppl": split["unigram_ppl"],
+        "moved_from": outcome.moved_from,
     }
 
 

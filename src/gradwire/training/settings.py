@@ -72,24 +72,39 @@ class Settings:
         """
         return digest(
             {
-                "training": self.training.model_dump(mode="json", exclude=UNIDENTIFYING),
-                "cell": self.cell.flat(),
+                **self._content(data, UNIDENTIFYING),
                 "strategy": self.strategy,
-                "model": presets.content(self.model),
-                "seed": self.seed,
                 "world_size": world_size,
                 "islands": self.islands,
-                "data": data,
             }
         )
+
+    def task(self, data: str) -> str:
+        """A digest of what is trained, and by which source, whatever the strategy and the number of ranks.
+
+        Args:
+            data: The digest of the shards.
+        """
+        shared_out = {"batch_size"} if self.training.global_batch_size else set()
+        source = source_digest(*modules(self.cell))
+        return digest({**self._content(data, UNIDENTIFYING | shared_out), "source": source})
+
+    def _content(self, data: str, left_out: set[str]) -> dict[str, Any]:
+        return {
+            "training": self.training.model_dump(mode="json", exclude=left_out),
+            "cell": self.cell.flat(),
+            "model": presets.content(self.model),
+            "seed": self.seed,
+            "data": data,
+        }
 
     def source(self) -> str:
         """A digest of the source that trains the run."""
         return source_digest(*modules(self.cell, self.strategy))
 
 
-def modules(cell: Cell, strategy: str) -> list[str]:
-    """The modules that a cell's training depends on.
+def modules(cell: Cell, strategy: str = "") -> list[str]:
+    """The modules that a cell's training depends on; without a strategy, those of any.
 
     Methods, strategies and optimizers are imported by name, so following imports does not find them. Those of other
     packages are not tracked.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shutil
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gradwire.collectives.world import World
+from gradwire.errors import BadInput
 from gradwire.files import write_with
 from gradwire.parallel import optimizers
 from gradwire.training import results
@@ -23,21 +25,37 @@ class RunState:
 
     Args:
         settings: The run.
-        identity: ``Settings.identity``; checkpoints with another identity are rejected.
+        identity: ``Settings.identity``; checkpoints with another identity are rejected, except for one of the same
+            training on another topology.
+        data: The digest of the shards.
         world: The process group and this rank's position in it.
         parts: The run's parts.
         outcome: The run's results so far.
     """
 
-    def __init__(self, settings: Settings, identity: str, world: World, parts: Parts, outcome: Outcome) -> None:
+    def __init__(
+        self, settings: Settings, identity: str, data: str, world: World, parts: Parts, outcome: Outcome
+    ) -> None:
         origin = {"identity": identity, "source": settings.source()}
+        task = None if settings.training.private else settings.task(data)  # its guarantee is of one topology
+        self.topology = {
+            "strategy": settings.strategy,
+            "world_size": world.world_size,
+            "islands": settings.islands,
+        }
         self.identity = identity
-        self._checkpoints = Checkpoints(settings.output_dir, origin, world, settings.training.keep_checkpoints)
+        keep = settings.training.keep_checkpoints
+        self._checkpoints = Checkpoints(settings.output_dir, origin, task, self.topology, world, keep)
         self._settings, self._world, self._parts, self._outcome = settings, world, parts, outcome
         self.trace = trace_file(settings.output_dir, world)
 
     def resume(self) -> int:
-        """Restore the newest checkpoint if the run shall resume, else discard all; return the first step to take."""
+        """Restore the newest checkpoint if the run shall resume, else discard all; return the first step to take.
+
+        Raises:
+            BadInput: If the checkpoint is of another configuration or source, or, on another topology, of the last
+                step.
+        """
         model, optimizer, reducer, *_ = self._parts
         if not self._settings.resume:
             self._checkpoints.discard()
@@ -47,6 +65,9 @@ class RunState:
         own = self._checkpoints.resume(model, optimizer, restart=self._settings.restart)
         if own is None:
             return 0
+        self._outcome.moved_from = own["moved_from"]
+        if own["topology"] != self.topology:
+            return self._move(own["topology"], own["step"])
         self._outcome.rows = own["rows"]
         set_generators(own["generators"], self._world)
         if reducer is not None:
@@ -57,11 +78,27 @@ class RunState:
             write_with(self.trace, lambda part: part.write_bytes(own["trace"].numpy().tobytes()))
         return own["step"]
 
+    def _move(self, topology: dict[str, Any], step: int) -> int:
+        """Go on at ``step`` with the model and the optimizer of another topology."""
+        if step == self._settings.training.steps:
+            raise BadInput(
+                f"the newest checkpoint of {self._settings.output_dir} is of the last step, {step}, on another "
+                "topology: nothing is left to train. Resume with its own strategy and ranks."
+            )
+        _, optimizer, reducer, *_ = self._parts
+        self._outcome.moved_from.append({"step": step, **topology})
+        if reducer is not None:
+            reducer.begin(step)
+        if isinstance(optimizer, optimizers.Communicating):
+            optimizer.restart()
+        return step
+
     def save(self, step: int) -> None:
         """Write a checkpoint after ``step`` steps."""
         model, optimizer, reducer, *_ = self._parts
         trace = self.trace
         own = {"step": step, "rows": self._outcome.rows, "generators": generators(self._world)}
+        own |= {"topology": self.topology, "moved_from": self._outcome.moved_from}
         own["reducer"] = reducer.state_dict() if reducer is not None else None
         own["trace"] = torch.frombuffer(bytearray(trace.read_bytes()), dtype=torch.uint8) if trace.exists() else None
         if isinstance(optimizer, optimizers.Communicating):

@@ -60,6 +60,9 @@ class Communicating(Optimizer):
         """Return a context in which the parameters are those that all ranks share, for an evaluation."""
         return nullcontext()
 
+    def restart(self) -> None:
+        """Begin a round at the present parameters, which were loaded without a `rank_state`."""
+
     def shared(self) -> Iterator[tuple[str, Tensor]]:
         """Yield by name what else is equal on all ranks after every step."""
         yield from ()
@@ -108,6 +111,11 @@ class Communicating(Optimizer):
         if total is not None:
             total.copy_(sums[:-1])
         return (sums[-1] / dist.get_world_size(group)).sqrt().item(), taken
+
+
+def synchronized(optimizer: Optimizer) -> AbstractContextManager[None]:
+    """Return a context in which the model has the parameters that all ranks share, whatever the optimizer."""
+    return optimizer.synchronized() if isinstance(optimizer, Communicating) else nullcontext()
 
 
 def available() -> list[str]:

@@ -113,6 +113,12 @@ class LocalUpdates(Communicating):
         for name, p in self.trained.items():
             p.copy_(self.anchors[name])
 
+    @torch.no_grad()
+    def restart(self) -> None:
+        """Set the anchors to the parameters."""
+        for name, p in self.trained.items():
+            self.anchors[name].copy_(p)
+
     @property
     def in_step(self) -> bool:
         """Whether the last step ended a round."""
