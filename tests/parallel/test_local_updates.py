@@ -14,6 +14,7 @@ from test_optimizers import BETAS, CLIP, DECAY, RATES, REPLICAS, Held, assert_sa
 from gradwire.collectives import Reducer
 from gradwire.communication import preset
 from gradwire.compressors import build
+from gradwire.compressors.feedback import Feedback
 from gradwire.config import Cell
 from gradwire.errors import BadInput, NonFiniteGradient
 from gradwire.parallel import accumulation, named_parameters, optimizers, wrap
@@ -333,7 +334,19 @@ def double_momentum(optimizer, rank, step):
         optimizer.anchors[name].add_(momentum, alpha=-0.1) if step == 4 else None
 
 
-FAULTS = {"no error": forget_the_error, "drift": drift, "momentum twice": double_momentum, "lost": lost}
+def lose_the_quantizers_error(optimizer, rank, step):
+    """Of a chain, what the sparsifier leaves out is kept, and what the quantizer loses of the rest is not."""
+    for feedback in optimizer.reducer.codec._feedbacks.values():
+        feedback.update = lambda sent, it=feedback: Feedback.update(it, torch.where(sent != 0, it._corrected, 0.0))
+
+
+FAULTS = {
+    "no error": forget_the_error,
+    "half of the error": lose_the_quantizers_error,
+    "drift": drift,
+    "momentum twice": double_momentum,
+    "lost": lost,
+}
 
 
 @pytest.mark.parametrize("fault", ["no error", "drift", "momentum twice"])
@@ -345,6 +358,108 @@ def test_the_simulation_sees_a_fault(world, fault):
         assert_same(trainable(found[2][0]), expected[2][0][rank])
         assert any(not torch.equal(found[5][0][name], value) for name, value in expected[5][0][rank].items())
         assert (found[4][3] == "the anchor of bias on rank 1 differs from rank 0's") == (fault == "drift")
+
+
+SPARSE = {"method": {"chunktopk.k": 4, "chunk": 8}, "error_feedback": True, "ef_decay": 0.95, "algorithm": "gather"}
+
+
+def test_the_simulation_sees_what_a_chains_quantizer_loses(world):
+    """The residuals of the first round are right; those of the second are sent in the third."""
+    results = world(2).run(trained, "sparseloco", "ddp", "chunktopk+bins", SPARSE, {"H": 3}, CLIP, "half of the error")
+    expected, _ = simulated(2, "chunktopk+bins", SPARSE, {"H": 3, **LONE})
+    for rank, (found, _) in enumerate(results):
+        assert_same(trainable(found[5][0]), expected[5][0][rank])
+        assert any(not torch.equal(found[7][0][name], value) for name, value in expected[7][0][rank].items())
+
+
+def rounds_by_name(rank, world, group, name, method, cell):
+    """Of a run with rounds of 3 steps: pseudo-gradients by round, residuals at its end, first and last anchors."""
+    reducer, model, optimizer = started(group, name, "ddp", method, cell, {"H": 3})
+    first = {name: anchor.clone() for name, anchor in optimizer.anchors.items()}
+    with reducer.keeping() as kept:
+        for step in range(STEPS):
+            set_rates(optimizer, step)
+            backward(model, rank, step)
+            optimizer.exchange(CLIP)
+            optimizer.step()
+            optimizer.zero_grad()
+    deltas = [{name: torch.empty_like(anchor) for name, anchor in first.items()} for _ in kept]
+    for one, delta in zip(kept, deltas, strict=True):
+        optimizer.layout.unpack(one.flat, delta)
+    residuals = reducer.codec.state_dict()["residuals"]
+    return deltas, {key: state["residual.float32"] for key, state in residuals.items()}, first, optimizer.anchors
+
+
+def binned(x):
+    """Bins of a quarter of six standard deviations around the mean; each element becomes the mean of its bin."""
+    if (x == x[0]).all():
+        return x
+    codes = ((x - x.mean()) / (6 * x.std() / 4) + 2).round().clamp(0, 3)
+    return sum(torch.where(codes == code, x[codes == code].mean(), 0.0) for code in codes.unique())
+
+
+def largest_binned(x):
+    """The four largest of each eight elements, binned; of a shorter rest a half."""
+    chosen = torch.zeros(len(x), dtype=torch.bool)
+    for start in range(0, len(x), 8):
+        part = x[start : start + 8]
+        chosen[start + part.abs().topk(max(1, round(len(part) / 2))).indices] = True
+    decoded = torch.zeros_like(x)
+    decoded[chosen] = binned(x[chosen])
+    return decoded
+
+
+class Kept:
+    """Residuals by key, in float64: e <- decay e + x is sent, and e loses what arrives."""
+
+    def __init__(self, decay, lossy):
+        self.decay, self.lossy, self.e = decay, lossy, {}
+
+    def send(self, key, x):
+        sent = self.decay * self.e.get(key, 0.0) + x
+        arrived = self.lossy(sent)
+        self.e[key] = sent - arrived
+        return arrived
+
+
+HAND_MADE = {  # by preset: its method, what that does to a piece, decay of e, outer rate and momentum, algorithm
+    "sparseloco": ("chunktopk+bins", largest_binned, 0.95, 1.0, 0.0, "gather"),
+    "muloco": ("bins", binned, 0.9, 0.7, 0.6, "exchange"),
+}
+
+
+@pytest.mark.parametrize("name", HAND_MADE)
+def test_rounds_of_a_preset_are_the_papers_arithmetic(world, name):
+    """In float64, without any encoder: sparsifier, quantizer, error feedback and outer step from their formulas."""
+    method, lossy, decay, rate, momentum, algorithm = HAND_MADE[name]
+    options = SPARSE["method"] if name == "sparseloco" else {}
+    cell = {"method": options, "error_feedback": True, "ef_decay": decay, "algorithm": algorithm}
+    results = world(2).run(rounds_by_name, name, method, cell)
+    first, last = results[0][2:]
+    kept = [Kept(decay, lossy) for _ in results]
+    anchors = {key: value.double() for key, value in first.items()}
+    outer = {key: torch.zeros_like(value) for key, value in anchors.items()}
+    cuts = by_rows({key: tuple(value.shape) for key, value in first.items()}, 2)
+    for number in range(3):
+        for key, anchor in anchors.items():
+            means = []
+            for piece in cuts[key]:
+                place = slice(piece.at, piece.at + piece.numel)
+                given = [deltas[number][key].double().reshape(-1)[place] for deltas, *_ in results]
+                arrived = [own.send((key, "scatter", piece.at), x) for own, x in zip(kept, given, strict=True)]
+                mean = sum(arrived) / 2
+                owner = kept[piece.row]
+                means.append(owner.send((key, "gather", piece.at), mean) if algorithm == "exchange" else mean)
+            mean = torch.cat(means).view(anchor.shape)
+            outer[key] = momentum * outer[key] + mean
+            anchor -= rate * (mean + momentum * outer[key])
+    for (_, residuals, *_), own in zip(results, kept, strict=True):
+        assert residuals.keys() == own.e.keys()
+        for key, residual in residuals.items():
+            torch.testing.assert_close(residual.double().view(-1), own.e[key], rtol=1e-5, atol=1e-6)
+    for key, anchor in anchors.items():
+        torch.testing.assert_close(last[key].double(), anchor, rtol=1e-5, atol=1e-6)
+    assert all(any(e.norm() > 0.1 * anchors[key[0]].norm() for key, e in own.e.items()) for own in kept), "e matters"
 
 
 def sgd(rank, world, group, clip):
