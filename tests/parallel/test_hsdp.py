@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 import gradwire
 from gradwire.collectives import IslandReducer, Islands, Layout, Reducer, build_islands
 from gradwire.compressors import build
+from gradwire.compressors.schedule import Schedule
 from gradwire.errors import BadInput
 from gradwire.parallel import accumulation, clip_grad_norm, full_state_dict, optimizers, wrap
 from gradwire.parallel.backward import EndOfBackward
@@ -207,6 +208,9 @@ ALONE = {
     "zero_one_adam": ({"dense_steps": 1}, {"freeze_step": 3, "local_doubling": 1, "steps": 8}),
     "diloco": ({}, {"H": 3, "outer_lr": 0.8, "outer_momentum": 0.5, "steps": 8}),
     "desloc": ({}, {"H": 2, "H_momentum": 3, "H_variance": 4, "steps": 8}),
+    "sparseloco": ({}, {"H": 3, "steps": 8}),
+    "streaming": ({}, {"H": 4, "outer_lr": 0.8, "streaming": {"fragments": 2, "delay": 1}, "steps": 8}),
+    "demo": ({}, {}),
 }
 
 
@@ -221,7 +225,7 @@ def apart(rank, world, group, number, name):
         reducer = Reducer(build("none"), group, **reduction)
     model = wrap(model_of("odd"), "hsdp" if sharded else "ddp", reducer, device="cpu", average=False)
     groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
-    optimizer = optimizers.build(name, model, groups, reducer, lr=1e-2, **options)
+    optimizer = optimizers.build("diloco" if name == "streaming" else name, model, groups, reducer, lr=1e-2, **options)
     norms = []
     for step in range(8):
         optimizer.zero_grad()
@@ -240,7 +244,9 @@ def apart(rank, world, group, number, name):
     return {name.removeprefix("module."): value for name, value in whole.items()}, norms
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.sweep] * (name in ("sparseloco", "demo"))) for name in ALONE]
+)
 def test_an_island_of_two_ranks_is_a_replica_with_twice_the_batch(world, name):
     expected, its_norms = world(2).run(apart, 2, name)[0]
     found = world(4).run(apart, 2, name)
@@ -248,6 +254,111 @@ def test_an_island_of_two_ranks_is_a_replica_with_twice_the_batch(world, name):
         assert norms == pytest.approx(its_norms, rel=1e-4)
     for key, value in expected.items():
         torch.testing.assert_close(found[0][0][key], value, rtol=1e-4, atol=1e-5)
+
+
+COMPRESSED = {  # a method, the reducer's options, and the optimizer's
+    "sparseloco": (
+        "chunktopk+bins",
+        {"chunktopk.k": 4, "chunk": 8},
+        {"ef_decay": 0.95, "algorithm": "gather"},
+        {"H": 2},
+    ),
+    "demo": ("dcttopk", {"k": 3, "tile": 4}, {"ef_decay": 0.999, "algorithm": "gather"}, {}),
+    "streaming": ("onebit", {"block": 16}, {}, {"H": 4, "streaming": {"fragments": 2, "delay": 1}, "steps": 8}),
+}
+
+
+def reductions(rank, world, group, name):
+    """What each reduction between two islands was given and what it delivered, by parameter; weights at the end."""
+    method, own, reduction, options = COMPRESSED[name]
+    reduction = {"error_feedback": True, "algorithm": "exchange", "seed": SEED, **reduction}
+    reducer = IslandReducer(build(method, **own), build_islands(2), **reduction)
+    model = wrap(model_of("odd"), "hsdp", reducer, device="cpu", average=False)
+    groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
+    optimizer = optimizers.build("diloco" if name == "streaming" else name, model, groups, reducer, lr=1e-2, **options)
+    with reducer.keeping() as kept:
+        for step in range(8):
+            optimizer.zero_grad()
+            loss_of("odd", model, batch_of("odd", rank, step)).backward()
+            assert optimizer.exchange(max_norm=0.5)[1]
+            optimizer.step()
+    return [(by_name(one.layout, one.flat), by_name(one.layout, one.mean)) for one in kept], full_state_dict(model)
+
+
+def by_name(layout, flat):
+    """The parameters in a buffer."""
+    found = {name: torch.empty(sum(p.numel for p in layout.pieces if p.name == name)) for name in layout.parameters}
+    layout.unpack(flat, found)
+    return found
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.sweep] * (name != "demo")) for name in COMPRESSED]
+)
+def test_what_optimizers_send_between_islands_is_its_protocol_in_one_process(world, name):
+    """Shards of momenta or pseudo-gradients, each with a residual of its own, decayed, in every fragment."""
+    method, own, reduction, _ = COMPRESSED[name]
+    results = world(4).run(reductions, name)
+    cut = by_rows({name: tuple(p.shape) for name, p in model_of("odd").named_parameters()}, 2)
+    whole = {name: tuple(p.shape) for name, p in model_of("odd").named_parameters()}
+    for position in range(2):
+        first, second = results[position][0], results[2 + position][0]
+        assert len(first) == len(second) > 3
+        shapes = {
+            name: (part.numel // math.prod(whole[name][1:]), *whole[name][1:])
+            for name, parts in cut.items()
+            for part in parts
+            if part.row == position
+        }
+        protocol = Numbered(build(method, **own), by_rows(shapes, 2), shapes, 2, True)
+        protocol.decay, protocol.ranks_of = reduction.get("ef_decay", 1.0), [position, 2 + position]
+        for (given, delivered), (others, its) in zip(first, second, strict=True):
+            protocol.shapes = {name: shapes[name] for name in given}
+            means = protocol.reduce(reduction.get("algorithm", "exchange"), "all_reduce", [given, others])
+            for key, mean in means.items():
+                assert torch.equal(delivered[key], mean) and torch.equal(its[key], mean), key
+    assert any(p.abs().sum() > 0 for p in results[0][1].values())
+
+
+OPTIONS = {"dense_steps": 1, "exempt": {"names": ("*.bias", "scale")}, "algorithm": "exchange"}
+
+
+def optioned(rank, world, group):
+    """Whole gradients of four steps, with dense steps, exemptions and a schedule; and what was exempt or encoded."""
+    reducer = IslandReducer(
+        build("onebit", block=16),
+        build_islands(2),
+        schedule=Schedule("onebit", {"block": 16}, {"block": {0: 16, 3: 8}}),
+        error_feedback=True,
+        **OPTIONS,
+    )
+    model = wrap(rough_model_of(), "hsdp", reducer, device="cpu")
+    steps = []
+    for step in range(4):
+        model.zero_grad()
+        rough_loss_of(model, rank, step).backward()
+        assert reducer.finish()
+        steps.append({name: gradient.flatten() for name, gradient in whole_gradients(model).items()})
+    return steps, {key: reducer.traffic[f"{key}_elements"] for key in ("exempt", "encoded")}
+
+
+def test_schedules_dense_steps_and_exemptions_hold_between_islands(world):
+    """Step 0 is dense, and from step 3 on blocks have 8 elements; residuals stay."""
+    plain, coded = (TwoLevels(2, 2, method, None) for method in (("none", {}), ("onebit", {"block": 16})))
+    results = world(4).run(optioned)
+    for step in range(4):
+        gradients = [local_gradients(rank, step) for rank in range(4)]
+        exact = plain.step("exchange", gradients)
+        if step == 3:
+            for protocol in coded.between:
+                protocol.compressor = build("onebit", block=8)
+        means = coded.step("exchange", gradients) if step else exact
+        for steps, _ in results:
+            for name, found in steps[step].items():
+                is_exempt = name.endswith(".bias") or name == "scale"
+                assert torch.equal(found, exact[name] if is_exempt else means[name]), (step, name)
+    for _, counted in results:
+        assert counted["exempt"] > 0 and counted["encoded"] > 0
 
 
 # --- what is refused, and what is not summed twice ---

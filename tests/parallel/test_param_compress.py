@@ -326,7 +326,8 @@ def test_bad_input_is_reported(world):
             world(1).run(wrapped, strategy, torch.float32, {"param_compress": "int8"})
     with pytest.raises(BadInput, match=r"unknown parameter compression 'int9'\. Did you mean 'int8'"):
         world(1).run(wrapped, "fsdp2", torch.float32, {"param_compress": "int9"})
-    with pytest.raises(BadInput, match=r"layers\.0\.weight is torch\.bfloat16; leave it out"):
-        world(2).run(wrapped, "fsdp2", torch.bfloat16, {"param_compress": "bf16"})
+    for encoding in ("bf16", "int4-diff"):
+        with pytest.raises(BadInput, match=r"layers\.0\.weight is torch\.bfloat16; leave it out"):
+            world(2).run(wrapped, "fsdp2", torch.bfloat16, {"param_compress": encoding})
     with pytest.raises(BadInput, match=r"int4-diff sends what changed, and enter.weight is frozen: use int8"):
         world(2).run(frozen_part)

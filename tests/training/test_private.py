@@ -19,8 +19,9 @@ from test_training import SMALL, parsed, run, words
 from gradwire import cli
 from gradwire.collectives import Reducer
 from gradwire.collectives.world import World
+from gradwire.communication import LOCAL
 from gradwire.compressors import build
-from gradwire.config import Cell, Training
+from gradwire.config import Cell, Training, check_private
 from gradwire.data import batches
 from gradwire.data.batches import poisson_steps
 from gradwire.data.shards import Shards
@@ -492,6 +493,18 @@ def test_bad_input_is_one_message(flags, message, shards, tmp_path, capsys):
     assert cli.main(["train", *words(shards, tmp_path / "run"), *flags]) == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "run").rglob("*")] == ["train.failed.json"]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "hsdp"])
+@pytest.mark.parametrize("name", [*LOCAL, "demo"])
+def test_local_updates_are_refused(name, strategy):
+    """What they send is no clipped gradient of a sample, so that no guarantee would hold."""
+    cell = Cell.parse("x", {"comm_optimizer": name, **({} if name in ("sparseloco", "demo") else {"method": "onebit"})})
+    check_private(Training(), cell, strategy)
+    with pytest.raises(
+        BadInput, match=rf"private training\), compressor cell 'x': comm_optimizer {name} sends no gradients"
+    ):
+        check_private(Training(dp_max_grad_norm=1.0), cell, strategy)
 
 
 class PastTheLayer(torch.nn.Module):
