@@ -158,6 +158,8 @@ TOKENIZE = {
 OTHERS = {
     "download --max_mb nan": "--max_mb is nan; it must be a finite number",
     "download --max_mb inf": "--max_mb is inf; it must be a finite number",
+    "launch --world_size 2 --link inter-100mbit -- compressors": "Did you mean 'between-100mbit', of each island?",
+    "launch --world_size 2 --link inside-fast -- compressors": "invalid rate 'fast'",
     "launch --world_size 2 --link 0.0000001bit -- compressors": "invalid rate '0.0000001bit'",
     f"launch --world_size 2 --link {'9' * 80}bit -- compressors": "invalid rate '9999",
     f"predict --world_size 4 --bandwidth {'0' * 80}1gbit": "invalid rate '0000",

@@ -68,7 +68,16 @@ def link_rate(link: str) -> float:
     Raises:
         BadInput: If the link is invalid.
     """
-    return math.inf if link == UNSHAPED else bits_per_second(link.removeprefix(BETWEEN))
+    if link == UNSHAPED:
+        return math.inf
+    named, _, rate = link.rpartition("-")
+    if not named or between_islands(link):
+        return bits_per_second(link.removeprefix(BETWEEN))
+    bits_per_second(rate)
+    raise BadInput(
+        f"unknown class of links {named!r} in {link!r}. Did you mean '{BETWEEN}{rate}', of each island? {rate} is "
+        "of each rank; inside islands there is no limit."
+    )
 
 
 def link_of_classes(classes: Mapping[str, Any]) -> str:

@@ -166,6 +166,7 @@ BAD = {
     "another class of links": (ON | {"links": [{"inter": "1gbit"}]}, "unknown class of links 'inter'"),
     "no rate between": (ON | {"links": [{"inside": "none"}]}, "needs a rate `between` islands"),
     "a limit inside": (ON | {"links": [{"inside": "1gbit", "between": "1gbit"}]}, "`inside` must be none"),
+    "a name with another class": (ON | {"links": ["inter-1gbit"]}, "or between-100mbit for islands, got"),
     "an invalid rate": (ON | {"links": [{"inside": "none", "between": "fast"}]}, "must be a rate such as 100mbit"),
     "a rate that is no text": (ON | {"links": [{"between": 100}]}, "must be a rate such as 100mbit"),
     "islands of no use": (
