@@ -396,6 +396,16 @@ def test_sharded_states_shrink_with_the_ranks(tmp_path, capsys):
     assert line.rstrip("| ").endswith(f"{0.5 - 16 * PARAMETERS / 1e9 * (1 / 2 - 1 / 64):.3f}")
 
 
+def test_anchors_are_divided_as_parameters_are(tmp_path, capsys):
+    rows = [islands_row("none", link) for link in ("between-1gbit", "between-100mbit")]
+    rows = [one.model_copy(update={"mem_outer_gb": 0.06}) for one in rows]
+    words = write_rows(tmp_path / "links", rows)
+    assert main([*words, "200mbit", "--world_size", "12", "--islands", "4", "--memory"]) == 0
+    line = next(one for one in capsys.readouterr().out.splitlines() if one.startswith("| none"))
+    parameters = 16 * PARAMETERS / 1e9 * (1 / 3 - 1 / 2)
+    assert line.rstrip("| ").endswith(f"{0.5 + parameters + 0.06 * (2 / 3 - 1):.3f}")
+
+
 def test_predict_on_islands(tmp_path, capsys):
     links = ("between-1gbit", "between-100mbit")
     rows = [*experiment(("ddp",)), *(islands_row(label, link) for label in ("none", "int8") for link in links)]

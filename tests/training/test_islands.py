@@ -85,6 +85,9 @@ def test_a_resumed_run_equals_an_unbroken_one(world, shards, tmp_path, label):  
     whole, record = trained(world, shards, tmp_path / "whole", cell, **changes)
     assert record["bytes_between_total"] < record["bytes_between_raw_total"]
     assert all(losses(rows) == losses(whole[0]) for rows in whole)
+    copies = {"diloco": 2, "muon": 2}.get(label)  # anchors and momenta; a rank has the shards of its island
+    expected = copies and pytest.approx(copies * 4 * record["parameters"] / 2 / 1e9, rel=0.02)
+    assert record["mem_outer_gb"] == expected
     again = tmp_path / "again"
     (again / "checkpoints").parent.mkdir()
     (tmp_path / "whole" / "checkpoints").rename(again / "checkpoints")

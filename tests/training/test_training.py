@@ -493,6 +493,8 @@ def test_a_run_of_local_updates_resumes_inside_of_a_round(world, shards, tmp_pat
     assert weights[0] == weights[1]
     record = whole[0][1]
     assert record["optimizer"] == cell["comm_optimizer"] and record["compress_config"]["error_feedback"] is True
+    anchors_and_momenta = 2 * 4 * record["parameters"] / 1e9
+    assert record["mem_outer_gb"] == (None if demo else anchors_and_momenta)
     assert record["bytes_compressed_total"] == record["bytes_closed_form_total"]
     dense = {2} if "dense_rounds" in more else set()
     sent = [sum(rank[0][step]["bytes_sent"] for rank in whole) for step in range(7)]

@@ -337,4 +337,5 @@ def memory_text(rows: Iterable[Result], label: str, world: int, islands: int) ->
         for size, number in ((row.world_size, row.islands), (world, islands))
     )
     in_shards = (row.parameters or 0) if sharded(row) else 0
-    return f"{peak_memory(1e9 * (row.mem_peak_alloc_gb or 0), in_shards, before, ranks) / 1e9:.3f}"
+    measured_gb, outer_gb = row.mem_peak_alloc_gb or 0, row.mem_outer_gb or 0
+    return f"{peak_memory(1e9 * measured_gb, in_shards, before, ranks, 1e9 * outer_gb) / 1e9:.3f}"

@@ -52,6 +52,8 @@ class Result(Row):
       as sent, over the communication time of a step.
     - ``scaling_efficiency``: tokens/s per rank against those at a world size of 1 with the same strategy and label
       (else ``none``), without a link, on the same kind of machine: the mean over its seeds.
+    - ``mem_residual_gb``, ``mem_replica_gb``, ``mem_outer_gb``: a rank's residuals, replicas of sharded parameters
+      (``int4-diff``), and anchors and outer momentum of local updates; parts of the peak.
     - ``time_to_target_ppl_s``, ``steps_to_target_ppl``, ``ppl_at_fixed_time``: see `measurement.quality`.
     - ``steps_to_target``, ``time_to_target_s``, ``bytes_to_target``: target -> value, null where the run never reached
       it; see `report.targets`.
@@ -143,6 +145,7 @@ class Result(Row):
     compression_ratio_between: Number = None
     compression_ratio_between_steady: Number = None
     mem_replica_gb: Number = None
+    mem_outer_gb: Number = None
     steps_to_target: dict[str, int | None] | None = None
     time_to_target_s: dict[str, float | None] | None = None
     bytes_to_target: dict[str, int | None] | None = None

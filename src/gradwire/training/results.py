@@ -21,6 +21,7 @@ from gradwire.config import SCHEMA_VERSION, Run
 from gradwire.data.shards import Shards
 from gradwire.files import write_json, write_with
 from gradwire.models import folder as model_folder
+from gradwire.parallel import optimizers
 from gradwire.training import link, link_classes, totals
 from gradwire.training.build import Parts
 from gradwire.training.environment import environment, same_machine
@@ -66,7 +67,9 @@ def write(
     (folder / "profiler").mkdir(parents=True, exist_ok=True)
     allocated, reserved = outcome.memory.gb()
     own = {"rows": outcome.rows, "allocated": allocated, "reserved": reserved, "residual": outcome.residual_bytes}
-    ranks = ops.gather_objects(own | {"replica": parallel.replica_bytes(model), "environment": here})
+    own |= {"replica": parallel.replica_bytes(model), "environment": here}
+    own["outer"] = optimizer.outer_bytes if isinstance(optimizer, optimizers.Communicating) else None
+    ranks = ops.gather_objects(own)
     run = run_of(settings, world)
     save_model(folder / "final_model", splits[0], model, optimizer, outcome, {"run": run.path, "identity": identity})
     if world.rank != 0:
@@ -159,8 +162,8 @@ def described(
 def measured(settings: Settings, run: Run, world: World, outcome: Outcome, ranks: Sequence[Row]) -> Row:
     """The record's measurements; ``ranks`` has each rank's rows and memory."""
     rows = [row for rank in ranks for row in rank["rows"]]
-    names = ("allocated", "reserved", "residual", "replica")
-    allocated, reserved, residual, replica = ([rank[name] for rank in ranks] for name in names)
+    names = ("allocated", "reserved", "residual", "replica", "outer")
+    allocated, reserved, residual, replica, outer = ([rank[name] for rank in ranks] for name in names)
     return {
         **totals.times(rows),
         **totals.traffic(settings, world, outcome, rows),
@@ -174,6 +177,7 @@ def measured(settings: Settings, run: Run, world: World, outcome: Outcome, ranks
         "mem_peak_reserved_gb": None if reserved[0] is None else max(reserved),
         "mem_residual_gb": None if residual[0] is None else max(residual) / 1e9,
         "mem_replica_gb": None if replica[0] is None else max(replica) / 1e9,
+        "mem_outer_gb": None if outer[0] is None else max(outer) / 1e9,
         "algorithm": outcome.algorithm,
         "nonfinite_steps": sum(row["nonfinite"] for row in outcome.rows),
         "clipped_steps": sum(row["clipped"] for row in outcome.rows),

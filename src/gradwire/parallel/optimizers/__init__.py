@@ -56,6 +56,11 @@ class Communicating(Optimizer):
     def dense_steps(self) -> int:
         """Number of first steps in which everything travels as float32."""
 
+    @property
+    def outer_bytes(self) -> int | None:
+        """Memory of what this rank keeps of its rounds, such as anchors; None without rounds."""
+        return None
+
     def synchronized(self) -> AbstractContextManager[None]:
         """Return a context in which the parameters are those that all ranks share, for an evaluation."""
         return nullcontext()

@@ -71,6 +71,11 @@ class DiLoCo(LocalUpdates):
         """The steps of the dense rounds."""
         return self.rounds.began(self.dense_rounds)
 
+    @property
+    def outer_bytes(self) -> int:
+        """Memory of the anchors and the outer momentum."""
+        return super().outer_bytes + sum(momentum.nbytes for momentum in self.momenta.values())
+
     def communicate(self) -> None:
         """Average the pseudo-gradients."""
         self.receive(self.begin(self.layout).wait(), self.layout)

@@ -120,6 +120,11 @@ class LocalUpdates(Communicating):
             self.anchors[name].copy_(p)
 
     @property
+    def outer_bytes(self) -> int:
+        """Memory of the anchors."""
+        return sum(anchor.nbytes for anchor in self.anchors.values())
+
+    @property
     def in_step(self) -> bool:
         """Whether the last step ended a round."""
         return self.reducer.step == 0 or self.rounds.ends(self.reducer.step - 1)
