@@ -1,6 +1,6 @@
 """Optimizers that communicate: they average momenta, or the outcome of local steps, instead of gradients.
 
-One file each; they replace AdamW where every rank holds the whole model (`naive`, `bucket`, `ddp`)::
+One file each; they replace AdamW where every rank, or under `hsdp` every island, holds the whole model::
 
     model = wrap(model, "ddp", reducer, device="cpu", average=False)
     optimizer = build("onebit_adam", model, groups, reducer, steps=900, lr=1e-3)
