@@ -172,6 +172,20 @@ def test_stores_are_validated_and_ranked(small, collected, tmp_path):
     assert [line["score"] for line in lines] == pytest.approx(scores.tolist(), rel=1e-6)
 
 
+@pytest.mark.parametrize("changed", ["train", "queries"])
+def test_plain_rows_are_not_compared_with_rows_under_the_curvature(small, collected, tmp_path, capsys, changed):
+    """A product of the two would be under the root of the inverse curvature, which is no method."""
+    plain = tmp_path / "plain"
+    assert run("collect", small, "--output_path", plain, "--dim", DIM, "--projection", "sjlt") == 0
+    assert cli.main(["grads", "aggregate", "--base_path", str(plain), "--dim", str(DIM)]) == 0
+    stores = {name: collected / name / f"dim{DIM}" for name in ("train", "queries")} | {changed: plain / f"dim{DIM}"}
+    words = ["--train", stores["train"], "--validation", stores["queries"], "--output_dir", tmp_path / "top"]
+    capsys.readouterr()
+    assert cli.main(["grads", "influence", *map(str, words)]) == 2
+    assert "differ in grad_type: of ekfac and sgd, collect both with --grad_type ekfac" in capsys.readouterr().err
+    assert not [*(tmp_path / "top").glob("*.jsonl")]
+
+
 def test_bad_input_is_one_message(small, collected, tmp_path, capsys):
     common = ["--output_path", tmp_path / "rows", "--dim", DIM, "--grad_type", "ekfac"]
     assert run("collect", small, *common) == 2

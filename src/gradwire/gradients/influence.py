@@ -279,10 +279,15 @@ def check_alike(train: Store, validation: Store) -> None:
     """Check that the rows of two stores can be compared.
 
     Raises:
-        BadInput: If their projections or models differ.
+        BadInput: If their projections or models differ, or one alone is of type ekfac.
     """
-    kind = train.manifest.grad_type
-    stepped = kind == validation.manifest.grad_type and kind in ("adam", "ekfac")
+    kinds = {train.manifest.grad_type, validation.manifest.grad_type}
+    if "ekfac" in kinds and len(kinds) > 1:  # each side has the root of the inverse curvature
+        raise BadInput(
+            f"{train.path} and {validation.path} differ in grad_type: of {' and '.join(sorted(kinds))}, collect both "
+            "with --grad_type ekfac, or neither."
+        )
+    stepped = kinds in ({"adam"}, {"ekfac"})
     for field in (*SAME, *(SAME_STEP if stepped else ())):
         if getattr(train.manifest, field) != getattr(validation.manifest, field):
             raise BadInput(f"{train.path} and {validation.path} differ in {field}: their gradients cannot be compared.")
