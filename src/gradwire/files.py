@@ -104,8 +104,9 @@ def _of_the_disk(error: BaseException | None) -> str | None:
     while error is not None:
         if isinstance(error, OSError) and error.errno in DISK:
             return os.strerror(error.errno)
-        if os.strerror(errno.ENOSPC) in str(error):
-            return os.strerror(errno.ENOSPC)
+        for code in BROKEN:
+            if os.strerror(code) in str(error):
+                return os.strerror(code)
         error = error.__cause__ or error.__context__
     return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import full_disk
 import numpy as np
 import pytest
 import torch
@@ -200,3 +201,12 @@ def test_bad_input_is_one_message(small, collected, tmp_path, capsys):
         ekfac.load(collected / "factors", "another", "mean", shapes, torch.device("cpu"))
     assert run("collect", small, *common, "--optimizer_dir", collected / "factors", "--loss", "sum") == 2
     assert "collect with --loss mean" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_no_half_factors(small, tmp_path):
+    words = ["--model_dir", small.model, "--data_path", small.shards, "--output_dir", tmp_path / "factors"]
+    done = full_disk.run(1500, "grads", "factors", *words)
+    assert done.returncode == 3, done.stderr
+    file = tmp_path / "factors" / ekfac.FILE
+    assert done.stderr.strip() == f"gradwire grads factors: {file} cannot be written: File too large."
+    assert not [*(tmp_path / "factors").glob(f"{ekfac.FILE}*")]

@@ -6,9 +6,9 @@ import json
 import sys
 from dataclasses import asdict
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
+import full_disk
 import numpy as np
 import pytest
 import torch
@@ -182,19 +182,34 @@ def test_flags_that_do_not_fit_are_refused(made, tmp_path, capsys, kind, more, m
     assert not (path / index.FILE).exists() and not (path / index.NOTE).exists()
 
 
-def test_a_full_disk_leaves_no_half_index(made, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("rows", [20, ROWS])
+def test_a_full_disk_leaves_no_half_index(made, tmp_path, rows):
+    """No file may grow beyond 1,500 bytes: with few rows the first write that fails is that of closing the file."""
+    pytest.importorskip("faiss")
+    path = stored(tmp_path / "dim48", made[0][:rows])
+    assert build(path, "flat", "cosine") == 0
+    (path / index.FILE).unlink()
+    done = full_disk.run(1500, "grads", "index", "--store", path, "--kind", "flat", "--metric", "dot")
+    assert done.returncode == 3, done.stderr
+    assert done.stderr.strip() == f"gradwire grads index: {path / index.FILE} cannot be written: File too large."
+    assert not [*path.glob(f"{index.FILE}*")] and not (path / index.NOTE).exists()
+
+
+@pytest.mark.parametrize("forged", [ROWS, 10**9, 2**62])
+def test_ids_that_the_store_does_not_have_are_refused(made, tmp_path, capsys, forged):
+    """An index that was changed and signed again."""
     faiss = pytest.importorskip("faiss")
     path = copied(made[1], tmp_path / "dim48")
-    (path / index.FILE).unlink(missing_ok=True)
-
-    def full(_, part):
-        Path(part).write_bytes(b"half")
-        raise RuntimeError(f"Error: 'ret == (size)' failed: write error in {part}: 1 != 2 (No space left on device)")
-
-    monkeypatch.setattr(faiss, "write_index", full)
-    assert build(path, "flat", "dot") != 0
-    assert "No space left on device" in capsys.readouterr().err
-    assert not [*path.glob(f"{index.FILE}*")] and not (path / index.NOTE).exists()
+    assert build(path, "ivf", "cosine", "--lists", 3, "--probe", 3) == 0
+    found = faiss.read_index(str(path / index.FILE))
+    other = faiss.IndexIVFFlat(found.quantizer, DIM, 3, faiss.METRIC_INNER_PRODUCT)
+    ids = np.arange(ROWS)
+    ids[3] = forged  # the query itself
+    other.add_with_ids(index.prepared(made[0], "cosine"), ids)
+    faiss.write_index(other, str(path / index.FILE))
+    edit(path / index.NOTE, sha256=sha256_file(path / index.FILE))
+    message = refused(capsys, path, "--sample_id", "s3", "--index", "--metric", "cosine", "--top_k", "3")
+    assert f"has rows that the store does not have, such as {forged}: index again." in message
 
 
 def test_a_missing_library_is_one_message(made, capsys, monkeypatch):

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradwire.errors import BadInput
-from gradwire.files import digest, read_object, sha256_file, write_json, write_with
+from gradwire.files import digest, read_object, sha256_file, whole, write_json
 from gradwire.flags import COUNT
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ def main(args: argparse.Namespace) -> None:
     for block in blocks(rows, args.metric):
         index.add(block)
     (args.store / NOTE).unlink(missing_ok=True)
-    write_with(args.store / FILE, lambda part: faiss.write_index(index, str(part)))
+    with whole(args.store / FILE) as part, part.open("wb") as stream:  # FAISS's own file ignores errors at its close
+        faiss.write_index(index, faiss.PyCallbackIOWriter(stream.write))
     made = {"kind": args.kind, "metric": args.metric, "store": store_digest(found.manifest)}
     write_json(args.store / NOTE, {**made, "sha256": sha256_file(args.store / FILE)})
     print(f"{args.kind} index of {rows.shape[0]} rows for {args.metric} in {args.store / FILE}")
@@ -161,8 +162,8 @@ class Index:
         if made.get("sha256") != sha256_file(file):
             raise BadInput(f"{file} is damaged: its SHA-256 differs from that in {note}; {again} again.")
         try:
-            self._index = faiss.read_index(str(file))
-        except RuntimeError as error:
+            self._index = faiss.read_index(str(file), faiss.IO_FLAG_MMAP_IFC)
+        except (RuntimeError, MemoryError) as error:
             raise BadInput(f"{file} cannot be read by this version of FAISS: {again} again.") from error
         self.kind, self.metric, self._file = made.get("kind"), made.get("metric"), file
         if (self._index.ntotal, self._index.d) != found.rows.shape:
@@ -177,7 +178,7 @@ class Index:
             count: Number of rows to find.
 
         Raises:
-            BadInput: If the index was built for another metric, or proposes no row.
+            BadInput: If the index was built for another metric, or proposes no row or one that the store does not have.
         """
         import numpy as np
 
@@ -191,6 +192,8 @@ class Index:
         found = np.unique(positions[positions >= 0])
         if not len(found):
             raise BadInput(f"{self._file}: the searched lists have no rows; index again with a larger --probe.")
+        if found[-1] >= self._index.ntotal:
+            raise BadInput(f"{self._file} has rows that the store does not have, such as {found[-1]}: index again.")
         return found
 
 
