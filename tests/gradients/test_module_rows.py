@@ -177,6 +177,12 @@ def test_influence_of_modules_adds_up_to_that_of_samples(made, stores, tmp_path)
     np.testing.assert_allclose(added, wholes, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.parametrize(("unit", "projection"), [("sample", "sjlt"), ("token", "sjlt"), ("module", "rademacher")])
+def test_the_default_projection_is_one_of_these_rows(made, tmp_path, unit, projection):
+    assert collect(made, tmp_path / "run", "--rows", unit, "--dim", DIM, "--max_samples", 3) == 0
+    assert json.loads((tmp_path / "run" / "collect.json").read_text())["projection"] == projection
+
+
 @pytest.mark.parametrize("projection", ["sjlt", "srht", "none"])
 def test_projections_without_parts_are_refused(made, tmp_path, capsys, projection):
     assert collect(made, tmp_path / "run", "--rows", "module", "--dim", 9, "--projection", projection) == 2

@@ -116,7 +116,7 @@ def rows_of(run, rank=0, dim=36):
     return store.read(store.all_names(run / f"rank_{rank}" / f"dim{dim}"))
 
 
-def exact(small, grad_type="sgd", loss="mean", projection="rademacher", model=None):
+def exact(small, grad_type="sgd", loss="mean", projection="sjlt", model=None):
     """The rows by the loop, the type by hand, and the projector."""
     model = model or folder.load(small.model)
     shards = Shards(small.shards, "train")

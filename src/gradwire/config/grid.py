@@ -116,7 +116,7 @@ class Gradients(Selection):
     grad_type: GradType = Field("sgd", description="kind of gradient in a row")
     adam_variant: AdamVariant = Field("torch", description="Adam's formula, for type adam")
     loss: SampleLoss = Field("mean", description="loss of a sample: mean or sum over its targets")
-    projection: Projection = Field("rademacher", description="method of projection")
+    projection: Projection = Field("sjlt", description="method of projection")
     store: RowType = Field("float32", description="type of a row in the files")
     method: GradMethod = Field("auto", description="method of computing gradients")
     split: Split = Field("val", description="split of the samples")

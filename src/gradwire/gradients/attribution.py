@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 
-from gradwire.config import Projection, Training
+from gradwire.config import Gradients, Projection, Training
 from gradwire.errors import BadInput
 from gradwire.files import read_object, write_json
 from gradwire.flags import COUNT, NOT_NEGATIVE, POSITIVE, SEED, output_folder
@@ -75,6 +75,7 @@ class Scores(NamedTuple):
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of both verbs."""
     fields = Training.model_fields
+    projection = Gradients.model_fields["projection"].default
     parser.add_argument("--data_path", type=Path, required=True, help="a shards folder with a train and a val split")
     parser.add_argument(
         "--output_dir", type=output_folder, required=True, help="folder for all results; resumes what is there"
@@ -87,9 +88,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch_size", type=COUNT, default=fields["batch_size"].default, help="samples per step")
     parser.add_argument("--lr", type=POSITIVE, default=fields["lr"].default, help="peak learning rate of AdamW")
     parser.add_argument("--dim", type=COUNT, required=True, metavar="N", help="columns per row")
-    parser.add_argument(
-        "--projection", choices=get_args(Projection), default="rademacher", help="as for collect; sjlt is fast"
-    )
+    parser.add_argument("--projection", choices=get_args(Projection), default=projection, help="as for collect")
     parser.add_argument(
         "--damping",
         type=NOT_NEGATIVE,

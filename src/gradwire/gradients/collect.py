@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from gradwire.gradients.tokens import Tokens
 
 
+PROJECTION: Projection = Gradients.model_fields["projection"].default
+PROJECTION_OF_MODULES: Projection = "rademacher"  # not all projections have rows of modules: `projections.OF_PARTS`
 PRELOAD = ("gradwire.gradients.rows", "gradwire.models.saved")  # slow imports of each rank
 
 
@@ -81,9 +83,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--projection",
         choices=get_args(Projection),
-        default="rademacher",
-        help="rademacher, normal: dense; sjlt, srht: fast; factored: fastest, higher variance; "
-        "none: the full gradient, --dim must equal its size",
+        help="sjlt, srht: fast; rademacher, normal: dense and slow; factored: fastest, higher variance; none: the full "
+        f"gradient, --dim must equal its size (default: {PROJECTION}; with --rows module, {PROJECTION_OF_MODULES})",
     )
     parser.add_argument(
         "--rows",
@@ -129,6 +130,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     add_rank_arguments(parser)
 
 
+def projection_of(args: argparse.Namespace) -> Projection:
+    """Return the projection that is asked for, or the default of these rows."""
+    chosen: Projection | None = args.projection
+    return chosen or (PROJECTION_OF_MODULES if args.rows == "module" else PROJECTION)
+
+
 def beside(args: argparse.Namespace) -> Path:
     """Return the collection folder."""
     return args.output_path
@@ -145,7 +152,7 @@ def preflight(args: argparse.Namespace) -> None:
     from gradwire.gradients.projections import OF_PARTS, check_width
     from gradwire.models import saved
 
-    if args.rows == "module" and args.projection not in OF_PARTS:
+    if args.rows == "module" and projection_of(args) not in OF_PARTS:
         raise BadInput(f"--rows module has no --projection {args.projection}: use {', '.join(OF_PARTS)}.")
 
     found = samples_of(args)
@@ -191,7 +198,7 @@ def _intended(args: argparse.Namespace, shards: Shards | Tokens, world_size: int
         grad_type=args.grad_type,
         loss=args.loss,
         method=args.method,
-        projection=args.projection,
+        projection=projection_of(args),
         seed=args.seed,
         save_interval=args.save_interval,
         store=args.store,
