@@ -16,7 +16,7 @@ from gradwire.data.batches import Batch
 from gradwire.data.shards import Shards
 from gradwire.errors import BadInput, RunFault
 from gradwire.gradients import rows, store, types
-from gradwire.gradients.projections import build
+from gradwire.gradients.projections import OF_PARTS, PROJECTORS, build
 from gradwire.models import causal, folder, lora, optimizer
 from gradwire.parallel import wrap
 from gradwire.persample import loop, rules
@@ -161,8 +161,16 @@ def test_a_collection_of_any_kind_is_what_the_loop_gives(small, tmp_path, grad_t
     assert cli.main(["grads", "validate", "--output_dir", str(run), "--recompute", "2"]) == 0
 
 
-def test_sharded_weights_give_the_rows_of_whole_ones(small, tmp_path, capsys):
-    options = ["--projection", "factored", "--batch_size", "2"]
+@pytest.mark.parametrize(
+    "projection",
+    [
+        pytest.param(name, marks=() if name == "factored" else pytest.mark.sweep)
+        for name in PROJECTORS
+        if name != "none"  # below
+    ],
+)
+def test_sharded_weights_give_the_rows_of_whole_ones(small, tmp_path, projection):
+    options = ["--projection", projection, "--batch_size", "2"]
     whole = rows_of(collect(small, tmp_path / "whole", *options))
     words = [
         "--model_dir",
@@ -181,9 +189,47 @@ def test_sharded_weights_give_the_rows_of_whole_ones(small, tmp_path, capsys):
         assert len(block.ids) == 4
         for id_, row in zip(block.ids, block.rows, strict=True):
             torch.testing.assert_close(row, whole.rows[whole.ids.index(id_)], rtol=1e-4, atol=1e-6)
-    capsys.readouterr()
-    collect(small, tmp_path / "dense", "--strategy", "fsdp2", expect=2)
-    assert "requires --method hooks" in capsys.readouterr().err
+
+
+def under_fsdp2(rank, world, group, small, projections, unit):
+    """Every other sample's rows by each projection, from sharded weights, and their norms."""
+    model = wrap(folder.load(small.model), "fsdp2", device="cpu")
+    shards, found = Shards(small.shards, "train"), {}
+    for name, dim in projections.items():
+        made_from = origin(SAMPLES, dims=[dim], method="auto", projection=name, strategy="fsdp2", row_of=unit)
+        made = rows.RowMaker(model, made_from, torch.device("cpu"), batch_size=2, sharded=True)
+        made.check(shards, [1, 4])
+        block = made.blocks(shards, range(rank, 6, 2))[dim]
+        found[name] = block.rows, torch.tensor(block.meta["norm"].to_pylist())
+    return found
+
+
+def test_every_projection_of_sharded_weights_is_that_of_whole_gradients(world, small):
+    """Against the loop's whole gradients; the micro GPT-2 has a tied weight, which is used twice."""
+    flat, _ = exact(small)
+    projections = {name: flat.shape[1] if name == "none" else 36 for name in PROJECTORS}
+    for rank, found in enumerate(world(2).run(under_fsdp2, small, projections, "sample")):
+        for name, (rows_, norms) in found.items():
+            wanted = build(name, rows.shapes(folder.load(small.model)), 0).project(flat, [projections[name]])
+            wanted, lengths = wanted[projections[name]][rank:6:2], flat[rank:6:2].norm(dim=1)
+            assert ((rows_ - wanted).norm(dim=1) <= types.TOLERANCE["sgd"] * wanted.norm(dim=1)).all(), name
+            torch.testing.assert_close(norms, lengths, rtol=1e-4, atol=0)
+
+
+def test_modules_of_sharded_weights_add_up_to_samples(world, small):
+    projections = dict.fromkeys(OF_PARTS, 36)
+    samples, modules = (world(2).run(under_fsdp2, small, projections, unit) for unit in ("sample", "module"))
+    for one, parts in zip(samples, modules, strict=True):
+        for name, (rows_, _) in one.items():
+            added = parts[name][0].view(len(rows_), -1, 36).sum(1)
+            torch.testing.assert_close(added, rows_, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [["--grad_type", "adam"], ["--grad_type", "sign"], ["--method", "loop"]])
+def test_what_needs_whole_gradients_is_refused_where_weights_are_sharded(small, tmp_path, capsys, options):
+    collect(small, tmp_path / "run", "--strategy", "fsdp2", *options, expect=2)
+    assert "it requires --method hooks (or auto) and --grad_type sgd" in capsys.readouterr().err
+    assert not any((tmp_path / "run").glob("rank_*"))
 
 
 def test_a_fresh_and_a_saved_adapter_give_the_gradients_of_its_parameters(small, tmp_path, capsys):

@@ -110,7 +110,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "--strategy",
         choices=("ddp", "fsdp2"),
         default="ddp",
-        help="ddp: the full model on every rank; fsdp2: sharded weights (hooks and factored only)",
+        help="ddp: the full model on every rank; fsdp2: sharded weights (hooks and sgd only)",
     )
     adapter = parser.add_mutually_exclusive_group()
     adapter.add_argument("--lora_dir", type=Path, help="use the gradients of this LoRA adapter")

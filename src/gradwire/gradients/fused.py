@@ -1,4 +1,4 @@
-"""Rows of a factored projection and exact norms in one backward pass, without forming gradients."""
+"""Projected rows and exact norms in one backward pass that holds the gradient of one parameter at a time, or none."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwire.data.batches import Batch
-from gradwire.gradients.projections.factored import Factored, Image
+from gradwire.gradients.projections import Projector
 from gradwire.persample import hooks
 from gradwire.persample.batch import Reduction, no_targets, padded_width, zeroed
 from gradwire.persample.layer_factors import LayerFactor
@@ -40,8 +40,8 @@ class Images:
         device: Device of the rows.
     """
 
-    def __init__(self, parts: Sequence[Factored], samples: int, dims: Sequence[int], device: torch.device) -> None:
-        self._dims, self._images = dims, [Image(part, samples, dims, device) for part in parts]
+    def __init__(self, parts: Sequence[Projector], samples: int, dims: Sequence[int], device: torch.device) -> None:
+        self._dims, self._images = dims, [part.image(samples, dims, device) for part in parts]
         self._of = {name: image for part, image in zip(parts, self._images, strict=True) for name in part.shapes}
 
     def add(self, name: str, use: LayerFactor) -> None:
@@ -55,9 +55,9 @@ class Images:
 
 
 def fused_rows(
-    model: nn.Module, batch: Batch, parts: Sequence[Factored], dims: Sequence[int], reduction: Reduction = "mean"
+    model: nn.Module, batch: Batch, parts: Sequence[Projector], dims: Sequence[int], reduction: Reduction = "mean"
 ) -> Fused:
-    """Project each layer's factors during the backward pass.
+    """Project each layer's gradients during the backward pass; `Factored` does not form them.
 
     Args:
         model: A causal language model.

@@ -23,7 +23,6 @@ from gradwire.errors import BadInput, GradwireError, NonFiniteGradient, RunFault
 from gradwire.gradients import ekfac, metadata, projections, store
 from gradwire.gradients import types as gradient_types
 from gradwire.gradients.fused import Fused, Images, fused_rows
-from gradwire.gradients.projections.factored import Factored
 from gradwire.gradients.provenance import Provenance
 from gradwire.gradients.store import Block
 from gradwire.models import folder, lora, optimizer, saved
@@ -90,8 +89,8 @@ class RowMaker:
         projections.check_width(self.dims, self.numel)
         if sharded and not self.fused:
             raise BadInput(
-                "--strategy fsdp2 shards the weights and never forms full gradients: it requires --method hooks (or "
-                "auto), --projection factored and --grad_type sgd."
+                "--strategy fsdp2 shards the weights and forms the gradient of one parameter at a time: it requires "
+                "--method hooks (or auto) and --grad_type sgd."
             )
 
     @classmethod
@@ -116,8 +115,9 @@ class RowMaker:
 
     @property
     def fused(self) -> bool:
-        """Whether rows are computed from the layers' factors, without forming gradients."""
-        return (self.method, self.provenance.projection, self.provenance.grad_type) == ("hooks", "factored", "sgd")
+        """Whether rows are projected during the backward pass, without forming whole gradients."""
+        streamed = self.sharded or self.provenance.projection == "factored"
+        return streamed and (self.method, self.provenance.grad_type) == ("hooks", "sgd")
 
     @cached_property
     def numel(self) -> int:
@@ -206,7 +206,7 @@ class RowMaker:
 
     def _looped_alone(self, one: Batch) -> dict[int, Tensor]:
         """Compute one sample's rows by a backward pass."""
-        images, loss = Images(self._factored, 1, self.dims, self.device), self.provenance.loss
+        images, loss = Images(self.parts, 1, self.dims, self.device), self.provenance.loss
         if self.sharded:
             found: Iterable[tuple[str, Tensor]] = loop.of_sharded(self.model, one, loss)
         else:
@@ -226,7 +226,7 @@ class RowMaker:
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             self.model(self._batch(shards, [shards[position]]).input_ids, use_cache=False)
-        each = held + (0 if self.fused else 3 * 4 * self.numel)
+        each = held + 3 * 4 * (self.projector.formed if self.fused else self.numel)
         most = max(1, min(BATCH_AT_MOST[self.device.type], int(SHARE * free_memory(self.device) / each)))
         if not self.sharded:
             return most
@@ -269,12 +269,7 @@ class RowMaker:
         return {dim: store.bind(rows.flatten(0, 1).cpu(), records, self.made_from) for dim, rows in made.rows.items()}
 
     def _fused(self, batch: Batch) -> Fused:
-        return fused_rows(self.model, batch, self._factored, self.dims, self.provenance.loss)
-
-    @property
-    def _factored(self) -> list[Factored]:
-        """The projections of the parts, of fused rows."""
-        return [part for part in self.parts if isinstance(part, Factored)]
+        return fused_rows(self.model, batch, self.parts, self.dims, self.provenance.loss)
 
     def _halving(
         self, positions: Sequence[int], size: int, work: Callable[[Sequence[int]], Result]

@@ -7,7 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
+
+from gradwire.persample.layer_factors import Direct, LayerFactor
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -19,6 +22,22 @@ class Band(NamedTuple):
 
     low: float
     high: float
+
+
+class Image(ABC):
+    """Projected rows, accumulated parameter by parameter."""
+
+    def add(self, name: str, use: LayerFactor) -> None:
+        """Add one use of a parameter; its gradient is formed."""
+        self.add_values(name, use.gradient().flatten(1).float())
+
+    @abstractmethod
+    def add_values(self, name: str, values: Tensor) -> None:
+        """Add a parameter's gradients, float32 [samples, numel]."""
+
+    @abstractmethod
+    def finished(self) -> dict[int, Tensor]:
+        """Return the rows, float32 [samples, dim] by dim."""
 
 
 class Projector(ABC):
@@ -34,9 +53,20 @@ class Projector(ABC):
         self.sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
         self.seed = seed
 
-    @abstractmethod
     def project(self, rows: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
         """Project rows [samples, n] to float32 [samples, dim] for each dim, in one pass over the rows.
+
+        Raises:
+            BadInput: If this projection does not support a dim.
+        """
+        image = self.image(len(rows), dims, rows.device)
+        for name, start, end in self.parameters():
+            image.add(name, Direct(rows[:, start:end]))
+        return image.finished()
+
+    @abstractmethod
+    def image(self, samples: int, dims: Sequence[int], device: torch.device) -> Image:
+        """Return the rows of zero gradients, to which those of parameters are added.
 
         Raises:
             BadInput: If this projection does not support a dim.
@@ -53,6 +83,11 @@ class Projector(ABC):
     @abstractmethod
     def band(self, dim: int) -> Band:
         """Return the range of ``‖Px‖² / ‖x‖²`` with probability 1 - `FALSE_ALARM`."""
+
+    @property
+    def formed(self) -> int:
+        """Most entries of a sample's gradient that its image is given or holds at once."""
+        return max(self.sizes.values(), default=0)
 
     def parameters(self) -> Iterator[tuple[str, int, int]]:
         """Yield each parameter's name and the start and end of its columns."""

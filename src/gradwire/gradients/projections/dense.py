@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from gradwire.gradients.projections import hashing
-from gradwire.gradients.projections.base import Band, Projector, chi2_band, tiles
+from gradwire.gradients.projections.base import Band, Image, Projector, chi2_band, tiles
 
 TILE = 1 << 20  # entries generated at once, 4 MB as float32
 QUANTILES = 1 << 16
@@ -32,15 +32,9 @@ class Dense(Projector):
     def probe(self, name: str, columns: Tensor, dim: int) -> Tensor:
         """Return the random bits behind `entries`."""
 
-    def project(self, rows: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
-        """Project rows [samples, n] to float32 [samples, dim] for each dim, in one pass over the rows."""
-        widest = max(dims)
-        projected = torch.zeros(len(rows), widest, device=rows.device)
-        for name, start, end in self.parameters():
-            for first, last in tiles(end - start, max(1, TILE // widest)):
-                columns = torch.arange(first, last, device=rows.device)
-                projected.addmm_(rows[:, start + first : start + last].float(), self.entries(name, columns, widest))
-        return {dim: projected[:, :dim] / math.sqrt(dim) for dim in dims}
+    def image(self, samples: int, dims: Sequence[int], device: torch.device) -> Image:
+        """Return the rows of zero gradients."""
+        return DenseImage(self, samples, dims, device)
 
     def fingerprint(self, dim: int) -> str:
         """Return a digest of the bits behind every parameter's first and last column."""
@@ -53,6 +47,25 @@ class Dense(Projector):
     def band(self, dim: int) -> Band:
         """Return the χ² band: exact for normal entries, conservative for signs."""
         return chi2_band(dim)
+
+
+class DenseImage(Image):
+    """The widest rows, of which the others are the first columns."""
+
+    def __init__(self, projector: Dense, samples: int, dims: Sequence[int], device: torch.device) -> None:
+        self._projector, self._dims = projector, dims
+        self._rows = torch.zeros(samples, max(dims), device=device)
+
+    def add_values(self, name: str, values: Tensor) -> None:
+        """Add a parameter's gradients, float32 [samples, numel]."""
+        widest = self._rows.shape[1]
+        for first, last in tiles(values.shape[1], max(1, TILE // widest)):
+            columns = torch.arange(first, last, device=values.device)
+            self._rows.addmm_(values[:, first:last], self._projector.entries(name, columns, widest))
+
+    def finished(self) -> dict[int, Tensor]:
+        """Return the rows."""
+        return {dim: self._rows[:, :dim] / math.sqrt(dim) for dim in self._dims}
 
 
 class Rademacher(Dense):

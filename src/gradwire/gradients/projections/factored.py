@@ -20,9 +20,9 @@ from torch import Tensor
 
 from gradwire.errors import BadInput
 from gradwire.gradients.projections import hashing
-from gradwire.gradients.projections.base import Band, Projector, Shapes, chi2_band
-from gradwire.gradients.projections.sjlt import SLOTS, Sjlt
-from gradwire.persample.layer_factors import Direct, LayerFactor, OuterProduct
+from gradwire.gradients.projections.base import Band, Image, Projector, Shapes, chi2_band
+from gradwire.gradients.projections.sjlt import Sjlt
+from gradwire.persample.layer_factors import LayerFactor, OuterProduct
 
 
 class Factors(NamedTuple):
@@ -40,15 +40,18 @@ class Factored(Projector):
         self.matrices = {
             name: (shape[0], math.prod(shape[1:])) for name, shape in self.shapes.items() if len(shape) >= 2
         }
-        self._others = Sjlt({name: shape for name, shape in self.shapes.items() if len(shape) < 2}, seed)
+        self.vectors = Sjlt({name: shape for name, shape in self.shapes.items() if len(shape) < 2}, seed)
         self._factors: dict[tuple[str, int, torch.device], Factors] = {}
 
-    def project(self, rows: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
-        """Project formed gradient rows [samples, n] to float32 [samples, dim] for each dim."""
-        image = Image(self, len(rows), dims, rows.device)
-        for name, start, end in self.parameters():
-            image.add(name, Direct(rows[:, start:end]))
-        return image.finished()
+    def image(self, samples: int, dims: Sequence[int], device: torch.device) -> Image:
+        """Return the rows of zero gradients."""
+        vectors = self.vectors.image(samples, dims, device) if self.vectors.shapes else None
+        return Products(self, vectors, {dim: torch.zeros(samples, dim, device=device) for dim in dims})
+
+    @property
+    def formed(self) -> int:
+        """Most entries of a sample's gradient that its image is given at once: of a vector."""
+        return self.vectors.formed
 
     def factors(self, name: str, dim: int, device: torch.device) -> Factors:
         """Return a matrix parameter's factors, which are small and cached."""
@@ -62,17 +65,9 @@ class Factored(Projector):
             self._factors[name, dim, device] = Factors(*made)
         return self._factors[name, dim, device]
 
-    def spread(self, slots: Tensor, dim: int) -> Tensor:
-        """Project the slots, which hold all vector parameters, to ``dim`` columns."""
-        return self._others.spread(slots, dim)
-
-    def add(self, name: str, values: Tensor, slots: Tensor) -> None:
-        """Add a vector parameter's gradients to the slots."""
-        self._others.add(name, values, slots)
-
     def fingerprint(self, dim: int) -> str:
         """Return a digest of each factor's first and last row, and of the projection of the vectors."""
-        hashed = hashlib.sha256(f"factored dim={dim} {self._others.fingerprint(dim)}".encode())
+        hashed = hashlib.sha256(f"factored dim={dim} {self.vectors.fingerprint(dim)}".encode())
         for name, sides in self.matrices.items():
             ends = [[0, side - 1] for side in sides]
             factors = self.factors(name, dim, torch.device("cpu"))
@@ -87,51 +82,38 @@ class Factored(Projector):
         return Band(math.prod(band.low for band in bands), math.prod(band.high for band in bands))
 
 
-class Image:
-    """Projected rows, accumulated parameter by parameter.
+class Products(Image):
+    """The rows of the matrices, and of the vectors if there are any."""
 
-    Args:
-        projector: The projection.
-        samples: Number of rows.
-        dims: Widths of the rows.
-        device: Device of the rows.
-    """
-
-    def __init__(self, projector: Factored, samples: int, dims: Sequence[int], device: torch.device) -> None:
-        self._projector, self._device = projector, device
-        self._rows = {dim: torch.zeros(samples, dim, device=device) for dim in dims}
-        vectors = len(projector.shapes) - len(projector.matrices)
-        self._slots = torch.zeros(samples, SLOTS, device=device) if vectors else None
+    def __init__(self, projector: Factored, vectors: Image | None, rows: dict[int, Tensor]) -> None:
+        self._projector, self._vectors, self._rows = projector, vectors, rows
 
     def add(self, name: str, use: LayerFactor) -> None:
-        """Add one use of a parameter, without forming its gradient."""
+        """Add one use of a parameter, without forming its gradient from its factors."""
         if not isinstance(use, OuterProduct):
-            if name in self._projector.matrices:
-                self.add_matrix(name, use.value.float().reshape(-1, *self._projector.matrices[name]))
-            else:
-                self.add_vector(name, use.value.flatten(1))
+            super().add(name, use)
             return
         for dim, rows in self._rows.items():
-            left, right = self._projector.factors(name, dim, self._device)
+            left, right = self._projector.factors(name, dim, rows.device)
             lefts = left[use.left] if use.one_hot else use.left @ left
             rows += (lefts.transpose(1, 2) @ (use.right @ right)).flatten(1)
 
-    def add_matrix(self, name: str, gradients: Tensor) -> None:
-        """Add a matrix parameter's gradients [samples, rows, columns]."""
+    def add_values(self, name: str, values: Tensor) -> None:
+        """Add a parameter's gradients, float32 [samples, numel]."""
+        if name not in self._projector.matrices:
+            assert self._vectors is not None
+            self._vectors.add_values(name, values)
+            return
+        gradients = values.unflatten(1, self._projector.matrices[name])
         for dim, rows in self._rows.items():
-            left, right = self._projector.factors(name, dim, self._device)
+            left, right = self._projector.factors(name, dim, rows.device)
             rows += (left.T @ (gradients @ right)).flatten(1)
 
-    def add_vector(self, name: str, gradients: Tensor) -> None:
-        """Add a vector parameter's gradients [samples, numel]."""
-        assert self._slots is not None
-        self._projector.add(name, gradients, self._slots)
-
     def finished(self) -> dict[int, Tensor]:
-        """Return the projected rows."""
-        if self._slots is None:
+        """Return the rows."""
+        if self._vectors is None:
             return self._rows
-        return {dim: rows + self._projector.spread(self._slots, dim) for dim, rows in self._rows.items()}
+        return {dim: self._rows[dim] + rows for dim, rows in self._vectors.finished().items()}
 
 
 def split(dim: int) -> tuple[int, int]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from gradwire.gradients.projections import hashing
-from gradwire.gradients.projections.base import Band, Projector, Shapes, chi2_band, tiles
+from gradwire.gradients.projections.base import Band, Image, Projector, Shapes, chi2_band, tiles
 
 SLOTS = 1 << 16
 NONZEROS = 4
@@ -42,12 +42,9 @@ class Sjlt(Projector):
         self._rotations: dict[str, list[int]] = {}
         self._signs: dict[tuple[str, torch.device], Tensor] = {}  # of the parameters of one block
 
-    def project(self, rows: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
-        """Project rows [samples, n] to float32 [samples, dim] for each dim, in one pass over the rows."""
-        slots = torch.zeros(len(rows), SLOTS, device=rows.device)
-        for name, start, end in self.parameters():
-            self.add(name, rows[:, start:end], slots)
-        return {dim: self.spread(slots, dim) for dim in dims}
+    def image(self, samples: int, dims: Sequence[int], device: torch.device) -> Image:
+        """Return the rows of zero gradients."""
+        return Slots(self, samples, dims, device)
 
     def add(self, name: str, values: Tensor, slots: Tensor) -> None:
         """Add a parameter's gradients [samples, numel] to ``slots`` [samples, SLOTS]."""
@@ -57,8 +54,8 @@ class Sjlt(Projector):
             for part, sign in zip(values[:, begin:end].split(SLOTS, dim=1), signs.split(SLOTS), strict=True):
                 turned = next(blocks)
                 fits = min(len(sign), SLOTS - turned)
-                slots[:, turned : turned + fits].addcmul_(part[:, :fits].float(), sign[:fits])
-                slots[:, : len(sign) - fits].addcmul_(part[:, fits:].float(), sign[fits:])
+                slots[:, turned : turned + fits].addcmul_(part[:, :fits], sign[:fits])
+                slots[:, : len(sign) - fits].addcmul_(part[:, fits:], sign[fits:])
 
     def rotations(self, name: str) -> list[int]:
         """Return the slot of the first column of each of a parameter's blocks."""
@@ -116,3 +113,19 @@ class Sjlt(Projector):
         starts = torch.zeros(dim, dtype=torch.int64)
         starts[1:] = row.bincount(minlength=dim).cumsum(0)[:-1]
         return Sorted(counters.repeat(parts)[order], torch.cat(signs)[order], starts)
+
+
+class Slots(Image):
+    """The sums of the first step."""
+
+    def __init__(self, projector: Sjlt, samples: int, dims: Sequence[int], device: torch.device) -> None:
+        self._projector, self._dims = projector, dims
+        self._slots = torch.zeros(samples, SLOTS, device=device)
+
+    def add_values(self, name: str, values: Tensor) -> None:
+        """Add a parameter's gradients, float32 [samples, numel]."""
+        self._projector.add(name, values, self._slots)
+
+    def finished(self) -> dict[int, Tensor]:
+        """Return the rows."""
+        return {dim: self._projector.spread(self._slots, dim) for dim in self._dims}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradwire.errors import BadInput
 from gradwire.gradients.projections import hashing
-from gradwire.gradients.projections.base import Band, Projector, chi2_band
+from gradwire.gradients.projections.base import Band, Image, Projector, chi2_band
 
 FACTOR = 64  # H is applied as a product of Hadamard matrices of this order
 ORDERED = 1 << 22  # largest number of rows to permute at once
@@ -25,20 +25,19 @@ ORDERED = 1 << 22  # largest number of rows to permute at once
 class Srht(Projector):
     """Var(‖Px‖²/‖x‖²) is about (2/dim)(1 - dim/N); with dim = N norms are preserved exactly."""
 
-    def project(self, rows: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
-        """Project rows [samples, n] to float32 [samples, dim] for each dim, in one transform."""
-        chosen = {dim: self.rows(dim).to(rows.device) for dim in dims}
-        padded = torch.zeros(len(rows), self.order, device=rows.device)
-        for name, start, end in self.parameters():
-            signs = hashing.signs(hashing.key(self.seed, f"{name} srht"), 0, end - start, rows.device)
-            torch.mul(rows[:, start:end], signs, out=padded[:, start:end])
-        transformed = hadamard(padded)
-        return {dim: transformed[:, of] / math.sqrt(dim) for dim, of in chosen.items()}
+    def image(self, samples: int, dims: Sequence[int], device: torch.device) -> Image:
+        """Return the rows of zero gradients."""
+        return Padded(self, samples, dims, device)
 
     @cached_property
     def order(self) -> int:
         """N, the next power of two above the number of entries."""
         return 1 << (sum(self.sizes.values()) - 1).bit_length()
+
+    @property
+    def formed(self) -> int:
+        """Most entries of a sample's gradient that its image holds: N."""
+        return self.order
 
     def rows(self, dim: int) -> Tensor:
         """Return the selected rows: int64 [dim].
@@ -68,6 +67,27 @@ class Srht(Projector):
     def band(self, dim: int) -> Band:
         """Return the χ² band, which is conservative for ``dim`` near N."""
         return chi2_band(dim)
+
+
+class Padded(Image):
+    """D x with zeros up to N; all rows come from one transform."""
+
+    def __init__(self, projector: Srht, samples: int, dims: Sequence[int], device: torch.device) -> None:
+        self._projector = projector
+        self._rows = {dim: projector.rows(dim).to(device) for dim in dims}
+        self._columns = {name: (start, end) for name, start, end in projector.parameters()}
+        self._padded = torch.zeros(samples, projector.order, device=device)
+
+    def add_values(self, name: str, values: Tensor) -> None:
+        """Add a parameter's gradients, float32 [samples, numel]."""
+        start, end = self._columns[name]
+        stream = hashing.key(self._projector.seed, f"{name} srht")
+        self._padded[:, start:end].addcmul_(values, hashing.signs(stream, 0, end - start, values.device))
+
+    def finished(self) -> dict[int, Tensor]:
+        """Return the rows."""
+        transformed = hadamard(self._padded)
+        return {dim: transformed[:, of] / math.sqrt(dim) for dim, of in self._rows.items()}
 
 
 def hadamard(rows: Tensor) -> Tensor:
