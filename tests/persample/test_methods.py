@@ -213,6 +213,8 @@ SMALL = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "n
 DEEP = {**SMALL, "intermediate_size": 24, "max_position_embeddings": LENGTH}
 ROTARY = {**DEEP, "num_key_value_heads": 1}
 BART = {"decoder_ffn_dim": 24, "decoder_layers": 1, "decoder_attention_heads": 2, "is_encoder_decoder": False}
+LOCAL = {"num_layers": 1, "num_heads": 2, "attention_types": [[["local"], 1]], "window_size": 4}
+GPTJ = {"n_embd": 16, "n_layer": 1, "n_head": 2, "rotary_dim": 4, "n_positions": LENGTH}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8}
 FOREIGN = {  # model_type: its configuration, and a layer that computes otherwise than its base class
     "gemma": ({**ROTARY, "head_dim": 8}, None),  # its norms multiply by 1 + weight, its embedding by a constant
@@ -221,6 +223,9 @@ FOREIGN = {  # model_type: its configuration, and a layer that computes otherwis
     "glm": ({**ROTARY, "head_dim": 8}, None),
     "qwen3": ({**ROTARY, "head_dim": 8}, None),  # a norm of each head
     "olmo2": (ROTARY, None),
+    "gemma2": ({**ROTARY, "head_dim": 8}, None),  # its attention caps logits, in float32
+    "gpt_neo": ({"vocab_size": VOCABULARY, "hidden_size": 16, "max_position_embeddings": LENGTH, **LOCAL}, None),
+    "gptj": ({"vocab_size": VOCABULARY, **GPTJ}, None),
     "opt": ({**SMALL, "ffn_dim": 24, "word_embed_proj_dim": 16, "max_position_embeddings": LENGTH}, "fc1"),
     "biogpt": (DEEP, "biogpt.embed_positions"),
     "bart": ({"vocab_size": VOCABULARY, "d_model": 16, "max_position_embeddings": LENGTH, **BART}, "embed_positions"),
@@ -263,7 +268,7 @@ def test_a_layer_is_known_by_what_it_computes(kind, capfd):
         assert any(unknown in name for name in seen.unseen)
         with pytest.raises(BadInput, match=f"--method hooks does not see every use of {seen.unseen[0]}"):
             norms.norms(model, batch, method="hooks")
-    for method in ("vmap", "loop") if kind == "gemma" else ():
+    for method in ("vmap", "loop") if kind in ("gemma", "gemma2", "gpt_neo", "gptj") else ():
         torch.testing.assert_close(norms.norms(model, batch, method=method).square, squares(exact), rtol=1e-5, atol=0)
 
 
