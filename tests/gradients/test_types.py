@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from small_model import make, origin
+from transformers import AutoConfig
 
 from gradwire import cli
 from gradwire.data.batches import Batch
@@ -17,7 +18,7 @@ from gradwire.data.shards import Shards
 from gradwire.errors import BadInput, RunFault
 from gradwire.gradients import rows, store, types
 from gradwire.gradients.projections import OF_PARTS, PROJECTORS, build
-from gradwire.models import causal, folder, lora, optimizer
+from gradwire.models import causal, folder, lora, optimizer, saved
 from gradwire.parallel import wrap
 from gradwire.persample import loop, rules
 from gradwire.persample.batch import trainable
@@ -254,6 +255,28 @@ def test_a_fresh_and_a_saved_adapter_give_the_gradients_of_its_parameters(small,
     assert "was made for" in capsys.readouterr().err
     collect(small, tmp_path / "none", "--lora_dir", tmp_path, expect=2)
     assert "holds no LoRA adapter: adapter_config.json is missing" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("kind", "count"), [("qwen2_moe", 60), ("mixtral", 8), ("deepseek_v3", 256), ("dbrx", 4)])
+def test_a_mixture_of_experts_is_refused_by_name(small, tmp_path, capsys, kind, count):
+    mixture, run = tmp_path / "mixture", tmp_path / "run"
+    shutil.copytree(small.model, mixture)
+    AutoConfig.for_model(kind, num_hidden_layers=1, hidden_size=16, num_attention_heads=2).save_pretrained(mixture)
+    words = ["--model_dir", str(mixture), "--data_path", str(small.shards)]
+    for verb, more in (
+        ("collect", ["--output_path", str(run), "--dim", "36"]),
+        ("factors", ["--output_dir", str(run)]),
+    ):
+        capsys.readouterr()
+        assert cli.main(["grads", verb, *words, *more]) == 2
+        assert f"is a mixture of {count} experts ({kind}), which has no gradient rows" in capsys.readouterr().err
+    assert {file.suffix for file in run.iterdir()} == {".json"}, "the failures alone"
+
+
+def test_a_dense_model_has_no_experts(small, tmp_path):
+    assert saved.experts(small.model) == 0
+    AutoConfig.for_model("jamba", num_experts=1).save_pretrained(tmp_path)
+    assert saved.experts(tmp_path) == 0
 
 
 def test_adam_without_moments_is_reported_before_anything_starts(small, tmp_path, capsys):

@@ -155,6 +155,7 @@ def preflight(args: argparse.Namespace) -> None:
     if args.rows == "module" and projection_of(args) not in OF_PARTS:
         raise BadInput(f"--rows module has no --projection {args.projection}: use {', '.join(OF_PARTS)}.")
 
+    provenance.check_dense(args.model_dir)
     found = samples_of(args)
     check(found.folder.parent)
     shards = provenance.units(found, args.rows)

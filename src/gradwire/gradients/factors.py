@@ -58,9 +58,10 @@ def main(args: argparse.Namespace) -> None:
     from gradwire.collectives import world
     from gradwire.data.batches import collate
     from gradwire.data.shards import check
-    from gradwire.gradients import ekfac, rows
+    from gradwire.gradients import ekfac, provenance, rows
     from gradwire.models import folder, saved
 
+    provenance.check_dense(args.model_dir)
     shards = samples_of(args)
     check(shards.folder.parent)
     count = len(shards) if args.max_samples is None else min(args.max_samples, len(shards))

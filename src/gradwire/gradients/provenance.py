@@ -215,6 +215,22 @@ def claim(collection: Path, provenance: Provenance) -> None:
         write_json(collection / FILE, asdict(provenance))
 
 
+def check_dense(model_dir: Path) -> None:
+    """Check that a model is no mixture of experts, whose per-sample gradients are not supported.
+
+    Raises:
+        BadInput: If it is one.
+    """
+    from gradwire.models import saved
+
+    saved.check(model_dir)
+    if count := saved.experts(model_dir):
+        raise BadInput(
+            f"the model in {model_dir} is a mixture of {count} experts ({saved.model_type(model_dir)}), which has no "
+            "gradient rows: routing may tie samples to each other. Use a dense model."
+        )
+
+
 def units(shards: Shards, row_of: RowUnit) -> Shards | Tokens:
     """Return what rows are of: the samples of a split, or their targets."""
     from gradwire.gradients.tokens import Tokens

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from gradwire import files
 from gradwire.errors import BadInput
@@ -12,6 +15,7 @@ CONFIG, WEIGHTS = "config.json", "model.safetensors"
 ADAPTER = "adapter_config.json"  # transformers would load such an adapter with the model
 INDEX = "model.safetensors.index.json"  # of weights in several files
 METADATA = "gradwire.json"
+EXPERTS = re.compile(r"(moe_)?(num|n)_(local_|routed_)?experts")  # as the architectures of transformers call them
 
 
 def check(path: Path) -> None:
@@ -60,6 +64,21 @@ def model_type(path: Path) -> str | None:
     except BadInput:
         return None
     return found.get("model_type") if isinstance(found, dict) else None
+
+
+def experts(path: Path) -> int:
+    """The number of experts that a folder's configuration gives its layers; 0 for a dense model.
+
+    Raises:
+        BadInput: If the configuration is missing or invalid.
+    """
+    return _experts(files.read_object(Path(path) / CONFIG))
+
+
+def _experts(config: Mapping[str, Any]) -> int:
+    parts = [_experts(value) for value in config.values() if isinstance(value, dict)]
+    counts = [value for key, value in config.items() if EXPERTS.fullmatch(key) and isinstance(value, int) and value > 1]
+    return max([0, *parts, *counts])
 
 
 def entries(path: Path) -> int:
