@@ -262,6 +262,30 @@ def test_every_type_is_valid_and_every_row_agrees_with_its_recomputation(runs, c
     assert float(detail.rpartition(" ")[2]) < 1e-5
 
 
+@pytest.mark.parametrize("unit", ["token", "module"])
+def test_rows_of_tokens_and_modules_are_stored_as_samples_are(small, tmp_path, unit):
+    """Rows are those of float32, encoded; each agrees with its recomputation, and two that are swapped do not."""
+    words = ["--rows", unit, "--max_samples", 2, "--projection", "rademacher", "--save_interval", 99]
+    for name in ("float32", "int8", "onebit"):
+        assert collect(small, tmp_path / name, name, *words) == 0 and aggregate(tmp_path / name) == 0
+        assert validate(tmp_path / name, "--recompute", "99") == 0
+    exact = store.read(store.all_names(tmp_path / "float32" / f"dim{DIM}"))
+    assert len(exact.ids) > 10 and all("@" in id_ for id_ in exact.ids)
+    for name in ("int8", "onebit"):
+        found = store.read(store.all_names(tmp_path / name / f"dim{DIM}"))
+        assert torch.equal(found.stored, found.codec.encode(exact.rows)) and found.ids == exact.ids
+        place = store.all_names(tmp_path / name / "rank_0" / f"dim{DIM}")
+        swapped = found.stored[[1, 0, *range(2, len(exact.ids))]]
+        signed = store.with_digests(provenance.read(tmp_path / name).identity, found.meta, swapped)
+        (end,) = provenance.read(tmp_path / name).ends()
+        for names in (place, store.part_names(place.rows.parent, end)):
+            store.write(names, found._replace(stored=swapped, meta=signed))
+        assert aggregate(tmp_path / name) == 0 and validate(tmp_path / name, "--recompute", "99") == 1
+        checks = json.loads((tmp_path / name / "validation.json").read_text())["checks"]
+        (failed,) = (check for check in checks if not check["passed"])
+        assert failed["name"] == "recomputed rows agree" and failed["detail"].endswith("4 problems in all")
+
+
 @pytest.mark.parametrize("name", SCALED)
 def test_a_collection_resumes_with_its_own_type_only(small, runs, tmp_path, capsys, name):
     run = tmp_path / "run"
