@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import Reducer, build, ddp_hook, wrap
+from gradwire import Reducer, build, ddp_hook, hook, wrap
 from gradwire.errors import BadInput
 from gradwire.parallel import accumulation
 
@@ -118,16 +118,31 @@ def test_a_nan_of_one_rank_reaches_the_gradients_of_all_as_with_torchs_hooks(wor
 
 
 def differing(rank, world, group, kind: str) -> str:
+    """The message of a rank whose script differs from rank 0's in one thing."""
     model = model_of() if kind != "model" or rank == 0 else nn.Linear(7, 5)
-    options = {"error_feedback": kind == "option" and rank == 1}
+    other = rank == 1
     try:
         if kind == "hook":
-            pair = ddp_hook(model, "topk" if rank else "int8")
+            pair = ddp_hook(model, "topk" if other else "int8")
             wrapped = DistributedDataParallel(model)
             wrapped.register_comm_hook(*pair)
             wrapped(batch_of(rank, 0)).sum().backward()
+        elif kind == "dtype":
+            model[2] = model[2].to(torch.bfloat16) if other else model[2]
+            wrap(model, "bucket")
+        elif kind == "frozen":
+            model[0].weight.requires_grad_(not other)
+            wrap(model, "naive")
+        elif kind == "strategy":
+            wrap(model, "fsdp2" if other else "ddp")
+        elif kind == "framework":
+            wrap(model, "ddp", bucket_mb=0.5, static_graph=other)
+        elif kind == "bucket":
+            wrap(model, "bucket", Reducer("int8"), bucket_mb=2.5 if other else 0.25)
+        elif kind == "reducer":
+            wrap(model, "ddp", None if other else Reducer("int8"))
         else:
-            wrap(model, "naive", Reducer(build("int8"), **options))
+            wrap(model, "naive", Reducer("int8", error_feedback=kind == "option" and other))
     except BadInput as error:
         return str(error)
     return "no error"
@@ -139,8 +154,69 @@ def differing(rank, world, group, kind: str) -> str:
         ("option", "error_feedback is False on rank 0 and True on rank 1"),
         ("model", r"parameters is 5 on rank 0 and 2 on rank 1"),
         ("hook", r"compressor is Int8\(.*\) on rank 0 and TopK\(.*\) on rank 1"),
+        ("dtype", r"2\.weight \[5, 13\] float32 on rank 0 and 2\.weight \[5, 13\] bfloat16 on rank 1"),
+        ("frozen", r"0\.weight \[13, 7\] float32 on rank 0 and 0\.weight \[13, 7\] float32 frozen on rank 1"),
+        ("strategy", "strategy is ddp on rank 0 and fsdp2 on rank 1"),
+        ("framework", "static_graph is False on rank 0 and True on rank 1"),
+        ("bucket", r"bucket_mb is 0\.25 on rank 0 and 2\.5 on rank 1"),
+        ("reducer", "reducer is Reducer on rank 0 and none on rank 1"),
     ],
 )
 def test_ranks_that_differ_are_refused_before_the_first_collective(world, kind, said):
     for message in world(2).run(differing, kind):
         assert re.search(said, message) and "build the same model and reducer on every rank" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"eror_feedback": True}, "unknown option of Reducer 'eror_feedback'. Did you mean 'error_feedback'"),
+        ({"algorithm": "natve"}, "'natve'. Did you mean 'native'"),
+        ({"algorithm": "native"}, "algorithm native needs a compressor that collectives can sum"),
+        ({"dense_steps": -1}, "dense_steps is -1"),
+    ],
+)
+def test_an_option_is_refused_where_it_is_given(options, said):
+    with pytest.raises(BadInput, match=re.escape(said)):  # there is no process group
+        ddp_hook(model_of(), "topk", **options)
+
+
+def prepared_twice(rank, world, group, strategy: str) -> list[str]:
+    """Messages of all ways to attach a second reducer to a model that averages its own gradients."""
+    model = wrap(model_of(), strategy, Reducer("int8"))
+    again = (
+        lambda: wrap(model, strategy, Reducer("int8")),
+        lambda: wrap(nn.Sequential(model), "ddp", Reducer("int8")),
+        lambda: ddp_hook(model, "int8"),
+        lambda: ddp_hook(DistributedDataParallel(model), "int8"),
+        lambda: hook(DistributedDataParallel(model), Reducer("int8")),
+    )
+    return [message_of(attempt) for attempt in again]
+
+
+def message_of(attempt) -> str:
+    with pytest.raises(BadInput) as error:
+        attempt()
+    return str(error.value)
+
+
+@pytest.mark.parametrize("strategy", ["naive", "bucket"])
+def test_a_model_that_averages_its_own_gradients_is_refused(world, strategy):
+    for messages in world(2).run(prepared_twice, strategy):
+        assert all(f"prepared already, by gradwire.wrap with strategy {strategy}" in message for message in messages)
+
+
+def without_reducer(rank, world, group) -> list[str]:
+    wrapped = DistributedDataParallel(model_of())
+    return [
+        message_of(lambda: wrap(model_of(), "ddp", "int8")),
+        message_of(lambda: wrap(model_of(), "naive", build("topk"))),
+        message_of(lambda: hook(wrapped, "int8")),
+        message_of(lambda: hook(wrapped, None)),
+    ]
+
+
+def test_a_compressor_in_place_of_a_reducer_is_refused(world):
+    for text, object_, hooked, nothing in world(1).run(without_reducer):
+        assert text == hooked and "'int8' is no reducer: build one, such as reducer = gradwire.Reducer('int8')" in text
+        assert object_.startswith("TopK(") and nothing.startswith("None is no reducer")

@@ -7,6 +7,7 @@ its parameters.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,13 +37,44 @@ from gradwire.compressors.base import Compressor
 from gradwire.compressors.exempt import Exempt
 from gradwire.compressors.reduction import ReducerOptions
 from gradwire.compressors.schedule import Schedule
-from gradwire.errors import BadInput, NonFiniteGradient
+from gradwire.errors import BadInput, NonFiniteGradient, unknown
 
 ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in (Exchange, Gather, Native)}
 NOTHING = Exempt()
 Then: TypeAlias = Callable[[Tensor], object]  # what to do with a mean
 FREE = ("overlap", "nonfinite")  # options that a resumed run may change
 SMALL = 2**16  # bytes: up to here a collective's latency weighs more than what it carries
+
+
+def check_options(compressor: Compressor, schedule: Schedule | None = None, **options: Any) -> None:
+    """Check the options of a `Reducer` that is built later; this needs no process group.
+
+    Raises:
+        BadInput: If one is unknown, has a value that it does not take, or does not go with the compressor.
+    """
+    known = inspect.signature(Reducer).parameters.keys() - {"compressor"}
+    for option in options.keys() - known:
+        raise unknown("option of Reducer", option, known)
+    checked = {option: value for option, value in options.items() if option in ReducerOptions.model_fields}
+    check_algorithm(compressor, schedule, ReducerOptions.of(**checked))
+
+
+def check_algorithm(compressor: Compressor, schedule: Schedule | None, options: ReducerOptions) -> None:
+    """Check that the collectives can do what the compressor needs.
+
+    Raises:
+        BadInput: If they cannot.
+    """
+    if options.algorithm != "native":
+        return
+    used = [compressor] if schedule is None else schedule.plateaus
+    if not all(each.has_rounds for each in used):
+        raise BadInput(
+            f"algorithm native needs a compressor that collectives can sum, and {compressor.name} with these "
+            f"options is not; take exchange or gather."
+        )
+    if options.granularity == "row":
+        raise BadInput("granularity row encodes rows, and algorithm native sums parameters; take exchange.")
 
 
 class Reducer:
@@ -118,14 +150,7 @@ class Reducer:
             overlap=overlap,
             nonfinite=nonfinite,
         )
-        used = [compressor] if schedule is None else schedule.plateaus
-        if algorithm == "native" and not all(compressor.has_rounds for compressor in used):
-            raise BadInput(
-                f"algorithm native needs a compressor that collectives can sum, and {compressor.name} with these "
-                f"options is not; take exchange or gather."
-            )
-        if granularity == "row" and algorithm == "native":
-            raise BadInput("granularity row encodes rows, and algorithm native sums parameters; take exchange.")
+        check_algorithm(compressor, schedule, options)
         self.compressor = compressor
         self.group = group
         self.world = dist.get_world_size(group)

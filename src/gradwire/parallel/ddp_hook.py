@@ -11,11 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.collectives import Layout, Reducer
+from gradwire.collectives.reducer import check_options
 from gradwire.compressors import as_compressor
 from gradwire.compressors.base import Compressor
-from gradwire.parallel.agreement import check_agreement
+from gradwire.parallel.agreement import check_agreement, parameters_of
+from gradwire.parallel.strategy import check_unprepared
 
 
 class DDPHookState:
@@ -23,7 +26,8 @@ class DDPHookState:
 
     Args:
         shapes: Names and shapes of the trainable parameters, by the parameter's ``id``.
-        make: Builds the reducer; called at the first reduction, as a process group must exist.
+        make: Builds the reducer, and checks that the ranks agree; called at the first reduction, as a process group
+            must exist.
     """
 
     def __init__(self, shapes: dict[int, tuple[str, tuple[int, ...]]], make: Callable[[], Reducer]) -> None:
@@ -39,7 +43,6 @@ class DDPHookState:
         """The reducer; ``reducer.traffic`` counts the bytes. It needs a process group."""
         if self._reducer is None:
             reducer = self._make()
-            check_agreement(reducer, list(self._shapes.values()))
             reducer.prepare("all_reduce", sum(torch.Size(shape).numel() for _, shape in self._shapes.values()))
             self._reducer, self._layout = reducer, Layout.dim0(list(self._shapes.values()), reducer.world)
         return self._reducer
@@ -94,9 +97,20 @@ def ddp_hook(
         The state, whose ``state_dict`` belongs into a checkpoint, and the function.
 
     Raises:
-        BadInput: If the compressor is unknown; at the first backward pass, if an option is invalid or ranks differ.
+        BadInput: If the compressor or an option is unknown or invalid, or `wrap` has prepared the model; at the first
+            backward pass, if ranks differ.
     """
+    options = {"nonfinite": "propagate", **options}
     chosen = as_compressor(compressor)
+    check_options(chosen, **options)
+    check_unprepared(model, DistributedDataParallel)
     named = [(name.removeprefix("module."), each) for name, each in model.named_parameters() if each.requires_grad]
     shapes = {id(parameter): (name, tuple(parameter.shape)) for name, parameter in named}
-    return DDPHookState(shapes, lambda: Reducer(chosen, **{"nonfinite": "propagate", **options})), reduce_bucket
+    parameters = parameters_of(model)  # not the model: the state would keep DDP alive, and DDP the state
+
+    def make() -> Reducer:
+        reducer = Reducer(chosen, **options)
+        check_agreement(reducer.group, reducer, parameters)
+        return reducer
+
+    return DDPHookState(shapes, make), reduce_bucket

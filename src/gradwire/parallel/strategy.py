@@ -118,6 +118,24 @@ def attach(wrapped: nn.Module, strategy: Strategy) -> None:
     wrapped.gradwire_strategy = strategy  # type: ignore[assignment]
 
 
+def check_unprepared(model: nn.Module, *wrappers: type) -> None:
+    """Check that `parallel.wrap` has prepared no part of a model: its reducer would average a second time.
+
+    Args:
+        model: The model.
+        wrappers: Frameworks' wrappers, which may be prepared.
+
+    Raises:
+        BadInput: If it has.
+    """
+    for module in model.modules():
+        if hasattr(module, "gradwire_strategy") and not isinstance(module, wrappers):
+            raise BadInput(
+                f"{type(module).__name__} is prepared already, by gradwire.wrap with strategy "
+                f"{strategy_of(module).name}: pass a model that is not."
+            )
+
+
 def strategy_of(wrapped: nn.Module) -> Strategy:
     """Return the strategy of a model returned by `parallel.wrap`.
 

@@ -17,12 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwire.collectives import IslandReducer, Islands, Reducer
 from gradwire.collectives.bytes import raw_all_gather, raw_all_reduce, raw_reduce_scatter
 from gradwire.errors import BadInput, unknown
-from gradwire.parallel.agreement import Shapes, check_agreement
+from gradwire.parallel.agreement import check_agreement, parameters_of
 from gradwire.parallel.forgotten import ForgottenFinish
 from gradwire.parallel.strategies.ddp import DDP
 from gradwire.parallel.strategies.fsdp2 import FSDP2, check_sharded
 from gradwire.parallel.strategies.hsdp import HSDP
-from gradwire.parallel.strategy import Strategy, attach, strategy_of
+from gradwire.parallel.strategy import Strategy, attach, check_unprepared, strategy_of
 from gradwire.topology import STRATEGIES, sharded_islands
 
 HOOKED = "gradwire_hooked"  # the attribute of a model that has a reducer
@@ -73,10 +73,13 @@ def wrap(
 
     Raises:
         BadInput: If the strategy or an option is unknown, the model is already wrapped or sharded, the strategy does
-            not support ``average=False``, or this version of torch does not support the reducer.
+            not support ``average=False``, this version of torch does not support the reducer, or ranks differ in the
+            model, the strategy, an option or the reducer.
     """
     device = next(model.parameters()).device if device is None else torch.device(device)
     kind = strategy_class(strategy)
+    if reducer is not None:
+        check_reducer(reducer)
     check_plain(model)
     known = known_options(kind)
     for option in options.keys() - known:
@@ -92,18 +95,19 @@ def wrap(
         raise BadInput(
             f"strategy {strategy} shards gradients, so ranks cannot keep their own; use one with replicas, or hsdp."
         )
+    everyone = None if reducer is None else reducer.everyone
+    settings = {"strategy": kind.name, "average": average, **options, "islands": islands_of(reducer, options)}
+    check_agreement(everyone, reducer, parameters_of(model), **settings)  # before islands are made, or weights sent
+    numel = trainable(model)  # before the model is cut into shards
     way = kind.build(reducer, device, **options)
     way.averages = average
     way.reduced = average and reducer is not None and reducer.world > 1
-    shapes = trainable(model)  # before the model is cut into shards
-    if reducer is not None:
-        check_agreement(reducer, shapes)  # before the framework broadcasts parameters
     wrapped = way.wrap(model.to(device))
     attach(wrapped, way)
     if not way.communicates:
         way.keep_apart(wrapped)
     if reducer is not None and (average or way.communicates):
-        attach_reducer(reducer, wrapped, way, shapes)
+        attach_reducer(reducer, wrapped, way, numel)
     return wrapped
 
 
@@ -134,9 +138,10 @@ def hook(wrapped: nn.Module, reducer: Reducer) -> None:
         reducer: Averages the gradients; its group must be the one that the model was wrapped with.
 
     Raises:
-        BadInput: For another model or group, a model that has a reducer, or if this version of torch does not support
-            the reducer.
+        BadInput: For another model or group, a model that has a reducer, if ranks differ in the model or the reducer,
+            or if this version of torch does not support the reducer.
     """
+    check_reducer(reducer)
     kind = next((kind for framework, kind in WRAPPERS.items() if isinstance(wrapped, framework)), None)
     if kind is None:
         raise BadInput(
@@ -145,15 +150,28 @@ def hook(wrapped: nn.Module, reducer: Reducer) -> None:
         )
     if getattr(wrapped, HOOKED, False):
         raise BadInput("the model has a reducer already: wrap it again to use another one.")
+    check_unprepared(wrapped, *WRAPPERS)
     check_ranks(wrapped, reducer)
+    check_agreement(reducer.group, reducer, parameters_of(wrapped), strategy=kind.name)
     device = next(wrapped.parameters()).device
-    shapes = trainable(wrapped)
-    check_agreement(reducer, shapes)
-    attach_reducer(reducer, wrapped, kind.build(reducer, device), shapes)
+    attach_reducer(reducer, wrapped, kind.build(reducer, device), trainable(wrapped))
+
+
+def check_reducer(reducer: object) -> None:
+    """Check that a reducer is one, and not the compressor that it is made of.
+
+    Raises:
+        BadInput: If it is not.
+    """
+    if not isinstance(reducer, Reducer):
+        raise BadInput(
+            f"{reducer!r} is no reducer: build one, such as reducer = gradwire.Reducer('int8'), and call "
+            f"reducer.finish() once per optimizer step."
+        )
 
 
 def check_plain(model: nn.Module) -> None:
-    """Check that no framework has wrapped or sharded the model or a part of it; it would average a second time.
+    """Check that nothing has wrapped or sharded the model or a part of it; it would average a second time.
 
     Raises:
         BadInput: If one has.
@@ -165,6 +183,7 @@ def check_plain(model: nn.Module) -> None:
             f"the model is wrapped or sharded already ({type((found or [model])[0]).__name__}): pass the unwrapped "
             f"model to gradwire.wrap, or the model from DDP or fully_shard to gradwire.hook."
         )
+    check_unprepared(model)
 
 
 def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
@@ -184,19 +203,19 @@ def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
             )
 
 
-def attach_reducer(reducer: Reducer, wrapped: nn.Module, way: Strategy, shapes: Shapes) -> None:
-    """Prepare the reducer for the trainable parameters, and replace the framework's reduction with it."""
+def attach_reducer(reducer: Reducer, wrapped: nn.Module, way: Strategy, numel: int) -> None:
+    """Prepare the reducer for ``numel`` trainable elements, and replace the framework's reduction with it."""
     if reducer.world > 1:
-        way.prepare(reducer, sum(torch.Size(shape).numel() for _, shape in shapes))
+        way.prepare(reducer, numel)
         way.hook(wrapped, reducer)
         if way.averages:  # else an optimizer communicates, and finishes
             reducer.watch = ForgottenFinish(reducer, list(wrapped.parameters()))
     setattr(wrapped, HOOKED, True)
 
 
-def trainable(model: nn.Module) -> Shapes:
-    """Return the names and shapes of the trainable parameters."""
-    return [(name, tuple(each.shape)) for name, each in model.named_parameters() if each.requires_grad]
+def trainable(model: nn.Module) -> int:
+    """Return the number of trainable elements."""
+    return sum(each.numel() for each in model.parameters() if each.requires_grad)
 
 
 def reduced_numel(wrapped: nn.Module) -> int:
