@@ -11,6 +11,7 @@ from torch import nn
 
 from gradwire.collectives import IslandReducer, Reducer, ops
 from gradwire.errors import BadInput
+from gradwire.parallel.names import named_parameters
 
 
 def check_agreement(group: ops.Group, reducer: Reducer | None, parameters: Mapping[str, str], **settings: Any) -> None:
@@ -54,7 +55,7 @@ def parameters_of(model: nn.Module) -> dict[str, str]:
     """The number of parameters, and each one's name, shape and type, by its place."""
     found = [
         f"{name} {list(each.shape)} {str(each.dtype).removeprefix('torch.')}{'' if each.requires_grad else ' frozen'}"
-        for name, each in model.named_parameters()
+        for name, each in named_parameters(model)
     ]
     return {"parameters": str(len(found)), **{f"parameter {place}": one for place, one in enumerate(found)}}
 

@@ -18,6 +18,7 @@ from gradwire.collectives.reducer import check_options
 from gradwire.compressors import as_compressor
 from gradwire.compressors.base import Compressor
 from gradwire.parallel.agreement import check_agreement, parameters_of
+from gradwire.parallel.names import trainable
 from gradwire.parallel.strategy import check_unprepared
 
 
@@ -104,8 +105,7 @@ def ddp_hook(
     chosen = as_compressor(compressor)
     check_options(chosen, **options)
     check_unprepared(model, DistributedDataParallel)
-    named = [(name.removeprefix("module."), each) for name, each in model.named_parameters() if each.requires_grad]
-    shapes = {id(parameter): (name, tuple(parameter.shape)) for name, parameter in named}
+    shapes = {id(each): (name, tuple(each.shape)) for name, each in trainable(model).items()}
     parameters = parameters_of(model)  # not the model: the state would keep DDP alive, and DDP the state
 
     def make() -> Reducer:

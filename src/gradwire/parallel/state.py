@@ -5,7 +5,7 @@ Both use the names of the unwrapped model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,19 +25,8 @@ from torch.optim import Optimizer
 
 from gradwire.errors import BadInput
 from gradwire.parallel.mesh import first_row, local
-from gradwire.parallel.strategies.fsdp1 import WRAPPED
+from gradwire.parallel.names import named_parameters as named_parameters
 from gradwire.parallel.strategy import strategy_of
-
-
-def named_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters for an optimizer, with their names in the unwrapped model."""
-    for name, parameter in model.named_parameters():
-        yield unwrapped(name), parameter
-
-
-def unwrapped(name: str) -> str:
-    """Return a parameter's or buffer's name in the unwrapped model."""
-    return name.replace(WRAPPED, "").removeprefix("module.")
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:

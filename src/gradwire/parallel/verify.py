@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from gradwire.collectives import ops
 from gradwire.errors import RunFault
+from gradwire.parallel.names import named_buffers, named_parameters
 from gradwire.parallel.optimizers import Communicating
-from gradwire.parallel.state import named_parameters, unwrapped
 from gradwire.parallel.step import local
 from gradwire.parallel.strategy import strategy_of
 
@@ -136,8 +136,7 @@ def replicated(model: nn.Module, optimizer: Optimizer | None, drifting: bool = F
     strategy = strategy_of(model)
     if strategy.alone and not drifting:
         yield from ((name, local(parameter)) for name, parameter in named_parameters(model))
-    for name, buffer in model.named_buffers():
-        yield unwrapped(name), buffer
+    yield from named_buffers(model)
     if isinstance(optimizer, Communicating):
         yield from optimizer.shared()
     if optimizer is not None:

@@ -19,6 +19,7 @@ from gradwire.collectives.bytes import raw_all_gather, raw_all_reduce, raw_reduc
 from gradwire.errors import BadInput, unknown
 from gradwire.parallel.agreement import check_agreement, parameters_of
 from gradwire.parallel.forgotten import ForgottenFinish
+from gradwire.parallel.names import compiled_in_place
 from gradwire.parallel.strategies.ddp import DDP
 from gradwire.parallel.strategies.fsdp2 import FSDP2, check_sharded
 from gradwire.parallel.strategies.hsdp import HSDP
@@ -57,7 +58,8 @@ def wrap(
 
     Args:
         model: A model on the CPU or on ``device`` that no framework has wrapped. It may be changed in place. ``fsdp1``,
-            ``fsdp2`` and ``hsdp`` need the same weights on every rank; the others broadcast rank 0's.
+            ``fsdp2`` and ``hsdp`` need the same weights on every rank; the others broadcast rank 0's. What
+            `torch.compile` returned is compiled in place instead, so that parameters keep their names.
         strategy: ``naive``, ``bucket``, ``ddp``, ``fsdp1``, ``fsdp2`` or ``hsdp``.
         reducer: Averages the gradients; None keeps the framework's reduction. With one rank it is never called. For
             ``hsdp`` an `IslandReducer`.
@@ -81,6 +83,7 @@ def wrap(
     if reducer is not None:
         check_reducer(reducer)
     check_plain(model)
+    model = compiled_in_place(model)
     known = known_options(kind)
     for option in options.keys() - known:
         raise unknown(f"option of strategy {strategy}", option, known)
@@ -98,7 +101,7 @@ def wrap(
     everyone = None if reducer is None else reducer.everyone
     settings = {"strategy": kind.name, "average": average, **options, "islands": islands_of(reducer, options)}
     check_agreement(everyone, reducer, parameters_of(model), **settings)  # before islands are made, or weights sent
-    numel = trainable(model)  # before the model is cut into shards
+    numel = trainable_numel(model)  # before the model is cut into shards
     way = kind.build(reducer, device, **options)
     way.averages = average
     way.reduced = average and reducer is not None and reducer.world > 1
@@ -154,7 +157,7 @@ def hook(wrapped: nn.Module, reducer: Reducer) -> None:
     check_ranks(wrapped, reducer)
     check_agreement(reducer.group, reducer, parameters_of(wrapped), strategy=kind.name)
     device = next(wrapped.parameters()).device
-    attach_reducer(reducer, wrapped, kind.build(reducer, device), trainable(wrapped))
+    attach_reducer(reducer, wrapped, kind.build(reducer, device), trainable_numel(wrapped))
 
 
 def check_reducer(reducer: object) -> None:
@@ -213,7 +216,7 @@ def attach_reducer(reducer: Reducer, wrapped: nn.Module, way: Strategy, numel: i
     setattr(wrapped, HOOKED, True)
 
 
-def trainable(model: nn.Module) -> int:
+def trainable_numel(model: nn.Module) -> int:
     """Return the number of trainable elements."""
     return sum(each.numel() for each in model.parameters() if each.requires_grad)
 

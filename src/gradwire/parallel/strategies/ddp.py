@@ -15,6 +15,7 @@ from gradwire.collectives import Reducer
 from gradwire.collectives.ops import Group
 from gradwire.parallel.backward import EndOfBackward
 from gradwire.parallel.buckets import BUCKET_MB, MB, BucketReduction, plan
+from gradwire.parallel.names import trainable
 from gradwire.parallel.strategy import Strategy
 
 PARTS = 4  # buckets that DDP makes of one of ours, so that ours are complete early
@@ -57,8 +58,8 @@ class DDP(Strategy):
         devices = None if self.device.type == "cpu" else [self.device]
         size = None
         if self.reduced:
-            parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-            sizes = [sum(p.nbytes for p in bucket.values()) for bucket in plan(parameters, self.bucket_mb)]
+            buckets = plan(trainable(model), self.bucket_mb)
+            sizes = [sum(p.nbytes for p in bucket.values()) for bucket in buckets]
             size = max(sizes, default=MB) / PARTS / MB
         wrapped = DistributedDataParallel(
             model, device_ids=devices, process_group=self.group, bucket_cap_mb=size, **self.framework
@@ -70,8 +71,7 @@ class DDP(Strategy):
     def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
         """Register a hook that hands the gradients to the reducer."""
         assert isinstance(wrapped, DistributedDataParallel)
-        parameters = {name: p for name, p in wrapped.module.named_parameters() if p.requires_grad}
-        buckets = HookedBuckets(reducer, parameters, self.bucket_mb, self.device)
+        buckets = HookedBuckets(reducer, trainable(wrapped), self.bucket_mb, self.device)
 
         # DDP requires the name of the second argument, and rejects string annotations, as these become.
         def reduce_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

@@ -14,9 +14,8 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from gradwire.collectives import Layout, Reducer
 from gradwire.errors import BadInput
 from gradwire.parallel.backward import EndOfBackward
+from gradwire.parallel.names import unwrapped
 from gradwire.parallel.strategy import Strategy, blocks
-
-WRAPPED = "_fsdp_wrapped_module."  # FSDP1 inserts this into the names of parameters
 
 
 class HookState(NamedTuple):
@@ -118,4 +117,4 @@ def flat_shapes(prefix: str, module: FullyShardedDataParallel) -> Iterator[tuple
             yield None, (numel,)
             continue
         name, shape, parameter = next(parameters)
-        yield (prefix + name).replace(WRAPPED, "") if parameter.requires_grad else None, tuple(shape)
+        yield unwrapped(prefix + name) if parameter.requires_grad else None, tuple(shape)

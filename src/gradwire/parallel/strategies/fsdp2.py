@@ -19,6 +19,7 @@ from gradwire.collectives.replica import Replica
 from gradwire.errors import BadInput
 from gradwire.parallel.backward import EndOfBackward, in_backward
 from gradwire.parallel.mesh import local
+from gradwire.parallel.names import named_parameters, trainable
 from gradwire.parallel.strategy import Strategy, blocks
 
 ONE_TYPE = MixedPrecisionPolicy()  # the default: everything in the parameters' own type
@@ -90,7 +91,7 @@ class FSDP2(Strategy):
 
     def reduced_numel(self, wrapped: nn.Module) -> int:
         """Count parameters padded to a multiple of W rows."""
-        shapes = [(name, tuple(p.shape)) for name, p in wrapped.named_parameters() if p.requires_grad]
+        shapes = [(name, tuple(p.shape)) for name, p in trainable(wrapped).items()]
         return Layout.dim0(shapes, dist.get_world_size(self.shards)).numel
 
     @contextmanager
@@ -230,7 +231,7 @@ def compress_parameters(
             torch does not support it.
     """
     check_offered("param_compress", "set_custom_all_gather")
-    for name, parameter in wrapped.named_parameters():
+    for name, parameter in named_parameters(wrapped):
         if parameter.dtype != torch.float32:
             raise BadInput(f"param_compress needs float32 parameters, but {name} is {parameter.dtype}; leave it out.")
         if gather.encoding.differences and not parameter.requires_grad:
@@ -281,7 +282,7 @@ def check_sharded(wrapped: nn.Module, reducer: Reducer) -> None:
             with the division left to the reducer, gradients would be as many times too large as there are replicas.
     """
     own = dist.get_process_group_ranks(reducer.group or dist.group.WORLD)
-    for name, parameter in wrapped.named_parameters():
+    for name, parameter in named_parameters(wrapped):
         if not isinstance(parameter, DTensor):
             continue
         mesh = parameter.device_mesh
@@ -306,7 +307,7 @@ def groups(wrapped: nn.Module) -> Iterator[tuple[FSDPModule, dict[str, nn.Parame
     Raises:
         BadInput: If this version of torch stores its parameters differently.
     """
-    names = {id(parameter): name for name, parameter in wrapped.named_parameters()}
+    names = {id(parameter): name for name, parameter in named_parameters(wrapped)}
     for module in wrapped.modules():
         if isinstance(module, FSDPModule):
             try:

@@ -18,6 +18,7 @@ from torch.autograd import Variable
 
 from gradwire.collectives import Layout, Reducer, ops
 from gradwire.errors import RunFault
+from gradwire.parallel.names import trainable
 from gradwire.parallel.strategy import Strategy
 
 
@@ -45,7 +46,7 @@ class Replicas(Strategy):
         """Broadcast rank 0's weights, and register a hook on every trainable parameter."""
         for tensor in (*model.parameters(), *model.buffers()):
             broadcast(tensor.detach(), self.group)
-        self.parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.parameters = trainable(model)
         for name, parameter in self.parameters.items():
             # weakly: what a gradient's hook refers to, the garbage collector does not see
             parameter.register_post_accumulate_grad_hook(partial(accumulated, ref(self), name))
