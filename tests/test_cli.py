@@ -66,11 +66,25 @@ def test_a_verb_of_two_words_gets_its_arguments(verb):
     assert seen == [7]
 
 
-def test_an_unknown_flag_ends_with_2(verb, capsys):
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("grads probe --siz 7", "gradwire grads probe: unknown argument '--siz'. Did you mean '--size'? See"),
+        ("grads probe --size seven", "gradwire grads probe: argument --size: invalid int value: 'seven'. See"),
+        ("grads probe seven", "gradwire grads probe: unknown argument 'seven'. See"),
+        ("run --dry-run", "gradwire run: unknown argument '--dry-run'. Did you mean '--dry_run'"),
+        ("run --core=2", "gradwire run: unknown argument '--core'. Did you mean '--cores'"),
+        ("train --data_path a --output_dir b --stepz 3", "unknown argument '--stepz'. Did you mean '--steps'"),
+        ("train --stepz 3", "gradwire train: the following arguments are required: --data_path, --output_dir. See"),
+    ],
+)
+def test_bad_arguments_are_answered_in_one_line(verb, words, said, capsys):
     verb(lambda args: None)
-    with pytest.raises(SystemExit) as end:
-        cli.main(["grads", "probe", "--siz", "7"])
-    assert end.value.code == 2 and "gradwire grads probe: error" in capsys.readouterr().err
+    assert cli.main(words.split()) == 2
+    printed = capsys.readouterr().err
+    verb_of_words = " ".join(words.split()[: 2 if words.startswith("grads") else 1])
+    assert said in printed and printed.endswith(f"See `gradwire {verb_of_words} --help`.\n")
+    assert printed.count("\n") == 1
 
 
 @pytest.mark.parametrize(

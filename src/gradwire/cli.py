@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from gradwire import __version__
-from gradwire.errors import BAD_INPUT, DONE, FAULT, unknown
+from gradwire.errors import BAD_INPUT, DONE, FAULT, BadInput, did_you_mean, unknown
 from gradwire.failures import (
     clear_failure,
     exit_code,
@@ -91,7 +91,28 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports an unknown choice as other unknown names are reported: with close matches, in one message."""
+    """Reports bad arguments in one message, an unknown choice or flag with close matches."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments.
+
+        Raises:
+            BadInput: If one is unknown, invalid or missing.
+        """
+        parsed, left = self.parse_known_args(args, namespace)
+        if left:
+            word = next((word for word in left if word.startswith("-")), left[0]).partition("=")[0]
+            flags = [flag for flag, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
+            self.error(f"unknown argument {word!r}.{did_you_mean(word, flags)}")
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the arguments.
+
+        Raises:
+            BadInput: Always.
+        """
+        raise BadInput(f"{message.rstrip('.')}{'' if message.endswith('?') else '.'} See `{self.prog} --help`.")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Check a value against its flag's choices.
@@ -120,9 +141,8 @@ def parse(words: Sequence[str]) -> tuple[str, ModuleType, argparse.Namespace]:
     """Parse a whole command into its verb, the verb's module and its arguments.
 
     Raises:
-        BadInput: If the verb or a flag's choice is unknown, or an argument is not valid UTF-8.
+        BadInput: If the verb is unknown, or an argument is unknown, invalid or missing.
     """
-    check_words(words)
     name, rest = verb_of(words)
     module = importlib.import_module(VERBS[name].module)
     parser = Parser(
@@ -152,8 +172,9 @@ def main(words: Sequence[str]) -> int:
         if not words or words[0] in ("-h", "--help", "help", "--version"):
             print(__version__ if "--version" in words[:1] else usage())
             return DONE if words else BAD_INPUT
+        check_words(words)
+        program = f"gradwire {verb_of(words)[0]}"
         name, module, args = parse(words)
-        program = f"gradwire {name}"
         check_paths(args)
         folder = writable(module.beside(args)) if hasattr(module, "beside") else None
         if folder is not None and args.attempt > 1:

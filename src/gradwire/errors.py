@@ -61,6 +61,18 @@ class Stopped(GradwireError):
     exit_code = STOPPED
 
 
+def nearest(word: str, known: Iterable[str], most: int = 2) -> list[str]:
+    """Return the names that are close to a word, closest first; upper and lower case are the same."""
+    lowered = {name.lower(): name for name in known}
+    return [lowered[found] for found in difflib.get_close_matches(word.lower(), lowered, n=most, cutoff=0.5)]
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return `` Did you mean 'a' or 'b'?`` with the names that are close to a word; nothing without any."""
+    near = nearest(word, known)
+    return f" Did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
+
+
 def unknown(kind: str, word: str, known: Iterable[str]) -> BadInput:
     """Return the error for an unknown name, with close matches and all valid names.
 
@@ -70,6 +82,5 @@ def unknown(kind: str, word: str, known: Iterable[str]) -> BadInput:
         known: All valid names.
     """
     names = sorted(known)
-    near = difflib.get_close_matches(word, names, n=2, cutoff=0.5)
-    hint = f" Did you mean {' or '.join(repr(name) for name in near)}?" if near else ""
+    hint = did_you_mean(word, names)
     return BadInput(f"unknown {kind} {word!r}.{hint} Available: {', '.join(names) or 'none'}.")

@@ -63,6 +63,8 @@ def _explain(model: type[BaseModel], problem: Any) -> str:
     if kind == "extra_forbidden":
         *parents, key = problem["loc"]
         inside = f" in {'.'.join(map(str, parents))}" if parents else ""
+        if home := _home(model, str(key), parents):
+            return f"unknown key{inside} {str(key)!r}: it belongs {home}"
         return str(unknown(f"key{inside}", str(key), _fields(model, parents))).rstrip(".")
     if kind == "missing":
         return f"{place} is missing"
@@ -85,6 +87,16 @@ def _explain(model: type[BaseModel], problem: Any) -> str:
 
 def _at(place: str, message: str) -> str:
     return f"{place}: {message}" if place else message
+
+
+def _home(model: type[BaseModel], key: str, parents: Sequence[str | int]) -> str | None:
+    """Where in ``model`` a key belongs that is in another place; None if there is no such key."""
+    if parents and key in model.model_fields:
+        return "to the top level"
+    for section, field in model.model_fields.items():
+        if section not in parents[:1] and any(key in kind.model_fields for kind in _models(field.annotation)):
+            return f"into `{section}:`"
+    return None
 
 
 def _fields(model: type[BaseModel], path: Sequence[str | int]) -> Iterable[str]:

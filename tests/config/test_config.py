@@ -50,7 +50,11 @@ def test_the_committed_schema_is_current():
 @pytest.mark.parametrize(
     "path", [ROOT / "config.yaml", *sorted((ROOT / "configs").glob("*.yaml"))], ids=lambda p: p.stem
 )
-def test_the_experiments_that_come_with_gradwire_are_valid(path):
+def test_the_experiments_that_come_with_gradwire_are_valid(path, tmp_path, monkeypatch):
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2/vocab.json").write_text('{"a": 0, "b": 1}')
+    (tmp_path / "gpt2/merges.txt").write_text("#version: 0.2")
+    monkeypatch.chdir(tmp_path)
     assert workflow.check(workflow.read(path)).runs()
 
 

@@ -55,7 +55,24 @@ MISTAKES = {  # what is written instead, and what the answer says: the place, an
     "compressors: {int8: {eror_feedback: true}}": "option of int8 'eror_feedback'. Did you mean 'error_feedback'",
     "compressors: {int8: {algorithm: natve}}": "unknown value of reduction.algorithm 'natve'. Did you mean 'native'",
     "compressors: {topk: {density: 10}}": "'density' is 10",
+    "compressors: {Int8: {}}": "unknown compressor 'Int8'. Did you mean 'int8'",
+    "compressors: {fast: {mehtod: int8}}": "compressor cell 'fast': unknown key 'mehtod'. Did you mean 'method'",
+    "compressors: {int8: {comm_optimizer: diloco, h: 5}}": "'h'. Did you mean 'H'",
+    "grid: {strategies: [DDP]}": "unknown strategy 'DDP'. Did you mean 'ddp'",
+    "extend: base.yaml": "unknown key 'extend'. Did you mean 'extends'",
+    "seeds: [0, 1]": "unknown key 'seeds': it belongs into `grid:`",
+    "lr: 0.001": "unknown key 'lr': it belongs into `training:`",
+    "training: {max_length: 64}": "unknown key in training 'max_length': it belongs into `dataset:`",
+    "grid: {name: other}": "unknown key in grid.0 'name': it belongs to the top level",
+    "dataset: {tokenizer: gpt22}": "dataset.tokenizer: there is no folder 'gpt22'",
+    "model: {architecture: llama, hidden_size: 255, num_attention_heads: 4}": "size (255) is not a multiple",
+    "model: {architecture: gpt2, n_embd: 255, n_head: 4}": "must be divisible by num_heads",
 }
+
+
+ROW = re.compile(r"^\| `(.+?)` \| `+ ?(.+?) ?`+ \|$", re.MULTILINE)
+SHOWN = dict(ROW.findall((ROOT / "docs/how-to/mistakes.md").read_text(encoding="utf-8")))
+COMMANDS = [line for line in SHOWN if line.startswith("gradwire ")]
 
 
 @pytest.mark.parametrize("line", MISTAKES)
@@ -68,6 +85,24 @@ def test_a_mistake_is_answered_in_one_line(line, tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().err
     assert printed.startswith("gradwire run: ") and MISTAKES[line] in printed and printed.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["experiment.yaml"]
+    check_shown(line, printed)
+
+
+def check_shown(line: str, printed: str) -> None:
+    """Check that what the page of mistakes shows is printed: all of it, or what comes before the ``…``."""
+    answer = printed.partition(": ")[2].rstrip("\n")
+    shown, cut, _ = SHOWN.get(line, answer).partition("…")
+    assert answer.startswith(shown) if cut else answer == shown
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_misspelt_flag_is_answered_as_the_page_shows(line, capsys):
+    assert cli.main(line.split()[1:]) == 2
+    check_shown(line, capsys.readouterr().err)
+
+
+def test_the_page_shows_twenty_mistakes_and_no_other():
+    assert len(SHOWN) >= 20 and len(COMMANDS) == 3 and SHOWN.keys() - COMMANDS <= MISTAKES.keys()
 
 
 def test_a_missing_file_names_the_verb_that_writes_one(tmp_path, monkeypatch, capsys):

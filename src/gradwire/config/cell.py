@@ -16,7 +16,7 @@ from gradwire.compressors.schedule import ByStep, Schedule
 from gradwire.config.strict import Strict, checked
 from gradwire.config.training import Training
 from gradwire.config.values import Name, Precision
-from gradwire.errors import BadInput, unknown
+from gradwire.errors import BadInput, nearest, unknown
 from gradwire.explain import short
 
 OF_TRAINING = ("lr", "precision")  # keys of a cell that replace those of `training`
@@ -80,7 +80,7 @@ class Cell(Strict):
         try:
             if "inside" in others:
                 others["inside"] = cls._parse_inside(others["inside"])
-            method = "+".join(registry.members(method))
+            method = "+".join(cls._members(method, given))
             if given or "+" in method or "schedule" in reduction:  # imports torch, so only if necessary
                 cells = [*Reduction.model_fields, *Communication.model_fields, *OTHERS, "method"]
                 known = [*registry.options(method), *cells]
@@ -103,6 +103,23 @@ class Cell(Strict):
             return cell
         except BadInput as error:
             raise BadInput(f"{where}: {error}") from None
+
+    @staticmethod
+    def _members(method: str, given: Mapping[str, Any]) -> list[str]:
+        """The members of a method.
+
+        Raises:
+            BadInput: As `registry.members`; of a label that is no method's name, the key beside it that is meant to be
+                ``method``, if there is one.
+        """
+        try:
+            return registry.members(method)
+        except BadInput:
+            known = [*Reduction.model_fields, *Communication.model_fields, *OTHERS, "method"]
+            for key in given:
+                if nearest(key, known, 1) == ["method"]:
+                    raise unknown("key", key, known) from None
+            raise
 
     @classmethod
     def _parse_inside(cls, mapping: Any) -> Cell:

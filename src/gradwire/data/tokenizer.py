@@ -73,7 +73,7 @@ def load(folder: Path) -> Tokenizer:
     Raises:
         BadInput: If the folder has no tokenizer, or one without an end or a padding token.
     """
-    backend, named = _backend(Path(folder)), _special_tokens(Path(folder))
+    backend, named = backend_of(Path(folder)), _special_tokens(Path(folder))
 
     def id_of(role: str) -> int:
         token_id = backend.token_to_id(named[role]) if role in named else None
@@ -86,7 +86,7 @@ def load(folder: Path) -> Tokenizer:
 
 def alike(first: Path, second: Path) -> bool:
     """Whether the tokenizers of two folders give every token the same id; added special tokens are ignored."""
-    one, other = (_backend(folder).get_vocab(with_added_tokens=False) for folder in (first, second))
+    one, other = (backend_of(folder).get_vocab(with_added_tokens=False) for folder in (first, second))
     return one == other
 
 
@@ -113,7 +113,7 @@ def prepare(choice: str, folder: Path, corpus_path: Path, vocab_size: int) -> To
                 "use another --output_dir or remove that folder."
             )
     else:
-        backend = _train(corpus_path, vocab_size) if choice == "bpe" else _backend(Path(choice))
+        backend = _train(corpus_path, vocab_size) if choice == "bpe" else backend_of(Path(choice))
         named = {} if choice == "bpe" else _special_tokens(Path(choice))
         _save(folder, backend, _complete(backend, named), wanted)
     return load(folder)
@@ -123,7 +123,7 @@ def origin(choice: str, corpus_path: Path, vocab_size: int) -> dict[str, Any]:
     """Return what determines a tokenizer; a rerun compares it with that of the existing one."""
     if choice == "bpe":
         return {"tokenizer": "bpe", "vocab_size": vocab_size, "corpus": corpus.sha256(corpus_path)}
-    return {"tokenizer": "folder", "sha256": hashlib.sha256(_backend(Path(choice)).to_str().encode()).hexdigest()}
+    return {"tokenizer": "folder", "sha256": hashlib.sha256(backend_of(Path(choice)).to_str().encode()).hexdigest()}
 
 
 def _listed(origin: dict[str, Any]) -> str:
@@ -158,8 +158,12 @@ def _byte_level(model: models.Model) -> tokenizers.Tokenizer:
     return backend
 
 
-def _backend(folder: Path) -> tokenizers.Tokenizer:
-    """Read ``tokenizer.json``, or GPT-2's older pair ``vocab.json`` and ``merges.txt``."""
+def backend_of(folder: Path) -> tokenizers.Tokenizer:
+    """Read ``tokenizer.json``, or GPT-2's older pair ``vocab.json`` and ``merges.txt``.
+
+    Raises:
+        BadInput: If there is none that can be read.
+    """
     pair = folder / "vocab.json", folder / "merges.txt"
     try:
         if (folder / TOKENIZER).is_file():

@@ -94,11 +94,15 @@ def configuration(options: Mapping[str, Any], vocab_size: int, max_length: int) 
         if usual.get("initializer_range") == INITIAL_STD and "initializer_range" not in given:
             config.initializer_range = INITIAL_STD * math.sqrt(INITIAL_WIDTH / config.hidden_size)
     except Exception as error:  # the type depends on the architecture
-        reason = " ".join(str(error).split()).rstrip(".")
-        raise BadInput(f"architecture {architecture}: {reason}.") from None
+        raise refused(architecture, error) from None
     _check_random(config, rounded, architecture)
     check_fit(config, vocab_size, max_length, f"architecture {architecture}")
     return config
+
+
+def refused(architecture: str, error: Exception) -> BadInput:
+    """What an architecture says of its options, in one line."""
+    return BadInput(f"architecture {architecture}: {' '.join(str(error).split()).rstrip('.')}.")
 
 
 def of_folder(folder: Path, vocab_size: int, max_length: int) -> PretrainedConfig:
@@ -144,9 +148,16 @@ def random_model(config: PretrainedConfig) -> Any:
 
 
 def on_meta(config: PretrainedConfig) -> Any:
-    """A model without weights."""
-    with torch.device("meta"):
-        return random_model(config)
+    """A model without weights.
+
+    Raises:
+        BadInput: If the architecture does not allow these sizes.
+    """
+    try:
+        with torch.device("meta"):
+            return random_model(config)
+    except Exception as error:  # the type depends on the architecture
+        raise refused(config.model_type, error) from None
 
 
 def second_names(config: PretrainedConfig) -> set[str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from gradwire.config import Experiment, experiment
-from gradwire.errors import BadInput
+from gradwire.config import Dataset, Experiment, experiment
+from gradwire.errors import BadInput, unknown
 from gradwire.models import presets
 from gradwire.parsing import read_yaml
 
@@ -30,6 +31,8 @@ def read(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     given = read_yaml(path)
     if not isinstance(given, Mapping):
         raise BadInput(f"{path}: expected a mapping with name, compressors and grid.")
+    if misspelt := get_close_matches(EXTENDS, set(map(str, given)) - {EXTENDS}, cutoff=0.75):
+        raise BadInput(f"{path}: {unknown('key', misspelt[0], [*Experiment.model_fields, EXTENDS])}")
     base = given.get(EXTENDS)
     if base is None:
         return dict(given)
@@ -53,11 +56,42 @@ def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(mapping: Mapping[str, Any]) -> Experiment:
-    """The experiment that a configuration describes, with every cell, the grid and the model checked.
+    """The experiment that a configuration describes, with every cell, the grid, the model and the tokenizer checked.
 
     Raises:
         BadInput: With the first problems found, each with its place in the file and the nearest valid name.
     """
     made = experiment(mapping)
     presets.options(made.model_text)
+    if made.dataset.tokenizer != "bpe":
+        check_tokenizer(made.dataset.tokenizer)
+    if isinstance(made.model, dict):
+        check_model(made.model, made.dataset)
     return made
+
+
+def check_tokenizer(choice: str) -> None:
+    """Check that a tokenizer's folder can be read.
+
+    Raises:
+        BadInput: If it cannot.
+    """
+    if not Path(choice).is_dir():
+        raise BadInput(
+            f"dataset.tokenizer: there is no folder {choice!r}; give bpe, which trains one, or a tokenizer's folder."
+        )
+    from gradwire.data.tokenizer import backend_of
+
+    backend_of(Path(choice))
+
+
+def check_model(options: Mapping[str, Any], dataset: Dataset) -> None:
+    """Check that inline options make a model, without weights.
+
+    Raises:
+        BadInput: If they do not.
+    """
+    from gradwire.models import architecture  # imports transformers, so only if necessary
+
+    sizes = {key: value for key, value in options.items() if key != "vocab_size"}  # the vocabulary is not made yet
+    architecture.on_meta(architecture.configuration(sizes, dataset.vocab_size, dataset.max_length))
