@@ -1,6 +1,7 @@
 """Every command block of ``PAGES`` runs, in a copy of the repository for each page, in the order of the page.
 
-The grids of ``SHORTENED`` have fewer runs there: that a command works does not take its whole experiment.
+The grids of ``SHORTENED`` have fewer runs there: that a command works does not take its whole experiment. ``BEFORE``
+makes what a page's reader has already. Nothing is installed: lines that begin with ``pip install`` are left out.
 
 A block is a fence with the language ``sh``. Where one with ``text`` follows it at once, the page shows what is printed:
 these lines must be printed in that order, numbers aside; a line ``…`` matches any others. `make test-full` runs
@@ -28,15 +29,33 @@ PAGES = (
     "README.md",
     "docs/tutorial.md",
     "docs/running.md",
+    "docs/gradients.md",
     "docs/how-to/links.md",
+    "docs/how-to/own-data.md",
+    "docs/how-to/own-script.md",
     "docs/how-to/report.md",
     "docs/how-to/verbs.md",
 )
 LONG_S = 3600  # of the longest block
 ELSEWHERE = {  # first line of a block: what runs it
     "make test": ".ci/run",
-    "make .venv/.ready": "Makefile",
     "pip install .": "tests/test_wheel.py",
+    "gradwire tokenize --data_path train.jsonl --output_dir tokens --vocab_size 4096 --max_length 256": (
+        "tests/gradients/test_less.py"
+    ),
+    "gradwire grads lds --data_path tokens/shards --max_samples 250 --steps 60 --batch_size 16 --dim 2048 --projection"
+    " sjlt --output_dir judged": "tests/gradients/test_attribution.py, with fewer trainings",
+}
+COLLECT = "grads collect --model_dir run/final_model --data_path tokens/shards --projection factored"
+BEFORE = {  # page: commands
+    "docs/gradients.md": f"""
+cp my.json corpus.json
+gradwire tokenize --data_path corpus.json --output_dir tokens --vocab_size 512 --max_length 64 --val_fraction 0.1
+gradwire train --data_path tokens/shards --output_dir run --steps 9
+gradwire {COLLECT} --split val --output_path grads-val --dim 64 4096
+gradwire grads aggregate --base_path grads-val --dim 4096
+""",
+    "docs/how-to/own-data.md": "cp my.json corpus.json",
 }
 SHORTENED = {  # experiment: its grid in the copy
     "configs/links.yaml": [
@@ -97,6 +116,7 @@ def ran(tmp_path_factory) -> Callable[[Block], str]:
     def run(block: Block) -> str:
         if block.page not in folders:
             folders[block.page] = checkout(tmp_path_factory.mktemp("checkout"))
+            execute(BEFORE.get(block.page, ""), folders[block.page])
         for earlier in blocks(block.page):
             if earlier not in printed and not earlier.elsewhere:
                 printed[earlier] = execute(earlier.commands, folders[block.page])
@@ -131,6 +151,7 @@ def checkout(folder: Path) -> Path:
 
 def execute(commands: str, folder: Path) -> str:
     """Run a block as bash would, ending at its first failing command; its standard output."""
+    commands = "\n".join(line for line in commands.splitlines() if not line.startswith("pip install"))
     tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", commands],
