@@ -95,7 +95,7 @@ def ddp_hook(
         options: Those of `Reducer`, such as ``error_feedback=True``.
 
     Returns:
-        The state, whose ``state_dict`` belongs into a checkpoint, and the function.
+        The state, whose ``state_dict`` belongs in a checkpoint, and the function.
 
     Raises:
         BadInput: If the compressor or an option is unknown or invalid, or `wrap` has prepared the model; at the first
