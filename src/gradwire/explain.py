@@ -92,10 +92,10 @@ def _at(place: str, message: str) -> str:
 def _home(model: type[BaseModel], key: str, parents: Sequence[str | int]) -> str | None:
     """Where in ``model`` a key belongs that is in another place; None if there is no such key."""
     if parents and key in model.model_fields:
-        return "to the top level"
+        return "at the top level"
     for section, field in model.model_fields.items():
         if section not in parents[:1] and any(key in kind.model_fields for kind in _models(field.annotation)):
-            return f"into `{section}:`"
+            return f"in `{section}:`"
     return None
 
 
