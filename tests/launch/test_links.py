@@ -147,7 +147,7 @@ def test_a_rate_that_is_none(tmp_path, rate):
     [
         ("between-fast", "4", ISLANDS, "invalid rate 'fast'"),
         ("between-none", "4", ISLANDS, "invalid rate 'none'"),
-        ("beside-1gbit", "4", ISLANDS, "invalid rate 'beside-1gbit'"),
+        ("beside-1gbit", "4", ISLANDS, "unknown class of links 'beside'"),
         (
             "between-1gbit",
             "4",
