@@ -260,7 +260,7 @@ def test_what_is_no_regular_file_is_refused_and_not_opened(make, path, tmp_path,
     output = tmp_path / "c.json"
     assert main(["download", "--source", "text", "--data_path", str(tmp_path / path), "--output", str(output)]) == 2
     printed = capsys.readouterr().err
-    assert printed.count("\n") == 1 and f"{tmp_path}/in/b.txt is no regular file" in printed
+    assert printed.count("\n") == 1 and f"{tmp_path}/in/b.txt is not a regular file" in printed
     (tmp_path / "in" / "b.txt").rename(tmp_path / "in" / "b.png")
     assert [id_ for id_, *_ in read(tmp_path / "in")[0]] == ["a.txt"]
 

@@ -64,7 +64,7 @@ def find(where: Path) -> list[TextFile]:
     is left out.
 
     Raises:
-        BadInput: If there are none, or one is no regular file, such as a link to nothing or a FIFO.
+        BadInput: If there are none, or one is not a regular file, such as a broken link or a FIFO.
     """
     if where.is_dir():
         root, paths = where, [path for path in _walk(where) if _format(path)]
@@ -83,9 +83,7 @@ def find(where: Path) -> list[TextFile]:
         if not paths:
             raise BadInput(f"data_path: there is no folder or file {where}, and no file that matches it as a glob.")
     if (special := next((path for path in paths if not path.is_file()), None)) is not None:
-        raise BadInput(
-            f"data_path: {special} is no regular file, or a link to none: remove it, or give a glob without it."
-        )
+        raise BadInput(f"data_path: {special} is not a regular file: remove it, or give a glob that leaves it out.")
     real = {path.resolve() for path in paths if not path.is_symlink()}
     kept = [path for path in paths if not path.is_symlink() or path.resolve() not in real]
     return sorted(

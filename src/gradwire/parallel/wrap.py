@@ -168,7 +168,7 @@ def check_reducer(reducer: object) -> None:
     """
     if not isinstance(reducer, Reducer):
         raise BadInput(
-            f"{reducer!r} is no reducer: build one, such as reducer = gradwire.Reducer('int8'), and call "
+            f"invalid reducer {reducer!r}: build one, such as reducer = gradwire.Reducer('int8'), and call "
             f"reducer.finish() once per optimizer step."
         )
 
