@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.collectives import IslandReducer, Reducer, build_islands
+from gradwire.collectives import Reducer
 from gradwire.compressors import build
 from gradwire.errors import BadInput
 from gradwire.parallel import wrap
@@ -50,61 +50,6 @@ def test_ddp_finds_unused_parameters(world):
         for mine, expected in steps:
             torch.testing.assert_close(mine, expected)
             assert all(gradient.any() for gradient in mine.values())
-
-
-class Branch(nn.Module):
-    """A layer that every pass uses, and one that a pass may leave out."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(3, 7), nn.Linear(7, 3)
-
-    def forward(self, x, skip):
-        x = self.a(x).tanh()
-        return x[:, :3].clone() if skip else self.b(x)
-
-
-class Branches(nn.Module):
-    """Blocks of which a pass leaves one layer out."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Branch() for _ in range(2))
-        self.head = nn.Linear(3, 5)
-
-    def forward(self, x, skipped):
-        for i, layer in enumerate(self.layers):
-            x = layer(x, i == skipped).tanh()
-        return self.head(x).square().mean()
-
-
-def branched(rank, world, group, strategy, apart):
-    """Gradients of two steps that leave a layer unused, on each rank another one if ``apart``; and by fully_shard."""
-    islands = build_islands(2) if strategy == "hsdp" else None
-    reducer = exact(group) if islands is None else IslandReducer("none", islands, algorithm="exchange")
-    found, models = [], []
-    for way, own in ((strategy, reducer), ("fsdp2", None)):
-        torch.manual_seed(5)
-        models.append(wrap(Branches(), way, own))
-    models[1].set_reduce_scatter_unused_params(apart)  # else it takes another gradient's bytes for the missing ones
-    for step in range(2):
-        for model in models:
-            model.zero_grad()
-            model(data(rank, step), (rank + step if apart else step) % 2).backward()
-        assert reducer.finish()
-        found.append([whole_gradients(model) for model in models])
-    return found
-
-
-@pytest.mark.parametrize("apart", [False, True], ids=["same", "apart"])
-@pytest.mark.parametrize(("size", "strategy"), [(2, "fsdp2"), (3, "fsdp2"), (4, "hsdp")])
-def test_fsdp2_reduces_zeros_for_an_unused_layer(world, size, strategy, apart):
-    for steps in world(size).run(branched, strategy, apart):
-        for step, (mine, expected) in enumerate(steps):
-            missing = mine.keys() - expected.keys()
-            assert missing == (set() if apart else {f"layers.{step}.b.weight", f"layers.{step}.b.bias"})
-            assert not any(mine.pop(name).any() for name in missing)
-            torch.testing.assert_close(mine, expected)
 
 
 def policy(rank, world, group, strategy_options):

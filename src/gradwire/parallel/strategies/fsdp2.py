@@ -85,7 +85,6 @@ class FSDP2(Strategy):
                 # The reducer divides once; the framework must neither divide nor average.
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
-                fill_unused(module)
                 layout = Layout.dim0(shapes, reducer.world)
                 module.set_custom_reduce_scatter(ReduceScatter(reducer, layout, end, module, [*parameters.values()]))
 
@@ -105,15 +104,6 @@ class FSDP2(Strategy):
     def _unchanged(self) -> bool:
         """Whether the parameters are those of the previous forward pass."""
         return self._accumulating or in_backward()
-
-
-def fill_unused(module: FSDPModule) -> None:
-    """Have FSDP2 reduce zeros for a parameter that a backward pass left unused, since a layout has all parameters.
-
-    Before torch 2.13 FSDP2 cannot, and the reducer refuses the shorter buffer.
-    """
-    if hasattr(module, "set_reduce_scatter_unused_params"):
-        module.set_reduce_scatter_unused_params(True, recurse=False)
 
 
 class Collective:

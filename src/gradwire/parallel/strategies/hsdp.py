@@ -19,7 +19,7 @@ from gradwire.collectives import IslandReducer, Islands, Layout, Reducer, build_
 from gradwire.collectives.ops import Group
 from gradwire.errors import BadInput
 from gradwire.parallel.backward import EndOfBackward
-from gradwire.parallel.strategies.fsdp2 import FSDP2, check_offered, fill_unused, gradients_read_at_once, groups
+from gradwire.parallel.strategies.fsdp2 import FSDP2, check_offered, gradients_read_at_once, groups
 
 
 class HSDP(FSDP2):
@@ -104,7 +104,6 @@ class HSDP(FSDP2):
             trained = {name: p for name, p in parameters.items() if p.requires_grad}
             row = own_row(trained, self.islands)
             if row.parameters:
-                fill_unused(module)
                 module.set_all_reduce_hook(AllReduce(reducer, row, end, [*parameters.values()]))
 
 
