@@ -190,7 +190,9 @@ def test_sharded_weights_give_the_rows_of_whole_ones(small, tmp_path, projection
         assert len(block.ids) == 4
         for id_, row in zip(block.ids, block.rows, strict=True):
             wanted = whole.rows[whole.ids.index(id_)]
-            torch.testing.assert_close(row, wanted, rtol=1e-4, atol=1e-6 * (1 + float(wanted.norm())))
+            # An entry of a dense projection sums all entries of a gradient: its rounding is that of the row.
+            within = 1e-6 if projection == "factored" else 1e-6 * (1 + float(wanted.norm()))
+            torch.testing.assert_close(row, wanted, rtol=1e-4, atol=within)
 
 
 def under_fsdp2(rank, world, group, small, projections, unit):
