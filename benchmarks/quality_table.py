@@ -1,7 +1,8 @@
 """The tables of ``quality.md`` from the records of ``configs/quality.yaml`` and ``configs/tuning.yaml``.
 
-``python benchmarks/quality_table.py benchmarks/quality.jsonl``, with ``--rates`` for ``benchmarks/tuning.jsonl``, and
-with ``--ranked_by benchmarks/quality.jsonl`` for another experiment's records.
+``python benchmarks/quality_table.py benchmarks/quality.jsonl``, with ``--rounds`` for local updates by length and
+codec, with ``--rates`` for ``benchmarks/tuning.jsonl``, and with ``--ranked_by benchmarks/quality.jsonl`` for another
+experiment's records.
 """
 
 from __future__ import annotations
@@ -48,6 +49,19 @@ def by_rate(records: list[dict[str, Any]]) -> str:
     headers = ["compressor", *(f"{rate:g}" for rate in rates), "best"]
     formats = ["", *[".2f"] * len(rates), "g"]
     return tabulate(rows, headers, tablefmt="pipe", floatfmt=formats)
+
+
+def by_round(lines: list[dict[str, Any]], seed: int = 0) -> str:
+    """Perplexity and times fewer bytes over the run of ``diloco-H`` and ``diloco-H-CODEC``: a row per H."""
+    found: defaultdict[int, dict[str, str]] = defaultdict(dict)
+    for record in lines:
+        name, _, rest = record["compressor"].partition("-")
+        if name == "diloco" and (record["world_size"], record["seed"]) == (2, seed):
+            length, _, codec = rest.partition("-")
+            found[int(length)][codec or "float32"] = f"{record['val_ppl']:.2f} ({record['compression_ratio']:.1f}×)"
+    codecs = sorted({codec for row in found.values() for codec in row})
+    rows = [[length, *(row.get(codec) for codec in codecs)] for length, row in sorted(found.items())]
+    return tabulate(rows, ["H", *codecs], tablefmt="pipe", missingval=MISSING, stralign="right")
 
 
 def by_cell(lines: list[dict[str, Any]]) -> str:
@@ -148,15 +162,18 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Print one of the three tables."""
+    """Print one of the four tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("records", type=Path)
     parser.add_argument("--rates", action="store_true", help="perplexity by learning rate")
+    parser.add_argument("--rounds", action="store_true", help="local updates by length of a round and codec")
     parser.add_argument("--ranked_by", type=Path, metavar="RECORDS", help="differences beside those of other records")
     args = parser.parse_args()
     records = read(args.records)
     if args.ranked_by:
         print(ranks(records, read(args.ranked_by)))
+    elif args.rounds:
+        print(by_round(records))
     else:
         print(by_rate(records) if args.rates else by_cell(records))
 

@@ -64,6 +64,14 @@ def test_a_cell_without_a_seed_of_none_has_no_row(tmp_path):
     assert [(row[3].strip(), row[9].strip()) for row in rows] == [("none", "–"), ("int8", "+10.0 %, +10.0 … +10.0")]
 
 
+def test_rounds_are_shown_by_length_and_codec(tmp_path):
+    given = {"none": {0: 9.0}, "diloco-15-int4": {0: 12.5, 1: 1.0}, "diloco-5": {0: 11.0}, "diloco-15": {0: 12.0}}
+    rows = [line.split("|")[1:-1] for line in quality_table(records(tmp_path / "a", given), "--rounds").splitlines()]
+    shown = [[field.strip() for field in row] for row in rows]
+    assert shown[0] == ["H", "float32", "int4"]
+    assert shown[2:] == [["5", "11.00 (4.0×)", "–"], ["15", "12.00 (4.0×)", "12.50 (4.0×)"]]
+
+
 def test_ranks_of_two_experiments_are_compared_with_every_order(tmp_path):
     """Of 120 orders, 1, 4 and 3 have a sum of squared differences of 0, 2 and 4 from one, so 8 have rho >= 0.8."""
     here = {"none": {0: 10.0}, "a": {0: 11.0}, "b": {0: 12.0}, "c": {0: 13.0}, "d": {0: 14.0}, "e": {0: 15.0}}
