@@ -44,7 +44,8 @@ def by_rate(records: list[dict[str, Any]]) -> str:
         found[record["compressor"].removesuffix(f"-{record['lr']}")][record["lr"]] = record["val_ppl"]
     rates = sorted({rate for each in found.values() for rate in each}, reverse=True)
     rows = [
-        [method, *(each.get(rate) for rate in rates), min(each, key=each.__getitem__)] for method, each in found.items()
+        [method, *(each.get(rate) for rate in rates), min(each, key=each.__getitem__)]
+        for method, each in sorted(found.items())
     ]
     headers = ["compressor", *(f"{rate:g}" for rate in rates), "best"]
     formats = ["", *[".2f"] * len(rates), "g"]
