@@ -63,6 +63,7 @@ def test_times_are_the_steps_of_all_judged_seeds_at_the_link_s_typical_step(foun
     assert times["bf16-native", "none"] == approx([61 * 0.07, 100 * 0.07])
     assert times["int8", "100mbit"] == approx([10 * 0.9 + 20 * 0.3, 10 * 0.9 + 70 * 0.3]), "dense steps as none's"
     assert times["int4", "none"] == [math.inf, math.inf], "one of three seeds gets there"
+    assert all(math.isnan(cell.seconds("55")) for cell in found), "a target of other cells"
     ends = {(cell.compressor, cell.link): cell.end() for cell in found}
     assert ends["int8", "none"] == approx((10 * 0.1 + 90 * 0.11, 45.5))
     assert loads(found) == approx({"none": 0.0, "100mbit": 8.0})
@@ -80,6 +81,7 @@ def test_runs_of_their_own_have_the_times_that_they_took():
     ]
     (cell,) = cells(own, PerplexityReference.of("here", own))
     assert (cell.seconds("60"), cell.seconds("bf16-native")) == (8.5, math.inf)
+    assert math.isnan(cell.seconds("55")), "a target of other cells"
     assert cell.end() == (25.0, 45.0)
 
 

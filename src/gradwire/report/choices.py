@@ -83,7 +83,7 @@ def seconds_to(target: str, runs: Sequence[Result], step: float, baseline: float
     each = [(run, steps[target]) for run in runs if target in (steps := run.steps_to_target or {})]
     found = [math.inf if steps is None else duration(steps, run, step, baseline) for run, steps in each]
     known = [seconds for seconds in found if seconds is not None]
-    return median(known) if len(known) == len(found) else math.nan
+    return median(known) if 0 < len(known) == len(found) else math.nan
 
 
 class Choice(NamedTuple):

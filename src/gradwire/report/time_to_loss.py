@@ -79,7 +79,7 @@ class Cell(NamedTuple):
         return [run for run in self.runs if target in (run.steps_to_target or {})]
 
     def seconds(self, target: str) -> float:
-        """Seconds to a target, the median over seeds; infinite for a miss, NaN if it is unknown."""
+        """Seconds to a target, the median over seeds that have it; infinite for a miss, NaN if it is unknown."""
         if not self.composed:
             return _of_runs(self.asked(target), "time_to_target_s", target)
         return math.nan if self.step is None else seconds_to(target, self.runs, self.step, self.dense)
@@ -174,9 +174,9 @@ def _of_runs(runs: Iterable[Result], field: str, target: str) -> float:
 
 
 def _middle(values: Iterable[float | None]) -> float:
-    """The median; NaN if a value is unknown."""
+    """The median; NaN if there is no value or one is unknown."""
     each = [math.nan if value is None else value for value in values]
-    return math.nan if any(map(math.isnan, each)) else float(median(each))
+    return float(median(each)) if each and not any(map(math.isnan, each)) else math.nan
 
 
 def _text(value: float, digits: int = 0) -> str:
