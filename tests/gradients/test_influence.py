@@ -196,6 +196,32 @@ def test_stores_that_do_not_belong_together_are_refused(stores, tmp_path, capsys
     assert not (tmp_path / "out" / "top.jsonl").exists()
 
 
+@pytest.mark.parametrize("projection", ["sjlt", "rademacher", "factored"])
+def test_a_store_may_have_been_collected_with_other_widths_too(stores, tmp_path, projection, capsys):
+    small, _ = stores
+    made = {}
+    for name, dims in (("one", ["36"]), ("three", ["16", "36", "64"])):
+        words = ["--model_dir", small.model, "--data_path", small.shards, "--output_path", tmp_path / name, "--dim"]
+        words += [*dims, "--projection", projection, "--split", "val"]
+        assert cli.main(["grads", "collect", *map(str, words)]) == 0
+        for dim in dims[:2]:
+            assert cli.main(["grads", "aggregate", "--base_path", str(tmp_path / name), "--dim", dim]) == 0
+        made[name] = tmp_path / name / "dim36"
+    one, other = rows(made["one"]), rows(made["three"])
+    np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5 * np.linalg.norm(one, axis=1).max())
+    assert influence(tmp_path / "out", [made["three"]], [made["one"]], "--metric", "dot") == 0
+    found = pq.read_table(tmp_path / "out" / "scores.parquet")["score"].to_numpy()
+    np.testing.assert_allclose(found, (other @ one.T).mean(1), rtol=1e-9)
+    query = ["--store", made["three"], "--prompt", "a word of the corpus", "--top_k", "3"]
+    assert cli.main(["grads", "query", *map(str, query)]) == 0
+    capsys.readouterr()
+    for path, changed, field in ((made["three"], "36", "fingerprint"), (tmp_path / "three" / "dim16", "", "dim")):
+        digests = json.loads((path / "manifest.json").read_text())["fingerprints"]
+        edit(path / "manifest.json", fingerprints=digests | {changed: "0"})
+        assert influence(tmp_path / "out", [path], [made["one"]]) == 2
+        assert f"differ in {field}: their gradients cannot be compared" in capsys.readouterr().err
+
+
 def test_what_the_rows_are_of_has_to_agree(stores, tmp_path, capsys):
     """LoRA adapters, and Adam's moments, of one model: its digest is the same."""
     _, of = stores

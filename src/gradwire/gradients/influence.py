@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 MATRIX = "matrix.npy"
 LEARNING_RATE = "learning_rate"
-SAME = ("model_digest", "lora", "dim", "projection", "seed", "fingerprints", "loss")  # of training and validation
+SAME = ("model_digest", "lora", "dim", "projection", "seed", "fingerprint", "loss")  # of training and validation
 SAME_STEP = ("adam_variant", "optimizer_digest")  # if both are of type adam, or both of ekfac
 
 

@@ -36,6 +36,11 @@ class Manifest(Provenance):
     duplicates_deviation: float
     sha256: dict[str, str]
 
+    @property
+    def fingerprint(self) -> str | None:
+        """The projector's digest at the width of these rows; None in a manifest without it."""
+        return self.fingerprints.get(str(self.dim))
+
 
 def read(folder: Path) -> Manifest:
     """Read the manifest of a ``dim<N>/`` folder.
