@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -85,6 +86,7 @@ class FSDP2(Strategy):
                 # The reducer divides once; the framework must neither divide nor average.
                 module.set_force_sum_reduction_for_comms(True)
                 module.set_gradient_divide_factor(1.0)
+                reduce_unused(module)
                 layout = Layout.dim0(shapes, reducer.world)
                 module.set_custom_reduce_scatter(ReduceScatter(reducer, layout, end, module, [*parameters.values()]))
 
@@ -104,6 +106,35 @@ class FSDP2(Strategy):
     def _unchanged(self) -> bool:
         """Whether the parameters are those of the previous forward pass."""
         return self._accumulating or in_backward()
+
+
+def reduce_unused(module: FSDPModule) -> None:
+    """Have FSDP2 reduce zeros for the parameters of a group that a backward pass leaves unused.
+
+    A group's layout has all of its parameters. FSDP2's setting is on while a gradient of the group is not reduced yet:
+    always on, it would also reduce zeros in passes that leave no gradient, such as that of `torch.autograd.grad`.
+    Before torch 2.13 FSDP2 cannot, and the shorter buffer is refused.
+    """
+    if not hasattr(module, "set_reduce_scatter_unused_params"):
+        return
+    owner = weakref.proxy(module)  # Python's garbage collector does not see through hooks on tensors
+    watched = set[nn.Parameter]()
+
+    def fill(unused: bool) -> None:
+        owner.set_reduce_scatter_unused_params(unused, recurse=False)
+
+    @torch.compiler.disable
+    def watch(*_: object) -> None:
+        """Watch the gathered parameters: they exist from the first forward pass on."""
+        if not torch.is_grad_enabled():
+            return
+        members = fully_shard.state(module)._fsdp_param_group.fsdp_params  # type: ignore[attr-defined]
+        fill(any(one.unsharded_param.grad is not None or one.unsharded_accumulated_grad is not None for one in members))
+        for gathered in {one.unsharded_param for one in members if one.unsharded_param.requires_grad} - watched:
+            gathered.register_post_accumulate_grad_hook(lambda _: fill(True))
+            watched.add(gathered)
+
+    module.register_forward_pre_hook(watch)  # after the framework's own, which gathers
 
 
 class Collective:

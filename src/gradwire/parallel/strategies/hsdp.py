@@ -17,9 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from gradwire.collectives import IslandReducer, Islands, Layout, Reducer, build_islands
 from gradwire.collectives.ops import Group
-from gradwire.errors import BadInput
+from gradwire.errors import BadInput, RunFault
 from gradwire.parallel.backward import EndOfBackward
-from gradwire.parallel.strategies.fsdp2 import FSDP2, check_offered, gradients_read_at_once, groups
+from gradwire.parallel.strategies.fsdp2 import FSDP2, check_offered, gradients_read_at_once, groups, reduce_unused
 
 
 class HSDP(FSDP2):
@@ -101,6 +101,8 @@ class HSDP(FSDP2):
             return
         end = EndOfBackward(reducer.synchronize)
         for module, parameters in groups(wrapped):
+            if reducer.inside is None:
+                reduce_unused(module)
             trained = {name: p for name, p in parameters.items() if p.requires_grad}
             row = own_row(trained, self.islands)
             if row.parameters:
@@ -115,11 +117,13 @@ class Row:
         rank: This rank's place in the island.
 
     Attributes:
+        numel: The shard's elements.
         parameters: Each parameter's position in the shard, by name.
         shapes: The shape of each parameter's part, by name.
     """
 
     def __init__(self, layout: Layout, rank: int) -> None:
+        self.numel = layout.row_numel
         self.parameters = {piece.name: layout.place_in_row(piece) for piece in layout.rows[rank]}
         self.shapes = {
             piece.name: (piece.numel // math.prod(piece.shape[1:]), *piece.shape[1:]) for piece in layout.rows[rank]
@@ -143,7 +147,16 @@ class AllReduce:
         self.layout = Layout.dim0(row.shapes.items(), reducer.world)
 
     def __call__(self, shard: Tensor) -> None:
-        """Replace a shard of the island's mean gradients with the mean over the islands."""
+        """Replace a shard of the island's mean gradients with the mean over the islands.
+
+        Raises:
+            RunFault: If FSDP2 left a parameter without a gradient out; before torch 2.13 it cannot reduce zeros.
+        """
+        if shard.numel() != self.row.numel:
+            raise RunFault(
+                f"a shard of gradients has {shard.numel()} elements, but {self.row.numel} were expected "
+                f"({', '.join(self.row.parameters)}); did a parameter get no gradient?"
+            )
         self.end.expect()
         gradients = {name: shard[place] for name, place in self.row.parameters.items()}
         handle = self.reducer.begin_all_reduce(
