@@ -1,7 +1,7 @@
 """Per-sample gradients: how fast, against the batch-1 loop and against a plain forward and backward pass.
 
-``python benchmarks/bench_gradients.py methods|memory|projections|ranks|aggregate``, each a table of its own. Samples
-are random tokens, distinct, all of one length. Rounds are interleaved, and ratios are medians over them.
+``python benchmarks/bench_gradients.py methods|ceiling|memory|projections|ranks|aggregate``, each a table of its own.
+Samples are random tokens, distinct, all of one length. Rounds are interleaved, and ratios are medians over them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from gradwire.gradients import aggregate as aggregate_verb
 from gradwire.gradients import merge, projections, rows, store
 from gradwire.gradients.provenance import FORMAT, Provenance
 from gradwire.models import causal
-from gradwire.persample.batch import sample_losses
+from gradwire.persample import loop
+from gradwire.persample.batch import losses_of
+from gradwire.persample.norms import norms
 
 
 class Samples(list):
@@ -108,8 +111,7 @@ def plain_passes(args: argparse.Namespace, data: Samples) -> Callable[[], None]:
 
     def forward_backward() -> None:
         for batch in batches:
-            logits = plain(batch.input_ids, use_cache=False).logits
-            sample_losses(logits, batch.labels, "mean").sum().backward()
+            losses_of(plain, batch).sum().backward()
             plain.zero_grad(set_to_none=True)
 
     return forward_backward
@@ -141,6 +143,58 @@ def methods(args: argparse.Namespace) -> None:
             ]
         )
     show(table, ["rows", "samples/s", "× the loop", "× forward + backward"])
+
+
+LOOP, FROZEN = "loop", "forward + backward of frozen weights"
+SIX_LAYERS = json.dumps({"architecture": "gpt2", "n_embd": 256, "n_layer": 6, "n_head": 8})
+
+
+def frozen_passes(args: argparse.Namespace, data: Samples) -> Callable[[], None]:
+    """What any rows by hooks need: the activations' gradients, down to the embeddings."""
+    model = causal.build(args.model, args.vocabulary, args.length, seed=0).to(args.device).eval().requires_grad_(False)
+    batch = collate(data, 0, args.samples).to(args.device)
+    read: list[torch.Tensor] = []
+
+    def leaf(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        read.append(output.requires_grad_())
+        return output
+
+    model.get_input_embeddings().register_forward_hook(leaf)
+
+    def forward_backward() -> None:
+        torch.autograd.grad(losses_of(model, batch).sum(), [read.pop()])
+
+    return forward_backward
+
+
+def ceiling(args: argparse.Namespace) -> None:
+    """One thread, 6.85 M parameters, 16 samples of 64 tokens: gradients and rows against their limits."""
+    args.samples, args.batch_size, args.length, args.vocabulary = 16, 16, 64, 8192
+    args.model, args.projections = SIX_LAYERS, ["factored", "sjlt"]
+    torch.set_num_threads(1)
+    data = samples(args.samples, args.length, args.vocabulary)
+    model = causal.build(args.model, args.vocabulary, args.length, seed=0).to(args.device)
+    batch = collate(data, 0, args.samples).to(args.device)
+    stack = torch.zeros(args.samples, model.num_parameters(), device=args.device)
+    out = maker(args, "hooks", "sjlt", args.batch_size).by_name(stack)
+    sjlt = projections.build("sjlt", rows.shapes(model), 0)
+    jobs: dict[str, Callable[[], Any]] = {LOOP: lambda: loop.gradients(model, batch, out=out)}
+    jobs |= {PLAIN: plain_passes(args, data), FROZEN: frozen_passes(args, data)}
+    jobs |= {f"gradients, {name}": partial(rows.METHODS[name], model, batch, out=out) for name in ("vmap", "hooks")}
+    jobs["norms, hooks"] = lambda: norms(model, batch)
+    for projection in args.projections:
+        for method in ("loop", "hooks"):
+            jobs[f"rows, {projection}, {method}"] = rows_by(args, data, method, projection)
+    jobs |= {READ: stack.sum, "sjlt of the gradients": lambda: sjlt.project(stack, [args.dim])}
+    seconds = interleaved(args.device, jobs, args.rounds)
+    columns = [seconds[of] for of in (LOOP, FROZEN)]
+    table = [
+        [name, f"{1e3 * np.median(of):,.0f}", *(spread(column / of) for column in columns), spread(of / seconds[READ])]
+        for name, of in seconds.items()
+    ]
+    size = f"{args.samples} × {args.length} tokens, {args.dim} columns"
+    print(f"{model.num_parameters():,} parameters, {size}, one thread\n")
+    show(table, ["", "ms", "× the loop", "× frozen", "time / reading once"])
 
 
 def memory(args: argparse.Namespace) -> None:
@@ -293,6 +347,7 @@ def merge_all(args: argparse.Namespace) -> None:
 
 VERBS = {
     "methods": methods,
+    "ceiling": ceiling,
     "memory": memory,
     "one": one,
     "projections": project,

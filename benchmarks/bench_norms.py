@@ -20,7 +20,7 @@ from gradwire.config import Training
 from gradwire.data.batches import Batch, collate
 from gradwire.models import causal
 from gradwire.persample import loop, norms
-from gradwire.persample.batch import sample_losses
+from gradwire.persample.batch import losses_of
 from gradwire.persample.square_norms import SquareNorms
 from gradwire.training.objective import Private
 
@@ -32,14 +32,13 @@ def made(args: argparse.Namespace) -> tuple[torch.nn.Module, Batch]:
 
 
 def plain(model: torch.nn.Module, batch: Batch) -> None:
-    logits = model(batch.input_ids, use_cache=False).logits
-    sample_losses(logits, batch.labels, "mean").sum().backward()
+    losses_of(model, batch).sum().backward()
     model.zero_grad(set_to_none=True)
 
 
 def forward(model: torch.nn.Module, batch: Batch) -> None:
     """With the graph for a backward pass that does not come."""
-    sample_losses(model(batch.input_ids, use_cache=False).logits, batch.labels, "mean").sum()
+    losses_of(model, batch).sum()
 
 
 def pass_jobs(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:

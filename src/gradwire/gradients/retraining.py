@@ -32,7 +32,7 @@ from gradwire.errors import BadInput, RunFault
 from gradwire.files import read_object, write_json
 from gradwire.launch import parent_watch
 from gradwire.models import causal
-from gradwire.persample.batch import evaluation, n_targets, sample_losses
+from gradwire.persample.batch import evaluation, losses_of, n_targets
 from gradwire.training.build import ADAM_BETAS, decayed
 from gradwire.training.evaluate import loss_sum
 from gradwire.training.learning_rate import set_learning_rate
@@ -178,8 +178,7 @@ def query_losses(model: nn.Module, shards: Shards, queries: int) -> list[float]:
             batch = collate([query], shards.meta["pad_id"], 1)
             if not n_targets(batch.labels).all():
                 raise BadInput(f"the query {query.sample_id!r} has no target and so nothing to predict.")
-            logits = model(batch.input_ids, use_cache=False).logits
-            losses += sample_losses(logits, batch.labels, "mean", batch.weights).tolist()
+            losses += losses_of(model, batch).tolist()
     return losses
 
 

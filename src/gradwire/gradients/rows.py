@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -27,7 +29,7 @@ from gradwire.gradients.provenance import Provenance
 from gradwire.gradients.store import Block
 from gradwire.models import folder, lora, optimizer, saved
 from gradwire.persample import hooks, loop, vmap
-from gradwire.persample.batch import PerSample, n_targets, note, out_of_memory, trainable
+from gradwire.persample.batch import PerSample, n_targets, note, out_of_memory, squares, trainable, zeroed
 from gradwire.persample.layer_factors import Direct
 
 STACK_BYTES = {"cpu": 1 << 29, "cuda": 1 << 33}  # of gradients per projection, which share the generated signs
@@ -86,6 +88,7 @@ class RowMaker:
         of_modules = [projections.build(provenance.projection, own, provenance.seed) for own in modules.values()]
         self.parts = of_modules or [self.projector]
         self.batch_size, self.height = batch_size, sys.maxsize
+        self._memory: Tensor | None = None
         projections.check_width(self.dims, self.numel)
         if sharded and not self.fused:
             raise BadInput(
@@ -133,20 +136,26 @@ class RowMaker:
     def blocks(self, shards: Samples, positions: Sequence[int]) -> dict[int, Block]:
         """Compute the block of each width for the samples at ``positions``, on the CPU.
 
+        Batches are of similar lengths, so that little is padding. The rows are in the order of ``positions``.
+
         Raises:
             NonFiniteGradient: If a sample's gradient is not finite.
             RunFault: If a single sample does not fit in memory.
         """
+        order = sorted(range(len(positions)), key=lambda at: -len(shards[positions[at]].input_ids))
+        longest = [positions[at] for at in order]
         with self._sufficient_memory():
             if self.batch_size is None:
-                self.batch_size = self.fitting(shards, max(positions, key=lambda at: len(shards[at].input_ids)))
+                self.batch_size = self.fitting(shards, longest[0])
             if self.fused:
-                stacks, self.batch_size = self._halving(positions, self.batch_size, partial(self._fused_stack, shards))
+                stacks, self.batch_size = self._halving(longest, self.batch_size, partial(self._fused_stack, shards))
             else:
                 height = min(self.height, max(1, STACK_BYTES[self.device.type] // (4 * self.numel)))
-                stacks, fitted = self._halving(positions, height, partial(self._stack, shards))
+                stacks, fitted = self._halving(longest, height, partial(self._stack, shards))
                 self.height = fitted if fitted < height else self.height
-        return {dim: store.concatenated(stack[dim] for stack in stacks) for dim in self.dims}
+        of_sample = len(self.parts)
+        back = [at * of_sample + part for at in np.argsort(order).tolist() for part in range(of_sample)]
+        return {dim: store.concatenated(stack[dim] for stack in stacks).take(back) for dim in self.dims}
 
     def check(self, shards: Samples, positions: Sequence[int]) -> None:
         """Check that the method agrees with the loop; with ``auto``, fall back to the next method that does.
@@ -237,18 +246,18 @@ class RowMaker:
 
     def _stack(self, shards: Samples, positions: Sequence[int]) -> dict[int, Block]:
         """Compute the blocks of samples that are projected together."""
-        rows = torch.empty(len(positions), self.numel, device=self.device)
+        rows = self._whole(len(positions))
         records: list[dict[str, Any]] = []
 
         def fill(part: Sequence[int]) -> None:
             samples = [shards[position] for position in part]
-            found = METHODS[self.method](self.model, self._batch(shards, samples), self.provenance.loss)
             first = len(records) // len(self.parts)
             own = rows[first : first + len(part)]
-            flattened(found, own)
+            batch, out = self._batch(shards, samples), self.by_name(own)
+            found = METHODS[self.method](self.model, batch, self.provenance.loss, out=out)
             self.kind(own)
-            own[found.n_targets == 0] = 0.0
-            norms = [torch.linalg.vector_norm(one, dim=1, dtype=torch.float64) for one in self._split(own)]
+            zeroed(own, found.n_targets == 0)
+            norms = [squares(one).sqrt() for one in self._split(own)]
             records.extend(self._metadata_of(samples, part, found.loss, found.n_targets, torch.stack(norms, 1)))
 
         assert self.batch_size is not None
@@ -256,6 +265,19 @@ class RowMaker:
         made = [part.project(own, self.dims) for part, own in zip(self.parts, self._split(rows), strict=True)]
         projected = {dim: by_sample([found[dim] for found in made]) for dim in self.dims}
         return {dim: store.bind(found.cpu(), records, self.made_from) for dim, found in projected.items()}
+
+    def _whole(self, samples: int) -> Tensor:
+        """Return uninitialised gradients [samples, numel] in memory that later calls use again."""
+        if self._memory is None or len(self._memory) < samples:
+            self._memory = None
+            self._memory = torch.empty(samples, self.numel, device=self.device)
+        return self._memory[:samples]
+
+    def by_name(self, rows: Tensor) -> dict[str, Tensor]:
+        """View gradients [n, numel] as those of each parameter, [n, *shape]."""
+        of = shapes(self.model)
+        parts = rows.split([math.prod(shape) for shape in of.values()], dim=1)
+        return {name: part.view(-1, *shape) for part, (name, shape) in zip(parts, of.items(), strict=True)}
 
     def _split(self, rows: Tensor) -> Sequence[Tensor]:
         """Split gradients [n, numel] by the parts of the parameters."""
@@ -286,7 +308,7 @@ class RowMaker:
             except RuntimeError as error:
                 if not out_of_memory(error) or len(part) == 1 or self.sharded:
                     raise
-            size = len(part) // 2  # outside the handler, which keeps the failed tensors alive
+            size, self._memory = len(part) // 2, None  # outside the handler, which keeps the failed tensors alive
             print(f"gradwire grads collect: out of memory; reducing to {size} samples at once", file=sys.stderr)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -375,9 +397,9 @@ def kind_of(provenance: Provenance, model: nn.Module, device: torch.device) -> g
     return gradient_types.Adam.of(found, shapes(model), provenance.adam_variant, device)
 
 
-def flattened(found: PerSample, out: Tensor | None = None) -> Tensor:
+def flattened(found: PerSample) -> Tensor:
     """Concatenate the gradients of all parameters into rows [B, n]."""
-    return torch.cat([gradient.flatten(1) for gradient in found.gradient.values()], dim=1, out=out)
+    return torch.cat([gradient.flatten(1) for gradient in found.gradient.values()], dim=1)
 
 
 def by_sample(parts: Sequence[Tensor]) -> Tensor:

@@ -56,6 +56,12 @@ class Block(NamedTuple):
         """The rows as float32 [n, D]."""
         return self.codec.decode(self.stored)
 
+    def take(self, rows: Sequence[int]) -> Block:
+        """Return a block of some of the rows, in the order given."""
+        return Block(
+            self.stored[list(rows)], [self.ids[row] for row in rows], self.meta.take(pa.array(rows)), self.codec
+        )
+
     def bounds(self, row: int) -> Bounds:
         """What one row's bytes say of its numbers."""
         return self.codec.bounds(self.stored[row : row + 1])

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, pad
 
 from gradwire.data.batches import IGNORED, Batch
 from gradwire.errors import bounded
 
 Reduction = Literal["mean", "sum"]
+BLOCK = 4096  # entries whose squares are summed in their own precision
 
 
 class PerSample(NamedTuple):
@@ -37,6 +38,21 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def allocated(model: nn.Module, samples: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Return uninitialised gradients ``[samples, *shape]`` of ``names``, or of all trainable parameters."""
+    wanted = {name: p for name, p in trainable(model).items() if names is None or name in names}
+    return {name: p.new_empty(samples, *p.shape) for name, p in wanted.items()}
+
+
+def losses_of(model: nn.Module, batch: Batch, reduction: Reduction = "mean") -> Tensor:
+    """Compute each sample's loss under a causal language model that returns ``logits``: [B], differentiable.
+
+    The model does not read the last token, which is only a target.
+    """
+    read = batch.input_ids[:, : max(1, batch.input_ids.shape[1] - 1)]
+    return sample_losses(model(read, use_cache=False).logits, batch.labels, reduction, batch.weights)
+
+
 def sample_losses(logits: Tensor, labels: Tensor, reduction: Reduction, weights: Tensor | None = None) -> Tensor:
     """Compute each sample's loss: the weighted cross-entropy over its valid targets, or 0 if it has none.
 
@@ -44,7 +60,7 @@ def sample_losses(logits: Tensor, labels: Tensor, reduction: Reduction, weights:
     the weight of a whole sample.
 
     Args:
-        logits: ``[B, T, V]``.
+        logits: ``[B, T, V]``, of which the last are not used, or ``[B, T - 1, V]``.
         labels: ``[B, T]``, shifted by one inside; `IGNORED` marks positions without a target.
         reduction: ``mean`` or ``sum`` over the targets.
         weights: ``[B, T]``, of the tokens of ``labels``; None: 1.
@@ -52,9 +68,10 @@ def sample_losses(logits: Tensor, labels: Tensor, reduction: Reduction, weights:
     Returns:
         ``[B]``.
     """
-    shifted = labels[:, 1:]
-    each = cross_entropy(logits[:, :-1].flatten(0, 1), shifted.flatten(), ignore_index=IGNORED, reduction="none")
-    each = each.view(shifted.shape)
+    after = labels.shape[1] - 1
+    shifted = pad(labels[:, 1:], (0, logits.shape[1] - after), value=IGNORED)  # a slice of the logits would copy them
+    each = cross_entropy(logits.flatten(0, 1), shifted.flatten(), ignore_index=IGNORED, reduction="none")
+    each = each.view(shifted.shape)[:, :after]
     totals = (each if weights is None else each * weights[:, 1:]).sum(1)
     return totals if reduction == "sum" else totals / n_targets(labels).clamp(min=1)
 
@@ -88,10 +105,22 @@ def no_targets(batch: Batch) -> Tensor:
 
 
 def zeroed(values: Tensor, rows: Tensor) -> Tensor:
-    """Set the rows selected by a mask to exact zeros, even where they are NaN; without any, return ``values``."""
+    """Set the rows selected by a mask to exact zeros, in place, even where they are NaN."""
     if rows.device.type == "cpu" and not rows.any():  # on a GPU, asking would wait for the GPU
         return values
-    return torch.where(rows.view(-1, *[1] * (values.ndim - 1)), torch.zeros_like(values), values)
+    return values.masked_fill_(rows.view(-1, *[1] * (values.ndim - 1)), 0.0)
+
+
+def squares(values: Tensor) -> Tensor:
+    """Compute the squared norm of each row of ``values`` [B, n] to float32's precision: float64 [B].
+
+    Squares of blocks are added in float64. A sum in float32 would lose four digits, and the conversion of every entry
+    takes ten times as long as reading it.
+    """
+    whole = values.shape[1] // BLOCK * BLOCK
+    blocks = torch.linalg.vector_norm(values[:, :whole].unflatten(1, (-1, BLOCK)), dim=2)
+    rest = torch.linalg.vector_norm(values[:, whole:], dim=1)
+    return blocks.double().square().sum(1) + rest.double().square()
 
 
 @cache

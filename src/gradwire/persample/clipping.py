@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from gradwire.data.batches import Batch
 from gradwire.errors import BadInput
-from gradwire.persample.batch import Reduction, sample_losses
 
 
 def coefficients(norms: Tensor, max_norm: float) -> Tensor:
@@ -25,11 +23,6 @@ def coefficients(norms: Tensor, max_norm: float) -> Tensor:
         [B], of the same dtype.
     """
     return (max_norm / norms).clamp(max=1.0)
-
-
-def losses(model: nn.Module, batch: Batch, reduction: Reduction = "mean") -> Tensor:
-    """Compute each sample's loss, [B], differentiable; `persample.norms` computes the norms of its gradients."""
-    return sample_losses(model(batch.input_ids, use_cache=False).logits, batch.labels, reduction, batch.weights)
 
 
 def check_repeatable(model: nn.Module) -> None:

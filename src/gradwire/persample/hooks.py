@@ -21,11 +21,12 @@ from gradwire.errors import BadInput
 from gradwire.persample.batch import (
     PerSample,
     Reduction,
+    allocated,
     evaluation,
+    losses_of,
     n_targets,
     no_targets,
     padded_width,
-    sample_losses,
     trainable,
     zeroed,
 )
@@ -67,8 +68,7 @@ def backward(model: nn.Module, batch: Batch, take: Take, reduction: Reduction = 
     """
     watch = _Watch(model, len(batch.labels), take)
     with evaluation(model), watch.hooked():
-        logits = model(batch.input_ids, use_cache=False).logits
-        losses = sample_losses(logits, batch.labels, reduction, batch.weights)
+        losses = losses_of(model, batch, reduction)
         leaves = _leaves(losses)
         watch.unseen = {watch.names[id(leaf)] for leaf in leaves if id(leaf) in watch.names}
         if watch.unseen and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
@@ -198,23 +198,30 @@ def all_seen(seen: Seen) -> Tensor:
     return seen.losses
 
 
-def gradients(model: nn.Module, batch: Batch, reduction: Reduction = "mean") -> PerSample:
+def gradients(
+    model: nn.Module, batch: Batch, reduction: Reduction = "mean", out: dict[str, Tensor] | None = None
+) -> PerSample:
     """Compute the per-sample gradients of a batch layer by layer.
+
+    Args:
+        model: A causal language model.
+        batch: Samples of any length, padded on the right.
+        reduction: How the loss reduces over a sample's targets.
+        out: Where the gradients are written, as `PerSample.gradient`; None: new tensors.
 
     Raises:
         Unseen: If the hooks miss a use of a parameter.
     """
     batch = padded_width(batch)
-    found: dict[str, Tensor] = {}
+    out = allocated(model, len(batch.labels)) if out is None else out
+    written: set[str] = set()
 
     def take(name: str, use: LayerFactor, last: bool) -> None:
-        gradient = use.gradient()
-        found[name] = found[name] + gradient if name in found else gradient
+        use.write(out[name], add=name in written)
+        written.add(name)
 
     losses = all_seen(backward(model, batch, take, reduction))
     empty = no_targets(batch)
-    ordered = {
-        name: zeroed(found[name], empty) if name in found else parameter.new_zeros(len(losses), *parameter.shape)
-        for name, parameter in trainable(model).items()
-    }
-    return PerSample(ordered, losses, n_targets(batch.labels))
+    for name, gradient in out.items():
+        zeroed(gradient, empty if name in written else torch.ones_like(empty))
+    return PerSample(out, losses, n_targets(batch.labels))

@@ -13,6 +13,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from gradwire.persample.batch import squares
+
 
 @dataclass(frozen=True)
 class OuterProduct:
@@ -35,13 +37,20 @@ class OuterProduct:
 
     def gradient(self) -> Tensor:
         """Form G, ``[B, rows, columns]``."""
-        if not self.one_hot:
-            return self.left.transpose(1, 2) @ self.right
         samples, _, columns = self.right.shape
-        found = self.right.new_zeros(samples * self.rows, columns)
-        offsets = torch.arange(samples, device=self.left.device)[:, None] * self.rows
-        found.index_add_(0, (self.left + offsets).flatten(), self.right.flatten(0, 1))
-        return found.view(samples, self.rows, columns)
+        found = self.right.new_empty(samples, self.rows, columns)
+        self.write(found)
+        return found
+
+    def write(self, out: Tensor, add: bool = False) -> None:
+        """Write G into ``out``, or add it there."""
+        if not self.one_hot:
+            torch.baddbmm(out, self.left.transpose(1, 2), self.right, beta=int(add), out=out)
+            return
+        if not add:
+            out.zero_()
+        for of, ids, right in zip(out, self.left, self.right, strict=True):
+            of.index_add_(0, ids, right)
 
 
 @dataclass(frozen=True)
@@ -57,6 +66,13 @@ class Direct:
     def gradient(self) -> Tensor:
         """Return the value."""
         return self.value
+
+    def write(self, out: Tensor, add: bool = False) -> None:
+        """Write the value into ``out``, or add it there."""
+        if add:
+            out += self.value
+        else:
+            out.copy_(self.value)
 
 
 LayerFactor: TypeAlias = OuterProduct | Direct
@@ -76,7 +92,7 @@ def square_norm(uses: Sequence[LayerFactor]) -> Tensor:
         ]
         return sum((factor * inner(one, other) for one, other, factor in pairs), torch.zeros(())).clamp(min=0)
     total = sum((use.gradient() for use in uses[1:]), uses[0].gradient())
-    return _squares(total)
+    return squares(total.flatten(1))
 
 
 def inner(one: OuterProduct, other: OuterProduct) -> Tensor:
@@ -86,7 +102,7 @@ def inner(one: OuterProduct, other: OuterProduct) -> Tensor:
     """
     tokens, columns = one.right.shape[1:]
     if one is other and not one.one_hot and 2 * tokens**2 > one.rows * columns:
-        return _squares(one.gradient())
+        return squares(one.gradient().flatten(1))
     products = _gram(one.left, other.left) * _gram(one.right, other.right)
     return products.sum((1, 2), dtype=torch.float64)
 
@@ -101,7 +117,3 @@ def _gram(one: Tensor, other: Tensor) -> Tensor:
         wanted = one[:, None, :].expand(-1, other.shape[1], -1)
         return other.gather(2, wanted).transpose(1, 2)
     return (one[:, :, None] == other[:, None, :]).float()
-
-
-def _squares(gradient: Tensor) -> Tensor:
-    return gradient.flatten(1).square().sum(1, dtype=torch.float64)

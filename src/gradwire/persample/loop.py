@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gradwire.data.batches import IGNORED, Batch
-from gradwire.persample.batch import PerSample, Reduction, evaluation, sample_losses, trainable
+from gradwire.persample.batch import PerSample, Reduction, allocated, evaluation, losses_of, trainable
 
 
 class SampleGradient(NamedTuple):
@@ -26,16 +26,25 @@ class SampleGradient(NamedTuple):
 
 
 def gradients(
-    model: nn.Module, batch: Batch, reduction: Reduction = "mean", names: Collection[str] | None = None
+    model: nn.Module,
+    batch: Batch,
+    reduction: Reduction = "mean",
+    names: Collection[str] | None = None,
+    out: dict[str, Tensor] | None = None,
 ) -> PerSample:
-    """Compute the per-sample gradients of a batch one sample at a time, for all trainable parameters or ``names``."""
-    found = list(each(model, batch, reduction, names))
-    names = found[0].gradient if found else {}
-    return PerSample(
-        {name: torch.stack([sample.gradient[name] for sample in found]) for name in names},
-        torch.tensor([sample.loss or 0.0 for sample in found], device=batch.labels.device),
-        torch.tensor([sample.n_targets for sample in found], device=batch.labels.device),
-    )
+    """Compute the per-sample gradients of a batch one sample at a time, for all trainable parameters or ``names``.
+
+    ``out`` is where they are written, as `PerSample.gradient`; None: new tensors.
+    """
+    out = allocated(model, len(batch.labels), names) if out is None else out
+    losses, counts = [], []
+    for row, sample in enumerate(each(model, batch, reduction, names)):
+        for name, gradient in sample.gradient.items():
+            out[name][row] = gradient
+        losses.append(sample.loss or 0.0)
+        counts.append(sample.n_targets)
+    device = batch.labels.device
+    return PerSample(out, torch.tensor(losses, device=device), torch.tensor(counts, device=device))
 
 
 def each(
@@ -67,8 +76,7 @@ def _gradient(
         return SampleGradient(sample_id, None, 0, {name: torch.zeros_like(p) for name, p in parameters.items()})
     end = int(targets[-1]) + 1  # attention is causal: later tokens do not affect any target
     used = one.of_tensors(lambda values: values[:, :end])
-    logits = model(used.input_ids, use_cache=False).logits
-    loss = sample_losses(logits, used.labels, reduction, used.weights).squeeze(0)
+    loss = losses_of(model, used, reduction).squeeze(0)
     found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
     return SampleGradient(sample_id, loss.item(), len(targets), dict(zip(parameters, found, strict=True)))
 
@@ -85,8 +93,7 @@ def of_sharded(model: nn.Module, batch: Batch, reduction: Reduction = "mean") ->
     """
     model.zero_grad()
     with evaluation(model):
-        logits = model(batch.input_ids, use_cache=False).logits
-        sample_losses(logits, batch.labels, reduction, batch.weights).sum().backward()
+        losses_of(model, batch, reduction).sum().backward()
     for name, parameter in trainable(model).items():
         found, parameter.grad = parameter.grad, None
         if found is None:

@@ -39,6 +39,7 @@ from gradwire.persample.batch import (
     note,
     out_of_memory,
     padded_width,
+    squares,
     trainable,
     zeroed,
 )
@@ -103,15 +104,15 @@ def norms(
 
     seen = hooks.backward(model, batch, take, reduction)
     losses = seen.losses if method == "auto" else hooks.all_seen(seen)
-    squares = growing.total()
+    total = growing.total()
     if unseen := [name for name in seen.unseen if name in wanted]:
-        squares.add_(_squares(_otherwise(model, batch, reduction, unseen)))
-    return Norms(zeroed(squares, empty), losses, n_targets(batch.labels))
+        total.add_(_squares(_otherwise(model, batch, reduction, unseen)))
+    return Norms(zeroed(total, empty), losses, n_targets(batch.labels))
 
 
 def _squares(found: PerSample) -> Tensor:
     """Sum squares over all parameters: float64 [B]."""
-    each = [gradient.flatten(1).square().sum(1, dtype=torch.float64) for gradient in found.gradient.values()]
+    each = [squares(gradient.flatten(1)) for gradient in found.gradient.values()]
     return sum(each, torch.zeros(len(found.loss), dtype=torch.float64, device=found.loss.device))
 
 

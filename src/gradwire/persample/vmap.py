@@ -23,7 +23,11 @@ from gradwire.persample.batch import (
 
 
 def gradients(
-    model: nn.Module, batch: Batch, reduction: Reduction = "mean", names: Collection[str] | None = None
+    model: nn.Module,
+    batch: Batch,
+    reduction: Reduction = "mean",
+    names: Collection[str] | None = None,
+    out: dict[str, Tensor] | None = None,
 ) -> PerSample:
     """Compute the per-sample gradients of a batch; attention uses PyTorch's math backend under vmap.
 
@@ -32,13 +36,14 @@ def gradients(
         batch: Samples of any length, padded on the right.
         reduction: How the loss reduces over a sample's targets.
         names: Parameters to differentiate; None for all trainable ones.
+        out: Where the gradients are written, as `PerSample.gradient`; None: new tensors.
     """
     batch = padded_width(batch)
     wanted = trainable(model)
     parameters = {name: p.detach() for name, p in wanted.items() if names is None or name in names}
 
     def loss_of(parameters: Mapping[str, Tensor], tokens: Tensor, labels: Tensor, *weights: Tensor) -> Tensor:
-        logits = functional_call(model, dict(parameters), (tokens[None],), {"use_cache": False}).logits
+        logits = functional_call(model, dict(parameters), (tokens[None, :-1],), {"use_cache": False}).logits
         return sample_losses(logits, labels[None], reduction, *(one[None] for one in weights))[0]
 
     rows = [batch.input_ids, batch.labels, *([] if batch.weights is None else [batch.weights])]
@@ -47,6 +52,8 @@ def gradients(
         each = vmap(grad_and_value(loss_of), in_dims=(None, *[0] * len(rows)), randomness="error")
         found, losses = each(parameters, *rows)
     empty = no_targets(batch)
-    return PerSample(
-        {name: zeroed(gradient, empty) for name, gradient in found.items()}, losses, n_targets(batch.labels)
-    )
+    for name, gradient in found.items():
+        zeroed(gradient, empty)
+        if out is not None:
+            out[name].copy_(gradient)
+    return PerSample(found if out is None else out, losses, n_targets(batch.labels))

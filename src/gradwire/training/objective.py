@@ -18,6 +18,7 @@ from gradwire.collectives.world import World
 from gradwire.config import Precision, Training
 from gradwire.data.batches import Batch
 from gradwire.persample import clipping
+from gradwire.persample.batch import losses_of
 from gradwire.persample.batch import n_targets as targets_of
 from gradwire.persample.norms import check_unmixed, norms
 from gradwire.training.evaluate import loss_sum
@@ -112,7 +113,7 @@ class Private(Plain):
         """The micro-batch's clipped loss; the backward pass of the last micro-batch adds the step's noise."""
         coefficient = self._coefficients.popleft()
         with noisy(model, self.std, self.seed, self._step, self.rank) if last and self.std else nullcontext():
-            losses = clipping.losses(model, batch)
+            losses = losses_of(model, batch)
         loss = (coefficient.to(losses.dtype) * losses).sum() / self.expected
         total = (losses.detach() * targets_of(batch.labels)).sum()
         return loss, total / n_targets.clamp(min=1)  # Poisson sampling may draw no sample
