@@ -198,6 +198,14 @@ class Like(torch.nn.Module):
         return self.weight**self.power * torch.nn.functional.rms_norm(x, (7,), None, self.factor * self.eps)
 
 
+@pytest.mark.parametrize("method", [loop, vmap, hooks])
+def test_samples_of_one_token_have_zero_gradients(method):
+    tokens = torch.tensor([[3], [5]])
+    found = method.gradients(gpt(), Batch(tokens, tokens.clone(), ["a", "b"]))
+    assert found.loss.tolist() == found.n_targets.tolist() == [0, 0]
+    assert not any(gradient.any() for gradient in found.gradient.values())
+
+
 def test_rows_without_targets_are_zero_even_where_they_are_nan():
     values = torch.tensor([[1.0, 2.0], [torch.nan, 3.0], [4.0, torch.inf]])
     found = zeroed(values, torch.tensor([False, True, True]))

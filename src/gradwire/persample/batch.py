@@ -45,12 +45,14 @@ def allocated(model: nn.Module, samples: int, names: Collection[str] | None = No
 
 
 def losses_of(model: nn.Module, batch: Batch, reduction: Reduction = "mean") -> Tensor:
-    """Compute each sample's loss under a causal language model that returns ``logits``: [B], differentiable.
+    """Compute each sample's loss under a causal language model that returns ``logits``: [B], differentiable."""
+    logits = model(read(batch.input_ids), use_cache=False).logits
+    return sample_losses(logits, batch.labels, reduction, batch.weights)
 
-    The model does not read the last token, which is only a target.
-    """
-    read = batch.input_ids[:, : max(1, batch.input_ids.shape[1] - 1)]
-    return sample_losses(model(read, use_cache=False).logits, batch.labels, reduction, batch.weights)
+
+def read(input_ids: Tensor) -> Tensor:
+    """Return the tokens that a model reads, [B, T - 1]: all but the last, which is only a target."""
+    return input_ids[:, : max(1, input_ids.shape[1] - 1)]
 
 
 def sample_losses(logits: Tensor, labels: Tensor, reduction: Reduction, weights: Tensor | None = None) -> Tensor:

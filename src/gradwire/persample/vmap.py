@@ -16,6 +16,7 @@ from gradwire.persample.batch import (
     n_targets,
     no_targets,
     padded_width,
+    read,
     sample_losses,
     trainable,
     zeroed,
@@ -43,7 +44,7 @@ def gradients(
     parameters = {name: p.detach() for name, p in wanted.items() if names is None or name in names}
 
     def loss_of(parameters: Mapping[str, Tensor], tokens: Tensor, labels: Tensor, *weights: Tensor) -> Tensor:
-        logits = functional_call(model, dict(parameters), (tokens[None, :-1],), {"use_cache": False}).logits
+        logits = functional_call(model, dict(parameters), (read(tokens[None]),), {"use_cache": False}).logits
         return sample_losses(logits, labels[None], reduction, *(one[None] for one in weights))[0]
 
     rows = [batch.input_ids, batch.labels, *([] if batch.weights is None else [batch.weights])]
