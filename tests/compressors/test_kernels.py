@@ -27,7 +27,7 @@ CASES = [(name, options) for name, options in METHODS if name in fused("cuda")]
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
-@pytest.mark.parametrize("shape", [0, 1, 257, 5003, (64, 129)], ids=str)
+@pytest.mark.parametrize("shape", [0, 1, 257, 5003, pytest.param((64, 129), marks=pytest.mark.sweep)], ids=str)
 def test_the_cuda_form_has_the_plain_forms_bytes(name, options, shape):
     compressor = build(name, **options)
     module = kernels.load("cuda", name)

@@ -196,6 +196,7 @@ def test_exact_influence_scores_well_and_its_opposite_badly(tmp_path, monkeypatc
     assert all(judge(np.roll(influence, 1, axis))[0]["lds"] < 0.3 for axis in (0, 1))
 
 
+@pytest.mark.sweep
 def test_a_killed_call_goes_on_to_the_same_files(small, judged, tmp_path):
     """Killed while the third subset's file is written."""
     output = tmp_path / "lds"

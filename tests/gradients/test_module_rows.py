@@ -118,7 +118,7 @@ def test_the_rows_of_a_sample_add_up_to_its_row(made, tmp_path, words):
     torch.testing.assert_close(squares.sqrt(), norms, rtol=1e-5, atol=1e-9)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.sweep), "fsdp2"])
 def test_two_ranks_collect_the_rows_of_one(made, tmp_path, strategy):
     words = ["--rows", "module", "--projection", "factored", "--save_interval", 3, "--max_samples", 7]
     alone = merged(made, tmp_path / "alone", *words)

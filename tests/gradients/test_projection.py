@@ -116,7 +116,12 @@ def test_bands_hold_true_rows_and_not_those_of_half_the_norm(projection):
 
 @pytest.mark.parametrize(
     "shapes",
-    [{"a": (3,)}, {"a": (64, 64)}, {"a": (1,), "b": (700, 100)}, {f"p{i}": (5,) for i in range(40)}, {"c": (3, 5, 7)}],
+    [
+        {"a": (3,)},
+        {"a": (1,), "b": (700, 100)},
+        {f"p{i}": (5,) for i in range(40)},
+        *(pytest.param(shapes, marks=pytest.mark.sweep) for shapes in ({"a": (64, 64)}, {"c": (3, 5, 7)})),
+    ],
 )
 @pytest.mark.parametrize("projection", RANDOM)
 def test_scale_does_not_depend_on_the_shapes(projection, shapes):

@@ -107,6 +107,7 @@ def test_rows_of_a_samples_tokens_add_up_to_its_row(made, tmp_path, loss, projec
         torch.testing.assert_close(total, row, rtol=0, atol=1e-5 * (norms + 1))
 
 
+@pytest.mark.sweep
 def test_two_ranks_collect_the_rows_of_one(made, tmp_path):
     words = ["--rows", "token", "--projection", "sjlt", "--save_interval", 30, "--max_samples", 5]
     alone = merged(made, tmp_path / "alone", 32, *words)

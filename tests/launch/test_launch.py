@@ -104,7 +104,9 @@ def test_bad_input_of_a_rank_is_reported_once_and_keeps_its_code(tmp_path, launc
     assert written["reason"] == "rank 1: an option is bad."
 
 
-@pytest.mark.parametrize("launcher", ["fork", "spawn", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", ["fork", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("spawn", "torchrun"))]
+)
 def test_a_thread_in_native_code_does_not_abort_a_rank_that_has_ended(tmp_path, launcher):
     ended = launch(tmp_path, {0: "linger", 1: "linger"}, launcher=launcher)
     assert (ended.returncode, ended.stderr) == (0, "")

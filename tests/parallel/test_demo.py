@@ -72,7 +72,9 @@ def simulated(size, algorithm):
     return found, protocol.sent
 
 
-@pytest.mark.parametrize(("strategy", "size"), [(REPLICAS[0], 2), (REPLICAS[1], 3), (REPLICAS[2], 2)])
+@pytest.mark.parametrize(
+    ("strategy", "size"), [(REPLICAS[0], 2), (REPLICAS[1], 3), pytest.param(REPLICAS[2], 2, marks=pytest.mark.sweep)]
+)
 @pytest.mark.parametrize("algorithm", ["gather", "exchange"])
 def test_demo_is_its_protocol_in_one_process(world, strategy, size, algorithm):
     expected, bytes_sent = simulated(size, algorithm)

@@ -65,6 +65,7 @@ class Shards(FSDP2):
 """
 
 
+@pytest.mark.sweep
 def test_train_and_its_record_know_one_that_shards(world, shards, tmp_path):  # noqa: F811
     """Of a package that is installed, so that the ranks find it by themselves; its bytes are those of fsdp2."""
     metadata = tmp_path / "site" / "sharding-1.dist-info"

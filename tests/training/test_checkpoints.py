@@ -167,7 +167,10 @@ def test_a_pickle_in_a_checkpoint_is_not_executed(shards, whole, tmp_path, capsy
     assert (tmp_path / "executed").exists()
 
 
-@pytest.mark.parametrize("strategy", ["naive", "bucket", "ddp", "fsdp1", "fsdp2"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["ddp", "fsdp2", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("naive", "bucket", "fsdp1"))],
+)
 def test_residuals_generators_and_schedules_resume_in_every_strategy(world, shards, tmp_path, strategy):  # noqa: F811
     options = {**OPTIONS, "strategy": strategy} | ({"param_compress": "int4-diff"} if strategy == "fsdp2" else {})
     unbroken = world(2).run(run, words(shards, tmp_path / "whole", **options))

@@ -123,7 +123,7 @@ def loss_of_step(model, split, mixed=False):
     return float(total / sum(batch.n_targets for batch in batches))
 
 
-@pytest.mark.parametrize("model", ["micro", LLAMA])
+@pytest.mark.parametrize("model", ["micro", pytest.param(LLAMA, marks=pytest.mark.sweep)])
 def test_bf16_is_autocast_with_float32_weights_under_every_strategy(world, shards, tmp_path, model):  # noqa: F811
     split, val = Shards(shards, "train"), Shards(shards, "val")
     fresh = causal.build(model, split.meta["vocab_size"], split.meta["max_length"], seed=0)

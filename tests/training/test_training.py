@@ -110,6 +110,7 @@ def test_the_loss_curve_depends_on_the_global_batch_not_on_how_ranks_and_micro_b
     assert norms(accumulated) == pytest.approx(norms(one), rel=1e-3)
 
 
+@pytest.mark.sweep
 def test_parameters_travel_compressed_and_are_counted(world, shards, tmp_path):
     def trained(name: str, *more: str, strategy: str = "fsdp2", grad_accum_steps: int = 2) -> dict:
         given = {"model": "tiny", "strategy": strategy, "grad_accum_steps": grad_accum_steps}
