@@ -154,7 +154,7 @@ def test_a_failed_rank_is_noticed_at_whichever_look_its_code_appears(looks):
         open_socket.close()
 
 
-@pytest.mark.parametrize("launcher", ["fork", "torchrun"])
+@pytest.mark.parametrize("launcher", ["fork", pytest.param("torchrun", marks=pytest.mark.sweep)])
 def test_a_killed_rank_is_named_and_not_the_peer_that_lost_it(tmp_path, launcher):
     ended = launch(tmp_path, {0: "reduce", 1: "reduce"}, launcher=launcher)
     assert ended.returncode == 3
