@@ -1,6 +1,7 @@
 """Data-parallel training: one file per strategy, and the functions that a training loop needs."""
 
 from gradwire.parallel.ddp_hook import ddp_hook
+from gradwire.parallel.names import named_parameters
 from gradwire.parallel.state import (
     checkpoint_state,
     filled,
@@ -8,7 +9,6 @@ from gradwire.parallel.state import (
     full_state_dict,
     joined,
     load_checkpoint_state,
-    named_parameters,
     own_part,
     replica_bytes,
     replicated,

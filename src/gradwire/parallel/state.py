@@ -25,7 +25,6 @@ from torch.optim import Optimizer
 
 from gradwire.errors import BadInput
 from gradwire.parallel.mesh import first_row, local
-from gradwire.parallel.names import named_parameters as named_parameters
 from gradwire.parallel.strategy import strategy_of
 
 

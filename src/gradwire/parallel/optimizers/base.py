@@ -29,8 +29,8 @@ from torch.optim import AdamW
 
 from gradwire.collectives import Layout, Reducer, ops
 from gradwire.errors import BadInput, RunFault
+from gradwire.parallel.names import named_parameters
 from gradwire.parallel.optimizers import Communicating
-from gradwire.parallel.state import named_parameters
 from gradwire.parallel.step import clip_grad_norm, local
 from gradwire.parallel.strategy import strategy_of
 

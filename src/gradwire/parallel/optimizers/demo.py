@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.collectives import Layout, Reducer
+from gradwire.parallel.names import named_parameters
 from gradwire.parallel.optimizers import Communicating
-from gradwire.parallel.state import named_parameters
 from gradwire.parallel.step import clip_grad_norm, local
 
 

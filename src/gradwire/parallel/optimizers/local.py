@@ -24,9 +24,9 @@ from torch.optim import Optimizer
 
 from gradwire.collectives import Layout, Reducer
 from gradwire.errors import BadInput
+from gradwire.parallel.names import named_parameters
 from gradwire.parallel.optimizers import Communicating
 from gradwire.parallel.optimizers.rounds import Interval, Rounds
-from gradwire.parallel.state import named_parameters
 from gradwire.parallel.step import clip_grad_norm, local
 from gradwire.parallel.strategy import strategy_of
 
