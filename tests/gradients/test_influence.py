@@ -188,7 +188,7 @@ def test_stores_that_do_not_belong_together_are_refused(stores, tmp_path, capsys
     assert "hold different samples" in answer([of["train"], of["train"]], [of["val"], of["train"]])
     assert "gives no learning_rate" in answer([of["train"]], [of["val"]], "--weights", "learning_rate")
     both = ["--weights", "learning_rate", "1e-4"]
-    assert "learning_rate stands alone" in answer([of["train"]] * 2, [of["val"]] * 2, *both)
+    assert "learning_rate applies to all checkpoints" in answer([of["train"]] * 2, [of["val"]] * 2, *both)
     assert "without --over subtask: add it" in answer([of["train"]], [of["val"]], "--subtasks", "names.json")
     assert "is not a merged store" in answer([of["train"].parent], [of["val"]])
     (tmp_path / "corpus.json").write_text('[{"id": "x", "text": "y"}]')

@@ -263,7 +263,7 @@ def normalised_weights(given: Sequence[float | str] | None, train: int, validati
         BadInput: If the numbers of stores and weights differ.
     """
     if given and LEARNING_RATE in given:
-        raise BadInput(f"--weights: {LEARNING_RATE} stands alone, for all checkpoints.")
+        raise BadInput(f"--weights: {LEARNING_RATE} applies to all checkpoints; give nothing else with it.")
     weights = [float(one) for one in given] if given else [1.0] * train
     for one in weights:
         POSITIVE.check("--weights", one)

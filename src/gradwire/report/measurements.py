@@ -18,7 +18,7 @@ from gradwire.topology import between_islands, link_rate
 
 
 def usable(rows: Iterable[Result], path: Path) -> list[Result]:
-    """Select the rows for the fit: profiled, of the largest world size, with flows that can be told apart.
+    """Select the rows for the fit: profiled, of the largest world size, with separable flows.
 
     Local updates need no profile, but another row with the same collective.
 
@@ -47,7 +47,7 @@ def usable(rows: Iterable[Result], path: Path) -> list[Result]:
 
 
 def unmeasurable(row: Result) -> str | None:
-    """Why the flows of a row cannot be told apart; None if they can."""
+    """Why the flows of a row cannot be separated; None if they can."""
     if row.islands == 1:
         return None
     if interval_of(row) != 1:
