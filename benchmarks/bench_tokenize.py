@@ -1,9 +1,9 @@
-"""Speed and memory of `gradwire tokenize`: ``python benchmarks/bench_tokenize.py [--mb 50] [--files]``.
+"""Speed and memory of `gradwire tokenize`: ``python benchmarks/bench_tokenize.py [--mb 50] [--files [N]]``.
 
-Speed: from a corpus file, or with ``--files`` a folder of text files, to tokens, compared with `datasets`
-(load_dataset + map, batched) with the same tokenizer, one process each, runs interleaved. gradwire's time includes
-checking the corpus, splitting, cutting, checksums and the unigram model, of files also their encodings and the corpus
-file that `gradwire download` makes of them; "map alone" excludes the conversion to Arrow.
+Speed: from a corpus file, or with ``--files`` a folder of text files of N documents each, to tokens, compared with
+`datasets` (load_dataset + map, batched) with the same tokenizer, one process each, runs interleaved. gradwire's time
+includes checking the corpus, splitting, cutting, checksums and the unigram model, of files also their encodings and the
+corpus file that `gradwire download` makes of them; "map alone" excludes the conversion to Arrow.
 Memory: peak resident set of the whole verb, including training of the tokenizer, on a small and a large corpus.
 """
 
@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import islice
 from pathlib import Path
 
 VOCAB_SIZE, MAX_LENGTH = 2048, 128
@@ -40,14 +41,15 @@ def generate(source: Path, output: Path, megabytes: float) -> None:
     corpus.write(output, drawn(), int(megabytes * 1e6))
 
 
-def write_files(source: Path, output: Path) -> Path:
-    """The documents of a corpus as text files, at most 1,000 in a folder."""
+def write_files(source: Path, output: Path, each: int) -> Path:
+    """The documents of a corpus as text files with ``each`` of them, at most 1,000 in a folder."""
     from gradwire.data import corpus
 
-    for number, document in enumerate(corpus.documents(source)):
+    bodies = (document.body for document in corpus.documents(source))
+    for number, some in enumerate(iter(lambda: list(islice(bodies, each)), [])):
         file = output / str(number // 1000) / f"{number % 1000}.txt"
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(document.body, encoding="utf-8")
+        file.write_text("\n".join(some), encoding="utf-8")
     return output
 
 
@@ -124,7 +126,14 @@ def main() -> None:
     parser.add_argument("--mb", type=float, default=50, help="size of the timed corpus, in MB")
     parser.add_argument("--large_mb", type=float, default=500, help="size of the large corpus for peak memory, in MB")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--files", action="store_true", help="time a folder of text files instead of a JSON file")
+    parser.add_argument(
+        "--files",
+        type=int,
+        nargs="?",
+        const=1,
+        metavar="N",
+        help="time a folder of text files, N documents in each (default: 1), instead of a JSON file",
+    )
     parser.add_argument("--child", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -138,12 +147,13 @@ def main() -> None:
         words = ["--data_path", str(root / "pydocs.json"), "--output_dir", folder, "--tokenizer_only"]
         subprocess.run([*gradwire, "tokenize", *words], check=True)
         generate(root / "pydocs.json", root / "timed.json", args.mb)
-        timed = write_files(root / "timed.json", root / "files") if args.files else root / "timed.json"
+        timed = write_files(root / "timed.json", root / "files", args.files) if args.files else root / "timed.json"
         runs = {name: [] for name in CHILDREN}
         for _ in range(args.rounds):
             for name, results in runs.items():
                 results.append(measure(name, timed, str(root / "tokenizer")))
-        of, rounds = " of text files" if args.files else "", f"{args.rounds} interleaved rounds"
+        files = sum(path.is_file() for path in timed.rglob("*"))
+        of, rounds = f" in {files:,} text files" if files else "", f"{args.rounds} interleaved rounds"
         print(f"\nspeed, {args.mb:g} MB{of}, {rounds}, {os.cpu_count()} cores (median, [min, max])")
         for name, part in (("gradwire", "all"), ("datasets", "map"), ("datasets", "all")):
             rates = sorted(args.mb / result[part] for result in runs[name])
