@@ -129,7 +129,7 @@ def test_an_experiment_extends_another(tmp_path):
     made = check(read(tmp_path / "most.yaml"))
     assert (made.name, made.training.steps, made.training.warmup_steps) == ("most", 31, 1)
     assert {run.compressor for run in made.runs()} == {"none", "int8", "int4"} and len(made.runs()) == 6
-    assert merged({"a": {"b": [1], "c": 2}}, {"a": {"b": [3]}}) == {"a": {"b": [3], "c": 2}}
+    assert merged({"a": {"b": [1], "c": 2}}, {"a": {"b": [3]}}, "mine") == {"a": {"b": [3], "c": 2}}
 
 
 @pytest.mark.parametrize(
@@ -139,6 +139,7 @@ def test_an_experiment_extends_another(tmp_path):
         ("{extends: [base.yaml], name: b}", "takes the path of a file"),
         ("{extends: nowhere.yaml, name: b}", "there is no file .*nowhere.yaml"),
         ("{extends: mine.yaml, name: b}", "extends this file itself"),
+        ("{extends: base.yaml, name: b, training: {}}", "mine.yaml: training: {} changes nothing"),
         ("- a", "expected a mapping"),
     ],
 )

@@ -23,7 +23,8 @@ def read(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
         extended_by: The files that extend this one, outermost first.
 
     Raises:
-        BadInput: If a file cannot be read or is not a mapping; if it extends itself, or another without its own name.
+        BadInput: If a file cannot be read or is not a mapping; if it extends itself, or another without its own name;
+            if an empty mapping is to replace one with keys.
     """
     path = Path(path)
     if not path.exists():
@@ -43,15 +44,21 @@ def read(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     chain = (*extended_by, path.resolve())
     if (path.parent / base).resolve() in chain:
         raise BadInput(f"{path}: {EXTENDS}: {base} extends this file itself.")
-    return merged(read(path.parent / base, chain), {key: given[key] for key in given if key != EXTENDS})
+    return merged(read(path.parent / base, chain), {key: given[key] for key in given if key != EXTENDS}, str(path))
 
 
-def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two configurations: mappings key by key; any other value, such as a list, replaces the base's."""
+def merged(base: Mapping[str, Any], given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Merge two configurations: mappings key by key; any other value, such as a list, replaces the base's.
+
+    Raises:
+        BadInput: If an empty mapping is to replace one with keys.
+    """
     found = dict(base)
     for key, value in given.items():
         both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
-        found[key] = merged(found[key], value) if both else value
+        if both and found[key] and not value:
+            raise BadInput(f"{where}: {key}: {{}} changes nothing, as mappings are merged; null removes a section.")
+        found[key] = merged(found[key], value, f"{where}: {key}") if both else value
     return found
 
 

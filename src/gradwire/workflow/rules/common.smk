@@ -50,7 +50,7 @@ if RANKS_PER_NODE is not None and not (
 try:
     # Adds what a file extends; rejects duplicate keys, of which Snakemake takes the last, and aliases that are too large.
     for file in workflow.configfiles:
-        config.update(merged(read(file), config))
+        config.update(merged(read(file), config, "--config"))
     config.pop(EXTENDS, None)
     EXPERIMENT = check(
         config
