@@ -518,7 +518,7 @@ def test_merging_orders_by_the_data_and_checks_duplicates(tmp_path, monkeypatch)
         store.write(store.all_names(tmp_path / name), block_of(*block))
         return merge.read_rank(tmp_path / name, 3, MERGED)
 
-    first, second = source("0", ["a", "c", "e"], rows[[0, 2, 4]]), source("1", ["b", "d", "a"], rows[[1, 3, 0]])
+    first, second = source("0", ["c", "a", "e"], rows[[2, 0, 4]]), source("1", ["b", "d", "a"], rows[[1, 3, 0]])
     for chunk in (1, 24, 1 << 20):
         monkeypatch.setattr(merge, "CHUNK_BYTES", chunk)
         result = merge.merge([first, second], list("abcde"), 1e-4)

@@ -85,7 +85,6 @@ def further(args: argparse.Namespace) -> list[Path]:
 
 def write(merged: Merged, names: Names, args: argparse.Namespace) -> dict[str, str]:
     """Write the merged rows to all outputs in one pass, then their table and ids; return each file's checksum."""
-    from gradwire.data.batches import prefetch
     from gradwire.gradients import row_file, store
 
     for name in (NORMALIZED, *EXPORTS.values()):  # left by a killed call with other flags
@@ -105,7 +104,7 @@ def write(merged: Merged, names: Names, args: argparse.Namespace) -> dict[str, s
                 plain.append(hashed[path])
             else:
                 plain.append(stack.enter_context(row_file.parquet_writer(path, merged.shape, merged.ids)))
-        for chunk in prefetch(merged.chunks()):
+        for chunk in merged.chunks():
             rows.append(chunk)
             decoded = merged.sources[0].decoded(chunk) if plain or scaled else chunk
             for writer in plain:

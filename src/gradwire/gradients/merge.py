@@ -1,6 +1,7 @@
 """Merging of the ranks' rows: one row per sample, in data order, with duplicates compared.
 
-Ids and tables are kept in memory. Rows are copied in chunks from the ranks' files to the merged file.
+Ids and tables are kept in memory. Rows are copied in chunks from the ranks' files to the merged file: a thread reads
+them and another verifies them, while the caller writes.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -18,14 +20,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradwire.data.batches import prefetch
 from gradwire.errors import BadInput, CheckFailed
 from gradwire.gradients import store
 from gradwire.gradients.provenance import Provenance
 from gradwire.gradients.row_file import NUMPY, BoundRows
 from gradwire.gradients.row_types import least_deviation
+from gradwire.gradients.store import Block
 
 NAMED = 3  # ids that an error lists
-CHUNK_BYTES = 1 << 24  # of rows at once; one chunk is written while the next is read
+CHUNK_BYTES = 1 << 22  # of rows at once; larger chunks leave a core's cache before they are hashed and written
+CHUNK_ROWS = 1024  # likewise; Linux reads into so many places at once
 
 
 @dataclass(frozen=True)
@@ -51,22 +56,44 @@ class Merged:
         """The shape of the merged matrix."""
         return len(self.ids), self.sources[0].shape[1]
 
-    def chunks(self) -> Iterator[NDArray[Any]]:
-        """Yield the merged rows in chunks, as they are stored."""
-        height = max(1, CHUNK_BYTES // (4 * self.shape[1]))
-        for first in range(0, len(self.places), height):
-            places = self.places[first : first + height]
-            chunk = np.empty((len(places), self.sources[0].codec.width), dtype=NUMPY[self.sources[0].codec.dtype])
-            for source, (start, end) in zip(self.sources, pairwise(starts(self.sources)), strict=True):
-                here = np.flatnonzero((start <= places) & (places < end))
-                if len(here):
-                    chunk[here] = source.take_stored(places[here] - start)
-            yield chunk
-
-    @property
+    @cached_property
     def meta(self) -> pa.Table:
         """The merged table."""
         return pa.concat_tables([source.meta for source in self.sources]).take(pa.array(self.places))
+
+    def chunks(self) -> Iterator[NDArray[Any]]:
+        """Yield the merged rows in chunks, as they are stored, each verified against its digest.
+
+        Raises:
+            BadInput: If a row does not match its digest.
+        """
+        return prefetch(self._verified(prefetch(self._read())))
+
+    def _read(self) -> Iterator[tuple[NDArray[np.int64], Block]]:
+        """Yield the merged block in pieces, with the positions of their rows."""
+        codec = self.sources[0].codec
+        height = min(CHUNK_ROWS, max(1, CHUNK_BYTES // codec.row_bytes))
+        for first in range(0, len(self.places), height):
+            places = self.places[first : first + height]
+            rows = np.empty((len(places), codec.width), dtype=NUMPY[codec.dtype])
+            for source, here, positions in self._shares(places):
+                source.read_into([rows[row].data for row in here], positions)
+            part = slice(first, first + height)
+            yield places, Block(torch.from_numpy(rows), list(self.ids[part]), self.meta[part], codec)
+
+    def _verified(self, pieces: Iterator[tuple[NDArray[np.int64], Block]]) -> Iterator[NDArray[Any]]:
+        for places, block in pieces:
+            if store.mismatched(block, self.sources[0].identity):
+                for source, here, positions in self._shares(places):
+                    source.check(block.take(here), positions)
+            yield block.stored.numpy()
+
+    def _shares(self, places: NDArray[np.int64]) -> Iterator[tuple[BoundRows, list[int], list[int]]]:
+        """Yield each source that has some of these rows: which of them, and their positions in the source."""
+        for source, (start, end) in zip(self.sources, pairwise(starts(self.sources)), strict=True):
+            here = np.flatnonzero((start <= places) & (places < end))
+            if len(here):
+                yield source, here.tolist(), (places[here] - start).tolist()
 
 
 def read_rank(folder: Path, dim: int, origin: Provenance) -> BoundRows:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import pickle
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -107,9 +107,17 @@ def row_digests(identity: str, meta: pa.Table, stored: Tensor) -> list[str]:
         For each row, the hex SHA-256 of the collection's `Provenance.identity`, the row's metadata as JSON with sorted
         keys (all columns but the digest), and its stored bytes (of float32: its entries, little-endian), concatenated.
     """
-    as_json = map(json.JSONEncoder(sort_keys=True).encode, meta.drop_columns("digest").to_pylist())
-    bound = zip(as_json, stored.contiguous().numpy(), strict=True)
+    bound = zip(_as_json(meta.drop_columns("digest")), stored.contiguous().numpy(), strict=True)
     return [_digest(f"{identity}{text}", row) for text, row in bound]
+
+
+def _as_json(meta: pa.Table) -> Iterator[str]:
+    """Yield each row as a JSON object with sorted keys; a column at once takes a third of the time of a row at once."""
+    names = sorted(meta.column_names)
+    lines = json.JSONEncoder(separators=("\n", ": "))  # JSON has no line break within a value
+    columns = [lines.encode(meta[name].to_pylist())[1:-1].splitlines() for name in names]
+    row = "{" + ", ".join(f'"{name}": %s' for name in names) + "}"
+    return (row % values for values in zip(*columns, strict=True))
 
 
 def _digest(text: str, row: NDArray[Any]) -> str:
@@ -118,31 +126,37 @@ def _digest(text: str, row: NDArray[Any]) -> str:
     return found.hexdigest()
 
 
-def unbound(names: Names, block: Block, identity: str, first: int = 0) -> list[str]:
+def mismatched(block: Block, identity: str) -> list[int]:
+    """Return the rows of a block that do not match their digests; ``identity`` is the collection's."""
+    noted = zip(block.meta["sample_id"].to_pylist(), block.meta["digest"].to_pylist(), strict=True)
+    found = zip(block.ids, row_digests(identity, block.meta, block.stored), strict=True)
+    return [row for row, (one, other) in enumerate(zip(noted, found, strict=True)) if one != other]
+
+
+def unbound(names: Names, block: Block, identity: str, positions: Sequence[int] | None = None) -> list[str]:
     """Describe the rows of a block that do not match their digests.
 
     Args:
         names: The block's files.
-        block: The block, or consecutive rows of it.
+        block: The block, or some rows of it.
         identity: `Provenance.identity` of the collection.
-        first: Index of the first of these rows in the files.
+        positions: Where these rows are in the files; None for all rows.
     """
-    noted = zip(block.meta["sample_id"].to_pylist(), block.meta["digest"].to_pylist(), strict=True)
-    found = zip(block.ids, row_digests(identity, block.meta, block.stored), strict=True)
-    wrong = [row for row, (one, other) in enumerate(zip(noted, found, strict=True)) if one != other]
+    wrong = mismatched(block, identity)
+    at = range(len(block.ids)) if positions is None else positions
     files = f"{names.rows} with {names.ids} and {names.meta}"
     if wrong and len(wrong) == len(block.ids):
         return [f"{files}: no row is of this collection: the files belong to another, or its provenance was edited"]
-    return [f"{files}: row {first + row} is not what was collected for {block.ids[row]!r}" for row in wrong]
+    return [f"{files}: row {at[row]} is not what was collected for {block.ids[row]!r}" for row in wrong]
 
 
-def check_bound(names: Names, block: Block, identity: str, first: int = 0) -> None:
+def check_bound(names: Names, block: Block, identity: str, positions: Sequence[int] | None = None) -> None:
     """Check that the rows of a block match their digests; arguments as for `unbound`.
 
     Raises:
         BadInput: If a row does not match.
     """
-    if wrong := unbound(names, block, identity, first):
+    if wrong := unbound(names, block, identity, positions):
         raise BadInput(f"{wrong[0]}; delete these files and collect again.")
 
 
