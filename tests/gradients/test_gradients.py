@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import math
@@ -509,6 +510,19 @@ MERGED = origin(5, dims=[3], method="loop", projection="rademacher")
 def block_of(ids, rows):
     records = [{"sample_id": id_, "loss": 1.0, "n_targets": 1, "norm": 1.0, "flag": None} for id_ in ids]
     return store.bind(rows, records, MERGED)
+
+
+def test_a_digest_covers_the_collection_the_metadata_as_json_and_the_row():
+    ids = ["plain", "a\nb", '"}\n{"', "%s\u2028é", "a, b\x1c"]
+    rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    block = block_of(ids, rows)
+    for id_, row, found in zip(ids, rows, block.meta["digest"].to_pylist(), strict=True):
+        text = json.dumps({"flag": None, "loss": 1.0, "n_targets": 1, "norm": 1.0, "sample_id": id_})
+        covered = f"{MERGED.identity}{text}".encode() + row.numpy().astype("<f4").tobytes()
+        assert found == hashlib.sha256(covered).hexdigest()
+    assert store.mismatched(block, MERGED.identity) == []
+    assert store.mismatched(block._replace(ids=[*ids[:3], "other", ids[4]]), MERGED.identity) == [3]
+    assert store.row_digests(MERGED.identity, block.meta[:0], rows[:0]) == []
 
 
 def test_merging_orders_by_the_data_and_checks_duplicates(tmp_path, monkeypatch):
