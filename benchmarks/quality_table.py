@@ -2,7 +2,7 @@
 
 ``python benchmarks/quality_table.py benchmarks/quality.jsonl``, with ``--rounds`` for local updates by length and
 codec, with ``--rates`` for ``benchmarks/tuning.jsonl``, and with ``--ranked_by benchmarks/quality.jsonl`` for another
-experiment's records.
+experiment's records. Where one file has both, ``--rates --seed 9`` reads the records that chose the rates.
 """
 
 from __future__ import annotations
@@ -169,8 +169,9 @@ def main() -> None:
     parser.add_argument("--rates", action="store_true", help="perplexity by learning rate")
     parser.add_argument("--rounds", action="store_true", help="local updates by length of a round and codec")
     parser.add_argument("--ranked_by", type=Path, metavar="RECORDS", help="differences beside those of other records")
+    parser.add_argument("--seed", type=int, metavar="N", help="read the records of this seed only")
     args = parser.parse_args()
-    records = read(args.records)
+    records = [record for record in read(args.records) if args.seed in (None, record["seed"])]
     if args.ranked_by:
         print(ranks(records, read(args.ranked_by)))
     elif args.rounds:

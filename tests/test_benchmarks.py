@@ -41,11 +41,11 @@ def test_a_benchmark_on_links_prints_its_table(name):
     assert len(rows) >= 3, done.stdout
 
 
-def records(path: Path, perplexities: dict[str, dict[int, float]]) -> Path:
+def records(path: Path, perplexities: dict[str, dict[int, float]], lr: float = 0.01) -> Path:
     """Records of two ranks, by label and seed."""
     sent = {"bytes_raw_total": 8, "bytes_parameters_raw_total": None, "bytes_compressed_total": 2}
     sent |= {"bytes_parameters_total": None, "compression_ratio": 4.0, "compression_ratio_steady": 4.0}
-    cell = {"strategy": "ddp", "world_size": 2, "lr": 0.01, **sent}
+    cell = {"strategy": "ddp", "world_size": 2, "lr": lr, **sent}
     runs = [(label, seed, ppl) for label, seeds in perplexities.items() for seed, ppl in seeds.items()]
     lines = [json.dumps({**cell, "compressor": label, "seed": seed, "val_ppl": ppl}) for label, seed, ppl in runs]
     path.write_text("\n".join(lines))
@@ -62,6 +62,13 @@ def test_a_cell_without_a_seed_of_none_has_no_row(tmp_path):
     given = {"none": {0: 10.0, 1: 20.0}, "int8": {0: 11.0, 1: 22.0}, "none-0.012": {9: 15.0}}
     rows = [line.split("|") for line in quality_table(records(tmp_path / "a.jsonl", given)).splitlines()[2:]]
     assert [(row[3].strip(), row[9].strip()) for row in rows] == [("none", "–"), ("int8", "+10.0 %, +10.0 … +10.0")]
+
+
+def test_rates_are_those_of_one_seed(tmp_path):
+    given = {"none": {0: 9.0}, "none-0.012": {0: 7.0, 9: 11.0}}
+    lines = quality_table(records(tmp_path / "a", given, lr=0.012), "--rates", "--seed", 9).splitlines()
+    assert [field.strip() for field in lines[0].split("|")[1:-1]] == ["compressor", "0.012", "best"]
+    assert [[field.strip() for field in line.split("|")[1:-1]] for line in lines[2:]] == [["none", "11.00", "0.012"]]
 
 
 def test_rounds_are_shown_by_length_and_codec(tmp_path):
