@@ -286,6 +286,18 @@ def test_a_cell_has_its_own_learning_rate():
         Cell.parse("int8", {"inside": {"method": "int8", "lr": 0.1}})
 
 
+def test_a_cell_has_its_own_decay_of_second_moments():
+    cell = Cell.parse("slow", {"method": "int8", "beta2": 0.99})
+    assert Cell.parse("slow", cell.flat()) == cell
+    assert (cell.own(Training()).beta2, Cell.parse("int8", {}).own(Training(beta2=0.9)).beta2) == (0.99, 0.9)
+    for value in (0, 1, -0.5):
+        with pytest.raises(BadInput, match="cell 'none': beta2"):
+            Cell.parse("none", {"beta2": value})
+    for other in ({"comm_optimizer": "demo"}, {"method": "int8", "comm_optimizer": "diloco", "inner": "sgd"}):
+        with pytest.raises(BadInput, match=r"beta2 is a decay rate of AdamW, which this cell does not use; omit it\."):
+            Cell.parse("other", {**other, "beta2": 0.9})
+
+
 def test_a_cell_has_its_own_precision():
     cells = {
         "none": {},

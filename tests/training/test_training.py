@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from data_samples import values, write_corpus
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from gradwire import cli
@@ -173,6 +174,18 @@ def test_a_cells_learning_rate_replaces_that_of_the_training(world, shards, tmp_
     other = world(1).run(run, words(shards, tmp_path / "other", lr=0.02))[0]
     assert max(row["lr"] for row in own[0]) == own[1]["lr"] == 0.02
     assert losses(own[0]) == losses(other[0])
+
+
+def test_a_cells_beta2_decays_the_second_moments(world, shards, tmp_path):
+    own = world(1).run(run, words(shards, tmp_path / "own", "--comm_config_json", '{"beta2": 0.6}'))[0]
+    other = world(1).run(run, words(shards, tmp_path / "other", beta2=0.6))[0]
+    usual = world(1).run(run, words(shards, tmp_path / "usual"))[0]
+    assert losses(own[0]) == losses(other[0])
+    assert losses(own[0])[:2] == losses(usual[0])[:2]  # Adam's first step depends on no decay rate
+    assert losses(own[0])[2:] != losses(usual[0])[2:]
+    for folder, beta2 in (("own", 0.6), ("usual", 0.95)):
+        with safe_open(tmp_path / folder / "final_model" / "optimizer.safetensors", "pt") as saved:
+            assert json.loads(saved.metadata()["adam"])["betas"] == [0.9, beta2]
 
 
 def test_a_cells_precision_replaces_that_of_the_training(world, shards, tmp_path):

@@ -19,7 +19,7 @@ from gradwire.config.values import Name, Precision
 from gradwire.errors import BadInput, nearest, unknown
 from gradwire.explain import short
 
-OF_TRAINING = ("lr", "precision")  # keys of a cell that replace those of `training`
+OF_TRAINING = ("lr", "beta2", "precision")  # keys of a cell that replace those of `training`
 # Keys of a cell that are options neither of its method, nor the reducer, nor a communicating optimizer.
 OTHERS = ("inside", "param_compress", *OF_TRAINING)
 # Flags of `train` that are also keys of a cell.
@@ -46,6 +46,7 @@ class Cell(Strict):
         inside: The compressor setting inside islands (hsdp); None keeps the framework's own reduction there.
         param_compress: Compression of FSDP's parameter all-gathers.
         lr: The peak learning rate of the cell's runs; None takes that of ``training``.
+        beta2: The decay rate of AdamW's second moments in them; None takes that of ``training``.
         precision: The precision of their forward pass; None takes that of ``training``.
     """
 
@@ -57,6 +58,7 @@ class Cell(Strict):
     inside: Cell | None = None
     param_compress: ParamCompress = "none"
     lr: float | None = Field(None, gt=0)
+    beta2: float | None = Field(None, gt=0, lt=1)
     precision: Precision | None = None
 
     @classmethod
@@ -98,6 +100,8 @@ class Cell(Strict):
             parts = {"options": given, "reduction": reduction, "communication": communication, **others}
             cell = checked(cls, {"label": label, "method": method, **parts}, "")
             check_communication(cell.communication, method, cell.reduction)
+            if cell.beta2 is not None and (optimizer == "demo" or cell.communication.inner == "sgd"):
+                raise BadInput("beta2 is a decay rate of AdamW, which this cell does not use; omit it.")
             if cell.reduction.schedule:
                 Schedule(method, given, cell.reduction.schedule)
             return cell

@@ -24,6 +24,7 @@ class Training(Strict):
     warmup_steps: Natural = Field(3, description="first steps, excluded from step times")
     lr: float = Field(3e-3, gt=0, description="peak learning rate of AdamW")
     lr_warmup_steps: Natural = Field(6, description="steps of linear warm-up before the cosine decay")
+    beta2: float = Field(0.95, gt=0, lt=1, description="decay rate of AdamW's second moments")
     weight_decay: float = Field(0.1, ge=0, description="AdamW's weight decay, on matrices only")
     clip_grad_norm: float = Field(1.0, gt=0, description="largest global gradient norm; larger ones are clipped")
     eval_every: Natural = Field(20, description="steps between evaluations; 0: only at the end")

@@ -33,7 +33,7 @@ from gradwire.files import read_object, write_json
 from gradwire.launch import parent_watch
 from gradwire.models import causal
 from gradwire.persample.batch import evaluation, losses_of, n_targets
-from gradwire.training.build import ADAM_BETAS, decayed
+from gradwire.training.build import BETA1, decayed
 from gradwire.training.evaluate import loss_sum
 from gradwire.training.learning_rate import set_learning_rate
 
@@ -142,7 +142,7 @@ def trained(
     training = recipe.training
     model = causal.build(recipe.model, shards.meta["vocab_size"], shards.meta["max_length"], recipe.seed)
     groups = decayed(model.named_parameters(), {name for name, p in model.named_parameters() if p.ndim >= 2}, training)
-    optimizer = torch.optim.AdamW(groups, lr=training.lr, betas=ADAM_BETAS)
+    optimizer = torch.optim.AdamW(groups, lr=training.lr, betas=(BETA1, training.beta2))
     model.train()
     stream = in_order(members, samples, recipe.seed)
     for step in range(training.steps):

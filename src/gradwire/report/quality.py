@@ -21,7 +21,7 @@ from gradwire.report.results_file import read_results
 from gradwire.report.targets import on_own_link
 
 PREFERRED = "ddp"  # the strategy whose perplexity others use if they have none
-FREE = ("dense_steps", "freeze_step", "lr")  # options that change no step time after the warm-up
+FREE = ("dense_steps", "freeze_step", "lr", "beta2")  # options that change no step time after the warm-up
 SAME = (
     "compress_config",
     "model",

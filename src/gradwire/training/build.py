@@ -24,7 +24,7 @@ from gradwire.training.objective import Plain, Private
 from gradwire.training.outcome import Outcome
 from gradwire.training.settings import Settings
 
-ADAM_BETAS = (0.9, 0.95)
+BETA1 = 0.9
 
 
 class Parts(NamedTuple):
@@ -114,7 +114,7 @@ def build_optimizer(
     """
     training, communication = settings.training, settings.cell.communication
     groups = decayed(parallel.named_parameters(model), matrices, training)
-    adam: dict[str, Any] = {"lr": training.lr, "betas": ADAM_BETAS}
+    adam: dict[str, Any] = {"lr": training.lr, "betas": (BETA1, training.beta2)}
     if communication.averages_gradients:
         return inner.build(communication.inner or "adamw", model, groups, **adam)
     assert reducer is not None  # a cell with such an optimizer is hooked
