@@ -59,6 +59,8 @@ def by_round(lines: list[dict[str, Any]], seed: int = 0) -> str:
         name, _, rest = record["compressor"].partition("-")
         if name == "diloco" and (record["world_size"], record["seed"]) == (2, seed):
             length, _, codec = rest.partition("-")
+            if "-" in codec:  # another option than those of the table
+                continue
             found[int(length)][codec or "float32"] = f"{record['val_ppl']:.2f} ({record['compression_ratio']:.1f}×)"
     codecs = sorted({codec for row in found.values() for codec in row})
     rows = [[length, *(row.get(codec) for codec in codecs)] for length, row in sorted(found.items())]

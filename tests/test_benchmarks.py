@@ -73,6 +73,7 @@ def test_rates_are_those_of_one_seed(tmp_path):
 
 def test_rounds_are_shown_by_length_and_codec(tmp_path):
     given = {"none": {0: 9.0}, "diloco-15-int4": {0: 12.5, 1: 1.0}, "diloco-5": {0: 11.0}, "diloco-15": {0: 12.0}}
+    given["diloco-5-int4-beta2"] = {0: 10.0}
     rows = [line.split("|")[1:-1] for line in quality_table(records(tmp_path / "a", given), "--rounds").splitlines()]
     shown = [[field.strip() for field in row] for row in rows]
     assert shown[0] == ["H", "float32", "int4"]
