@@ -65,7 +65,7 @@ def test_a_cell_without_a_seed_of_none_has_no_row(tmp_path):
 
 
 def test_rates_are_those_of_one_seed(tmp_path):
-    given = {"none": {0: 9.0}, "none-0.012": {0: 7.0, 9: 11.0}}
+    given = {"none-0.012": {9: 11.0, 0: 7.0}, "none": {0: 9.0}}
     lines = quality_table(records(tmp_path / "a", given, lr=0.012), "--rates", "--seed", 9).splitlines()
     assert [field.strip() for field in lines[0].split("|")[1:-1]] == ["compressor", "0.012", "best"]
     assert [[field.strip() for field in line.split("|")[1:-1]] for line in lines[2:]] == [["none", "11.00", "0.012"]]

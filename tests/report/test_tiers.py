@@ -73,6 +73,7 @@ def test_any_strategy_serves_where_ddp_has_none():
     [
         ({"compress_config": {"method": "int8", "dense_steps": 0, "freeze_step": 2}}, []),
         ({"compress_config": {"method": "int8", "lr": 0.1}, "lr": 0.1}, []),
+        ({"compress_config": {"method": "int8", "beta2": 0.9}}, []),
         ({"steps": 900}, []),
         ({"compress_config": {"method": "int8", "block": 64}}, ["compress_config"]),
         ({"parameters": 17, "max_length": 3}, ["parameters", "max_length"]),
