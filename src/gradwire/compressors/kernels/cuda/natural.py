@@ -15,7 +15,6 @@ NOISE = tl.constexpr(32 - natural.MANTISSA)
 POWERS = tl.constexpr(natural.POWERS)
 NOT_FINITE = tl.constexpr(natural.NOT_FINITE)
 HIGHEST = tl.constexpr(254 << natural.MANTISSA)  # 2^127, the largest magnitude that stays finite
-SMALLEST = tl.constexpr(1 << natural.MANTISSA)  # 2^-126
 TILE = 4096  # elements in a program's tile, or one block if that is larger
 
 
