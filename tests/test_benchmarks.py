@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from gradwire.launch import links
 
@@ -91,3 +93,18 @@ def test_ranks_of_two_experiments_are_compared_with_every_order(tmp_path):
     assert rows[-1] == said
     few = records(tmp_path / "few", {"none": {0: 1.0}, "a": {0: 2.0}, "b": {0: 3.0}})
     assert quality_table(few, "--ranked_by", few).endswith("2 labels of both are too few for a rank correlation\n")
+
+
+def test_losses_and_moves_are_shown_by_occurrence():
+    """Two tokens seen 200 times: both move 5 and then 10, of which their own part is 4 and then 6."""
+    rare = runpy.run_path(str(ROOT / "benchmarks" / "rare_tokens.py"))
+    seen, targets = torch.tensor([[200.0, 50.0, 200.0, 1e9], [1.0, 0.0, 3.0, 4.0]])
+    loss = torch.tensor([6.0, 0.0, 10.0, 4.0])
+    moved = torch.tensor([[3.0, 4.0], [1.0, 1.0], [3.0, -4.0], [2.0, 0.0]])
+    then = torch.tensor([[8.0, 6.0], [1.0, 1.0], [8.0, -6.0], [1.0, 0.0]])
+    first, other = rare["Trained"](loss, moved), rare["Trained"](loss + torch.tensor([1.0, 0.0, 2.0, 1.0]), then)
+    lines = rare["by_occurrence"](seen, targets, first, other).splitlines()
+    rows = [[field.strip() for field in line.split("|")[1:-1]] for line in lines[2:]]
+    assert rows[0] == ["100", "2", "50.0 %", "75.0 %", "4.000", "0.750", "2.000", "1.500"]
+    assert rows[1][:6] == ["10000", "1", "50.0 %", "25.0 %", "1.000", "0.250"]
+    assert len(rows) == 2
