@@ -24,8 +24,8 @@ from gradwire.parallel.buckets import FEWEST
 from gradwire.report.record import result
 from gradwire.report.traffic import as_computed
 from gradwire.topology import STRATEGIES
+from gradwire.training import build, results, totals, train
 from gradwire.training import loop as training_loop
-from gradwire.training import results, totals, train
 from gradwire.training import settings as run_settings
 from gradwire.training.environment import same_machine
 from gradwire.training.preemption import Preemption
@@ -186,6 +186,14 @@ def test_a_cells_beta2_decays_the_second_moments(world, shards, tmp_path):
     for folder, beta2 in (("own", 0.6), ("usual", 0.95)):
         with safe_open(tmp_path / folder / "final_model" / "optimizer.safetensors", "pt") as saved:
             assert json.loads(saved.metadata()["adam"])["betas"] == [0.9, beta2]
+
+
+@pytest.mark.parametrize(("precision", "native", "notes"), [("bf16", False, 1), ("bf16", True, 0), ("fp32", False, 0)])
+def test_a_processor_without_bf16_is_noted(precision, native, notes, shards, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(build, "multiplies_bf16", lambda device: native)
+    arguments = words(shards, tmp_path, precision=precision, steps=2, eval_every=0)
+    assert cli.main(["train", *arguments]) == 0
+    assert capsys.readouterr().err.count("NOTE: this processor has no instructions for bf16") == notes
 
 
 def test_a_cells_precision_replaces_that_of_the_training(world, shards, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from gradwire.compressors import build as build_compressor
 from gradwire.compressors.schedule import Schedule
 from gradwire.config import Cell, Training
 from gradwire.data.shards import Shards
+from gradwire.machine import multiplies_bf16
 from gradwire.models import causal
 from gradwire.parallel import optimizers
 from gradwire.parallel.optimizers import inner
@@ -25,6 +27,10 @@ from gradwire.training.outcome import Outcome
 from gradwire.training.settings import Settings
 
 BETA1 = 0.9
+SLOW_BF16 = (
+    "gradwire train: NOTE: this processor has no instructions for bf16, so a step may take ten times as long as with "
+    "precision fp32."
+)
 
 
 class Parts(NamedTuple):
@@ -48,6 +54,8 @@ class Parts(NamedTuple):
 def build(settings: Settings, split: Shards, world: World) -> tuple[Parts, Outcome]:
     """Build the parts of a run, and its outcome with everything that is known before the first step."""
     training, cell = settings.training, settings.cell
+    if training.precision == "bf16" and world.rank == 0 and not multiplies_bf16(world.device.type):
+        print(SLOW_BF16, file=sys.stderr, flush=True)
     torch.manual_seed(settings.seed)
     vocab_size, max_length = split.meta["vocab_size"], split.meta["max_length"]
     model = causal.build(settings.model, vocab_size, max_length, settings.seed).to(world.device)

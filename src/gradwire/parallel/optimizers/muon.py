@@ -22,6 +22,7 @@ from torch.optim import AdamW
 
 from gradwire.collectives import ops
 from gradwire.errors import BadInput
+from gradwire.machine import multiplies_bf16
 from gradwire.parallel.mesh import local
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration
@@ -89,27 +90,21 @@ def step_direction(momentum: Tensor, matrix: Tensor) -> Tensor:
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """A matrix with the same singular vectors and singular values near 1, by Newton and Schulz's iteration in bf16."""
+    """A matrix with the same singular vectors and singular values near 1, by Newton and Schulz's iteration in bf16.
+
+    Where bf16 products are slow, float32 ones are rounded: the same numbers but for the order of a sum.
+    """
     a, b, c = COEFFICIENTS
     x = matrix.bfloat16()
     tall = x.shape[0] > x.shape[1]
     x = x.T if tall else x
-    x = x.div_(x.norm().clamp(min=1e-7)).to(product_dtype(x.device))
+    x.div_(x.norm().clamp(min=1e-7))
+    x = x if multiplies_bf16(x.device.type) else x.float()
     for _ in range(ITERATIONS):
         gram = rounded(x @ x.T)
         x = rounded(torch.addmm(x, rounded(torch.addmm(gram, gram, gram, beta=b, alpha=c)), x, beta=a))
     x = x.bfloat16()
     return x.T if tall else x
-
-
-def product_dtype(device: torch.device) -> torch.dtype:
-    """The type in which a device multiplies matrices of bf16 values: float32 on CPUs below AVX-512.
-
-    These have no instructions for bf16, and PyTorch's products of it take 10 times as long there. Both types add up in
-    float32, so the numbers are the same but for the order of a sum.
-    """
-    native = device.type != "cpu" or torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    return torch.bfloat16 if native else torch.float32
 
 
 def rounded(x: Tensor) -> Tensor:
