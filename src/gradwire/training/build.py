@@ -28,8 +28,8 @@ from gradwire.training.settings import Settings
 
 BETA1 = 0.9
 SLOW_BF16 = (
-    "gradwire train: NOTE: this processor has no instructions for bf16, so a step may take ten times as long as with "
-    "precision fp32."
+    "gradwire train: NOTE: PyTorch multiplies bf16 matrices slowly on this processor, so a step may take ten times as "
+    "long as with precision fp32."
 )
 
 
