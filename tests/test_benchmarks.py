@@ -102,8 +102,9 @@ def test_losses_and_moves_are_shown_by_occurrence():
     loss = torch.tensor([6.0, 0.0, 10.0, 4.0])
     moved = torch.tensor([[3.0, 4.0], [1.0, 1.0], [3.0, -4.0], [2.0, 0.0]])
     then = torch.tensor([[8.0, 6.0], [1.0, 1.0], [8.0, -6.0], [1.0, 0.0]])
-    first, other = rare["Trained"](loss, moved), rare["Trained"](loss + torch.tensor([1.0, 0.0, 2.0, 1.0]), then)
-    lines = rare["by_occurrence"](seen, targets, first, other).splitlines()
+    first = rare["Trained"](targets, loss, moved)
+    other = rare["Trained"](targets, loss + torch.tensor([1.0, 0.0, 2.0, 1.0]), then)
+    lines = rare["by_occurrence"](seen, first, other).splitlines()
     rows = [[field.strip() for field in line.split("|")[1:-1]] for line in lines[2:]]
     assert rows[0] == ["100", "2", "50.0 %", "75.0 %", "4.000", "0.750", "2.000", "1.500"]
     assert rows[1][:6] == ["10000", "1", "50.0 %", "25.0 %", "1.000", "0.250"]

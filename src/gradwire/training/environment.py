@@ -50,6 +50,7 @@ def environment(world: World) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "cuda": torch.version.cuda if cuda else None,
         "processor": processor(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),  # below AVX512, Muon multiplies in float32
         "cores": os.cpu_count(),
         "usable_cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
