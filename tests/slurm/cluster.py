@@ -2,11 +2,13 @@
 
 As a context (``with cluster():``) or in a shell (``python tests/slurm/cluster.py COMMAND ...`` runs a command in it).
 It needs root, and Debian's packages slurm-wlm and munge. Everything lives in one temporary folder; /etc/slurm, where
-Slurm's commands look, gets links to it. Afterwards daemons, links and folder are gone.
+Slurm's commands look, gets links to it. Afterwards daemons, links and folder are gone. What a killed cluster left is
+removed by the next one.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
@@ -15,10 +17,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue")
+DAEMONS = ("munged", "slurmctld", "slurmd")
+PROGRAMS = (*DAEMONS, "sbatch", "squeue")
+FOLDER = "gradwire-slurm-"  # what its folder's name begins with
 PARTITION = "main"
 NODES, CPUS, GPUS = ("n1", "n2"), 4, 2
 PORT = 16817  # of the controller; the nodes' follow
@@ -80,8 +84,10 @@ def cluster() -> Iterator[Path]:
     if why := missing():
         raise RuntimeError(f"no Slurm here: {why}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that it is taken down then, too
-    with tempfile.TemporaryDirectory(prefix="gradwire-slurm-") as name, ExitStack() as stack:
-        folder = Path(name)
+    with ExitStack() as stack:
+        stack.enter_context(locked(ETC))
+        remove_leftovers(ETC)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=FOLDER)))
         folder.chmod(0o755)  # munge wants everyone to get to its socket
         for file, text in configuration(folder).items():
             (folder / file).write_text(text)
@@ -130,11 +136,41 @@ def gpus(folder: Path) -> None:
 
 
 @contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold a lock on a folder, which ends with this process; an error if another cluster holds it."""
+    folder.mkdir(exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RuntimeError(f"another cluster of these tests is running: it has locked {folder}") from error
+        yield
+    finally:
+        os.close(handle)
+
+
+def remove_leftovers(etc: Path) -> None:
+    """Remove links, daemons and folder of a cluster that was killed. The caller holds the lock on ``etc``."""
+    links = [link for link in etc.iterdir() if link.is_symlink() and link.readlink().parent.name.startswith(FOLDER)]
+    for folder in {link.readlink().parent for link in links}:
+        for pid in folder.glob("*.pid"):
+            kill_daemon(int(pid.read_text()))
+        shutil.rmtree(folder, ignore_errors=True)
+    for link in links:
+        link.unlink()
+
+
+def kill_daemon(pid: int) -> None:
+    """Kill the process if it is one of Slurm's daemons; the number may be another program's by now."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        if Path(f"/proc/{pid}/comm").read_text().strip() in DAEMONS:
+            os.kill(pid, signal.SIGKILL)
+
+
+@contextmanager
 def linked(link: Path, target: Path) -> Iterator[None]:
     """A link that is gone afterwards; a file that is there already is somebody's Slurm, and is left alone."""
-    link.parent.mkdir(exist_ok=True)
-    if link.is_symlink() and not link.exists():
-        link.unlink()  # of a cluster that was killed
     link.symlink_to(target)
     try:
         yield
