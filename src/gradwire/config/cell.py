@@ -113,8 +113,8 @@ class Cell(Strict):
         """The members of a method.
 
         Raises:
-            BadInput: As `registry.members`; of a label that is no method's name, the key beside it that is meant to be
-                ``method``, if there is one.
+            BadInput: As `registry.members`; if the label does not name a method and a key resembles ``method``, names
+                that key.
         """
         try:
             return registry.members(method)

@@ -216,7 +216,7 @@ def claim(collection: Path, provenance: Provenance) -> None:
 
 
 def check_dense(model_dir: Path) -> None:
-    """Check that a model is no mixture of experts, whose per-sample gradients are not supported.
+    """Check that a model is not a mixture of experts, whose per-sample gradients are not supported.
 
     Raises:
         BadInput: If it is one.
