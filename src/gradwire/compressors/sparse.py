@@ -187,7 +187,7 @@ def _parts(
     expected = quantizer.wire_bytes(places.numel())
     if expected not in (None, values.numel()):
         raise ValueError(
-            f"{sparsifier.name}: expected {expected} bytes of {quantizer.name} values for {places.numel()} elements, "
+            f"{sparsifier.name}: expected {expected} bytes for the values of {places.numel()} elements, "
             f"got {values.numel()}"
         )
     return places, values
