@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from math import factorial
@@ -31,14 +32,28 @@ def whole_ratio(record: dict[str, Any]) -> float | None:
     return raw / sent if sent else None
 
 
+def check_text(records: Sequence[dict[str, Any]]) -> None:
+    """Exit unless all records are of one text in the same tokens; a unigram model's perplexity identifies them."""
+    found = {record["unigram_ppl"]: record["run_name"] for record in records}
+    if len(found) > 1:
+        runs = ", ".join(f"{name} ({ppl})" for ppl, name in found.items())
+        sys.exit(f"runs of different texts or tokens do not compare: {runs}; in brackets a unigram model's perplexity")
+
+
 def against(records: dict[int, Any], base: dict[int, Any]) -> Paired:
-    """Perplexity against that of `none`, paired by seed."""
+    """Perplexity against that of `none`, paired by seed.
+
+    Seeds may have different texts, as the two runs of a pair have the same.
+    """
     seeds = sorted(records.keys() & base.keys())
+    for seed in seeds:
+        check_text([base[seed], records[seed]])
     return paired(*([each[seed]["val_ppl"] for seed in seeds] for each in (base, records)))
 
 
 def by_rate(records: list[dict[str, Any]]) -> str:
     """A row per method with its perplexity at each learning rate; labels are ``METHOD-RATE``."""
+    check_text(records)
     found: defaultdict[str, dict[float, float]] = defaultdict(dict)
     for record in records:
         found[record["compressor"].removesuffix(f"-{record['lr']}")][record["lr"]] = record["val_ppl"]

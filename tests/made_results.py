@@ -57,6 +57,7 @@ def row(strategy: str, label: str, world: int, link: str, seed: int, method: str
             "tokens_per_s": 1e6 * world / step,
             "val_ppl": ppl,
             "val_loss": float(np.log(ppl)),
+            "unigram_ppl": 600.0,
             "quality_from": "train",
             "bytes_closed_form_total": made.bytes_compressed_total,
             "compression_ratio_bf16": (made.compression_ratio or 0.0) / 2,

@@ -43,21 +43,48 @@ def test_a_benchmark_on_links_prints_its_table(name):
     assert len(rows) >= 3, done.stdout
 
 
-def records(path: Path, perplexities: dict[str, dict[int, float]], lr: float = 0.01) -> Path:
-    """Records of two ranks, by label and seed."""
+def records(path: Path, perplexities: dict[str, dict[int, float]], lr: float = 0.01, unigram: float = 9.5) -> Path:
+    """Records of two ranks and one text, by label and seed."""
     sent = {"bytes_raw_total": 8, "bytes_parameters_raw_total": None, "bytes_compressed_total": 2}
     sent |= {"bytes_parameters_total": None, "compression_ratio": 4.0, "compression_ratio_steady": 4.0}
-    cell = {"strategy": "ddp", "world_size": 2, "lr": lr, **sent}
+    cell = {"strategy": "ddp", "world_size": 2, "lr": lr, "unigram_ppl": unigram, **sent}
     runs = [(label, seed, ppl) for label, seeds in perplexities.items() for seed, ppl in seeds.items()]
-    lines = [json.dumps({**cell, "compressor": label, "seed": seed, "val_ppl": ppl}) for label, seed, ppl in runs]
-    path.write_text("\n".join(lines))
+    rows = [
+        {"run_name": f"{label}-{seed}", "compressor": label, "seed": seed, "val_ppl": ppl} for label, seed, ppl in runs
+    ]
+    path.write_text("".join(json.dumps({**cell, **row}) + "\n" for row in rows))
     return path
 
 
-def quality_table(*words: object) -> str:
+def run_table(*words: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "benchmarks" / "quality_table.py"), *map(str, words)]
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=True).stdout
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=60, check=False)
+
+
+def quality_table(*words: object) -> str:
+    done = run_table(*words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("words", [(), ("--rates",)])
+def test_runs_of_different_texts_are_refused(words, tmp_path):
+    one = records(tmp_path / "one", {"none": {0: 10.0}})
+    other = records(tmp_path / "other", {"int8": {0: 11.0}}, unigram=9.25)
+    both = tmp_path / "both"
+    both.write_text(one.read_text() + other.read_text())
+    done = run_table(both, *words)
+    assert done.returncode == 1
+    assert "none-0 (9.5), int8-0 (9.25)" in done.stderr
+
+
+def test_seeds_may_have_different_texts(tmp_path):
+    one = records(tmp_path / "one", {"none": {0: 10.0}, "int8": {0: 11.0}})
+    other = records(tmp_path / "other", {"none": {1: 20.0}, "int8": {1: 22.0}}, unigram=9.25)
+    both = tmp_path / "both"
+    both.write_text(one.read_text() + other.read_text())
+    assert "+10.0 %, +10.0 … +10.0" in quality_table(both)
 
 
 def test_a_cell_without_a_seed_of_none_has_no_row(tmp_path):

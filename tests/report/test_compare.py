@@ -70,6 +70,15 @@ def test_unlike_machines_and_settings_are_reported(tmp_path, capsys):
     assert "Machines or versions differ" in printed
     assert "another" in printed
     assert "Settings differ: steps." in printed
+    assert "Texts" not in printed
+
+
+def test_other_texts_are_reported_though_their_source_has_the_same_name(tmp_path, capsys):
+    a, b = two(tmp_path, unigram_ppl=601.25)
+    assert main(["compare", str(a), str(b)]) == 0
+    printed = capsys.readouterr().out
+    assert "Texts or tokens differ, and perplexities with them (of a unigram model: 600.00 | 601.25)." in printed
+    assert "Settings differ" not in printed
 
 
 def test_experiments_without_a_common_run_are_bad_input(tmp_path, capsys):

@@ -132,10 +132,14 @@ def common(one: Sequence[Result], other: Sequence[Result]) -> dict[Run, tuple[Re
 
 
 def unlike(pairs: dict[Run, tuple[Result, Result]]) -> list[str]:
-    """Describe how machines, versions and settings differ."""
+    """Describe how machines, versions, texts and settings differ."""
     machines = sorted({(machine(one), machine(other)) for one, other in pairs.values()})
     differing = "; ".join(f"{one} | {other}" for one, other in machines if one != other)
     lines = [f"Machines or versions differ, and times with them: {differing}."] if differing else []
+    # A unigram model's perplexity depends on each token's count in both splits, so it identifies the text.
+    texts = sorted({(a.unigram_ppl, b.unigram_ppl) for a, b in pairs.values() if a.unigram_ppl and b.unigram_ppl})
+    if differing := "; ".join(f"{one:.2f} | {other:.2f}" for one, other in texts if one != other):
+        lines.append(f"Texts or tokens differ, and perplexities with them (of a unigram model: {differing}).")
     fields = ("model", "dataset", "steps", "batch_size", "max_length", "precision", "optimizer", "compress_config")
     changed = [name for name in fields if any(getattr(a, name) != getattr(b, name) for a, b in pairs.values())]
     return [*lines, *([f"Settings differ: {', '.join(changed)}."] if changed else [])]
