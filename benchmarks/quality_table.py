@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Sequence
 from math import factorial
@@ -33,11 +32,17 @@ def whole_ratio(record: dict[str, Any]) -> float | None:
 
 
 def check_text(records: Sequence[dict[str, Any]]) -> None:
-    """Exit unless all records are of one text in the same tokens; a unigram model's perplexity identifies them."""
+    """Check that all records are of one text in the same tokens, which a unigram model's perplexity identifies.
+
+    Raises:
+        ValueError: If they are not.
+    """
     found = {record["unigram_ppl"]: record["run_name"] for record in records}
     if len(found) > 1:
         runs = ", ".join(f"{name} ({ppl})" for ppl, name in found.items())
-        sys.exit(f"runs of different texts or tokens do not compare: {runs}; in brackets a unigram model's perplexity")
+        raise ValueError(
+            f"runs of different texts or tokens do not compare: {runs}; in brackets a unigram model's perplexity"
+        )
 
 
 def against(records: dict[int, Any], base: dict[int, Any]) -> Paired:
@@ -189,12 +194,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, metavar="N", help="read the records of this seed only")
     args = parser.parse_args()
     records = [record for record in read(args.records) if args.seed in (None, record["seed"])]
-    if args.ranked_by:
-        print(ranks(records, read(args.ranked_by)))
-    elif args.rounds:
-        print(by_round(records))
-    else:
-        print(by_rate(records) if args.rates else by_cell(records))
+    try:
+        if args.ranked_by:
+            print(ranks(records, read(args.ranked_by)))
+        elif args.rounds:
+            print(by_round(records))
+        else:
+            print(by_rate(records) if args.rates else by_cell(records))
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

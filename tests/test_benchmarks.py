@@ -75,7 +75,7 @@ def test_runs_of_different_texts_are_refused(words, tmp_path):
     both = tmp_path / "both"
     both.write_text(one.read_text() + other.read_text())
     done = run_table(both, *words)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "none-0 (9.5), int8-0 (9.25)" in done.stderr
 
 

@@ -73,11 +73,12 @@ def test_unlike_machines_and_settings_are_reported(tmp_path, capsys):
     assert "Texts" not in printed
 
 
-def test_other_texts_are_reported_though_their_source_has_the_same_name(tmp_path, capsys):
-    a, b = two(tmp_path, unigram_ppl=601.25)
+@pytest.mark.parametrize(("unigram_ppl", "shown"), [(600.0012, "600.0012"), (None, "–")])
+def test_other_texts_are_reported_though_their_source_has_the_same_name(unigram_ppl, shown, tmp_path, capsys):
+    a, b = two(tmp_path, unigram_ppl=unigram_ppl)
     assert main(["compare", str(a), str(b)]) == 0
     printed = capsys.readouterr().out
-    assert "Texts or tokens differ, and perplexities with them (of a unigram model: 600.00 | 601.25)." in printed
+    assert f"Texts or tokens differ, and perplexities with them (of a unigram model: 600 | {shown})." in printed
     assert "Settings differ" not in printed
 
 

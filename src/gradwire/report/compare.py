@@ -14,6 +14,7 @@ from gradwire.config import Run
 from gradwire.errors import BadInput
 from gradwire.flags import output_folder
 from gradwire.report.columns import QUANTITIES, Column, compared
+from gradwire.report.markdown import number
 from gradwire.report.notes import machine
 from gradwire.report.record import Result, run_of
 
@@ -137,8 +138,9 @@ def unlike(pairs: dict[Run, tuple[Result, Result]]) -> list[str]:
     differing = "; ".join(f"{one} | {other}" for one, other in machines if one != other)
     lines = [f"Machines or versions differ, and times with them: {differing}."] if differing else []
     # A unigram model's perplexity depends on each token's count in both splits, so it identifies the text.
-    texts = sorted({(a.unigram_ppl, b.unigram_ppl) for a, b in pairs.values() if a.unigram_ppl and b.unigram_ppl})
-    if differing := "; ".join(f"{one:.2f} | {other:.2f}" for one, other in texts if one != other):
+    texts = dict.fromkeys((one.unigram_ppl, other.unigram_ppl) for one, other in pairs.values())
+    shown = (" | ".join(number(ppl, "{:.8g}") for ppl in text) for text in texts if text[0] != text[1])
+    if differing := "; ".join(shown):
         lines.append(f"Texts or tokens differ, and perplexities with them (of a unigram model: {differing}).")
     fields = ("model", "dataset", "steps", "batch_size", "max_length", "precision", "optimizer", "compress_config")
     changed = [name for name in fields if any(getattr(a, name) != getattr(b, name) for a, b in pairs.values())]
