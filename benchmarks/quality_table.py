@@ -134,13 +134,20 @@ def by_cell(lines: list[dict[str, Any]]) -> str:
     return tabulate([row for _, row in sorted(rows)], headers, tablefmt="pipe", disable_numparse=True, colalign=aligned)
 
 
-def ranks(lines: list[dict[str, Any]], other: list[dict[str, Any]]) -> str:
+def ranks(lines: list[dict[str, Any]], other: list[dict[str, Any]], only: Sequence[str] | None = None) -> str:
     """Differences from `none` in two experiments, and Spearman's rank correlation; two ranks, labels of both.
 
-    The p-value is one-sided, as the question is whether the order holds.
+    The p-value is one-sided, as the question is whether the order holds. ``only`` restricts the labels, for example to
+    methods without their controls.
+
+    Raises:
+        ValueError: If a label of ``only`` is not in both experiments.
     """
     first, second = differences(lines), differences(other)
-    labels = sorted(first.keys() & second.keys(), key=first.__getitem__)
+    both = first.keys() & second.keys()
+    if missing := set(only or ()) - both:
+        raise ValueError(f"labels {sorted(missing)} are not in both experiments; those of both: {sorted(both)}")
+    labels = sorted(set(only or both), key=first.__getitem__)
     rows = [[label, f"{first[label]:+.1f} %", f"{second[label]:+.1f} %"] for label in labels]
     table = tabulate(rows, ["compressor", "here", "there"], tablefmt="pipe", colalign=["left", "right", "right"])
     if len(labels) < 3:
@@ -191,12 +198,13 @@ def main() -> None:
     parser.add_argument("--rates", action="store_true", help="perplexity by learning rate")
     parser.add_argument("--rounds", action="store_true", help="local updates by length of a round and codec")
     parser.add_argument("--ranked_by", type=Path, metavar="RECORDS", help="differences beside those of other records")
+    parser.add_argument("--labels", nargs="+", metavar="LABEL", help="rank these only (default: all of both)")
     parser.add_argument("--seed", type=int, metavar="N", help="read the records of this seed only")
     args = parser.parse_args()
     records = [record for record in read(args.records) if args.seed in (None, record["seed"])]
     try:
         if args.ranked_by:
-            print(ranks(records, read(args.ranked_by)))
+            print(ranks(records, read(args.ranked_by), args.labels))
         elif args.rounds:
             print(by_round(records))
         else:

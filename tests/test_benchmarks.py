@@ -122,6 +122,42 @@ def test_ranks_of_two_experiments_are_compared_with_every_order(tmp_path):
     assert quality_table(few, "--ranked_by", few).endswith("2 labels of both are too few for a rank correlation\n")
 
 
+def test_ranks_can_be_of_some_labels(tmp_path):
+    """Of 24 orders, 1 and 3 have a sum of squared differences of 0 and 2 from one, so 4 have rho >= 0.8."""
+    here = {"none": {0: 10.0}, "a": {0: 11.0}, "b": {0: 12.0}, "c": {0: 13.0}, "d": {0: 14.0}, "e": {0: 15.0}}
+    there = {"none": {0: 10.0}, "e": {0: 20.0}, "a": {0: 40.0}, "b": {0: 50.0}, "d": {0: 60.0}, "c": {0: 70.0}}
+    words = [records(tmp_path / "here", here), "--ranked_by", records(tmp_path / "there", there), "--labels"]
+    rows = quality_table(*words, "d", "a", "c", "b").splitlines()
+    assert [row.split("|")[1].strip() for row in rows[2:-2]] == ["a", "b", "c", "d"]
+    said = "Spearman's rank correlation of 4 labels: 0.80, p = 0.17 (one-sided, all 24 orders of the labels)"
+    assert rows[-1] == said
+    done = run_table(*words, "a", "b", "x")
+    assert done.returncode == 2
+    assert "labels ['x'] are not in both experiments; those of both: ['a', 'b', 'c', 'd', 'e']" in done.stderr
+
+
+METHODS = ["muon", "muon-5-onebit", "onebit_adam", "int4", "topk-ef", "diloco-5-onebit"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["quality"],
+        ["tuning", "--rates"],
+        ["quality-small"],
+        ["quality-small", "--rates", "--seed", "9"],
+        ["quality-small", "--ranked_by", "quality", "--labels", *METHODS],
+        ["quality-llama-small"],
+        ["quality-llama-small", "--ranked_by", "quality-small", "--labels", *METHODS],
+    ],
+    ids=" ".join,
+)
+def test_the_page_has_the_tables_of_its_records(words):
+    files = {path.stem: path for path in (ROOT / "benchmarks").glob("*.jsonl")}
+    table = quality_table(*(files.get(word, word) for word in words)).split("\n\n")[0].strip()
+    assert table in (ROOT / "benchmarks" / "quality.md").read_text()
+
+
 def test_losses_and_moves_are_shown_by_occurrence():
     """Two tokens seen 200 times: both move 5 and then 10, of which their own part is 4 and then 6."""
     rare = runpy.run_path(str(ROOT / "benchmarks" / "rare_tokens.py"))
