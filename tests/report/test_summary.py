@@ -244,7 +244,16 @@ def test_a_gated_cell_does_not_head_the_table_however_fast_it_is(results, capsys
 
 
 @pytest.mark.parametrize(
-    "other", [{"cores": 64}, {"processor": "Another CPU"}, {"device": "Another GPU"}, {"threads": 63}], ids=str
+    "other",
+    [
+        {"cores": 64},
+        {"processor": "Another CPU"},
+        {"device": "Another GPU"},
+        {"threads": 63},
+        {"cpu_capability": "Another vector unit"},
+        {"preloaded": "libanother.so"},
+    ],
+    ids=str,
 )
 def test_unlike_machines_are_named_and_not_compared(results, capsys, other):
     here = environment(World(0, 0, 1, "gloo", torch.device("cpu")))  # what a rank really writes

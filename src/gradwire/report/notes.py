@@ -9,15 +9,17 @@ from gradwire.report.record import Result, hardware
 
 
 def machine(row: Result) -> str:
-    """Describe what a run's times depend on: device, processor, cores, threads and versions."""
+    """Describe what a run's times depend on: device, processor, its vector instructions, cores, threads and versions."""
     environment = row.environment or {}
     device, processor, cores = hardware(row)
     parts = [
         *dict.fromkeys((row.device, device, processor)),
+        environment.get("cpu_capability"),
         f"{cores or '?'} cores",
         f"{environment.get('threads', '?')} threads",
         f"gradwire {environment.get('gradwire', '?')}",
         f"torch {environment.get('packages', {}).get('torch', '?')}",
+        environment.get("preloaded"),
     ]
     return ", ".join(str(part) for part in parts if part)
 

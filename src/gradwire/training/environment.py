@@ -46,6 +46,7 @@ def environment(world: World) -> dict[str, Any]:
         "gradwire": __version__,
         "packages": {name: version for name in PACKAGES if (version := installed(name)) is not None},
         "libraries": libraries(cuda),
+        "preloaded": os.environ.get("LD_PRELOAD"),  # may replace the allocator, or choose MKL's kernels
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "cuda": torch.version.cuda if cuda else None,
