@@ -91,6 +91,9 @@ def by_cell(lines: list[dict[str, Any]]) -> str:
     """A row per strategy, world size and compressor, the best first; differences are paired by seed.
 
     A cell without a seed of `none`, such as one of a learning rate that was tried, has no row.
+
+    Raises:
+        ValueError: If a cell's runs have different learning rates, or a pair's two runs different texts.
     """
     found: defaultdict[tuple[str, int, str], dict[int, Any]] = defaultdict(dict)
     for record in lines:
@@ -103,6 +106,8 @@ def by_cell(lines: list[dict[str, Any]]) -> str:
     for cell, test in tests.items():
         records = found[cell]
         first = records[min(records)]
+        if len(rates := {record["lr"] for record in records.values()}) > 1:
+            raise ValueError(f"runs of {cell[2]!r} have different learning rates: {sorted(rates)}")
         ratios = [
             number(ratio, "{:.2f}")
             for ratio in (first["compression_ratio"], first["compression_ratio_steady"], whole_ratio(first))

@@ -87,6 +87,16 @@ def test_seeds_may_have_different_texts(tmp_path):
     assert "+10.0 %, +10.0 … +10.0" in quality_table(both)
 
 
+def test_a_cell_of_two_rates_is_refused(tmp_path):
+    one = records(tmp_path / "one", {"none": {0: 10.0, 1: 20.0}, "muon": {0: 8.0}})
+    other = records(tmp_path / "other", {"muon": {1: 16.0}}, lr=0.02)
+    both = tmp_path / "both"
+    both.write_text(one.read_text() + other.read_text())
+    done = run_table(both)
+    assert done.returncode == 2
+    assert "runs of 'muon' have different learning rates: [0.01, 0.02]" in done.stderr
+
+
 def test_a_cell_without_a_seed_of_none_has_no_row(tmp_path):
     given = {"none": {0: 10.0, 1: 20.0}, "int8": {0: 11.0, 1: 22.0}, "none-0.012": {9: 15.0}}
     rows = [line.split("|") for line in quality_table(records(tmp_path / "a.jsonl", given)).splitlines()[2:]]
