@@ -19,6 +19,7 @@ from scipy.stats import permutation_test, rankdata, spearmanr
 from tabulate import tabulate
 
 from gradwire.measurement.statistics import Paired, adjusted, paired
+from gradwire.report.compare import same_text
 from gradwire.report.markdown import MISSING, number, spread
 
 ORDERS = 100_000  # of labels that are tried; all of them for up to 8 labels
@@ -38,7 +39,7 @@ def check_text(records: Sequence[dict[str, Any]]) -> None:
         ValueError: If they are not.
     """
     found = {record["unigram_ppl"]: record["run_name"] for record in records}
-    if len(found) > 1:
+    if not all(same_text(ppl, next(iter(found))) for ppl in found):
         runs = ", ".join(f"{name} ({ppl})" for ppl, name in found.items())
         raise ValueError(
             f"runs of different texts or tokens do not compare: {runs}; in brackets a unigram model's perplexity"
@@ -90,7 +91,7 @@ def by_round(lines: list[dict[str, Any]], seed: int = 0) -> str:
 def by_cell(lines: list[dict[str, Any]]) -> str:
     """A row per strategy, world size and compressor, the best first; differences are paired by seed.
 
-    A cell without a seed of `none`, such as one of a learning rate that was tried, has no row.
+    Only seeds of `none` count: a cell without one, such as one of a learning rate that was tried, has no row.
 
     Raises:
         ValueError: If a cell's runs have different learning rates, or a pair's two runs different texts.
@@ -112,7 +113,8 @@ def by_cell(lines: list[dict[str, Any]]) -> str:
             number(ratio, "{:.2f}")
             for ratio in (first["compression_ratio"], first["compression_ratio_steady"], whole_ratio(first))
         ]
-        ppl = ", ".join(f"{records[seed]['val_ppl']:.2f}" for seed in sorted(records))
+        shared = sorted(records.keys() & found[(*cell[:2], "none")].keys())
+        ppl = ", ".join(f"{records[seed]['val_ppl']:.2f}" for seed in shared)
         ends = f", {spread(test.n, test.low, test.high, '{:+.1f}')}" if test.n > 1 else ""
         shown = (
             [f"{test.mean:+.1f} %{ends}", number(test.sees, "{:.1f} %"), number(corrected[cell], "{:.2g}")]

@@ -7,6 +7,7 @@ import os
 import runpy
 import subprocess
 import sys
+from math import nextafter
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,14 @@ def test_seeds_may_have_different_texts(tmp_path):
     assert "+10.0 %, +10.0 … +10.0" in quality_table(both)
 
 
+def test_a_text_is_the_same_where_only_its_last_bit_differs(tmp_path):
+    one = records(tmp_path / "one", {"none": {0: 10.0}})
+    other = records(tmp_path / "other", {"int8": {0: 11.0}}, unigram=nextafter(9.5, 10.0))
+    both = tmp_path / "both"
+    both.write_text(one.read_text() + other.read_text())
+    assert "+10.0 %" in quality_table(both)
+
+
 def test_a_cell_of_two_rates_is_refused(tmp_path):
     one = records(tmp_path / "one", {"none": {0: 10.0, 1: 20.0}, "muon": {0: 8.0}})
     other = records(tmp_path / "other", {"muon": {1: 16.0}}, lr=0.02)
@@ -97,10 +106,13 @@ def test_a_cell_of_two_rates_is_refused(tmp_path):
     assert "runs of 'muon' have different learning rates: [0.01, 0.02]" in done.stderr
 
 
-def test_a_cell_without_a_seed_of_none_has_no_row(tmp_path):
-    given = {"none": {0: 10.0, 1: 20.0}, "int8": {0: 11.0, 1: 22.0}, "none-0.012": {9: 15.0}}
+def test_seeds_that_none_lacks_are_left_out(tmp_path):
+    given = {"none": {0: 10.0, 1: 20.0}, "int8": {0: 11.0, 1: 22.0, 9: 5.0}, "none-0.012": {9: 15.0}}
     rows = [line.split("|") for line in quality_table(records(tmp_path / "a.jsonl", given)).splitlines()[2:]]
-    assert [(row[3].strip(), row[9].strip()) for row in rows] == [("none", "–"), ("int8", "+10.0 %, +10.0 … +10.0")]
+    assert [[row[n].strip() for n in (3, 8, 9)] for row in rows] == [
+        ["none", "10.00, 20.00", "–"],
+        ["int8", "11.00, 22.00", "+10.0 %, +10.0 … +10.0"],
+    ]
 
 
 def test_rates_are_those_of_one_seed(tmp_path):

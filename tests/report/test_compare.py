@@ -82,6 +82,13 @@ def test_other_texts_are_reported_though_their_source_has_the_same_name(unigram_
     assert "Settings differ" not in printed
 
 
+@pytest.mark.parametrize("unigram_ppl", [600.0, math.nextafter(600.0, 700.0)])
+def test_a_text_is_the_same_where_only_its_last_bit_differs(unigram_ppl, tmp_path, capsys):
+    a, b = two(tmp_path, unigram_ppl=unigram_ppl)
+    assert main(["compare", str(a), str(b)]) == 0
+    assert "Texts" not in capsys.readouterr().out
+
+
 def test_experiments_without_a_common_run_are_bad_input(tmp_path, capsys):
     a = made_results.write(tmp_path / "a", made_results.rows(["none"], ["ddp"], [(2, "none")]))
     b = made_results.write(tmp_path / "b", made_results.rows(["none"], ["fsdp2"], [(2, "none")]))

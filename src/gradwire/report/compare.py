@@ -7,6 +7,7 @@ from argparse import ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from math import isclose
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -137,14 +138,22 @@ def unlike(pairs: dict[Run, tuple[Result, Result]]) -> list[str]:
     machines = sorted({(machine(one), machine(other)) for one, other in pairs.values()})
     differing = "; ".join(f"{one} | {other}" for one, other in machines if one != other)
     lines = [f"Machines or versions differ, and times with them: {differing}."] if differing else []
-    # A unigram model's perplexity depends on each token's count in both splits, so it identifies the text.
     texts = dict.fromkeys((one.unigram_ppl, other.unigram_ppl) for one, other in pairs.values())
-    shown = (" | ".join(number(ppl, "{:.8g}") for ppl in text) for text in texts if text[0] != text[1])
+    shown = (" | ".join(number(ppl, "{:.8g}") for ppl in text) for text in texts if not same_text(*text))
     if differing := "; ".join(shown):
         lines.append(f"Texts or tokens differ, and perplexities with them (of a unigram model: {differing}).")
     fields = ("model", "dataset", "steps", "batch_size", "max_length", "precision", "optimizer", "compress_config")
     changed = [name for name in fields if any(getattr(a, name) != getattr(b, name) for a, b in pairs.values())]
     return [*lines, *([f"Settings differ: {', '.join(changed)}."] if changed else [])]
+
+
+def same_text(one: float | None, other: float | None) -> bool:
+    """Whether two perplexities of a unigram model are of one text in the same tokens.
+
+    The perplexity depends on each token's count in both splits, so it identifies the text. It is a sum in float64,
+    whose last bits depend on the processor.
+    """
+    return one == other or (one is not None and other is not None and isclose(one, other, rel_tol=1e-12))
 
 
 def differences(pairs: dict[Run, tuple[Result, Result]], quantity: Column) -> list[Difference]:

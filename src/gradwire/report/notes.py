@@ -9,7 +9,7 @@ from gradwire.report.record import Result, hardware
 
 
 def machine(row: Result) -> str:
-    """Describe what a run's times depend on: device, processor, its vector instructions, cores, threads and versions."""
+    """Describe what a run's times depend on: device, processor, vector instructions, cores, threads and versions."""
     environment = row.environment or {}
     device, processor, cores = hardware(row)
     parts = [
