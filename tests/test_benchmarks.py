@@ -170,6 +170,7 @@ METHODS = ["muon", "muon-5-onebit", "onebit_adam", "int4", "topk-ef", "diloco-5-
         ["quality-small", "--rates", "--seed", "9"],
         ["quality-small", "--ranked_by", "quality", "--labels", *METHODS],
         ["quality-llama-small"],
+        ["quality-llama-small", "--rates", "--seed", "9"],
         ["quality-llama-small", "--ranked_by", "quality-small", "--labels", *METHODS],
     ],
     ids=" ".join,
