@@ -1,8 +1,9 @@
 """The tables of ``quality.md`` from the records of ``configs/quality.yaml`` and ``configs/tuning.yaml``.
 
 ``python benchmarks/quality_table.py benchmarks/quality.jsonl``, with ``--rounds`` for local updates by length and
-codec, with ``--rates`` for ``benchmarks/tuning.jsonl``, and with ``--ranked_by benchmarks/quality.jsonl`` for another
-experiment's records. Where one file has both, ``--rates --seed 9`` reads the records that chose the rates.
+codec, with ``--against muon`` for differences from another label than ``none``, with ``--rates`` for
+``benchmarks/tuning.jsonl``, and with ``--ranked_by benchmarks/quality.jsonl`` for another experiment's records. Where
+one file has both, ``--rates --seed 9`` reads the records that chose the rates.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def check_text(records: Sequence[dict[str, Any]]) -> None:
 
 
 def against(records: dict[int, Any], base: dict[int, Any]) -> Paired:
-    """Perplexity against that of `none`, paired by seed.
+    """Perplexity against that of ``base``, paired by seed.
 
     Seeds may have different texts, as the two runs of a pair have the same.
     """
@@ -88,20 +89,24 @@ def by_round(lines: list[dict[str, Any]], seed: int = 0) -> str:
     return tabulate(rows, ["H", *codecs], tablefmt="pipe", missingval=MISSING, stralign="right")
 
 
-def by_cell(lines: list[dict[str, Any]]) -> str:
-    """A row per strategy, world size and compressor, the best first; differences are paired by seed.
+def by_cell(lines: list[dict[str, Any]], base: str = "none") -> str:
+    """A row per strategy, world size and compressor, the best first; differences are from ``base``, paired by seed.
 
-    Only seeds of `none` count: a cell without one, such as one of a learning rate that was tried, has no row.
+    Only seeds of ``base`` count: a cell without one, such as one of a learning rate that was tried, has no row.
 
     Raises:
-        ValueError: If a cell's runs have different learning rates, or a pair's two runs different texts.
+        ValueError: If no run has the label ``base``, a cell's runs have different learning rates, or a pair's two
+            runs different texts.
     """
+    labels = {record["compressor"] for record in lines}
+    if base not in labels:
+        raise ValueError(f"no run of {base!r}; labels: {', '.join(sorted(labels))}")
     found: defaultdict[tuple[str, int, str], dict[int, Any]] = defaultdict(dict)
     for record in lines:
         found[record["strategy"], record["world_size"], record["compressor"]][record["seed"]] = record
-    tests = {cell: against(runs, found.get((*cell[:2], "none"), {})) for cell, runs in found.items()}
+    tests = {cell: against(runs, found.get((*cell[:2], base), {})) for cell, runs in found.items()}
     tests = {cell: test for cell, test in tests.items() if test.n}
-    others = [cell for cell in tests if cell[2] != "none"]
+    others = [cell for cell in tests if cell[2] != base]
     corrected = dict(zip(others, adjusted([tests[cell].p for cell in others]), strict=True))
     rows = []
     for cell, test in tests.items():
@@ -113,7 +118,7 @@ def by_cell(lines: list[dict[str, Any]]) -> str:
             number(ratio, "{:.2f}")
             for ratio in (first["compression_ratio"], first["compression_ratio_steady"], whole_ratio(first))
         ]
-        shared = sorted(records.keys() & found[(*cell[:2], "none")].keys())
+        shared = sorted(records.keys() & found[(*cell[:2], base)].keys())
         ppl = ", ".join(f"{records[seed]['val_ppl']:.2f}" for seed in shared)
         ends = f", {spread(test.n, test.low, test.high, '{:+.1f}')}" if test.n > 1 else ""
         shown = (
@@ -132,7 +137,7 @@ def by_cell(lines: list[dict[str, Any]]) -> str:
         "steady",
         "with parameters",
         "perplexity by seed",
-        "against none",
+        f"against {base}",
         "sees",
         "p (Holm)",
         "within 1 %",
@@ -204,6 +209,7 @@ def main() -> None:
     parser.add_argument("records", type=Path)
     parser.add_argument("--rates", action="store_true", help="perplexity by learning rate")
     parser.add_argument("--rounds", action="store_true", help="local updates by length of a round and codec")
+    parser.add_argument("--against", default="none", metavar="LABEL", help="the label compared with (default: none)")
     parser.add_argument("--ranked_by", type=Path, metavar="RECORDS", help="differences beside those of other records")
     parser.add_argument("--labels", nargs="+", metavar="LABEL", help="rank these only (default: all of both)")
     parser.add_argument("--seed", type=int, metavar="N", help="read the records of this seed only")
@@ -215,7 +221,7 @@ def main() -> None:
         elif args.rounds:
             print(by_round(records))
         else:
-            print(by_rate(records) if args.rates else by_cell(records))
+            print(by_rate(records) if args.rates else by_cell(records, args.against))
     except ValueError as error:
         parser.error(str(error))
 

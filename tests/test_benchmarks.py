@@ -115,6 +115,21 @@ def test_seeds_that_none_lacks_are_left_out(tmp_path):
     ]
 
 
+def test_another_label_than_none_can_be_compared_with(tmp_path):
+    given = {"none": {0: 12.0, 1: 10.0}, "muon": {0: 8.0, 2: 4.0}, "muon-int4": {0: 10.0, 1: 1.0, 2: 5.0}}
+    path = records(tmp_path / "a", given)
+    rows = [line.split("|") for line in quality_table(path, "--against", "muon").splitlines()]
+    assert rows[0][9].strip() == "against muon"
+    assert [[row[n].strip() for n in (3, 8, 9)] for row in rows[2:]] == [
+        ["muon", "8.00, 4.00", "–"],
+        ["muon-int4", "10.00, 5.00", "+25.0 %, +25.0 … +25.0"],
+        ["none", "12.00", "+50.0 %"],
+    ]
+    done = run_table(path, "--against", "mu")
+    assert done.returncode == 2
+    assert "no run of 'mu'; labels: muon, muon-int4, none" in done.stderr
+
+
 def test_rates_are_those_of_one_seed(tmp_path):
     given = {"none-0.012": {9: 11.0, 0: 7.0}, "none": {0: 9.0}}
     lines = quality_table(records(tmp_path / "a", given, lr=0.012), "--rates", "--seed", 9).splitlines()
