@@ -137,6 +137,9 @@ def test_another_label_than_none_can_be_compared_with(tmp_path):
     done = run_table(path, "--against", "mu")
     assert done.returncode == 2
     assert "no run of 'mu'; labels: muon, muon-int4, none" in done.stderr
+    done = run_table(path, "--against", "muon", "--rates")
+    assert done.returncode == 2
+    assert "--rates: not allowed with argument --against" in done.stderr
 
 
 def test_rates_are_those_of_one_seed(tmp_path):
