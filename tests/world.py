@@ -38,6 +38,7 @@ class Failure(NamedTuple):
     when: float
     error: BaseException
     trace: str
+    joined: bool  # the rank had joined its process group
 
 
 def serve(rank: int, connection: Connection) -> None:
@@ -61,11 +62,12 @@ def serve(rank: int, connection: Connection) -> None:
             dist.init_process_group(
                 "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
             )
+            dist.barrier()  # no rank raises, and so closes its connections, while another still connects
             fn, args = pickle.loads(payload)
             answer = pickle.dumps(fn(rank, world_size, dist.group.WORLD, *args))
             dist.barrier()  # no rank leaves while another still talks to it
         except BaseException as error:
-            answer = dump_failure(Failure(time.monotonic(), error, traceback.format_exc()))
+            answer = dump_failure(Failure(time.monotonic(), error, traceback.format_exc(), dist.is_initialized()))
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()  # the ranks that wait for this one fail at once
@@ -85,7 +87,7 @@ def dump_failure(failure: Failure) -> bytes:
 
 
 class Pool:
-    """The ranks' processes: each is started when first needed, all are started again after a hang."""
+    """The ranks' processes: each starts when first needed, all restart after a hang or a group that never formed."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -128,6 +130,8 @@ class Pool:
             connection.send_bytes(message)
         answers = self.collect(world_size, getattr(fn, "__name__", str(fn)))
         failures = [(answer, rank) for rank, answer in enumerate(answers) if isinstance(answer, Failure)]
+        if not all(failure.joined for failure, _ in failures):
+            self.stop()  # torch counts a group that failed to form on some ranks: the next one would have several names
         if failures:
             failure, rank = min(failures, key=lambda entry: entry[0].when)
             failure.error.add_note(f"on rank {rank} of {world_size}:\n{failure.trace}")

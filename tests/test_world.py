@@ -1,0 +1,28 @@
+"""The pool of ranks itself: a failure stays with the test that had it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from world import Pool
+
+
+def summed(rank, world, group):
+    value = torch.tensor(float(rank + 1))
+    dist.all_reduce(value)
+    return value.item()
+
+
+def test_a_group_that_never_forms_does_not_break_the_next_one():
+    """Torch names default groups by a counter, which a failed `init_process_group` leaves behind on the ranks in it."""
+    pool = Pool(3)
+    try:
+        (Path(pool.folder.name) / "run1").mkdir()  # where the ranks would meet
+        with pytest.raises(RuntimeError, match="Is a directory"):
+            pool.run(2, summed, ())
+        assert pool.run(3, summed, ()) == [6.0, 6.0, 6.0]
+    finally:
+        pool.close()
