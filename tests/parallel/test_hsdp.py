@@ -16,13 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 import gradwire
-from gradwire.collectives import IslandReducer, Islands, Layout, Reducer, build_islands
+from gradwire.collectives import IslandReducer, Islands, Reducer, build_islands
 from gradwire.compressors import build
 from gradwire.compressors.schedule import Schedule
 from gradwire.errors import BadInput
 from gradwire.parallel import accumulation, clip_grad_norm, full_state_dict, optimizers, wrap
 from gradwire.parallel.backward import EndOfBackward
-from gradwire.parallel.strategies.fsdp2 import ReduceScatter, groups
+from gradwire.parallel.strategies.fsdp2 import ReduceScatter, groups, take_over_factor
 
 SEED, STEPS = 11, 3
 
@@ -373,12 +373,10 @@ def factors(rank, world, group):
     with pytest.raises(BadInput) as refusal:
         gradwire.hook(model, reducer)
     exact = exact_gradients("even", range(4))
-    for module, parameters in groups(model):
+    for module, members in groups(model):
         module.set_force_sum_reduction_for_comms(True)
-        module.set_gradient_divide_factor(1.0)
-        layout = Layout.dim0([(name, tuple(p.shape)) for name, p in parameters.items()], 2)
-        end = EndOfBackward(reducer.synchronize)
-        module.set_custom_reduce_scatter(ReduceScatter(reducer, layout, end, module, [*parameters.values()]))
+        take_over_factor(module)
+        module.set_custom_reduce_scatter(ReduceScatter(reducer, EndOfBackward(reducer.synchronize), module, members))
     loss_of("even", model, batch_of("even", rank)).backward()
     found = whole_gradients(model)
     return [float(found[name].norm() / exact[name].norm()) for name in exact], str(refusal.value)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from gradwire.collectives.meter import Meter
 from gradwire.collectives.ops import Group
+from gradwire.errors import BadInput
 
 
 class Ranks(NamedTuple):
@@ -34,3 +35,19 @@ def timeout_of(group: Group) -> timedelta:
     assert own is not None
     device = torch.device("cuda" if dist.get_backend(own) == "nccl" else "cpu")
     return own._get_backend(device).options._timeout
+
+
+def check_initialized(what: str) -> None:
+    """Check that there is a process group.
+
+    Args:
+        what: The message's subject, with its article.
+
+    Raises:
+        BadInput: If there is none.
+    """
+    if not dist.is_initialized():
+        raise BadInput(
+            f"{what} needs a process group: call torch.distributed.init_process_group first, in a script that torchrun "
+            f"starts."
+        )

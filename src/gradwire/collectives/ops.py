@@ -7,7 +7,8 @@ See `collectives.meter` for ``purpose`` and the byte counts; the group None is t
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from gradwire.collectives.bytes import sent_all_reduce
 from gradwire.collectives.meter import METER, Meter
+from gradwire.errors import RunFault
 
 Group: TypeAlias = dist.ProcessGroup | None
 
@@ -28,12 +30,31 @@ def nbytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
+@contextmanager
+def called(meter: Meter, op: str, purpose: str, sent: int = 0, **span: Any) -> Iterator[None]:
+    """Meter a collective in the context; one that times out says what users can do about it.
+
+    Raises:
+        RunFault: If another rank did not take part in time.
+    """
+    with meter.span(op, purpose, sent, **span):
+        try:
+            yield
+        except RuntimeError as error:
+            if "timed out" not in str(error).lower():
+                raise
+            raise RunFault(
+                f"{op} ({purpose}) timed out: another rank is gone, or does not make the same calls. Every rank "
+                f"reduces the same gradients in the same order, and every rank calls finish() once per optimizer step."
+            ) from error
+
+
 def all_reduce(
     x: Tensor, op: str = "sum", group: Group = None, purpose: str = "control", meter: Meter = METER
 ) -> Tensor:
     """Reduce ``x`` over the ranks, in place; ``op`` is ``sum``, ``max`` or ``min``. Returns ``x``."""
     sent = sent_all_reduce(nbytes(x), dist.get_world_size(group), dist.get_rank(group))
-    with meter.span("all_reduce", purpose, sent, device=x.device):
+    with called(meter, "all_reduce", purpose, sent, device=x.device):
         dist.all_reduce(x, REDUCTIONS[op], group=group)
     return x
 
@@ -48,7 +69,7 @@ class Pending(NamedTuple):
 
     def wait(self) -> Tensor:
         """Return the reduced tensor, ready on the current stream; only the time of this wait is counted."""
-        with self.meter.span("all_reduce", self.purpose, device=self.x.device, calls=0):
+        with called(self.meter, "all_reduce", self.purpose, device=self.x.device, calls=0):
             self.work.wait()
         return self.x
 
@@ -58,7 +79,7 @@ def all_reduce_async(
 ) -> Pending:
     """Start an `all_reduce`; do not use ``x`` before ``wait`` of the returned `Pending`."""
     sent = sent_all_reduce(nbytes(x), dist.get_world_size(group), dist.get_rank(group))
-    with meter.span("all_reduce", purpose, sent, device=x.device):
+    with called(meter, "all_reduce", purpose, sent, device=x.device):
         work = dist.all_reduce(x, REDUCTIONS[op], group=group, async_op=True)
     return Pending(x, work, purpose, meter)
 
@@ -72,7 +93,7 @@ def all_gather(
     """
     world = dist.get_world_size(group)
     gathered = torch.empty((world, *x.shape), dtype=x.dtype, device=x.device)
-    with meter.span("all_gather", purpose, (world - 1) * nbytes(x), device=x.device):
+    with called(meter, "all_gather", purpose, (world - 1) * nbytes(x), device=x.device):
         if bulk and x.device.type == "cpu":
             _chunked([x.view(-1)] * world, list(gathered.view(world, -1)), group)
         else:
@@ -83,7 +104,7 @@ def all_gather(
 def reduce_scatter(x: Tensor, group: Group = None, purpose: str = "control", meter: Meter = METER) -> Tensor:
     """Sum this rank's row of ``x`` over the ranks: ``[world, n]`` to ``[n]``, in the precision of ``x``."""
     own = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
-    with meter.span("reduce_scatter", purpose, (x.shape[0] - 1) * nbytes(own), device=x.device):
+    with called(meter, "reduce_scatter", purpose, (x.shape[0] - 1) * nbytes(own), device=x.device):
         dist.reduce_scatter_tensor(own, x.view(-1), group=group)
     return own
 
@@ -113,7 +134,7 @@ def all_to_all(
         uint8 ``[sum(sizes_in)]``, the parts in rank order.
     """
     received = torch.empty(sum(sizes_in), dtype=x.dtype, device=x.device)
-    with meter.span("all_to_all", purpose, x.numel() - sizes_out[dist.get_rank(group)], device=x.device):
+    with called(meter, "all_to_all", purpose, x.numel() - sizes_out[dist.get_rank(group)], device=x.device):
         if bulk and x.device.type == "cpu":
             _chunked(x.split(list(sizes_out)), received.split(list(sizes_in)), group)
         else:
@@ -147,7 +168,7 @@ def broadcast(
 ) -> Tensor:
     """Copy group rank ``source``'s ``x`` to all ranks, in place; the source counts the bytes. Returns ``x``."""
     sent = (dist.get_world_size(group) - 1) * nbytes(x) if dist.get_rank(group) == source else 0
-    with meter.span("broadcast", purpose, sent, device=x.device):
+    with called(meter, "broadcast", purpose, sent, device=x.device):
         dist.broadcast(x, group=group, group_src=source)
     return x
 
@@ -156,6 +177,6 @@ def gather_objects(value: Any, group: Group = None, meter: Meter = METER) -> lis
     """Return every rank's ``value``, in rank order, on every rank; for measurements at the end of a run."""
     world = dist.get_world_size(group)
     gathered: list[Any] = [None] * world
-    with meter.span("all_gather", "control", (world - 1) * len(pickle.dumps(value))):
+    with called(meter, "all_gather", "control", (world - 1) * len(pickle.dumps(value))):
         dist.all_gather_object(gathered, value, group=group)
     return gathered

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from enum import IntEnum
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from gradwire.collectives.codec import Codec
 from gradwire.collectives.compression_error import Reduced
 from gradwire.collectives.exchange import Exchange
 from gradwire.collectives.gather import Gather
-from gradwire.collectives.group import Ranks
+from gradwire.collectives.group import Ranks, check_initialized
 from gradwire.collectives.layout import Layout
 from gradwire.collectives.meter import METER, Meter
 from gradwire.collectives.native import Native
@@ -37,7 +38,7 @@ from gradwire.compressors.base import Compressor
 from gradwire.compressors.exempt import Exempt
 from gradwire.compressors.reduction import ReducerOptions
 from gradwire.compressors.schedule import Schedule
-from gradwire.errors import BadInput, NonFiniteGradient, unknown
+from gradwire.errors import BadInput, NonFiniteGradient, RunFault, unknown
 
 ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in (Exchange, Gather, Native)}
 NOTHING = Exempt()
@@ -77,6 +78,28 @@ def check_algorithm(compressor: Compressor, schedule: Schedule | None, options: 
         raise BadInput("granularity row encodes rows, and algorithm native sums parameters; take exchange.")
 
 
+class Watch(Protocol):
+    """Compares what a model, or a part of one, needs with what is reduced."""
+
+    @property
+    def names(self) -> set[str]:
+        """The parameters that it watches."""
+
+    def begun(self, layout: Layout) -> None:
+        """Take notice of a reduction."""
+
+    def finish(self) -> list[str] | None:
+        """End the step; return the parameters that need a reduction and had none, or None if nothing was reduced."""
+
+
+class Met(IntEnum):
+    """The worst that a rank met in an optimizer step."""
+
+    NOTHING = 0
+    NONFINITE = 1
+    UNREDUCED = 2
+
+
 class Reducer:
     """Reduces flat gradient buffers; one per run and rank, and every rank makes the same calls in the same order.
 
@@ -109,7 +132,6 @@ class Reducer:
         loss_scale: What the loss of the present step is multiplied by, as by `torch.amp.GradScaler`; 1 at first. Set it
             before the backward pass. What is encoded and kept are gradients of the unscaled loss, so it may change
             from step to step; the means that the framework gets back are scaled again.
-        watch: Called as each reduction begins; None at first.
 
     Raises:
         BadInput: If an option has a value that it does not take, or does not go with the compressor.
@@ -135,6 +157,7 @@ class Reducer:
         nonfinite: str = "raise",
         seed: int = 0,
     ) -> None:
+        check_initialized("a Reducer")
         compressor = as_compressor(compressor)
         options = ReducerOptions.of(
             error_feedback=error_feedback,
@@ -159,7 +182,8 @@ class Reducer:
         self.overlap = overlap
         self.nonfinite = nonfinite
         self.loss_scale = 1.0
-        self.watch: Callable[[], object] | None = None
+        self._watches: list[Watch] = []
+        self._claimed: set[str] = set()  # parameters whose residuals and states this reducer keeps
         self.meter = Meter(METER)
         kept_for = {**dict(options), "compressor": schedule or compressor, "seed": seed}
         self._options = {option: repr(value) for option, value in kept_for.items() if option not in FREE}
@@ -198,6 +222,28 @@ class Reducer:
         """
         if self.algorithm == "auto":
             self.algorithm = self._chosen(kind, numel)
+
+    def claim(self, names: Collection[str]) -> None:
+        """Reserve parameters for one model: what is kept for them must not serve another one.
+
+        Raises:
+            BadInput: If a model that this reducer was given before has a parameter of the same name.
+        """
+        if taken := self._claimed.intersection(names):
+            raise BadInput(
+                f"the reducer has averaged another model with the same parameters ({min(taken)}, …), and keeps "
+                f"residuals and states by name: build a reducer for each model."
+            )
+        self._claimed |= {*names}
+
+    def watch(self, watch: Watch) -> None:
+        """Have `finish` check that all of a model was reduced; several parts of a model may be watched.
+
+        Raises:
+            BadInput: As `claim`.
+        """
+        self.claim(watch.names)
+        self._watches.append(watch)
 
     def reduce_scatter(self, flat: Tensor, layout: Layout | str) -> Tensor:
         """This rank's row of the mean over the ranks: `begin_reduce_scatter`, and wait."""
@@ -287,13 +333,21 @@ class Reducer:
 
         Raises:
             NonFiniteGradient: On all ranks alike, under ``raise``.
+            RunFault: If nothing was reduced in this step, or on any rank a parameter has a gradient that was not: the
+                framework no longer calls the reducer for it. A step is not ended twice.
             Exception: What a reduction raised.
         """
         if wait:
             self.synchronize()
         finished = self.step
+        unreduced = self._unreduced()
         self.advance()
-        if self.world == 1 or self._agreed_finite(total):
+        if self.world == 1:
+            return True
+        met = self._agreed(total, unreduced)
+        if met == Met.UNREDUCED:
+            raise RunFault(self._described(unreduced), step=finished)
+        if met == Met.NOTHING:
             return True
         self._traffic.counts["nonfinite_steps"] += 1
         if self.nonfinite == "raise":
@@ -363,8 +417,8 @@ class Reducer:
             if then is not None:
                 then(mean)
             return finished(mean)
-        if self.watch is not None:
-            self.watch()
+        for watch in self._watches:
+            watch.begun(layout)
         self.prepare(kind, sum(piece.numel for piece in layout.pieces))
         if self._device is None:
             self._device = flat.device
@@ -426,16 +480,48 @@ class Reducer:
         layout.check(flat)
         return flat, layout
 
-    def _agreed_finite(self, total: Tensor | None) -> bool:
-        """Whether no rank met a value that is not finite since the last call; the same answer on all ranks."""
+    def _unreduced(self) -> list[str]:
+        """End the watched model's step: the parameters whose gradients this rank should not use.
+
+        Raises:
+            RunFault: If nothing was reduced; as ranks reduce together, this is so on all of them.
+        """
+        parts = [watch.finish() for watch in self._watches] if self.world > 1 else []
+        unreduced = [name for part in parts for name in part or ()]
+        if None in parts:
+            raise RunFault(
+                f"finish() of optimizer step {self.step + 1}, but no gradient was reduced since the step before: call "
+                f"it once per optimizer step, after a backward pass through the model that has the reducer (not "
+                f"through a copy or its inner module), outside of no_sync, and wrap a model again after converting it.",
+                step=self.step,
+            )
+        return unreduced
+
+    def _agreed(self, total: Tensor | None, unreduced: list[str]) -> Met:
+        """The worst that any rank met since the last call; the same answer on all ranks."""
         flag = self.codec.flag
         if flag is None:  # no gradient was reduced yet
             device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
             flag = torch.zeros(1, dtype=torch.uint8, device=device if total is None else total.device)
-        if total is None:
-            met = ops.all_reduce(flag.clone(), "max", self.everyone, "agreement", self.meter)
-        else:
-            met = ops.all_reduce(torch.cat([flag.float(), total]), "sum", self.everyone, "agreement", self.meter)
-            total.copy_(met[1:])
+        own = flag.clone()  # 1 is `Met.NONFINITE`
         flag.zero_()
-        return not bool(met[0])
+        if total is None:
+            if unreduced:
+                own.fill_(Met.UNREDUCED)
+            return Met(int(ops.all_reduce(own, "max", self.everyone, "agreement", self.meter)))
+        many = dist.get_world_size(self.everyone) + 1  # more than all ranks' flags
+        summed = torch.cat([own.float() + many * bool(unreduced), total])
+        summed = ops.all_reduce(summed, "sum", self.everyone, "agreement", self.meter)
+        total.copy_(summed[1:])
+        return Met(min(int(summed[0]), Met.NONFINITE)) if summed[0] < many else Met.UNREDUCED
+
+    def _described(self, unreduced: list[str]) -> str:
+        """The message about parameters that were not reduced, from all ranks; every rank calls this."""
+        by_rank = {rank: names for rank, names in enumerate(ops.gather_objects(unreduced, self.everyone)) if names}
+        rank, names = next(iter(by_rank.items()))
+        return (
+            f"optimizer step {self.step}: on rank{'s' if len(by_rank) > 1 else ''} {', '.join(map(str, by_rank))}, "
+            f"{len(names)} parameters have gradients that were not reduced (on rank {rank}: {', '.join(names[:3])}"
+            f"{', …' if len(names) > 3 else ''}). Was a parameter replaced, converted or unfrozen after the reducer "
+            f"was attached, or is a backward pass around it or in no_sync?"
+        )

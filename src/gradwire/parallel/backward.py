@@ -22,16 +22,18 @@ class EndOfBackward:
 
     def __init__(self, call: Callable[[], object]) -> None:
         self.call = call
-        self._backward = -1  # autograd's id of the current pass
+        self._backward = -1  # autograd's id of the last pass
 
     def expect(self) -> bool:
         """Call the function at the end of the current pass; called from a gradient hook.
 
         Returns:
-            Whether this is the first call in the current pass. An exception may have interrupted the previous one.
+            Whether there is such a pass. Outside of one, as `torch.distributed.pipelining` reduces gradients, nobody
+            waits later, so the hook must.
         """
-        if self._backward == (backward := torch._C._current_graph_task_id()):
+        if not in_backward():
             return False
-        self._backward = backward
-        Variable._execution_engine.queue_callback(self.call)
+        if self._backward != (backward := torch._C._current_graph_task_id()):
+            self._backward = backward
+            Variable._execution_engine.queue_callback(self.call)
         return True

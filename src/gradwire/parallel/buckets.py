@@ -106,6 +106,11 @@ class BucketReduction:
         self.gradients[name] = gradient
         self.launcher.ready(name)
 
+    @property
+    def complete(self) -> bool:
+        """Whether all gradients were added."""
+        return self.launcher.launched == len(self.launcher.buckets)
+
     def settle(self) -> None:
         """Wait until all gradients that were added are means, and start over.
 

@@ -17,9 +17,10 @@ from gradwire.collectives import Layout, Reducer
 from gradwire.collectives.reducer import check_options
 from gradwire.compressors import as_compressor
 from gradwire.compressors.base import Compressor
+from gradwire.errors import RunFault
 from gradwire.parallel.agreement import check_agreement, parameters_of
 from gradwire.parallel.names import trainable
-from gradwire.parallel.strategy import check_unprepared
+from gradwire.parallel.strategy import check_gradients, check_unprepared
 
 
 class DDPHookState:
@@ -35,7 +36,7 @@ class DDPHookState:
         self._shapes = shapes
         self._make = make
         self._reducer: Reducer | None = None
-        self._layout: Layout | None = None
+        self._layout = Layout(1, 0, ())  # of the parameters that DDP reduces; from the first pass on
         self._gradients: dict[str, Tensor] = {}
         self._waiting: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
 
@@ -45,7 +46,7 @@ class DDPHookState:
         if self._reducer is None:
             reducer = self._make()
             reducer.prepare("all_reduce", sum(torch.Size(shape).numel() for _, shape in self._shapes.values()))
-            self._reducer, self._layout = reducer, Layout.dim0(list(self._shapes.values()), reducer.world)
+            self._reducer = reducer
         return self._reducer
 
     def state_dict(self) -> dict[str, Any]:
@@ -59,21 +60,31 @@ class DDPHookState:
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Take a bucket; with the last one reduce them all, so that the result does not depend on DDP's bucket plan."""
         reducer, buffer = self.reducer, bucket.buffer()
+        if bucket.index() == 0:  # an exception may have interrupted the previous pass
+            self._waiting.clear()
+            self._gradients.clear()
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+            if id(parameter) not in self._shapes:
+                raise RunFault("DDP reduces a parameter that the model did not have, or was frozen, at ddp_hook.")
             self._gradients[self._shapes[id(parameter)][0]] = gradient
         devices = None if buffer.device.type == "cpu" else [buffer.device]
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         self._waiting.append((future, buffer))
         if bucket.is_last():
-            assert self._layout is not None
-            mean = reducer.all_reduce(self._layout.pack(self._gradients), self._layout)
-            self._layout.unpack(mean, self._gradients)
+            layout = self._layout_of(reducer.world)
+            layout.unpack(reducer.all_reduce(layout.pack(self._gradients), layout), self._gradients)
             reducer.finish()
             for waiting, reduced in self._waiting:
                 waiting.set_result(reduced)
             self._waiting.clear()
             self._gradients.clear()
         return future
+
+    def _layout_of(self, world: int) -> Layout:
+        """The layout of the gradients, in the model's order; DDP may ignore some of the parameters."""
+        if self._layout.parameters.keys() != self._gradients.keys():
+            self._layout = Layout.dim0([each for each in self._shapes.values() if each[0] in self._gradients], world)
+        return self._layout
 
 
 def reduce_bucket(state: DDPHookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -98,13 +109,14 @@ def ddp_hook(
         The state, whose ``state_dict`` belongs in a checkpoint, and the function.
 
     Raises:
-        BadInput: If the compressor or an option is unknown or invalid, or `wrap` has prepared the model; at the first
-            backward pass, if ranks differ.
+        BadInput: If the compressor or an option is unknown or invalid, `wrap` has prepared the model, or its gradients
+            are sparse or complex; at the first backward pass, if ranks differ.
     """
     options = {"nonfinite": "propagate", **options}
     chosen = as_compressor(compressor)
     check_options(chosen, **options)
     check_unprepared(model, DistributedDataParallel)
+    check_gradients(model)
     shapes = {id(each): (name, tuple(each.shape)) for name, each in trainable(model).items()}
     parameters = parameters_of(model)  # not the model: the state would keep DDP alive, and DDP the state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
@@ -18,6 +19,7 @@ from gradwire.collectives.reducer import Kind
 from gradwire.collectives.replica import Replica
 from gradwire.errors import BadInput
 from gradwire.parallel import mesh
+from gradwire.parallel.names import inside, named_parameters, trainable, unwrapped
 
 
 class Strategy(ABC):
@@ -96,6 +98,14 @@ class Strategy(ABC):
             BadInput: If this version of torch does not support it.
         """
 
+    def averaged(self, wrapped: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the parameters whose gradients are averaged, as they are now, by name."""
+        return trainable(wrapped)
+
+    def held_back(self, wrapped: nn.Module) -> list[str]:
+        """Return the parameters with a gradient that the framework keeps where an optimizer does not see it."""
+        return []
+
     def reduced_numel(self, wrapped: nn.Module) -> int:
         """Return the number of elements that the framework itself would reduce in a step, padding included."""
         return sum(parameter.numel() for parameter in wrapped.parameters() if parameter.requires_grad)
@@ -111,6 +121,9 @@ class Strategy(ABC):
     @abstractmethod
     def accumulation(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[object]:
         """See `parallel.accumulation`."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:  # noqa: B027  of None there is nothing to say
+        """Return None: a copy of a wrapped model, such as an average of its weights, is not wrapped."""
 
 
 def attach(wrapped: nn.Module, strategy: Strategy) -> None:
@@ -134,6 +147,38 @@ def check_unprepared(model: nn.Module, *wrappers: type) -> None:
                 f"{type(module).__name__} is prepared already, by gradwire.wrap with strategy "
                 f"{strategy_of(module).name}: pass a model that is not."
             )
+
+
+def check_gradients(model: nn.Module) -> None:
+    """Check that a reducer can average all gradients of a model; warn if it loses precision.
+
+    Raises:
+        BadInput: If a gradient is complex or sparse: a reducer averages dense vectors of real numbers.
+    """
+    for name, module in inside(model).named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise BadInput(
+                f"{unwrapped(name) or type(module).__name__} has sparse gradients, and a reducer averages dense ones: "
+                f"build it with sparse=False."
+            )
+    trained = {name: p for name, p in named_parameters(model) if p.requires_grad}
+    for name, parameter in trained.items():
+        if parameter.is_complex():
+            raise BadInput(
+                f"{name} is {shown_type(parameter)}, and a reducer averages real gradients: store its real and "
+                f"imaginary part (torch.view_as_real), and combine them in forward (torch.view_as_complex)."
+            )
+    if wide := [name for name, parameter in trained.items() if parameter.dtype == torch.float64]:
+        warnings.warn(
+            f"gradients travel as float32 at most, and {len(wide)} parameters are float64 ({wide[0]}, …): their means "
+            f"are rounded to float32.",
+            stacklevel=3,
+        )
+
+
+def shown_type(parameter: nn.Parameter) -> str:
+    """Return a parameter's type as text."""
+    return str(parameter.dtype).removeprefix("torch.")
 
 
 def strategy_of(wrapped: nn.Module) -> Strategy:

@@ -6,6 +6,7 @@ import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -16,17 +17,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.collectives import IslandReducer, Islands, Reducer
 from gradwire.collectives.bytes import raw_all_gather, raw_all_reduce, raw_reduce_scatter
+from gradwire.collectives.group import check_initialized
 from gradwire.errors import BadInput, unknown
 from gradwire.parallel.agreement import check_agreement, parameters_of
-from gradwire.parallel.forgotten import ForgottenFinish
-from gradwire.parallel.names import compiled_in_place
+from gradwire.parallel.completeness import Completeness
+from gradwire.parallel.names import COMPILED, compiled_in_place
 from gradwire.parallel.strategies.ddp import DDP
 from gradwire.parallel.strategies.fsdp2 import FSDP2, check_sharded
 from gradwire.parallel.strategies.hsdp import HSDP
-from gradwire.parallel.strategy import Strategy, attach, check_unprepared, strategy_of
+from gradwire.parallel.strategy import Strategy, attach, check_gradients, check_unprepared, strategy_of
 from gradwire.topology import STRATEGIES, sharded_islands
 
-HOOKED = "gradwire_hooked"  # the attribute of a model that has a reducer
+HOOKED: WeakSet[nn.Module] = WeakSet()  # the models that have a reducer; their copies have none
 WRAPPERS: dict[type, type[Strategy]] = {DistributedDataParallel: DDP, FSDPModule: FSDP2}
 
 
@@ -75,14 +77,17 @@ def wrap(
 
     Raises:
         BadInput: If the strategy or an option is unknown, the model is already wrapped or sharded, the strategy does
-            not support ``average=False``, this version of torch does not support the reducer, or ranks differ in the
-            model, the strategy, an option or the reducer.
+            not support ``average=False``, the reducer has averaged another model, gradients are sparse or complex, this
+            version of torch does not support the reducer, or ranks differ in the model, the strategy, an option or the
+            reducer.
     """
     device = next(model.parameters()).device if device is None else torch.device(device)
     kind = strategy_class(strategy)
+    check_initialized("gradwire.wrap")
+    check_plain(model)
     if reducer is not None:
         check_reducer(reducer)
-    check_plain(model)
+        check_gradients(model)
     model = compiled_in_place(model)
     known = known_options(kind)
     for option in options.keys() - known:
@@ -141,19 +146,22 @@ def hook(wrapped: nn.Module, reducer: Reducer) -> None:
         reducer: Averages the gradients; its group must be the one that the model was wrapped with.
 
     Raises:
-        BadInput: For another model or group, a model that has a reducer, if ranks differ in the model or the reducer,
-            or if this version of torch does not support the reducer.
+        BadInput: For another model or group, a model that has a reducer, a reducer that has averaged another model, or
+            gradients that are sparse or complex; if ranks differ in the model or the reducer; or if this version of
+            torch does not support the reducer.
     """
     check_reducer(reducer)
+    wrapped = getattr(wrapped, COMPILED, wrapped)  # torch.compile's module calls the one that it holds
     kind = next((kind for framework, kind in WRAPPERS.items() if isinstance(wrapped, framework)), None)
     if kind is None:
         raise BadInput(
             f"{type(wrapped).__name__} is neither a DistributedDataParallel nor an FSDP2 model (fully_shard); "
             f"use gradwire.wrap instead."
         )
-    if getattr(wrapped, HOOKED, False):
+    if wrapped in HOOKED:
         raise BadInput("the model has a reducer already: wrap it again to use another one.")
     check_unprepared(wrapped, *WRAPPERS)
+    check_gradients(wrapped)
     check_ranks(wrapped, reducer)
     check_agreement(reducer.group, reducer, parameters_of(wrapped), strategy=kind.name)
     device = next(wrapped.parameters()).device
@@ -209,11 +217,11 @@ def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
 def attach_reducer(reducer: Reducer, wrapped: nn.Module, way: Strategy, numel: int) -> None:
     """Prepare the reducer for ``numel`` trainable elements, and replace the framework's reduction with it."""
     if reducer.world > 1:
+        if way.averages:  # else an optimizer communicates, and finishes
+            reducer.watch(Completeness(wrapped, way))
         way.prepare(reducer, numel)
         way.hook(wrapped, reducer)
-        if way.averages:  # else an optimizer communicates, and finishes
-            reducer.watch = ForgottenFinish(reducer, list(wrapped.parameters()))
-    setattr(wrapped, HOOKED, True)
+    HOOKED.add(wrapped)
 
 
 def trainable_numel(model: nn.Module) -> int:

@@ -60,14 +60,20 @@ class BucketManager(Replicas):
         self.launcher = Launcher((), self.start)
         self.reduction: BucketReduction | None = None
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Broadcast rank 0's weights, register the gradient hooks, and plan the buckets."""
-        model = super().wrap(model)
-        buckets = plan(self.parameters, self.bucket_mb)
+    def adopt(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Average the gradients of these parameters from now on, in new buckets."""
+        super().adopt(parameters)
+        buckets = plan(parameters, self.bucket_mb)
         self.buckets = list(map(Bucket, buckets))
         self.bucket_of = {name: bucket for bucket in self.buckets for name in bucket.parameters}
         self.launcher = Launcher(buckets, self.start)
-        return model
+        self.reduction = None if self.reducer is None else BucketReduction(self.reducer, buckets)
+
+    def changed_parameters(self, parameters: dict[str, nn.Parameter]) -> bool:
+        """Whether others, or other types of them, must be adopted."""
+        return super().changed_parameters(parameters) or any(
+            self.bucket_of[name].buffer.dtype != parameter.dtype for name, parameter in parameters.items()
+        )
 
     def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
         """Average with the reducer from now on."""

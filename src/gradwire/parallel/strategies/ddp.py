@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -9,13 +10,14 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.collectives import Reducer
 from gradwire.collectives.ops import Group
-from gradwire.parallel.backward import EndOfBackward
+from gradwire.errors import RunFault
 from gradwire.parallel.buckets import BUCKET_MB, MB, BucketReduction, plan
-from gradwire.parallel.names import trainable
+from gradwire.parallel.names import trainable, unwrapped
 from gradwire.parallel.strategy import Strategy
 
 PARTS = 4  # buckets that DDP makes of one of ours, so that ours are complete early
@@ -68,13 +70,27 @@ class DDP(Strategy):
         wrapped.bucket_bytes_cap = max(wrapped.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
         return wrapped
 
+    def averaged(self, wrapped: nn.Module) -> dict[str, nn.Parameter]:
+        """Return DDP's own parameters: without those that it was told to ignore, or reduces later itself."""
+        assert isinstance(wrapped, DistributedDataParallel)
+        ignored = wrapped.parameters_to_ignore
+        held = {name: p for name, p in wrapped.module.named_parameters() if p.requires_grad}
+        # DDP looks up a parameter of the root with a dot before its name, so it ignores none of them
+        return {unwrapped(name): p for name, p in held.items() if "." not in name or name not in ignored}
+
     def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
         """Register a hook that hands the gradients to the reducer."""
         assert isinstance(wrapped, DistributedDataParallel)
-        buckets = HookedBuckets(reducer, trainable(wrapped), self.bucket_mb, self.device)
+        buckets = HookedBuckets(reducer, self.averaged(wrapped), self.bucket_mb, self.device)
+        owner = weakref.proxy(wrapped)  # DDP holds the hook, where the garbage collector does not see it
 
         # DDP requires the name of the second argument, and rejects string annotations, as these become.
         def reduce_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+            if owner._join_config.enable:
+                raise RunFault(
+                    "DistributedDataParallel.join does not go with a reducer: ranks that have no inputs left take no "
+                    "optimizer steps. Give all ranks equally many batches, or use gradwire.ddp_hook."
+                )
             return buckets.take(bucket)
 
         reduce_bucket.__annotations__.clear()
@@ -108,17 +124,30 @@ class HookedBuckets:
         self.reduction = BucketReduction(reducer, plan(parameters, bucket_mb), self.release)
         self.devices = None if device.type == "cpu" else [device]
         self.taken: dict[str, Taken] = {}  # by the name of a gradient that is not averaged yet
-        self.end = EndOfBackward(self.reduction.settle)
 
     def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Take a bucket of DDP's; the future completes with its buffer when all of its gradients are means."""
-        if self.end.expect():
+        """Take a bucket of DDP's; the future completes with its buffer when all of its gradients are means.
+
+        Raises:
+            RunFault: On all ranks, if DDP reduces other parameters than when the reducer was attached. DDP waits for
+                its futures without end, so none may be left over.
+        """
+        if bucket.index() == 0:
             self.reduction.settle()  # if an exception interrupted the previous pass
-        names = [self.names[id(parameter)] for parameter in bucket.parameters()]
+            self.taken.clear()
+        names = [self.names.get(id(parameter), "") for parameter in bucket.parameters()]
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=self.devices)
         self.taken |= dict.fromkeys(names, Taken(future, bucket.buffer(), len(names)))
-        for name, gradient in zip(names, bucket.gradients(), strict=True):
-            self.reduction.add(name, gradient)
+        if "" not in names:
+            for name, gradient in zip(names, bucket.gradients(), strict=True):
+                self.reduction.add(name, gradient)
+        if "" in names or (bucket.is_last() and not self.reduction.complete):
+            raise RunFault(
+                "DDP does not reduce the parameters that it had when the reducer was attached: wrap the model again, "
+                "and attach a reducer to it."
+            )
+        if bucket.is_last():  # in a nested pass, if activation checkpointing is reentrant
+            Variable._execution_engine.queue_callback(self.reduction.settle)
         return future
 
     def release(self, names: Collection[str]) -> None:

@@ -77,9 +77,9 @@ def reduce_block(state: HookState, gradient: Tensor, shard: Tensor) -> None:
 
     It is filled until the end of the backward pass, unless FSDP1 reads it at once.
     """
-    state.end.expect()
+    later = state.end.expect()
     handle = state.reducer.begin_reduce_scatter(gradient, state.layout, shard.copy_)
-    if read_at_once(state, shard):
+    if not later or read_at_once(state, shard):
         handle.wait()
 
 

@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import cache, partial
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from gradwire.collectives import Layout, Reducer
 from gradwire.collectives.ops import Group
 from gradwire.collectives.parameters import ParameterGather
 from gradwire.collectives.replica import Replica
-from gradwire.errors import BadInput
+from gradwire.errors import BadInput, RunFault
 from gradwire.parallel.backward import EndOfBackward, in_backward
 from gradwire.parallel.mesh import local
 from gradwire.parallel.names import named_parameters, trainable
 from gradwire.parallel.strategy import Strategy, blocks
 
+Members = Mapping[str, Any]  # FSDP2's private parameters by name, in buffer order
 ONE_TYPE = MixedPrecisionPolicy()  # the default: everything in the parameters' own type
 NEEDED = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor")
 
@@ -81,14 +83,23 @@ class FSDP2(Strategy):
         check_offered("a compressor", *NEEDED)
         check_sharded(wrapped, reducer)
         end = EndOfBackward(reducer.synchronize)
-        for module, parameters in groups(wrapped):
-            if shapes := [(name, tuple(p.shape)) for name, p in parameters.items() if p.requires_grad]:
-                # The reducer divides once; the framework must neither divide nor average.
-                module.set_force_sum_reduction_for_comms(True)
-                module.set_gradient_divide_factor(1.0)
-                reduce_unused(module)
-                layout = Layout.dim0(shapes, reducer.world)
-                module.set_custom_reduce_scatter(ReduceScatter(reducer, layout, end, module, [*parameters.values()]))
+        for module, members in groups(wrapped):
+            # The reducer divides once; the framework must neither divide nor average.
+            module.set_force_sum_reduction_for_comms(True)
+            take_over_factor(module)
+            reduce_unused(module)
+            module.set_custom_reduce_scatter(ReduceScatter(reducer, end, module, members))
+        wrapped.register_forward_pre_hook(check_not_interrupted, prepend=True)  # before the framework's own
+
+    def held_back(self, wrapped: nn.Module) -> list[str]:
+        """Return the parameters with a gradient that was not reduced, as `set_requires_gradient_sync` leaves it."""
+        return [
+            name
+            for _, members in groups(wrapped)
+            for name, member in members.items()
+            if hasattr(member, "_unsharded_param")  # from the first forward pass on
+            and (member.unsharded_param.grad is not None or member.unsharded_accumulated_grad is not None)
+        ]
 
     def reduced_numel(self, wrapped: nn.Module) -> int:
         """Count parameters padded to a multiple of W rows."""
@@ -128,7 +139,7 @@ def reduce_unused(module: FSDPModule) -> None:
         """Watch the gathered parameters: they exist from the first forward pass on."""
         if not torch.is_grad_enabled():
             return
-        members = fully_shard.state(module)._fsdp_param_group.fsdp_params  # type: ignore[attr-defined]
+        members = parameter_group(module).fsdp_params
         fill(any(one.unsharded_param.grad is not None or one.unsharded_accumulated_grad is not None for one in members))
         for gathered in {one.unsharded_param for one in members if one.unsharded_param.requires_grad} - watched:
             gathered.register_post_accumulate_grad_hook(lambda _: fill(True))
@@ -152,14 +163,12 @@ class ReduceScatter(Collective):
     of it, and it is filled until the end of the backward pass.
     """
 
-    def __init__(
-        self, reducer: Reducer, layout: Layout, end: EndOfBackward, module: FSDPModule, parameters: list[nn.Parameter]
-    ) -> None:
+    def __init__(self, reducer: Reducer, end: EndOfBackward, module: FSDPModule, members: Members) -> None:
         self.reducer = reducer
-        self.layout = layout
         self.end = end
         self.module = module
-        self.parameters = parameters
+        self.members = members
+        self.layout = cache(partial(Layout.dim0, world=reducer.world))
 
     def __call__(
         self,
@@ -169,26 +178,80 @@ class ReduceScatter(Collective):
         op: object,
         async_op: bool = False,
     ) -> None:
-        """Write this rank's row of the mean; ``op`` is sum, because FSDP2 is set to not divide."""
-        self.end.expect()
-        handle = self.reducer.begin_reduce_scatter(input_tensor, self.layout, output_tensor.copy_)
-        if self.read_at_once(output_tensor):
+        """Write this rank's row of the mean, or of the sum divided by the factor that the model's owner has set."""
+        taken_over = take_over_factor(self.module)
+        # A factor that was set since the last reduction is FSDP2's to apply to this one, unless by the collective.
+        divides = not taken_over and op == dist.ReduceOp.SUM
+        factor = 1.0 if divides else divide_factor(self.module)
+        scale = 1.0 if factor is None else self.reducer.world / factor
+
+        def deliver(mean: Tensor) -> None:
+            output_tensor.copy_(mean if scale == 1 else mean * scale)
+
+        later = self.end.expect()
+        layout = self.layout(tuple(trained_shapes(self.members).items()))  # parameters may be frozen and unfrozen
+        handle = self.reducer.begin_reduce_scatter(input_tensor, layout, deliver)
+        if divides or not later or self.read_at_once(output_tensor):
             handle.wait()
 
     def read_at_once(self, output: Tensor) -> bool:
         """Whether FSDP2 adds the output to gradients, converts or moves it, or gives it to a user's hook."""
-        group = fully_shard.state(self.module)._fsdp_param_group  # type: ignore[attr-defined]
-        return group._all_reduce_hook is not None or gradients_read_at_once(self.parameters, output)
+        return parameter_group(self.module)._all_reduce_hook is not None or gradients_read_at_once(self.members, output)
 
 
-def gradients_read_at_once(parameters: Sequence[nn.Parameter], output: Tensor) -> bool:
+def gradients_read_at_once(members: Members, output: Tensor) -> bool:
     """Whether FSDP2 adds a block's reduced shard to gradients, converts or moves it, or gives it to a user's hook."""
     return any(
         p.grad is not None
         or getattr(p, "_post_accumulate_grad_hooks", None)
         or (p.dtype, p.device) != (output.dtype, output.device)
-        for p in parameters
+        for p in (member.sharded_param for member in members.values())
     )
+
+
+class TakenOver(float):
+    """A divide factor of 1 for FSDP2, whose own division would wait for each reduction; the reducer applies the given.
+
+    Attributes:
+        given: The factor that the model's owner has set, which divides the sum of gradients; None: the number of ranks.
+    """
+
+    given: float | None
+
+    def __new__(cls, given: float | None) -> Self:
+        """Make the factor."""
+        factor = super().__new__(cls, 1.0)
+        factor.given = given
+        return factor
+
+
+def divide_factor(module: FSDPModule) -> float | None:
+    """Return what divides the sum of a group's gradients, as the model's owner has set it; None: the ranks."""
+    factor: float | None = parameter_group(module).gradient_divide_factor
+    return factor.given if isinstance(factor, TakenOver) else factor
+
+
+def take_over_factor(module: FSDPModule) -> bool:
+    """Take the division of a group's gradients over from FSDP2; return whether that was done before."""
+    if isinstance(parameter_group(module).gradient_divide_factor, TakenOver):
+        return True
+    module.set_gradient_divide_factor(TakenOver(divide_factor(module)))
+    return False
+
+
+@torch.compiler.disable
+def check_not_interrupted(module: nn.Module, _: object) -> None:
+    """Check that an exception did not interrupt the last backward pass: its gradients would be added to the next ones.
+
+    Raises:
+        RunFault: If one did.
+    """
+    context = fully_shard.state(module)._state_ctx  # type: ignore[attr-defined]
+    if context.post_backward_final_callback_queued and not in_backward():
+        raise RunFault(
+            "an exception interrupted the last backward pass, and FSDP2 still has its gradients: call the model's "
+            "reset_iter_state() and zero_grad() where the exception is caught."
+        )
 
 
 class AllGather(Collective):
@@ -261,11 +324,12 @@ def compress_parameters(
                 f"or train all parameters."
             )
     replicas: dict[str, Replica] = {}
-    for module, parameters in groups(wrapped):
-        layout = Layout.dim0([(name, tuple(p.shape)) for name, p in parameters.items()], gather.ranks.world)
-        first = next(iter(parameters))
+    for module, members in groups(wrapped):
+        shapes = [(name, tuple(member.sharded_param.shape)) for name, member in members.items()]
+        layout = Layout.dim0(shapes, gather.ranks.world)
+        first = next(iter(members))
         if gather.encoding.differences and gather.ranks.world > 1:
-            shards = {name: local(parameter) for name, parameter in parameters.items()}
+            shards = {name: local(member.sharded_param) for name, member in members.items()}
             replicas[first] = Replica(gather, layout, shards)
         module.set_custom_all_gather(AllGather(gather, layout, module, replicas.get(first), unchanged))
     wrapped.register_forward_pre_hook(reshard_evaluated, prepend=True)  # before the framework's own
@@ -307,11 +371,12 @@ def check_sharded(wrapped: nn.Module, reducer: Reducer) -> None:
         if not isinstance(parameter, DTensor):
             continue
         mesh = parameter.device_mesh
-        if mesh.ndim > 1 or not parameter.placements[0].is_shard():
+        if mesh.ndim > 1 or parameter.placements != (Shard(0),):
             raise BadInput(
                 f"{name} is placed as {parameter.placements} on a mesh of shape {tuple(mesh.shape)}, as HSDP, "
-                f"replication or tensor parallelism does: a reducer supports fully_shard over a mesh of one dimension. "
-                f"For islands of ranks (HSDP) use gradwire.wrap with strategy hsdp."
+                f"replication, tensor parallelism or a shard_placement_fn does: a reducer supports fully_shard over a "
+                f"mesh of one dimension, with parameters sharded along their first one, Shard(0). For islands of ranks "
+                f"(HSDP) use gradwire.wrap with strategy hsdp."
             )
         if (ranks := dist.get_process_group_ranks(mesh.get_group())) != own:
             raise BadInput(
@@ -320,10 +385,11 @@ def check_sharded(wrapped: nn.Module, reducer: Reducer) -> None:
             )
 
 
-def groups(wrapped: nn.Module) -> Iterator[tuple[FSDPModule, dict[str, nn.Parameter]]]:
-    """Yield every module that has a parameter group, with its parameters by name, in buffer order.
+def groups(wrapped: nn.Module) -> Iterator[tuple[FSDPModule, Members]]:
+    """Yield every module that has a parameter group, with the group's members by name, in buffer order.
 
-    The order is read from the framework, which puts children before a module's own parameters.
+    The order is read from the framework, which puts children before a module's own parameters. A member's
+    ``sharded_param`` is the parameter at any time, also after one was replaced, as by ``load_state_dict(assign=True)``.
 
     Raises:
         BadInput: If this version of torch stores its parameters differently.
@@ -332,9 +398,26 @@ def groups(wrapped: nn.Module) -> Iterator[tuple[FSDPModule, dict[str, nn.Parame
     for module in wrapped.modules():
         if isinstance(module, FSDPModule):
             try:
-                group = fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
-                members = [] if group is None else [member.sharded_param for member in group.fsdp_params]
+                group = parameter_group(module)
+                members = [] if group is None else group.fsdp_params
+                if members:
+                    yield module, {names[id(held(member))]: member for member in members}
             except AttributeError as error:
                 raise BadInput(f"strategy fsdp2 does not support this version of torch ({error}).") from error
-            if members:
-                yield module, {names[id(parameter)]: parameter for parameter in members}
+
+
+def parameter_group(module: FSDPModule) -> Any:
+    """Return FSDP2's group of a module's parameters; None without any."""
+    return fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
+
+
+def held(member: Any) -> nn.Parameter:
+    """Return the parameter that a module holds for a group's member; FSDP2 takes over a replaced one in a forward."""
+    parameter: nn.Parameter = getattr(member._module_info.module, member._module_info.param_name)
+    return parameter
+
+
+def trained_shapes(members: Members) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a group's trainable parameters by name."""
+    held = {name: member.sharded_param for name, member in members.items()}
+    return {name: tuple(parameter.shape) for name, parameter in held.items() if parameter.requires_grad}

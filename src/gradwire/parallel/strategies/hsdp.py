@@ -7,6 +7,8 @@ with a reducer each island is therefore sharded by itself, and the reducer takes
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from functools import cache, partial
 from typing import Any, Self
 
 import torch
@@ -19,7 +21,17 @@ from gradwire.collectives import IslandReducer, Islands, Layout, Reducer, build_
 from gradwire.collectives.ops import Group
 from gradwire.errors import BadInput, RunFault
 from gradwire.parallel.backward import EndOfBackward
-from gradwire.parallel.strategies.fsdp2 import FSDP2, check_offered, gradients_read_at_once, groups, reduce_unused
+from gradwire.parallel.strategies.fsdp2 import (
+    FSDP2,
+    Members,
+    check_not_interrupted,
+    check_offered,
+    divide_factor,
+    gradients_read_at_once,
+    groups,
+    reduce_unused,
+    trained_shapes,
+)
 
 
 class HSDP(FSDP2):
@@ -97,71 +109,73 @@ class HSDP(FSDP2):
         check_offered("islands", "set_all_reduce_hook")
         if reducer.inside is not None:
             super().hook(wrapped, reducer.inside)
+        else:
+            wrapped.register_forward_pre_hook(check_not_interrupted, prepend=True)
         if not self.averages:
             return
         end = EndOfBackward(reducer.synchronize)
-        for module, parameters in groups(wrapped):
+        for module, members in groups(wrapped):
             if reducer.inside is None:
                 reduce_unused(module)
-            trained = {name: p for name, p in parameters.items() if p.requires_grad}
-            row = own_row(trained, self.islands)
-            if row.parameters:
-                module.set_all_reduce_hook(AllReduce(reducer, row, end, [*parameters.values()]))
+            module.set_all_reduce_hook(AllReduce(reducer, end, module, members))
 
 
 class Row:
     """This rank's shard of a group of parameters.
 
     Args:
-        layout: The group's layout inside the island.
-        rank: This rank's place in the island.
+        shapes: The group's trainable parameters, in buffer order.
+        islands: The islands.
 
     Attributes:
         numel: The shard's elements.
         parameters: Each parameter's position in the shard, by name.
-        shapes: The shape of each parameter's part, by name.
+        layout: The layout of the shard between the islands.
     """
 
-    def __init__(self, layout: Layout, rank: int) -> None:
-        self.numel = layout.row_numel
-        self.parameters = {piece.name: layout.place_in_row(piece) for piece in layout.rows[rank]}
-        self.shapes = {
-            piece.name: (piece.numel // math.prod(piece.shape[1:]), *piece.shape[1:]) for piece in layout.rows[rank]
-        }
-
-
-def own_row(parameters: dict[str, nn.Parameter], islands: Islands) -> Row:
-    """Return this rank's shard of parameters that are sharded inside an island."""
-    layout = Layout.dim0([(name, tuple(p.shape)) for name, p in parameters.items()], islands.ranks)
-    return Row(layout, dist.get_rank(islands.inside))
+    def __init__(self, shapes: Iterable[tuple[str, tuple[int, ...]]], islands: Islands) -> None:
+        inside = Layout.dim0(shapes, islands.ranks)
+        pieces = inside.rows[dist.get_rank(islands.inside)]
+        self.numel = inside.row_numel
+        self.parameters = {piece.name: inside.place_in_row(piece) for piece in pieces}
+        parts = [(p.name, (p.numel // math.prod(p.shape[1:]), *p.shape[1:])) for p in pieces]
+        self.layout = Layout.dim0(parts, islands.number)
 
 
 class AllReduce:
     """The reducer's all-reduce of a group's shard, as FSDP2's hook; it is complete at the end of the pass."""
 
-    def __init__(self, reducer: Reducer, row: Row, end: EndOfBackward, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, reducer: IslandReducer, end: EndOfBackward, module: FSDPModule, members: Members) -> None:
         self.reducer = reducer
-        self.row = row
         self.end = end
-        self.parameters = parameters
-        self.layout = Layout.dim0(row.shapes.items(), reducer.world)
+        self.module = module
+        self.members = members
+        self.row = cache(partial(Row, islands=reducer.islands))
 
     def __call__(self, shard: Tensor) -> None:
-        """Replace a shard of the island's mean gradients with the mean over the islands.
+        """Replace a shard of the island's gradients with the mean over the islands.
+
+        Where the model's owner has set the factor that divides sums, it is their sum: the island has divided by it.
 
         Raises:
             RunFault: If FSDP2 left a parameter without a gradient out; before torch 2.13 it cannot reduce zeros.
         """
-        if shard.numel() != self.row.numel:
+        row = self.row(tuple(trained_shapes(self.members).items()))
+        if shard.numel() != row.numel:
             raise RunFault(
-                f"a shard of gradients has {shard.numel()} elements, but {self.row.numel} were expected "
-                f"({', '.join(self.row.parameters)}); did a parameter get no gradient?"
+                f"a shard of gradients has {shard.numel()} elements, but {row.numel} were expected "
+                f"({', '.join(row.parameters)}); did a parameter get no gradient?"
             )
-        self.end.expect()
-        gradients = {name: shard[place] for name, place in self.row.parameters.items()}
-        handle = self.reducer.begin_all_reduce(
-            self.layout.pack(gradients), self.layout, lambda mean: self.layout.unpack(mean, gradients)
-        )
-        divided = shard.dtype == torch.float16  # by FSDP2, after this hook
-        if divided or gradients_read_at_once(self.parameters, shard):
+        if not row.parameters:
+            return
+        scale = 1 if divide_factor(self.module) is None else self.reducer.world
+        gradients = {name: shard[place] for name, place in row.parameters.items()}
+
+        def deliver(mean: Tensor) -> None:
+            row.layout.unpack(mean if scale == 1 else mean * scale, gradients)
+
+        later = self.end.expect()
+        handle = self.reducer.begin_all_reduce(row.layout.pack(gradients), row.layout, deliver)
+        divided = shard.dtype == torch.float16 or scale != 1  # by FSDP2, after this hook
+        if divided or not later or gradients_read_at_once(self.members, shard):
             handle.wait()

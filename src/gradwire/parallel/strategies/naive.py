@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from gradwire.collectives import Layout, Reducer, ops
 from gradwire.errors import RunFault
@@ -25,8 +26,9 @@ from gradwire.parallel.strategy import Strategy
 class Replicas(Strategy):
     """A whole model on every rank; hooks on its parameters average their gradients during the backward pass.
 
-    The model is not wrapped, so its names stay. The ranks start with rank 0's parameters and buffers. As with DDP,
-    every parameter that requires a gradient at `wrap` must get one in every backward pass that averages.
+    The model is not wrapped, so its names stay. The ranks start with rank 0's parameters and buffers. Each forward pass
+    looks its parameters up by name, so they may be replaced, converted, frozen or unfrozen, on all ranks alike. As with
+    DDP, every trainable one must get a gradient in every backward pass that averages.
     """
 
     kind = "all_reduce"
@@ -37,20 +39,34 @@ class Replicas(Strategy):
         self.world = dist.get_world_size(group)
         self.reducer: Reducer | None = None
         self.parameters: dict[str, nn.Parameter] = {}  # trainable ones; a tied one once
+        self._hooks: list[RemovableHandle] = []  # of the parameters
         self._layout = cache(partial(Layout.dim0, world=self.world))
         self._paused = 0  # depth of `no_sync`
         self._backward = -1  # autograd's id of the current backward pass
         self._missing: set[str] = set()  # parameters that have no gradient from it yet
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """Broadcast rank 0's weights, and register a hook on every trainable parameter."""
+        """Broadcast rank 0's weights, and register hooks on the model and every trainable parameter."""
         for tensor in (*model.parameters(), *model.buffers()):
             broadcast(tensor.detach(), self.group)
-        self.parameters = trainable(model)
-        for name, parameter in self.parameters.items():
+        self.adopt(trainable(model))
+        model.register_forward_pre_hook(partial(looked_up, ref(self), ref(model)))
+        return model
+
+    def adopt(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Average the gradients of these parameters from now on."""
+        for hook in self._hooks:
+            hook.remove()
+        self.parameters = parameters
+        self._hooks = [
             # weakly: what a gradient's hook refers to, the garbage collector does not see
             parameter.register_post_accumulate_grad_hook(partial(accumulated, ref(self), name))
-        return model
+            for name, parameter in parameters.items()
+        ]
+
+    def changed_parameters(self, parameters: dict[str, nn.Parameter]) -> bool:
+        """Whether others must be adopted."""
+        return [*map(id, parameters.values())] != [*map(id, self.parameters.values())]
 
     def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
         """Average with the reducer from now on."""
@@ -88,7 +104,7 @@ class Replicas(Strategy):
             raise RunFault(
                 f"{len(missing)} of {len(self.parameters)} parameters got no gradient in the backward pass that "
                 f"averages: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Use them in the loss, or "
-                "freeze them before `wrap`. (Activation checkpointing needs use_reentrant=False.)"
+                "freeze them. (Activation checkpointing needs use_reentrant=False.)"
             )
 
     def keep(self, name: str) -> None:
@@ -129,6 +145,14 @@ def accumulated(replicas: ref[Replicas], name: str, _: nn.Parameter) -> None:
     """Autograd's hook of a parameter; it does nothing when the model is gone that was wrapped."""
     if (strategy := replicas()) is not None:
         strategy.accumulated(name)
+
+
+@torch.compiler.disable
+def looked_up(replicas: ref[Replicas], wrapped: ref[nn.Module], model: nn.Module, _: object) -> None:
+    """The model's hook before a forward pass; copies of the model have it too, and are not wrapped."""
+    strategy = replicas()
+    if strategy is not None and model is wrapped() and strategy.changed_parameters(parameters := trainable(model)):
+        strategy.adopt(parameters)
 
 
 def divided(gradient: Tensor, world: int) -> Tensor:
