@@ -13,6 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from late_encoding import late_encoding
 from test_frameworks import whole_gradients
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -163,6 +164,40 @@ def test_the_stages_of_a_pipeline(world, schedule, count):
         assert mine.keys() == without.keys() and mine
         for name, gradient in without.items():
             torch.testing.assert_close(mine[name], gradient, rtol=1e-6, atol=1e-8)
+
+
+def by_hand(rank, world, group, strategy):
+    """Half the gradients of two micro-batches, reduced and halved outside of autograd, as a pipeline does it."""
+    if strategy == "hsdp":
+        reducer = IslandReducer("none", build_islands(2), algorithm="exchange")
+    else:
+        reducer = Reducer("none", algorithm="exchange")
+    model = wrap(blocks(), strategy, reducer)
+    model.set_requires_gradient_sync(False)
+    model.set_is_last_backward(False)
+    with late_encoding(rank):
+        for micro in range(2):
+            model(noise(10 * micro + rank, 5, 9)).square().sum().backward()
+        model.set_requires_gradient_sync(True)
+        model.set_is_last_backward(True)
+        root = fully_shard.state(model)
+        for state in root._state_ctx.all_states:
+            state._fsdp_param_group.post_backward()
+        root._root_post_backward_final_callback()
+        for parameter in model.parameters():
+            parameter.grad.div_(2)
+        assert reducer.finish()
+    exact = blocks().double()
+    for other in range(world):
+        for micro in range(2):
+            (exact(noise(10 * micro + other, 5, 9).double()).square().sum() / (2 * world)).backward()
+    reduced = whole_gradients(model)
+    return max(float((reduced[n] - p.grad).norm() / p.grad.norm()) for n, p in exact.named_parameters())
+
+
+@pytest.mark.parametrize(("strategy", "size"), [("fsdp2", 2), ("hsdp", 4)])
+def test_reductions_outside_of_autograd_are_complete_on_return(world, strategy, size):
+    assert max(world(size).run(by_hand, strategy)) < 1e-6
 
 
 class Checkpointed(nn.Module):
