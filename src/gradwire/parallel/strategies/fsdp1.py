@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from functools import cache, partial
+from typing import NamedTuple, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,21 +18,25 @@ from gradwire.parallel.backward import EndOfBackward
 from gradwire.parallel.names import unwrapped
 from gradwire.parallel.strategy import Strategy, blocks
 
+Shapes: TypeAlias = tuple[tuple[str | None, tuple[int, ...]], ...]
+
 
 class HookState(NamedTuple):
     """The hook's state for one block.
 
     Attributes:
         reducer: Averages the gradients.
-        layout: The layout of the block's flat parameter.
         end: Waits for the reducer at the end of the backward pass.
+        prefix: What the names of the block's parameters begin with.
         module: The block.
+        layout: Makes the layout of the block's flat parameter, of which parameters may be frozen and unfrozen.
     """
 
     reducer: Reducer
-    layout: Layout
     end: EndOfBackward
+    prefix: str
     module: FullyShardedDataParallel
+    layout: Callable[[Shapes], Layout]
 
 
 class FSDP1(Strategy):
@@ -58,13 +63,17 @@ class FSDP1(Strategy):
         assert isinstance(wrapped, FullyShardedDataParallel)
         wrapped.register_comm_hook(None, reduce_block)
         end = EndOfBackward(reducer.synchronize)
-        for module, layout in layouts(wrapped, reducer.world):
-            module._comm_hook_state = HookState(reducer, layout, end, module)
+        for prefix, module in sharded(wrapped):
+            flat_shapes(prefix, module)  # refuses now what it cannot read
+            layout = cache(partial(Layout.cut, world=reducer.world))
+            module._comm_hook_state = HookState(reducer, end, prefix, module, layout)
 
     def reduced_numel(self, wrapped: nn.Module) -> int:
         """Count flat parameters with padding: of their parts, for alignment, and of the whole, to a multiple of W."""
         world = dist.get_world_size(self.group)
-        return super().reduced_numel(wrapped) if world == 1 else sum(of.numel for _, of in layouts(wrapped, world))
+        if world == 1:
+            return super().reduced_numel(wrapped)
+        return sum(Layout.cut(flat_shapes(*block), world).numel for block in sharded(wrapped))
 
     def accumulation(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[object]:
         """Use `no_sync` except for the last micro-batch; gradients are unsharded until then."""
@@ -78,7 +87,8 @@ def reduce_block(state: HookState, gradient: Tensor, shard: Tensor) -> None:
     It is filled until the end of the backward pass, unless FSDP1 reads it at once.
     """
     later = state.end.expect()
-    handle = state.reducer.begin_reduce_scatter(gradient, state.layout, shard.copy_)
+    layout = state.layout(flat_shapes(state.prefix, state.module))
+    handle = state.reducer.begin_reduce_scatter(gradient, layout, shard.copy_)
     if not later or read_at_once(state, shard):
         handle.wait()
 
@@ -93,15 +103,15 @@ def read_at_once(state: HookState, shard: Tensor) -> bool:
     )
 
 
-def layouts(wrapped: nn.Module, world: int) -> Iterator[tuple[FullyShardedDataParallel, Layout]]:
-    """Yield every block with the layout of its flat parameter."""
+def sharded(wrapped: nn.Module) -> Iterator[tuple[str, FullyShardedDataParallel]]:
+    """Yield every block that has a flat parameter, after what its parameters' names begin with."""
     for name, module in wrapped.named_modules():
         if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
-            yield module, Layout.cut(flat_shapes(f"{name}.".removeprefix("."), module), world)
+            yield f"{name}.".removeprefix("."), module
 
 
-def flat_shapes(prefix: str, module: FullyShardedDataParallel) -> Iterator[tuple[str | None, tuple[int, ...]]]:
-    """Yield the names and shapes in a block's flat parameter; alignment and frozen parameters have the name None.
+def flat_shapes(prefix: str, module: FullyShardedDataParallel) -> Shapes:
+    """Return the names and shapes in a block's flat parameter; alignment and frozen parameters have the name None.
 
     Raises:
         BadInput: If this version of torch stores flat parameters differently.
@@ -112,9 +122,11 @@ def flat_shapes(prefix: str, module: FullyShardedDataParallel) -> Iterator[tuple
         numels = list(zip(flat._numels_with_padding, flat._is_padding_mask, strict=True))
     except AttributeError as error:
         raise BadInput(f"strategy fsdp1 with a compressor does not support this version of torch ({error}).") from error
+    shapes: list[tuple[str | None, tuple[int, ...]]] = []
     for numel, padding in numels:
         if padding:
-            yield None, (numel,)
+            shapes.append((None, (numel,)))
             continue
         name, shape, parameter = next(parameters)
-        yield unwrapped(prefix + name) if parameter.requires_grad else None, tuple(shape)
+        shapes.append((unwrapped(prefix + name) if parameter.requires_grad else None, tuple(shape)))
+    return tuple(shapes)
