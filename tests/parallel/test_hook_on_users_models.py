@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from gradwire import Reducer, ddp_hook, hook, wrap
 from gradwire.collectives import IslandReducer, build_islands
 from gradwire.errors import BadInput, RunFault
+from gradwire.parallel.strategies.fsdp2 import Collective
 
 
 def noise(seed, *shape):
@@ -389,6 +390,10 @@ def refused(rank, world, group, case):
         elif case == "Shard(1)":
             options = {"shard_placement_fn": lambda parameter: Shard(1) if parameter.ndim == 2 else Shard(0)}
             hook(sharded(blocks(width=8), data_mesh(world), **options), reducer)
+        elif case == "custom":
+            model = sharded(model, data_mesh(world))
+            model[1].set_custom_reduce_scatter(Collective())
+            hook(model, reducer)
         elif case == "two models":
             hook(DistributedDataParallel(model), reducer)
             hook(DistributedDataParallel(copy.deepcopy(model)), reducer)
@@ -407,6 +412,7 @@ def refused(rank, world, group, case):
         ("sparse", "words has sparse gradients, and a reducer averages dense ones: build it with sparse=False"),
         ("sparse ddp_hook", "words has sparse gradients"),
         ("Shard(1)", r"line.weight is placed as \(Shard\(dim=1\),\)"),
+        ("custom", r"the group of 1.line.weight has a reduce-scatter already \(Collective\)"),
         ("two models", r"averaged another model with the same parameters \(0.line.bias, …\)"),
     ],
 )

@@ -360,7 +360,7 @@ def check_offered(what: str, *setters: str) -> None:
 
 
 def check_sharded(wrapped: nn.Module, reducer: Reducer) -> None:
-    """Check that parameters are sharded over the reducer's ranks, in one dimension.
+    """Check that parameters are sharded over the reducer's ranks, in one dimension, and reduced by FSDP2 itself.
 
     Raises:
         BadInput: If they are not. On a mesh with replicas too (HSDP), FSDP2 itself sums the reducer's means over them:
@@ -382,6 +382,13 @@ def check_sharded(wrapped: nn.Module, reducer: Reducer) -> None:
             raise BadInput(
                 f"{name} is sharded over ranks {ranks}, and the reducer averages over {own}: pass Reducer the process "
                 f"group that the model was wrapped with."
+            )
+    for module, members in groups(wrapped):
+        collective = type(parameter_group(module)._reduce_scatter_comm).__name__
+        if collective != "DefaultReduceScatter":
+            raise BadInput(
+                f"the group of {next(iter(members))} has a reduce-scatter already ({collective}), which the reducer "
+                f"would replace: leave set_custom_reduce_scatter and FSDP2's settings of its memory out."
             )
 
 
