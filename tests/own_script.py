@@ -140,7 +140,7 @@ def finish(model: torch.nn.Module, reducer: Reducer, folder: Path) -> None:
         name.removeprefix("module."): p.detach().to_local() if hasattr(p, "to_local") else p.detach()
         for name, p in model.named_parameters()
     }
-    ended = {"weights": weights, "residuals": reducer.state_dict()["residuals"]}
+    ended = {"weights": weights, "residuals": reducer.codec.state_dict()["residuals"]}
     torch.save(ended, folder / f"end{dist.get_rank()}.pt")
     print(f"{reducer.traffic['sent']:,} bytes sent of {reducer.traffic['raw']:,}", flush=True)
     dist.destroy_process_group()

@@ -45,7 +45,7 @@ def trained(rank, world, group, folder, steps, resume, remove=False):
     monkeypatch.undo()
     if remove:
         residuals_file(arguments, trainer.state).unlink()
-    residuals = compressed.reducer.state_dict()["residuals"]
+    residuals = compressed.reducer.codec.state_dict()["residuals"]
     weights = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
     return weights, residuals, [str(one.message) for one in noted]
 

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 import torch
 
-from gradwire.collectives import METER, Exempt, Layout, Reducer, ops
+from gradwire.collectives import METER, Exempt, Layout, Reducer, ops, state
 from gradwire.collectives.bytes import raw_all_reduce, raw_reduce_scatter
 from gradwire.collectives.group import Ranks
 from gradwire.collectives.messages import exchange
@@ -334,7 +334,7 @@ def alone(rank, world, group):
     flat = buffer(layout, 0)
     flat[0] = math.nan
     scattered, full = reducer.reduce_scatter(flat, layout), reducer.all_reduce(flat, layout)
-    return flat, scattered, full, reducer.finish(), reducer.traffic, reducer.state_dict()
+    return flat, scattered, full, reducer.finish(), reducer.traffic, reducer.codec.state_dict()
 
 
 def test_one_rank_is_the_identity(world):
@@ -479,8 +479,8 @@ def of_more_ranks(rank, world, group):
         reducer.all_reduce(flat, layout)
         reducer.finish()
     with pytest.warns(UserWarning, match="of 5 ranks"):
-        reducer.load_state_dict({"world": 5, "step": 40})
-    forgotten = {key: reducer.state_dict()[key] for key in ("residuals", "generators", "states")}
+        reducer.load_state_dict(state.stored(rank, 40, 5, {}))
+    forgotten = {key: reducer.codec.state_dict()[key] for key in ("residuals", "generators", "states")}
     rows = []
     for _ in range(4):
         before, expected = reducer.traffic["sent"], reducer.closed_form(layout, "all_reduce")

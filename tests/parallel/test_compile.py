@@ -99,7 +99,7 @@ def hooked_names(rank, world, group, kind, compiled):
         model.register_comm_hook(state, function)
         reducer = state.reducer
     model(torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))).backward()
-    return sorted(map(str, reducer.state_dict()["residuals"]))
+    return sorted(map(str, reducer.codec.state_dict()["residuals"]))
 
 
 @pytest.mark.parametrize("kind", ["hook", "ddp_hook"])
@@ -126,7 +126,7 @@ def names(rank, world, group, strategy, compiled):
     state = parallel.checkpoint_state(model, optimizer)
     assert bool(torch._dynamo.utils.counters["stats"]["unique_graphs"]) == compiled
     return (
-        sorted(map(str, reducer.state_dict()["residuals"])),
+        sorted(map(str, reducer.codec.state_dict()["residuals"])),
         sorted(state["model"]),
         sorted(state["optimizer"]["state"]),
         sorted(parallel.full_state_dict(model)),

@@ -508,7 +508,7 @@ def moved(rank, world, group):
         flat.load_state_dict(state)
         back.load_state_dict(flat.state_dict())
     for reducer in (alike, flat, back):
-        found.append((reducer.step, len(reducer.state_dict()["residuals"])))
+        found.append((reducer.step, len(reducer.codec.state_dict()["residuals"])))
     return found, [str(note.message) for note in noted], back.inside.step
 
 

@@ -58,7 +58,7 @@ def narrow(rank, world, group, dtype, micros, method, options):
             assert reducer is None or reducer.finish()
             steps[name].append(whole_gradients(model))
         if reducer is not None:
-            residuals = reducer.state_dict()["residuals"].values()
+            residuals = reducer.codec.state_dict()["residuals"].values()
             kept |= {(kind, tensor.dtype) for state in residuals for kind, tensor in state.items()}
     return steps, kept
 
@@ -120,7 +120,9 @@ def scaled(rank, world, group, strategy, method, options, init_scale, overflow):
         elif scaler.is_enabled():
             scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
         scales.append(reducer.loss_scale)
-        kept.append({key: {k: v.clone() for k, v in e.items()} for key, e in reducer.state_dict()["residuals"].items()})
+        kept.append(
+            {key: {k: v.clone() for k, v in e.items()} for key, e in reducer.codec.state_dict()["residuals"].items()}
+        )
     return full_state_dict(model), kept, scales, reducer.traffic
 
 

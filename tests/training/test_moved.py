@@ -92,7 +92,7 @@ def arrived(rank, world_size, group, arguments):
     reducer, optimizer = parts.reducer, parts.optimizer
     with optimizers.synchronized(optimizer):
         results.save_model(settings.output_dir / "arrived", split, parts.model, optimizer, outcome, {})
-    rest = (len(outcome.rows), len(reducer.state_dict()["residuals"]) if reducer else 0)
+    rest = (len(outcome.rows), len(reducer.codec.state_dict()["residuals"]) if reducer else 0)
     found = (step, reducer.step if reducer else step, rest, first_difference(parts.model, optimizer, drifting=False))
     return found, printed.getvalue()
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Container, Mapping
 from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -18,12 +19,14 @@ from torch import Tensor
 
 from gradwire.collectives.layout import Layout, Piece
 from gradwire.collectives.plan import FLOAT32, Batch, Plan, Table
+from gradwire.collectives.state import check_keys, check_tensors, whole
 from gradwire.compressors.base import Compressor
 from gradwire.compressors.feedback import Feedback
 from gradwire.compressors.reduction import ReducerOptions
 from gradwire.compressors.rounds import State
 from gradwire.compressors.schedule import Schedule
 from gradwire.compressors.segments import Segments
+from gradwire.errors import BadInput
 
 Phase = Literal["scatter", "gather"]  # every rank's gradients to the owners; the owners' means to every rank
 Key = tuple[str, Phase, int]  # a parameter, a phase, and where the piece begins in the parameter
@@ -66,6 +69,8 @@ class Codec:
         self._feedbacks: dict[Key, Feedback] = {}
         self._residuals: dict[Key, dict[str, Tensor]] = {}  # restored ones that were not used since
         self._states: dict[str, State] = {}
+        self._unmet: set[str] = set()  # parameters whose restored state was not used since
+        self._met: dict[tuple[str, Phase], int] = {}  # the step in which others were used first
 
     @property
     def current(self) -> Compressor:
@@ -189,6 +194,7 @@ class Codec:
 
     def state(self, name: str, shape: tuple[int, ...]) -> State:
         """What `rounds` keeps of a parameter; it starts empty where the schedule changes the compressor."""
+        self._meet(name, "scatter")
         if name not in self._states or self.method_step == 0:
             self._states[name] = self.current.new_state(shape, self.seed)
         return self._states[name]
@@ -244,12 +250,35 @@ class Codec:
             "states": {name: dict(state) for name, state in self._states.items()},
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what the same rank of an earlier run kept."""
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Check what `load_state_dict` is given.
+
+        Raises:
+            BadInput: If it is not what `state_dict` returns, or a residual does not have the present shape.
+        """
+        check_keys(state, {"step", "began", "generators", "residuals", "states"}, "a reducer")
+        if not (
+            whole(state["began"])
+            and all(isinstance(state[kind], Mapping) for kind in ("generators", "residuals", "states"))
+            and all(isinstance(key, tuple) and len(key) == 2 for key in state["generators"])
+            and all(isinstance(key, tuple) and len(key) == 3 for key in state["residuals"])
+            and all(isinstance(kept, Mapping) for kept in state["states"].values())
+        ):
+            raise BadInput("the state of a reducer is damaged: it is not what state_dict() returned.")
+        for (name, phase, start), kept in state["residuals"].items():
+            if feedback := self._feedbacks.get((name, phase, start)):
+                check_tensors(kept, feedback.state_dict(), f"residuals of {name}")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what the same rank of an earlier run kept, after `check_state`."""
         self.begin(state["began"])
         self.step = state["step"]
         self._restored, self._residuals = dict(state["generators"]), dict(state["residuals"])
-        self._states = {name: dict(kept) for name, kept in state["states"].items()}
+        self._states = {
+            name: {key: each.clone() for key, each in kept.items()} for name, kept in state["states"].items()
+        }
+        kept = {name for name, _ in self._restored} | {name for name, _, _ in self._residuals}
+        self._unmet = kept | self._states.keys()
 
     def begin(self, step: int) -> None:
         """Forget what was kept and met, and go on at an optimizer step."""
@@ -258,6 +287,37 @@ class Codec:
         self._generators, self._restored = {}, {}
         self._feedbacks, self._residuals = {}, {}
         self._states = {}
+        self._unmet, self._met = set(), {}
+
+    def check_names(self, names: Container[str]) -> None:
+        """Warn of what was restored for parameters that the model does not have; a reduction does it else.
+
+        Args:
+            names: The model's parameters.
+        """
+        self._warn_of(sorted(name for name in self._unmet if name not in names))
+        self._unmet = set()
+
+    def _meet(self, name: str, phase: Phase) -> None:
+        """Note that a reduction uses what is kept of a parameter.
+
+        When it is used again in a later step, all parameters had their turn: the names of the others are not the
+        model's.
+        """
+        if self._unmet and self._met.setdefault((name, phase), self.step) < self.step:
+            self._warn_of(sorted(self._unmet))
+            self._unmet = set()
+        self._unmet.discard(name)
+
+    def _warn_of(self, names: list[str]) -> None:
+        """Warn that restored state is not used."""
+        if names:
+            warnings.warn(
+                f"the reducer's state holds residuals, generators or compressor states of {len(names)} parameters that "
+                f"are not reduced ({', '.join(names[:3])}{', …' if len(names) > 3 else ''}): they are not used. Were "
+                f"parameters renamed or frozen?",
+                stacklevel=2,
+            )
 
     def _of_phase(self, phase: Phase) -> Compressor:
         """What encodes all that is not exempt at the present step; none is always `FLOAT32`, which has no options."""
@@ -270,6 +330,7 @@ class Codec:
 
     def _begun(self, piece: Piece, phase: Phase, device: torch.device) -> Feedback:
         """The feedback of a piece before its encoding in the present step."""
+        self._meet(piece.name, phase)
         feedback = self._feedback(piece, phase, device)
         if self.options.ef_reset and self.step % self.options.ef_reset == 0:
             feedback.drop()
@@ -284,6 +345,7 @@ class Codec:
                 options.feedback, piece.numel, decay=options.ef_decay, average=options.ef_average, device=device
             )
             if key in self._residuals:
+                check_tensors(self._residuals[key], self._feedbacks[key].state_dict(), f"residuals of {piece.name}")
                 self._feedbacks[key].load_state_dict(self._residuals.pop(key))
         return self._feedbacks[key]
 
@@ -297,6 +359,7 @@ class Codec:
     def _generator(self, name: str, phase: Phase, device: torch.device) -> torch.Generator:
         """The generator of one parameter and phase on this rank."""
         key = (name, phase)
+        self._meet(name, phase)
         if key not in self._generators:
             generator = torch.Generator(device)
             if key in self._restored:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from gradwire.collectives import ops
+from gradwire.collectives import ops, state
 from gradwire.collectives.group import timeout_of
 from gradwire.collectives.reducer import Reducer
 from gradwire.compressors.base import Compressor
@@ -151,28 +151,31 @@ class IslandReducer(Reducer):
         inside = self.inside.traffic
         return {**{name: _sum(value, inside[name]) for name, value in between.items()}, "inside": inside}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of both levels."""
-        return {**super().state_dict(), "inside": None if self.inside is None else self.inside.state_dict()}
-
     def begin(self, step: int) -> None:
         """As `Reducer.begin`, on both levels."""
         super().begin(step)
         if self.inside is not None:
             self.inside.begin(step)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a `state_dict`; of another topology only the step counts, as for `Reducer`.
+    def _rank_state(self) -> dict[str, Any]:
+        """The state of both levels."""
+        return {**super()._rank_state(), "inside": None if self.inside is None else self.inside.state_dict()}
 
-        Raises:
-            BadInput: If the reducers had other options; nothing has changed.
-        """
-        same = state["world"] == self.topology
-        if same and (state["inside"] is None) != (self.inside is None):
+    def _check_state(self, part: Mapping[str, Any]) -> None:
+        """Check the state of both levels."""
+        super()._check_state(part)
+        if (part.get("inside") is None) != (self.inside is None):
             raise BadInput("the reducer's state and this reducer differ in whether they reduce inside islands.")
-        super().load_state_dict(state)
-        if same and self.inside is not None:
-            self.inside.load_state_dict(state["inside"])
+        if self.inside is not None:
+            inside = state.taken(part["inside"], self.codec.rank, self.inside.topology, "the reducer inside an island")
+            state.check_keys(inside.part, set(), "the reducer inside an island")
+            self.inside._check_state(inside.part or {})
+
+    def _load(self, part: Mapping[str, Any]) -> None:
+        """Take over the state of both levels."""
+        super()._load(part)
+        if self.inside is not None:
+            self.inside.load_state_dict(part["inside"])
 
 
 def _sum(one: Any, other: Any) -> Any:

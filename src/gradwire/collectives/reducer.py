@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gradwire.collectives import ops
+from gradwire.collectives import ops, state
 from gradwire.collectives.algorithm import Algorithm, Kind
 from gradwire.collectives.bytes import FLOAT32
 from gradwire.collectives.codec import Codec
@@ -369,44 +369,65 @@ class Reducer:
         return self._reduction.closed_form(layout, kind)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state: with it a resumed run equals an unbroken one. Its tensors are not copies."""
+        """This rank's state, in the form of `collectives.state`: with it a resumed run equals an unbroken one.
+
+        Every rank has its own, for a file or for `torch.distributed.checkpoint`. Its tensors are not copies.
+        """
         self.synchronize()
-        return {
-            "world": self.topology,
-            "options": self._options,
-            "algorithm": self.algorithm,
-            **self.codec.state_dict(),
-        }
+        return state.stored(self.codec.rank, self.step, self.topology, self._rank_state())
 
-    def begin(self, step: int) -> None:
-        """Go on at an optimizer step without residuals, compressor states and generators of earlier ones."""
-        self.codec.begin(step)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over the state that the same rank of an earlier run left, before or after `prepare`.
 
         Of another world size or other islands only the step counts: the rest is dropped, with a warning.
 
         Raises:
-            BadInput: If that reducer had other options than this one, except for `FREE`; nothing has changed.
+            BadInput: If it is no state, another rank's, or of a reducer with other options than this one, except for
+                `FREE`; nothing has changed.
         """
-        if state["world"] != self.topology:
+        step, topology, part = state.taken(state_dict, self.codec.rank, self.topology, "a reducer")
+        if part is None:
             warnings.warn(
-                f"the reducer's state is of {state['world']} ranks and this run has {self.topology}: "
+                f"the reducer's state is of {topology} ranks and this run has {self.topology}: "
                 f"residuals, compressor states and generators are reset",
                 stacklevel=2,
             )
-            self.begin(state["step"])
+            self.begin(step)
             return
+        self._check_state(part)
+        self._load(part)
+
+    def begin(self, step: int) -> None:
+        """Go on at an optimizer step without residuals, compressor states and generators of earlier ones."""
+        self.codec.begin(step)
+
+    def _rank_state(self) -> dict[str, Any]:
+        """What this rank keeps, and what it depends on."""
+        return {"options": self._options, "algorithm": self.algorithm, **self.codec.state_dict()}
+
+    def _check_state(self, part: Mapping[str, Any]) -> None:
+        """Check a state of this rank, before anything changes.
+
+        Raises:
+            BadInput: If it is incomplete or of a reducer with other options.
+        """
+        state.check_keys(part, {"options", "algorithm"}, "a reducer")
+        state.check_keys(part["options"], {*self._options}, "a reducer (options)")
         for option, value in self._options.items():
-            if state["options"][option] != value:
+            if part["options"][option] != value:
                 raise BadInput(
-                    f"the reducer's state is of one with {option} {state['options'][option]}, and this one has "
+                    f"the reducer's state is of one with {option} {part['options'][option]}, and this one has "
                     f"{value}: build it with the same options."
                 )
-        if state["algorithm"] != "auto":
-            self.algorithm = state["algorithm"]
-        self.codec.load_state_dict(state)
+        if part["algorithm"] not in (*ALGORITHMS, "auto"):
+            raise unknown("algorithm of the reducer's state", part["algorithm"], ALGORITHMS)
+        self.codec.check_state(part)
+
+    def _load(self, part: Mapping[str, Any]) -> None:
+        """Take over a state that was checked."""
+        if part["algorithm"] != "auto":
+            self.algorithm = part["algorithm"]
+        self.codec.load_state_dict(part)
 
     def _begin(self, kind: Kind, flat: Tensor, layout: Layout | str, then: Then | None, extra: bool = False) -> Handle:
         """Add a reduction to the queue."""

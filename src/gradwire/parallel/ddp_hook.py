@@ -50,12 +50,13 @@ class DDPHookState:
         return self._reducer
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's residuals, states and generators; every rank saves its own."""
+        """This rank's residuals, states and generators, as `Reducer.state_dict`."""
         return self.reducer.state_dict()
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Set what `state_dict` returned on this rank; a resumed run then equals an uninterrupted one."""
         self.reducer.load_state_dict(state)
+        self.reducer.codec.check_names({name for name, _ in self._shapes.values()})
 
     def reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Take a bucket; with the last one reduce them all, so that the result does not depend on DDP's bucket plan."""

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 COMPILED = "_orig_mod"  # torch.compile(model) holds the model by this name
-INSERTED = f"{COMPILED}.", "_fsdp_wrapped_module."  # the second by FSDP1
+INSERTED = f"{COMPILED}.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."
+"""What torch.compile, FSDP1 and activation checkpointing (or offloading) insert; torch's state dicts omit it, too."""
 
 
 def unwrapped(name: str) -> str:
