@@ -20,6 +20,7 @@ from gradwire.collectives.bytes import raw_all_gather, raw_all_reduce, raw_reduc
 from gradwire.collectives.group import check_initialized
 from gradwire.errors import BadInput, unknown
 from gradwire.parallel.agreement import check_agreement, parameters_of
+from gradwire.parallel.buffers import warn_of_statistics
 from gradwire.parallel.completeness import Completeness
 from gradwire.parallel.names import COMPILED, compiled_in_place
 from gradwire.parallel.strategies.ddp import DDP
@@ -112,6 +113,8 @@ def wrap(
     way.reduced = average and reducer is not None and reducer.world > 1
     wrapped = way.wrap(model.to(device))
     attach(wrapped, way)
+    if dist.get_world_size(way.group) > 1 and not (average and kind is DDP):  # which sends rank 0's statistics
+        warn_of_statistics(wrapped)
     if not way.communicates:
         way.keep_apart(wrapped)
     if reducer is not None and (average or way.communicates):
