@@ -32,7 +32,7 @@ def trained(rank, world, group, strategy, algorithm, fault=None, **more):
         set_rates(optimizer, step)
         backward(model, rank, step)
         if fault == "nan" and (rank, step) == (1, 3):
-            next(iter(optimizer.trained.values())).grad.view(-1)[2] = float("nan")
+            next(iter(optimizer.parameters.values())).grad.view(-1)[2] = float("nan")
         norm, taken = optimizer.exchange(CLIP)
         if fault == "forgotten":
             for feedback in reducer.codec._feedbacks.values():
@@ -42,7 +42,7 @@ def trained(rank, world, group, strategy, algorithm, fault=None, **more):
         if taken:
             optimizer.step()
         optimizer.zero_grad()
-        parameters = {name: p.detach().clone() for name, p in optimizer.trained.items()}
+        parameters = {name: p.detach().clone() for name, p in optimizer.parameters.items()}
         found.append((parameters, norm, first_difference(model, optimizer, drifting=False), taken))
     return found, reducer.traffic
 

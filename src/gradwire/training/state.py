@@ -70,10 +70,10 @@ class RunState:
             return self._move(own["topology"], own["step"])
         self._outcome.rows = own["rows"]
         set_generators(own["generators"], self._world)
-        if reducer is not None:
-            reducer.load_state_dict(own["reducer"])
-        if isinstance(optimizer, optimizers.Communicating):
+        if isinstance(optimizer, optimizers.Communicating):  # whose state holds the reducer's
             optimizer.load_rank_state(own["optimizer"])
+        elif reducer is not None:
+            reducer.load_state_dict(own["reducer"])
         if own["trace"] is not None and not self.trace.exists():
             write_with(self.trace, lambda part: part.write_bytes(own["trace"].numpy().tobytes()))
         return own["step"]
@@ -99,10 +99,11 @@ class RunState:
         trace = self.trace
         own = {"step": step, "rows": self._outcome.rows, "generators": generators(self._world)}
         own |= {"topology": self.topology, "moved_from": self._outcome.moved_from}
-        own["reducer"] = reducer.state_dict() if reducer is not None else None
         own["trace"] = torch.frombuffer(bytearray(trace.read_bytes()), dtype=torch.uint8) if trace.exists() else None
         if isinstance(optimizer, optimizers.Communicating):
             own["optimizer"] = optimizer.rank_state()
+        elif reducer is not None:
+            own["reducer"] = reducer.state_dict()
         self._checkpoints.save(step, model, optimizer, own)
 
 

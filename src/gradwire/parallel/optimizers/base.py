@@ -6,7 +6,9 @@ that the step is linear in the momentum, and the ranks average momenta through t
 Choices that the papers leave open:
 
 - Weight decay is decoupled from the momentum, as in AdamW, in every phase; each group has its own learning rate.
-- The momentum's bias correction continues; the variance's uses the number of steps that updated it.
+- The momentum's bias correction continues; the variance's uses the number of steps that updated it. DeepSpeed's 1-bit
+  Adam corrects neither: after a warm-up of t steps its steps are ``1 / sqrt(1 - beta2**t)`` times as large, 3.2 times
+  with 0.999 and t = 100, so a learning rate that was tuned there is too small here.
 - Adam's step is bounded: no element moves further than ``lr max(1, (1 - beta1) / sqrt(1 - beta2))`` (Kingma and Ba,
   "Adam: A Method for Stochastic Optimization", ICLR 2015, section 2.1). A frozen variance breaks the bound: an element
   whose gradient was small or zero until then, as in a rare row of an embedding, would take huge steps later. So the
@@ -29,14 +31,16 @@ from torch.optim import AdamW
 
 from gradwire.collectives import Layout, Reducer, ops
 from gradwire.errors import BadInput, RunFault
-from gradwire.parallel.names import named_parameters
 from gradwire.parallel.optimizers import Communicating
+from gradwire.parallel.optimizers.torch_step import step_without_hooks
 from gradwire.parallel.step import clip_grad_norm, local
 from gradwire.parallel.strategy import strategy_of
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
-class CommunicatingAdam(AdamW, Communicating):
-    """Adam with its own averaging: `exchange` communicates, then `step` updates the parameters.
+
+class CommunicatingAdam(Communicating, AdamW):
+    """Adam that averages itself: `exchange` communicates, then ``step`` updates the parameters.
 
     Gradients must not be averaged before (``wrap(..., average=False)``), and every trainable parameter must have one.
     The first ``dense_steps`` of the reducer are the warm-up.
@@ -48,7 +52,7 @@ class CommunicatingAdam(AdamW, Communicating):
         adamw: AdamW's other options: ``lr``, ``betas``, ``eps``, ``weight_decay``.
 
     Raises:
-        BadInput: If there is no warm-up.
+        BadInput: If there is no warm-up, a group has ``amsgrad`` or ``maximize``, or as `Communicating.attach`.
     """
 
     def __init__(self, model: nn.Module, groups: Iterable[dict[str, Any]], reducer: Reducer, **adamw: Any) -> None:
@@ -57,27 +61,23 @@ class CommunicatingAdam(AdamW, Communicating):
                 f"{type(self).__name__} freezes the variance after dense_steps steps; dense_steps must be at least 1."
             )
         super().__init__(groups, **adamw)
-        self.model = model
-        self.reducer = reducer
-        self.trained = {name: p for name, p in named_parameters(model) if p.requires_grad}
-        self.shards = {name: local(p) for name, p in self.trained.items()}
+        self._check_groups(self.param_groups)
+        self.attach(model, reducer)
+        self.shards = {name: local(p) for name, p in self.parameters.items()}
         self._group = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
         self._device = strategy_of(model).device
         self.layout = Layout.dim0([(name, tuple(p.shape)) for name, p in self.shards.items()], reducer.world)
         self.delivered: dict[str, Tensor] | None = None  # averaged momenta, from `exchange` to `step`
-        for p in self.trained.values():  # allocate all state now: loading a checkpoint needs it
-            self.state[p] = {key: torch.zeros((), dtype=torch.float32) for key in ("step", "variance_steps")}
-            self.state[p] |= {key: torch.zeros_like(p) for key in ("exp_avg", "exp_avg_sq")}
-        if reducer.world > 1:
-            reducer.prepare("all_reduce", sum(p.numel() for p in self.trained.values()))
+        for p in self.parameters.values():  # allocate all state now: loading a checkpoint needs it
+            self.state[p] = moments_of(p)
 
-    def exchange(self, max_norm: float, total: Tensor | None = None) -> tuple[float, bool]:
+    def average(self, max_norm: float, total: Tensor | None) -> tuple[float, bool]:
         """As `Communicating.exchange`; with frozen variance the norm is the root mean square of the ranks' norms."""
         gradients = self._gradients()
         if self.averages_gradients:
             self.delivered = None
             with self.reducer.plain():
-                means = self.average(gradients)
+                means = self.means(gradients)
             for name, mean in means.items():
                 gradients[name].copy_(mean)
             finite = self.reducer.finish(total)
@@ -88,21 +88,54 @@ class CommunicatingAdam(AdamW, Communicating):
         scale = max_norm / norm if max_norm < norm < math.inf else 1.0
         momenta = {
             name: torch.lerp(self.kept(p, "exp_avg"), gradients[name] * scale, 1 - self.group_of(p)["betas"][0])
-            for name, p in self.trained.items()
+            for name, p in self.parameters.items()
         }
         self.exchange_momenta(momenta)
         return norm, self.reducer.finish(total)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters with the result of `exchange`; sends nothing."""
+    def move(self) -> None:
+        """Take AdamW's step, or one with the variance frozen."""
         if self.delivered is None:
-            super().step()
-            for p in self.trained.values():
+            step_without_hooks(AdamW)(self)
+            for p in self.parameters.values():
                 self.state[p]["variance_steps"] += 1
         else:
             self.apply(self.delivered)
             self.delivered = None
+
+    def load_torch_state(self, state_dict: dict[str, Any]) -> None:
+        """Load moments and groups, also those of AdamW, whose every step updates the variance.
+
+        Raises:
+            BadInput: If a parameter has other moments, or a group an option that this optimizer does not have.
+        """
+        self._check_groups(state_dict["param_groups"])
+        names = (name for group in state_dict["param_groups"] for name in group["params"])
+        for name, p in zip(names, (p for group in self.param_groups for p in group["params"]), strict=False):
+            shapes = {
+                key: tuple(getattr(value, "shape", ())) for key, value in state_dict["state"].get(name, {}).items()
+            }
+            if shapes and not {"step": (), **dict.fromkeys(MOMENTS, tuple(p.shape))}.items() <= shapes.items():
+                raise BadInput(
+                    f"{type(self).__name__} continues from the step and moments (exp_avg, exp_avg_sq) of AdamW, for a "
+                    f"parameter of shape {list(p.shape)}, and this state has {shapes}: it is of another optimizer or "
+                    f"model."
+                )
+        super().load_torch_state(state_dict)
+        for p in self.parameters.values():
+            kept = self.state[p]
+            steps = {"variance_steps": kept["step"].clone()} if kept else {}
+            self.state[p] = moments_of(p) | steps | kept
+
+    def _check_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Check that no group asks for a step that the frozen variance does not take.
+
+        Raises:
+            BadInput: If one does.
+        """
+        for option in ("amsgrad", "maximize"):
+            if any(group.get(option) for group in groups):
+                raise BadInput(f"{type(self).__name__} has no {option}.")
 
     @property
     def dense_steps(self) -> int:
@@ -136,7 +169,7 @@ class CommunicatingAdam(AdamW, Communicating):
         self.kept(p, "exp_avg").copy_(momentum)
         self.state[p]["step"] += 1
 
-    def average(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def means(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the means over the ranks of one tensor per trainable parameter, by name, in float32."""
         means = {name: torch.empty(p.shape, device=p.device) for name, p in self.shards.items()}
         self.layout.unpack(self.reducer.all_reduce(self.layout.pack(tensors), self.layout), means)
@@ -164,13 +197,13 @@ class CommunicatingAdam(AdamW, Communicating):
 
     def _gradients(self) -> dict[str, Tensor]:
         """Return this rank's gradient of every trainable parameter, or its shard of its island's."""
-        missing = [name for name, p in self.trained.items() if p.grad is None]
+        missing = [name for name, p in self.parameters.items() if p.grad is None]
         if missing:
             raise RunFault(
-                f"{len(missing)} of {len(self.trained)} parameters got no gradient: {', '.join(missing[:5])}"
+                f"{len(missing)} of {len(self.parameters)} parameters got no gradient: {', '.join(missing[:5])}"
                 f"{', ...' if len(missing) > 5 else ''}. Use them in the loss, or freeze them before `wrap`."
             )
-        return {name: local(p.grad) for name, p in self.trained.items() if p.grad is not None}
+        return {name: local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
 
     def _norm_of_ranks(self, gradients: Mapping[str, Tensor]) -> float:
         """Return the root mean square over the ranks, or islands, of each one's total gradient norm."""
@@ -178,3 +211,9 @@ class CommunicatingAdam(AdamW, Communicating):
         square = torch.stack(norms).double().square().sum()
         ops.all_reduce(square, "sum", strategy_of(self.model).group)
         return (square / self.reducer.world).sqrt().item()
+
+
+def moments_of(p: nn.Parameter) -> dict[str, Tensor]:
+    """Return the state of a parameter that took no step."""
+    counts = {key: torch.zeros((), dtype=torch.float32) for key in ("step", "variance_steps")}
+    return counts | {key: torch.zeros_like(p) for key in MOMENTS}

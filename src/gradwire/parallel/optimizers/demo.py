@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.collectives import Layout, Reducer
-from gradwire.parallel.names import named_parameters
 from gradwire.parallel.optimizers import Communicating
 from gradwire.parallel.step import clip_grad_norm, local
 
@@ -33,6 +32,9 @@ class DeMo(Communicating):
         reducer: Averages over the ranks; used by this optimizer only.
         lr: Learning rate, of groups that have none.
         weight_decay: Decoupled weight decay, of groups that have none.
+
+    Raises:
+        BadInput: As `Communicating.attach`.
     """
 
     def __init__(
@@ -45,33 +47,27 @@ class DeMo(Communicating):
         weight_decay: float = 0.0,
     ) -> None:
         Optimizer.__init__(self, groups, {"lr": lr, "weight_decay": weight_decay})
-        self.model = model
-        self.reducer = reducer
-        self.trained = {name: p for name, p in named_parameters(model) if p.requires_grad}
-        self.layout = Layout.dim0([(name, tuple(local(p).shape)) for name, p in self.trained.items()], reducer.world)
+        self.attach(model, reducer)
+        self.layout = Layout.dim0([(name, tuple(local(p).shape)) for name, p in self.parameters.items()], reducer.world)
         self.delivered: dict[str, Tensor] = {}  # the mean of what the ranks sent, from `exchange` to `step`
-        if reducer.world > 1:
-            reducer.prepare("all_reduce", sum(p.numel() for p in self.trained.values()))
 
     @property
     def dense_steps(self) -> int:
         """The reducer's."""
         return self.reducer.codec.options.dense_steps
 
-    @torch.no_grad()
-    def exchange(self, max_norm: float, total: Tensor | None = None) -> tuple[float, bool]:
+    def average(self, max_norm: float, total: Tensor | None) -> tuple[float, bool]:
         """As `Communicating.exchange`; the norm is the root mean square of the ranks' own norms, each clipped alone."""
         norm = clip_grad_norm(self.model, max_norm)
         rates = {p: group["lr"] for group in self.param_groups for p in group["params"]}
-        self.delivered = {name: rates[p] * local(gradient_of(p)) for name, p in self.trained.items()}
+        self.delivered = {name: rates[p] * local(gradient_of(p)) for name, p in self.parameters.items()}
         mean = self.reducer.all_reduce(self.layout.pack(self.delivered), self.layout)
         self.layout.unpack(mean, self.delivered)
         return self.finish(norm, total)
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Move every element by its learning rate; sends nothing."""
-        signs = {self.trained[name]: mean.sign_() for name, mean in self.delivered.items()}
+    def move(self) -> None:
+        """Move every element by its learning rate."""
+        signs = {self.parameters[name]: mean.sign_() for name, mean in self.delivered.items()}
         for group in self.param_groups:
             for p in group["params"]:
                 if p in signs:

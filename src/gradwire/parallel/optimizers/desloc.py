@@ -89,6 +89,11 @@ class DesLoc(DiLoCo):
         super().discard()
         self.received = {}
 
+    def load_round_state(self, part: Mapping[str, Any]) -> None:
+        """As `DiLoCo.load_round_state`."""
+        super().load_round_state(part)
+        self.received = {}
+
     def _moment(self, key: str, name: str) -> Tensor:
         """This rank's moment of a parameter."""
         return local(self.inner.state[self.parameters[name]][key])

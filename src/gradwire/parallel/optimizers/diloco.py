@@ -8,14 +8,14 @@ methods are the same with other defaults: `communication.PRESETS`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradwire.collectives import Layout, Reducer
+from gradwire.collectives import Layout, Reducer, state
 from gradwire.collectives.queue import Handle
 from gradwire.errors import BadInput
 from gradwire.parallel.optimizers import inner as inner_optimizers
@@ -111,14 +111,28 @@ class DiLoCo(LocalUpdates):
             self.trained[name].copy_(self.anchors[name])
         self.delivered = {}
 
-    def rank_state(self) -> dict[str, Any]:
-        """Return the base class's state, and the outer momentum."""
-        return super().rank_state() | {"momenta": self.momenta}
+    def restart(self) -> None:
+        """Begin a round at the present parameters, without outer momentum."""
+        super().restart()
+        for momentum in self.momenta.values():
+            momentum.zero_()
 
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Load a `rank_state` of the same rank."""
-        super().load_rank_state(state)
-        self.momenta = dict(state["momenta"])
+    def round_state(self) -> dict[str, Any]:
+        """Return the base class's state, and the outer momentum."""
+        return super().round_state() | {"momenta": self.momenta}
+
+    def check_round_state(self, part: Mapping[str, Any]) -> None:
+        """Check names and shapes."""
+        super().check_round_state(part)
+        state.check_keys(part, {"momenta"}, type(self).__name__)
+        state.check_tensors(part["momenta"], self.momenta, "outer momenta")
+
+    def load_round_state(self, part: Mapping[str, Any]) -> None:
+        """Copy the base class's state, and the outer momentum."""
+        super().load_round_state(part)
+        for name, momentum in self.momenta.items():
+            momentum.copy_(part["momenta"][name])
+        self.delivered = {}
 
     def shared(self) -> Any:
         """Yield the anchors and the outer momentum."""

@@ -12,6 +12,7 @@ it ends a round, discard the round: they return to the anchors.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -20,13 +21,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from gradwire.collectives import Layout, Reducer
+from gradwire.collectives import Layout, Reducer, state
 from gradwire.errors import BadInput
-from gradwire.parallel.names import named_parameters
 from gradwire.parallel.optimizers import Communicating
 from gradwire.parallel.optimizers.rounds import Interval, Rounds
+from gradwire.parallel.optimizers.torch_step import copy_tensors
 from gradwire.parallel.step import clip_grad_norm, local
 from gradwire.parallel.strategy import strategy_of
 
@@ -52,17 +54,15 @@ class LocalUpdates(Communicating):
     ) -> None:
         if reducer.codec.options.dense_steps:
             raise BadInput("dense_steps counts optimizer steps; local updates have dense_rounds.")
-        self.model = model
         self.inner = inner
-        self.reducer = reducer
+        self.__setstate__({})  # gives torch's optimizers their hooks
+        self.attach(model, reducer)
         self.rounds = Rounds(interval, steps)
-        self.parameters = {name: p for name, p in named_parameters(model) if p.requires_grad}
         self.trained = {name: local(p) for name, p in self.parameters.items()}  # this rank's part of them
         self.anchors = {name: p.detach().to(torch.float32, copy=True) for name, p in self.trained.items()}
         self.layout = Layout.dim0([(name, tuple(p.shape)) for name, p in self.trained.items()], reducer.world)
         self.sent = False  # whether the present step communicates; from `exchange` to `step`
-        if reducer.world > 1:
-            reducer.prepare("all_reduce", sum(p.numel() for p in self.parameters.values()))
+        self.anchored = True  # whether the anchors are those of the parameters
 
     def due(self, step: int) -> bool:
         """Whether a step communicates: the last one of a round does."""
@@ -80,12 +80,16 @@ class LocalUpdates(Communicating):
     def discard(self) -> None:
         """Drop what was received, in a step that is skipped, and return its parameters to their anchors."""
 
-    @torch.no_grad()
-    def exchange(self, max_norm: float, total: Tensor | None = None) -> tuple[float, bool]:
+    def average(self, max_norm: float, total: Tensor | None) -> tuple[float, bool]:
         """As `Communicating.exchange`; the norm is the root mean square of the ranks' own norms, each clipped alone.
 
         A step that communicates takes the inner step here, because what is sent includes it.
         """
+        if not self.anchored:
+            raise BadInput(
+                f"{type(self).__name__} has loaded a state without this rank's rounds: load the whole state_dict(), "
+                f"or call load_rank_state(), or restart() to begin a round at the present parameters."
+            )
         norm = clip_grad_norm(self.model, max_norm)
         self.sent = self.due(self.reducer.step)
         if self.sent:
@@ -100,9 +104,8 @@ class LocalUpdates(Communicating):
             self.discard()
         return norm, taken
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take the inner step, or, in a step that communicates, move by what was received; sends nothing."""
+    def move(self) -> None:
+        """Take the inner step, or, in a step that communicates, move by what was received."""
         if self.sent:
             self.advance()
         else:
@@ -118,6 +121,7 @@ class LocalUpdates(Communicating):
         """Set the anchors to the parameters."""
         for name, p in self.trained.items():
             self.anchors[name].copy_(p)
+        self.anchored = True
 
     @property
     def outer_bytes(self) -> int:
@@ -146,7 +150,7 @@ class LocalUpdates(Communicating):
         for name, anchor in self.anchors.items():
             yield f"the anchor of {name}", anchor
 
-    def rank_state(self) -> dict[str, Any]:
+    def round_state(self) -> dict[str, Any]:
         """Return the anchors, and this rank's own parameters and inner state."""
         return {
             "parameters": {name: p.detach() for name, p in self.trained.items()},
@@ -155,16 +159,35 @@ class LocalUpdates(Communicating):
                 name: {key: local(value) for key, value in self.inner.state.get(p, {}).items()}
                 for name, p in self.parameters.items()
             },
+            "groups": [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups],
         }
 
+    def check_round_state(self, part: Mapping[str, Any]) -> None:
+        """Check names and shapes."""
+        state.check_keys(part, {"parameters", "anchors", "inner", "groups"}, type(self).__name__)
+        state.check_tensors(part["parameters"], self.trained, "parameters")
+        state.check_tensors(part["anchors"], self.anchors, "anchors")
+        state.check_keys(part["inner"], set(self.parameters), f"{type(self).__name__} (inner)")
+        if len(part["groups"]) != len(self.param_groups):
+            raise BadInput(
+                f"the state has {len(part['groups'])} parameter groups, and this one {len(self.param_groups)}."
+            )
+        for name, p in self.trained.items():
+            moments = {key: value for key, value in part["inner"][name].items() if value.ndim}
+            state.check_tensors(moments, dict.fromkeys(moments, p), f"inner moments of {name}")
+
     @torch.no_grad()
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Load a `rank_state` of the same rank."""
+    def load_round_state(self, part: Mapping[str, Any]) -> None:
+        """Copy the anchors, and this rank's own parameters and inner state."""
         for name, p in self.parameters.items():
-            self.trained[name].copy_(state["parameters"][name])
-            for key, value in state["inner"][name].items():
-                local(self.inner.state[p][key]).copy_(value)
-        self.anchors = dict(state["anchors"])
+            self.trained[name].copy_(part["parameters"][name])
+            self.anchors[name].copy_(part["anchors"][name])
+            before = self.inner.state.get(p, {})
+            moments = part["inner"][name].items()
+            self.inner.state[p] = {key: copied(value, before.get(key), p) for key, value in moments}
+        for group, saved in zip(self.param_groups, part["groups"], strict=True):
+            group |= copy.deepcopy(saved)
+        self.anchored = True
 
     # What torch and training loops ask of an optimizer is the inner one's.
 
@@ -187,10 +210,21 @@ class LocalUpdates(Communicating):
         """Clear the gradients."""
         self.inner.zero_grad(set_to_none)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state; the rest is in `rank_state`."""
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a `state_dict`."""
+    def load_torch_state(self, state_dict: dict[str, Any]) -> None:
+        """Load the inner optimizer's state; the rounds are still to be loaded."""
         self.inner.load_state_dict(state_dict)
+        copy_tensors(self.inner.state)
+        self.anchored = False
+
+
+def copied(value: Tensor, before: Tensor | None, p: nn.Parameter) -> Tensor:
+    """Copy a saved moment of a parameter, into the present one where there is one, and return it."""
+    if before is not None:
+        local(before).copy_(value)
+        return before
+    if not value.ndim:
+        return value.to("cpu", copy=True)  # the number of steps
+    value = value.to(p.device, copy=True)
+    if not isinstance(p, DTensor):
+        return value
+    return DTensor.from_local(value, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())

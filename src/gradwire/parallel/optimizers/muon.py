@@ -24,6 +24,7 @@ from gradwire.collectives import ops
 from gradwire.errors import BadInput
 from gradwire.machine import multiplies_bf16
 from gradwire.parallel.mesh import local
+from gradwire.parallel.optimizers.torch_step import copy_tensors, step_without_hooks
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration
 ITERATIONS = 5
@@ -58,7 +59,7 @@ class Muon(AdamW):
         matrices = [(p, p.grad, group) for group in self.param_groups if group["muon"] for p in group["params"]]
         for p, _, _ in matrices:
             p.grad = None  # AdamW leaves out what has no gradient
-        super().step()
+        step_without_hooks(AdamW)(self)
         for p, gradient, group in matrices:
             p.grad = gradient
             if gradient is None:
@@ -73,6 +74,11 @@ class Muon(AdamW):
             shard = local(p)
             shard.mul_(1 - group["lr"] * group["weight_decay"])
             shard.add_(way, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a ``state_dict``; tensors are copied."""
+        super().load_state_dict(state_dict)
+        copy_tensors(self.state)
 
 
 def step_direction(momentum: Tensor, matrix: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.collectives import Layout, Reducer
+from gradwire.collectives import Layout, Reducer, state
 from gradwire.collectives.queue import Handle, finished
 from gradwire.communication import Streaming
 from gradwire.errors import BadInput
@@ -127,16 +127,32 @@ class StreamingDiLoCo(DiLoCo):
         else:
             self.trained[name].lerp_(self.anchors[name].to(self.trained[name].dtype), 1 - self.alpha)
 
-    def rank_state(self) -> dict[str, Any]:
+    def restart(self) -> None:
+        """As `DiLoCo.restart`, with nothing in flight."""
+        super().restart()
+        self.in_flight = None
+
+    def round_state(self) -> dict[str, Any]:
         """Return the base class's state, and what is in flight, for which this waits."""
         flying = self.in_flight and {"fragment": self.in_flight[0], "mean": self.in_flight[1].wait()}
-        return super().rank_state() | {"in_flight": flying}
+        return super().round_state() | {"in_flight": flying}
 
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Load a `rank_state` of the same rank."""
-        super().load_rank_state(state)
-        flying = state["in_flight"]
-        self.in_flight = None if flying is None else (flying["fragment"], finished(flying["mean"]))
+    def check_round_state(self, part: Mapping[str, Any]) -> None:
+        """Check names and shapes."""
+        super().check_round_state(part)
+        state.check_keys(part, {"in_flight"}, type(self).__name__)
+        flying = part["in_flight"]
+        if flying is not None:
+            if not 0 <= flying["fragment"] < len(self.fragments):
+                raise BadInput(f"the state has fragment {flying['fragment']} in flight, of {len(self.fragments)}.")
+            numel = self.fragments[flying["fragment"]].numel
+            state.check_tensors({"mean": flying["mean"]}, {"mean": torch.empty(numel, device="meta")}, "means")
+
+    def load_round_state(self, part: Mapping[str, Any]) -> None:
+        """Copy the base class's state, and what is in flight."""
+        super().load_round_state(part)
+        flying = part["in_flight"]
+        self.in_flight = None if flying is None else (flying["fragment"], finished(flying["mean"].clone()))
 
     def _layout(self, names: Iterable[str]) -> Layout:
         """Cut some parameters as the whole model's layout cuts them, so that residuals go with them."""

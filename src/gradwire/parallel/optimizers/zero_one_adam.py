@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gradwire.collectives import Reducer
+from gradwire.collectives import Reducer, state
 from gradwire.errors import BadInput
 from gradwire.parallel.optimizers.base import CommunicatingAdam
 from gradwire.parallel.step import local
@@ -103,13 +103,12 @@ class ZeroOneAdam(CommunicatingAdam):
         """Whether the last step synchronised the ranks."""
         return not self.drifts
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def move(self) -> None:
         """As the base class; after the warm-up a mean gradient updates first the variance, then the momentum."""
         if self.delivered is not None or self.reducer.step <= self.reducer.codec.options.dense_steps:
-            super().step()
+            super().move()
             return
-        for p in self.trained.values():
+        for p in self.parameters.values():
             beta1, beta2 = self.group_of(p)["betas"]
             assert p.grad is not None
             gradient = local(p.grad)
@@ -126,11 +125,11 @@ class ZeroOneAdam(CommunicatingAdam):
             self.reducer.skip(self.layout)
             self.delivered = dict(momenta)
         else:
-            self.delivered = self.average({name: self._mean(name, momentum) for name, momentum in momenta.items()})
+            self.delivered = self.means({name: self._mean(name, momentum) for name, momentum in momenta.items()})
 
     def apply(self, delivered: Mapping[str, Tensor]) -> None:
         """Take a local step, or a step from the last synchronised parameters with the mean momenta."""
-        for name, p in self.trained.items():
+        for name, p in self.parameters.items():
             momentum, rate = delivered[name], self.rate(p)
             if self.alone:
                 mean = self._mean(name, momentum)
@@ -143,27 +142,44 @@ class ZeroOneAdam(CommunicatingAdam):
             self.advance(p, momentum, rate)
         self.local_steps = self.local_steps + 1 if self.alone else 0
 
-    def rank_state(self) -> dict[str, Any]:
+    def restart(self) -> None:
+        """Forget the drifts."""
+        self.drifts, self.local_steps = {}, 0
+
+    def round_state(self) -> dict[str, Any]:
         """Return the drifts, and the parameters and momenta that have drifted."""
         return {
             "local_steps": self.local_steps,
             "drifts": {name: drift._asdict() for name, drift in self.drifts.items()},
             "parameters": {name: self.shards[name].detach() for name in self.drifts},
-            "momenta": {name: self.kept(self.trained[name], "exp_avg") for name in self.drifts},
+            "momenta": {name: self.kept(self.parameters[name], "exp_avg") for name in self.drifts},
         }
 
-    @torch.no_grad()
-    def load_rank_state(self, state: dict[str, Any]) -> None:
-        """Load a `rank_state` of the same rank."""
-        self.local_steps = state["local_steps"]
-        self.drifts = {name: Drift(**drift) for name, drift in state["drifts"].items()}
-        for name in self.drifts:
-            self.shards[name].copy_(state["parameters"][name])
-            self.kept(self.trained[name], "exp_avg").copy_(state["momenta"][name])
+    def check_round_state(self, part: Mapping[str, Any]) -> None:
+        """Check names and shapes."""
+        state.check_keys(part, {"local_steps", "drifts", "parameters", "momenta"}, "ZeroOneAdam")
+        drifts = part["drifts"]
+        drifted = self.shards if drifts else {}  # all of them, or none
+        for key in ("start", "momentum"):
+            state.check_tensors({name: drift[key] for name, drift in drifts.items()}, drifted, f"drifts ({key})")
+        for key in ("parameters", "momenta"):
+            state.check_tensors(part[key], drifted, key)
+
+    def load_round_state(self, part: Mapping[str, Any]) -> None:
+        """Copy the drifts, and the parameters and momenta that have drifted."""
+        self.local_steps = part["local_steps"]
+        self.drifts = {
+            name: Drift(**{**drift, "start": drift["start"].clone(), "momentum": drift["momentum"].clone()})
+            for name, drift in part["drifts"].items()
+        }
+        with torch.no_grad():
+            for name in self.drifts:
+                self.shards[name].copy_(part["parameters"][name])
+                self.kept(self.parameters[name], "exp_avg").copy_(part["momenta"][name])
 
     def _mean(self, name: str, momentum: Tensor) -> Tensor:
         """Return the mean momentum since the last synchronisation, this step included, weighted by learning rates."""
-        drift, rate = self.drifts.get(name), self.rate(self.trained[name])
+        drift, rate = self.drifts.get(name), self.rate(self.parameters[name])
         if drift is None or drift.moved + rate == 0:
             return momentum
         return torch.lerp(drift.momentum, momentum, rate / (drift.moved + rate))
