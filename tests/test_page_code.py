@@ -22,7 +22,7 @@ BLOCKS = [
 ]
 
 
-def names(code, rank):
+def names(code, rank, folder):
     """What a reader of a block has already: a model, wrapped where the block does not do so, data and an optimizer."""
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
@@ -32,7 +32,7 @@ def names(code, rank):
         "loss_of": lambda output: output.square().mean(),
     }
     given["first"] = given["loss_of"](model(given["batch"])).item()
-    given |= {"checkpoint": {}, "scaler": torch.amp.GradScaler("cpu", init_scale=4.0)}
+    given |= {"checkpoint": {}, "folder": folder, "scaler": torch.amp.GradScaler("cpu", init_scale=4.0)}
     if "hook(model, reducer)" in code:
         model = DistributedDataParallel(model)
     elif "ddp_hook" in code:
@@ -44,9 +44,9 @@ def names(code, rank):
     return given | {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.5)}
 
 
-def ran(rank, world, group, code):
+def ran(rank, world, group, code, folder):
     """Run a block; the bytes that its reducer has sent, and whether a step made the loss smaller."""
-    given = names(code, rank)
+    given = names(code, rank, folder)
     if "ddp.register_comm_hook" in code:  # the page prints after a backward pass, and says so
         registered, _, rest = code.partition("print(")
         exec(registered, given)
@@ -68,6 +68,6 @@ def test_pages_have_code():
 @pytest.mark.parametrize(
     ("code", "ranks"), [pytest.param(code, ranks, id=f"{page}-{number}") for page, number, code, ranks in BLOCKS]
 )
-def test_a_block_runs_as_it_is(world, code, ranks):
-    for sent, trained in world(ranks).run(ran, code):
+def test_a_block_runs_as_it_is(world, code, ranks, tmp_path):
+    for sent, trained in world(ranks).run(ran, code, tmp_path):
         assert sent > 0 and trained
