@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -66,6 +67,25 @@ def check_length(path: Path, name: str = "") -> None:
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             raise BadInput(f"{_said(path, name)} cannot be read: {error.strerror}.") from None
+
+
+def check_regular(path: Path, name: str = "") -> None:
+    """Check that a file to read is no pipe, socket or device, which may block or never end.
+
+    Folders and missing files pass; opening those says so. Arguments as in `check_folder`.
+
+    Raises:
+        BadInput: If it is one, or its folder cannot be searched.
+    """
+    try:
+        mode = Path(path).stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise BadInput(f"{_said(path, name)} cannot be read: {error.strerror}.") from None
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        kind = {"p": "pipe", "s": "socket"}.get(stat.filemode(mode)[0], "device")
+        raise BadInput(f"{_said(path, name)} is a {kind}, not a regular file: write its content to a file first.")
 
 
 def _check(path: Path, folder: Path, longest: Path, name: str) -> None:

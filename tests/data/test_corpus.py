@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import ijson
 import pyarrow as pa
@@ -15,18 +16,19 @@ import pytest
 from data_samples import tokenize_words, values, write_corpus
 
 from gradwire.cli import main
-from gradwire.data import identify
-from gradwire.data.corpus import checked, documents
+from gradwire.data import identify, json_bytes
+from gradwire.data.cache import shards_of
+from gradwire.data.corpus import checked, documents, parse
 from gradwire.errors import BadInput
 
 GOOD = json.dumps(values(3)).encode()
 PART = b'{"title": "t", "text": "x y"}'
 
 BAD = {
-    "truncated": (GOOD[:-40], "not valid JSON in UTF-8"),
+    "truncated": (GOOD[:-40], "not valid JSON in Unicode"),
     "no end": (GOOD[:-1], "Is the file complete?"),
     "no array": (b'{"id": "a", "text": "x"}', "is not a JSON array (it starts with '{')"),
-    "trailing garbage": (GOOD + b"]", "not valid JSON in UTF-8"),
+    "trailing garbage": (GOOD + b"]", "not valid JSON in Unicode"),
     "empty file": (b" \n", "is empty"),
     "empty array": (b"[]", "contains no documents"),
     "no object": (b'[{"text": "x"}, ["y"]]', "document 1 (counted from 0) is an array"),
@@ -42,7 +44,20 @@ BAD = {
     "duplicate by number": (b'[{"id": 7, "text": "x"}, {"id": "7", "text": "z"}]', "share the id '7'"),
     "duplicate by index": (b'[{"id": "sample_1", "text": "x"}, %b]' % PART, "documents 0 and 1"),
     "invalid UTF-8": (b'[{"text": "x"}, {"text": "\xff\xfe"}]', "invalid bytes in UTF8 string in document 1"),
-    "surrogate": (b'[{"text": "\xed\xa0\x80"}]', "not valid JSON in UTF-8"),
+    "surrogate": (b'[{"text": "\xed\xa0\x80"}]', "not valid JSON in Unicode"),
+    "half a pair": (b'[{"text": "x"}, {"text": "cut \\ud83d"}]', r"document 1 (counted from 0) has \ud83d, half of"),
+    "the other half": (b'[%b, {"text": "cut \\uDE00."}]' % PART, r"document 1 (counted from 0) has \uDE00, half of"),
+    "half in an id": (b'[{"id": "a\\ud83d", "text": "x"}]', r"document 0 (counted from 0) has \ud83d, half of"),
+    "half and a letter": (b'[{"text": "\\ud83d\\u0041"}]', r"document 0 (counted from 0) has \ud83d, half of"),
+    "half in UTF-16": (
+        '[{"text": "x"}, {"text": "\ud83d"}]'.encode("utf-16", "surrogatepass"),
+        "illegal UTF-16 surrogate",
+    ),
+    "an endless id": (b'[{"id": 1e2000000000, "text": "x"}]', "has 1E+2000000000 as id, a number of more than 4300"),
+    "an endless fraction": (b'[{"id": 1e-2000000000, "text": "x"}]', "has 1E-2000000000 as id, a number of more than"),
+    "an endless weight": (b'[{"text": "x", "weight": 1e%d}]' % 10**20, "has a number of too large an exponent"),
+    "a long integer": (b'[%b, {"x": 1%b}]' % (PART, b"0" * 4300), "document 1 (counted from 0) has a number of more"),
+    "deep": (b"[%b, %b1%b]" % (PART, b'{"a":[' * 500, b"]}" * 500), "document 1 (counted from 0) has more than 1000"),
     "too small": (b"[%b]" % PART, "is too small"),
 }
 
@@ -117,6 +132,46 @@ def test_ids_may_be_elsewhere_in_a_document(tmp_path, monkeypatch, capsys):
     assert ids("--id_from", "numbered") == (0, ["J/3", "J/4"])
     assert main(["download", "--source", "pydocs", "--id_from", "doi", "--output", str(tmp_path / "x.json")]) == 2
     assert "works with --source json only" in capsys.readouterr().err
+
+
+UNICODE = ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"]
+
+
+@pytest.mark.parametrize("piece", [1, 2, 7, 65_536])
+@pytest.mark.parametrize("name", ["c.json", "c.jsonl"])
+def test_a_corpus_may_be_in_any_unicode_encoding_and_read_in_any_pieces(name, piece, tmp_path, monkeypatch):
+    monkeypatch.setattr(json_bytes, "PIECE", piece)
+    texts = [r"\ud83d is half, \\", '😀 a "quoted" 日本\n', "[{1234}]", "é" * 99]
+    made = [{"id": text, "title": "\\", "text": text, "x": [[1.5, {}], n]} for n, text in enumerate(texts)]
+    forms = [json.dumps(made), json.dumps(made, ensure_ascii=False, indent=1)]
+    if name == "c.jsonl":
+        forms = ["\n".join(json.dumps(value, ensure_ascii=ascii_) for value in made) for ascii_ in (True, False)]
+    for form, encoding in product(forms, UNICODE):
+        (tmp_path / name).write_bytes(form.encode(encoding))
+        assert [(one.id, one.body) for one in documents(tmp_path / name)] == [(text, text) for text in texts]
+
+
+def test_white_space_before_an_array_may_be_long(tmp_path):
+    (tmp_path / "c.json").write_text("\n" * 100_000 + json.dumps(values(3)))
+    assert len(list(documents(tmp_path / "c.json"))) == 3
+
+
+def test_half_a_pair_from_any_source_is_refused():
+    with pytest.raises(BadInput, match=r"here: document 1 \(counted from 0\) has '\\ude00', half of a surrogate pair"):
+        list(parse([{"text": "x"}, {"text": "cut \ude00"}], "here"))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_corpus_is_a_regular_file(kind, tmp_path, capsys):
+    corpus = tmp_path / "c.json"
+    os.mkfifo(corpus) if kind == "pipe" else corpus.symlink_to("/dev/zero")
+    said = f"{corpus} is a {kind}, not a regular file"
+    download = ["download", "--source", "json", "--output", f"{tmp_path}/out.json", "--data_path", str(corpus)]
+    for words in (download, tokenize_words(corpus, tmp_path / "out")):
+        assert main(words) == 2
+        assert said in capsys.readouterr().err
+    with pytest.raises(BadInput, match=said):
+        shards_of(corpus, tokenizer="bpe")
 
 
 def test_jsonl_gives_the_same_documents_as_an_array(tmp_path):

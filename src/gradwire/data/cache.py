@@ -8,12 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from gradwire.data import corpus
 from gradwire.data import tokenizer as tokenizers
 from gradwire.data.shards import ALL, exist, meta, splits, wait_finalized
 from gradwire.data.tokenization import tokenize
 from gradwire.defaults import MAX_LENGTH, SHARD_SIZE, SHORTEST_MAX_LENGTH, VAL_FRACTION, VOCAB_SIZE
 from gradwire.errors import BadInput
-from gradwire.files import check_folder, digest, sha256_file
+from gradwire.files import check_folder, check_regular, digest
 
 TIMEOUT = 600.0  # seconds without progress after which the other ranks stop waiting for rank 0
 
@@ -54,6 +55,7 @@ def shards_of(
     max_length = MAX_LENGTH if max_length is None else max_length
     if max_length < SHORTEST_MAX_LENGTH:
         raise BadInput(f"--max_length {max_length} is too small; at least {SHORTEST_MAX_LENGTH}.")
+    check_regular(data_path)
     if not data_path.is_file():
         raise BadInput(f"{data_path} is neither a shards folder nor a corpus file; `gradwire tokenize` makes shards.")
     val_fraction = 0.0 if whole else VAL_FRACTION
@@ -102,7 +104,7 @@ def default_cache(data_path: Path, tokenizer: str, max_length: int, vocab_size: 
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     origin = tokenizers.origin(tokenizer, data_path, vocab_size)
     cut = [max_length, SHARD_SIZE, val_fraction]
-    return cache / "gradwire" / digest([data_path.stem, sha256_file(data_path), origin, *cut])
+    return cache / "gradwire" / digest([data_path.stem, corpus.sha256(data_path), origin, *cut])
 
 
 @contextmanager

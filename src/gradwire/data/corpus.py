@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +20,10 @@ import ijson
 
 from gradwire.data import identify, targets
 from gradwire.data.identify import IdOf
+from gradwire.data.json_bytes import LONGEST_NUMBER, Checked, Unfit
 from gradwire.data.targets import Spans, Weights
 from gradwire.errors import BadInput
-from gradwire.files import sha256_file, whole
+from gradwire.files import check_regular, sha256_file, whole
 
 C_BACKEND = "yajl2_c"
 
@@ -97,8 +98,8 @@ def documents(path: Path, id_from: str | None = None) -> Iterator[Document]:
         id_from: Source of the ids (`identify.id_of`); default: the key ``id``.
 
     Raises:
-        BadInput: If the file is missing, not JSON in UTF-8, not an array (``.jsonl``: not objects) or empty, or a
-            document is invalid as in ``parse``.
+        BadInput: If the file is missing, not JSON in UTF-8, UTF-16 or UTF-32, not an array (``.jsonl``: not objects)
+            or empty, or a document is invalid as in ``parse``.
     """
     return parse(_values(Path(path)), str(path), id_from)
 
@@ -114,6 +115,7 @@ def sha256(path: Path) -> str:
     Raises:
         BadInput: If it cannot be read.
     """
+    check_regular(path)
     try:
         return sha256_file(path)
     except OSError as error:
@@ -129,7 +131,7 @@ def parse(values: Iterable[Any], where: str, id_from: str | None = None) -> Iter
         id_from: Source of the ids, as in ``documents``.
 
     Raises:
-        BadInput: If there are no documents, or one has no text or an invalid id or title.
+        BadInput: If there are no documents, or one has no text, an invalid id or title, or half of a surrogate pair.
     """
     position, id_of = -1, identify.id_of(id_from)
     for position, value in enumerate(values):
@@ -204,7 +206,16 @@ def _document(value: Any, position: int, where: str, id_of: IdOf) -> Document:
         weights = targets.weights_of(value, spans)
     except ValueError as error:
         raise BadInput(f"{here} {error}.") from None
-    return Document(_document_id(id_of(value), position, here), title, body, spans, weights)
+    id_ = _document_id(id_of(value), position, here)
+    for part in (id_, title, body):
+        try:
+            part.encode()
+        except UnicodeEncodeError as error:
+            half = ascii(part[error.start])
+            raise BadInput(
+                f"{here} has {half}, half of a surrogate pair: write the whole character, or remove it."
+            ) from None
+    return Document(id_, title, body, spans, weights)
 
 
 def _content(value: Mapping[str, Any]) -> tuple[str, Spans | None]:
@@ -228,6 +239,10 @@ def _document_id(value: Any, position: int, here: str) -> str:
         return f"sample_{position}"
     if isinstance(value, str) and value:
         return value
+    if isinstance(value, Decimal) and abs(value.adjusted()) > LONGEST_NUMBER:
+        raise BadInput(
+            f"{here} has {value} as id, a number of more than {LONGEST_NUMBER} digits: write it as a string."
+        )
     if isinstance(value, int | Decimal) and not isinstance(value, bool):
         return format(value, "f") if isinstance(value, Decimal) else str(value)
     raise BadInput(f"{here} has {json.dumps(value, default=str)} as id; it must be a non-empty string or a number.")
@@ -246,31 +261,36 @@ def _values(path: Path) -> Iterator[Any]:
         )
     lines = path.suffix == ".jsonl"
     position = 0
+    check_regular(path)
     try:
-        with path.open("rb") as stream:
+        with path.open("rb") as file:
+            stream = Checked(file)
             if not lines:
-                _require_array(stream.read(256).lstrip(b" \t\r\n"), path)
-                stream.seek(0)
+                _require_array(stream.first(), path)
             for value in ijson.items(stream, "" if lines else "item", multiple_values=lines, map_type=Object):
                 if isinstance(value, Object) and value.twice is not None:
                     raise BadInput(f"{path}: document {position} (counted from 0) has the key {value.twice!r} twice.")
                 yield value
                 position += 1
-    except (ijson.JSONError, UnicodeDecodeError) as error:
-        raise BadInput(
-            f"{path} is not valid JSON in UTF-8: {_reason(error)} in document {position} (counted from 0) or directly "
-            "before it. Is the file complete?"
-        ) from None
     except OSError as error:
         raise BadInput(f"cannot read the corpus {path}: {error.strerror}.") from None
-
-
-def _require_array(head: bytes, path: Path) -> None:
-    if not head:
-        raise BadInput(f"{path} is empty: a corpus is a JSON array of objects with id, title and text.")
-    if not head.startswith(b"["):
+    except Unfit as error:
+        raise BadInput(f"{path}: document {position} (counted from 0) has {error}.") from None
+    except InvalidOperation:
+        raise BadInput(f"{path}: document {position} (counted from 0) has a number of too large an exponent.") from None
+    except (ijson.JSONError, UnicodeDecodeError) as error:
         raise BadInput(
-            f"{path} is not a JSON array (it starts with {head[:1].decode(errors='replace')!r}): a corpus is an array "
+            f"{path} is not valid JSON in Unicode: {_reason(error)} in document {position} (counted from 0) or "
+            "directly before it. Is the file complete?"
+        ) from None
+
+
+def _require_array(first: bytes, path: Path) -> None:
+    if not first:
+        raise BadInput(f"{path} is empty: a corpus is a JSON array of objects with id, title and text.")
+    if first != b"[":
+        raise BadInput(
+            f"{path} is not a JSON array (it starts with {first.decode(errors='replace')!r}): a corpus is an array "
             "of objects with id, title and text; a file with one object per line must be named .jsonl."
         )
 

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import Dataset
 
 from gradwire.errors import BadInput, RunFault
-from gradwire.files import digest, sha256_file
+from gradwire.files import check_regular, digest, sha256_file
 
 FORMAT_VERSION = 1
 SPLITS = ("train", "val")
@@ -201,6 +201,7 @@ def read(path: Path) -> Any:
     Raises:
         BadInput: If the file is missing or damaged.
     """
+    check_regular(path)
     try:
         return torch.load(path, weights_only=True, mmap=True)
     except FileNotFoundError:

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from gradwire.data import corpus, hub, targets
 from gradwire.data.sources import Source, Stream, folder_name, require_revision
 from gradwire.errors import BadInput, unknown
-from gradwire.files import digest, read_json, sha256_file
+from gradwire.files import check_regular, digest, read_json, sha256_file
 
 ONE, SEVERAL = "state.json", "dataset_dict.json"  # files of a saved split, and of a folder of saved splits
 UNNAMED = "train"  # how a saved split without a name is called
@@ -72,6 +72,9 @@ class Datasets(Source):
         return ", ".join(part for part in parts if part)
 
     def _on_hub(self) -> tuple[Any, str | None]:
+        check_regular(self.data_path, "data_path")
+        if self.data_path.is_file():
+            raise BadInput(f"data_path: {self.data_path} is a file; give the folder that `save_to_disk` wrote.")
         if self.data_path.is_absolute() or len(self.data_path.parts) > 2:
             raise BadInput(f"data_path: {self.data_path} is neither a folder nor a dataset's name on the Hub.")
         found = hub.commit(str(self.data_path), self.revision, WITHOUT_NETWORK)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ from pydantic import Field
 from gradwire.data import corpus
 from gradwire.data.sources import Source, Stream, folder_name, require_revision
 from gradwire.errors import BadInput
-from gradwire.files import sha256_file
 
 
 class Json(Source):
@@ -43,6 +43,6 @@ class Json(Source):
         return folder_name(self.data_path.stem)
 
     def _digest(self) -> str:
-        if not self.data_path.is_file():
+        if not os.path.lexists(self.data_path):
             raise BadInput(f"data_path: there is no corpus file {self.data_path}.")
-        return sha256_file(self.data_path)
+        return corpus.sha256(self.data_path)

@@ -11,6 +11,7 @@ from pydantic import Field
 from gradwire.data import corpus, hub
 from gradwire.data.sources import Source, Stream
 from gradwire.errors import BadInput
+from gradwire.files import check_regular
 
 DATASET = "wikimedia/wikipedia"
 CONFIG = "20231101.en"
@@ -41,6 +42,7 @@ class Wikipedia(Source):
             where = f"{DATASET} {CONFIG}"
             table = hub.streamed(path=DATASET, name=CONFIG, revision=commit, split="train")
             return Stream(where, commit, corpus.parse(hub.rows(table, COLUMNS, where), where))
+        check_regular(self.data_path, "--data_path")
         if not self.data_path.is_file():
             raise BadInput(f"--data_path {self.data_path} is not a file.")
         return Stream(str(self.data_path), None, corpus.parse(_rows_of(self.data_path), str(self.data_path)))
