@@ -7,9 +7,11 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import datasets
 import pyarrow as pa
@@ -125,7 +127,11 @@ def test_sources_are_known_without_heavy_packages():
         ({"source": "pydocs", "data_path": "x"}, "unknown key of a dataset with source pydocs 'data_path'"),
         ({"source": "text", "data_path": "x", "split_by": "files"}, "'split_by'. Did you mean 'split_at'"),
         ({"sorce": "text"}, "'sorce'. Did you mean 'source'"),
-        ({"source": "text", "data_path": "x", "encoding": "utf-9"}, "Python knows no encoding 'utf-9'"),
+        ({"source": "text", "data_path": "x", "encoding": "utf-9"}, "Python knows no encoding of text 'utf-9'"),
+        *(
+            ({"source": "text", "data_path": "x", "encoding": name}, f"Python knows no encoding of text '{name}'")
+            for name in ("base64", "rot13", "undefined", "idna", "unicode_escape")
+        ),
     ],
 )
 def test_a_wrong_source_or_option_is_answered_with_the_nearest(given, message):
@@ -166,7 +172,8 @@ def test_a_folder_is_its_text_files_by_path(tmp_path):
         ("c.rst.zst", "Top", "alpha\n\n-----\nBelow\n-----\n\nbeta\n\n| table |\n====="),
         ("sub/page.html", "Big & small", "One two"),
     ]
-    assert metadata == {"files": 5, "files_in_utf-8": 5, "files_without_text": 1}
+    left_out = {"other_files_left_out": 1, "hidden_left_out": 1, "links_left_out": 1}
+    assert metadata == {"files": 5, "files_in_utf-8": 5, "files_without_text": 1, **left_out}
     assert [id_ for id_, *_ in read(f"{tmp_path}/*/*.html")[0]] == ["sub/page.html"]
     assert [id_ for id_, *_ in read(tmp_path / "b.md")[0]] == ["b.md"]
 
@@ -209,6 +216,12 @@ def test_ids_of_sections_lead_to_the_line_of_the_heading(tmp_path):
         ("naïve ☃".encode("utf-32"), "naïve ☃", "utf-32"),
         (b'<meta charset="koi8-r">' + "привет".encode("koi8-r"), '<meta charset="koi8-r">привет', "koi8-r"),
         ("naïve “quoted”".encode("windows-1252"), "naïve “quoted”", "windows-1252"),
+        *(
+            (head.encode() + "naïve “quoted”".encode("windows-1252"), f"{head}naïve “quoted”", "windows-1252")
+            for name in ("undefined", "base64", "utf-16", "iso-8859-1", "unicode_escape", "nosuch", "aliases")
+            for head in (f'<meta charset="{name}">', f'<meta charset="{name}"> ')  # UTF-16 has an even length
+        ),
+        (b"coding: latin-1\n\xe9\x81", "coding: latin-1\né\x81", "iso8859-1"),
     ],
 )
 def test_encodings_are_detected(data, text, encoding, tmp_path):
@@ -241,6 +254,140 @@ def test_a_bad_file_is_one_message_and_leaves_nothing(case, tmp_path, capsys):
     printed = capsys.readouterr().err.splitlines()
     assert len(printed) == 1 and message in printed[0] and str(tmp_path / "in") in printed[0]
     assert [file.name for file in output.parent.iterdir()] == ["download.failed.json"]
+
+
+def test_a_text_that_decompresses_to_more_than_fits_is_refused_early(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_files, "LARGEST", 5 * 10**6)
+    bomb = bytes(64 * 10**6)
+    packed = {".gz": gzip.compress(bomb, 1), ".zst": pa.compress(bomb, codec="zstd", asbytes=True), "": bomb}
+    for ending, data in packed.items():
+        file = tmp_path / f"a.txt{ending}"
+        file.write_bytes(data[:-99])  # whoever reads it to the end says that it is not whole
+        with pytest.raises(BadInput, match=f"a.txt{ending} holds more than 5 MB, decompressed"):
+            text_files.read(file)
+
+
+def test_the_mark_at_the_beginning_is_no_text_in_a_given_encoding_either(tmp_path):
+    (tmp_path / "a.txt").write_bytes("naïve".encode("utf-8-sig"))
+    assert read(tmp_path, encoding="utf-8")[0] == [("a.txt", "a.txt", "naïve")]
+
+
+def linked(folder):
+    """Texts that links alone lead to, and links that lead back or to the same again."""
+    for name in ("in/sub/deep", "in/.git", "out/below"):
+        (folder / name).mkdir(parents=True)
+    for name in ("in/a.txt", "in/sub/b.txt", "in/sub/deep/c.txt", "in/.git/d.txt", "out/e.txt", "out/below/f.txt"):
+        (folder / name).write_text(f"words of {name}")
+    links = {"ahead": "../out", "again": "../out/below", "self": ".", "up": "..", "sub/same": "deep"}
+    for name, target in {**links, "file.txt": "../out/e.txt", "twice.txt": "../out/e.txt", "a2.txt": "a.txt"}.items():
+        (folder / "in" / name).symlink_to(target)
+    return folder / "in"
+
+
+def test_texts_behind_links_are_read_once_and_what_is_left_out_is_counted(tmp_path):
+    folder = linked(tmp_path)
+    (folder / "LOUD.TXT.GZ").write_bytes(gzip.compress(b"loud words"))
+    (folder / "picture.png").write_bytes(b"\x89PNG")
+    found, metadata = read(folder)
+    texts = {id_: body for id_, _, body in found}
+    assert sorted(texts.values()) == [
+        "loud words",
+        *(f"words of {name}" for name in ("in/a.txt", "in/sub/b.txt", "in/sub/deep/c.txt")),
+        *(f"words of {name}" for name in ("out/below/f.txt", "out/e.txt")),
+    ]
+    assert {"LOUD.TXT.GZ", "a.txt", "sub/b.txt", "sub/deep/c.txt", "ahead/e.txt"} < texts.keys()
+    # self, up, sub/same, again or what is below ahead; file.txt, twice.txt, a2.txt
+    assert {name: count for name, count in metadata.items() if "left_out" in name} == {
+        "links_left_out": 6 + ("again/f.txt" not in texts),
+        "hidden_left_out": 1,
+        "other_files_left_out": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("pattern", "ids"),
+    [
+        ("*.txt", ["a.txt", "file.txt"]),
+        ("**/*.txt", [".git/d.txt", "a.txt", "again/f.txt", "ahead/e.txt", "sub/b.txt", "sub/deep/c.txt"]),
+        ("*/[ef].txt", ["again/f.txt", "ahead/e.txt"]),
+        ("**/below/**", ["ahead/below/f.txt"]),
+        ("s?b/**", ["sub/b.txt", "sub/deep/c.txt"]),
+        ("**/deep/c.txt", ["sub/deep/c.txt"]),
+        ("sub/*/../b.txt", ["deep/../b.txt"]),
+    ],
+)
+def test_a_glob_gives_what_the_shell_gives_once(pattern, ids, tmp_path):
+    assert [id_ for id_, *_ in read(f"{linked(tmp_path)}/{pattern}")[0]] == ids
+
+
+@pytest.mark.parametrize("pattern", ["x**y", "***", "**x/*.txt", "*/a**"])
+def test_a_glob_that_means_nothing_is_refused(pattern, tmp_path):
+    with pytest.raises(BadInput, match=r"the glob has '.*', but \*\* must be alone between slashes"):
+        read(f"{linked(tmp_path)}/{pattern}")
+
+
+@contextmanager
+def without_privileges():
+    """As a user for whom permissions count."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+@pytest.mark.parametrize(
+    ("closed", "mode", "path", "named"),
+    [
+        ("in", 0, "in", "in"),
+        ("in/sub/deep", 0, "in", "in/sub/deep"),
+        ("in/sub/deep", 0o444, "in", "in/sub/deep/c.txt"),
+        ("out/below", 0, "in", "in/again"),
+        ("in/sub/deep", 0, "in/**/*.txt", "in/sub/deep"),
+        ("in/sub", 0, "in/*/*.txt", "in/sub"),
+        ("in/sub", 0, "in/sub/b.txt", "in/sub/b.txt"),
+        ("in/sub/b.txt", 0, "in", "in/sub/b.txt"),
+        ("in/.git", 0, "in", None),
+        ("in/sub/deep", 0, "in/*/*.txt", None),
+    ],
+)
+def test_what_cannot_be_read_is_named_not_left_out(closed, mode, path, named):
+    with TemporaryDirectory() as place:  # not below pytest's folder, which is closed itself
+        Path(place).chmod(0o755)
+        linked(Path(place))
+        (Path(place) / closed).chmod(mode)
+        with without_privileges():
+            if named is None:
+                assert read(f"{place}/{path}")[0]
+            else:
+                with pytest.raises(BadInput, match=rf"{place}/{named}(:| cannot be read:) Permission denied"):
+                    read(f"{place}/{path}")
+        (Path(place) / closed).chmod(0o755)
+
+
+def test_a_name_that_is_not_utf_8_is_named_unless_it_is_left_out(tmp_path, capsys):
+    for name in (b"\xe9t\xe9.txt", b"\xff.png"):
+        (tmp_path / os.fsdecode(name)).write_text("words")
+    (tmp_path / "a.txt").write_text("words")
+    words = ["download", "--source", "text", "--output", str(tmp_path / "c.json"), "--data_path"]
+    for path in (str(tmp_path), f"{tmp_path}/*.txt"):
+        assert main([*words, path]) == 2
+        printed = capsys.readouterr().err
+        assert printed.count("\n") == 1 and rf"the name of {tmp_path}/\xe9t\xe9.txt is not UTF-8" in printed
+    assert [id_ for id_, *_ in read(f"{tmp_path}/a*")[0]] == ["a.txt"]
+    (tmp_path / os.fsdecode(b"\xe9t\xe9.txt")).rename(tmp_path / "été.txt")
+    assert [id_ for id_, *_ in read(tmp_path)[0]] == ["a.txt", "été.txt"]
+
+
+@pytest.mark.parametrize(("path", "kind"), [("pipe.txt", "pipe"), ("/dev/null", "device"), ("/dev/zero", "device")])
+def test_a_pipe_or_device_is_named_as_that(path, kind, tmp_path):
+    os.mkfifo(tmp_path / "pipe.txt")
+    for source in ("text", "json", "datasets", "wikipedia"):
+        with pytest.raises(BadInput, match=f"{tmp_path / path} is a {kind}, not a regular file"):
+            list(sources.build(source, {"data_path": str(tmp_path / path)}).open().documents)
 
 
 @pytest.mark.parametrize(("path", "message"), [("nowhere", "no folder or file"), ("*.rst", "no file that matches")])

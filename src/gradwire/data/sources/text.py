@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,17 +16,18 @@ from gradwire.files import digest
 
 
 def _known(encoding: str) -> str:
-    try:
-        return codecs.lookup(encoding).name
-    except LookupError:
-        raise ValueError(f"Python knows no encoding {encoding!r}") from None
+    known = text_files.encoding_of_text(encoding)
+    if known is None:
+        raise ValueError(f"Python knows no encoding of text {encoding!r}")
+    return known
 
 
 class Text(Source):
     """A folder, a glob or one file of text, Markdown, HTML or reStructuredText, also compressed (.gz, .zst).
 
     A document's id is the file's path below the folder, and with `split_at` headings also the line of the heading:
-    ``guide/start.md:12``. Blank files are left out and counted. The revision is a digest of all files.
+    ``guide/start.md:12``. Blank files are left out and counted, as are hidden ones and those of other endings in a
+    folder. The revision is a digest of all files.
     """
 
     name = "text"
@@ -40,14 +40,14 @@ class Text(Source):
 
     def open(self) -> Stream:
         """Return the documents in the order of the files' paths."""
-        files, metadata = text_files.find(self.data_path), Counter[str]()
+        files, metadata = text_files.find(self.data_path)
         where = str(self.data_path)
         revision = require_revision(where, self.revision, files_digest(files))
         return Stream(where, revision, corpus.parse(self._documents(files, metadata), where), metadata)
 
     def content(self) -> Any:
         """The digest of the files, and how they are read."""
-        return [files_digest(text_files.find(self.data_path)), self.split_at, self.encoding]
+        return [files_digest(text_files.find(self.data_path).files), self.split_at, self.encoding]
 
     @property
     def label(self) -> str:
