@@ -439,6 +439,17 @@ def broken_arrow(folder):
     next(folder.glob("*.arrow")).write_bytes(b"\xff" * 20)
 
 
+def not_utf_8(folder):
+    file = next(folder.glob("*.arrow"))
+    file.write_bytes(file.read_bytes().replace(b"three", b"thr\xe9e"))
+
+
+def pipe(folder):
+    file = next(folder.glob("*.arrow"))
+    file.unlink()
+    os.mkfifo(file)
+
+
 @pytest.mark.parametrize(
     ("options", "damage", "message"),
     [
@@ -446,6 +457,13 @@ def broken_arrow(folder):
         ({"text_column": "body", "id_column": "doi"}, None, "has no column doi; it has body, key, head"),
         ({"text_column": "body"}, broken_arrow, "cannot be read"),
         ({"text_column": "body"}, lambda folder: (folder / "state.json").unlink(), "state.json is missing"),
+        ({"text_column": "body"}, lambda folder: (folder / "state.json").write_text("[1]"), "must hold a JSON object"),
+        (
+            {"text_column": "body"},
+            not_utf_8,
+            "row [0-2] .counted from 0. or one after it is not UTF-8: .* 0xe9 in posit",
+        ),
+        ({"text_column": "body"}, pipe, "arrow is a pipe, not a regular file"),
     ],
 )
 def test_a_bad_dataset_is_one_message(options, damage, message, tmp_path):
@@ -455,6 +473,12 @@ def test_a_bad_dataset_is_one_message(options, damage, message, tmp_path):
     with pytest.raises(BadInput, match=message) as raised:
         table(folder, **options)
     assert str(folder) in str(raised.value)
+
+
+def test_a_saved_dataset_may_have_ids_that_are_floats_and_a_file_whose_name_is_not_utf_8(tmp_path):
+    folder = saved(tmp_path / "one", {"text": ["one", "two"], "key": [1.5, -2e20]})
+    (folder / os.fsdecode(b"\xe9")).write_text("x")
+    assert table(folder, id_column="key")[0] == [("1.5", "", "one"), ("-200000000000000000000", "", "two")]
 
 
 def test_a_saved_split_is_read_by_its_own_name_only(tmp_path):

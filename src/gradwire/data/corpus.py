@@ -10,6 +10,7 @@ Positions in messages count from 0, as in ``sample_<index>``.
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping
 from decimal import Decimal, InvalidOperation
@@ -239,6 +240,8 @@ def _document_id(value: Any, position: int, here: str) -> str:
         return f"sample_{position}"
     if isinstance(value, str) and value:
         return value
+    if isinstance(value, float) and math.isfinite(value):
+        value = Decimal(repr(value))
     if isinstance(value, Decimal) and abs(value.adjusted()) > LONGEST_NUMBER:
         raise BadInput(
             f"{here} has {value} as id, a number of more than {LONGEST_NUMBER} digits: write it as a string."

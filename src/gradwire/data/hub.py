@@ -61,13 +61,19 @@ def rows(table: Iterable[dict[str, Any]], columns: list[str], where: str) -> Ite
     """Yield some columns of a table row by row.
 
     Raises:
-        BadInput: If a column is missing.
+        BadInput: If a column is missing, or a text is not UTF-8.
     """
     there = getattr(table, "column_names", None) or columns
     missing = set(columns).difference(there)
     if missing:
         raise BadInput(f"{where} has no column {', '.join(sorted(missing))}; it has {', '.join(there)}.")
-    yield from table.select_columns(columns)  # type: ignore[attr-defined]
+    read = 0
+    try:
+        for row in table.select_columns(columns):  # type: ignore[attr-defined]
+            yield row
+            read += 1
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{where}: row {read} (counted from 0) or one after it is not UTF-8: {error}.") from None
 
 
 def _not_installed() -> BadInput:

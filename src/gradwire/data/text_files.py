@@ -6,18 +6,17 @@ Anything that is not text is refused, never guessed; a file that is left out is 
 from __future__ import annotations
 
 import codecs
-import errno
 import fnmatch
 import gzip
 import os
 import re
-import stat
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from gradwire.data import walk
 from gradwire.errors import BadInput
 from gradwire.files import check_regular
 
@@ -91,16 +90,16 @@ def find(where: Path) -> Found:
     except OSError as error:
         path = where if error.filename is None else Path(error.filename)
         raise BadInput(
-            f"data_path: {_shown(path)} cannot be read: {error.strerror}. Make it readable, or give a glob that leaves "
-            "it out."
+            f"data_path: {walk.shown(path)} cannot be read: {error.strerror}. Make it readable, or give a glob that "
+            "leaves it out."
         ) from None
 
 
 def _find(where: Path) -> Found:
     left_out: Counter[str] = Counter()
-    if _is_folder(where):
+    if walk.is_folder(where):
         root, paths = where, []
-        for path in _files(where, left_out, hidden=False):
+        for path in walk.files(where, left_out, hidden=False):
             if _format(path):
                 paths.append(path)
             else:
@@ -122,16 +121,16 @@ def _find(where: Path) -> Found:
             raise BadInput(f"data_path: there is no folder or file {where}, and no file that matches it as a glob.")
     if (special := next((path for path in paths if not path.is_file()), None)) is not None:
         raise BadInput(
-            f"data_path: {_shown(special)} is not a regular file: remove it, or give a glob that leaves it out."
+            f"data_path: {walk.shown(special)} is not a regular file: remove it, or give a glob that leaves it out."
         )
     files = sorted(
         (TextFile(path, path.relative_to(root).as_posix(), _format(path) or "text") for path in paths),
         key=lambda file: file.id,
     )
     for file in files:
-        if _shown(Path(file.id)) != file.id:
+        if walk.shown(Path(file.id)) != file.id:
             raise BadInput(
-                f"data_path: the name of {_shown(file.path)} is not UTF-8, as the id of a document must be: rename "
+                f"data_path: the name of {walk.shown(file.path)} is not UTF-8, as the id of a document must be: rename "
                 "it, or give a glob that leaves it out."
             )
     kept = _once(files, root.resolve())
@@ -258,55 +257,6 @@ def _format(path: Path) -> str | None:
     return FORMATS.get(plain.suffix.lower())
 
 
-def _shown(path: Path) -> str:
-    """A path as text, with escapes where it is not UTF-8."""
-    return os.fsencode(path).decode(errors="backslashreplace")
-
-
-def _is_folder(path: Path) -> bool:
-    """Whether a path leads to a folder; unlike `Path.is_dir`, raises OSError where that cannot be known."""
-    try:
-        return stat.S_ISDIR(path.stat().st_mode)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
-            return False
-        raise
-
-
-def _entries(folder: Path) -> list[tuple[Path, bool]]:
-    """The paths in a folder, by name, and whether each leads to a folder."""
-    with os.scandir(folder) as found:
-        entries = sorted(found, key=lambda entry: entry.name)
-    return [(folder / entry.name, _is_folder(folder / entry.name)) for entry in entries]
-
-
-def _folders(top: Path, left_out: Counter[str], hidden: bool) -> Iterator[tuple[Path, list[Path]]]:
-    """Yield a folder and all below it with their files: each once, those that only links lead to after the others."""
-    waiting, linked = [top], list[Path]()
-    above, seen = set(top.resolve().parents), set[Path]()
-    while waiting or linked:
-        folder = waiting.pop() if waiting else linked.pop(0)
-        real = folder.resolve()
-        if real in seen or real in above:
-            left_out["links_left_out"] += folder.is_symlink()
-            continue
-        seen.add(real)
-        files = []
-        for path, is_folder in _entries(folder):
-            if path.name.startswith(".") and not hidden:
-                left_out["hidden_left_out"] += 1
-            elif is_folder:
-                (linked if path.is_symlink() else waiting).append(path)
-            else:
-                files.append(path)
-        yield folder, files
-
-
-def _files(top: Path, left_out: Counter[str], hidden: bool) -> Iterator[Path]:
-    for _, files in _folders(top, left_out, hidden):
-        yield from files
-
-
 def _matching(folder: Path, parts: tuple[str, ...], left_out: Counter[str]) -> Iterator[Path]:
     """Yield the files below a folder whose path matches the parts of a glob.
 
@@ -315,7 +265,7 @@ def _matching(folder: Path, parts: tuple[str, ...], left_out: Counter[str]) -> I
     """
     part, rest = parts[0], parts[1:]
     if part == "**":
-        for inner, files in _folders(folder, left_out, hidden=True):
+        for inner, files in walk.folders(folder, left_out, hidden=True):
             yield from _matching(inner, rest, left_out) if rest else files
     elif "**" in part:
         raise BadInput(
@@ -323,12 +273,12 @@ def _matching(folder: Path, parts: tuple[str, ...], left_out: Counter[str]) -> I
         )
     elif WILD.search(part):
         matches = re.compile(fnmatch.translate(part)).match
-        for path, is_folder in _entries(folder):
+        for path, is_folder in walk.entries(folder):
             if matches(path.name) and is_folder == bool(rest):
                 yield from _matching(path, rest, left_out) if rest else [path]
-    elif rest and _is_folder(folder / part):
+    elif rest and walk.is_folder(folder / part):
         yield from _matching(folder / part, rest, left_out)
-    elif not rest and os.path.lexists(folder / part) and not _is_folder(folder / part):
+    elif not rest and os.path.lexists(folder / part) and not walk.is_folder(folder / part):
         yield folder / part
 
 

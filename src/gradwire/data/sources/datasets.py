@@ -9,10 +9,10 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from gradwire.data import corpus, hub, targets
+from gradwire.data import corpus, hub, targets, walk
 from gradwire.data.sources import Source, Stream, folder_name, require_revision
 from gradwire.errors import BadInput, unknown
-from gradwire.files import check_regular, digest, read_json, sha256_file
+from gradwire.files import check_regular, digest, read_object, sha256_file
 
 ONE, SEVERAL = "state.json", "dataset_dict.json"  # files of a saved split, and of a folder of saved splits
 UNNAMED = "train"  # how a saved split without a name is called
@@ -101,12 +101,14 @@ class Datasets(Source):
         """
         folder, several = self.data_path, self.data_path / SEVERAL
         if several.is_file():
-            if self.split not in (splits := read_json(several)["splits"]):
-                raise BadInput(f"{folder}: {unknown('split', self.split, splits)}")
+            splits = read_object(several).get("splits")
+            listed = splits if isinstance(splits, list) else []
+            if self.split not in listed:
+                raise BadInput(f"{folder}: {unknown('split', self.split, map(str, listed))}")
             folder /= self.split
         if not (folder / ONE).is_file():
             raise BadInput(f"{self._where}: {folder} holds no dataset that `save_to_disk` wrote; {ONE} is missing.")
-        if not several.is_file() and self.split != (name := read_json(folder / ONE)["_split"] or UNNAMED):
+        if not several.is_file() and self.split != (name := read_object(folder / ONE).get("_split") or UNNAMED):
             raise BadInput(f"{self._where}: {folder} holds the split {name} alone; give `split: {name}`.")
         return folder
 
@@ -132,7 +134,16 @@ class Datasets(Source):
 
 
 def saved_digest(folder: Path) -> str:
-    """A digest of a folder that ``save_to_disk`` wrote: its states, and the names and sizes of all files."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file())
-    sizes = [(str(file.relative_to(folder)), file.stat().st_size) for file in files]
-    return digest([sizes, [sha256_file(file) for file in files if file.name == ONE]], length=64)
+    """A digest of a folder that ``save_to_disk`` wrote: its states, and the names and sizes of all files.
+
+    Raises:
+        BadInput: If a folder in it cannot be read, or a file is a pipe or a device.
+    """
+    try:
+        files = sorted(walk.files(folder, Counter(), hidden=True))
+        for file in files:
+            check_regular(file)
+        sizes = [(walk.shown(file.relative_to(folder)), file.stat().st_size) for file in files]
+        return digest([sizes, [sha256_file(file) for file in files if file.name == ONE]], length=64)
+    except OSError as error:
+        raise BadInput(f"data_path: {error.filename} cannot be read: {error.strerror}.") from None
