@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from data_samples import files_of, tokenize_words, values, write_corpus
 from transformers import AutoTokenizer
 
 from gradwire.cli import main
-from gradwire.data import shards
+from gradwire.data import patience, shards
 from gradwire.data.corpus import documents
 from gradwire.data.shards import Shards
 from gradwire.data.tokenizer import load
@@ -190,6 +191,21 @@ def test_killed_at_any_write_it_goes_on_to_the_same_bytes(tmp_path, stride):
     # two files of the tokenizer and its folder; each shard and its meta; the two final metas
     writes = 2 + 1 + 2 * shard_count + 2
     assert len(attempts) == (2 * writes if stride == 1 else math.ceil(writes / stride))
+
+
+def test_a_long_step_says_how_far_it_is_and_what_takes_long(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(patience, "FIRST", 0.001)
+    word = "".join(random.Random(7).choices("abcdefghijklmnopqrstuvwxyz", k=20_000))
+    path = write_corpus(tmp_path / "c.json", [*values(60), {"id": "long", "text": f"some {word} words"}])
+    assert main(tokenize_words(path, tmp_path / "out")) == 0
+    lines = capsys.readouterr().err.splitlines()
+    training = [line for line in lines if "training the tokenizer on" in line]
+    assert training[-1].startswith(
+        "gradwire tokenize: training the tokenizer on 61 documents, with 20,000 characters in"
+    )
+    assert any("gradwire tokenize: tokenizing, " in line and " documents written; " in line for line in lines)
+    durations = [float(line.rpartition("; ")[2].removesuffix(" s so far.")) for line in training]
+    assert durations == [0.001 * 2**n for n in range(len(durations))] and len(durations) > 3
 
 
 def test_a_finished_run_is_left_alone_and_other_settings_are_refused(corpus, output, tmp_path, capsys):

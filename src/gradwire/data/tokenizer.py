@@ -10,7 +10,7 @@ import copy
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +20,14 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from gradwire.data import corpus
+from gradwire.data.patience import progress
 from gradwire.errors import BadInput
 from gradwire.files import check_regular, read_object, whole_folder, write_json
 from gradwire.flags import VOCABULARY
 
 TOKENIZER, CONFIG, ORIGIN = "tokenizer.json", "tokenizer_config.json", "origin.json"
 ROLES = ("eos_token", "pad_token", "bos_token", "unk_token")  # in the order in which missing ones are added
+LONG = 10_000  # characters of a word
 END, PAD = "<|endoftext|>", "<|pad|>"
 
 
@@ -140,8 +142,9 @@ def _train(corpus_path: Path, vocab_size: int) -> tokenizers.Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts: Iterator[str] = (document.text for document in corpus.checked(corpus_path))
-    backend.train_from_iterator(texts, trainer)
+    texts = Texts(document.text for document in corpus.checked(corpus_path))
+    with progress(lambda: f"training the tokenizer on {texts.read}"):
+        backend.train_from_iterator(texts, trainer)
     if backend.get_vocab_size() < vocab_size:
         print(
             f"gradwire tokenize: {corpus_path} yields {backend.get_vocab_size()} tokens, "
@@ -149,6 +152,27 @@ def _train(corpus_path: Path, vocab_size: int) -> tokenizers.Tokenizer:
             file=sys.stderr,
         )
     return backend
+
+
+class Texts:
+    """Yields texts and says what it has yielded; time grows with the square of the longest run without white space."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = texts
+        self._count = self._longest = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for text in self._texts:
+            self._count += 1
+            if len(text) > self._longest:
+                self._longest = max(self._longest, *map(len, text.split()))
+            yield text
+
+    @property
+    def read(self) -> str:
+        """What was yielded, such as ``1,000 documents``."""
+        long = f", with {self._longest:,} characters in one word, which takes long" if self._longest > LONG else ""
+        return f"{self._count:,} documents{long}"
 
 
 def _byte_level(model: models.Model) -> tokenizers.Tokenizer:

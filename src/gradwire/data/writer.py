@@ -23,6 +23,7 @@ import torch
 
 from gradwire.data import corpus, unigram
 from gradwire.data.corpus import Document, FirstSeen
+from gradwire.data.patience import progress
 from gradwire.data.shards import ALL, FORMAT_VERSION, META, SPLITS, file_name, finalized, meta, tables
 from gradwire.data.targets import span_of
 from gradwire.data.tokenizer import Tokenizer
@@ -95,7 +96,7 @@ class SplitWriter:
             "shards": [],
             "finalized": False,
         }
-        self._documents = self.meta["processed_documents"]
+        self.documents = self.meta["processed_documents"]
         self._partial = self.meta["next_document_samples"]
         self.targets = np.zeros(settings["vocab_size"], dtype=np.int64)  # count by token
         narrow = settings["vocab_size"] <= np.iinfo(np.int16).max + 1
@@ -134,7 +135,7 @@ class SplitWriter:
             self._lengths.append(end - start)
             self._ids.append(ids[k])
             last = k + 1 == len(places)
-            self._documents += last
+            self.documents += last
             self._partial = 0 if last else k + 1
             if len(self._ids) == len(self._tokens):
                 self.flush()
@@ -159,7 +160,7 @@ class SplitWriter:
         self.meta["shards"].append({"file": path.name, "samples": count, "sha256": sha256_file(path)})
         self.meta["tokens"] += sum(self._lengths)
         self.meta["processed_samples"] += count
-        self.meta["processed_documents"] = self._documents
+        self.meta["processed_documents"] = self.documents
         self.meta["next_document_samples"] = self._partial
         self.save_meta()
         self._clear()
@@ -202,8 +203,10 @@ def write_shards(
     writers = {split: SplitWriter(folder / split, {**settings, "split": split}, restart) for split in splits}
     if finalized(folder):
         return
+    all_writers = [*writers.values()]
     try:
-        _write(writers, corpus_path, tokenizer)
+        with progress(lambda: f"tokenizing, {sum(writer.documents for writer in all_writers):,} documents written"):
+            _write(writers, corpus_path, tokenizer)
     except BadInput:
         shutil.rmtree(folder, ignore_errors=True)
         raise
