@@ -188,6 +188,8 @@ def test_a_folder_is_its_text_files_by_path(tmp_path):
         ),
         ("rst", RST, [(1, "Top", "alpha"), (6, "Below", "beta\n\n| table |\n=====")]),
         ("html", PAGE, [(1, "Big & small", "One two")]),
+        ("html", "<nav>a<nav>b</nav><p>c", [(1, "", "a\nb\nc")]),  # never closed: no text may be lost
+        ("html", "<nav>a<footer>b</nav><p>c</footer>d<svg>e</svg></nav><script>f", [(1, "", "d")]),
         ("html", "<p>a<p>b\n<h2>C</h2>\n<pre>x\n  y</pre>", [(1, "", "a\nb"), (2, "C", "x\n  y")]),
         ("text", "# one\ntwo", [(1, "", "# one\ntwo")]),
         ("markdown", "# A\n\n## B\ntext\n# C\n", [(1, "A / B", "text"), (5, "", "# C")]),

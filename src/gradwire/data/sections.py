@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from itertools import pairwise
@@ -13,7 +14,8 @@ ATX = re.compile(r" {0,3}#{1,6}(?:[ \t]+(.*?))??(?:[ \t]+#+)?[ \t]*$")  # Markdo
 SETEXT = re.compile(r" {0,3}(=+|-{2,})[ \t]*$")  # Markdown's line below a heading
 ADORNMENT = re.compile(r"([!-/:-@\[-`{-~])\1+[ \t]*$")  # reStructuredText's line below, and above, a heading
 
-SKIPPED = {"script", "style", "template", "noscript", "svg", "nav", "footer"}
+CODE = {"script", "style"}  # which no browser shows, closed or not
+SKIPPED = {*CODE, "template", "noscript", "svg", "nav", "footer"}
 BLOCKS = {
     *("address", "article", "aside", "blockquote", "body", "br", "caption", "dd", "details", "div", "dl", "dt"),
     *("fieldset", "figcaption", "figure", "footer", "form", "h1", "h2", "h3", "h4", "h5", "h6", "head", "header"),
@@ -52,14 +54,11 @@ def blocks(text: str, form: str) -> list[Block]:
         form: ``text``, which has no headings, ``markdown``, ``rst`` or ``html``, whose markup is removed.
     """
     if form == "html":
-        parser = Html()
-        parser.feed(text)
-        parser.close()
-        parser.end()
-        return parser.blocks
+        read = Html(text, SKIPPED)
+        return Html(text, SKIPPED - unclosed).blocks if (unclosed := {*+read.open} - CODE) else read.blocks
     lines = text.split("\n")
-    read = {"markdown": _markdown, "rst": _rst}.get(form)
-    return list(read(lines)) if read else [Block(number, line) for number, line in enumerate(lines, 1)]
+    cut = {"markdown": _markdown, "rst": _rst}.get(form)
+    return list(cut(lines)) if cut else [Block(number, line) for number, line in enumerate(lines, 1)]
 
 
 def whole(text: str, form: str) -> Iterator[Section]:
@@ -136,21 +135,31 @@ def _titled(title: str, adornment: str) -> bool:
 
 
 class Html(HTMLParser):
-    """Collects the text of an HTML page in `blocks`, one per block of the page; whitespace as a browser shows it."""
+    """The text of an HTML page in `blocks`, one per block of the page; whitespace as a browser shows it.
 
-    def __init__(self) -> None:
+    Attributes:
+        blocks: The text.
+        open: How many of the skipped elements were not closed, by tag: the rest of the page was skipped.
+    """
+
+    def __init__(self, page: str, skipped: set[str]) -> None:
         super().__init__(convert_charrefs=True)
         self.blocks: list[Block] = []
+        self.open: Counter[str] = Counter()
+        self._skipped = skipped
         self._text: list[str] = []
         self._line = 1
-        self._skipped = self._verbatim = 0  # depth inside skipped and preformatted elements
+        self._verbatim = 0  # depth inside preformatted elements
         self._heading = self._titled = False
+        self.feed(page)
+        self.close()
+        self.end()
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Start a block, or skip an element."""
         if tag in BLOCKS:
             self.end()
-        self._skipped += tag in SKIPPED
+        self.open[tag] += tag in self._skipped
         self._verbatim += tag == "pre"
         self._heading = tag in HEADINGS if tag in BLOCKS else self._heading
         self._titled = tag == "title" if tag in BLOCKS else self._titled
@@ -160,12 +169,12 @@ class Html(HTMLParser):
         if tag in BLOCKS:
             self.end()
             self._heading = self._titled = False
-        self._skipped = max(0, self._skipped - (tag in SKIPPED))
+        self.open[tag] = max(0, self.open[tag] - 1)
         self._verbatim = max(0, self._verbatim - (tag == "pre"))
 
     def handle_data(self, data: str) -> None:
         """Take text; the page's title repeats its first heading, so it is left out."""
-        if self._skipped or self._titled:
+        if self.open.total() or self._titled:
             return
         if not self._text:
             self._line = self.getpos()[0]
