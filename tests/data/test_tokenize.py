@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from data_samples import files_of, tokenize_words, values, write_corpus
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from gradwire.cli import main
@@ -28,6 +29,8 @@ from gradwire.errors import BadInput
 from gradwire.files import sha256_file
 
 COUNT = 40
+
+LETTERS = {letter: number for number, letter in enumerate("abcdefghijklmnopqrstuvwxyz")}
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +209,25 @@ def test_a_long_step_says_how_far_it_is_and_what_takes_long(tmp_path, monkeypatc
     assert any("gradwire tokenize: tokenizing, " in line and " documents written; " in line for line in lines)
     durations = [float(line.rpartition("; ")[2].removesuffix(" s so far.")) for line in training]
     assert durations == [0.001 * 2**n for n in range(len(durations))] and len(durations) > 3
+
+
+@pytest.mark.parametrize(
+    ("model", "code", "said"),
+    [
+        (models.BPE(LETTERS, []), 0, "3 characters have no token and are left out, such as 'é', '日', '本'."),
+        (models.BPE({**LETTERS, "?": 26}, [], unk_token="?"), 0, "120 of 520 targets are its unknown token."),
+        (models.WordLevel(LETTERS), 2, "the tokenizer cannot encode a text of the corpus: WordLevel error: Missing"),
+    ],
+)
+def test_what_a_tokenizer_does_not_know_is_said(model, code, said, tmp_path, capsys):
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    (tmp_path / "own").mkdir()
+    backend.save(str(tmp_path / "own" / "tokenizer.json"))
+    path = write_corpus(tmp_path / "c.json", [{"id": f"{n}", "text": "some words né日本"} for n in range(40)])
+    assert main(tokenize_words(path, tmp_path / "out", tokenizer=tmp_path / "own", vocab_size=300)) == code
+    printed = capsys.readouterr().err
+    assert printed.count("\n") == 1 and said in printed
 
 
 def test_a_finished_run_is_left_alone_and_other_settings_are_refused(corpus, output, tmp_path, capsys):

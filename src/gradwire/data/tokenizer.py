@@ -11,6 +11,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -49,11 +50,13 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Encode each text as token ids, without special tokens; parallel over the texts."""
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+        with _encoding():
+            return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Encode each text as `encode_batch` does; return token ids, and each token's characters [start, end)."""
-        found = self._untrimmed.encode_batch(texts, add_special_tokens=False)
+        with _encoding():
+            found = self._untrimmed.encode_batch(texts, add_special_tokens=False)
         return [(encoding.ids, encoding.offsets) for encoding in found]
 
     @cached_property
@@ -64,9 +67,37 @@ class Tokenizer:
         backend.encode_special_tokens = True  # copies forget it
         return backend
 
+    @cached_property
+    def unknown_id(self) -> int | None:
+        """The id of the token that stands for any text without a token; None if there is none."""
+        model = json.loads(self.backend.to_str())["model"]
+        found = model["unk_id"] if "unk_id" in model else self.backend.token_to_id(model.get("unk_token") or "")
+        return None if found in (self.eos_id, self.pad_id) else found
+
+    @cached_property
+    def may_drop(self) -> bool:
+        """Whether a character may encode to nothing: no token is unknown, and the bytes are not all tokens."""
+        vocabulary = self.backend.get_vocab(with_added_tokens=False)
+        bytes_are = all(map(vocabulary.__contains__, pre_tokenizers.ByteLevel.alphabet()))
+        return self.unknown_id is None and not bytes_are and not getattr(self.backend.model, "byte_fallback", False)
+
+    def dropped(self, characters: Iterable[str]) -> list[str]:
+        """Return those of the characters, other than white space, that encode to nothing."""
+        visible = sorted(character for character in characters if not character.isspace())
+        return [each for each, ids in zip(visible, self.encode_batch(visible), strict=True) if not ids]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids, without special tokens."""
         return self.backend.decode(ids, skip_special_tokens=True)
+
+
+@contextmanager
+def _encoding() -> Iterator[None]:
+    """Turn the library's bare Exception for a text that a tokenizer cannot encode into `BadInput`."""
+    try:
+        yield
+    except Exception as error:
+        raise BadInput(f"the tokenizer cannot encode a text of the corpus: {error}.") from None
 
 
 def load(folder: Path) -> Tokenizer:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import shutil
+import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -220,7 +221,8 @@ def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokeni
     done = {split: writer.meta["processed_documents"] for split, writer in writers.items()}
     documents = NamedLikeParts(corpus.checked(corpus_path))
     waiting = remaining(documents, done, val_fraction)
-    for split, document, found in encoded(waiting, tokenizer):
+    characters: set[str] = set()
+    for split, document, found in encoded(waiting, tokenizer, characters if tokenizer.may_drop else None):
         writers[split].add(document.id, found)
     for split, writer in writers.items():
         writer.flush()
@@ -231,6 +233,7 @@ def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokeni
             )
         if not writer.targets.any():
             raise BadInput(f"{corpus_path}: no sample in {split} has a target; use more documents or --max_length.")
+    note_unknown(np.sum([writer.targets for writer in writers.values()], axis=0), characters, tokenizer)
     if documents.found:
         refuse_shared_ids(writers.values(), corpus_path)
     if "val" in writers:
@@ -265,11 +268,34 @@ def remaining(
             yield split, document
 
 
-def encoded(waiting: Iterable[tuple[str, Document]], tokenizer: Tokenizer) -> Iterator[tuple[str, Document, Encoded]]:
-    """Tokenize in batches, each text with its end token, up to ``BATCHES_AHEAD`` of them ahead of the caller."""
+def note_unknown(targets: np.ndarray, characters: set[str], tokenizer: Tokenizer) -> None:
+    """Print what the tokenizer has no token for: how many targets are its unknown token, or which characters are lost.
+
+    Args:
+        targets: Their counts by token, ``[vocab_size]``.
+        characters: The texts' characters, if the tokenizer may drop some.
+        tokenizer: The tokenizer.
+    """
+    note = "gradwire tokenize: NOTE: the tokenizer does not know all of the corpus"
+    if tokenizer.unknown_id is not None and (count := targets[tokenizer.unknown_id]):
+        print(f"{note}: {count:,} of {targets.sum():,} targets are its unknown token.", file=sys.stderr)
+    if dropped := tokenizer.dropped(characters):
+        shown = ", ".join(map(repr, dropped[:5]))
+        print(f"{note}: {len(dropped):,} characters have no token and are left out, such as {shown}.", file=sys.stderr)
+
+
+def encoded(
+    waiting: Iterable[tuple[str, Document]], tokenizer: Tokenizer, characters: set[str] | None = None
+) -> Iterator[tuple[str, Document, Encoded]]:
+    """Tokenize in batches, each text with its end token, up to ``BATCHES_AHEAD`` of them ahead of the caller.
+
+    All characters of the texts are added to ``characters``, if it is given.
+    """
     with ThreadPoolExecutor(BATCHES_AHEAD) as workers:
         running: deque[Encoding] = deque()
         for batch in _batches(waiting):
+            if characters is not None:
+                characters.update(*(document.text for _, document in batch))
             running.append((batch, workers.submit(_encode, tokenizer, batch)))
             if len(running) > BATCHES_AHEAD:
                 yield from _finished(*running.popleft())
