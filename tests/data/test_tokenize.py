@@ -200,7 +200,7 @@ def test_a_long_step_says_how_far_it_is_and_what_takes_long(tmp_path, monkeypatc
     monkeypatch.setattr(patience, "FIRST", 0.001)
     word = "".join(random.Random(7).choices("abcdefghijklmnopqrstuvwxyz", k=20_000))
     path = write_corpus(tmp_path / "c.json", [*values(60), {"id": "long", "text": f"some {word} words"}])
-    assert main(tokenize_words(path, tmp_path / "out")) == 0
+    assert main(tokenize_words(path, tmp_path / "out", max_length=512, shard_size=64)) == 0
     lines = capsys.readouterr().err.splitlines()
     training = [line for line in lines if "training the tokenizer on" in line]
     assert training[-1].startswith(
