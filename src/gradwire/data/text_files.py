@@ -273,8 +273,8 @@ def _matching(folder: Path, parts: tuple[str, ...], left_out: Counter[str]) -> I
         )
     elif WILD.search(part):
         matches = re.compile(fnmatch.translate(part)).match
-        for path, is_folder in walk.entries(folder):
-            if matches(path.name) and is_folder == bool(rest):
+        for path in walk.entries(folder):
+            if matches(path.name) and walk.is_folder(path) == bool(rest):
                 yield from _matching(path, rest, left_out) if rest else [path]
     elif rest and walk.is_folder(folder / part):
         yield from _matching(folder / part, rest, left_out)

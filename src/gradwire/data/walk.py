@@ -25,9 +25,9 @@ def is_folder(path: Path) -> bool:
         raise
 
 
-def entries(folder: Path) -> list[tuple[Path, bool]]:
-    """The paths in a folder, by name, and whether each leads to a folder."""
-    return [(folder / name, is_folder(folder / name)) for name in sorted(os.listdir(folder))]  # noqa: PTH208
+def entries(folder: Path) -> list[Path]:
+    """The paths in a folder, by name."""
+    return sorted(folder.iterdir())
 
 
 def folders(top: Path, left_out: Counter[str], hidden: bool) -> Iterator[tuple[Path, list[Path]]]:
@@ -51,10 +51,10 @@ def folders(top: Path, left_out: Counter[str], hidden: bool) -> Iterator[tuple[P
             continue
         seen.add(real)
         inside = []
-        for path, leads_to_folder in entries(folder):
+        for path in entries(folder):
             if path.name.startswith(".") and not hidden:
                 left_out["hidden_left_out"] += 1
-            elif leads_to_folder:
+            elif is_folder(path):
                 (linked if path.is_symlink() else waiting).append(path)
             else:
                 inside.append(path)
