@@ -26,7 +26,7 @@ def read_yaml(path: Path) -> Any:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # without a byte order mark
         return parse_json(text) if path.suffix == ".json" else parse_yaml(text)
     except (OSError, ValueError) as error:
         raise BadInput(f"{path} cannot be read as YAML or JSON: {error}.") from None
