@@ -201,6 +201,7 @@ def test_pydocs_is_real_english_and_always_the_same(tmp_path, capsys):
     assert len({document.body for document in found.values()}) == len(found)
     origin = json.loads((tmp_path / "a.source.json").read_text())
     assert origin["documents"] == len(found) and origin["revision"] == sys.version.split()[0]
+    assert origin["metadata"].keys() == {"short_texts_left_out", "repeated_texts_left_out"}
     # one document per line, and the file is an ordinary JSON array
     assert len((tmp_path / "a.json").read_text().splitlines()) == len(found) + 2
     assert len(json.loads((tmp_path / "a.json").read_text())) == len(found)

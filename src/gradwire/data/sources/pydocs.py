@@ -9,6 +9,7 @@ import ast
 import platform
 import sys
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,7 +25,7 @@ Definition = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 class Pydocs(Source):
     """The documentation of the running Python: language topics and docstrings; needs no network.
 
-    The revision is the Python version.
+    Short texts and repeated ones are left out and counted. The revision is the Python version.
     """
 
     name = "pydocs"
@@ -33,14 +34,19 @@ class Pydocs(Source):
         """Return the documents in a deterministic order."""
         where = "the running Python's documentation"
         revision = require_revision(where, self.revision, platform.python_version())
-        return Stream(where, revision, corpus.parse(_values(), where))
+        metadata: Counter[str] = Counter()
+        return Stream(where, revision, corpus.parse(_values(metadata), where), metadata)
 
 
-def _values() -> Iterator[dict[str, str]]:
+def _values(metadata: Counter[str]) -> Iterator[dict[str, str]]:
     """Yield documents of at least ``MIN_CHARACTERS``, each text and each name once, in a deterministic order."""
     texts, names = set(), set()
     for name, text in (*_topics(), *_docstrings(Path(sysconfig.get_path("stdlib")))):
-        if len(text) >= MIN_CHARACTERS and text not in texts and name not in names:
+        if len(text) < MIN_CHARACTERS:
+            metadata["short_texts_left_out"] += 1
+        elif text in texts or name in names:
+            metadata["repeated_texts_left_out"] += 1
+        else:
             texts.add(text)
             names.add(name)
             yield {"id": f"pydocs/{name}", "title": name.removeprefix("topics/"), "text": text}
