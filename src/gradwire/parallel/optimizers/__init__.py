@@ -66,7 +66,8 @@ class Communicating(Optimizer):
         """Take over a model and a reducer; called once, after the optimizer has its groups.
 
         Raises:
-            BadInput: If gradients of the model are averaged already, or the groups hold other parameters than it.
+            BadInput: If gradients of the model are averaged already, the groups hold other parameters than it, or the
+                reducer has averaged another model.
         """
         if strategy_of(model).averages:
             raise BadInput(
@@ -82,6 +83,7 @@ class Communicating(Optimizer):
                 f"the parameter groups hold {len(grouped) - len(parameters)} parameters that the model does not have: "
                 f"take them from the model that wrap returned."
             )
+        reducer.claim(parameters)
         self.model, self.reducer, self.parameters = model, reducer, parameters
         if reducer.world > 1:
             reducer.prepare("all_reduce", sum(p.numel() for p in parameters.values()))
