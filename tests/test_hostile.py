@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -237,6 +239,7 @@ def test_an_output_that_cannot_be_written(case, tmp_path, capsys):
     paths = hostile(tmp_path)
     if action.type is output_file:
         paths |= {"/": "/ is a folder; give a file.", str(tmp_path): "is a folder; give a file."}
+        paths |= {"/dev/null": "/dev/null is a device, not a regular file: give a file on a disk."}
     else:
         paths |= {f"{tmp_path}/file": "a file is in the way; give another path."}
     others = [*required(verb, tmp_path, action.dest), *positional(verb, tmp_path)]
@@ -346,6 +349,40 @@ def test_an_input_that_cannot_be(case, tmp_path, capsys):
         words = [*verb.split(), *required(verb, tmp_path, action.dest), f"--{action.dest}={path}"]
         printed = refused([*words, *positional(verb, tmp_path)], capsys)
         assert "x" * 300 not in path or printed.startswith(f"gradwire {verb}: --{action.dest}: ")
+
+
+@pytest.fixture
+def special(tmp_path):
+    """A pipe without a writer, a socket and devices, and the word for each; opening or reading them may never end."""
+    os.mkfifo(tmp_path / "pipe")
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(str(tmp_path / "socket"))
+        yield {f"{tmp_path}/pipe": "pipe", f"{tmp_path}/socket": "socket", "/dev/zero": "device", "/dev/null": "device"}
+
+
+@pytest.mark.parametrize("case", INPUTS, ids=named)
+def test_an_input_that_never_ends(case, special, tmp_path, capsys):
+    verb, action = case
+    for path, kind in special.items():
+        words = [*verb.split(), *required(verb, tmp_path, action.dest), f"--{action.dest}={path}"]
+        printed = refused([*words, *positional(verb, tmp_path)], capsys)
+        assert printed == (
+            f"gradwire {verb}: --{action.dest}: {path} is a {kind}, not a regular file: give a file on a disk.\n"
+        )
+
+
+def test_a_configuration_that_never_ends(special, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for path, kind in special.items():
+        (tmp_path / "mine.yaml").write_text(f"extends: {path}\nname: mine\n")
+        for file in (path, "mine.yaml"):
+            assert f"{path} is a {kind}, not a regular file" in refused(["run", file, "--dry_run"], capsys)
+    with (tmp_path / "base.yaml").open("wb") as stream:
+        stream.truncate(1 << 40)  # a TiB of zeros, and no block of the disk
+    (tmp_path / "mine.yaml").write_text("extends: base.yaml\nname: mine\n")
+    for words in (["run", "base.yaml"], ["run", "mine.yaml"], ["grads", "run", "--config_path", "base.yaml"]):
+        words += ["--output_dir", "run"] if words[0] == "grads" else ["--dry_run"]
+        assert "base.yaml has more than 16,777,216 bytes" in refused(words, capsys)
 
 
 def test_a_model_and_a_corpus_whose_names_are_too_long():

@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders, and digests of their contents."""
+"""Atomic writes of files and folders, bounded reads of text, JSON and YAML, and digests of contents."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from gradwire.errors import BadInput, RunFault
-from gradwire.parsing import parse_json
+from gradwire.parsing import parse_json, parse_yaml
 
 BROKEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 DISK = (*BROKEN, errno.EROFS, errno.EACCES, errno.EPERM)
 LONGEST_NAME, LONGEST_SUFFIX = 200, 40  # of a file in an output folder, and of a temporary file
+LARGEST_CONFIGURATION, LARGEST_JSON = 1 << 24, 1 << 30  # bytes of a file that is read whole
+SPECIAL = {stat.S_IFIFO: "pipe", stat.S_IFCHR: "device", stat.S_IFBLK: "device", stat.S_IFSOCK: "socket"}
 
 
 @contextmanager
@@ -57,6 +59,7 @@ def check_file(path: Path, name: str = "") -> None:
     """Check that a file can be written; arguments and errors as in `check_folder`."""
     if os.path.isdir(path) or not path.name:  # noqa: PTH112 (`is_dir` raises where a name is too long)
         raise BadInput(f"{_said(path, name)} is a folder; give a file.")
+    check_regular(path, name)  # a rename would put a file in its place, also in that of /dev/null
     _check(path, path.parent, path.with_name(f"{path.name}{'x' * LONGEST_SUFFIX}"), name)
 
 
@@ -70,22 +73,29 @@ def check_length(path: Path, name: str = "") -> None:
 
 
 def check_regular(path: Path, name: str = "") -> None:
-    """Check that a file to read is no pipe, socket or device, which may block or never end.
+    """Check that a path, if there is anything, is a file or a folder: reading a pipe or a device may never end.
 
-    Folders and missing files pass; opening those says so. Arguments as in `check_folder`.
+    Args:
+        path: The path; links are followed.
+        name: As in `check_folder`.
 
     Raises:
-        BadInput: If it is one, or its folder cannot be searched.
+        BadInput: If it is a pipe, a device or a socket, or its folder cannot be searched.
     """
     try:
-        mode = Path(path).stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
+        kind = SPECIAL.get(stat.S_IFMT(Path(path).stat().st_mode))
+    except (FileNotFoundError, NotADirectoryError):  # what reads or writes it, reports that
         return
     except OSError as error:
         raise BadInput(f"{_said(path, name)} cannot be read: {error.strerror}.") from None
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        kind = {"p": "pipe", "s": "socket"}.get(stat.filemode(mode)[0], "device")
-        raise BadInput(f"{_said(path, name)} is a {kind}, not a regular file: write its content to a file first.")
+    if kind is not None:
+        raise BadInput(f"{_said(path, name)} is a {kind}, not a regular file: give a file on a disk.")
+
+
+def check_input(path: Path, name: str = "") -> None:
+    """Check that a path can be one of an input; arguments and errors as in `check_length` and `check_regular`."""
+    check_length(path, name)
+    check_regular(path, name)
 
 
 def _check(path: Path, folder: Path, longest: Path, name: str) -> None:
@@ -252,20 +262,54 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> Any:
-    """Read a JSON file that gradwire wrote.
+def read_text(path: Path, most: int) -> str:
+    """Read a file of text in UTF-8.
 
     Raises:
-        BadInput: If the file is missing, unreadable or invalid JSON, or has a duplicate key.
+        BadInput: If it is missing, unreadable, no regular file, not UTF-8, or longer than ``most`` bytes.
     """
+    path = Path(path)
+    check_regular(path)
     try:
-        return parse_json(Path(path).read_text(encoding="utf-8"))
+        with path.open("rb") as stream:
+            content = stream.read(most + 1)
+        if len(content) > most:
+            raise BadInput(f"{path} has more than {most:,} bytes, the most that is read of such a file.")
+        return content.decode("utf-8-sig")  # without a byte order mark
     except FileNotFoundError:
         raise BadInput(f"{path} is missing.") from None
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path} is not text in UTF-8 ({error}).") from None
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        BadInput: As in `read_text`, and if it is invalid JSON or has a duplicate key.
+    """
+    try:
+        return parse_json(read_text(path, LARGEST_JSON))
     except ValueError as error:
-        raise BadInput(f"{path} is not valid JSON ({error}); delete it and run its step again.") from None
+        raise BadInput(
+            f"{path} is not valid JSON ({error}): correct it; if gradwire wrote it, delete it and run its step again."
+        ) from None
+
+
+def read_yaml(path: Path) -> Any:
+    """Read a YAML file, or a JSON file if its name ends in ``.json``.
+
+    Raises:
+        BadInput: As in `read_text`, and if it is invalid, has a duplicate key, or holds more values than
+            `gradwire.parsing.LARGEST`.
+    """
+    text = read_text(path, LARGEST_CONFIGURATION)
+    try:
+        return parse_json(text) if Path(path).suffix == ".json" else parse_yaml(text)
+    except ValueError as error:
+        raise BadInput(f"{path} cannot be read as YAML or JSON: {error}.") from None
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from gradwire.defaults import SHORTEST_MAX_LENGTH, SMALLEST_VOCABULARY
 from gradwire.errors import BadInput
-from gradwire.files import check_file, check_folder, check_length
+from gradwire.files import check_file, check_folder, check_input
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def output_folder(word: str) -> Path:
 CHECKS: dict[Any, Callable[[Path, str], None]] = {
     output_file: check_file,
     output_folder: check_folder,
-    Path: check_length,
+    Path: check_input,
 }
 
 
@@ -126,7 +126,7 @@ def check_words(words: Sequence[str]) -> None:
 
 
 def check_paths(args: argparse.Namespace) -> None:
-    """Check that output paths can be written, and that input paths are not too long.
+    """Check that output paths can be written, and that no input path is too long, a pipe or a device.
 
     Raises:
         BadInput: If not; the message has the flag.

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Hashable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from gradwire.errors import BadInput
 
 if TYPE_CHECKING:
     import yaml
@@ -16,20 +13,6 @@ if TYPE_CHECKING:
 LARGEST = 100_000  # values in a YAML file, with aliases expanded
 Node = Any  # a yaml.Node, whose subclasses have an `id`
 MERGE = "tag:yaml.org,2002:merge"  # the key `<<`, which may repeat
-
-
-def read_yaml(path: Path) -> Any:
-    """Read a YAML file, or a JSON file if its name ends in ``.json``.
-
-    Raises:
-        BadInput: If it is unreadable or invalid, has a duplicate key, or holds more than ``LARGEST`` values.
-    """
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8-sig")  # without a byte order mark
-        return parse_json(text) if path.suffix == ".json" else parse_yaml(text)
-    except (OSError, ValueError) as error:
-        raise BadInput(f"{path} cannot be read as YAML or JSON: {error}.") from None
 
 
 def parse_json(text: str) -> Any:

@@ -17,8 +17,8 @@ from gradwire.config.strict import Strict, checked
 from gradwire.config.training import Training
 from gradwire.config.values import BASELINE, ModelOption, Name
 from gradwire.errors import BadInput, unknown
+from gradwire.files import read_yaml
 from gradwire.models import presets
-from gradwire.parsing import read_yaml
 from gradwire.topology import check_topology
 from gradwire.units import UNSHAPED
 

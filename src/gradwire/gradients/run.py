@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import BadInput, unknown
+from gradwire.files import read_yaml
 from gradwire.flags import COUNT, RANKS, check_numbers, check_paths, output_folder
 from gradwire.gradients import collect
-from gradwire.parsing import read_yaml
 from gradwire.rank_env import RankEnv
 
 REQUIRED = ("model_dir", "data_path", "dim")

@@ -9,8 +9,8 @@ from typing import Any
 
 from gradwire.config import Dataset, Experiment, experiment
 from gradwire.errors import BadInput, unknown
+from gradwire.files import read_yaml
 from gradwire.models import presets
-from gradwire.parsing import read_yaml
 
 EXTENDS = "extends"  # the key of the file that an experiment differs from in little
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.errors import BadInput
-from gradwire.files import check_length
-from gradwire.parsing import parse_json, read_yaml
+from gradwire.files import check_input, read_yaml
+from gradwire.parsing import parse_json
 from gradwire.plugins import Plugins
 
 MEANING = "a preset (micro, tiny, small, llama-small, 62m), or a folder with a model or its config.json"
@@ -28,7 +28,7 @@ def options(model: str) -> dict[str, Any] | None:
     """
     if model.lstrip().startswith("{"):
         return inline(model)
-    check_length(Path(model), "--model")
+    check_input(Path(model), "--model")
     if Path(model).is_dir():
         return None
     PRESETS.check(model)
