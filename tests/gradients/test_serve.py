@@ -6,7 +6,9 @@ import http.client
 import json
 import shutil
 import socket
+import struct
 import threading
+import time
 
 import pytest
 from small_model import make
@@ -127,11 +129,44 @@ def test_a_query_that_is_refused(served, query, message):
         ("POST", "/query", {"Content-Type": "text/plain"}, 415),
         ("POST", "/query", {**JSON, "Content-Length": str(1 << 40)}, 413),
         ("POST", "/query", {**JSON, "Content-Length": "-1"}, 413),
+        ("POST", "/query", {**JSON, "Content-Length": "9" * 5000}, 413),
         ("POST", "/", JSON, 404),
     ],
 )
 def test_other_requests_are_refused(served, method, path, headers, status):
     assert call(served[1], method, path, json.dumps({"prompt": PROMPT}), headers)[0] == status
+
+
+RESET = struct.pack("ii", 1, 0)  # close() sends a reset, and waits for nothing
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"POST /query HT",
+        b"POST /query HTTP/1.1\r\nHost: localhost:80\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{",
+        b"GET / HTTP/1.1\r\nHost: localhost:80\r\n\r\n",
+    ],
+)
+def test_a_client_that_leaves_is_no_error(served, capfd, sent):
+    with socket.create_connection(("127.0.0.1", served[1])) as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET)
+        client.sendall(sent)
+        time.sleep(0.05)  # until it is read
+    assert asked(served[1], {"sample_id": ids(served[0])[0]})[0] == 200
+    time.sleep(0.05)  # until its thread has ended
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_unexpected_error_is_answered_and_shown_to_whoever_serves(served, capfd, monkeypatch):
+    def broken(*_):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(Searcher, "stored", broken)
+    assert asked(served[1], {"sample_id": "x"}) == (500, {"error": "MemoryError: no room"})
+    time.sleep(0.05)
+    assert "MemoryError: no room" in capfd.readouterr().err
 
 
 def test_a_port_in_use_and_a_store_without_its_model(served, tmp_path, capsys):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from gradwire.errors import BadInput, GradwireError, unknown
+from gradwire.errors import BadInput, unknown
+from gradwire.failures import reason, unexpected
 from gradwire.flags import COUNT, PORT
 from gradwire.gradients import curvature
 from gradwire.gradients.query import METRICS, places, store_arguments
@@ -51,7 +53,16 @@ def main(args: argparse.Namespace) -> None:
             print()
 
 
-def server(searcher: Searcher, port: int) -> ThreadingHTTPServer:
+class Server(ThreadingHTTPServer):
+    """Says nothing of a client that leaves."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the traceback of an error that is not the client's."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+
+def server(searcher: Searcher, port: int) -> Server:
     """Open the port; ``serve_forever`` answers.
 
     Raises:
@@ -59,7 +70,7 @@ def server(searcher: Searcher, port: int) -> ThreadingHTTPServer:
     """
     handler = type("Bound", (Handler,), {"searcher": searcher, "lock": Lock()})
     try:
-        return ThreadingHTTPServer((ADDRESS, port), handler)
+        return Server((ADDRESS, port), handler)
     except OSError as error:
         raise BadInput(f"--port {port} cannot be opened on {ADDRESS}: {error.strerror}; give another one.") from None
 
@@ -88,7 +99,7 @@ class Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if self.headers.get_content_type() != "application/json":
             self._complain(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "a query is application/json.")
-        elif not length.isdecimal() or int(length) > LONGEST:
+        elif not length.isdecimal() or len(length) > len(str(LONGEST)) or int(length) > LONGEST:
             self._complain(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a query has at most {LONGEST} bytes.")
         else:
             self._answer(self.rfile.read(int(length)))
@@ -99,8 +110,10 @@ class Handler(BaseHTTPRequestHandler):
                 found = answer(self.searcher, body)
         except BadInput as error:
             self._complain(HTTPStatus.BAD_REQUEST, str(error))
-        except GradwireError as error:
-            self._complain(HTTPStatus.INTERNAL_SERVER_ERROR, str(error))
+        except Exception as error:
+            self._complain(HTTPStatus.INTERNAL_SERVER_ERROR, reason(error))
+            if unexpected(error):
+                raise
         else:
             self._json(HTTPStatus.OK, {"top": found})
 
