@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,10 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from gradwire.collectives.world import World
 from gradwire.config import Training
+from gradwire.errors import RunFault
 from gradwire.files import whole
+
+QUIET = "6"  # above every level of the profiler's own log, which goes to stderr
 
 
 def profiled_range(training: Training, start: int) -> range:
@@ -59,10 +63,27 @@ def profiling(training: Training, start: int, path: Path, world: World) -> Itera
         with whole(path) as part, gzip.open(part, "wb") as compressed, TemporaryDirectory() as folder:
             plain = Path(folder) / "trace.json"
             recorder.export_chrome_trace(str(plain))
+            if not _complete(plain):  # the profiler logs the reason, which is switched off, and raises nothing
+                raise RunFault(
+                    f"{path} cannot be written: the profiler did not complete its own file in {Path(folder).parent}. "
+                    "That disk is full, or the limit on the size of a file too low: make room, set TMPDIR to another "
+                    "disk, or train with --no-profile."
+                )
             with plain.open("rb") as trace:
                 shutil.copyfileobj(trace, compressed)
 
+    if world.device.type == "cpu":  # on a GPU it says what CUPTI cannot record
+        os.environ.setdefault("KINETO_LOG_LEVEL", QUIET)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (world.device.type == "cuda")
     timetable = schedule(skip_first=steps.start - start, wait=0, warmup=1, active=len(steps) - 1, repeat=1)
     with profile(schedule=timetable, on_trace_ready=save, **recorder_options(activities)) as recorder:
         yield Profiler(recorder)
+
+
+def _complete(trace: Path) -> bool:
+    """Whether a trace ends as a JSON object does; one that was broken off may be missing."""
+    if not trace.is_file():
+        return False
+    with trace.open("rb") as stream:
+        stream.seek(max(0, trace.stat().st_size - 100))
+        return stream.read().rstrip().endswith(b"}")

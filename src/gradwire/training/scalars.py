@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from gradwire.collectives.world import World
 from gradwire.errors import BadInput
+from gradwire.files import writing
 from gradwire.training.settings import Settings
 
 UNLOGGED = ("step", "rank", "warmup", "profiled")
@@ -61,18 +63,40 @@ def scalars(
 
 @contextmanager
 def _tensorboard(settings: Settings) -> Iterator[Write]:
-    """Write event files."""
+    """Write event files.
+
+    Raises:
+        RunFault: If the disk is full or broken.
+    """
     from torch.utils.tensorboard import SummaryWriter
 
     folder = settings.output_dir / "logs" / "tensorboard"
     shutil.rmtree(folder, ignore_errors=True)
-    with SummaryWriter(log_dir=str(folder)) as writer:
+    with writing(folder):
+        writer = SummaryWriter(log_dir=str(folder))
 
-        def write(numbers: Mapping[str, float], step: int) -> None:
+    def write(numbers: Mapping[str, float], step: int) -> None:
+        with writing(folder):
             for name, value in numbers.items():
                 writer.add_scalar(name, value, step)
 
-        yield write
+    with _silent_thread():
+        try:
+            yield write
+        finally:
+            with writing(folder):
+                writer.close()
+
+
+@contextmanager
+def _silent_thread() -> Iterator[None]:
+    """Print no traceback of a disk's errors in the writer's thread: its next call raises the same error."""
+    usual = threading.excepthook
+    threading.excepthook = lambda args: None if issubclass(args.exc_type, OSError) else usual(args)
+    try:
+        yield
+    finally:
+        threading.excepthook = usual
 
 
 @contextmanager
