@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwire.parsing import read_yaml
+from gradwire.files import read_yaml
 
 
 @pytest.mark.parametrize(("name", "text"), [("c.yaml", "name: é\n"), ("c.json", '{"name": "é"}')])

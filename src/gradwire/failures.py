@@ -100,6 +100,13 @@ def refuse_again(folder: Path, verb: str) -> None:
         raise BadInput(failure["reason"])
 
 
+def diverged(run_folder: Path) -> bool:
+    """Whether a run's record says that it diverged: a result, not a failure."""
+    record = Path(run_folder) / "record.json"
+    found = read_json(record) if record.is_file() else None
+    return isinstance(found, dict) and found.get("status") == "diverged"
+
+
 def report_rank_failure(error: BaseException) -> bool:
     """Write this rank's failure for ``gradwire launch``, if that started it.
 

@@ -11,7 +11,7 @@ import re
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO
@@ -23,6 +23,7 @@ BROKEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 DISK = (*BROKEN, errno.EROFS, errno.EACCES, errno.EPERM)
 LONGEST_NAME, LONGEST_SUFFIX = 200, 40  # of a file in an output folder, and of a temporary file
 LARGEST_CONFIGURATION, LARGEST_JSON = 1 << 24, 1 << 30  # bytes of a file that is read whole
+SUMS = "SHA256SUMS"  # of a folder's files, as `sha256sum --check` reads it
 SPECIAL = {stat.S_IFIFO: "pipe", stat.S_IFCHR: "device", stat.S_IFBLK: "device", stat.S_IFSOCK: "socket"}
 
 
@@ -334,6 +335,38 @@ def sha256_file(path: Path) -> str:
     """SHA-256 of a file's bytes, in hex, read in pieces."""
     with Path(path).open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_sums(folder: Path, names: Iterable[str]) -> None:
+    """Write the digests of some files of a folder, by which `check_sums` knows them."""
+    write_text(folder / SUMS, "".join(f"{sha256_file(folder / name)}  {name}\n" for name in sorted(names)))
+
+
+def check_sums(folder: Path, names: Iterable[str]) -> None:
+    """Check files of a folder against the digests that were written with them; what has none passes.
+
+    Args:
+        folder: The folder; without a file of digests, everything passes.
+        names: The files to check; one that is missing passes too.
+
+    Raises:
+        BadInput: If a file differs, or cannot be read.
+    """
+    folder = Path(folder)
+    if not (folder / SUMS).exists():
+        return
+    pairs = (line.split("  ", 1) for line in read_text(folder / SUMS, LARGEST_CONFIGURATION).splitlines())
+    known = {pair[-1]: pair[0] for pair in pairs}
+    for file in (folder / name for name in names if name in known):
+        try:
+            same = not file.is_file() or sha256_file(file) == known[file.name]
+        except OSError as error:
+            raise BadInput(f"{file} cannot be read: {error.strerror}.") from None
+        if not same:
+            raise BadInput(
+                f"{file} is not as it was saved: its SHA-256 is not that in {SUMS}. It is damaged or was changed: "
+                f"restore it, or delete {SUMS} if you changed the folder yourself."
+            )
 
 
 def digest(value: Any, length: int = 12) -> str:

@@ -236,6 +236,10 @@ def test_a_model_that_is_not_the_stores(stores, tmp_path, capsys):
     vocabulary = words["model"]["vocab"]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (other / "tokenizer.json").write_text(json.dumps(words))
+    assert "tokenizer.json is not as it was saved" in refused(
+        capsys, of["train"], "--prompt", PROMPT, "--model_dir", other
+    )
+    (other / "SHA256SUMS").unlink()
     assert "another tokenizer" in refused(capsys, of["train"], "--prompt", PROMPT, "--model_dir", other)
 
 

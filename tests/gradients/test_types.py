@@ -257,7 +257,7 @@ def test_a_fresh_and_a_saved_adapter_give_the_gradients_of_its_parameters(small,
 @pytest.mark.parametrize(("kind", "count"), [("qwen2_moe", 60), ("mixtral", 8), ("deepseek_v3", 256), ("dbrx", 4)])
 def test_a_mixture_of_experts_is_refused_by_name(small, tmp_path, capsys, kind, count):
     mixture, run = tmp_path / "mixture", tmp_path / "run"
-    shutil.copytree(small.model, mixture)
+    shutil.copytree(small.model, mixture, ignore=shutil.ignore_patterns("SHA256SUMS"))
     AutoConfig.for_model(kind, num_hidden_layers=1, hidden_size=16, num_attention_heads=2).save_pretrained(mixture)
     words = ["--model_dir", str(mixture), "--data_path", str(small.shards)]
     for verb, more in (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import shutil
+import subprocess
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -71,6 +73,9 @@ def test_a_saved_model_comes_back_bit_for_bit_with_its_tie(small, tmp_path):
     assert not back.training
     assert folder.max_length(tmp_path / "m") == 16
     assert json.loads((tmp_path / "m" / "gradwire.json").read_text()) == {"max_length": 16, "steps": 7}
+    check = subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=tmp_path / "m", capture_output=True)
+    named = {line.partition(b":")[0].decode() for line in check.stdout.splitlines()}
+    assert check.returncode == 0 and named == {file.name for file in (tmp_path / "m").iterdir()} - {"SHA256SUMS"}
     assert tokenizer.load(tmp_path / "m").decode([70, 71])
     ids = torch.arange(10)[None]
     assert torch.equal(model.eval()(ids).logits, back(ids).logits)
@@ -122,10 +127,131 @@ def more_layers(path):
 def test_a_damaged_model_is_refused_with_its_folder(small, tmp_path, damage, message):
     model = causal.build("tiny", 300, 16, seed=1)
     folder.save(model.state_dict(), model.config, small.model, tmp_path / "m", {})
+    (tmp_path / "m" / "SHA256SUMS").unlink()  # a folder of transformers
     damage(tmp_path / "m")
     with pytest.raises(BadInput, match=message) as error:
         folder.load(tmp_path / "m")
     assert str(tmp_path / "m") in str(error.value)
+
+
+def flip(file, at):
+    """Flip the lowest bit of a byte."""
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+READERS = {
+    "perplexity": ["--data_path", "{shards}", "--output", "{out}/perplexity.json"],
+    "generate": [],
+    "norms": ["--data_path", "{shards}", "--output_dir", "{out}"],
+    "grads collect": ["--data_path", "{shards}", "--output_path", "{out}", "--dim", "8"],
+    "grads factors": ["--data_path", "{shards}", "--output_dir", "{out}"],
+}
+
+
+@pytest.mark.parametrize("verb", READERS)
+def test_every_verb_refuses_a_model_with_a_flipped_bit(small, tmp_path, capsys, monkeypatch, verb):
+    monkeypatch.setattr("sys.stdin", io.StringIO("wire"))
+    shutil.copytree(small.model, tmp_path / "m")
+    flip(tmp_path / "m" / "model.safetensors", -3)  # the lowest bits of a number: no loss would show it
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "perplexity.json").write_text("good")
+    words = [word.format(shards=small.shards, out=tmp_path / "out") for word in READERS[verb]]
+    assert cli.main([*verb.split(), "--model_dir", str(tmp_path / "m"), *words]) == 2
+    printed = capsys.readouterr()
+    assert f"{tmp_path}/m/model.safetensors is not as it was saved: its SHA-256 is not that in" in printed.err
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert (tmp_path / "out" / "perplexity.json").read_text() == "good"
+    assert {path.name for path in (tmp_path / "out").iterdir()} <= {
+        "perplexity.json",
+        f"{verb}.failed.json".replace(" ", "_"),
+    }
+
+
+def with_code(small, path, architecture):
+    """A copy of a model folder that brings code for its model, as many on the Hugging Face Hub do."""
+    shutil.copytree(small.model, path)
+    (path / "SHA256SUMS").unlink()
+    config = json.loads((path / "config.json").read_text()) | {"model_type": architecture}
+    config["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (path / "config.json").write_text(json.dumps(config))
+    code = "from transformers import GPT2Config as Config, GPT2LMHeadModel as Model\n"
+    (path / "code.py").write_text(f"from pathlib import Path\nPath({str(path / 'ran')!r}).touch()\n{code}")
+
+
+@pytest.mark.parametrize(("verb", "known"), [("generate", True), ("generate", False), ("train", False)])
+def test_code_in_a_model_folder_is_never_run(small, tmp_path, capsys, monkeypatch, verb, known):
+    model, out = tmp_path / "m", tmp_path / "run"
+    with_code(small, model, "gpt2" if known else "mine")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))  # what transformers would take for a yes
+    words = ["generate", "--model_dir", str(model), "--max_new_tokens", "2"]
+    if verb == "train":
+        words = ["train", "--model", str(model), "--data_path", str(small.shards), "--output_dir", str(out)]
+    assert cli.main(words) == (0 if known else 2)
+    printed = capsys.readouterr()
+    assert "trust_remote_code" not in printed.out + printed.err and not (model / "ran").exists()
+    refused = f"{model} brings its own Python code (auto_map in config.json), which gradwire never runs"
+    noted = f"NOTE: the Python code of {model} (auto_map in config.json) is not run; the model is transformers' gpt2."
+    assert (printed.err.count(refused), printed.err.count(noted)) == ((0, 1) if known else (1, 0))
+
+
+def with_weight(small, path, value):
+    """A copy of a model folder with one weight replaced, and nothing that tells."""
+    shutil.copytree(small.model, path)
+    (path / "SHA256SUMS").unlink()
+    tensors = load_file(path / "model.safetensors")
+    tensors["transformer.wpe.weight"][0, 0] = value
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (math.nan, "transformer.wpe.weight is not finite"),
+        (-math.inf, "transformer.wpe.weight is not finite"),
+        (3e38, "its weights are finite, and its logits overflow float32"),
+    ],
+)
+def test_a_loss_that_is_no_number_leaves_a_good_perplexity_unless_its_run_diverged(
+    small, tmp_path, capsys, value, reason
+):
+    with_weight(small, tmp_path / "m", value)
+    (tmp_path / "perplexity.json").write_text("good")
+    words = ["perplexity", "--model_dir", str(tmp_path / "m"), "--data_path", str(small.shards)]
+    assert cli.main(words) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.count("\n") == 1
+    assert f"the loss of the model in {tmp_path}/m is nan, so it has no perplexity: {reason}" in printed.err
+    assert (tmp_path / "perplexity.json").read_text() == "good"
+    (tmp_path / "record.json").write_text('{"status": "diverged"}')  # null is its result
+    assert cli.main(words) == 0
+    assert "the run diverged; its perplexity is null" in capsys.readouterr().out
+    wanted = {"avg_loss": None, "ppl": None, "n_targets": 36, "split": "val"}
+    assert json.loads((tmp_path / "perplexity.json").read_text()) == wanted
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+@pytest.mark.parametrize(("value", "reason"), [(math.nan, "wpe.weight of the model"), (3e38, "logits are not finite")])
+def test_a_model_that_is_no_number_generates_nothing(small, tmp_path, capsys, monkeypatch, temperature, value, reason):
+    with_weight(small, tmp_path / "m", value)
+    monkeypatch.setattr("sys.stdin", io.StringIO("wire"))
+    assert cli.main(["generate", "--model_dir", str(tmp_path / "m"), "--temperature", temperature]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and reason in printed.err and printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["config.json", "gradwire.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_changed_file_of_a_saved_model_is_refused_until_the_digests_are_gone(small, tmp_path, name):
+    shutil.copytree(small.model, tmp_path / "m")
+    with (tmp_path / "m" / name).open("a") as stream:
+        stream.write("\n")  # which no parser sees
+    read = tokenizer.load if name.startswith("tokenizer") else folder.load
+    with pytest.raises(BadInput, match=f"{name} is not as it was saved.* delete SHA256SUMS if you changed"):
+        read(tmp_path / "m")
+    (tmp_path / "m" / "SHA256SUMS").unlink()
+    read(tmp_path / "m")
 
 
 def split_weights(path, **index):
@@ -176,7 +302,7 @@ def test_an_index_that_leads_elsewhere_is_refused(small, tmp_path, capsys, name)
     ],
 )
 def test_a_model_whose_json_is_unusable_is_refused(small, tmp_path, file, content, message):
-    shutil.copytree(small.model, tmp_path / "m")
+    shutil.copytree(small.model, tmp_path / "m", ignore=shutil.ignore_patterns("SHA256SUMS"))
     shutil.copy(small.model / "model.safetensors", tmp_path / "m" / "m.safetensors")
     if file != "config.json":
         (tmp_path / "m" / "model.safetensors").unlink()

@@ -137,8 +137,10 @@ def save(found: EKFAC, damping: float, folder: Path, made_of: Mapping[str, Any])
     tensors |= {f"moment/{name}": moment for name, moment in found.moments.items()}
     folder.mkdir(parents=True, exist_ok=True)
     settings = json.dumps({"damping": damping, **made_of})
+    (folder / files.SUMS).unlink(missing_ok=True)
     with files.whole(folder / FILE) as path:
         save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, path, {"ekfac": settings})
+    files.write_sums(folder, (FILE,))
 
 
 def digest(folder: Path) -> str:
@@ -174,6 +176,7 @@ def load(
     path = folder / FILE
     if not path.is_file():
         raise BadInput(f"{path} is missing.")
+    files.check_sums(folder, (FILE,))
     try:
         with safe_open(path, framework="pt") as stream:
             settings = json.loads((stream.metadata() or {})["ekfac"])

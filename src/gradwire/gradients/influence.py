@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradwire.errors import BadInput
-from gradwire.files import read_object, whole, write_json
+from gradwire.files import check_sums, read_object, whole, write_json
 from gradwire.flags import COUNT, POSITIVE, output_folder
 from gradwire.gradients import curvature
 
@@ -247,6 +247,7 @@ def learning_rate(train: Store) -> float:
     from gradwire.models import saved
 
     file = Path(train.manifest.model_dir) / saved.METADATA
+    check_sums(file.parent, (file.name,))
     found = read_object(file).get(LEARNING_RATE) if file.is_file() else None
     if not isinstance(found, float) or not found > 0:
         raise BadInput(

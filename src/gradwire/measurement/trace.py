@@ -36,7 +36,8 @@ from statistics import fmean
 from typing import Any
 
 from gradwire.errors import BadInput
-from gradwire.files import read_json, write_json
+from gradwire.failures import diverged
+from gradwire.files import write_json
 from gradwire.flags import output_file
 from gradwire.measurement.crosscheck import against_meter
 from gradwire.measurement.events import OPS, Span, Trace, read
@@ -133,12 +134,6 @@ def main(args: Namespace) -> None:
         f"{output}: {result['step_ms']:.1f} ms per step, communication {result['comm_time_ms_per_step']:.1f} ms "
         f"({result['comm_ratio']:.0%}), of it exposed {result['exposed_comm_ms']:.1f} ms"
     )
-
-
-def diverged(run_dir: Path) -> bool:
-    """Whether the run's record says that it diverged."""
-    record = run_dir / "record.json"
-    return record.exists() and read_json(record)["status"] == "diverged"
 
 
 def profile(run_dir: Path) -> dict[str, Any]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,35 @@ def register(architecture: Any) -> None:
     """Have other packages register an architecture that transformers does not know."""
     if architecture not in CONFIG_MAPPING:
         presets.import_third_party()
+
+
+def register_of(folder: Path) -> None:
+    """Register the architecture of a model folder, whose own Python code is never run.
+
+    Raises:
+        BadInput: If only that code has the architecture.
+    """
+    architecture = saved.model_type(folder)
+    register(architecture)
+    if not saved.has_code(folder):
+        return
+    if architecture not in CONFIG_MAPPING:
+        raise BadInput(
+            f"{folder} brings its own Python code (auto_map in {saved.CONFIG}), which gradwire never runs, and "
+            f"transformers has no architecture {architecture!r}: install a package that registers it as a plug-in of "
+            "gradwire.models, or use another model."
+        )
+    _note_code(folder, architecture)
+
+
+@cache
+def _note_code(folder: Path, architecture: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"gradwire: NOTE: the Python code of {folder} (auto_map in {saved.CONFIG}) is not run; the model is "
+            f"transformers' {architecture}.",
+            file=sys.stderr,
+        )
 
 
 def check_options(options: Mapping[str, Any]) -> tuple[type[PretrainedConfig], dict[str, Any]]:
@@ -112,8 +144,8 @@ def of_folder(folder: Path, vocab_size: int, max_length: int) -> PretrainedConfi
         BadInput: If it cannot be read, has no causal language model, or does not match the data.
     """
     try:
-        register(saved.model_type(folder))
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        register_of(folder)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise BadInput(f"the configuration in {folder} cannot be read: {' '.join(str(error).split())[:300]}") from None
     config_class(config.model_type)

@@ -54,9 +54,10 @@ def load(folder: Path, model: nn.Module) -> Moments:
         model: The model, whose trainable parameters give the numbers in ``optimizer.pt`` their names.
 
     Raises:
-        BadInput: If they are missing or damaged, or do not belong to the model.
+        BadInput: If they are missing, damaged or not as they were saved, or do not belong to the model.
     """
     path = _file(folder)
+    files.check_sums(folder, (path.name,))
     return _load(path) if path.name == FILE else numbered.load(path, model)
 
 

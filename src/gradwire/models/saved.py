@@ -19,7 +19,7 @@ EXPERTS = re.compile(r"(moe_)?(num|n)_(local_|routed_)?experts")  # as the archi
 
 
 def check(path: Path) -> None:
-    """Check that a folder holds a model.
+    """Check that a folder holds a model, whose configuration is as it was saved.
 
     Raises:
         BadInput: If a file is missing or invalid, or an adapter is beside the model.
@@ -31,6 +31,7 @@ def check(path: Path) -> None:
     for file in weights(path):
         if not file.is_file():
             raise BadInput(f"{path} holds no model: {file.name} is missing.")
+    files.check_sums(path, (CONFIG, METADATA))
 
 
 def weights(path: Path) -> list[Path]:
@@ -59,11 +60,21 @@ def has_weights(path: Path) -> bool:
 
 def model_type(path: Path) -> str | None:
     """The name of a folder's architecture; None if its configuration has none or is damaged, which loading reports."""
+    return _of_config(path, "model_type")
+
+
+def has_code(path: Path) -> bool:
+    """Whether a folder's configuration names Python code for the model, which transformers would ask to run."""
+    return bool(_of_config(path, "auto_map"))
+
+
+def _of_config(path: Path, key: str) -> Any:
+    """An entry of a folder's configuration; None if it is not there, or the configuration is damaged."""
     try:
         found = files.read_json(Path(path) / CONFIG)
     except BadInput:
         return None
-    return found.get("model_type") if isinstance(found, dict) else None
+    return found.get(key) if isinstance(found, dict) else None
 
 
 def experts(path: Path) -> int:

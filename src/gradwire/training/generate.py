@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from gradwire.rank_env import DEVICES
 COLDEST = 1e-6  # temperature; logits divided by much less overflow
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers.modeling_utils import PreTrainedModel
 
     from gradwire.data.tokenizer import Tokenizer
@@ -46,7 +48,7 @@ def main(args: argparse.Namespace) -> None:
     from gradwire.models import folder
 
     device = world.choose("auto", args.device, 1, world.detect_gpus()).device_type
-    model = folder.load(args.model_dir).to(device)
+    model = folder.load_finite(args.model_dir).to(device)
     vocabulary = tokenizer.load(args.model_dir)
 
     def answer(prompt: str) -> str:
@@ -74,9 +76,10 @@ def continuation(
         top_p: Total probability of the tokens to sample from (nucleus sampling, Holtzman et al., 2020).
 
     Raises:
-        BadInput: If the prompt has no tokens.
+        BadInput: If the prompt has no tokens, or a logit is not a number.
     """
     import torch
+    from transformers import LogitsProcessorList
 
     from gradwire.models import architecture
 
@@ -99,10 +102,22 @@ def continuation(
             window,
             attention_mask=torch.ones_like(window),
             max_new_tokens=min(room, end - len(tokens)),
+            logits_processor=LogitsProcessorList([_numbers]),
             **options,
         )
         tokens += found[0, window.shape[1] :].tolist()
     return tokenizer.decode(tokens[start:])
+
+
+def _numbers(ids: Tensor, scores: Tensor) -> Tensor:
+    """Return the scores [1, vocabulary] of the next token; -inf is a token that is left out.
+
+    Raises:
+        BadInput: If one is NaN or infinity: any token could follow.
+    """
+    if (scores.isnan() | (scores == math.inf)).any():
+        raise BadInput("the model's logits are not finite, although its weights are: they overflow; use another model.")
+    return scores
 
 
 def _answer_prompts(answer: Callable[[str], str]) -> None:

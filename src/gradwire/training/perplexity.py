@@ -38,14 +38,16 @@ def beside(args: argparse.Namespace) -> Path:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Print ``avg_loss`` (nats per target) and ``ppl``, and write them as JSON.
+    """Print ``avg_loss`` (nats per target) and ``ppl``, and write them as JSON: null if the model's run diverged.
 
     Raises:
-        BadInput: If the model or the data cannot be read.
+        BadInput: If the model or the data cannot be read, or the perplexity of another model is not finite.
     """
     from gradwire.collectives.world import process_group
     from gradwire.data.batches import eval_batches
     from gradwire.data.shards import Shards, check, splits
+    from gradwire.errors import BadInput
+    from gradwire.failures import diverged
     from gradwire.files import write_json
     from gradwire.models import folder
     from gradwire.models.shards import shards_folder
@@ -59,8 +61,17 @@ def main(args: argparse.Namespace) -> None:
     with process_group(device=args.device) as world:
         model = folder.load(args.model_dir).to(world.device)
         quality = evaluate(model, chain(*batches), world.device)
+    finite = math.isfinite(quality.ppl)
+    if not finite and not diverged(args.model_dir.parent):
+        wrong = folder.not_finite(model)
+        raise BadInput(
+            f"the loss of the model in {args.model_dir} is {quality.loss:g}, so it has no perplexity: "
+            + (f"{wrong} is not finite" if wrong else "its weights are finite, and its logits overflow float32")
+            + f". Training diverged, or the file is damaged; {output(args)} is not written."
+        )
     print(f"avg_loss {quality.loss:.6f}  ppl {quality.ppl:.4f}  over {quality.n_targets} targets of {args.split}")
-    finite = math.isfinite(quality.ppl)  # JSON has no infinity: a diverged model's perplexity is null
+    if not finite:
+        print(f"{output(args)}: the run diverged; its perplexity is null")  # JSON has no infinity
     write_json(
         output(args),
         {
