@@ -63,6 +63,11 @@ def of_messages(messages: Any) -> tuple[str, Spans]:
     return text, tuple(spans)
 
 
+def is_chat(text: str, spans: Spans) -> bool:
+    """Whether each target of a text follows the assistant's mark, as in a text by `of_messages`."""
+    return all(text.endswith(f"<|{ASSISTANT}|>\n", 0, start) for start, _ in spans)
+
+
 def of_spans(text: str, given: Any) -> tuple[str, Spans]:
     """Return a text with the spans that its document states.
 

@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from gradwire.files import check_regular, check_sums, read_object, whole_folder,
 from gradwire.flags import VOCABULARY
 
 TOKENIZER, CONFIG, ORIGIN = "tokenizer.json", "tokenizer_config.json", "origin.json"
+TEMPLATES = ("chat_template.jinja", "chat_template.json")  # or an entry of the configuration
 ROLES = ("eos_token", "pad_token", "bos_token", "unk_token")  # in the order in which missing ones are added
 LONG = 10_000  # characters of a word
 END, PAD = "<|endoftext|>", "<|pad|>"
@@ -37,11 +38,18 @@ class Tokenizer:
     """A tokenizer with an end-of-document token and a padding token.
 
     Special tokens spelled out in a text are encoded as ordinary text, so a document cannot end itself.
+
+    Attributes:
+        backend: The tokenizer itself.
+        eos_id: Id of the end-of-document token.
+        pad_id: Id of the padding token.
+        template: The file with the chat template of the folder that the tokenizer is a copy of, which is not applied.
     """
 
     backend: tokenizers.Tokenizer
     eos_id: int
     pad_id: int
+    template: Path | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -149,7 +157,7 @@ def prepare(choice: str, folder: Path, corpus_path: Path, vocab_size: int) -> To
         backend = _train(corpus_path, vocab_size) if choice == "bpe" else backend_of(Path(choice))
         named = {} if choice == "bpe" else _special_tokens(Path(choice))
         _save(folder, backend, _complete(backend, named), wanted)
-    return load(folder)
+    return replace(load(folder), template=None if choice == "bpe" else chat_template(Path(choice)))
 
 
 def origin(choice: str, corpus_path: Path, vocab_size: int) -> dict[str, Any]:
@@ -238,6 +246,13 @@ def backend_of(folder: Path) -> tokenizers.Tokenizer:
     backend.no_padding()
     backend.encode_special_tokens = True
     return backend
+
+
+def chat_template(folder: Path) -> Path | None:
+    """The file of a tokenizer's folder that has a chat template, if any."""
+    config = read_object(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    files = [folder / name for name in TEMPLATES if (folder / name).is_file()]
+    return next(iter(files), folder / CONFIG if config.get("chat_template") else None)
 
 
 def _special_tokens(folder: Path) -> dict[str, str]:

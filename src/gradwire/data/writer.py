@@ -26,7 +26,7 @@ from gradwire.data import corpus, unigram
 from gradwire.data.corpus import Document, FirstSeen
 from gradwire.data.patience import progress
 from gradwire.data.shards import ALL, FORMAT_VERSION, META, SPLITS, file_name, finalized, meta, tables
-from gradwire.data.targets import span_of
+from gradwire.data.targets import is_chat, span_of
 from gradwire.data.tokenizer import Tokenizer
 from gradwire.errors import BadInput
 from gradwire.files import sha256_file, whole
@@ -219,7 +219,7 @@ def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokeni
     for writer in writers.values():
         writer.count(tables(writer.folder, writer.meta))
     done = {split: writer.meta["processed_documents"] for split, writer in writers.items()}
-    documents = NamedLikeParts(corpus.checked(corpus_path))
+    documents = NamedLikeParts(noted(corpus.checked(corpus_path), corpus_path, tokenizer.template))
     waiting = remaining(documents, done, val_fraction)
     characters: set[str] = set()
     for split, document, found in encoded(waiting, tokenizer, characters if tokenizer.may_drop else None):
@@ -241,6 +241,19 @@ def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokeni
         writers.pop("val").finalize(unigram_loss=loss, unigram_ppl=math.exp(loss))
     for writer in writers.values():
         writer.finalize()
+
+
+def noted(documents: Iterable[Document], where: Path, template: Path | None) -> Iterator[Document]:
+    """Yield documents; print once that a chat is not in the form of the tokenizer's chat template, if it has one."""
+    for document in documents:
+        if template and document.spans and is_chat(document.body, document.spans):
+            print(
+                f"gradwire: WARNING: {where} has chats, and the chat template in {template} is not applied: a message "
+                "is read as `<|role|>`, a line break and its content. Losses are of that form, not of the template's.",
+                file=sys.stderr,
+            )
+            template = None
+        yield document
 
 
 class NamedLikeParts:
