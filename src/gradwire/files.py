@@ -263,20 +263,33 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def check_size(path: Path, most: int) -> None:
+    """Check that a file can be read whole.
+
+    Raises:
+        BadInput: If it is missing, unreadable, no regular file, or longer than ``most`` bytes.
+    """
+    check_regular(path)
+    try:
+        size = Path(path).stat().st_size
+    except FileNotFoundError:
+        raise BadInput(f"{path} is missing.") from None
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror}.") from None
+    if size > most:
+        raise BadInput(f"{path} has {size:,} bytes; at most {most:,} are read of such a file.")
+
+
 def read_text(path: Path, most: int) -> str:
     """Read a file of text in UTF-8.
 
     Raises:
-        BadInput: If it is missing, unreadable, no regular file, not UTF-8, or longer than ``most`` bytes.
+        BadInput: As in `check_size`, and if it is not UTF-8.
     """
     path = Path(path)
-    check_regular(path)
+    check_size(path, most)
     try:
-        with path.open("rb") as stream:
-            content = stream.read(most + 1)
-        if len(content) > most:
-            raise BadInput(f"{path} has more than {most:,} bytes, the most that is read of such a file.")
-        return content.decode("utf-8-sig")  # without a byte order mark
+        return path.read_bytes().decode("utf-8-sig")  # without a byte order mark
     except FileNotFoundError:
         raise BadInput(f"{path} is missing.") from None
     except OSError as error:

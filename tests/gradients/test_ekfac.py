@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import full_disk
 import numpy as np
@@ -201,6 +202,18 @@ def test_bad_input_is_one_message(small, collected, tmp_path, capsys):
         ekfac.load(collected / "factors", "another", "mean", shapes, torch.device("cpu"))
     assert run("collect", small, *common, "--optimizer_dir", collected / "factors", "--loss", "sum") == 2
     assert "collect with --loss mean" in capsys.readouterr().err
+
+
+def test_factors_with_a_flipped_bit_are_refused(tmp_path):
+    made = ekfac.EKFAC({("left", "w"): torch.eye(3)}, {"w": torch.rand(3, 3)}, 0.0, torch.device("cpu"))
+    ekfac.save(made, 0.1, tmp_path, {"model_digest": "of", "loss": "mean"})
+    load = partial(ekfac.load, tmp_path, "of", "mean", {"w": (3, 3)}, torch.device("cpu"))
+    assert torch.equal(load().moments["w"], made.moments["w"])
+    content = bytearray((tmp_path / ekfac.FILE).read_bytes())
+    content[-3] ^= 1
+    (tmp_path / ekfac.FILE).write_bytes(content)
+    with pytest.raises(BadInput, match="is not as it was saved"):
+        load()
 
 
 def test_a_full_disk_leaves_no_half_factors(small, tmp_path):

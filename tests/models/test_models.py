@@ -169,6 +169,15 @@ def test_every_verb_refuses_a_model_with_a_flipped_bit(small, tmp_path, capsys, 
     }
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json", "SHA256SUMS"])
+def test_a_file_of_a_model_folder_that_no_memory_holds(small, tmp_path, capsys, name):
+    shutil.copytree(small.model, tmp_path / "m", ignore=shutil.ignore_patterns("SHA256SUMS"))
+    with (tmp_path / "m" / name).open("wb") as stream:
+        stream.truncate(1 << 40)  # a TiB of zeros, and no block of the disk
+    assert cli.main(["generate", "--model_dir", str(tmp_path / "m")]) == 2
+    assert f"{tmp_path}/m/{name} has 1,099,511,627,776 bytes; at most" in capsys.readouterr().err
+
+
 def with_code(small, path, architecture):
     """A copy of a model folder that brings code for its model, as many on the Hugging Face Hub do."""
     shutil.copytree(small.model, path)

@@ -23,7 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from gradwire.data import corpus
 from gradwire.data.patience import progress
 from gradwire.errors import BadInput
-from gradwire.files import check_regular, check_sums, read_object, whole_folder, write_json
+from gradwire.files import LARGEST_JSON, check_regular, check_size, check_sums, read_object, whole_folder, write_json
 from gradwire.flags import VOCABULARY
 
 TOKENIZER, CONFIG, ORIGIN = "tokenizer.json", "tokenizer_config.json", "origin.json"
@@ -228,6 +228,8 @@ def backend_of(folder: Path) -> tokenizers.Tokenizer:
         BadInput: If there is none that can be read, or one that is not as it was saved with a model.
     """
     pair = folder / "vocab.json", folder / "merges.txt"
+    for file in filter(Path.is_file, (folder / TOKENIZER, *pair)):
+        check_size(file, LARGEST_JSON)
     check_sums(folder, (TOKENIZER, CONFIG, *(file.name for file in pair)))
     try:
         if (folder / TOKENIZER).is_file():

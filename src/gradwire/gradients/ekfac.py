@@ -137,7 +137,6 @@ def save(found: EKFAC, damping: float, folder: Path, made_of: Mapping[str, Any])
     tensors |= {f"moment/{name}": moment for name, moment in found.moments.items()}
     folder.mkdir(parents=True, exist_ok=True)
     settings = json.dumps({"damping": damping, **made_of})
-    (folder / files.SUMS).unlink(missing_ok=True)
     with files.whole(folder / FILE) as path:
         save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, path, {"ekfac": settings})
     files.write_sums(folder, (FILE,))

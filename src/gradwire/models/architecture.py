@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from gradwire.errors import BadInput, unknown
+from gradwire.files import LARGEST_CONFIGURATION, check_size
 from gradwire.models import presets, saved
 
 INITIAL_STD, INITIAL_WIDTH = 0.02, 768  # GPT-2's; a narrower model needs larger weights for the same activations
@@ -48,8 +49,9 @@ def register_of(folder: Path) -> None:
     """Register the architecture of a model folder, whose own Python code is never run.
 
     Raises:
-        BadInput: If only that code has the architecture.
+        BadInput: If only that code has the architecture, or the configuration is no file that can be read whole.
     """
+    check_size(folder / saved.CONFIG, LARGEST_CONFIGURATION)
     architecture = saved.model_type(folder)
     register(architecture)
     if not saved.has_code(folder):
