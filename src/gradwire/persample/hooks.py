@@ -1,8 +1,9 @@
 """Per-sample gradients from each layer's input and output gradient, captured by hooks in one backward pass.
 
-The parameters of a supported layer are frozen while it runs. A parameter that is in the graph afterwards was used where
-the hooks cannot see it: in an unsupported layer, or outside its layer. Such parameters are reported, never skipped.
-The outputs of the first layers replace the parameters as leaves of the graph.
+The parameters of a supported layer are frozen while it runs, and a node of the graph claims the gradient of its output.
+Before the backward pass the graph is searched. A parameter that is in it was used where the hooks cannot see it: in an
+unsupported layer, without a batch dimension, or outside its layer. Such parameters are reported, never skipped. Each
+claim in the graph must receive a gradient.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gradwire.data.batches import Batch
-from gradwire.errors import BadInput
+from gradwire.errors import BadInput, RunFault
 from gradwire.persample.batch import (
     PerSample,
     Reduction,
@@ -30,8 +32,10 @@ from gradwire.persample.batch import (
     trainable,
     zeroed,
 )
+from gradwire.persample.batch_dims import BatchDim, batch_dims, by_sample, repeated
+from gradwire.persample.claims import claimed, hooked, nodes_of
 from gradwire.persample.layer_factors import LayerFactor
-from gradwire.persample.rules import Rule, rule_of
+from gradwire.persample.rules import Rule, features, input_of, rule_of
 
 Take: TypeAlias = Callable[[str, LayerFactor, bool], None]
 
@@ -65,19 +69,21 @@ def backward(model: nn.Module, batch: Batch, take: Take, reduction: Reduction = 
 
     Raises:
         BadInput: If a parameter is unseen and the weights are sharded.
+        RunFault: If a claim in the graph receives no gradient.
     """
-    watch = _Watch(model, len(batch.labels), take)
+    watch = _Watch(model, batch, take)
     with evaluation(model), watch.hooked():
         losses = losses_of(model, batch, reduction)
-        leaves = _leaves(losses)
-        watch.unseen = {watch.names[id(leaf)] for leaf in leaves if id(leaf) in watch.names}
-        if watch.unseen and any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        watch.search(losses)
+        if watch.unseen and watch.sharded:
             raise BadInput(
                 f"{min(watch.unseen)} is sharded and used by an unsupported layer or outside its layer: use --strategy "
                 "ddp."
             )
-        if leaves:
-            torch.autograd.grad(losses.sum(), leaves)
+        if watch.due.total():
+            torch.autograd.grad(losses.sum(), watch.root, allow_unused=True)
+    if watch.due.total():
+        raise RunFault(f"a use of {', '.join([*+watch.due][:3])} received no gradient: use --method vmap or loop.")
     return Seen(losses.detach(), [name for name in trainable(model) if name in watch.unseen])
 
 
@@ -85,99 +91,120 @@ class _Watch:
     """Tracks the trainable parameters through one forward and one backward pass.
 
     Attributes:
-        names: Parameter names by ``id``; FSDP2 swaps a layer's parameters while it runs.
+        root: The leaf whose gradient is computed, so that the backward pass runs through all claims.
+        sharded: Whether the weights are sharded.
         unseen: Names of the parameters with missed uses; set between the two passes.
+        due: Number of uses whose gradients are to come, by name; set between the two passes.
+        samples: B.
     """
 
-    def __init__(self, model: nn.Module, samples: int, take: Take) -> None:
-        self.names = {id(parameter): name for name, parameter in trainable(model).items()}
-        self.unseen: set[str] = set()
-        self._parameters = list(trainable(model).values())
-        self._owned = {
-            module: {local: self.names[id(p)] for local, p in module.named_parameters(recurse=False) if p.requires_grad}
+    def __init__(self, model: nn.Module, batch: Batch, take: Take) -> None:
+        self.root = torch.zeros((), requires_grad=True)
+        self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        self.unseen, self.due, self.samples = set[str](), Counter[str](), len(batch.labels)
+        self._parameters = trainable(model)
+        self._names = {id(p): name for name, p in self._parameters.items()}  # FSDP2 swaps those of a layer that runs
+        owned = {
+            module: {at: self._names[id(p)] for at, p in module.named_parameters(recurse=False) if p.requires_grad}
             for module in model.modules()
         }
-        self._samples, self._take, self._open = samples, take, Counter[str]()
+        self._owned = {module: names for module, names in owned.items() if names}
+        self._take, self._searched = take, False
+        self._dims = batch_dims(model, batch) if self.samples > 1 else {}
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Register hooks on every layer that owns parameters, and remove them on exit."""
-        owners = [module for module, own in self._owned.items() if own]
-        handles = [module.register_forward_pre_hook(self._before, with_kwargs=True) for module in owners]
-        handles += [module.register_forward_hook(self._after, with_kwargs=True) for module in owners]
         try:
-            yield
+            with hooked(self._owned, self._after, self._before):
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
-            for parameter in self._parameters:
+            for parameter in self._parameters.values():
                 parameter.requires_grad_(True)
 
+    def search(self, losses: Tensor) -> None:
+        """Find the claims and the unseen parameters in the graph of the losses, after the forward pass."""
+        for node in nodes_of(losses):
+            use = getattr(node, "receive", None)
+            if isinstance(use, _Use):
+                self.due.update(use.names.values())
+                if use.x._version != use.version:
+                    self.unseen.update(use.names.values())
+            elif isinstance(node, torch._C._functions.AccumulateGrad) and node.variable is not self.root:
+                name = self._names.get(id(node.variable))
+                self.unseen.update([name] if name else ["a parameter"] * self.sharded)
+        self._searched = True
+
+    def receive(self, use: _Use, factors: dict[str, LayerFactor]) -> None:
+        """Hand on a use's contributions to the gradients of its parameters."""
+        for local, name in use.names.items():
+            self.due[name] -= 1
+            if name not in self.unseen:
+                self._take(name, factors[local], not self.due[name])
+
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        unclaimed = self._use(module, args, kwargs) is None
         for local, name in self._owned[module].items():
             parameter = getattr(module, local)
-            self.names[id(parameter)] = name
-            parameter.requires_grad_(self._rule(module, args, kwargs) is None)
+            self._names[id(parameter)] = name
+            parameter.requires_grad_(unclaimed)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        own = self._owned[module]
-        for local in own:
+        for local in self._owned[module]:
             getattr(module, local).requires_grad_(True)
-        rule = self._rule(module, args, kwargs)
-        if rule is None or not torch.is_grad_enabled():
+        use = self._use(module, args, kwargs)
+        if use is None or not torch.is_grad_enabled():
             return output
-        if len(output) != self._samples:  # position embeddings have one row for all samples; expand it
-            output = output.expand(self._samples, *output.shape[1:]).clone()
-        if not output.requires_grad:
-            output = output.detach().requires_grad_().clone()  # not a leaf, so that in-place operations are allowed
-        x = _entering(args, kwargs).detach()
-        self._open.update(own.values())
+        # Activation checkpoints run a layer again during the backward pass; its first output is claimed already.
+        return claimed(repeated(output, use.dim, self.samples), self.root, _ignored if self._searched else use)
 
-        def store(grad: Tensor) -> None:
-            found = rule(module, self._by_sample(module, x), self._by_sample(module, grad.detach(), output=True))
-            for local, name in own.items():
-                self._open[name] -= 1
-                if name not in self.unseen:
-                    self._take(name, found[local], not self._open[name])
-
-        output.register_hook(store)
-        return output
-
-    def _rule(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | None:
-        """Return the layer's rule if its input has a batch dimension: ``[B, ..., *features]``."""
-        x = _entering(args, kwargs)
-        apart = x.ndim >= 2 + _features(module) and len(x) in (1, self._samples)
-        return rule_of(module) if apart and self._owned[module].keys() <= {"weight", "bias"} else None
-
-    def _by_sample(self, module: nn.Module, values: Tensor, output: bool = False) -> Tensor:
-        """Reshape to ``[B, N, *features]``."""
-        features = max(_features(module), int(output))
-        values = values.expand(self._samples, *values.shape[1:])
-        return values.reshape(self._samples, -1, *values.shape[values.ndim - features :])
+    def _use(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Use | None:
+        """Return the call of a layer, or None if it is not supported or its input has no batch dimension."""
+        names, rule, x = self._owned[module], rule_of(module), input_of(module, args, kwargs)
+        if rule is None or x is None or not names.keys() <= {"weight", "bias"}:
+            return None
+        dim = BatchDim(0, False)
+        if self.samples > 1:
+            known = self._dims.get(module, {}).get(x.ndim)
+            if known is None or x.shape[known.dim] != (1 if known.repeated else self.samples):
+                return None
+            dim = known
+        return _Use(self, module, names, rule, x.detach(), x._version, dim)
 
 
-def _entering(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the single input of a supported layer."""
-    return args[0] if args else next(iter(kwargs.values()), torch.empty(()))
+def _ignored(grad: Tensor) -> None:
+    """Drop a gradient."""
 
 
-def _features(module: nn.Module) -> int:
-    """Count the trailing feature dimensions of a supported layer's input; 0 for the ids of an embedding."""
-    return 0 if isinstance(module, nn.Embedding) else len(getattr(module, "normalized_shape", (1,)))
+@dataclass(eq=False)
+class _Use:
+    """One call of a supported layer; called with its output gradient.
 
+    Attributes:
+        watch: The pass.
+        module: The layer.
+        names: Names of its parameters, by their names in the layer.
+        rule: Its gradient rule.
+        x: Its input.
+        version: Changes of the input in place before the call.
+        dim: The batch dimension.
+    """
 
-def _leaves(output: Tensor) -> list[Tensor]:
-    """Return the leaves of the autograd graph of ``output``."""
-    found, met, ahead = [], set(), [output.grad_fn]
-    while ahead:
-        node = ahead.pop()
-        if node is None or node in met:
-            continue
-        met.add(node)
-        if isinstance(node, torch._C._functions.AccumulateGrad):
-            found.append(node.variable)
-        ahead += [following for following, _ in node.next_functions]
-    return found
+    watch: _Watch
+    module: nn.Module
+    names: dict[str, str]
+    rule: Rule
+    x: Tensor
+    version: int
+    dim: BatchDim
+
+    def __call__(self, grad: Tensor) -> None:
+        """Compute the contributions to the gradients of the parameters, and let the input go."""
+        width, samples = features(self.module), self.watch.samples
+        x = by_sample(self.x, self.x.ndim - width, self.dim, samples)
+        of_output = by_sample(grad.detach(), self.x.ndim - width, BatchDim(self.dim.dim, False), samples)
+        del self.x
+        self.watch.receive(self, self.rule(self.module, x, of_output))
 
 
 class Unseen(BadInput):
@@ -192,8 +219,8 @@ def all_seen(seen: Seen) -> Tensor:
     """
     if seen.unseen:
         raise Unseen(
-            f"--method hooks does not see every use of {', '.join(seen.unseen[:3])}: its layer is not supported, or it "
-            "is used outside its layer. Use --method vmap or loop."
+            f"--method hooks does not see every use of {', '.join(seen.unseen[:3])}: its layer is not supported "
+            "or has an input without a batch dimension, or it is used outside its layer. Use --method vmap or loop."
         )
     return seen.losses
 

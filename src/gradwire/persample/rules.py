@@ -85,6 +85,18 @@ def rule_of(module: nn.Module) -> Rule | None:
     return PROBED[module]
 
 
+def input_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the input of a call; None if the layer is not supported, or gets more, such as a norm that gets a gate."""
+    given = [*args, *kwargs.values()]
+    x = given[0] if len(given) == 1 else None  # a rule is right for a single input only
+    return x if isinstance(x, Tensor) and rule_of(module) is not None else None
+
+
+def features(module: nn.Module) -> int:
+    """Count the trailing feature dimensions of a supported layer's input; 0 for the ids of an embedding."""
+    return 0 if isinstance(module, nn.Embedding) else len(getattr(module, "normalized_shape", (1,)))
+
+
 def epsilon(module: Any) -> float | None:
     """Return the number that an RMS norm adds to the mean square; None if the layer has none."""
     found = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -93,7 +105,7 @@ def epsilon(module: Any) -> float | None:
 
 def probed_rule(module: nn.Module) -> Rule | None:
     """Return the rule of a layer that is an RMS norm or a scaled embedding by its outputs for a random weight."""
-    if [name for name, _ in module.named_parameters()] != ["weight"]:
+    if [name for name, _ in module.named_parameters()] != ["weight"] or "forward" in vars(module):
         return None
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     if isinstance(module, nn.Embedding):

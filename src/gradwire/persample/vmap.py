@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -49,7 +50,7 @@ def gradients(
 
     rows = [batch.input_ids, batch.labels, *([] if batch.weights is None else [batch.weights])]
 
-    with evaluation(model), sdpa_kernel(SDPBackend.MATH):  # the fused kernels do not support vmap
+    with evaluation(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels do not support vmap
         each = vmap(grad_and_value(loss_of), in_dims=(None, *[0] * len(rows)), randomness="error")
         found, losses = each(parameters, *rows)
     empty = no_targets(batch)
