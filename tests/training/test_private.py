@@ -34,7 +34,7 @@ from gradwire.persample.clipping import coefficients
 from gradwire.training import settings as run_settings
 from gradwire.training.clock import Clock
 from gradwire.training.feed import Feed, micro_batches
-from gradwire.training.noise import noisy
+from gradwire.training.noise import _derived, noisy
 from gradwire.training.objective import Private
 from gradwire.training.preemption import Preemption
 from gradwire.training.privacy import Guarantee, guarantee
@@ -519,11 +519,68 @@ class PastTheLayer(torch.nn.Module):
 
 
 def test_a_parameter_that_would_get_no_noise_is_refused():
-    with pytest.raises(BadInput, match=r"second\.weight: the layer that"), noisy(PastTheLayer(), 1.0, 0, 0, 0):
-        pass
     model = PastTheLayer()
-    with pytest.raises(BadInput, match=r"^second\.weight: the layer that"), noisy(model, 1.0, 0, 0, 0):
-        model(torch.ones(2, 3))
+    with noisy(model, 1.0, 0, 0, 0) as check:
+        loss = model(torch.ones(2, 3)).sum()
+    with pytest.raises(BadInput, match=r"^second\.weight: the loss does not depend on the layer that owns them"):
+        check(loss)
+
+
+class Structured(torch.nn.Module):
+    """Layers that own parameters and return a tuple, a dict of which one entry is used, or nothing that noise fits."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.weight, self.shape = torch.nn.Parameter(torch.ones(3)), shape
+
+    def forward(self, x):
+        y = self.weight * x
+        return {"tuple": (y.detach().long(), y), "dict": {"unused": y, "used": 2 * y}, "text": "y"}[self.shape]
+
+
+class Changed(torch.nn.Module):
+    """Uses layers twice, shares a weight, and changes outputs in place."""
+
+    def __init__(self, shapes=("tuple", "dict")):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Structured(shape) for shape in shapes)
+        self.a, self.b = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        x = self.layers[0](x)[1]
+        x.relu_()
+        x = self.layers[1](x)["used"]
+        for layer in (self.a, self.b, self.a):
+            y = layer(x)
+            y += x
+            x = torch.tanh_(y)
+        return x
+
+
+def test_each_parameter_gets_its_noise_once_whatever_its_layers_return():
+    model, x, found = Changed(), torch.linspace(-1, 1, 12).view(4, 3), []
+    for std in (0.0, 3.0):
+        model.zero_grad()
+        with noisy(model, std, seed=1, step=2, rank=3) as check:
+            loss = model(x).sum()
+        check(loss)
+        loss.backward()
+        found.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    plain = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    for (name, without), noised, exact in zip(found[0].items(), found[1].values(), plain, strict=True):
+        torch.testing.assert_close(without, exact)
+        drawn = torch.Generator().manual_seed(_derived(1, 2, 3, name))
+        torch.testing.assert_close(
+            noised - without, 3 * torch.randn(exact.shape, generator=drawn), rtol=1e-4, atol=1e-5
+        )
+
+
+def test_a_layer_that_returns_no_tensor_is_refused():
+    model = Changed(("text", "dict"))
+    message = r"layers\.0\.weight: the layer that owns them returns a str without a tensor"
+    with pytest.raises(BadInput, match=message), noisy(model, 1.0, 0, 0, 0):
+        model(torch.ones(4, 3))
 
 
 def test_a_model_that_drops_or_mixes_is_refused():

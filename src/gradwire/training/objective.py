@@ -112,8 +112,10 @@ class Private(Plain):
     def loss(self, model: nn.Module, batch: Batch, n_targets: Tensor, last: bool) -> tuple[Tensor, Tensor]:
         """The micro-batch's clipped loss; the backward pass of the last micro-batch adds the step's noise."""
         coefficient = self._coefficients.popleft()
-        with noisy(model, self.std, self.seed, self._step, self.rank) if last and self.std else nullcontext():
+        with noisy(model, self.std, self.seed, self._step, self.rank) if last and self.std else nullcontext() as check:
             losses = losses_of(model, batch)
+        if check is not None:
+            check(losses)
         loss = (coefficient.to(losses.dtype) * losses).sum() / self.expected
         total = (losses.detach() * targets_of(batch.labels)).sum()
         return loss, total / n_targets.clamp(min=1)  # Poisson sampling may draw no sample
