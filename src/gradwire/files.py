@@ -85,10 +85,10 @@ def check_regular(path: Path, name: str = "") -> None:
     """
     try:
         kind = SPECIAL.get(stat.S_IFMT(Path(path).stat().st_mode))
-    except (FileNotFoundError, NotADirectoryError):  # what reads or writes it, reports that
-        return
-    except OSError as error:
+    except PermissionError as error:
         raise BadInput(f"{_said(path, name)} cannot be read: {error.strerror}.") from None
+    except OSError:  # what reads or writes it, reports that
+        return
     if kind is not None:
         raise BadInput(f"{_said(path, name)} is a {kind}, not a regular file: give a file on a disk.")
 

@@ -23,7 +23,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from gradwire.data import corpus
 from gradwire.data.patience import progress
 from gradwire.errors import BadInput
-from gradwire.files import LARGEST_JSON, check_regular, check_size, check_sums, read_object, whole_folder, write_json
+from gradwire.files import LARGEST_JSON, check_size, check_sums, read_object, whole_folder, write_json
 from gradwire.flags import VOCABULARY
 
 TOKENIZER, CONFIG, ORIGIN = "tokenizer.json", "tokenizer_config.json", "origin.json"
@@ -263,7 +263,6 @@ def _special_tokens(folder: Path) -> dict[str, str]:
     Raises:
         BadInput: If the file is not a JSON object, or a special token is anything else.
     """
-    check_regular(folder / CONFIG)
     config = read_object(folder / CONFIG) if (folder / CONFIG).exists() else {}
     found = {}
     for role in ROLES:
