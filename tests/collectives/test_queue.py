@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+import signal
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from weakref import ref
 
 import pytest
@@ -296,3 +300,14 @@ def without_overlap(rank, world, group):
 
 def test_no_thread_starts_without_need(world):
     assert world(2).run(without_overlap) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "way", ["reducer", *(pytest.param(way, marks=pytest.mark.sweep) for way in ("hook", "ddp_hook"))]
+)
+def test_a_rank_that_is_interrupted_in_mid_reduction_ends_at_once_and_does_not_crash(way):
+    command = [sys.executable, str(Path(__file__).with_name("interrupted_rank.py")), way]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    seconds = time.time() - float(ended.stdout)
+    assert ended.stderr.rstrip().endswith("KeyboardInterrupt"), "the user's own traceback, and nothing after it"
+    assert ended.returncode in (1, -signal.SIGINT) and seconds < 3  # autograd turns the exception's identity into 1

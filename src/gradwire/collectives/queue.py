@@ -7,10 +7,17 @@ NCCL they are launched on a stream of their own, and nothing waits on the host.
 
 from __future__ import annotations
 
+import atexit
+import gc
+import os
+import socket
+import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
 from typing import NamedTuple, TypeAlias
@@ -25,6 +32,9 @@ from gradwire.collectives.ops import Group
 
 Task: TypeAlias = Callable[[], Tensor]
 Item: TypeAlias = tuple["Future[Tensor]", Task, list[BaseException]]
+
+IDLE_S = 0.1  # seconds in which a thread without tasks ends
+ABORTED_S = 2.0  # seconds in which a thread ends whose collective was aborted; it may be encoding
 
 
 class Handle:
@@ -109,15 +119,67 @@ class Worker:
     """A thread that runs the tasks of all queues of a group in one order; it ends with this object.
 
     It is a daemon, so that a process which fails or is interrupted does not wait for its collectives.
+
+    Args:
+        sockets: File descriptors of the connections that the tasks' collectives use.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sockets: Collection[int] = ()) -> None:
         self.items: SimpleQueue[Item | None] = SimpleQueue()
         threads, started = torch.get_num_threads(), Event()
-        Thread(target=serve, args=(self.items, started), name="gradwire-reducer", daemon=True).start()
+        WorkerThread(self.items, started, sockets).start()
         started.wait()
         torch.set_num_threads(threads)  # later threads of this process take the last number that any thread set
         finalize(self, self.items.put, None)
+
+
+class WorkerThread(Thread):
+    """The thread of a `Worker`."""
+
+    def __init__(self, items: SimpleQueue[Item | None], started: Event, sockets: Collection[int]) -> None:
+        super().__init__(target=serve, args=(items, started), name="gradwire-reducer", daemon=True)
+        self.items = items
+        self.sockets = sockets
+
+    def end(self) -> bool:
+        """End the thread, also in mid-collective: gloo stops one only if it loses its connections.
+
+        Returns:
+            Whether the thread was idle.
+        """
+        self.items.put(None)
+        self.join(IDLE_S)
+        if not self.is_alive():
+            return True
+        for descriptor in self.sockets:
+            shut_down(descriptor)
+        self.join(ABORTED_S)
+        return False
+
+
+@atexit.register
+def end_threads() -> None:
+    """End all workers' threads before the interpreter: a collective that returns after it aborts the process."""
+    idle = [thread.end() for thread in threading.enumerate() if isinstance(thread, WorkerThread)]
+    if not all(idle):
+        gc.freeze()  # an interrupted process spends no second on the modules' cycles, which the system frees
+
+
+def shut_down(descriptor: int) -> None:
+    """Close both directions of a connection; its descriptor stays open. A socket that only listens is left alone."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        connection.getpeername()  # raises for one that listens: gloo aborts the process if that fails
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def open_sockets() -> set[int]:
+    """Return the file descriptors of this process's sockets; nothing on a system that does not list them."""
+    sockets = set[int]()
+    with suppress(OSError):
+        for entry in Path("/proc/self/fd").iterdir():
+            if entry.is_socket():
+                sockets.add(int(entry.name))
+    return sockets
 
 
 class ThreadQueue(ReductionQueue):
@@ -204,7 +266,9 @@ def build_queue(group: Group, device: torch.device, overlap: bool) -> tuple[Redu
         own = group or dist.group.WORLD
         assert own is not None
         if own not in LANES:
-            LANES[own] = Lane(Worker(), copied(own))
+            before = open_sockets()
+            copy = copied(own)
+            LANES[own] = Lane(Worker(open_sockets() - before), copy)
         return ThreadQueue(LANES[own].worker), LANES[own].group
     if overlap and dist.get_backend(group) == "nccl":
         return StreamQueue(device), group

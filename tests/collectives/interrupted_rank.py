@@ -1,0 +1,49 @@
+"""Two ranks, of which the second interrupts the first in mid-reduction and then exits: interrupted_rank.py WAY."""
+
+import os
+import signal
+import sys
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire import Reducer, ddp_hook, hook
+
+way = sys.argv[1]
+rendezvous = tempfile.mktemp()
+parent = os.getpid()
+rank = int(os.fork() == 0)  # before torch has threads; the imports are paid for once
+dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2)
+reducer = Reducer("int8")
+if way == "reducer":
+
+    def step() -> None:
+        reducer.all_reduce(torch.ones(300_001), "gradient")
+        reducer.finish()
+
+else:
+    model = DistributedDataParallel(nn.Linear(601, 499))
+    if way == "hook":
+        hook(model, reducer)
+    else:
+        model.register_comm_hook(*ddp_hook(model, "int8"))
+
+    def step() -> None:
+        model(torch.ones(3, 601)).square().mean().backward()
+        if way == "hook":
+            reducer.finish()
+
+
+for _ in range(2):  # DDP itself communicates in its second forward pass
+    step()
+if rank == 1:
+    time.sleep(0.5)  # the first rank waits for this one's gradient
+    print(time.time(), flush=True)
+    os.kill(parent, signal.SIGINT)
+    time.sleep(0.3)
+    os._exit(0)  # its connections close while the first rank's interpreter ends
+step()
