@@ -6,8 +6,10 @@ import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import torch
+from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from gradwire.collectives import Reducer
@@ -20,7 +22,9 @@ class CompressedGradients(TrainerCallback):
     """Averages the gradients of a Trainer's model through a compressor; with one rank it does nothing.
 
     A gradient that is not finite ends the training on every rank. Each checkpoint holds the residuals of every rank,
-    and resuming from it restores them.
+    and resuming from it restores them. A second ``trainer.train()`` goes on with the residuals and the steps of the
+    first one, as it does with the optimizer's moments; where the Trainer starts from another model (``model_init``), it
+    starts without any.
 
     Args:
         trainer: The Trainer; add the callback to it with ``trainer.add_callback``.
@@ -41,19 +45,24 @@ class CompressedGradients(TrainerCallback):
         self.compressor = compressor
         self.options = options
         self.reducer: Reducer | None = None
+        self._hooked: ref[nn.Module] | None = None  # the model of the last training
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Hook the model that the Trainer has wrapped, and restore residuals if it resumes."""
+        """Hook the model that the Trainer has wrapped, unless it is, and restore residuals if it resumes."""
         if args.world_size == 1:
             return
-        self.reducer = Reducer(self.compressor, **{"seed": args.seed, **self.options})
-        hook(self.trainer.model_wrapped, self.reducer)
+        wrapped = self.trainer.model_wrapped
+        if self.reducer is None or self._hooked is None or self._hooked() is not wrapped:
+            self.reducer = Reducer(self.compressor, **{"seed": args.seed, **self.options})
+            hook(wrapped, self.reducer)
+            self._hooked = ref(wrapped)
         if state.global_step:
             file = residuals_file(args, state)
             if file.is_file():
                 self.reducer.load_state_dict(torch.load(file, weights_only=True))
             else:
                 warnings.warn(f"{file} is missing: the compressor starts without residuals", stacklevel=2)
+                self.reducer.begin(state.global_step)
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """End the reducer's step."""
