@@ -573,3 +573,19 @@ def test_blocks_are_the_repeated_module_with_the_most_parameters():
     assert strategy.blocks(model) == list(model.layers)
     assert strategy.block_sizes(model) == [13 * 8, 4 * 72, 4 * 72]
     assert strategy.blocks(torch.nn.Linear(2, 2)) == []
+    model.layers = torch.nn.ModuleDict({"0": Block(), "1": Block()})  # as torchtitan has them
+    assert strategy.blocks(model) == list(model.layers.values())
+    model.layers = torch.nn.Sequential(Block(), Block())
+    assert strategy.blocks(model) == list(model.layers)
+    model.layers = torch.nn.ModuleList([model.layers[0]] * 3)  # one block with shared weights
+    assert strategy.blocks(model) == [model.layers[0]]
+
+
+def test_modules_of_a_dict_or_a_sequence_that_do_not_repeat_are_no_blocks():
+    linear, mixed = torch.nn.Linear(8, 8), torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+    for model in (mixed, torch.nn.Sequential(linear, linear), torch.nn.Sequential(mixed, mixed)):
+        assert strategy.blocks(model) == []
+    heads = torch.nn.ModuleDict({"mean": torch.nn.Linear(8, 2), "spread": torch.nn.Linear(8, 2)})
+    layers = torch.nn.ModuleList([mixed, mixed])
+    nested = torch.nn.ModuleDict({"embedding": torch.nn.Embedding(9, 8), "layers": layers, "heads": heads})
+    assert strategy.blocks(nested) == [mixed], "a dict of all parts is not a list of blocks"

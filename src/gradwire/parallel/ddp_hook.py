@@ -20,7 +20,7 @@ from gradwire.compressors.base import Compressor
 from gradwire.errors import RunFault
 from gradwire.parallel.agreement import check_agreement, parameters_of
 from gradwire.parallel.names import trainable
-from gradwire.parallel.strategy import check_gradients, check_unprepared
+from gradwire.parallel.strategy import check_gradients, check_has_values, check_unprepared
 
 
 class DDPHookState:
@@ -103,20 +103,21 @@ def ddp_hook(
 
     Args:
         model: The model, before or after DDP wraps it; names and order of its trainable parameters are read now.
-        compressor: A compressor, its name, or a mapping of its ``name`` and options.
+        compressor: A compressor, its name, or a mapping of its ``method`` and options.
         options: Those of `Reducer`, such as ``error_feedback=True``.
 
     Returns:
         The state, whose ``state_dict`` belongs in a checkpoint, and the function.
 
     Raises:
-        BadInput: If the compressor or an option is unknown or invalid, `wrap` has prepared the model, or its gradients
-            are sparse or complex; at the first backward pass, if ranks differ.
+        BadInput: If the compressor or an option is unknown or invalid, `wrap` has prepared the model, it is on the meta
+            device, or its gradients are sparse or complex; at the first backward pass, if ranks differ.
     """
     options = {"nonfinite": "propagate", **options}
     chosen = as_compressor(compressor)
     check_options(chosen, **options)
     check_unprepared(model, DistributedDataParallel)
+    check_has_values(model)
     check_gradients(model)
     shapes = {id(each): (name, tuple(each.shape)) for name, each in trainable(model).items()}
     parameters = parameters_of(model)  # not the model: the state would keep DDP alive, and DDP the state

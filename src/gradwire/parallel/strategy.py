@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -19,6 +20,7 @@ from gradwire.collectives.reducer import Kind
 from gradwire.collectives.replica import Replica
 from gradwire.errors import BadInput
 from gradwire.parallel import mesh
+from gradwire.parallel.buckets import BUCKET_MB, MB
 from gradwire.parallel.names import inside, named_parameters, trainable, unwrapped
 
 
@@ -72,6 +74,20 @@ class Strategy(ABC):
     def copies(self) -> Group:
         """The ranks that hold the same parameters, if `alone`."""
         return self.group
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """Return the modules to shard one by one before the rest; warn where a large model is sharded as a whole."""
+        found = blocks(model)
+        size = sum(parameter.nbytes for parameter in model.parameters())
+        if not found and size > BUCKET_MB * MB and dist.get_world_size(self.shards) > 1:
+            warnings.warn(
+                f"strategy {self.name} finds no blocks in {type(model).__name__} (an nn.ModuleList, or modules of one "
+                f"class in an nn.ModuleDict or nn.Sequential), so each rank gathers all of its {size / MB:.0f} MiB at "
+                f"once, and nothing overlaps. Put its layers into an nn.ModuleList, or call fully_shard on them and on "
+                f"the model, and then gradwire.hook.",
+                stacklevel=4,
+            )
+        return found
 
     @property
     def communicates(self) -> bool:
@@ -181,6 +197,21 @@ def shown_type(parameter: nn.Parameter) -> str:
     return str(parameter.dtype).removeprefix("torch.")
 
 
+def check_has_values(model: nn.Module) -> None:
+    """Check that no parameter or buffer of a model is on the meta device: there is nothing to broadcast, or to train.
+
+    Raises:
+        BadInput: If one is.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise BadInput(
+                f"{name} of {type(model).__name__} is on the meta device and has no values: build the model on the "
+                f"CPU, or call model.to_empty(device=...) and set or load its values first. To fill shards only, call "
+                f"fully_shard, then to_empty, set or load the values, and then call gradwire.hook."
+            )
+
+
 def strategy_of(wrapped: nn.Module) -> Strategy:
     """Return the strategy of a model returned by `parallel.wrap`.
 
@@ -196,12 +227,28 @@ def strategy_of(wrapped: nn.Module) -> Strategy:
 def blocks(model: nn.Module) -> list[nn.Module]:
     """Return the modules sharded as one, the transformer blocks: the repeated module that holds the most parameters.
 
-    They are the children of an `nn.ModuleList` that is in no other one, as every architecture of transformers has it.
+    They are the children of an `nn.ModuleList`, or of a `repeats` in another container, that is in no other one, as
+    every architecture of transformers has it.
     """
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) or repeats(module)]
     inner = {id(module) for outer in lists for module in outer.modules() if module is not outer}
     outer = [module for module in lists if id(module) not in inner]
-    return list(max(outer, key=lambda each: sum(p.numel() for p in each.parameters()), default=[]))
+    largest = max(outer, key=lambda each: sum(p.numel() for p in each.parameters()), default=nn.ModuleList())
+    return list(largest.children())
+
+
+def repeats(module: nn.Module) -> bool:
+    """Whether a `ModuleDict` or `Sequential` holds modules of one class that are themselves made of modules.
+
+    Those of layers such as `Linear`, or of containers, are not blocks: they have nothing in common but their class.
+    """
+    children = list(module.children())
+    return (
+        isinstance(module, nn.ModuleDict | nn.Sequential)
+        and len({type(child) for child in children}) == 1
+        and not any(isinstance(child, nn.ModuleDict | nn.ModuleList | nn.Sequential) for child in children)
+        and all(list(child.children()) for child in children)
+    )
 
 
 def compile_blocks(model: nn.Module) -> None:

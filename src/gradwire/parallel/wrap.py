@@ -26,7 +26,14 @@ from gradwire.parallel.names import COMPILED, compiled_in_place
 from gradwire.parallel.strategies.ddp import DDP
 from gradwire.parallel.strategies.fsdp2 import FSDP2, check_sharded
 from gradwire.parallel.strategies.hsdp import HSDP
-from gradwire.parallel.strategy import Strategy, attach, check_gradients, check_unprepared, strategy_of
+from gradwire.parallel.strategy import (
+    Strategy,
+    attach,
+    check_gradients,
+    check_has_values,
+    check_unprepared,
+    strategy_of,
+)
 from gradwire.topology import STRATEGIES, sharded_islands
 
 HOOKED: WeakSet[nn.Module] = WeakSet()  # the models that have a reducer; their copies have none
@@ -77,10 +84,10 @@ def wrap(
         The model to train; pass it to the other functions of this package.
 
     Raises:
-        BadInput: If the strategy or an option is unknown, the model is already wrapped or sharded, the strategy does
-            not support ``average=False``, the reducer has averaged another model, gradients are sparse or complex, this
-            version of torch does not support the reducer, or ranks differ in the model, the strategy, an option or the
-            reducer.
+        BadInput: If the strategy or an option is unknown, the model is already wrapped or sharded, or is on the meta
+            device, the strategy does not support ``average=False``, the reducer has averaged another model, gradients
+            are sparse or complex, this version of torch does not support the reducer, or ranks differ in the model, the
+            strategy, an option or the reducer.
     """
     device = next(model.parameters()).device if device is None else torch.device(device)
     kind = strategy_class(strategy)
@@ -198,6 +205,7 @@ def check_plain(model: nn.Module) -> None:
             f"model to gradwire.wrap, or the model from DDP or fully_shard to gradwire.hook."
         )
     check_unprepared(model)
+    check_has_values(model)
 
 
 def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:

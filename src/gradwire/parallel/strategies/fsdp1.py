@@ -16,7 +16,7 @@ from gradwire.collectives import Layout, Reducer
 from gradwire.errors import BadInput
 from gradwire.parallel.backward import EndOfBackward
 from gradwire.parallel.names import unwrapped
-from gradwire.parallel.strategy import Strategy, blocks
+from gradwire.parallel.strategy import Strategy
 
 Shapes: TypeAlias = tuple[tuple[str | None, tuple[int, ...]], ...]
 
@@ -47,7 +47,7 @@ class FSDP1(Strategy):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap each block, then the rest of the model; a single rank does not shard."""
-        wrapped = {id(block) for block in blocks(model)}
+        wrapped = {id(block) for block in self.units(model)}
         single = dist.get_world_size(self.group) == 1
         return FullyShardedDataParallel(
             model,

@@ -22,7 +22,7 @@ from gradwire.errors import BadInput, RunFault
 from gradwire.parallel.backward import EndOfBackward, in_backward
 from gradwire.parallel.mesh import local
 from gradwire.parallel.names import named_parameters, trainable
-from gradwire.parallel.strategy import Strategy, blocks
+from gradwire.parallel.strategy import Strategy
 
 Members = Mapping[str, Any]  # FSDP2's private parameters by name, in buffer order
 ONE_TYPE = MixedPrecisionPolicy()  # the default: everything in the parameters' own type
@@ -71,7 +71,7 @@ class FSDP2(Strategy):
     def wrap(self, model: nn.Module) -> nn.Module:
         """Shard each block, then the rest of the model, in place."""
         mesh = self.mesh()
-        for block in blocks(model):
+        for block in self.units(model):
             fully_shard(block, mesh=mesh, **self.framework)
         wrapped = fully_shard(model, mesh=mesh, **self.framework)
         if self.gather is not None:
