@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lockstep import lockstep
 from samples import generator, normal
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import _should_compress
 
 from gradwire.compressors import build
 from gradwire.compressors.philox import draw_seed
@@ -173,3 +174,11 @@ def test_all_ranks_begin_with_one_q_and_keep_it_between_steps():
 def test_a_rank_below_one_is_refused(rank):
     with pytest.raises(BadInput, match=rf"powersgd option 'rank' is {rank}: Input should be greater than or equal"):
         build("powersgd", rank=rank)
+
+
+def test_it_compresses_what_torchs_hook_does_with_a_minimal_rate_of_1():
+    shapes = [(n, m) for n in range(1, 20) for m in range(1, 20)]
+    for rank in (1, 4):
+        torchs = [[_should_compress(n, m, rank, rate)[0] for n, m in shapes] for rate in (1, 2)]
+        ours = [build("powersgd", rank=rank).compresses(shape) for shape in shapes]
+        assert ours == torchs[0] != torchs[1], "the page says that torch's default leaves more uncompressed"

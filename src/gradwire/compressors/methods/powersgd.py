@@ -5,7 +5,8 @@ Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compressio
 projection of M onto the columns of P.
 
 Wire, for an n x m matrix: P as float32 [n, rank], then Q as float32 [m, rank], both row-major. Vectors, and
-matrices too small for savings (``rank (n + m) >= n m``), travel as float32.
+matrices too small for savings (``rank (n + m) >= n m``), travel as float32. torch's PowerSGD hook leaves more matrices
+uncompressed, all with ``2 rank (n + m) >= n m``: its ``min_compression_rate`` is 2, and this method's would be 1.
 
 Rounds: the sum of the ranks' ``M Q``, made orthonormal on every rank, then the sum of their ``M^T P``. Both
 products are linear in M, so the result is that of one worker with the mean. Every rank's contribution is the result
@@ -28,7 +29,7 @@ DEPENDENT = 1e-6  # a column whose part outside the earlier ones is smaller than
 
 
 class PowerSGD(Compressor):
-    """Sends the two factors of an approximation of low rank.
+    """Sends the two factors of an approximation of low rank, wherever they are shorter than the matrix.
 
     ``||M - C||^2 = ||M||^2 - ||P^T M||^2``, up to rounding, and a matrix of at most this rank is exact.
     """
