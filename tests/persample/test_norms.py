@@ -196,14 +196,26 @@ def test_an_unknown_layer_is_not_skipped(capsys):
     assert "transformer.ln_f.1.scale by vmap" in capsys.readouterr().err
 
 
-def test_an_unknown_layer_with_sharded_weights_is_refused(world):
-    (refusal,) = world(1).run(sharded_and_odd)
-    assert "scale is sharded and used by an unsupported layer or outside its layer" in refusal
+class Past(torch.nn.Module):
+    """Uses the weight of a layer that it does not call, so that no hook knows the gathered weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(32, 32)
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.layer.weight, self.layer.bias)
 
 
-def sharded_and_odd(rank, world, group):
+@pytest.mark.parametrize(("kind", "name"), [(Odd, "scale"), (Past, "a parameter")])
+def test_an_unknown_layer_with_sharded_weights_is_refused(world, kind, name):
+    (refusal,) = world(1).run(sharded_and_odd, kind)
+    assert f"{name} is sharded and used by an unsupported layer or outside its layer" in refusal
+
+
+def sharded_and_odd(rank, world, group, kind):
     model = built("tied")
-    model.transformer.ln_f = torch.nn.Sequential(model.transformer.ln_f, Odd())
+    model.transformer.ln_f = torch.nn.Sequential(model.transformer.ln_f, kind())
     try:
         norms.norms(wrap(model, "fsdp2", device="cpu"), batch_of(range(SAMPLES)))
     except BadInput as error:

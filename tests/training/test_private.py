@@ -13,6 +13,9 @@ import torch
 from diagonals import diagonals
 from scipy import optimize, stats
 from small_model import make
+from test_architectures import batch_of as four_of
+from test_architectures import small
+from test_methods import squares
 from test_norms import SAMPLES, batch_of, built
 from test_training import SMALL, parsed, run, words
 
@@ -30,6 +33,7 @@ from gradwire.models import causal
 from gradwire.parallel import named_parameters, wrap
 from gradwire.persample import loop as one_by_one
 from gradwire.persample import norms
+from gradwire.persample.batch import losses_of, trainable
 from gradwire.persample.clipping import coefficients
 from gradwire.training import settings as run_settings
 from gradwire.training.clock import Clock
@@ -574,6 +578,26 @@ def test_each_parameter_gets_its_noise_once_whatever_its_layers_return():
         torch.testing.assert_close(
             noised - without, 3 * torch.randn(exact.shape, generator=drawn), rtol=1e-4, atol=1e-5
         )
+
+
+@pytest.mark.parametrize("architecture", ["roc_bert", "xlnet", "prophetnet", "blenderbot"])
+def test_no_clipped_gradient_exceeds_the_bound(architecture):
+    """Outputs changed in place, as many tokens as samples in [T, B, C], layers that return tuples."""
+    model, batch = small(architecture), four_of(4, 4)
+    for name, parameter in model.named_parameters():  # private training refuses layers that are never called
+        parameter.requires_grad_(not any(part in name for part in ("encoder_attn", "cross_attn", "ngram_embeddings")))
+    by_hand = one_by_one.gradients(model, batch)
+    exact = squares(by_hand).sqrt()
+    bound = float(exact.sort().values[1])
+    factors = coefficients(norms.norms(model, batch).square.sqrt(), bound)
+    torch.testing.assert_close(factors * exact, exact.clamp(max=bound), rtol=1e-5, atol=0)
+    with noisy(model, 0.0, 0, 0, 0) as check:
+        losses = losses_of(model, batch)
+    check(losses)
+    (factors.float() * losses).sum().backward()
+    for name, parameter in trainable(model).items():
+        wanted = torch.einsum("b,b...->...", factors.float(), by_hand.gradient[name])
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_a_layer_that_returns_no_tensor_is_refused():

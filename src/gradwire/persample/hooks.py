@@ -109,7 +109,7 @@ class _Watch:
             for module in model.modules()
         }
         self._owned = {module: names for module, names in owned.items() if names}
-        self._take, self._searched = take, False
+        self._take = take
         self._dims = batch_dims(model, batch) if self.samples > 1 else {}
 
     @contextmanager
@@ -133,7 +133,6 @@ class _Watch:
             elif isinstance(node, torch._C._functions.AccumulateGrad) and node.variable is not self.root:
                 name = self._names.get(id(node.variable))
                 self.unseen.update([name] if name else ["a parameter"] * self.sharded)
-        self._searched = True
 
     def receive(self, use: _Use, factors: dict[str, LayerFactor]) -> None:
         """Hand on a use's contributions to the gradients of its parameters."""
@@ -155,8 +154,7 @@ class _Watch:
         use = self._use(module, args, kwargs)
         if use is None or not torch.is_grad_enabled():
             return output
-        # Activation checkpoints run a layer again during the backward pass; its first output is claimed already.
-        return claimed(repeated(output, use.dim, self.samples), self.root, _ignored if self._searched else use)
+        return claimed(repeated(output, use.dim, self.samples), self.root, use)
 
     def _use(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Use | None:
         """Return the call of a layer, or None if it is not supported or its input has no batch dimension."""
@@ -170,10 +168,6 @@ class _Watch:
                 return None
             dim = known
         return _Use(self, module, names, rule, x.detach(), x._version, dim)
-
-
-def _ignored(grad: Tensor) -> None:
-    """Drop a gradient."""
 
 
 @dataclass(eq=False)

@@ -29,8 +29,5 @@ class SquareNorms:
             self._squares.add_(square_norm(self._met.pop(name)))
 
     def total(self) -> Tensor:
-        """Return the sums, float64 [B], after the pass, including uses of parameters whose last use never came."""
-        for uses in self._met.values():
-            self._squares.add_(square_norm(uses))
-        self._met.clear()
+        """Return the sums, float64 [B], after the pass."""
         return self._squares

@@ -71,8 +71,9 @@ def noisy(model: nn.Module, std: float, seed: int, step: int, rank: int) -> Iter
         left_out = [name for name in trainable(model) if name not in reached]
         if left_out:
             raise BadInput(
-                f"{', '.join(left_out)}: the loss does not depend on the layer that owns them, so private training "
-                "cannot add noise to their gradients. Freeze them, or call the layer itself."
+                f"{', '.join(left_out[:3])}{f' and {len(left_out) - 3} more' if left_out[3:] else ''}: the loss does "
+                "not depend on the layer that owns them, so private training cannot add noise to their gradients. "
+                "Freeze them, or call the layer itself."
             )
 
     owned, drawn = _owned(model), set[str]()
