@@ -133,7 +133,7 @@ def rolled_back(rank, world, group, folder):
         trainer.add_callback(compressed)
         for checkpoint in (None, f"{folder}/checkpoint-3"):
             trainer.train(resume_from_checkpoint=checkpoint)
-            residuals = compressed.reducer.state_dict()["residuals"]
+            residuals = compressed.reducer.codec.state_dict()["residuals"]
             reached.append((weights_of(trainer), deepcopy(residuals)))
     return reached
 

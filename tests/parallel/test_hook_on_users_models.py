@@ -183,7 +183,8 @@ def by_hand(rank, world, group, strategy):
         model.set_is_last_backward(True)
         root = fully_shard.state(model)
         for state in root._state_ctx.all_states:
-            state._fsdp_param_group.post_backward()
+            if state._fsdp_param_group is not None:  # the root may have none outside its blocks
+                state._fsdp_param_group.post_backward()
         root._root_post_backward_final_callback()
         for parameter in model.parameters():
             parameter.grad.div_(2)
