@@ -207,3 +207,118 @@ def test_a_changed_model_is_averaged_or_refused(world, strategy, change):
         else:
             assert not isinstance(outcome, str), outcome
             assert outcome < expected
+
+
+# --- gradients that grow after their reduction, and parameters that need none ---
+
+
+def added(rank, world, group, strategy, way):
+    """What a step ends with that adds to gradients after they were reduced."""
+    reducer = Reducer("none", algorithm="exchange")
+    model = users_own(strategy, reducer, False)
+    synchronized = way == "thrown away"
+    loss(model, batch(rank, 0)).backward()
+    if way == "around":
+        loss(model.module, batch(rank, 1)).backward()
+    else:
+        with model.no_sync() if strategy == "hooked ddp" else accumulation(model, last=False):
+            loss(model, batch(rank, 1)).backward()
+    if synchronized:
+        model.zero_grad()
+        loss(model, batch(rank, 1)).backward()
+    try:
+        assert reducer.finish()
+    except RunFault as error:
+        return str(error)
+    right, reduced = exact(world, 1), whole_gradients(model)
+    return max(float((reduced[name].double() - right[name]).norm() / right[name].norm()) for name in right)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "way"),
+    [("hooked ddp", "around"), ("hooked ddp", "no_sync"), ("naive", "no_sync"), ("bucket", "no_sync")],
+)
+def test_what_is_added_after_the_reduction_is_refused(world, strategy, way):
+    for outcome in world(2).run(added, strategy, way):
+        assert "6 parameters have gradients that were not reduced" in outcome
+
+
+@pytest.mark.parametrize("strategy", ["hooked ddp", "naive", "bucket"])
+def test_what_was_thrown_away_is_not_refused(world, strategy):
+    for error in world(2).run(added, strategy, "thrown away"):
+        assert error < 1e-6
+
+
+def frozen_while_accumulating(rank, world, group, strategy):
+    """What a step ends with after whose first micro-batch a layer is frozen: its gradient is this rank's."""
+    reducer = Reducer("none", algorithm="exchange")
+    model = users_own(strategy, reducer, False)
+    with accumulation(model, last=False):
+        loss(model, batch(rank, 0)).backward()
+    unfrozen(model, False)
+    loss(model, batch(rank, 1)).backward()
+    with pytest.raises(RunFault, match=r"2 parameters have gradients that were not reduced \(on rank 0: 0.weight"):
+        reducer.finish()
+
+
+@pytest.mark.parametrize("strategy", ["naive", "bucket"])
+def test_a_layer_that_is_frozen_while_gradients_accumulate(world, strategy):
+    world(2).run(frozen_while_accumulating, strategy)
+
+
+class Part(nn.Module):
+    def __init__(self, **layers):
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+
+    def forward(self, x):
+        for layer in self.children():
+            x = torch.tanh(layer(x))
+        return x
+
+
+def part_frozen(rank, world, group):
+    """Steps of two parts with one reducer, one of which is frozen after the first; then one without a reduction."""
+    torch.manual_seed(3)
+    reducer = Reducer("none", algorithm="exchange")
+    parts = [DistributedDataParallel(Part(first=nn.Linear(7, 5))), Part(second=nn.Linear(5, 3))]
+    fully_shard(parts[1], mesh=init_device_mesh("cpu", (world,)))
+    for part in parts:
+        hook(part, reducer)
+    for step in range(3):
+        parts[1].zero_grad()
+        parts[1](parts[0](batch(rank, step))).square().sum().backward()
+        assert reducer.finish()
+        parts[0].requires_grad_(False).zero_grad()
+    with pytest.raises(RunFault, match="no gradient was reduced"):
+        reducer.finish()
+
+
+def test_a_part_without_trainable_parameters_needs_no_reduction(world):
+    world(2).run(part_frozen)
+
+
+def owners_own(rank, world, group, way):
+    """Warnings in steps of FSDP2 with an optimizer in the backward pass, or a parameter that its owner averages."""
+    model = net()
+    mine = {model[2].weight} if way == "ignored" else None
+    for block in (model[0], model[2], model):
+        fully_shard(block, mesh=init_device_mesh("cpu", (world,)), ignored_params=mine)
+    reducer = Reducer("none", algorithm="exchange")
+    hook(model, reducer)
+    if way == "in backward":
+        for parameter in model.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+            parameter.register_post_accumulate_grad_hook(lambda _, each=optimizer: (each.step(), each.zero_grad()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            loss(model, batch(rank, step)).backward()
+            assert reducer.finish()
+    return [str(each.message) for each in caught if "reducer.finish()" in str(each.message)]
+
+
+@pytest.mark.parametrize("way", ["ignored", "in backward"])
+def test_what_the_models_owner_does_is_no_fault(world, way):
+    assert world(2).run(owners_own, way) == [[], []]

@@ -8,8 +8,7 @@ import weakref
 from torch import nn
 
 from gradwire.collectives import Layout
-from gradwire.parallel.mesh import local
-from gradwire.parallel.strategy import Strategy
+from gradwire.parallel.strategy import Strategy, has_gradient
 
 
 class Completeness:
@@ -27,8 +26,7 @@ class Completeness:
         self._model = weakref.ref(model)
         self._strategy = strategy
         self._parameters = strategy.averaged(model)
-        self._reduced: set[str] = set()  # in this optimizer step
-        self._version = 0  # of the parameters, at the last reduction
+        self._reduced: dict[str, int] = {}  # in this optimizer step, with the parameter's version at the time
         self._warned = False
 
     @property
@@ -37,14 +35,15 @@ class Completeness:
         return {*self._parameters}
 
     def begun(self, layout: Layout) -> None:
-        """Take notice of a reduction; warn, once, if the optimizer has stepped since the last one of the same step.
+        """Take notice of a reduction; warn, once, if a parameter has changed since it was reduced in the same step.
 
         Parameters change when the optimizer steps, and not between the micro-batches of one step, whether or not all of
-        them are reduced. Autograd's version counters show a change without reading a value.
+        them are reduced. An optimizer may step in the backward pass, after each reduction. Autograd's version counters
+        show a change without reading a value.
         """
-        if not self._warned:
-            version = sum(parameter._version for parameter in self._parameters.values())
-            if self._reduced and version != self._version:
+        for name in layout.parameters:
+            version = self._parameters[name]._version if name in self._parameters else 0
+            if not self._warned and self._reduced.get(name, version) != version:
                 self._warned = True
                 warnings.warn(
                     "parameters changed between two reductions without reducer.finish(): call it once per optimizer "
@@ -52,24 +51,20 @@ class Completeness:
                     "infinity is not detected.",
                     stacklevel=2,
                 )
-            self._version = version
-        self._reduced |= layout.parameters.keys()
+            self._reduced[name] = version
 
     def finish(self) -> list[str] | None:
         """End the step.
 
         Returns:
-            The parameters that this rank has a gradient of that was not reduced; None if nothing was reduced.
+            The parameters that this rank has a gradient of that was not reduced; None if nothing was reduced of a model
+            that has trainable parameters.
         """
-        reduced, self._reduced = self._reduced, set()
+        reduced, self._reduced = self._reduced, {}
         if (model := self._model()) is not None:
             self._parameters = self._strategy.averaged(model)
-        if reduced.isdisjoint(self._parameters):
+        if self._parameters and reduced.keys().isdisjoint(self._parameters):
             return None
         missing = [name for name, p in self._parameters.items() if name not in reduced and has_gradient(p)]
-        return missing if model is None else missing + self._strategy.held_back(model)
-
-
-def has_gradient(parameter: nn.Parameter) -> bool:
-    """Whether an optimizer would use this rank's part of a gradient; one of zeros is that of an unused parameter."""
-    return parameter.grad is not None and bool(local(parameter.grad).count_nonzero())
+        held_back = [] if model is None else self._strategy.held_back(model)
+        return [*dict.fromkeys(missing + held_back)]

@@ -30,6 +30,10 @@ class Strategy(ABC):
     Args:
         group: The ranks; None is the default group.
         device: The model's device.
+
+    Attributes:
+        added: Names of the parameters to whose gradients a backward pass has added after their last reduction, as far
+            as the strategy takes notice.
     """
 
     name: ClassVar[str]
@@ -53,6 +57,7 @@ class Strategy(ABC):
     def __init__(self, group: Group, device: torch.device) -> None:
         self.group = group
         self.device = device
+        self.added: set[str] = set()
 
     @classmethod
     def build(cls, reducer: Reducer | None, device: torch.device, **options: Any) -> Self:
@@ -119,8 +124,8 @@ class Strategy(ABC):
         return trainable(wrapped)
 
     def held_back(self, wrapped: nn.Module) -> list[str]:
-        """Return the parameters with a gradient that the framework keeps where an optimizer does not see it."""
-        return []
+        """Return the parameters with a gradient to which a backward pass has added after its last reduction."""
+        return [name for name, p in named_parameters(wrapped) if name in self.added and has_gradient(p)]
 
     def reduced_numel(self, wrapped: nn.Module) -> int:
         """Return the number of elements that the framework itself would reduce in a step, padding included."""
@@ -190,6 +195,11 @@ def check_gradients(model: nn.Module) -> None:
             f"are rounded to float32.",
             stacklevel=3,
         )
+
+
+def has_gradient(parameter: nn.Parameter) -> bool:
+    """Whether an optimizer would use this rank's part of a gradient; one of zeros is that of an unused parameter."""
+    return parameter.grad is not None and bool(mesh.local(parameter.grad).count_nonzero())
 
 
 def shown_type(parameter: nn.Parameter) -> str:

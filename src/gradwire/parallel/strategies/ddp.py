@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -81,7 +82,10 @@ class DDP(Strategy):
     def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
         """Register a hook that hands the gradients to the reducer."""
         assert isinstance(wrapped, DistributedDataParallel)
-        buckets = HookedBuckets(reducer, self.averaged(wrapped), self.bucket_mb, self.device)
+        parameters = self.averaged(wrapped)
+        buckets = HookedBuckets(reducer, parameters, self.bucket_mb, self.device, self.added)
+        for name, parameter in parameters.items():  # called before DDP's own hook, which may reduce
+            parameter.register_post_accumulate_grad_hook(partial(noted, self.added, name))
         owner = weakref.proxy(wrapped)  # DDP holds the hook, where the garbage collector does not see it
 
         # DDP requires the name of the second argument, and rejects string annotations, as these become.
@@ -102,6 +106,11 @@ class DDP(Strategy):
         return nullcontext() if last else wrapped.no_sync()
 
 
+def noted(added: set[str], name: str, _: nn.Parameter) -> None:
+    """Take notice that a backward pass has added to a gradient; autograd's hook of a parameter."""
+    added.add(name)
+
+
 @dataclass
 class Taken:
     """A bucket of DDP's: its future is complete when none of its gradients is missing."""
@@ -118,11 +127,17 @@ class HookedBuckets:
     """
 
     def __init__(
-        self, reducer: Reducer, parameters: dict[str, nn.Parameter], bucket_mb: float, device: torch.device
+        self,
+        reducer: Reducer,
+        parameters: dict[str, nn.Parameter],
+        bucket_mb: float,
+        device: torch.device,
+        added: set[str],
     ) -> None:
         self.names = {id(parameter): name for name, parameter in parameters.items()}
         self.reduction = BucketReduction(reducer, plan(parameters, bucket_mb), self.release)
         self.devices = None if device.type == "cpu" else [device]
+        self.added = added  # see `Strategy`
         self.taken: dict[str, Taken] = {}  # by the name of a gradient that is not averaged yet
 
     def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -136,6 +151,7 @@ class HookedBuckets:
             self.reduction.settle()  # if an exception interrupted the previous pass
             self.taken.clear()
         names = [self.names.get(id(parameter), "") for parameter in bucket.parameters()]
+        self.added.difference_update(names)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=self.devices)
         self.taken |= dict.fromkeys(names, Taken(future, bucket.buffer(), len(names)))
         if "" not in names:

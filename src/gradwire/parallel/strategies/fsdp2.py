@@ -66,6 +66,7 @@ class FSDP2(Strategy):
             )
         self.framework: dict[str, Any] = {"reshard_after_forward": reshard_after_forward, "mp_policy": mp_policy}
         self.gather = None if param_compress == "none" else ParameterGather(param_compress, self.shards)
+        self._ignored: set[str] = set()  # trainable parameters that no group has: fully_shard's ignored_params
         self._accumulating = False  # the last micro-batch was not the last one before the optimizer step
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -82,6 +83,7 @@ class FSDP2(Strategy):
         """Replace the reduce-scatter of every group of parameters."""
         check_offered("a compressor", *NEEDED)
         check_sharded(wrapped, reducer)
+        self._ignored = trainable(wrapped).keys() - {name for _, members in groups(wrapped) for name in members}
         end = EndOfBackward(reducer.synchronize)
         for module, members in groups(wrapped):
             # The reducer divides once; the framework must neither divide nor average.
@@ -90,6 +92,10 @@ class FSDP2(Strategy):
             reduce_unused(module)
             module.set_custom_reduce_scatter(ReduceScatter(reducer, end, module, members))
         wrapped.register_forward_pre_hook(check_not_interrupted, prepend=True)  # before the framework's own
+
+    def averaged(self, wrapped: nn.Module) -> dict[str, nn.Parameter]:
+        """Return the parameters without those that `fully_shard` was told to ignore: their owner averages them."""
+        return {name: p for name, p in trainable(wrapped).items() if name not in self._ignored}
 
     def held_back(self, wrapped: nn.Module) -> list[str]:
         """Return the parameters with a gradient that was not reduced, as `set_requires_gradient_sync` leaves it."""

@@ -94,7 +94,10 @@ class Replicas(Strategy):
                 Variable._execution_engine.queue_callback(self._ended)
         self._missing.discard(name)
         self.keep(name)
-        if not self._paused:
+        if self._paused:
+            self.added.add(name)
+        else:
+            self.added.discard(name)
             self.ready(name)
 
     def _ended(self) -> None:
