@@ -7,7 +7,9 @@ or `finish` raises. The oracle is the same model without gradwire, in float64, w
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -291,7 +293,7 @@ def part_frozen(rank, world, group):
         parts[1](parts[0](batch(rank, step))).square().sum().backward()
         assert reducer.finish()
         parts[0].requires_grad_(False).zero_grad()
-    with pytest.raises(RunFault, match="no gradient was reduced"):
+    with pytest.raises(RunFault, match="no gradient of 1 of the 2 models"):
         reducer.finish()
 
 
@@ -322,3 +324,63 @@ def owners_own(rank, world, group, way):
 @pytest.mark.parametrize("way", ["ignored", "in backward"])
 def test_what_the_models_owner_does_is_no_fault(world, way):
     assert world(2).run(owners_own, way) == [[], []]
+
+
+def frozen_late(rank, world, group, strategy, way):
+    """What is raised for a layer that is frozen where a forward pass of the model does not see it; the step after."""
+    reducer = Reducer("none", algorithm="exchange")
+    model = users_own(strategy, reducer, False)
+    if way == "after the forward pass":
+        output = loss(model, batch(rank, 0))
+        unfrozen(model, False)
+    else:
+        unfrozen(model, False)
+        output = model[4](model[3](model[2](model[1](model[0](batch(rank, 0)))))).square().mean()
+    with pytest.raises(RunFault) as fault:
+        output.backward()
+    model.zero_grad()
+    loss(model, batch(rank, 1)).backward()
+    assert reducer.finish()
+    return str(fault.value)
+
+
+@pytest.mark.parametrize("strategy", ["naive", "bucket"])
+@pytest.mark.parametrize(
+    ("way", "message"),
+    [
+        ("after the forward pass", "was frozen between the forward and the backward pass"),
+        ("around the forward pass", "0.weight, 0.bias were frozen after the model was last called"),
+    ],
+)
+def test_a_layer_that_is_frozen_unseen_is_named(world, strategy, way, message):
+    for fault in world(2).run(frozen_late, strategy, way):
+        assert message in fault
+
+
+def kept_alive(rank, world, group, strategy):
+    """Whether a reducer keeps the parameters of a model that is gone."""
+    reducer = Reducer("none", algorithm="exchange")
+    model = users_own(strategy, reducer, False)
+    loss(model, batch(rank, 0)).backward()
+    assert reducer.finish()
+    held = weakref.ref(next(iter(model.parameters())))
+    del model
+    gc.collect()
+    return held() is not None
+
+
+@pytest.mark.parametrize("strategy", ["hooked ddp", "hooked fsdp2", "naive"])
+def test_a_reducer_does_not_keep_a_model(world, strategy):
+    assert world(2).run(kept_alive, strategy) == [False, False]
+
+
+def wrong_total(rank, world, group):
+    reducer = Reducer("none")
+    for total in (torch.tensor(1.0), [1.0]):
+        with pytest.raises(BadInput, match="a tensor of one dimension"):
+            reducer.finish(total)
+    return reducer.step
+
+
+def test_a_total_is_a_vector(world):
+    assert world(2).run(wrong_total) == [0, 0]

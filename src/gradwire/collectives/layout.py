@@ -141,7 +141,8 @@ class Layout:
             names = [piece.name for piece in self.pieces] or ["no parameter"]
             raise RunFault(
                 f"a gradient buffer has shape {tuple(flat.shape)}, but {self.numel} elements were expected "
-                f"({names[0]} ... {names[-1]} on {self.world} ranks); did a parameter get no gradient?"
+                f"({names[0]} ... {names[-1]} on {self.world} ranks); did a parameter get no gradient? "
+                f"Was one frozen while gradients accumulate?"
             )
 
     def pack(self, tensors: Mapping[str, Tensor]) -> Tensor:

@@ -332,11 +332,14 @@ class Reducer:
             Whether the caller shall take the optimizer step. With one rank nothing was looked at, and it always is.
 
         Raises:
+            BadInput: If ``total`` is no vector.
             NonFiniteGradient: On all ranks alike, under ``raise``.
             RunFault: If nothing was reduced in this step, or on any rank a parameter has a gradient that was not: the
                 framework no longer calls the reducer for it. A step is not ended twice.
             Exception: What a reduction raised.
         """
+        if total is not None and (not isinstance(total, Tensor) or total.ndim != 1):
+            raise BadInput("finish() sums a vector over the ranks: give total as a tensor of one dimension.")
         if wait:
             self.synchronize()
         finished = self.step
@@ -510,10 +513,12 @@ class Reducer:
         parts = [watch.finish() for watch in self._watches] if self.world > 1 else []
         unreduced = [name for part in parts for name in part or ()]
         if None in parts:
+            which = "" if len(parts) == 1 else f" of {parts.count(None)} of the {len(parts)} models of this reducer"
             raise RunFault(
-                f"finish() of optimizer step {self.step + 1}, but no gradient was reduced since the step before: call "
-                f"it once per optimizer step, after a backward pass through the model that has the reducer (not "
-                f"through a copy or its inner module), outside of no_sync, and wrap a model again after converting it.",
+                f"finish() of optimizer step {self.step + 1}, but no gradient{which} was reduced since the step "
+                f"before: call it once per optimizer step, after a backward pass through the model that has the "
+                f"reducer (not through a copy or its inner module), outside of no_sync, and wrap a model again after "
+                f"converting it. Models that take their steps in turn need a reducer each.",
                 step=self.step,
             )
         return unreduced

@@ -23,8 +23,8 @@ class Completeness:
     """
 
     def __init__(self, model: nn.Module, strategy: Strategy) -> None:
-        self._model = weakref.ref(model)
-        self._strategy = strategy
+        self._model = weakref.ref(model, self._forget)
+        self._strategy: Strategy | None = strategy
         self._parameters = strategy.averaged(model)
         self._reduced: dict[str, int] = {}  # in this optimizer step, with the parameter's version at the time
         self._warned = False
@@ -61,10 +61,14 @@ class Completeness:
             that has trainable parameters.
         """
         reduced, self._reduced = self._reduced, {}
-        if (model := self._model()) is not None:
-            self._parameters = self._strategy.averaged(model)
+        if (model := self._model()) is None or self._strategy is None:
+            return [] if reduced else None
+        self._parameters = self._strategy.averaged(model)
         if self._parameters and reduced.keys().isdisjoint(self._parameters):
             return None
         missing = [name for name, p in self._parameters.items() if name not in reduced and has_gradient(p)]
-        held_back = [] if model is None else self._strategy.held_back(model)
-        return [*dict.fromkeys(missing + held_back)]
+        return [*dict.fromkeys(missing + self._strategy.held_back(model))]
+
+    def _forget(self, _: object) -> None:
+        """Let the parameters go with their model."""
+        self._parameters, self._strategy = {}, None

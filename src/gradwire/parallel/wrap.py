@@ -169,7 +169,7 @@ def hook(wrapped: nn.Module, reducer: Reducer) -> None:
             f"use gradwire.wrap instead."
         )
     if wrapped in HOOKED:
-        raise BadInput("the model has a reducer already: wrap it again to use another one.")
+        raise BadInput("the model has a reducer already: build and wrap the model again to use another one.")
     check_unprepared(wrapped, *WRAPPERS)
     check_gradients(wrapped)
     check_ranks(wrapped, reducer)

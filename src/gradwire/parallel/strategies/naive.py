@@ -86,7 +86,15 @@ class Replicas(Strategy):
             self._paused -= 1
 
     def accumulated(self, name: str) -> None:
-        """Take notice that this backward pass has finished a parameter's ``grad``."""
+        """Take notice that this backward pass has finished a parameter's ``grad``.
+
+        Raises:
+            RunFault: If there is none: the parameter was frozen after the forward pass.
+        """
+        if self.parameters[name].grad is None:
+            raise RunFault(
+                f"{name} was frozen between the forward and the backward pass: freeze it before the forward."
+            )
         if self._backward != (backward := torch._C._current_graph_task_id()):
             self.settle()  # an exception may have interrupted the previous pass
             self._backward, self._missing = backward, set(self.parameters)
@@ -103,7 +111,13 @@ class Replicas(Strategy):
     def _ended(self) -> None:
         """Autograd's callback at the end of a backward pass that averages."""
         self.settle()
-        if missing := [name for name in self.parameters if name in self._missing]:
+        missing = [name for name in self.parameters if name in self._missing]
+        if frozen := [name for name in missing if not self.parameters[name].requires_grad]:
+            raise RunFault(
+                f"{', '.join(frozen[:5])}{', ...' if len(frozen) > 5 else ''} were frozen after the model was last "
+                f"called: call the model itself and not a part of it, as its forward pass looks parameters up."
+            )
+        if missing:
             raise RunFault(
                 f"{len(missing)} of {len(self.parameters)} parameters got no gradient in the backward pass that "
                 f"averages: {', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}. Use them in the loss, or "
