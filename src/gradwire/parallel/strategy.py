@@ -125,7 +125,8 @@ class Strategy(ABC):
 
     def held_back(self, wrapped: nn.Module) -> list[str]:
         """Return the parameters with a gradient to which a backward pass has added after its last reduction."""
-        return [name for name, p in named_parameters(wrapped) if name in self.added and has_gradient(p)]
+        parameters = named_parameters(wrapped) if self.added else ()
+        return [name for name, p in parameters if name in self.added and has_gradient(p)]
 
     def reduced_numel(self, wrapped: nn.Module) -> int:
         """Return the number of elements that the framework itself would reduce in a step, padding included."""

@@ -99,13 +99,9 @@ class FSDP2(Strategy):
 
     def held_back(self, wrapped: nn.Module) -> list[str]:
         """Return the parameters with a gradient that was not reduced, as `set_requires_gradient_sync` leaves it."""
-        return [
-            name
-            for _, members in groups(wrapped)
-            for name, member in members.items()
-            if hasattr(member, "_unsharded_param")  # from the first forward pass on
-            and (member.unsharded_param.grad is not None or member.unsharded_accumulated_grad is not None)
-        ]
+        if not any(waits(member) for _, members in param_groups(wrapped) for member in members):
+            return []
+        return [name for _, members in groups(wrapped) for name, member in members.items() if waits(member)]
 
     def reduced_numel(self, wrapped: nn.Module) -> int:
         """Count parameters padded to a multiple of W rows."""
@@ -408,15 +404,28 @@ def groups(wrapped: nn.Module) -> Iterator[tuple[FSDPModule, Members]]:
         BadInput: If this version of torch stores its parameters differently.
     """
     names = {id(parameter): name for name, parameter in named_parameters(wrapped)}
+    for module, members in param_groups(wrapped):
+        try:
+            yield module, {names[id(held(member))]: member for member in members}
+        except AttributeError as error:
+            raise BadInput(f"strategy fsdp2 does not support this version of torch ({error}).") from error
+
+
+def param_groups(wrapped: nn.Module) -> Iterator[tuple[FSDPModule, Sequence[Any]]]:
+    """Yield every module that has a parameter group, with the group's members, in buffer order.
+
+    Raises:
+        BadInput: As `groups`.
+    """
     for module in wrapped.modules():
         if isinstance(module, FSDPModule):
             try:
                 group = parameter_group(module)
                 members = [] if group is None else group.fsdp_params
-                if members:
-                    yield module, {names[id(held(member))]: member for member in members}
             except AttributeError as error:
                 raise BadInput(f"strategy fsdp2 does not support this version of torch ({error}).") from error
+            if members:
+                yield module, members
 
 
 def parameter_group(module: FSDPModule) -> Any:
@@ -428,6 +437,13 @@ def held(member: Any) -> nn.Parameter:
     """Return the parameter that a module holds for a group's member; FSDP2 takes over a replaced one in a forward."""
     parameter: nn.Parameter = getattr(member._module_info.module, member._module_info.param_name)
     return parameter
+
+
+def waits(member: Any) -> bool:
+    """Whether FSDP2 keeps a gradient of a group's member that was not reduced; there is none before a forward pass."""
+    return hasattr(member, "_unsharded_param") and (
+        member.unsharded_param.grad is not None or member.unsharded_accumulated_grad is not None
+    )
 
 
 def trained_shapes(members: Members) -> dict[str, tuple[int, ...]]:
