@@ -72,7 +72,7 @@ class DDP(Strategy):
         return wrapped
 
     def averaged(self, wrapped: nn.Module) -> dict[str, nn.Parameter]:
-        """Return DDP's own parameters: without those that it was told to ignore, or reduces later itself."""
+        """Return DDP's own parameters: without those that it is set to ignore, or reduces later itself."""
         assert isinstance(wrapped, DistributedDataParallel)
         ignored = wrapped.parameters_to_ignore
         held = {name: p for name, p in wrapped.module.named_parameters() if p.requires_grad}

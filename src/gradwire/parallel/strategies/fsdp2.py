@@ -94,7 +94,7 @@ class FSDP2(Strategy):
         wrapped.register_forward_pre_hook(check_not_interrupted, prepend=True)  # before the framework's own
 
     def averaged(self, wrapped: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters without those that `fully_shard` was told to ignore: their owner averages them."""
+        """Return the parameters without those that `fully_shard` is set to ignore: their owner averages them."""
         return {name: p for name, p in trainable(wrapped).items() if name not in self._ignored}
 
     def held_back(self, wrapped: nn.Module) -> list[str]:
