@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-from gradwire import __version__
+from gradwire import __version__, parent_watch
 from gradwire.errors import BAD_INPUT, DONE, FAULT, BadInput, did_you_mean, unknown
 from gradwire.failures import (
     clear_failure,
@@ -30,7 +30,6 @@ from gradwire.failures import (
     write_failure,
 )
 from gradwire.flags import COUNT, check_numbers, check_paths, check_words, writable
-from gradwire.launch import parent_watch
 
 
 class Verb(NamedTuple):

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gradwire.defaults import SHORTEST_MAX_LENGTH, SMALLEST_VOCABULARY
 from gradwire.errors import BadInput
 from gradwire.files import check_file, check_folder, check_input
 
@@ -75,8 +74,6 @@ SEED = Number(int, 0, 2**63 - 1)  # fits an int64 column, and torch does not wra
 RANKS = Number(int, 1, 2**16)  # addresses in a testbed's network, and ports of a machine
 RANK = Number(int, 0, 2**16 - 1)
 PORT = Number(int, 0, 2**16 - 1)
-VOCABULARY = Number(int, SMALLEST_VOCABULARY, 2**20)  # four times the largest in use
-LENGTH = Number(int, SHORTEST_MAX_LENGTH, 2**20)  # tokens of a sample
 LORA_RANK = Number(int, 1, 2**14)  # columns of the widest matrices in use
 ELEMENTS = Number(int, 1, 2**30)  # of a tensor: 4 GiB
 POSITIVE = Number(float, 0, above=True)
@@ -145,19 +142,6 @@ def check_numbers(args: argparse.Namespace) -> None:
     for flag, kind, number in _given(args):
         if isinstance(kind, Number):
             kind.check(flag, number)
-
-
-def check_shard(max_length: int, shard_size: int) -> None:
-    """Check that a shard of ``shard_size`` samples of ``max_length`` tokens fits into memory.
-
-    Raises:
-        BadInput: If it does not.
-    """
-    if max_length * shard_size > ELEMENTS.most:
-        raise BadInput(
-            f"max_length {max_length} times shard_size {shard_size} is {max_length * shard_size} tokens per shard; it "
-            f"must be at most {ELEMENTS.most}: reduce either."
-        )
 
 
 def _given(args: argparse.Namespace) -> Iterator[tuple[str, Any, Any]]:

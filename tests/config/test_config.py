@@ -14,27 +14,24 @@ from pydantic import BaseModel, ValidationError
 
 from gradwire import cli
 from gradwire.collectives.reducer import Reducer
-from gradwire.compressors.parameter_encoding import ENCODINGS
+from gradwire.communication import Communication
+from gradwire.compressors.parameter_encoding import ENCODINGS, ParamCompress
 from gradwire.compressors.schedule import Schedule
 from gradwire.config import (
     Cell,
-    Communication,
     Dataset,
     Experiment,
     Gradients,
     Grid,
-    ParamCompress,
     Reduction,
     Training,
-    add_flags,
     experiment,
-    from_flags,
     json_schema,
     load,
-    to_flags,
 )
 from gradwire.errors import BadInput
 from gradwire.gradients import run as grads_run
+from gradwire.model_flags import add_flags, from_flags, to_flags
 from gradwire.parallel.optimizers.zero_one_adam import ZeroOneAdam
 from gradwire.workflow import experiment as workflow
 

@@ -21,11 +21,13 @@ from pydantic import Field
 
 from gradwire import plugins
 from gradwire.cli import main
-from gradwire.config import Dataset, checked, to_flags
+from gradwire.config import Dataset
 from gradwire.data import corpus, hub, sections, sources, text_files
 from gradwire.data.corpus import Document, documents
 from gradwire.data.sources import SOURCES, Source, Stream
 from gradwire.errors import BadInput
+from gradwire.model_flags import to_flags
+from gradwire.strict import checked
 
 HEAD = "<html><head><title>T</title><style>p {}</style></head>"
 PAGE = f"{HEAD}<body><h1>Big &amp; <i>small</i></h1><p>One\n two</p></body>"

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 from small_model import MAX_LENGTH, make
 
 from gradwire import cli
-from gradwire.config import RowType
 from gradwire.data.shards import Shards
 from gradwire.data.tokenizer import load as load_tokenizer
+from gradwire.gradient_options import RowType
 from gradwire.gradients import query, row_file, search, store
 from gradwire.models import folder, saved
 

@@ -5,27 +5,15 @@ schema for editors (``workflow/schemas/config.schema.json``). torch is imported 
 compressor's own options.
 """
 
-from gradwire.communication import CommOptimizer, Communication
-from gradwire.compressors.parameter_encoding import ParamCompress
 from gradwire.config.cell import FLAGS, Cell, Reduction, check_private
 from gradwire.config.dataset import Dataset
 from gradwire.config.file import Experiment, Targets, experiment, json_schema, load
-from gradwire.config.flags import add_flags, from_flags, to_flags
 from gradwire.config.grid import Gradients, Grid, Run
-from gradwire.config.strict import checked
 from gradwire.config.training import Training
 from gradwire.config.values import (
     BASELINE,
     SCHEMA_VERSION,
-    AdamVariant,
-    GradMethod,
-    GradType,
     Precision,
-    Projection,
-    RowType,
-    RowUnit,
-    SampleLoss,
-    Split,
     Strategy,
 )
 
@@ -33,34 +21,19 @@ __all__ = [
     "BASELINE",
     "FLAGS",
     "SCHEMA_VERSION",
-    "AdamVariant",
     "Cell",
-    "CommOptimizer",
-    "Communication",
     "Dataset",
     "Experiment",
-    "GradMethod",
-    "GradType",
     "Gradients",
     "Grid",
-    "ParamCompress",
     "Precision",
-    "Projection",
     "Reduction",
-    "RowType",
-    "RowUnit",
     "Run",
-    "SampleLoss",
-    "Split",
     "Strategy",
     "Targets",
     "Training",
-    "add_flags",
     "check_private",
-    "checked",
     "experiment",
-    "from_flags",
     "json_schema",
     "load",
-    "to_flags",
 ]

@@ -13,11 +13,10 @@ from gradwire.compressors import registry
 from gradwire.compressors.parameter_encoding import ENCODINGS, ParamCompress
 from gradwire.compressors.reduction import ReducerOptions
 from gradwire.compressors.schedule import ByStep, Schedule
-from gradwire.config.strict import Strict, checked
 from gradwire.config.training import Training
 from gradwire.config.values import Name, Precision
 from gradwire.errors import BadInput, nearest, unknown
-from gradwire.explain import short
+from gradwire.strict import Strict, checked, short
 
 OF_TRAINING = ("lr", "beta2", "precision")  # keys of a cell that replace those of `training`
 # Keys of a cell that are options neither of its method, nor the reducer, nor a communicating optimizer.

@@ -6,13 +6,12 @@ from typing import Any, Self
 
 from pydantic import Field, model_validator
 
-from gradwire.config.strict import Strict
 from gradwire.config.values import Count
 from gradwire.data import sources
-from gradwire.defaults import MAX_LENGTH, SHARD_SIZE, VAL_FRACTION, VOCAB_SIZE
+from gradwire.data.defaults import LENGTH, MAX_LENGTH, SHARD_SIZE, VAL_FRACTION, VOCAB_SIZE, VOCABULARY, check_shard
 from gradwire.errors import BadInput, unknown
 from gradwire.files import digest
-from gradwire.flags import LENGTH, VOCABULARY, check_shard
+from gradwire.strict import Strict
 
 
 class Dataset(Strict, extra="allow"):

@@ -13,12 +13,12 @@ from pydantic import Field, model_validator
 from gradwire.config.cell import Cell, check_private
 from gradwire.config.dataset import Dataset
 from gradwire.config.grid import Exclusion, Gradients, Grids, Run, Selection
-from gradwire.config.strict import Strict, checked
 from gradwire.config.training import Training
 from gradwire.config.values import BASELINE, ModelOption, Name
 from gradwire.errors import BadInput, unknown
 from gradwire.files import read_yaml
 from gradwire.models import presets
+from gradwire.strict import Strict, checked
 from gradwire.topology import check_topology
 from gradwire.units import UNSHAPED
 

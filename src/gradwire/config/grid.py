@@ -8,24 +8,21 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
-from gradwire.config.strict import Strict
-from gradwire.config.values import (
-    AdamVariant,
-    Count,
-    GradMethod,
-    GradType,
-    Link,
-    Natural,
-    Projection,
-    Ranks,
-    RowType,
-    SampleLoss,
-    Seed,
-    Split,
-    Strategy,
-)
+from gradwire.config.values import Count, Link, Natural, Ranks, Seed, Strategy
+from gradwire.data.defaults import Split
 from gradwire.errors import BadInput, unknown
 from gradwire.flags import COUNT
+from gradwire.gradient_options import (
+    PROJECTION,
+    SAVE_INTERVAL,
+    AdamVariant,
+    GradMethod,
+    GradType,
+    Projection,
+    RowType,
+    SampleLoss,
+)
+from gradwire.strict import Strict
 from gradwire.units import UNSHAPED
 
 PATH = "{strategy}/{compressor}/ws{world_size}{islands}/{link}/seed{seed}"  # of a run's folder, by its wildcards
@@ -116,12 +113,12 @@ class Gradients(Selection):
     grad_type: GradType = Field("sgd", description="kind of gradient in a row")
     adam_variant: AdamVariant = Field("torch", description="Adam's formula, for type adam")
     loss: SampleLoss = Field("mean", description="loss of a sample: mean or sum over its targets")
-    projection: Projection = Field("sjlt", description="method of projection")
+    projection: Projection = Field(PROJECTION, description="method of projection")
     store: RowType = Field("float32", description="type of a row in the files")
     method: GradMethod = Field("auto", description="method of computing gradients")
     split: Split = Field("val", description="split of the samples")
     max_samples: int | None = Field(None, **COUNT.limits, description="number of samples; default: all")
-    save_interval: Count = Field(64, description="samples per file")
+    save_interval: Count = Field(SAVE_INTERVAL, description="samples per file")
     recompute: Natural = Field(4, description="number of rows that validation recomputes")
     query: str | None = Field(None, min_length=1, description="prompt whose nearest samples each store is asked for")
     norms: bool = Field(False, description="also write norms.parquet, the norm of every sample's gradient")

@@ -6,10 +6,10 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from gradwire.config.strict import Strict
 from gradwire.config.values import Count, Natural, Precision
 from gradwire.errors import BadInput
 from gradwire.flags import COUNT
+from gradwire.strict import Strict
 
 
 class Training(Strict):

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from gradwire.config.strict import Strict
 from gradwire.errors import BadInput
 from gradwire.flags import COUNT, NATURAL, RANKS, SEED
 from gradwire.models import presets
+from gradwire.strict import Strict
 from gradwire.topology import BETWEEN, STRATEGIES, link_of_classes, link_rate
 from gradwire.units import UNSHAPED
 
@@ -18,14 +18,6 @@ SCHEMA_VERSION = 1  # of record.json and results.jsonl
 BASELINE = "none"  # the label of the framework's own reduction in fp32
 
 Precision = Literal["fp32", "bf16"]
-Split = Literal["train", "val"]
-SampleLoss = Literal["mean", "sum"]
-GradType = Literal["sgd", "adam", "sign"]  # of an experiment
-AdamVariant = Literal["torch", "less"]
-Projection = Literal["rademacher", "normal", "sjlt", "srht", "factored", "none"]
-RowType = Literal["float32", "float16", "int8", "int4", "onebit"]
-RowUnit = Literal["sample", "token", "module"]
-GradMethod = Literal["auto", "loop", "vmap", "hooks"]
 
 
 def _strategy(name: str) -> str:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from gradwire.data import corpus
 from gradwire.data import tokenizer as tokenizers
+from gradwire.data.defaults import MAX_LENGTH, SHARD_SIZE, SHORTEST_MAX_LENGTH, VAL_FRACTION, VOCAB_SIZE
 from gradwire.data.shards import ALL, exist, meta, splits, wait_finalized
 from gradwire.data.tokenization import tokenize
-from gradwire.defaults import MAX_LENGTH, SHARD_SIZE, SHORTEST_MAX_LENGTH, VAL_FRACTION, VOCAB_SIZE
 from gradwire.errors import BadInput
 from gradwire.files import check_folder, check_regular, digest
 

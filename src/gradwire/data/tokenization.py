@@ -7,10 +7,10 @@ from pathlib import Path
 
 from gradwire.data import corpus
 from gradwire.data import tokenizer as tokenizers
+from gradwire.data.defaults import check_shard
 from gradwire.data.writer import write_shards
 from gradwire.errors import BadInput
 from gradwire.files import sha256_file
-from gradwire.flags import check_shard
 from gradwire.source_digest import source_digest
 
 

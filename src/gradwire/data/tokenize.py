@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from gradwire.defaults import MAX_LENGTH, SHARD_SIZE, VAL_FRACTION, VOCAB_SIZE
-from gradwire.flags import COUNT, FRACTION, LENGTH, VOCABULARY, output_folder
+from gradwire.data.defaults import LENGTH, MAX_LENGTH, SHARD_SIZE, VAL_FRACTION, VOCAB_SIZE, VOCABULARY
+from gradwire.flags import COUNT, FRACTION, output_folder
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

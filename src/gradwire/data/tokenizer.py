@@ -21,10 +21,10 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from gradwire.data import corpus
+from gradwire.data.defaults import VOCABULARY
 from gradwire.data.patience import progress
 from gradwire.errors import BadInput
 from gradwire.files import LARGEST_JSON, check_size, check_sums, read_object, whole_folder, write_json
-from gradwire.flags import VOCABULARY
 
 TOKENIZER, CONFIG, ORIGIN = "tokenizer.json", "tokenizer_config.json", "origin.json"
 TEMPLATES = ("chat_template.jinja", "chat_template.json")  # or an entry of the configuration

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import numpy as np
 
-from gradwire.config import Gradients, Projection, Training
+from gradwire.config import Training
 from gradwire.errors import BadInput
 from gradwire.files import read_object, write_json
 from gradwire.flags import COUNT, NOT_NEGATIVE, POSITIVE, SEED, output_folder
+from gradwire.gradient_options import PROJECTION, Projection
 from gradwire.gradients import curvature
 from gradwire.gradients.run import call
 
@@ -75,7 +76,6 @@ class Scores(NamedTuple):
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Define the flags of both verbs."""
     fields = Training.model_fields
-    projection = Gradients.model_fields["projection"].default
     parser.add_argument("--data_path", type=Path, required=True, help="a shards folder with a train and a val split")
     parser.add_argument(
         "--output_dir", type=output_folder, required=True, help="folder for all results; resumes what is there"
@@ -88,7 +88,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch_size", type=COUNT, default=fields["batch_size"].default, help="samples per step")
     parser.add_argument("--lr", type=POSITIVE, default=fields["lr"].default, help="peak learning rate of AdamW")
     parser.add_argument("--dim", type=COUNT, required=True, metavar="N", help="columns per row")
-    parser.add_argument("--projection", choices=get_args(Projection), default=projection, help="as for collect")
+    parser.add_argument("--projection", choices=get_args(Projection), default=PROJECTION, help="as for collect")
     parser.add_argument(
         "--damping",
         type=NOT_NEGATIVE,
@@ -235,8 +235,8 @@ def recipe_of(args: argparse.Namespace) -> Recipe:
     Raises:
         BadInput: If it is invalid.
     """
-    from gradwire.config import checked
     from gradwire.gradients.retraining import Recipe
+    from gradwire.strict import checked
 
     given = {"steps": args.steps, "batch_size": args.batch_size, "lr": args.lr, "warmup_steps": 0, "profile": False}
     return Recipe(args.model, checked(Training, given, ""), args.seed)

@@ -9,19 +9,20 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from gradwire.config import (
+from gradwire.data.defaults import LENGTH, Split
+from gradwire.errors import BadInput
+from gradwire.flags import COUNT, LORA_RANK, SEED, output_folder
+from gradwire.gradient_options import (
+    PROJECTION,
+    SAVE_INTERVAL,
     AdamVariant,
-    Gradients,
     GradMethod,
     GradType,
     Projection,
     RowType,
     RowUnit,
     SampleLoss,
-    Split,
 )
-from gradwire.errors import BadInput
-from gradwire.flags import COUNT, LENGTH, LORA_RANK, SEED, output_folder
 from gradwire.models.shards import samples_of
 from gradwire.rank_env import add_rank_arguments, rank_options
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from gradwire.gradients.tokens import Tokens
 
 
-PROJECTION: Projection = Gradients.model_fields["projection"].default
 PROJECTION_OF_MODULES: Projection = "rademacher"  # not all projections have rows of modules: `projections.OF_PARTS`
 PRELOAD = ("gradwire.gradients.rows", "gradwire.models.saved")  # slow imports of each rank
 
@@ -119,8 +119,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--metadata", default="", metavar="NAMES", help="extra columns: position,document,n_tokens,n_valid,perplexity"
     )
-    interval = Gradients.model_fields["save_interval"].default
-    parser.add_argument("--save_interval", type=COUNT, default=interval, help="samples per file and rank, or tokens")
+    parser.add_argument("--save_interval", type=COUNT, default=SAVE_INTERVAL, help="samples (or tokens) per file")
     parser.add_argument("--seed", type=SEED, default=0, help="seed of the projection")
     parser.add_argument(
         "--restart", action="store_true", help="delete gradients of a different configuration in the folder"

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from gradwire.config import SampleLoss, Split
-from gradwire.flags import COUNT, LENGTH, NOT_NEGATIVE, output_folder
+from gradwire.data.defaults import LENGTH, Split
+from gradwire.flags import COUNT, NOT_NEGATIVE, output_folder
+from gradwire.gradient_options import SampleLoss
 from gradwire.gradients import curvature
 from gradwire.models.shards import samples_of
 from gradwire.rank_env import DEVICES

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from gradwire.config import GradMethod, SampleLoss, Split
+from gradwire.data.defaults import LENGTH, Split
 from gradwire.errors import BadInput, CheckFailed, NonFiniteGradient, RunFault
-from gradwire.flags import COUNT, LENGTH, NATURAL, SEED, output_folder
+from gradwire.flags import COUNT, NATURAL, SEED, output_folder
+from gradwire.gradient_options import GradMethod, SampleLoss
 from gradwire.models.shards import samples_of
 from gradwire.rank_env import add_rank_arguments, rank_options
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from gradwire.config import AdamVariant, GradMethod, GradType, Projection, RowType, RowUnit, SampleLoss
 from gradwire.errors import BadInput
 from gradwire.files import digest, write_json
+from gradwire.gradient_options import AdamVariant, GradMethod, GradType, Projection, RowType, RowUnit, SampleLoss
 
 if TYPE_CHECKING:
     from gradwire.data.shards import Shards

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from gradwire.config import Split
+from gradwire.data.defaults import Split
 from gradwire.files import write_json
 from gradwire.flags import COUNT, output_folder
 from gradwire.gradients import curvature

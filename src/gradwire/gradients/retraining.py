@@ -25,12 +25,12 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from gradwire import parent_watch
 from gradwire.config import Training
 from gradwire.data.batches import collate
 from gradwire.data.shards import Shards
 from gradwire.errors import BadInput, RunFault
 from gradwire.files import read_object, write_json
-from gradwire.launch import parent_watch
 from gradwire.models import causal
 from gradwire.persample.batch import evaluation, losses_of, n_targets
 from gradwire.training.build import BETA1, decayed

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gradwire.config import AdamVariant
 from gradwire.errors import BadInput
+from gradwire.gradient_options import AdamVariant
 from gradwire.models.moments import Moments
 
 LESS_BETAS, LESS_EPS = (0.9, 0.999), 1e-8  # constants of LESS's code, independent of the training's

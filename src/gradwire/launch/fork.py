@@ -23,7 +23,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from gradwire.errors import RunFault
-from gradwire.launch.parent_watch import PARENT, RANK_GRACE
+from gradwire.parent_watch import PARENT, RANK_GRACE
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ignored by the template, which outlives its ranks
 

@@ -20,8 +20,8 @@ from typing import NamedTuple
 from gradwire.errors import DONE, FAULT, BadInput, GradwireError, RunFault
 from gradwire.failures import RANK_FAILURES, rank_failures
 from gradwire.files import read_json, write_json, write_text
-from gradwire.launch.parent_watch import PARENT
 from gradwire.launch.ranks import Ended, agent, environment, first_cause, on, rank_variables
+from gradwire.parent_watch import PARENT
 
 STEP = "step"  # the file with the job step's id
 LAST_WORDS = 10  # seconds for the other nodes to report after the first node has ended

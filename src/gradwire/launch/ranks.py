@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from gradwire.errors import FAULT, BadInput, GradwireError, RunFault, Stopped
 from gradwire.failures import RANK_FAILURES, rank_failures
 from gradwire.launch.fork import Template
-from gradwire.launch.parent_watch import PARENT, RANK_GRACE
+from gradwire.parent_watch import PARENT, RANK_GRACE
 from gradwire.rank_env import is_loopback
 
 # Threads per rank. Snakemake sets all of these to the job's threads, and MKL's own variable overrides OpenMP's. Ranks

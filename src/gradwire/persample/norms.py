@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from gradwire.collectives import ops
-from gradwire.config import GradMethod
 from gradwire.data.batches import Batch
 from gradwire.errors import BadInput, CheckFailed, NonFiniteGradient
+from gradwire.gradient_options import GradMethod
 from gradwire.persample import hooks, loop, vmap
 from gradwire.persample.batch import (
     PerSample,

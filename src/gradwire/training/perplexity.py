@@ -7,7 +7,8 @@ import math
 from itertools import chain
 from pathlib import Path
 
-from gradwire.flags import COUNT, LENGTH, output_file
+from gradwire.data.defaults import LENGTH
+from gradwire.flags import COUNT, output_file
 from gradwire.rank_env import DEVICES
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.compressors.registry import sources
-from gradwire.config import FLAGS, Cell, Strategy, Training, check_private, from_flags
+from gradwire.config import FLAGS, Cell, Strategy, Training, check_private
 from gradwire.errors import BadInput
 from gradwire.files import digest, read_json
+from gradwire.model_flags import from_flags
 from gradwire.models import presets
 from gradwire.parsing import parse_json
 from gradwire.source_digest import source_digest

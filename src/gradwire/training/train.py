@@ -7,9 +7,12 @@ import os
 from pathlib import Path
 from typing import get_args
 
-from gradwire.config import CommOptimizer, ParamCompress, Training, add_flags
-from gradwire.defaults import MAX_LENGTH, VOCAB_SIZE
-from gradwire.flags import LENGTH, NATURAL, RANKS, SEED, VOCABULARY, output_folder
+from gradwire.communication import CommOptimizer
+from gradwire.compressors.parameter_encoding import ParamCompress
+from gradwire.config import Training
+from gradwire.data.defaults import LENGTH, MAX_LENGTH, VOCAB_SIZE, VOCABULARY
+from gradwire.flags import NATURAL, RANKS, SEED, output_folder
+from gradwire.model_flags import add_flags
 from gradwire.models import presets
 from gradwire.rank_env import add_rank_env_arguments, rank_options, ranks_here
 from gradwire.topology import STRATEGIES

@@ -16,7 +16,7 @@ from snakemake.cli import main
 from snakemake_interface_logger_plugins.base import LogHandlerBase
 from snakemake_interface_logger_plugins.registry import LoggerPluginRegistry
 
-from gradwire.launch import parent_watch
+from gradwire import parent_watch
 
 NAME = "gradwire"  # of the logger plugin
 

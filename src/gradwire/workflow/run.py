@@ -19,7 +19,7 @@ from typing import IO, Any, NoReturn
 
 from gradwire.errors import BadInput, RunFault, Stopped, unknown
 from gradwire.files import read_yaml
-from gradwire.launch.parent_watch import PARENT
+from gradwire.parent_watch import PARENT
 from gradwire.workflow.experiment import check, read
 from gradwire.workflow.progress import View
 

@@ -26,11 +26,11 @@ from torch.optim import Optimizer
 
 from gradwire.collectives import Reducer, state
 from gradwire.communication import PRESETS, Streaming, preset
-from gradwire.config.strict import checked
 from gradwire.errors import BadInput, unknown
 from gradwire.parallel.names import named_parameters
 from gradwire.parallel.optimizers.torch_step import copy_tensors
 from gradwire.parallel.strategy import strategy_of
+from gradwire.strict import checked
 
 TORCH = ("state", "param_groups")  # of the state of an optimizer, what torch's optimizers have
 CLASSES = {  # by module

@@ -8,15 +8,16 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 from snakemake.settings.types import DeploymentMethod
 
-from gradwire.config import Run, to_flags
+from gradwire.config import Run
 from gradwire.config.grid import ISLANDS, PATH
 from gradwire.data.sources import modules as source_modules
 from gradwire.errors import BadInput
 from gradwire.files import claim, write_json
 from gradwire.image import CONTAINERS, check_image, crossing, image_file, variant_for
-from gradwire.launch.parent_watch import PARENT
 from gradwire.launch.links import probe
+from gradwire.model_flags import to_flags
 from gradwire.models.presets import content as model_content
+from gradwire.parent_watch import PARENT
 from gradwire.source_digest import PACKAGE, source_digest
 from gradwire.training.settings import modules
 from gradwire.workflow.experiment import EXTENDS, check, merged, read

@@ -8,7 +8,15 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.compressors import indices
-from gradwire.compressors.indices import HEADER, CodeName, choose, rice_planes, unary_bits, with_header, without_header
+from gradwire.compressors.indices import (
+    HEADER,
+    CodeName,
+    choose,
+    rice_planes,
+    unary_bits,
+    with_header,
+    without_header,
+)
 
 TILE = 1024
 WIDEST = 32  # low bits that a gathered word of 64 bits has room for

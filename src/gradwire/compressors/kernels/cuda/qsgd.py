@@ -7,13 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gradwire.compressors.kernels.cuda.segments import Segmented, load_floats, past, place, put, store_floats
-from gradwire.compressors.kernels.cuda.shared import (
-    INFINITY,
-    SIGNLESS,
-    load_packed,
-    store_packed,
-    uniforms,
-)
+from gradwire.compressors.kernels.cuda.shared import INFINITY, SIGNLESS, load_packed, store_packed, uniforms
 from gradwire.compressors.methods.qsgd import SMALLEST_STEP, Qsgd
 
 TINY = tl.constexpr(SMALLEST_STEP)

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from gradwire.config.strict import Model, checked
+from gradwire.strict import Model, checked
 
 
 def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:

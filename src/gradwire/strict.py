@@ -1,5 +1,4 @@
-"""Problems that pydantic finds in a configuration, in the words of who writes one: the place, what is allowed, what is
-given, and the nearest valid name."""
+"""Strict models: unknown keys are errors; a message names the place, what is allowed, what is given, the nearest name."""
 
 from __future__ import annotations
 
@@ -7,11 +6,13 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
-from gradwire.errors import unknown
+from gradwire.errors import BadInput, unknown
+
+Model = TypeVar("Model", bound=BaseModel)
 
 EXPECTED = {  # by the type of pydantic's problem
     "bool_parsing": "must be true or false",
@@ -28,6 +29,25 @@ EXPECTED = {  # by the type of pydantic's problem
 }
 
 BOUND = "Input should be "  # how pydantic's other problems begin, such as of a number out of bounds
+
+
+class Strict(BaseModel):
+    """A frozen model without unknown keys and non-finite numbers."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+def checked(model: type[Model], value: Any, where: str) -> Model:
+    """Build ``model`` from ``value``.
+
+    Raises:
+        BadInput: If a value is invalid; the message has the place, the value and what is allowed.
+    """
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        problems = explain(model, error)
+        raise BadInput(f"{where}: {problems}." if where else f"{problems}.") from None
 
 
 def explain(model: type[BaseModel], error: ValidationError) -> str:
