@@ -28,7 +28,7 @@ DEBIAN = {
 # The CPU build of torch has a local version and is not on PyPI; `===` keeps pip from taking it for the other.
 TORCH = {"cpu": "torch=={version}+cpu", "cuda": "torch==={version}"}
 # Extras that no rule needs by default.
-OUTSIDE = ("dev", "workflow", "slurm", "completion", "trainer", "wandb", "faiss")
+OUTSIDE = ("dev", "workflow", "slurm", "trainer", "wandb", "faiss")
 INSTALLER = "pip"  # it comes as a wheel too, and runs from it
 
 

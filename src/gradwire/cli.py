@@ -73,7 +73,6 @@ VERBS = {
     "doctor": Verb("gradwire.doctor", "show what this machine supports, and test several ranks on it"),
     "report": Verb("gradwire.report.page", "write a page of figures and tables over all runs of an experiment"),
     "compare": Verb("gradwire.report.compare", "compare two experiments, paired by seed, with statistical tests"),
-    "completion": Verb("gradwire.completion", "complete verbs and flags in bash, fish or zsh"),
     "status": Verb("gradwire.report.status", "show which runs are done, running, failed or pending, and the time left"),
     "results": Verb("gradwire.report.results", "print an experiment's results, one line per run"),
     "summarize": Verb("gradwire.report.summarize", "write one table over all runs of an experiment"),
