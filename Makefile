@@ -83,14 +83,14 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/snakefmt --check Snakefile src/gradwire/workflow
+	$(BIN)/snakefmt --check Snakefile src/gradwire/bench/workflow
 	$(BIN)/codespell
 	$(BIN)/snakemake --lint
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/snakefmt Snakefile src/gradwire/workflow
+	$(BIN)/snakefmt Snakefile src/gradwire/bench/workflow
 
 # torch first, by version (its CPU and CUDA builds cannot share one hash), then everything else by hash.
 $(READY): requirements.lock pyproject.toml
@@ -109,8 +109,8 @@ $(READY_DOCS): $(READY) requirements-docs.lock
 	touch $@
 
 schema: $(READY)
-	$(BIN)/python -c "import json; from gradwire.config import json_schema; print(json.dumps(json_schema(), indent=2))" \
-	    > src/gradwire/workflow/schemas/config.schema.json
+	$(BIN)/python -c "import json; from gradwire.bench.config import json_schema; print(json.dumps(json_schema(), indent=2))" \
+	    > src/gradwire/bench/workflow/schemas/config.schema.json
 
 lock:
 	uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links \

@@ -9,8 +9,8 @@ import argparse
 import json
 from pathlib import Path
 
-from gradwire.gradients import lds, recall
-from gradwire.gradients.attribution import table
+from gradwire.bench.judge import lds, recall
+from gradwire.bench.judge.methods import table
 
 
 def main() -> None:

@@ -20,11 +20,11 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from gradwire.data.batches import Batch, collate
-from gradwire.data.shards import Sample
-from gradwire.models import causal
-from gradwire.persample import hooks, loop, vmap
-from gradwire.persample.batch import PerSample
+from gradwire.attribution.persample import hooks, loop, vmap
+from gradwire.attribution.persample.batch import PerSample
+from gradwire.lm.data.batches import Batch, collate
+from gradwire.lm.data.shards import Sample
+from gradwire.lm.models import causal
 
 VOCABULARY, LONGEST, WIDTH = 257, 128, 64
 SMALL = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -21,16 +21,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradwire.compressors.bench.timing import kept_memory
-from gradwire.data.batches import collate
-from gradwire.data.shards import Sample
-from gradwire.gradients import aggregate as aggregate_verb
-from gradwire.gradients import merge, projections, rows, store
-from gradwire.gradients.provenance import FORMAT, Provenance
-from gradwire.models import causal
-from gradwire.persample import loop
-from gradwire.persample.batch import losses_of
-from gradwire.persample.norms import norms
+from gradwire.attribution import projections
+from gradwire.attribution.collect import rows
+from gradwire.attribution.collect.provenance import FORMAT, Provenance
+from gradwire.attribution.persample import loop
+from gradwire.attribution.persample.batch import losses_of
+from gradwire.attribution.persample.norms import norms
+from gradwire.attribution.store import aggregate as aggregate_verb
+from gradwire.attribution.store import merge, store
+from gradwire.bench.codecs.timing import kept_memory
+from gradwire.lm.data.batches import collate
+from gradwire.lm.data.shards import Sample
+from gradwire.lm.models import causal
 
 
 class Samples(list):

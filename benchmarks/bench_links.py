@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 
-from gradwire.collectives import ops
-from gradwire.collectives.world import World, process_group
-from gradwire.launch import links
-from gradwire.launch.ranks import environment, start
-from gradwire.training import link
-from gradwire.units import bits_per_second
+from gradwire.base.units import bits_per_second
+from gradwire.bench.launch import links
+from gradwire.bench.launch.ranks import environment, start
+from gradwire.bench.training import link
+from gradwire.comm.collectives import ops
+from gradwire.comm.collectives.world import World, process_group
 
 
 def collectives(world: int, numel: int) -> dict[str, tuple[float, Callable[[], Any]]]:

@@ -21,13 +21,13 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from gradwire.compressors import build
-from gradwire.compressors.base import Compressor
-from gradwire.compressors.bench.timing import kept_memory, one_thread
-from gradwire.data.batches import train_batches
-from gradwire.data.shards import Shards
-from gradwire.models import causal
-from gradwire.training.evaluate import loss_sum
+from gradwire.bench.codecs.timing import kept_memory, one_thread
+from gradwire.bench.training.evaluate import loss_sum
+from gradwire.comm.compressors import build
+from gradwire.comm.compressors.base import Compressor
+from gradwire.lm.data.batches import train_batches
+from gradwire.lm.data.shards import Shards
+from gradwire.lm.models import causal
 
 TOPK = {"density": 0.016}
 CHAINS = {

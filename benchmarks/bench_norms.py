@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from bench_gradients import interleaved, samples, show, spread
 
-from gradwire.collectives.world import World
-from gradwire.config import Training
-from gradwire.data.batches import Batch, collate
-from gradwire.models import causal
-from gradwire.persample import loop, norms
-from gradwire.persample.batch import losses_of
-from gradwire.persample.square_norms import SquareNorms
-from gradwire.training.objective import Private
+from gradwire.attribution.persample import loop, norms
+from gradwire.attribution.persample.batch import losses_of
+from gradwire.attribution.persample.square_norms import SquareNorms
+from gradwire.bench.config import Training
+from gradwire.bench.training.objective import Private
+from gradwire.comm.collectives.world import World
+from gradwire.lm.data.batches import Batch, collate
+from gradwire.lm.models import causal
 
 
 def made(args: argparse.Namespace) -> tuple[torch.nn.Module, Batch]:

@@ -32,17 +32,17 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gradwire import parallel
-from gradwire.collectives import Reducer, ops
-from gradwire.collectives.world import World, process_group
-from gradwire.compressors import build
-from gradwire.launch import links
-from gradwire.launch.ranks import environment, start
-from gradwire.measurement import trace
-from gradwire.models import causal
-from gradwire.parallel import optimizers
-from gradwire.training.profiling import recorder_options
-from gradwire.units import UNSHAPED
+from gradwire.base.units import UNSHAPED
+from gradwire.bench.launch import links
+from gradwire.bench.launch.ranks import environment, start
+from gradwire.bench.trace import trace
+from gradwire.bench.training.profiling import recorder_options
+from gradwire.comm import parallel
+from gradwire.comm.collectives import Reducer, ops
+from gradwire.comm.collectives.world import World, process_group
+from gradwire.comm.compressors import build
+from gradwire.comm.parallel import optimizers
+from gradwire.lm.models import causal
 
 VOCABULARY, LENGTH = 1024, 128  # of the default experiment
 CELLS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -21,10 +21,11 @@ import torch
 from bench_gradients import interleaved, show
 
 from gradwire import cli
-from gradwire.files import sha256_file, write_json
-from gradwire.gradients import index, manifest, row_file, store
-from gradwire.gradients.search import BLOCK_BYTES, groups_of, nearest, open_store, scored, target
-from gradwire.gradients.searcher import Searcher
+from gradwire.attribution.query import index
+from gradwire.attribution.query.search import BLOCK_BYTES, groups_of, nearest, open_store, scored, target
+from gradwire.attribution.query.searcher import Searcher
+from gradwire.attribution.store import manifest, row_file, store
+from gradwire.base.files import sha256_file, write_json
 
 NOISE = 0.1  # of a row's norm
 

@@ -21,7 +21,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import made_results
 
-from gradwire.report.markdown import table
+from gradwire.bench.report.tables.markdown import table
 
 STRATEGIES = ("ddp", "fsdp2")
 PLACES = ((2, "none"), (2, "1gbit"), (2, "100mbit"), (4, "none"), (8, "none"))

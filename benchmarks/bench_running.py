@@ -61,7 +61,7 @@ def run(folder: Path) -> None:
     table = (folder / "run/record.json").read_text()
     steps = json.loads(table)["step_time_ms_mean"] * 4 / 1000
     imported = "import gc, {}; gc.freeze()"  # ends as `gradwire` does
-    rank = "gradwire.training.loop, gradwire.training.results"
+    rank = "gradwire.bench.training.loop, gradwire.bench.training.results"
     one, own = timed([sys.executable, "-c", imported.format(rank)])
     agent, third = timed([sys.executable, "-c", imported.format("torch.distributed.launcher.api")])
     print(f"| a run of 2 ranks, without its {steps:.1f} s of steps | {wall - steps:.1f} s | {cpu:.1f} s | < 12 s |")
@@ -73,10 +73,10 @@ def checkpoint(folder: Path) -> None:
     """The 62m model on one rank: optimizer steps of 8 samples of 128 tokens, and a checkpoint."""
     import torch
 
-    from gradwire import parallel
-    from gradwire.collectives.world import process_group
-    from gradwire.models import causal
-    from gradwire.training.checkpoint import Checkpoints
+    from gradwire.bench.training.checkpoint import Checkpoints
+    from gradwire.comm import parallel
+    from gradwire.comm.collectives.world import process_group
+    from gradwire.lm.models import causal
 
     with process_group(device="cpu") as world:
         model = parallel.wrap(causal.build("62m", 50257, 128, 0), "fsdp2", None, device=world.device)

@@ -21,11 +21,11 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from gradwire.compressors import build
-from gradwire.compressors.base import Compressor
-from gradwire.compressors.bench.timing import kept_memory, one_thread
-from gradwire.compressors.feedback import Feedback
-from gradwire.compressors.segments import Segments
+from gradwire.bench.codecs.timing import kept_memory, one_thread
+from gradwire.comm.compressors import build
+from gradwire.comm.compressors.base import Compressor
+from gradwire.comm.compressors.feedback import Feedback
+from gradwire.comm.compressors.segments import Segments
 
 WIDTH = 128  # of the model preset ``tiny``: two layers, 2,048 tokens, 128 positions
 LAYER = [(WIDTH,), (WIDTH,), (3 * WIDTH, WIDTH), (3 * WIDTH,), (WIDTH, WIDTH), (WIDTH,), (WIDTH,), (WIDTH,),

@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from scipy.stats import spearmanr
 from tabulate import tabulate
 
-from gradwire.errors import BadInput
-from gradwire.gradients import influence, row_types, search
-from gradwire.gradients.row_file import RowFile, tensor_writer
+from gradwire.attribution.query import influence, search
+from gradwire.attribution.store import row_types
+from gradwire.attribution.store.row_file import RowFile, tensor_writer
+from gradwire.base.errors import BadInput
 
 TOP = 0.05
 CHUNK = 1024  # rows at once

@@ -26,13 +26,13 @@ from scipy import stats
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from gradwire import parallel
-from gradwire.collectives import Layout, Reducer, ops
-from gradwire.collectives.group import Ranks
-from gradwire.collectives.messages import exchange
-from gradwire.collectives.meter import METER, Meter
-from gradwire.compressors import available, build
-from gradwire.models import causal
+from gradwire.comm import parallel
+from gradwire.comm.collectives import Layout, Reducer, ops
+from gradwire.comm.collectives.group import Ranks
+from gradwire.comm.collectives.messages import exchange
+from gradwire.comm.collectives.meter import METER, Meter
+from gradwire.comm.compressors import available, build
+from gradwire.lm.models import causal
 
 VOCABULARY, LENGTH = 1024, 128  # of the default experiment
 STRATEGIES = ("naive", "bucket", "ddp", "fsdp1", "fsdp2")

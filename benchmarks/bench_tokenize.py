@@ -26,7 +26,7 @@ VOCAB_SIZE, MAX_LENGTH = 2048, 128
 
 def generate(source: Path, output: Path, megabytes: float) -> None:
     """A corpus of the given size: documents drawn from ``source``, lines shuffled, new ids."""
-    from gradwire.data import corpus
+    from gradwire.lm.data import corpus
 
     rng = random.Random(0)
     found = list(corpus.documents(source))
@@ -43,7 +43,7 @@ def generate(source: Path, output: Path, megabytes: float) -> None:
 
 def write_files(source: Path, output: Path, each: int) -> Path:
     """The documents of a corpus as text files with ``each`` of them, at most 1,000 in a folder."""
-    from gradwire.data import corpus
+    from gradwire.lm.data import corpus
 
     bodies = (document.body for document in corpus.documents(source))
     for number, some in enumerate(iter(lambda: list(islice(bodies, each)), [])):
@@ -55,8 +55,8 @@ def write_files(source: Path, output: Path, each: int) -> Path:
 
 def gradwire_child(given: str, tokenizer: str, folder: str) -> dict:
     """Tokenize; return seconds, without imports."""
-    from gradwire.data import corpus, sources
-    from gradwire.data.tokenization import tokenize
+    from gradwire.lm.data import corpus, sources
+    from gradwire.lm.data.tokenization import tokenize
 
     start, file = time.perf_counter(), Path(given)
     if file.is_dir():
@@ -80,7 +80,7 @@ def datasets_child(given: str, tokenizer: str, folder: str) -> dict:
     """Load the corpus and map the tokenizer over it; return seconds of both and of the map, without imports."""
     import datasets
 
-    from gradwire.data.tokenizer import load
+    from gradwire.lm.data.tokenizer import load
 
     datasets.disable_progress_bars()
     encode_batch = load(Path(tokenizer)).encode_batch

@@ -75,7 +75,7 @@ def write(path: Path, size: int) -> tuple[int, int]:
 
 def analyse(run_dir: Path) -> None:
     """Print the time and the peak memory of the analysis."""
-    from gradwire.measurement import trace
+    from gradwire.bench.trace import trace
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     began = time.process_time()

@@ -32,8 +32,8 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-from gradwire.compressors import build, kernels, registry
-from gradwire.compressors.bench.cases import VARIANTS
+from gradwire.bench.codecs.cases import VARIANTS
+from gradwire.comm.compressors import build, kernels, registry
 
 NUMEL = 2**22
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

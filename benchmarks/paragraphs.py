@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from gradwire.data import corpus
-from gradwire.files import write_json
+from gradwire.base.files import write_json
+from gradwire.lm.data import corpus
 
 SHORTEST, LONGEST, MOST = 120, 160, 24  # characters, characters, paragraphs
 

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor
 
-from gradwire.data.batches import eval_batches
-from gradwire.data.shards import Shards
-from gradwire.errors import BadInput
-from gradwire.models import causal, folder
+from gradwire.base.errors import BadInput
+from gradwire.lm.data.batches import eval_batches
+from gradwire.lm.data.shards import Shards
+from gradwire.lm.models import causal, folder
 
 EDGES = (0, 100, 300, 1000, 3000, 10_000)  # occurrences among the tokens that a run trained on
 

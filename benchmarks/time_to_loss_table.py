@@ -17,16 +17,16 @@ from statistics import mean, median
 
 from tabulate import tabulate
 
-from gradwire.files import write_text
-from gradwire.report.figures.files import svg
-from gradwire.report.figures.style import looks, styled
-from gradwire.report.figures.time_to_loss import plots
-from gradwire.report.markdown import MISSING
-from gradwire.report.quality import perplexity_reference
-from gradwire.report.record import BF16, Result
-from gradwire.report.results_file import read_results
-from gradwire.report.time_to_loss import Cell, cells, loads, ordered
-from gradwire.units import UNSHAPED
+from gradwire.base.files import write_text
+from gradwire.base.units import UNSHAPED
+from gradwire.bench.report.page.figures.files import svg
+from gradwire.bench.report.page.figures.style import looks, styled
+from gradwire.bench.report.page.figures.time_to_loss import plots
+from gradwire.bench.report.rows.quality import perplexity_reference
+from gradwire.bench.report.rows.record import BF16, Result
+from gradwire.bench.report.rows.results_file import read_results
+from gradwire.bench.report.tables.markdown import MISSING
+from gradwire.bench.report.tables.time_to_loss import Cell, cells, loads, ordered
 
 WITHIN = (1.1, 1.5, 2, 5, 20)  # times the soonest label's time
 

@@ -21,9 +21,9 @@ from typing import Any
 
 import debian
 
-from gradwire.errors import BadInput, GradwireError
-from gradwire.files import read_json, sha256_file, whole, write_json
-from gradwire.image import CONTAINERS, VARIANTS, check_apptainer, image_file, image_name, inputs, packages
+from gradwire.base.errors import BadInput, GradwireError
+from gradwire.base.files import read_json, sha256_file, whole, write_json
+from gradwire.bench.image import CONTAINERS, VARIANTS, check_apptainer, image_file, image_name, inputs, packages
 
 CACHE = CONTAINERS / "cache"  # packages as fetched
 IMAGES = CONTAINERS / "images.lock.json"

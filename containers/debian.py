@@ -8,9 +8,9 @@ import subprocess
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from gradwire.errors import BadInput
-from gradwire.files import sha256_file
-from gradwire.image import Package
+from gradwire.base.errors import BadInput
+from gradwire.base.files import sha256_file
+from gradwire.bench.image import Package
 
 SUITE = "bookworm"
 KEYRING = Path("/usr/share/keyrings/debian-archive-keyring.gpg")

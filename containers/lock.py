@@ -16,9 +16,9 @@ from tempfile import TemporaryDirectory
 import debian
 from build import CACHE, record_inputs
 
-from gradwire.errors import GradwireError
-from gradwire.files import read_json, sha256_file, write_text
-from gradwire.image import CONTAINERS, VARIANTS
+from gradwire.base.errors import GradwireError
+from gradwire.base.files import read_json, sha256_file, write_text
+from gradwire.bench.image import CONTAINERS, VARIANTS
 
 ROOT = CONTAINERS.parent
 DEBIAN = {

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from gradwire.huggingface import CompressedGradients
+from gradwire.comm.huggingface import CompressedGradients
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).with_name("compressors")))
 
 from samples import BUILDS, generator, normal
 
-from gradwire.compressors import build
+from gradwire.comm.compressors import build
 
 
 def compile_method(name: str) -> None:

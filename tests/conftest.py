@@ -9,6 +9,9 @@ import pytest
 import torch
 from world import Pool, World
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # for the CUDA forms; it has to be chosen before triton is imported
+
 POOL_SIZE = 6
 LONGEST = ("test_training.py", "test_workflow.py")
 MAY_LACK = ("CUDA", "GPU", "HolisticTraceAnalysis")  # what a machine that runs CI need not have

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from gradwire.collectives.codec import Codec
+from gradwire.comm.collectives.codec import Codec
 
 
 @contextmanager

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from gradwire.config import Run
-from gradwire.report.record import Result
+from gradwire.bench.config import Run
+from gradwire.bench.report.rows.record import Result
 
 RATES = {"none": math.inf, "1gbit": 1e9, "300mbit": 3e8, "100mbit": 1e8}
 PARAMETERS = 500_003

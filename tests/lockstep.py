@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradwire.compressors.base import Compressor
-from gradwire.compressors.rounds import Ask, Context, State
+from gradwire.comm.compressors.base import Compressor
+from gradwire.comm.compressors.rounds import Ask, Context, State
 
 
 def reduce(asks: Sequence[Ask]) -> Tensor:

@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from gradwire.files import write_json, write_text
-from gradwire.report.record import Result
-from gradwire.report.summarize import csv_text, jsonl
-from gradwire.workflow.experiment import check, read
+from gradwire.base.files import write_json, write_text
+from gradwire.bench.report.rows.record import Result
+from gradwire.bench.report.verbs.summarize import csv_text, jsonl
+from gradwire.bench.workflow.experiment import check, read
 
 ROOT = Path(__file__).parents[1]
 

@@ -114,7 +114,7 @@ def with_trainer(folder: Path, first: int, last: int) -> None:
     """Hugging Face's Trainer and the callback, which keeps the residuals in the Trainer's checkpoints."""
     from transformers import Trainer, TrainingArguments
 
-    from gradwire.huggingface import CompressedGradients
+    from gradwire.comm.huggingface import CompressedGradients
 
     samples = [{"input_ids": ids, "labels": ids} for ids in (torch.arange(13) + torch.arange(96)[:, None]) % 61]
     arguments = TrainingArguments(

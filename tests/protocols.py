@@ -1,7 +1,7 @@
 """The reductions' protocols in one process: every rank's part in turn, written from the contract alone.
 
-Nothing of `gradwire.collectives` is used: the cutting, the generators, the residuals and the bytes are done here again,
-one parameter at a time. Only encodings and `rounds` are the compressors' own, which their own tests define.
+Nothing of `gradwire.comm.collectives` is used: the cutting, the generators, the residuals and the bytes are done here
+again, one parameter at a time. Only encodings and `rounds` are the compressors' own, which their own tests define.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from lockstep import lockstep
 
-from gradwire.compressors.rounds import Context
+from gradwire.comm.compressors.rounds import Context
 
 
 class Piece(NamedTuple):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from gradwire.files import read_json
+from gradwire.base.files import read_json
 
 STEPS = ["step", "rank", "loss", "grad_norm", "val_loss"]
 RECORD = ["train_loss", "val_loss", "val_ppl"]

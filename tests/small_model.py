@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradwire.data.tokenization import tokenize
-from gradwire.data.tokenizer import load as load_tokenizer
-from gradwire.files import write_json
-from gradwire.gradients.provenance import FORMAT, Provenance
-from gradwire.models import causal, folder
+from gradwire.attribution.collect.provenance import FORMAT, Provenance
+from gradwire.base.files import write_json
+from gradwire.lm.data.tokenization import tokenize
+from gradwire.lm.data.tokenizer import load as load_tokenizer
+from gradwire.lm.models import causal, folder
 
 MAX_LENGTH = 24
 

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import pytest
 
+from gradwire.base.errors import BadInput
+from gradwire.base.source_digest import PACKAGE, closure, imports, module_file, source_digest
 from gradwire.cli import VERBS
-from gradwire.errors import BadInput
-from gradwire.source_digest import PACKAGE, closure, imports, module_file, source_digest
 
 HEAVY = ("torch", "transformers", "pandas", "pyarrow", "datasets", "tokenizers", "matplotlib", "tensorboard")
 VERBS_HERE = sorted(name for name, verb in VERBS.items() if module_file(verb.module))
 
 
 def rooms_of(package: Path) -> dict[Path, str]:
-    """Every file of the package with its room; the package's own `__init__` is in none."""
-    files = {file: file.relative_to(package).parts[0].removesuffix(".py") for file in package.rglob("*.py")}
-    return {file: room for file, room in files.items() if room != "__init__"}
+    """Every file of the package with its room, such as `comm/compressors`; the package's own `__init__` is in none."""
+    files = {file: file.relative_to(package).with_suffix("") for file in package.rglob("*.py")}
+    return {file: "/".join(path.parts[:2]) for file, path in files.items() if path.parts[0] != "__init__"}
 
 
 def external(room: str) -> set[str]:
@@ -114,14 +114,14 @@ def test_imports_are_absolute():
 
 
 def test_compressors_send_nothing():
-    assert not {name for name in external("compressors") if name.startswith("torch.distributed")}
+    assert not {name for name in external("comm/compressors") if name.startswith("torch.distributed")}
 
 
 def test_importing_the_config_and_the_reading_rooms_loads_no_torch():
     names = [
         ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
         for file, room in rooms_of(PACKAGE).items()
-        if room in ("config", "measurement", "report")
+        if room in ("bench/config", "bench/statistics", "bench/trace", "bench/report")
     ]
     script = "import importlib, json, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
     assert "torch" not in in_python(f"{script}; print(json.dumps(list(sys.modules)))", *names)
@@ -165,7 +165,7 @@ def python_imports(module: str) -> set[str]:
 
 
 def test_the_closure_holds_what_python_loads():
-    roots = ["gradwire.launch.launch", "gradwire.config", "gradwire.collectives.world"]
+    roots = ["gradwire.bench.launch.launch", "gradwire.bench.config", "gradwire.comm.collectives.world"]
     for root in roots:
         assert python_imports(root) <= set(closure((root,)))
 
@@ -187,14 +187,16 @@ def copy(tmp_path) -> Path:
     """A small package of the same name: train imports the loop, and the loop imports files inside a function."""
     files = {
         "__init__.py": "",
-        "files.py": "X = 1",
-        "training/__init__.py": "",
-        "training/train.py": "from gradwire.training import loop",
-        "training/loop.py": "def f():\n    from gradwire.files import X",
-        "compressors/__init__.py": "",
-        "compressors/methods/int8.py": "import gradwire.files",
-        "report/__init__.py": "",
-        "report/table.py": "import gradwire.training.train",
+        "base/__init__.py": "",
+        "base/files.py": "X = 1",
+        "bench/__init__.py": "",
+        "bench/training/__init__.py": "",
+        "bench/training/train.py": "from gradwire.bench.training import loop",
+        "bench/training/loop.py": "def f():\n    from gradwire.base.files import X",
+        "comm/compressors/__init__.py": "",
+        "comm/compressors/methods/int8.py": "import gradwire.base.files",
+        "bench/report/__init__.py": "",
+        "bench/report/table.py": "import gradwire.bench.training.train",
     }
     for name, text in files.items():
         path = tmp_path / "gradwire" / name
@@ -206,16 +208,16 @@ def copy(tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("file", "changed"),
     [
-        ("report/table.py", {"report.table"}),
-        ("compressors/methods/int8.py", {"compressors.methods.int8"}),
-        ("training/loop.py", {"training.train", "report.table"}),
-        ("training/__init__.py", {"training.train", "report.table"}),
-        ("files.py", {"training.train", "report.table", "compressors.methods.int8"}),
-        ("training/unused.py", set()),
+        ("bench/report/table.py", {"bench.report.table"}),
+        ("comm/compressors/methods/int8.py", {"comm.compressors.methods.int8"}),
+        ("bench/training/loop.py", {"bench.training.train", "bench.report.table"}),
+        ("bench/training/__init__.py", {"bench.training.train", "bench.report.table"}),
+        ("base/files.py", {"bench.training.train", "bench.report.table", "comm.compressors.methods.int8"}),
+        ("bench/training/unused.py", set()),
     ],
 )
 def test_an_edit_changes_the_digests_that_depend_on_it(copy, file, changed):
-    roots = ["training.train", "report.table", "compressors.methods.int8"]
+    roots = ["bench.training.train", "bench.report.table", "comm.compressors.methods.int8"]
     before = {root: source_digest(f"gradwire.{root}", package=copy) for root in roots}
     edited(copy, file)
     after = {root: source_digest(f"gradwire.{root}", package=copy) for root in roots}
@@ -224,15 +226,15 @@ def test_an_edit_changes_the_digests_that_depend_on_it(copy, file, changed):
 
 def test_training_does_not_depend_on_the_report_or_on_methods_it_does_not_name(tmp_path):
     package = shutil.copytree(PACKAGE, tmp_path / "gradwire")
-    roots = [name for name in ("gradwire.training.train", "gradwire.parallel") if module_file(name)]
+    roots = [name for name in ("gradwire.bench.training.train", "gradwire.comm.parallel") if module_file(name)]
     before = [source_digest(root, package=package) for root in roots]
-    named = source_digest(*roots, "gradwire.compressors.methods.int8", package=package)
-    machinery = {package / "compressors/methods" / name for name in ("__init__.py", "none.py")}  # it has float32
-    for room in ("report", "measurement", "compressors/methods"):
+    named = source_digest(*roots, "gradwire.comm.compressors.methods.int8", package=package)
+    machinery = {package / "comm/compressors/methods" / name for name in ("__init__.py", "none.py")}  # it has float32
+    for room in ("bench/report", "bench/statistics", "bench/trace", "comm/compressors/methods"):
         for file in set((package / room).glob("*.py")) - machinery:
             edited(package, str(file.relative_to(package)))
     assert [source_digest(root, package=package) for root in roots] == before
-    assert source_digest(*roots, "gradwire.compressors.methods.int8", package=package) != named
+    assert source_digest(*roots, "gradwire.comm.compressors.methods.int8", package=package) != named
 
 
 def test_a_digest_of_nothing_is_refused():

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from gradwire.launch import links
+from gradwire.bench.launch import links
 
 ROOT = Path(__file__).parents[1]
 SHORT = {

@@ -12,8 +12,8 @@ from types import ModuleType
 import pytest
 
 from gradwire import __version__, cli
-from gradwire.errors import BadInput, CheckFailed, GradwireError, RunFault, Stopped
-from gradwire.failures import RANK_FAILURES, reason, refuse_again
+from gradwire.base.errors import BadInput, CheckFailed, GradwireError, RunFault, Stopped
+from gradwire.base.failures import RANK_FAILURES, reason, refuse_again
 
 
 @pytest.fixture

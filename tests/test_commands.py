@@ -41,10 +41,10 @@ ELSEWHERE = {  # first line of a block: what runs it
     "make test": ".ci/run",
     "pip install .": "tests/test_wheel.py",
     "gradwire tokenize --data_path train.jsonl --output_dir tokens --vocab_size 4096 --max_length 256": (
-        "tests/gradients/test_less.py"
+        "tests/attribution/collect/test_less.py"
     ),
     "gradwire grads lds --data_path tokens/shards --max_samples 250 --steps 60 --batch_size 16 --dim 2048"
-    " --output_dir judged": "tests/gradients/test_attribution.py, with fewer trainings",
+    " --output_dir judged": "tests/bench/judge/test_attribution.py, with fewer trainings",
 }
 COLLECT = "grads collect --model_dir run/final_model --data_path tokens/shards --projection factored"
 BEFORE = {  # page: commands

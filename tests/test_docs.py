@@ -15,9 +15,9 @@ import made_results
 import pytest
 
 from gradwire import cli
-from gradwire.compressors import available
-from gradwire.config import Experiment
-from gradwire.report.record import Result
+from gradwire.bench.config import Experiment
+from gradwire.bench.report.rows.record import Result
+from gradwire.comm.compressors import available
 
 pytest.importorskip("mkdocs", reason="`make docs` installs what builds the documentation")
 
@@ -102,9 +102,9 @@ def test_every_compressor_names_its_paper(site):
 def test_links_out_of_docs_lead_to_pages_and_copies(site):
     page = (site / "evidence.html").read_text(encoding="utf-8")
     assert 'href="benchmarks/links.html"' in page
-    assert 'href="source/src/gradwire/measurement/trace.py.txt"' in page
-    assert (site / "source/src/gradwire/measurement/trace.py.txt").read_bytes() == (
-        ROOT / "src/gradwire/measurement/trace.py"
+    assert 'href="source/src/gradwire/bench/trace/trace.py.txt"' in page
+    assert (site / "source/src/gradwire/bench/trace/trace.py.txt").read_bytes() == (
+        ROOT / "src/gradwire/bench/trace/trace.py"
     ).read_bytes()
 
 

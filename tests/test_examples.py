@@ -141,7 +141,7 @@ def hooked(rank: int, world_size: int, group, way: str) -> list:
     from torch.nn.parallel import DistributedDataParallel
 
     from gradwire import Reducer, build, hook, wrap
-    from gradwire.parallel.step import local_gradients
+    from gradwire.comm.parallel.step import local_gradients
 
     def backward(model: nn.Module, reducer: Reducer) -> list:
         model(torch.full((2, 5), 1.0 + rank)).square().sum().backward()
@@ -176,7 +176,7 @@ def hooked_twice(rank: int, world_size: int, group, way: str) -> list[str]:
     from torch.nn.parallel import DistributedDataParallel
 
     from gradwire import Reducer, build, hook, wrap
-    from gradwire.errors import BadInput
+    from gradwire.base.errors import BadInput
 
     reducer = Reducer(build("int8"))
     first = DistributedDataParallel(nn.Linear(5, 3)) if way == "ddp" else fully_shard(nn.Linear(5, 3))
@@ -200,7 +200,7 @@ def not_hookable(rank: int, world_size: int, group) -> str:
     from torch import nn
 
     from gradwire import Reducer, build, hook
-    from gradwire.errors import BadInput
+    from gradwire.base.errors import BadInput
 
     try:
         hook(nn.Linear(2, 2), Reducer(build("int8")))
@@ -222,8 +222,8 @@ def on_a_mesh(rank: int, world_size: int, group) -> dict[str, str]:
     from torch.nn.parallel import DistributedDataParallel
 
     from gradwire import Reducer, build, hook, wrap
-    from gradwire.errors import BadInput
-    from gradwire.parallel import available
+    from gradwire.base.errors import BadInput
+    from gradwire.comm.parallel import available
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
@@ -305,7 +305,7 @@ def test_the_package_offers_its_names_and_loads_torch_only_for_them():
         else:
             raise AssertionError
         from gradwire import *
-        assert wrap.__module__ == "gradwire.parallel.wrap" and Reducer.__name__ == "Reducer"
+        assert wrap.__module__ == "gradwire.comm.parallel.wrap" and Reducer.__name__ == "Reducer"
         """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -12,14 +12,17 @@ from typing import Any
 
 import pytest
 
-from gradwire import cli, config
-from gradwire.compressors import registry
-from gradwire.errors import BadInput
-from gradwire.failures import RANK_FAILURES
-from gradwire.flags import Number, output_file, output_folder
-from gradwire.launch import leases
-from gradwire.models import causal
-from gradwire.rank_env import LOCAL_WORLD_SIZE, rank_options, ranks_here
+from gradwire import cli
+from gradwire.base.errors import BadInput
+from gradwire.base.failures import RANK_FAILURES
+from gradwire.base.flags import Number, output_file, output_folder
+from gradwire.base.rank_env import LOCAL_WORLD_SIZE, rank_options, ranks_here
+from gradwire.base.strict import checked
+from gradwire.bench import config
+from gradwire.bench.launch import leases
+from gradwire.comm.communication import Communication
+from gradwire.comm.compressors import registry
+from gradwire.lm.models import causal
 
 INTEGERS = ["-1", str(2**80)]  # what no flag takes, whatever it counts
 FLOATS = ["nan", "inf", "-inf", "-1"]
@@ -112,7 +115,7 @@ def fields(model: Any) -> Iterator[dict[str, Any]]:
 def test_every_integer_of_the_configuration_has_bounds(name):
     schemas = {
         "configuration": [config.json_schema()],
-        "cell": [config.Reduction.model_json_schema(), config.Communication.model_json_schema()],
+        "cell": [config.Reduction.model_json_schema(), Communication.model_json_schema()],
     }
     for part in fields(schemas.get(name) or [registry.option_schema(name)]):
         if part.get("type") == "integer" and "enum" not in part:
@@ -130,7 +133,7 @@ def test_every_fraction_of_the_configuration_is_finite(value):
     assert len(floats) >= 14
     for kind, key in floats:
         with pytest.raises(BadInput, match=key):
-            config.checked(kind, {key: value}, "")
+            checked(kind, {key: value}, "")
 
 
 TRAIN = {
@@ -389,4 +392,4 @@ def test_a_model_and_a_corpus_whose_names_are_too_long():
     with pytest.raises(BadInput, match=r"--model: \.\.\.x+ cannot be read: File name too long"):
         causal.build("x" * 300, 258, 8, seed=1)
     with pytest.raises(BadInput, match=r"dataset: data_path: .* cannot be read: File name too long"):
-        config.checked(config.Dataset, {"source": "json", "data_path": "x" * 300}, "dataset")
+        checked(config.Dataset, {"source": "json", "data_path": "x" * 300}, "dataset")

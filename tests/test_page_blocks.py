@@ -18,13 +18,13 @@ import test_commands
 import test_page_code
 import yaml
 
-from gradwire.compressors.registry import COMPRESSORS
-from gradwire.config import Cell, Experiment
-from gradwire.data.corpus import documents
-from gradwire.data.sources import SOURCES
-from gradwire.models.presets import PRESETS
-from gradwire.topology import STRATEGIES
-from gradwire.workflow.experiment import check, read
+from gradwire.bench.config import Cell, Experiment
+from gradwire.bench.workflow.experiment import check, read
+from gradwire.comm.compressors.registry import COMPRESSORS
+from gradwire.comm.topology import STRATEGIES
+from gradwire.lm.data.corpus import documents
+from gradwire.lm.data.sources import SOURCES
+from gradwire.lm.models.presets import PRESETS
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -35,19 +35,28 @@ EXPERIMENT = {"name": "page", "compressors": {"none": {}}, "grid": {"strategies"
 EXCEPT = {  # page, and how the block begins: why no test runs it as it is, or what does so in another way
     ("README.md", " import torch.distributed"): "a change of a script; docs/how-to/own-script.md has its lines",
     ("CONTRIBUTING.md", ".venv/bin/pre-commit install"): "it writes into .git",
-    ("docs/add-a-compressor.md", '"""Natural'): "tests/compressors/test_adding.py",
-    ("docs/add-a-compressor.md", "gradwire compressors dither"): "tests/compressors/test_adding.py, with the class",
-    ("docs/add-a-compressor.md", "python -m pytest"): "tests/compressors/test_adding.py, with the class",
-    ("docs/how-to/add-a-source.md", '"""Tickets'): "tests/data/test_adding_source.py",
+    ("docs/add-a-compressor.md", '"""Natural'): "tests/comm/compressors/test_adding.py",
+    (
+        "docs/add-a-compressor.md",
+        "gradwire compressors dither",
+    ): "tests/comm/compressors/test_adding.py, with the class",
+    ("docs/add-a-compressor.md", "python -m pytest"): "tests/comm/compressors/test_adding.py, with the class",
+    ("docs/how-to/add-a-source.md", '"""Tickets'): "tests/lm/data/test_adding_source.py",
     ("docs/clusters.md", "pip install -r"): "it needs a cluster; tests/slurm runs experiments on one of this machine",
     ("docs/clusters.md", "#SBATCH"): "it needs a cluster; tests/slurm/test_nodes.py",
     ("docs/containers.md", "make image"): "it needs podman; tests/container",
     ("docs/containers.md", "make run PROFILE"): "it needs an image; tests/container",
     ("docs/containers.md", ".venv/bin/python containers"): "it needs podman; tests/container",
     ("docs/evidence.md", "make run"): "it takes six minutes and shaped links",
-    ("docs/private-training.md", "$ gradwire launch"): "tests/training/test_private.py has its flags, and more steps",
-    ("docs/running.md", "gradwire launch --world_size 2 -- train ..."): "`...`; tests/training/test_checkpoints.py",
-    ("docs/how-to/configure.md", "results/<name>"): "a list of files; tests/workflow",
+    (
+        "docs/private-training.md",
+        "$ gradwire launch",
+    ): "tests/bench/training/test_private.py has its flags, and more steps",
+    (
+        "docs/running.md",
+        "gradwire launch --world_size 2 -- train ...",
+    ): "`...`; tests/bench/training/test_checkpoints.py",
+    ("docs/how-to/configure.md", "results/<name>"): "a list of files; tests/bench/workflow",
 }
 
 

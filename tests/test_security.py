@@ -13,9 +13,9 @@ from data_samples import values
 from test_launch import CLEAN, command
 from test_workflow import SMALL, Checkout
 
-from gradwire.config import experiment
-from gradwire.errors import BadInput
-from gradwire.source_digest import PACKAGE
+from gradwire.base.errors import BadInput
+from gradwire.base.source_digest import PACKAGE
+from gradwire.bench.config import experiment
 
 NASTY = [
     "; rm -rf x",

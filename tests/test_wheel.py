@@ -64,7 +64,7 @@ def test_two_ranks_train_from_the_wheel_in_an_empty_folder(wheel, tmp_path):
     work.mkdir()
     pip = (sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index", "--no-deps")
     run(*pip, "--target", installed, wheel, cwd=work)
-    where = "import gradwire.compressors.methods; print(gradwire.__file__)"
+    where = "import gradwire.comm.compressors.methods; print(gradwire.__file__)"
     assert Path(run(sys.executable, "-c", where, cwd=work, path=installed).strip()).is_relative_to(installed)
     words = ["gradient", "sample", "wire", "rank", "shard", "token", "byte", "sum", "mean", "row"]
     texts = [" ".join(words[(i * j + j) % 10] for j in range(20)) for i in range(40)]
@@ -97,4 +97,4 @@ def test_an_experiment_runs_from_the_wheel_in_an_empty_folder(wheel, tmp_path):
     assert {(row["compressor"], row["status"]) for row in frame} == {("none", "ok"), ("int8", "ok")}
     assert all(row["environment"]["gradwire"] for row in frame)
     log = (work / "results/small/logs/snakemake.log").read_text()
-    assert f"{installed}/gradwire/workflow/rules" in log or "localrule" in log
+    assert f"{installed}/gradwire/bench/workflow/rules" in log or "localrule" in log

@@ -29,7 +29,10 @@ from typing import Any, NamedTuple
 
 GROUP_TIMEOUT = timedelta(seconds=30)  # of one collective
 RUN_TIMEOUT_S = 60.0  # of one `run`
-PRELOAD = ("gradwire.parallel", "transformers.models.gpt2.modeling_gpt2")  # imported once, before the ranks fork off
+PRELOAD = (
+    "gradwire.comm.parallel",
+    "transformers.models.gpt2.modeling_gpt2",
+)  # imported once, before the ranks fork off
 
 
 class Failure(NamedTuple):

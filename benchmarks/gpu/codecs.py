@@ -17,10 +17,10 @@ from gpu.part import DEVICE, SMALL, Part, Row, run
 from gpu.workers import Ranks, alone
 from torch import Tensor
 
-from gradwire.compressors import build, registry
-from gradwire.compressors.base import Compressor
-from gradwire.compressors.bench.cases import CHAINS, VARIANTS, Case, cases, torch_cases
-from gradwire.compressors.bench.verb import times
+from gradwire.bench.codecs.cases import CHAINS, VARIANTS, Case, cases, torch_cases
+from gradwire.bench.codecs.verb import times
+from gradwire.comm.compressors import build, registry
+from gradwire.comm.compressors.base import Compressor
 
 SIZES = (2**12, 2**14) if SMALL else (2**20, 2**24, 2**28)
 REPEATS = {2**20: 25, 2**24: 15, 2**28: 7}

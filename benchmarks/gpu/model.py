@@ -19,11 +19,11 @@ from gpu.part import DEVICE, SMALL, Part, Row, run
 from gpu.workers import MEAN, Ranks, alone, group
 from torch import Tensor, nn
 
-from gradwire import parallel
-from gradwire.collectives import Layout, Reducer
-from gradwire.collectives.world import World
-from gradwire.compressors import build
-from gradwire.models import causal
+from gradwire.comm import parallel
+from gradwire.comm.collectives import Layout, Reducer
+from gradwire.comm.collectives.world import World
+from gradwire.comm.compressors import build
+from gradwire.lm.models import causal
 
 PRESET, VOCABULARY, LENGTH = ("micro", 512, 64) if SMALL else ("62m", 50257, 1024)
 BATCH, MOST = (2, 4) if SMALL else (32, 128)

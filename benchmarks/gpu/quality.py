@@ -52,7 +52,7 @@ def shards() -> Path:
     gradwire = [sys.executable, "-m", "gradwire"]
     file = str(folder / "corpus.json")
     subprocess.run([*gradwire, "download", "--source", "pydocs", "--output", file], check=True, timeout=120)
-    from gradwire.data.tokenization import tokenize
+    from gradwire.lm.data.tokenization import tokenize
 
     tokenize(
         Path(file),

@@ -22,17 +22,17 @@ import transformers.models.gpt2.modeling_gpt2  # noqa: F401  imported before the
 from gpu.part import DEVICE, OUT, SMALL, Part, Row, run
 from gpu.workers import MEAN, Ranks, alone, group
 
-from gradwire.collectives import Layout, Reducer
-from gradwire.collectives.world import World
-from gradwire.compressors import build, kernels
-from gradwire.config import Cell, Training
-from gradwire.data.shards import Shards
-from gradwire.files import write_json
-from gradwire.measurement.peak_memory import peak_memory
-from gradwire.models import causal
-from gradwire.training import loop
-from gradwire.training.preemption import Preemption
-from gradwire.training.settings import Settings
+from gradwire.base.files import write_json
+from gradwire.bench.config import Cell, Training
+from gradwire.bench.statistics.peak_memory import peak_memory
+from gradwire.bench.training import loop
+from gradwire.bench.training.preemption import Preemption
+from gradwire.bench.training.settings import Settings
+from gradwire.comm.collectives import Layout, Reducer
+from gradwire.comm.collectives.world import World
+from gradwire.comm.compressors import build, kernels
+from gradwire.lm.data.shards import Shards
+from gradwire.lm.models import causal
 
 STRATEGIES = ("naive", "bucket", "ddp", "fsdp1", "fsdp2")
 REPLICAS = ("naive", "bucket", "ddp")
@@ -67,7 +67,7 @@ WORDS = [
 
 def corpus(folder: Path) -> Path:
     """Shards of made-up documents."""
-    from gradwire.data.tokenization import tokenize
+    from gradwire.lm.data.tokenization import tokenize
 
     draw = random.Random(0)
     documents = [

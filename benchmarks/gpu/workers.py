@@ -211,7 +211,7 @@ def lost(error: str) -> bool:
 
 def group(world: int, backend: str, device: str) -> list[Setup]:
     """Setups of the ranks of a new process group, made by the package itself."""
-    from gradwire.collectives.world import host_store
+    from gradwire.comm.collectives.world import host_store
 
     store = host_store("127.0.0.1", 0)  # closed again: only its port is wanted
     port = store.port
@@ -220,9 +220,9 @@ def group(world: int, backend: str, device: str) -> list[Setup]:
 
 
 def member(rank: int, world: int, port: int, backend: str, device: str) -> AbstractContextManager[Any]:
-    """A rank's process group; its context is `gradwire.collectives.world.World`."""
-    from gradwire.collectives.world import process_group
-    from gradwire.rank_env import RankEnv
+    """A rank's process group; its context is `gradwire.comm.collectives.world.World`."""
+    from gradwire.base.rank_env import RankEnv
+    from gradwire.comm.collectives.world import process_group
 
     here = RankEnv(rank, rank, world, "127.0.0.1", port if world > 1 else None)
     return process_group(backend=backend, device=device, here=here, timeout=30)

@@ -17,47 +17,58 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from gradwire import cli, config
-from gradwire.compressors import available, build, method_class, option_schema
-from gradwire.compressors.listing import MATRIX, kind, shown, taken
-from gradwire.report.record import Result
+from gradwire import cli
+from gradwire.bench import config
+from gradwire.bench.report.rows.record import Result
+from gradwire.comm.communication import Communication
+from gradwire.comm.compressors import available, build, method_class, option_schema
+from gradwire.comm.compressors.listing import MATRIX, kind, shown, taken
 
 NUMEL = math.prod(MATRIX)
 PYTHON = {
     "In a training script": (
-        "gradwire.collectives.Reducer",
-        "gradwire.parallel",
-        "gradwire.compressors.build",
-        "gradwire.huggingface",
+        "gradwire.comm.collectives.Reducer",
+        "gradwire.comm.parallel",
+        "gradwire.comm.compressors.build",
+        "gradwire.comm.huggingface",
     ),
     "Compressors": (
-        "gradwire.compressors.base",
-        "gradwire.compressors.sparse",
-        "gradwire.compressors.rounds",
-        "gradwire.compressors.registry",
-        "gradwire.compressors.feedback",
-        "gradwire.compressors.exempt",
-        "gradwire.compressors.schedule",
+        "gradwire.comm.compressors.base",
+        "gradwire.comm.compressors.sparse",
+        "gradwire.comm.compressors.rounds",
+        "gradwire.comm.compressors.registry",
+        "gradwire.comm.compressors.feedback",
+        "gradwire.comm.compressors.exempt",
+        "gradwire.comm.compressors.schedule",
     ),
-    "Collectives": ("gradwire.collectives.layout", "gradwire.collectives.meter", "gradwire.collectives.world"),
-    "Strategies": ("gradwire.parallel.strategy",),
-    "Data": ("gradwire.data.sources", "gradwire.data.corpus", "gradwire.data.shards", "gradwire.data.batches"),
+    "Collectives": (
+        "gradwire.comm.collectives.layout",
+        "gradwire.comm.collectives.meter",
+        "gradwire.comm.collectives.world",
+    ),
+    "Strategies": ("gradwire.comm.parallel.strategy",),
+    "Data": (
+        "gradwire.lm.data.sources",
+        "gradwire.lm.data.corpus",
+        "gradwire.lm.data.shards",
+        "gradwire.lm.data.batches",
+    ),
     "Per-sample gradients": (
-        "gradwire.persample.batch",
-        "gradwire.persample.norms",
-        "gradwire.gradients.projections.base",
-        "gradwire.gradients.store",
+        "gradwire.attribution.persample.batch",
+        "gradwire.attribution.persample.norms",
+        "gradwire.attribution.projections.base",
+        "gradwire.attribution.store.store",
     ),
     "Measurement": (
-        "gradwire.measurement.trace",
-        "gradwire.measurement.statistics",
-        "gradwire.measurement.measured_run",
-        "gradwire.measurement.ways",
-        "gradwire.measurement.cost_model",
+        "gradwire.bench.trace.trace",
+        "gradwire.bench.statistics.seeds",
+        "gradwire.bench.statistics.measured_run",
+        "gradwire.bench.statistics.ways",
+        "gradwire.bench.statistics.cost_model",
     ),
-    "Errors": ("gradwire.errors",),
+    "Errors": ("gradwire.base.errors",),
 }
-REEXPORTS = ("gradwire.parallel",)  # rooms whose `__init__` collects what its files define
+REEXPORTS = ("gradwire.comm.parallel",)  # rooms whose `__init__` collects what its files define
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -94,12 +105,12 @@ def configuration() -> str:
     parts = [
         "# Configuration",
         "An experiment is one YAML file. The same classes check it, give `gradwire train` its flags and generate "
-        "`src/gradwire/workflow/schemas/config.schema.json`, from which this page is made. A key that is not here "
+        "`src/gradwire/bench/workflow/schemas/config.schema.json`, from which this page is made. A key not listed here "
         "is an error, which names the nearest one. `extends: FILE` takes what is not given from another file.",
         "## Experiment",
         *described(schema),
     ]
-    of_cells = [config.Reduction.model_json_schema(), config.Communication.model_json_schema()]
+    of_cells = [config.Reduction.model_json_schema(), Communication.model_json_schema()]
     definitions = schema["$defs"] | {name: made for part in of_cells for name, made in part["$defs"].items()}
     for name, definition in sorted(definitions.items()):
         parts += [f"## {name}", *described(definition)]

@@ -18,10 +18,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-from gradwire.config import BASELINE
-from gradwire.files import write_json
-from gradwire.report.results_file import read_results
-from gradwire.workflow.experiment import check, read
+from gradwire.base.files import write_json
+from gradwire.bench.config import BASELINE
+from gradwire.bench.report.rows.results_file import read_results
+from gradwire.bench.workflow.experiment import check, read
 
 ROOT = Path(__file__).parents[2]
 TITLE = re.compile(r"<h1[^>]*>(.*?)</h1>", re.DOTALL)

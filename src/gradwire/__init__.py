@@ -10,14 +10,14 @@ __version__ = "0.1.0"
 
 # Strings, not import statements: every module of the package imports this file, and must not import these packages.
 HOMES = {
-    "Reducer": "gradwire.collectives",
-    "accumulation": "gradwire.parallel",
-    "build": "gradwire.compressors",
-    "clip_grad_norm": "gradwire.parallel",
-    "ddp_hook": "gradwire.parallel",
-    "hook": "gradwire.parallel",
-    "load_results": "gradwire.report.results",
-    "wrap": "gradwire.parallel",
+    "Reducer": "gradwire.comm.collectives",
+    "accumulation": "gradwire.comm.parallel",
+    "build": "gradwire.comm.compressors",
+    "clip_grad_norm": "gradwire.comm.parallel",
+    "ddp_hook": "gradwire.comm.parallel",
+    "hook": "gradwire.comm.parallel",
+    "load_results": "gradwire.bench.report.verbs.results",
+    "wrap": "gradwire.comm.parallel",
 }
 
 __all__ = [*HOMES, "__version__"]

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
-from gradwire import __version__, parent_watch
-from gradwire.errors import BAD_INPUT, DONE, FAULT, BadInput, did_you_mean, unknown
-from gradwire.failures import (
+from gradwire import __version__
+from gradwire.base import parent_watch
+from gradwire.base.errors import BAD_INPUT, DONE, FAULT, BadInput, did_you_mean, unknown
+from gradwire.base.failures import (
     clear_failure,
     exit_code,
     reason,
@@ -29,7 +30,7 @@ from gradwire.failures import (
     where,
     write_failure,
 )
-from gradwire.flags import COUNT, check_numbers, check_paths, check_words, writable
+from gradwire.base.flags import COUNT, check_numbers, check_paths, check_words, writable
 
 
 class Verb(NamedTuple):
@@ -40,42 +41,58 @@ class Verb(NamedTuple):
 
 
 VERBS = {
-    "init": Verb("gradwire.init", "write a configuration with every field, its default and its meaning"),
-    "run": Verb("gradwire.workflow.run", "run an experiment from its file to its page"),
-    "download": Verb("gradwire.data.download", "fetch or extract a corpus as a JSON array of id, title, text"),
-    "tokenize": Verb("gradwire.data.tokenize", "train or load a tokenizer and write token shards"),
-    "launch": Verb("gradwire.launch.launch", "check a verb's input and run it on several ranks"),
-    "train": Verb("gradwire.training.train", "train a language model under a compressor and a strategy"),
-    "trace": Verb("gradwire.measurement.trace", "read a run's profiler traces into profile.json"),
-    "perplexity": Verb("gradwire.training.perplexity", "compute the token-weighted perplexity of a saved model"),
-    "generate": Verb("gradwire.training.generate", "continue a prompt with a saved model"),
-    "grads collect": Verb("gradwire.gradients.collect", "collect projected per-sample gradients with their sample ids"),
-    "grads aggregate": Verb("gradwire.gradients.aggregate", "merge the ranks' gradients into one matrix"),
-    "grads validate": Verb("gradwire.gradients.validate", "check that row i is the gradient of sample id i"),
+    "init": Verb("gradwire.bench.init", "write a configuration with every field, its default and its meaning"),
+    "run": Verb("gradwire.bench.workflow.run", "run an experiment from its file to its page"),
+    "download": Verb("gradwire.lm.data.download", "fetch or extract a corpus as a JSON array of id, title, text"),
+    "tokenize": Verb("gradwire.lm.data.tokenize", "train or load a tokenizer and write token shards"),
+    "launch": Verb("gradwire.bench.launch.launch", "check a verb's input and run it on several ranks"),
+    "train": Verb("gradwire.bench.training.train", "train a language model under a compressor and a strategy"),
+    "trace": Verb("gradwire.bench.trace.trace", "read a run's profiler traces into profile.json"),
+    "perplexity": Verb("gradwire.bench.training.perplexity", "compute the token-weighted perplexity of a saved model"),
+    "generate": Verb("gradwire.bench.training.generate", "continue a prompt with a saved model"),
+    "grads collect": Verb(
+        "gradwire.attribution.collect.collect", "collect projected per-sample gradients with their sample ids"
+    ),
+    "grads aggregate": Verb("gradwire.attribution.store.aggregate", "merge the ranks' gradients into one matrix"),
+    "grads validate": Verb("gradwire.attribution.store.validate", "check that row i is the gradient of sample id i"),
     "grads influence": Verb(
-        "gradwire.gradients.influence", "rank training samples by their influence on validation samples"
+        "gradwire.attribution.query.influence", "rank training samples by their influence on validation samples"
     ),
-    "grads query": Verb("gradwire.gradients.query", "find the samples whose gradients are nearest to that of a text"),
-    "grads index": Verb("gradwire.gradients.index", "build a FAISS index of a gradient store, for faster queries"),
-    "grads serve": Verb("gradwire.gradients.serve", "answer queries of a gradient store in a browser, on this machine"),
-    "grads factors": Verb("gradwire.gradients.factors", "compute the curvature for gradients of type ekfac"),
+    "grads query": Verb(
+        "gradwire.attribution.query.query", "find the samples whose gradients are nearest to that of a text"
+    ),
+    "grads index": Verb(
+        "gradwire.attribution.query.index", "build a FAISS index of a gradient store, for faster queries"
+    ),
+    "grads serve": Verb(
+        "gradwire.attribution.query.serve", "answer queries of a gradient store in a browser, on this machine"
+    ),
+    "grads factors": Verb(
+        "gradwire.attribution.curvature.factors", "compute the curvature for gradients of type ekfac"
+    ),
     "grads lds": Verb(
-        "gradwire.gradients.lds", "judge attribution methods by trainings on random subsets of the samples"
+        "gradwire.bench.judge.lds", "judge attribution methods by trainings on random subsets of the samples"
     ),
-    "grads recall": Verb("gradwire.gradients.recall", "judge attribution methods by samples that were planted"),
-    "grads run": Verb("gradwire.gradients.run", "collect, aggregate and validate in one call"),
-    "norms": Verb("gradwire.gradients.norms", "compute the norm of every sample's gradient"),
-    "compressors": Verb("gradwire.compressors.listing", "list compressors and their options"),
-    "bench compressors": Verb(
-        "gradwire.compressors.bench.verb", "time every compressor and compare with memory bandwidth"
+    "grads recall": Verb("gradwire.bench.judge.recall", "judge attribution methods by samples that were planted"),
+    "grads run": Verb("gradwire.attribution.collect.run", "collect, aggregate and validate in one call"),
+    "norms": Verb("gradwire.attribution.collect.norms", "compute the norm of every sample's gradient"),
+    "compressors": Verb("gradwire.comm.compressors.listing", "list compressors and their options"),
+    "bench compressors": Verb("gradwire.bench.codecs.verb", "time every compressor and compare with memory bandwidth"),
+    "predict": Verb(
+        "gradwire.bench.report.verbs.predict", "predict step times and crossovers at any world size and bandwidth"
     ),
-    "predict": Verb("gradwire.report.predict", "predict step times and crossovers at any world size and bandwidth"),
-    "doctor": Verb("gradwire.doctor", "show what this machine supports, and test several ranks on it"),
-    "report": Verb("gradwire.report.page", "write a page of figures and tables over all runs of an experiment"),
-    "compare": Verb("gradwire.report.compare", "compare two experiments, paired by seed, with statistical tests"),
-    "status": Verb("gradwire.report.status", "show which runs are done, running, failed or pending, and the time left"),
-    "results": Verb("gradwire.report.results", "print an experiment's results, one line per run"),
-    "summarize": Verb("gradwire.report.summarize", "write one table over all runs of an experiment"),
+    "doctor": Verb("gradwire.bench.doctor", "show what this machine supports, and test several ranks on it"),
+    "report": Verb(
+        "gradwire.bench.report.verbs.page", "write a page of figures and tables over all runs of an experiment"
+    ),
+    "compare": Verb(
+        "gradwire.bench.report.verbs.compare", "compare two experiments, paired by seed, with statistical tests"
+    ),
+    "status": Verb(
+        "gradwire.bench.report.verbs.status", "show which runs are done, running, failed or pending, and the time left"
+    ),
+    "results": Verb("gradwire.bench.report.verbs.results", "print an experiment's results, one line per run"),
+    "summarize": Verb("gradwire.bench.report.verbs.summarize", "write one table over all runs of an experiment"),
 }
 
 

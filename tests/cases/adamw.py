@@ -5,8 +5,8 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire import Reducer, accumulation, wrap
-from gradwire.errors import BadInput
-from gradwire.parallel import optimizers
+from gradwire.base.errors import BadInput
+from gradwire.comm.parallel import optimizers
 
 dist.init_process_group("gloo")
 net = nn.Linear(6, 2)

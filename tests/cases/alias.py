@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from gradwire import Reducer, accumulation, wrap
-from gradwire.parallel import optimizers
+from gradwire.comm.parallel import optimizers
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)

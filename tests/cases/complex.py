@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import Reducer, ddp_hook, hook, wrap
-from gradwire.errors import GradwireError
+from gradwire.base.errors import GradwireError
 
 dist.init_process_group("gloo")
 way, rank = sys.argv[1], dist.get_rank()

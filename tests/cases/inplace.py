@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from gradwire.data.batches import Batch
-from gradwire.persample.norms import norms
+from gradwire.attribution.persample.norms import norms
+from gradwire.lm.data.batches import Batch
 
 
 class Net(nn.Module):

@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import Reducer, hook
-from gradwire.errors import BadInput
+from gradwire.base.errors import BadInput
 
 dist.init_process_group("gloo")
 

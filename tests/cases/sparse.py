@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import Reducer, hook
-from gradwire.errors import GradwireError
+from gradwire.base.errors import GradwireError
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)

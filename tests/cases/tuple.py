@@ -5,9 +5,9 @@ import sys
 
 import torch
 
-from gradwire.data.batches import Batch
-from gradwire.models import causal
-from gradwire.persample.norms import norms
+from gradwire.attribution.persample.norms import norms
+from gradwire.lm.data.batches import Batch
+from gradwire.lm.models import causal
 
 sizes = {
     "blenderbot": {"d_model": 32, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 48},

@@ -12,8 +12,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from gradwire import Reducer, accumulation, wrap
-from gradwire.errors import GradwireError
-from gradwire.parallel import named_parameters, optimizers
+from gradwire.base.errors import GradwireError
+from gradwire.comm.parallel import named_parameters, optimizers
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)

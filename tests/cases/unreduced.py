@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire import Reducer, hook
-from gradwire.errors import GradwireError
+from gradwire.base.errors import GradwireError
 
 dist.init_process_group("gloo")
 model = DistributedDataParallel(nn.Linear(4, 2))

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from gradwire.errors import BadInput
-from gradwire.files import read_json
-from gradwire.image import (
+from gradwire.base.errors import BadInput
+from gradwire.base.files import read_json
+from gradwire.bench.image import (
     CONTAINERS,
     RECIPE,
     VARIANTS,
@@ -29,7 +29,7 @@ from gradwire.image import (
 )
 
 ROOT = CONTAINERS.parent
-WORKFLOW = ROOT / "src" / "gradwire" / "workflow"
+WORKFLOW = ROOT / "src" / "gradwire" / "bench" / "workflow"
 WHEEL = re.compile(r"([a-z0-9._-]+)==(\S+) --hash=sha256:([0-9a-f]{64})")
 SHA256 = re.compile(r"[0-9a-f]{64}")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from jobs import job_counts
 
-from gradwire.files import read_json
-from gradwire.image import CONTAINERS, image_file, image_name
+from gradwire.base.files import read_json
+from gradwire.bench.image import CONTAINERS, image_file, image_name
 
 pytestmark = [pytest.mark.container, pytest.mark.timeout(1500)]
 

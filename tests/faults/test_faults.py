@@ -17,8 +17,8 @@ import pytest
 import yaml
 from data_samples import values, write_corpus
 
-from gradwire.files import sha256_file
-from gradwire.launch.ranks import THREADS
+from gradwire.base.files import sha256_file
+from gradwire.bench.launch.ranks import THREADS
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 INJECTOR = Path(__file__).with_name("inject.py")

@@ -20,7 +20,7 @@ import cluster
 import pytest
 import same_losses
 
-from gradwire.files import read_json
+from gradwire.base.files import read_json
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(1800)]
 

@@ -1,0 +1,134 @@
+"""Gradient types: transformations of per-sample gradients before projection.
+
+``sgd`` is the gradient, ``sign`` its signs, and ``adam`` the next Adam update for this sample alone, without the
+learning rate, from the saved moments of training (``lm.models.optimizer``); ``ekfac`` is in a module of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gradwire.attribution.options import AdamVariant
+from gradwire.base.errors import BadInput
+from gradwire.lm.models.moments import Moments
+
+LESS_BETAS, LESS_EPS = (0.9, 0.999), 1e-8  # constants of LESS's code, independent of the training's
+NOISE = 2e-6  # ten times the float32 rounding error of a zero sum, relative to its row's RMS
+CHUNK = 1 << 22  # entries processed at once
+
+
+class GradientType(Protocol):
+    """Transforms rows in place."""
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Transform gradients [samples, n] in place and return them."""
+
+
+# Largest difference between two computations of a row, relative to its norm: float32 sums in different order, with a
+# wide margin. Adam may divide by rounding noise, and signs may flip for entries near the noise level.
+TOLERANCE = {"sgd": 1e-4, "adam": 5e-3, "sign": 1e-2, "ekfac": 1e-2}
+
+
+def sgd(rows: Tensor) -> Tensor:
+    """Return the gradient unchanged."""
+    return rows
+
+
+@dataclass(frozen=True)
+class Sign:
+    """The signs of the gradient's entries, 0 for those of at most `NOISE` times the RMS of their row.
+
+    Some gradients are zero up to rounding, such as that of the key bias in attention, to which softmax is invariant.
+    Their signs would depend on the batch and the number of threads. A row runs along a parameter's last dimension: the
+    rows of an embedding differ in scale by orders of magnitude with the probabilities of their tokens, and small rows
+    are as exact as large ones.
+
+    Attributes:
+        shapes: The shape of each parameter, in the order of the columns.
+    """
+
+    shapes: Sequence[tuple[int, ...]]
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Replace gradients [samples, n] by their signs, in place."""
+        for columns, shape in zip(rows.split([math.prod(shape) for shape in self.shapes], 1), self.shapes, strict=True):
+            part = columns.unflatten(1, (-1, *shape[-1:])) if shape else columns
+            rms = part.square().mean(-1, keepdim=True).sqrt()
+            part.masked_fill_(part.abs() <= NOISE * rms, 0.0).sign_()
+        return rows
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam's update direction (Kingma & Ba, 2015, algorithm 1): with m' = β₁m + (1 - β₁)g and v' = β₂v + (1 - β₂)g²,
+
+    - ``torch``: m' / (1 - β₁ᵗ) / (√(v' / (1 - β₂ᵗ)) + ε), t counting this step: as `torch.optim.Adam`;
+    - ``less``: m' / √(v' + 1e-8), without bias correction, ε in the root, β₁ = 0.9 and β₂ = 0.999 always
+      (Xia et al., 2024, "LESS", as published in code).
+
+    Attributes:
+        exp_avg: m, [n], in the order of the rows' columns.
+        exp_avg_sq: v, [n].
+        step: Steps made, [n]; may differ between parameters.
+        beta1: β₁.
+        beta2: β₂.
+        eps: ε.
+        variant: ``torch`` or ``less``.
+    """
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    variant: AdamVariant = "torch"
+
+    @classmethod
+    def of(cls, moments: Moments, shapes: Mapping[str, Any], variant: AdamVariant, device: torch.device) -> Adam:
+        """Build from the saved moments of training.
+
+        Args:
+            moments: The moments of at least the parameters of ``shapes``.
+            shapes: The trainable parameters, in the order of the columns.
+            variant: ``torch`` or ``less``.
+            device: Device of the rows.
+
+        Raises:
+            BadInput: If a parameter has no moments, or moments of a different shape.
+        """
+        for name, shape in shapes.items():
+            if name not in moments.exp_avg:
+                raise BadInput(f"{moments.path} has no moments of {name}: a different model, or not trained.")
+            if tuple(moments.exp_avg[name].shape) != tuple(shape):
+                raise BadInput(
+                    f"{moments.path} has moments of {name} of shape {tuple(moments.exp_avg[name].shape)}, "
+                    f"the model's is {tuple(shape)}."
+                )
+
+        def flat(values: Mapping[str, Tensor]) -> Tensor:
+            return torch.cat([values[name].flatten() for name in shapes]).to(device)
+
+        steps = {name: torch.full(tuple(shape), float(moments.step[name])) for name, shape in shapes.items()}
+        betas = LESS_BETAS if variant == "less" else moments.betas
+        return cls(flat(moments.exp_avg), flat(moments.exp_avg_sq), flat(steps), *betas, moments.eps, variant)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        """Replace gradients [samples, n] by update directions, in place."""
+        for start in range(0, rows.shape[1], CHUNK):
+            part = rows[:, start : start + CHUNK]
+            m, v, step = (of[start : start + CHUNK] for of in (self.exp_avg, self.exp_avg_sq, self.step))
+            second = (part.square() * (1 - self.beta2)).add_(self.beta2 * v)
+            part.mul_(1 - self.beta1).add_(self.beta1 * m)
+            if self.variant == "less":
+                part.div_(second.add_(LESS_EPS).sqrt_())
+            else:
+                second.div_(1 - self.beta2 ** (step + 1)).sqrt_().add_(self.eps)
+                part.div_(1 - self.beta1 ** (step + 1)).div_(second)
+        return rows

@@ -1,0 +1,141 @@
+"""Types and helpers shared by all per-sample gradient methods: per-sample losses, targets, padding."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+
+from gradwire.base.errors import bounded
+from gradwire.lm.data.batches import IGNORED, Batch
+
+Reduction = Literal["mean", "sum"]
+PART = {"cpu": 1 << 16, "cuda": 1 << 24}  # entries that `squares` converts to float64 at once
+
+
+class PerSample(NamedTuple):
+    """Per-sample gradients of a batch of B samples.
+
+    Attributes:
+        gradient: ``[B, *shape]`` by parameter name; a tied parameter appears once, under its first name.
+        loss: ``[B]``; 0 for a sample without a target.
+        n_targets: ``[B]`` int64; a sample without a target has a zero gradient.
+    """
+
+    gradient: dict[str, Tensor]
+    loss: Tensor
+    n_targets: Tensor
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the trainable parameters by name, each once, in model order."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def allocated(model: nn.Module, samples: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Return uninitialised gradients ``[samples, *shape]`` of ``names``, or of all trainable parameters."""
+    wanted = {name: p for name, p in trainable(model).items() if names is None or name in names}
+    return {name: p.new_empty(samples, *p.shape) for name, p in wanted.items()}
+
+
+def losses_of(model: nn.Module, batch: Batch, reduction: Reduction = "mean") -> Tensor:
+    """Compute each sample's loss under a causal language model that returns ``logits``: [B], differentiable."""
+    logits = model(read(batch.input_ids), use_cache=False).logits
+    return sample_losses(logits, batch.labels, reduction, batch.weights)
+
+
+def read(input_ids: Tensor) -> Tensor:
+    """Return the tokens that a model reads, [B, T - 1]: all but the last, which is only a target."""
+    return input_ids[:, : max(1, input_ids.shape[1] - 1)]
+
+
+def sample_losses(logits: Tensor, labels: Tensor, reduction: Reduction, weights: Tensor | None = None) -> Tensor:
+    """Compute each sample's loss: the weighted cross-entropy over its valid targets, or 0 if it has none.
+
+    The mean divides by the number of targets and not by the sum of weights, which may be 0 or negative and would cancel
+    the weight of a whole sample.
+
+    Args:
+        logits: ``[B, T, V]``, of which the last are not used, or ``[B, T - 1, V]``.
+        labels: ``[B, T]``, shifted by one inside; `IGNORED` marks positions without a target.
+        reduction: ``mean`` or ``sum`` over the targets.
+        weights: ``[B, T]``, of the tokens of ``labels``; None: 1.
+
+    Returns:
+        ``[B]``.
+    """
+    after = labels.shape[1] - 1
+    shifted = pad(labels[:, 1:], (0, logits.shape[1] - after), value=IGNORED)  # a slice of the logits would copy them
+    each = cross_entropy(logits.flatten(0, 1), shifted.flatten(), ignore_index=IGNORED, reduction="none")
+    each = each.view(shifted.shape)[:, :after]
+    totals = (each if weights is None else each * weights[:, 1:]).sum(1)
+    return totals if reduction == "sum" else totals / n_targets(labels).clamp(min=1)
+
+
+def n_targets(labels: Tensor) -> Tensor:
+    """Count the valid targets in each row of ``labels`` [B, T]: int64 [B]."""
+    return (labels[:, 1:] != IGNORED).sum(1)
+
+
+def padded_width(batch: Batch) -> Batch:
+    """Drop the trailing columns without a label in any row, such as padding."""
+    used = (batch.labels != IGNORED).any(0).nonzero()
+    width = max(2, int(used[-1]) + 1 if len(used) else 0)
+    return batch.of_tensors(lambda values: values[:, :width])
+
+
+@contextmanager
+def evaluation(model: nn.Module) -> Iterator[None]:
+    """Put the model in evaluation mode, and restore its mode on exit."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def no_targets(batch: Batch) -> Tensor:
+    """Mask of the samples without a valid target: bool [B]."""
+    return n_targets(batch.labels) == 0
+
+
+def zeroed(values: Tensor, rows: Tensor) -> Tensor:
+    """Set the rows selected by a mask to exact zeros, in place, even where they are NaN."""
+    if rows.device.type == "cpu" and not rows.any():  # on a GPU, asking would wait for the GPU
+        return values
+    return values.masked_fill_(rows.view(-1, *[1] * (values.ndim - 1)), 0.0)
+
+
+def squares(values: Tensor) -> Tensor:
+    """Compute the squared norm of each row of ``values`` [B, n] in float64: [B].
+
+    Parts that stay in the cache are converted one by one, several times as fast as all of ``values`` at once.
+    """
+    total = values.new_zeros(len(values), dtype=torch.float64)
+    for part in values.split(max(1, PART[values.device.type] // max(1, len(values))), dim=1):
+        exact = part.double()
+        total += torch.linalg.vecdot(exact, exact)
+    return total
+
+
+@cache
+def note(text: str) -> None:
+    """Print a message to stderr, once per process."""
+    print(f"gradwire: {bounded(text)}", file=sys.stderr)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether the error is an out-of-memory error of the GPU or CPU allocator."""
+    message = str(error)
+    return (
+        isinstance(error, torch.OutOfMemoryError)
+        or "DefaultCPUAllocator" in message
+        or "can't allocate memory" in message
+    )

@@ -1,0 +1,248 @@
+"""Per-sample gradients from each layer's input and output gradient, captured by hooks in one backward pass.
+
+The parameters of a supported layer are frozen while it runs, and a node of the graph claims the gradient of its output.
+Before the backward pass the graph is searched. A parameter that is in it was used where the hooks cannot see it: in an
+unsupported layer, without a batch dimension, or outside its layer. Such parameters are reported, never skipped. Each
+claim in the graph must receive a gradient.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from gradwire.attribution.persample.batch import (
+    PerSample,
+    Reduction,
+    allocated,
+    evaluation,
+    losses_of,
+    n_targets,
+    no_targets,
+    padded_width,
+    trainable,
+    zeroed,
+)
+from gradwire.attribution.persample.batch_dims import BatchDim, batch_dims, by_sample, repeated
+from gradwire.attribution.persample.claims import claimed, hooked, nodes_of
+from gradwire.attribution.persample.layer_factors import LayerFactor
+from gradwire.attribution.persample.rules import Rule, features, input_of, rule_of
+from gradwire.base.errors import BadInput, RunFault
+from gradwire.lm.data.batches import Batch
+
+Take: TypeAlias = Callable[[str, LayerFactor, bool], None]
+
+
+def unsupported(model: nn.Module) -> list[str]:
+    """Return the names of the trainable parameters of unsupported layers."""
+    names = {id(parameter): name for name, parameter in trainable(model).items()}
+    return [
+        names[id(parameter)]
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+        if id(parameter) in names and rule_of(module) is None
+    ]
+
+
+class Seen(NamedTuple):
+    """The result of a pass: the losses [B], and the names of the parameters with uses that the hooks missed."""
+
+    losses: Tensor
+    unseen: list[str]
+
+
+def backward(model: nn.Module, batch: Batch, take: Take, reduction: Reduction = "mean") -> Seen:
+    """Call ``take(name, use, last)`` for each use of a trainable parameter, in backward order.
+
+    Args:
+        model: A causal language model that returns ``logits``.
+        batch: Samples of any length, padded on the right; a sample without a target has a zero gradient.
+        take: Called during the backward pass; ``last`` marks a parameter's last use. Skipped for unseen parameters.
+        reduction: How the loss reduces over a sample's targets.
+
+    Raises:
+        BadInput: If a parameter is unseen and the weights are sharded.
+        RunFault: If a claim in the graph receives no gradient.
+    """
+    watch = _Watch(model, batch, take)
+    with evaluation(model), watch.hooked():
+        losses = losses_of(model, batch, reduction)
+        watch.search(losses)
+        if watch.unseen and watch.sharded:
+            raise BadInput(
+                f"{min(watch.unseen)} is sharded and used by an unsupported layer or outside its layer: use --strategy "
+                "ddp."
+            )
+        if watch.due.total():
+            torch.autograd.grad(losses.sum(), watch.root, allow_unused=True)
+    if watch.due.total():
+        raise RunFault(f"a use of {', '.join([*+watch.due][:3])} received no gradient: use --method vmap or loop.")
+    return Seen(losses.detach(), [name for name in trainable(model) if name in watch.unseen])
+
+
+class _Watch:
+    """Tracks the trainable parameters through one forward and one backward pass.
+
+    Attributes:
+        root: The leaf whose gradient is computed, so that the backward pass runs through all claims.
+        sharded: Whether the weights are sharded.
+        unseen: Names of the parameters with missed uses; set between the two passes.
+        due: Number of uses whose gradients are to come, by name; set between the two passes.
+        samples: B.
+    """
+
+    def __init__(self, model: nn.Module, batch: Batch, take: Take) -> None:
+        self.root = torch.zeros((), requires_grad=True)
+        self.sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        self.unseen, self.due, self.samples = set[str](), Counter[str](), len(batch.labels)
+        self._parameters = trainable(model)
+        self._names = {id(p): name for name, p in self._parameters.items()}  # FSDP2 swaps those of a layer that runs
+        owned = {
+            module: {at: self._names[id(p)] for at, p in module.named_parameters(recurse=False) if p.requires_grad}
+            for module in model.modules()
+        }
+        self._owned = {module: names for module, names in owned.items() if names}
+        self._take = take
+        self._dims = batch_dims(model, batch) if self.samples > 1 else {}
+
+    @contextmanager
+    def hooked(self) -> Iterator[None]:
+        """Register hooks on every layer that owns parameters, and remove them on exit."""
+        try:
+            with hooked(self._owned, self._after, self._before):
+                yield
+        finally:
+            for parameter in self._parameters.values():
+                parameter.requires_grad_(True)
+
+    def search(self, losses: Tensor) -> None:
+        """Find the claims and the unseen parameters in the graph of the losses, after the forward pass."""
+        for node in nodes_of(losses):
+            use = getattr(node, "receive", None)
+            if isinstance(use, _Use):
+                self.due.update(use.names.values())
+                if use.x._version != use.version:
+                    self.unseen.update(use.names.values())
+            elif isinstance(node, torch._C._functions.AccumulateGrad) and node.variable is not self.root:
+                name = self._names.get(id(node.variable))
+                self.unseen.update([name] if name else ["a parameter"] * self.sharded)
+
+    def receive(self, use: _Use, factors: dict[str, LayerFactor]) -> None:
+        """Hand on a use's contributions to the gradients of its parameters."""
+        for local, name in use.names.items():
+            self.due[name] -= 1
+            if name not in self.unseen:
+                self._take(name, factors[local], not self.due[name])
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        unclaimed = self._use(module, args, kwargs) is None
+        for local, name in self._owned[module].items():
+            parameter = getattr(module, local)
+            self._names[id(parameter)] = name
+            parameter.requires_grad_(unclaimed)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        for local in self._owned[module]:
+            getattr(module, local).requires_grad_(True)
+        use = self._use(module, args, kwargs)
+        if use is None or not torch.is_grad_enabled():
+            return output
+        return claimed(repeated(output, use.dim, self.samples), self.root, use)
+
+    def _use(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Use | None:
+        """Return the call of a layer, or None if it is not supported or its input has no batch dimension."""
+        names, rule, x = self._owned[module], rule_of(module), input_of(module, args, kwargs)
+        if rule is None or x is None or not names.keys() <= {"weight", "bias"}:
+            return None
+        dim = BatchDim(0, False)
+        if self.samples > 1:
+            known = self._dims.get(module, {}).get(x.ndim)
+            if known is None or x.shape[known.dim] != (1 if known.repeated else self.samples):
+                return None
+            dim = known
+        return _Use(self, module, names, rule, x.detach(), x._version, dim)
+
+
+@dataclass(eq=False)
+class _Use:
+    """One call of a supported layer; called with its output gradient.
+
+    Attributes:
+        watch: The pass.
+        module: The layer.
+        names: Names of its parameters, by their names in the layer.
+        rule: Its gradient rule.
+        x: Its input.
+        version: Changes of the input in place before the call.
+        dim: The batch dimension.
+    """
+
+    watch: _Watch
+    module: nn.Module
+    names: dict[str, str]
+    rule: Rule
+    x: Tensor
+    version: int
+    dim: BatchDim
+
+    def __call__(self, grad: Tensor) -> None:
+        """Compute the contributions to the gradients of the parameters, and let the input go."""
+        width, samples = features(self.module), self.watch.samples
+        x = by_sample(self.x, self.x.ndim - width, self.dim, samples)
+        of_output = by_sample(grad.detach(), self.x.ndim - width, BatchDim(self.dim.dim, False), samples)
+        del self.x
+        self.watch.receive(self, self.rule(self.module, x, of_output))
+
+
+class Unseen(BadInput):
+    """The ``hooks`` method missed a use of a parameter."""
+
+
+def all_seen(seen: Seen) -> Tensor:
+    """Return the losses of a pass that saw every use of every parameter.
+
+    Raises:
+        Unseen: If it missed one.
+    """
+    if seen.unseen:
+        raise Unseen(
+            f"--method hooks does not see every use of {', '.join(seen.unseen[:3])}: its layer is not supported "
+            "or has an input without a batch dimension, or it is used outside its layer. Use --method vmap or loop."
+        )
+    return seen.losses
+
+
+def gradients(
+    model: nn.Module, batch: Batch, reduction: Reduction = "mean", out: dict[str, Tensor] | None = None
+) -> PerSample:
+    """Compute the per-sample gradients of a batch layer by layer.
+
+    Args:
+        model: A causal language model.
+        batch: Samples of any length, padded on the right.
+        reduction: How the loss reduces over a sample's targets.
+        out: Where the gradients are written, as `PerSample.gradient`; None: new tensors.
+
+    Raises:
+        Unseen: If the hooks miss a use of a parameter.
+    """
+    batch = padded_width(batch)
+    out = allocated(model, len(batch.labels)) if out is None else out
+    written: set[str] = set()
+
+    def take(name: str, use: LayerFactor, last: bool) -> None:
+        use.write(out[name], add=name in written)
+        written.add(name)
+
+    losses = all_seen(backward(model, batch, take, reduction))
+    empty = no_targets(batch)
+    for name, gradient in out.items():
+        zeroed(gradient, empty if name in written else torch.ones_like(empty))
+    return PerSample(out, losses, n_targets(batch.labels))

@@ -1,0 +1,119 @@
+"""Contribution of one use of a parameter in a forward pass to its per-sample gradient.
+
+For B samples of T tokens, the gradient of a matrix that multiplies tokens is G[b] = Σ_t left[b, t] ⊗ right[b, t]. Its
+norm and its projection follow from the two factors, without forming G.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from gradwire.attribution.persample.batch import squares
+
+
+@dataclass(frozen=True)
+class OuterProduct:
+    """A gradient given as a sum of outer products.
+
+    Attributes:
+        rows: Rows of the parameter.
+        left: ``[B, T, rows]``, or int64 ids ``[B, T]`` of an embedding, which represent unit vectors.
+        right: ``[B, T, columns]``.
+    """
+
+    rows: int
+    left: Tensor
+    right: Tensor
+
+    @property
+    def one_hot(self) -> bool:
+        """Whether ``left`` holds ids."""
+        return not self.left.is_floating_point()
+
+    def gradient(self) -> Tensor:
+        """Form G, ``[B, rows, columns]``."""
+        samples, _, columns = self.right.shape
+        found = self.right.new_empty(samples, self.rows, columns)
+        self.write(found)
+        return found
+
+    def write(self, out: Tensor, add: bool = False) -> None:
+        """Write G into ``out``, or add it there."""
+        if not self.one_hot:
+            torch.baddbmm(out, self.left.transpose(1, 2), self.right, beta=int(add), out=out)
+            return
+        if not add:
+            out.zero_()
+        for of, ids, right in zip(out, self.left, self.right, strict=True):
+            of.index_add_(0, ids, right)
+
+
+@dataclass(frozen=True)
+class Direct:
+    """A gradient that is already formed.
+
+    Attributes:
+        value: ``[B, *shape]``.
+    """
+
+    value: Tensor
+
+    def gradient(self) -> Tensor:
+        """Return the value."""
+        return self.value
+
+    def write(self, out: Tensor, add: bool = False) -> None:
+        """Write the value into ``out``, or add it there."""
+        if add:
+            out += self.value
+        else:
+            out.copy_(self.value)
+
+
+LayerFactor: TypeAlias = OuterProduct | Direct
+
+
+def square_norm(uses: Sequence[LayerFactor]) -> Tensor:
+    """Compute ``‖Σ G‖²`` over all uses of one parameter: float64 [B].
+
+    The inner products between the uses of a tied parameter are included; they may have either sign.
+    """
+    if all(isinstance(use, OuterProduct) for use in uses):
+        outer = [use for use in uses if isinstance(use, OuterProduct)]
+        pairs = [
+            (one, other, 1.0 if i == j else 2.0)
+            for i, one in enumerate(outer)
+            for j, other in enumerate(outer[: i + 1])
+        ]
+        return sum((factor * inner(one, other) for one, other, factor in pairs), torch.zeros(())).clamp(min=0)
+    total = sum((use.gradient() for use in uses[1:]), uses[0].gradient())
+    return squares(total.flatten(1))
+
+
+def inner(one: OuterProduct, other: OuterProduct) -> Tensor:
+    """Compute ``⟨G, G'⟩`` of two uses with gradients of equal shape: float64 [B].
+
+    Uses Σ_{t,t'} ⟨left_t, left'_t'⟩ ⟨right_t, right'_t'⟩ where that is cheaper than forming G.
+    """
+    tokens, columns = one.right.shape[1:]
+    if one is other and not one.one_hot and 2 * tokens**2 > one.rows * columns:
+        return squares(one.gradient().flatten(1))
+    products = _gram(one.left, other.left) * _gram(one.right, other.right)
+    return products.sum((1, 2), dtype=torch.float64)
+
+
+def _gram(one: Tensor, other: Tensor) -> Tensor:
+    """Compute the inner products of all pairs of tokens, ``[B, T, T']``; ids represent unit vectors."""
+    if one.is_floating_point() and other.is_floating_point():
+        return one @ other.transpose(1, 2)
+    if one.is_floating_point():
+        return _gram(other, one).transpose(1, 2)
+    if other.is_floating_point():
+        wanted = one[:, None, :].expand(-1, other.shape[1], -1)
+        return other.gather(2, wanted).transpose(1, 2)
+    return (one[:, :, None] == other[:, None, :]).float()

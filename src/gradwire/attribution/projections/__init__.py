@@ -1,0 +1,71 @@
+"""Random projections of gradients: P with E[PᵀP] = I, which preserves norms and inner products in expectation.
+
+P is never stored in full. Each entry depends only on (seed, parameter name, column, row), in integer arithmetic, so a
+seed gives the same matrix on every device, rank, batch and tile size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gradwire.attribution.projections.base import Projector, Shapes
+from gradwire.attribution.projections.dense import Normal, Rademacher
+from gradwire.attribution.projections.factored import Factored
+from gradwire.attribution.projections.sjlt import Sjlt
+from gradwire.attribution.projections.srht import Srht
+from gradwire.attribution.projections.whole import Whole
+from gradwire.base.errors import BadInput, unknown
+
+__all__ = ["OF_PARTS", "PROJECTORS", "Projector", "Shapes", "build", "check_width"]
+
+PROJECTORS: dict[str, Callable[[Shapes, int], Projector]] = {
+    "rademacher": Rademacher,
+    "normal": Normal,
+    "sjlt": Sjlt,
+    "srht": Srht,
+    "factored": Factored,
+    "none": Whole,
+}
+
+OF_PARTS = ("rademacher", "normal", "factored")
+"""Projections that project a part of the parameters as the whole, with zeros elsewhere, and keep norms of small ones.
+
+`srht` and `none` depend on all parameters; a row of `sjlt` may lose a quarter of the squared norm of a gradient that
+has two large entries, which the band of `sjlt` excludes.
+"""
+
+
+def build(projection: str, shapes: Shapes, seed: int) -> Projector:
+    """Build a projector by name.
+
+    Args:
+        projection: One of `PROJECTORS`.
+        shapes: The shape of each parameter, by name, in the model's order.
+        seed: Seed of the matrix.
+
+    Raises:
+        BadInput: If the projection is unknown.
+    """
+    if projection not in PROJECTORS:
+        raise unknown("projection", projection, PROJECTORS)
+    return PROJECTORS[projection](shapes, seed)
+
+
+def by_module(shapes: Shapes) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the shapes of parameters by the module that owns them, whose parameters follow each other in a model."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in shapes.items():
+        found.setdefault(name.rpartition(".")[0], {})[name] = shape
+    return found
+
+
+def check_width(dims: Sequence[int], entries: int) -> None:
+    """Check that rows are not wider than the gradients.
+
+    Raises:
+        BadInput: If they are.
+    """
+    if max(dims) > entries:
+        raise BadInput(
+            f"--dim {max(dims)}: the model's gradients have {entries} entries; give at most as many columns."
+        )

@@ -1,0 +1,217 @@
+"""The verb ``grads index``: a FAISS index of a store's rows, for ``grads query --index`` and ``serve --index``.
+
+``index.faiss`` lies beside the rows. ``index.json`` binds it to them: the digest of the store that it was built from,
+its own checksum, and how it was built. FAISS reads the file only after both have been compared.
+
+| kind | holds | finds |
+|:--|:--|:--|
+| flat | every row as float32 | what exact search does, except for ties within float32's rounding |
+| ivf | every row, in lists around centroids (k-means) | only rows of the lists nearest to the query |
+| pq | a few bytes per row, product quantization (Jégou et al., 2011) | rows by approximate scores |
+
+An index only proposes rows: `WIDER` times as many as are asked for, whose exact scores are then computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradwire.base.errors import BadInput
+from gradwire.base.files import digest, read_object, sha256_file, whole, write_json
+from gradwire.base.flags import COUNT
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from gradwire.attribution.query.search import Store
+    from gradwire.attribution.store.manifest import Manifest
+    from gradwire.attribution.store.row_file import RowFile
+
+FILE, NOTE = "index.faiss", "index.json"
+KINDS = ("flat", "ivf", "pq")
+METRICS = ("cosine", "dot")
+WIDER = 10
+CENTROIDS = 256  # of a product quantizer: one byte
+EACH = 64  # rows per centroid that k-means sees
+PROBED = 8  # by default, one of this many lists is searched
+CODE = 64  # bytes of a row, by default
+BLOCK_BYTES = 1 << 26  # of rows added at once
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the verb's flags."""
+    parser.add_argument("--store", type=Path, required=True, metavar="DIR", help="a merged store (dim<N>/)")
+    parser.add_argument("--kind", choices=KINDS, default="ivf", help="how rows are held and searched")
+    parser.add_argument("--metric", choices=METRICS, default=METRICS[0], help="similarity that it is built for")
+    parser.add_argument("--lists", type=COUNT, help="ivf: number of lists (default: the root of the number of rows)")
+    parser.add_argument("--probe", type=COUNT, help=f"ivf: lists that a query searches (default: one in {PROBED})")
+    parser.add_argument("--bytes", type=COUNT, help=f"pq: bytes per row, a divisor of its columns (default: {CODE})")
+
+
+def beside(args: argparse.Namespace) -> Path:
+    """Return the folder of the output."""
+    return args.store
+
+
+def main(args: argparse.Namespace) -> None:
+    """Build the index and write it beside the rows.
+
+    Raises:
+        BadInput: If FAISS is not installed, the store is invalid, or a flag does not fit the kind or the store.
+    """
+    from gradwire.attribution.query.search import open_store
+    from gradwire.attribution.store.row_file import RowFile
+
+    faiss = library()
+    found = open_store(args.store)
+    rows = RowFile(found.rows.names.rows)
+    index = empty(rows.shape, args)
+    if not index.is_trained:
+        index.train(sample(rows, args.metric, EACH * (index.nlist if args.kind == "ivf" else CENTROIDS)))
+    for block in blocks(rows, args.metric):
+        index.add(block)
+    (args.store / NOTE).unlink(missing_ok=True)
+    with whole(args.store / FILE) as part, part.open("wb") as stream:  # FAISS's own file ignores errors at its close
+        faiss.write_index(index, faiss.PyCallbackIOWriter(stream.write))
+    made = {"kind": args.kind, "metric": args.metric, "store": store_digest(found.manifest)}
+    write_json(args.store / NOTE, {**made, "sha256": sha256_file(args.store / FILE)})
+    print(f"{args.kind} index of {rows.shape[0]} rows for {args.metric} in {args.store / FILE}")
+
+
+def blocks(rows: RowFile, metric: str) -> Iterator[NDArray[np.float32]]:
+    """Yield a store's rows as an index takes them, in blocks."""
+    for block in rows.chunks(max(1, BLOCK_BYTES // (4 * rows.shape[1]))):
+        yield prepared(block, metric)
+
+
+def sample(rows: RowFile, metric: str, count: int) -> NDArray[np.float32]:
+    """Return at most ``count`` of these rows, evenly spaced."""
+    import numpy as np
+
+    step = max(1, math.ceil(rows.shape[0] / count))
+    return prepared(rows.take(np.arange(0, rows.shape[0], step)), metric)
+
+
+def prepared(block: NDArray[np.float32], metric: str) -> NDArray[np.float32]:
+    """Scale rows to norm 1 for ``cosine``; zero rows stay zero."""
+    from gradwire.attribution.store.row_file import normalized
+
+    return normalized(block) if metric == "cosine" else block
+
+
+def empty(shape: tuple[int, int], args: argparse.Namespace) -> Any:
+    """Return an index without rows.
+
+    Raises:
+        BadInput: If a flag belongs to another kind, or the store has too few rows or not enough columns for it.
+    """
+    faiss, (count, dim) = library(), shape
+    for flag, kind in (("lists", "ivf"), ("probe", "ivf"), ("bytes", "pq")):
+        if getattr(args, flag) is not None and args.kind != kind:
+            raise BadInput(f"--{flag} is given for --kind {args.kind}: it belongs to --kind {kind}.")
+    if args.kind == "flat":
+        return faiss.IndexFlatIP(dim)
+    if args.kind == "ivf":
+        lists = args.lists or max(1, round(math.sqrt(count)))
+        probe = args.probe or math.ceil(lists / PROBED)
+        if not probe <= lists <= count:
+            raise BadInput(
+                f"--lists {lists} and --probe {probe} for {count} rows: at most as many lists as rows, and at most as "
+                "many searched as there are."
+            )
+        quantizer = faiss.IndexFlatIP(dim)
+        index = faiss.IndexIVFFlat(quantizer, dim, lists, faiss.METRIC_INNER_PRODUCT)
+        index.nprobe, index.cp.min_points_per_centroid = probe, 1  # few rows per list are fine, without a warning
+        return index
+    size = args.bytes or math.gcd(CODE, dim)
+    if dim % size or count < CENTROIDS:
+        raise BadInput(
+            f"--kind pq with {size} bytes for {count} rows of {dim} columns: it takes at least {CENTROIDS} rows, and "
+            "--bytes that divides the columns."
+        )
+    index = faiss.IndexPQ(dim, size, 8, faiss.METRIC_INNER_PRODUCT)
+    index.pq.cp.min_points_per_centroid = 1
+    return index
+
+
+class Index:
+    """An index that was read.
+
+    Args:
+        found: The store beside it.
+
+    Raises:
+        BadInput: If FAISS or the index is missing, or the index is damaged or belongs to other rows.
+    """
+
+    def __init__(self, found: Store) -> None:
+        faiss = library()
+        file, note = found.path / FILE, found.path / NOTE
+        again = f"run `gradwire grads index --store {found.path}`"
+        if not (file.is_file() and note.is_file()):
+            raise BadInput(f"{found.path} has no complete index: {again}.")
+        made = read_object(note)
+        if made.get("store") != store_digest(found.manifest):
+            raise BadInput(f"{file} was built from other rows than those beside it: {again} again.")
+        if made.get("sha256") != sha256_file(file):
+            raise BadInput(f"{file} is damaged: its SHA-256 differs from that in {note}; {again} again.")
+        try:
+            self._index = faiss.read_index(str(file), faiss.IO_FLAG_MMAP_IFC)
+        except (RuntimeError, MemoryError) as error:
+            raise BadInput(f"{file} cannot be read by this version of FAISS: {again} again.") from error
+        self.kind, self.metric, self._file = made.get("kind"), made.get("metric"), file
+        if (self._index.ntotal, self._index.d) != found.rows.shape:
+            raise BadInput(f"{file} does not have the rows beside it: {again} again.")
+
+    def near(self, against: NDArray[np.float64], metric: str, count: int) -> NDArray[np.int64] | None:
+        """Return the positions, ascending, of rows that may be among the ``count`` nearest; None for all rows.
+
+        Args:
+            against: A `search.target`, [m, D]; each of its rows proposes rows of its own.
+            metric: ``cosine`` or ``dot``.
+            count: Number of rows to find.
+
+        Raises:
+            BadInput: If the index was built for another metric, or proposes no row or one that the store does not have.
+        """
+        import numpy as np
+
+        if metric != self.metric:
+            raise BadInput(f"{self._file} is for {self.metric}, not {metric}: ask for {self.metric}, or index again.")
+        if WIDER * count >= self._index.ntotal:
+            return None
+        norms = np.linalg.norm(against, axis=1, keepdims=True)  # which float32 might not hold
+        directions = (against / np.where(norms == 0, 1, norms)).astype(np.float32)
+        _, positions = self._index.search(directions, WIDER * count)
+        found = np.unique(positions[positions >= 0])
+        if not len(found):
+            raise BadInput(f"{self._file}: the searched lists have no rows; index again with a larger --probe.")
+        if found[-1] >= self._index.ntotal:
+            raise BadInput(f"{self._file} has rows that the store does not have, such as {found[-1]}: index again.")
+        return found
+
+
+def store_digest(made: Manifest) -> str:
+    """Return the digest of a store's rows, ids and metadata."""
+    from gradwire.attribution.store.manifest import OWN
+
+    return digest({name: made.sha256[name] for name in OWN}, length=64)
+
+
+def library() -> Any:
+    """Return the module ``faiss``.
+
+    Raises:
+        BadInput: If it is not installed.
+    """
+    try:
+        import faiss
+    except ImportError:
+        raise BadInput("an index needs FAISS: pip install 'gradwire[faiss]'.") from None
+    return faiss

@@ -1,0 +1,294 @@
+"""The verb ``grads influence``: rank training samples by gradient similarity to validation samples.
+
+The score of a training sample for a validation sample is Σ_c w_c · s(train_c, validation_c) over checkpoints c, with
+normalised learning rates w_c. s is the inner product or cosine of the projected gradients, with ``--curvature`` under
+the inverse second moment of the checkpoint's training rows (Pruthi et al., 2020, "TracIn"). The score of a training
+sample is the mean over the validation samples, their maximum, or the maximum over subtasks of the mean within each
+(Xia et al., 2024, "LESS", section 4.2).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradwire.attribution.curvature import curvature
+from gradwire.base.errors import BadInput
+from gradwire.base.files import check_sums, read_object, whole, write_json
+from gradwire.base.flags import COUNT, POSITIVE, output_folder
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from gradwire.attribution.query.search import Store
+
+MATRIX = "matrix.npy"
+LEARNING_RATE = "learning_rate"
+SAME = ("model_digest", "lora", "dim", "projection", "seed", "fingerprint", "loss")  # of training and validation
+SAME_STEP = ("adam_variant", "optimizer_digest")  # if both are of type adam, or both of ekfac
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the verb's flags."""
+    parser.add_argument(
+        "--train", type=Path, nargs="+", required=True, metavar="DIR", help="one merged store (dim<N>/) per checkpoint"
+    )
+    parser.add_argument(
+        "--validation", type=Path, nargs="+", required=True, metavar="DIR", help="as many, in the same order"
+    )
+    parser.add_argument(
+        "--weights",
+        type=weight,
+        nargs="+",
+        metavar="W",
+        help=f"learning rate of each checkpoint (default: equal); {LEARNING_RATE}: as the models in models/ state it",
+    )
+    parser.add_argument("--metric", choices=("cosine", "dot"), default="cosine", help="similarity of two gradients")
+    parser.add_argument(
+        "--over",
+        choices=("mean", "max", "subtask"),
+        default="mean",
+        help="reduction over validation samples; subtask: mean within each subtask, then the maximum, as in LESS",
+    )
+    parser.add_argument(
+        "--subtasks",
+        type=Path,
+        metavar="FILE",
+        help="JSON object of the validation documents' subtasks by id (default: an id up to its last slash)",
+    )
+    parser.add_argument("--matrix", action="store_true", help=f"also write the score of each pair: {MATRIX}")
+    curvature.arguments(parser)
+    parser.add_argument("--top_k", type=COUNT, default=100, help="number of samples to select")
+    parser.add_argument("--corpus", type=Path, help="corpus file; adds the selected samples' documents")
+    parser.add_argument(
+        "--output_dir", type=output_folder, required=True, help="folder for scores.parquet, top.jsonl, influence.json"
+    )
+
+
+def beside(args: argparse.Namespace) -> Path:
+    """Return the folder of the outputs."""
+    return args.output_dir
+
+
+def main(args: argparse.Namespace) -> None:
+    """Score every training sample and select the best.
+
+    Raises:
+        BadInput: If the stores are incompatible, or a selected sample's document is not in the corpus.
+    """
+    import numpy as np
+
+    from gradwire.attribution.query.search import groups_of, open_store, order_of
+    from gradwire.attribution.query.texts import documents_of
+    from gradwire.attribution.store.row_file import npy_writer
+
+    if args.subtasks is not None and args.over != "subtask":
+        raise BadInput(f"--subtasks {args.subtasks} is given without --over subtask: add it.")
+    damping = curvature.damping_of(args)
+    stated = args.weights == [LEARNING_RATE]
+    weights = normalised_weights(None if stated else args.weights, len(args.train), len(args.validation))
+    pairs = [(open_store(one), open_store(other)) for one, other in zip(args.train, args.validation, strict=True)]
+    for train, validation in pairs:
+        check_alike(train, validation)
+        for one, first in zip((train, validation), pairs[0], strict=True):
+            if (one.rows.ids, one.manifest.data_digest) != (first.rows.ids, first.manifest.data_digest):
+                raise BadInput(f"{one.path} and {first.path} hold different samples, or a different order.")
+    if stated:
+        rates = [learning_rate(train) for train, _ in pairs]
+        weights = normalised_weights(rates, len(rates), len(rates))
+    train, validation = pairs[0]
+    ids, asked = train.rows.ids, validation.rows.ids
+    names, groups = grouped(args.over, [validation.manifest.sample_id(id_) for id_ in asked], args.subtasks)
+    parts = []
+    with ExitStack() as stack:
+        if args.matrix:
+            matrix = stack.enter_context(npy_writer(args.output_dir / MATRIX, (len(ids), len(asked))))
+        columns = groups_of("max", len(asked)) if args.matrix else groups
+        for block in weighted(pairs, weights, columns, args.metric, damping):
+            if args.matrix:
+                matrix.append(block)
+            means = means_of(block, groups) if args.matrix and args.over != "max" else block
+            parts.append(means if names else means.max(1, keepdims=True))
+        of_groups = np.concatenate(parts)  # [n, subtasks], or [n, 1]
+        scores, place = of_groups.max(1), of_groups.argmax(1)
+        best = order_of(scores)[: args.top_k].tolist()
+        samples = [train.manifest.sample_id(ids[at]) for at in best]
+        documents = documents_of(samples, args.corpus) if args.corpus else {}
+    if not args.matrix:
+        (args.output_dir / MATRIX).unlink(missing_ok=True)
+    write_scores(args.output_dir / "scores.parquet", ids, names, of_groups)
+    with whole(args.output_dir / "top.jsonl") as part, part.open("w", encoding="utf-8") as stream:
+        for rank, (at, sample) in enumerate(zip(best, samples, strict=True), 1):
+            line = {"rank": rank, "sample_id": ids[at], "score": float(scores[at])}
+            line |= {"subtask": names[place[at]]} if names else {}
+            stream.write(json.dumps(line | documents.get(sample, {}), ensure_ascii=False) + "\n")
+    write_json(
+        args.output_dir / "influence.json",
+        {
+            "train": [str(path) for path in args.train],
+            "validation": [str(path) for path in args.validation],
+            "weights": weights,
+            "metric": args.metric,
+            "over": args.over,
+            "subtasks": dict(zip(names, np.bincount(groups).tolist(), strict=True)) if names else None,
+            "columns": asked if args.matrix else None,
+            "curvature": args.curvature,
+            "damping": damping,
+            "samples": len(ids),
+            "top_k": len(best),
+        },
+    )
+    print(f"{len(best)} of {len(ids)} samples selected in {args.output_dir / 'top.jsonl'}; the best is {ids[best[0]]}")
+
+
+def write_scores(file: Path, ids: Sequence[str], names: Sequence[str], of_groups: NDArray[np.float64]) -> None:
+    """Write the score of every training sample, with that for each subtask and the name of the highest.
+
+    Args:
+        file: The Parquet file.
+        ids: The training samples' ids.
+        names: The subtasks, if there are any.
+        of_groups: The scores, [n, subtasks], or [n, 1] without subtasks.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    columns: dict[str, object] = {"sample_id": ids, "score": of_groups.max(1)}
+    if names:
+        columns["subtask"] = [names[at] for at in of_groups.argmax(1)]
+        columns |= {f"subtask:{name}": of_groups[:, at] for at, name in enumerate(names)}
+    with whole(file) as part:
+        pq.write_table(pa.table(columns), part)
+
+
+def weighted(
+    pairs: Sequence[tuple[Store, Store]],
+    weights: Sequence[float],
+    groups: NDArray[np.int64],
+    metric: str,
+    damping: float | None,
+) -> Iterator[NDArray[np.float64]]:
+    """Yield the scores of blocks of training samples, summed over the checkpoints: [block, groups].
+
+    Args:
+        pairs: The training and the validation store of each checkpoint.
+        weights: Their weights.
+        groups: The group of each validation sample, over which the mean is taken.
+        metric: ``cosine`` or ``dot``.
+        damping: Of the curvature; None for none.
+    """
+    from gradwire.attribution.query.search import block_rows, similarities, target
+    from gradwire.attribution.store.row_file import RowFile
+
+    at_once = min(block_rows(train.rows.shape[1]) for train, _ in pairs)
+    found = []
+    for train, validation in pairs:
+        solve = curvature.solver(RowFile(train.rows.names.rows), damping)
+        against = target(validation.rows, metric, groups, solve)
+        found.append(similarities(train.rows, against, metric, solve, at_once))
+    for blocks in zip(*found, strict=True):
+        yield sum((weight * block for weight, block in zip(weights, blocks, strict=True)), start=0.0 * blocks[0])
+
+
+def means_of(block: NDArray[np.float64], groups: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the means [n, groups] of the columns [n, m] in each group."""
+    import numpy as np
+
+    share = np.zeros((len(groups), groups.max() + 1))
+    share[np.arange(len(groups)), groups] = 1 / np.bincount(groups)[groups]
+    return block @ share
+
+
+def grouped(over: str, ids: Sequence[str], file: Path | None) -> tuple[list[str], NDArray[np.int64]]:
+    """Return the subtasks, ascending, and the group of each validation sample; without subtasks there are no names.
+
+    The subtask of a sample is its document's entry in ``file``, or its document's id up to the last slash.
+
+    Raises:
+        BadInput: If the file is invalid, or a sample has no subtask.
+    """
+    import numpy as np
+
+    from gradwire.attribution.collect.metadata import document
+    from gradwire.attribution.query.search import groups_of
+
+    if over != "subtask":
+        return [], groups_of(over, len(ids))
+    known = None if file is None else read_object(file)
+    found = []
+    for id_ in ids:
+        name = document(id_).rpartition("/")[0] if known is None else known.get(id_, known.get(document(id_)))
+        if not isinstance(name, str) or not name:
+            where = (
+                f"{file} has no subtask (a string)" if file else "--over subtask: no slash ends the subtask in the id"
+            )
+            raise BadInput(f"{where} of the validation sample {id_!r}{'' if file else ': pass --subtasks FILE'}.")
+        found.append(name)
+    names, groups = np.unique(np.array(found, dtype=object), return_inverse=True)
+    return names.tolist(), groups.astype(np.int64)
+
+
+def weight(word: str) -> float | str:
+    """Type of a checkpoint's weight: a positive number, or the word for its learning rate."""
+    return word if word == LEARNING_RATE else POSITIVE(word)
+
+
+def learning_rate(train: Store) -> float:
+    """Return the learning rate that the model of a store was kept with, from its ``gradwire.json``.
+
+    Raises:
+        BadInput: If the model has moved or states none.
+    """
+    from gradwire.lm.models import saved
+
+    file = Path(train.manifest.model_dir) / saved.METADATA
+    check_sums(file.parent, (file.name,))
+    found = read_object(file).get(LEARNING_RATE) if file.is_file() else None
+    if not isinstance(found, float) or not found > 0:
+        raise BadInput(
+            f"{file}, of the model of {train.path}, gives no {LEARNING_RATE} (`train --keep_model_every` writes it): "
+            "give --weights as numbers."
+        )
+    return found
+
+
+def normalised_weights(given: Sequence[float | str] | None, train: int, validation: int) -> list[float]:
+    """Return the checkpoints' weights, scaled to sum to 1.
+
+    Raises:
+        BadInput: If the numbers of stores and weights differ.
+    """
+    if given and LEARNING_RATE in given:
+        raise BadInput(f"--weights: {LEARNING_RATE} applies to all checkpoints; give nothing else with it.")
+    weights = [float(one) for one in given] if given else [1.0] * train
+    for one in weights:
+        POSITIVE.check("--weights", one)
+    if not train == validation == len(weights):
+        raise BadInput(
+            f"--train names {train} stores, --validation {validation} and --weights {len(weights)}: "
+            "give one of each per checkpoint, in the same order."
+        )
+    return [weight / sum(weights) for weight in weights]
+
+
+def check_alike(train: Store, validation: Store) -> None:
+    """Check that the rows of two stores can be compared.
+
+    Raises:
+        BadInput: If their projections or models differ, or one alone is of type ekfac.
+    """
+    kinds = {train.manifest.grad_type, validation.manifest.grad_type}
+    if "ekfac" in kinds and len(kinds) > 1:  # each side has the root of the inverse curvature
+        raise BadInput(
+            f"{train.path} and {validation.path} differ in grad_type: of {' and '.join(sorted(kinds))}, collect both "
+            "with --grad_type ekfac, or neither."
+        )
+    stepped = kinds in ({"adam"}, {"ekfac"})
+    for field in (*SAME, *(SAME_STEP if stepped else ())):
+        if getattr(train.manifest, field) != getattr(validation.manifest, field):
+            raise BadInput(f"{train.path} and {validation.path} differ in {field}: their gradients cannot be compared.")

@@ -1,0 +1,169 @@
+"""Search in a merged store by exact similarities to given gradients: of every row, streamed in blocks, or of some."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwire.attribution.curvature.curvature import Solve, identity
+from gradwire.attribution.store import manifest, store
+from gradwire.attribution.store.manifest import Manifest
+from gradwire.attribution.store.row_file import BoundRows, RowFile
+from gradwire.base.errors import BadInput
+
+BLOCK_BYTES = 1 << 20  # of rows: a block and its float64 copy stay in a core's cache
+
+
+class Store(NamedTuple):
+    """A merged store."""
+
+    path: Path
+    rows: BoundRows
+    manifest: Manifest
+
+
+class Found(NamedTuple):
+    """A row that a search found."""
+
+    position: int
+    sample_id: str
+    score: float
+
+
+def open_store(path: Path) -> Store:
+    """Open a ``dim<N>/`` folder.
+
+    Raises:
+        BadInput: If it is not a merged store, or its files do not match its manifest.
+    """
+    names = store.all_names(path)
+    if not (path / manifest.FILE).is_file() or not names.exist():
+        raise BadInput(f"{path} is not a merged store: run `gradwire grads aggregate` and pass its dim<N> folder.")
+    made = manifest.read(path)
+    if wrong := manifest.differing(path, made):
+        raise BadInput(f"{wrong[0]}; run `gradwire grads aggregate` again.")
+    return Store(path, BoundRows(names, made.dim, made), made)
+
+
+def nearest(
+    found: Store,
+    against: NDArray[np.float64],
+    metric: str,
+    count: int,
+    solve: Solve = identity,
+    among: NDArray[np.int64] | None = None,
+) -> list[Found]:
+    """Find the rows with the highest scores.
+
+    `open_store` has compared the files with their checksums, so the search reads rows without verifying each; the rows
+    that it returns are verified against their digests.
+
+    Args:
+        found: The store.
+        against: A `target`, [m, D].
+        metric: ``cosine`` or ``dot``.
+        count: Number of rows to find.
+        solve: As for the `target`.
+        among: Positions of the rows to score, ascending; None for all.
+
+    Raises:
+        BadInput: If a row found is not what was collected for its id.
+    """
+    rows = RowFile(found.rows.names.rows) if among is None else found.rows.take(among)
+    scores = scored(rows, against, metric, solve)
+    best = order_of(scores)[:count]
+    positions = (best if among is None else among[best]).tolist()
+    found.rows.take(positions)
+    return [Found(at, found.rows.ids[at], score) for at, score in zip(positions, scores[best].tolist(), strict=True)]
+
+
+def groups_of(over: str, count: int) -> NDArray[np.int64]:
+    """Return the group of each of ``count`` rows: one for all of them (``mean``), or one for each (``max``)."""
+    return np.arange(count) if over == "max" else np.zeros(count, np.int64)
+
+
+def target(
+    rows: RowFile | NDArray[np.float32], metric: str, groups: NDArray[np.int64], solve: Solve = identity
+) -> NDArray[np.float64]:
+    """Return what rows are scored against: the mean of each group of the given rows, [groups, D].
+
+    For ``cosine`` their directions are taken instead; a zero row has none and counts as zero. The mean of inner
+    products is the inner product with the mean. With a `curvature.solver`, products and norms are those under H⁻¹.
+
+    Args:
+        rows: The rows, [m, D].
+        metric: ``cosine`` or ``dot``.
+        groups: The group of each row, [m], numbered from 0; each has a row.
+        solve: Applies H⁻¹.
+    """
+    counts = np.bincount(groups)
+    sums, done = np.zeros((len(counts), rows.shape[1])), 0
+    for wide in _wide(rows):
+        own = groups[done : done + len(wide)]
+        order = np.argsort(own, kind="stable")
+        found, first = np.unique(own[order], return_index=True)
+        sums[found] += np.add.reduceat(_solved(wide, metric, solve)[order], first)
+        done += len(wide)
+    return sums / counts[:, None]
+
+
+def scored(
+    rows: RowFile | NDArray[np.float32], against: NDArray[np.float64], metric: str, solve: Solve = identity
+) -> NDArray[np.float64]:
+    """Score each row by its largest similarity to the rows of a `target`, in float64: [n]; zero rows score 0."""
+    return np.concatenate([found.max(1) for found in similarities(rows, against, metric, solve)])
+
+
+def similarities(
+    rows: RowFile | NDArray[np.float32],
+    against: NDArray[np.float64],
+    metric: str,
+    solve: Solve = identity,
+    at_once: int | None = None,
+) -> Iterator[NDArray[np.float64]]:
+    """Yield the similarities of blocks of rows to each row of a `target`, in float64: [block, m].
+
+    Args:
+        rows: The rows.
+        against: The target, [m, D].
+        metric: As for the target.
+        solve: As for the target.
+        at_once: Rows per block; None for as many as `BLOCK_BYTES` hold.
+    """
+    for wide in _wide(rows, at_once):
+        found = wide @ against.T
+        yield found / _norms(wide, solve(wide))[:, None] if metric == "cosine" else found
+
+
+def order_of(scores: NDArray[np.float64]) -> NDArray[np.int64]:
+    """Return positions by descending score; equal scores in the order of the data."""
+    return np.argsort(-scores, kind="stable")
+
+
+def _solved(wide: NDArray[np.float64], metric: str, solve: Solve) -> NDArray[np.float64]:
+    """Apply H⁻¹ to rows, for ``cosine`` scaled to norm 1 under it; zero rows stay zero."""
+    solved = solve(wide)
+    return solved / _norms(wide, solved)[:, None] if metric == "cosine" else solved
+
+
+def _norms(wide: NDArray[np.float64], solved: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The rows' norms under H⁻¹; 1 for zero rows."""
+    norms = np.sqrt(np.einsum("ij,ij->i", wide, solved).clip(min=0))
+    return np.where(norms == 0, 1, norms)
+
+
+def block_rows(width: int) -> int:
+    """The number of rows of ``width`` numbers in a block."""
+    return max(1, BLOCK_BYTES // (4 * width))
+
+
+def _wide(rows: RowFile | NDArray[np.float32], at_once: int | None = None) -> Iterator[NDArray[np.float64]]:
+    if not isinstance(rows, RowFile):
+        yield rows.astype(np.float64)
+        return
+    for block in rows.chunks(at_once or block_rows(rows.shape[1])):
+        yield block.astype(np.float64)

@@ -1,0 +1,196 @@
+"""Queries of a merged store: a text's gradient, computed as the store's rows were, and the samples nearest to it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gradwire.attribution.collect.provenance import Provenance
+from gradwire.attribution.collect.rows import RowMaker, Samples
+from gradwire.attribution.curvature.curvature import Solve, solver
+from gradwire.attribution.query.index import Index
+from gradwire.attribution.query.search import groups_of, nearest, open_store, target
+from gradwire.attribution.query.texts import Texts, documents_of
+from gradwire.attribution.store.row_file import RowFile
+from gradwire.base.errors import BadInput
+from gradwire.comm.collectives import world
+from gradwire.lm.data import cache, tokenizer
+from gradwire.lm.data.shards import Sample, Shards, check
+from gradwire.lm.models import saved
+
+AT_ONCE = 64  # samples whose gradients are computed between two copies to NumPy
+
+
+class Prompt:
+    """One text as the only sample of a data set."""
+
+    def __init__(self, tokens: Sequence[int], pad_id: int) -> None:
+        self.sample, self.meta = Sample("prompt", torch.tensor(tokens)), {"pad_id": pad_id}
+
+    def __getitem__(self, index: int) -> Sample:
+        return [self.sample][index]
+
+
+class Searcher:
+    """A merged store with the model that its rows are gradients of, which is loaded for the first text.
+
+    Args:
+        path: The ``dim<N>/`` folder.
+        places: Current paths of what the store was collected from (`provenance.PLACES`), where they have changed. Its
+            ``corpus`` gives whole documents instead of samples.
+        device: ``auto``, ``cpu`` or ``cuda``.
+        damping: Of the store's `curvature`; None to search without it.
+        indexed: Whether to score only the rows that the store's `Index` proposes.
+
+    Raises:
+        BadInput: If the store, its index or its samples are invalid, or an index is to search under a curvature.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        places: Mapping[str, Path | None],
+        device: str = "auto",
+        damping: float | None = None,
+        indexed: bool = False,
+    ) -> None:
+        if indexed and damping is not None:
+            raise BadInput("--index is given with --curvature: an index knows plain products; leave out one of them.")
+        self.store = open_store(path)
+        self.index = Index(self.store) if indexed else None
+        known = {one.name: getattr(self.store.manifest, one.name) for one in fields(Provenance)}
+        given = {name: str(place) for name, place in places.items() if place is not None}
+        self.origin = Provenance(
+            **{**known, **given, "dims": [self.store.manifest.dim], "store": "float32"}
+        )  # not rounded
+        self.corpus = places.get("corpus")
+        self.texts: Texts | None = None
+        if Path(self.origin.data_path).exists() or "data_path" in given:
+            self.texts = Texts(self.origin)
+        self._device, self.damping = device, damping
+
+    def load(self) -> None:
+        """Load the model now.
+
+        Raises:
+            BadInput: If it is invalid or not that of the store.
+        """
+        _ = self.model_dir, self._maker, self._solve
+
+    def stored(self, sample_id: str) -> NDArray[np.float32]:
+        """The row [1, D] of a sample of the store.
+
+        Raises:
+            BadInput: If there is none.
+        """
+        if sample_id not in self.store.rows.ids:
+            raise BadInput(f"{self.store.path} has no sample {sample_id!r}; its ids begin {self.store.rows.ids[:3]}.")
+        return self.store.rows.take([self.store.rows.ids.index(sample_id)])
+
+    def of_prompt(self, text: str) -> NDArray[np.float32]:
+        """The row [1, D] of a text, of which every token but the first is a target.
+
+        Raises:
+            BadInput: If the text has no target, or more tokens than the model reads.
+        """
+        model_dir = self.model_dir
+        reader, most = tokenizer.load(model_dir), saved.max_length(model_dir)
+        tokens = reader.encode_batch([text])[0]
+        if len(tokens) < 2:
+            raise BadInput(f"the prompt has {len(tokens)} token(s) and so nothing to predict; type a longer text.")
+        if len(tokens) > most:
+            raise BadInput(
+                f"the prompt has {len(tokens)} tokens, and the model in {model_dir} reads {most}: shorten it, or "
+                "pass it as a document by --data_path, which is cut into samples."
+            )
+        return self._rows(Prompt(tokens, reader.pad_id), [0])
+
+    def of_samples(self, shards: Shards) -> NDArray[np.float32]:
+        """The rows [m, D] of samples that the model's tokenizer has made; zero for those without a target.
+
+        Raises:
+            BadInput: If the shards are damaged, or no sample has a target.
+        """
+        check(shards.folder.parent)
+        rows = np.concatenate(
+            [
+                self._rows(shards, range(len(shards))[start : start + AT_ONCE])
+                for start in range(0, len(shards), AT_ONCE)
+            ]
+        )
+        if not rows.any():
+            raise BadInput(f"{shards.folder.parent} has no sample with a target, so its gradient is zero.")
+        return rows
+
+    def nearest(self, rows: NDArray[np.float32], metric: str, over: str, count: int) -> list[dict[str, Any]]:
+        """Find the samples nearest to the rows [m, D] of a query, with their texts where these are known.
+
+        Raises:
+            BadInput: If a row found, or a text, is not what was collected, or the index is for another metric.
+        """
+        against = target(rows, metric, groups_of(over, len(rows)), self._solve)
+        among = self.index.near(against, metric, count) if self.index else None
+        found = nearest(self.store, against, metric, count, self._solve, among)
+        samples = [self.origin.sample_id(one.sample_id) for one in found]
+        documents = documents_of(samples, self.corpus) if self.corpus else {}
+
+        def text(position: int, id_: str) -> dict[str, Any]:
+            whole = documents.get(self.origin.sample_id(id_))
+            return whole or ({"text": self.texts.of(position, id_)} if self.texts else {})
+
+        return [
+            {"rank": rank, "sample_id": one.sample_id, "score": one.score, **text(one.position, one.sample_id)}
+            for rank, one in enumerate(found, 1)
+        ]
+
+    @cached_property
+    def model_dir(self) -> Path:
+        """The folder of the model, whose tokenizer made the store's samples.
+
+        Raises:
+            BadInput: If it is missing, or has another tokenizer.
+        """
+        folder = Path(self.origin.model_dir)
+        if not folder.is_dir():
+            raise BadInput(
+                f"{folder}, the model of {self.store.path}, is missing: pass its current folder as --model_dir."
+            )
+        if self.texts:
+            cache.check_fit(self.texts.shards.folder.parent, str(folder), None)
+        return folder
+
+    def _rows(self, samples: Samples, positions: Sequence[int]) -> NDArray[np.float32]:
+        (block,) = self._maker.blocks(samples, positions).values()
+        return block.rows.numpy()
+
+    @cached_property
+    def _solve(self) -> Solve:
+        """The curvature of the store's rows."""
+        return solver(RowFile(self.store.rows.names.rows), self.damping)
+
+    @cached_property
+    def _maker(self) -> RowMaker:
+        """The computation of the store's rows.
+
+        Raises:
+            BadInput: If the model, its adapter or moments, or the projection differ from those of the store.
+        """
+        device = world.choose("auto", self._device, 1, world.detect_gpus()).device_type
+        whole = replace(self.origin, row_of="sample", modules=[])  # a query is compared as a whole with parts
+        maker = RowMaker.load(whole, torch.device(device))
+        made, noted = maker.made_from.fingerprints, self.store.manifest.fingerprints
+        for dim, fingerprint in made.items():
+            if noted.get(dim) != fingerprint:
+                raise BadInput(
+                    f"{self.store.path} differs in fingerprints: its projection {self.origin.projection!r} of seed "
+                    f"{self.origin.seed} to {dim} columns is not the one that this version computes; collect the "
+                    "gradients again."
+                )
+        return maker

@@ -1,0 +1,182 @@
+"""The verb ``grads serve``: queries of a gradient store in a browser, over HTTP on this machine's loopback address."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+from gradwire.attribution.curvature import curvature
+from gradwire.attribution.query.query import METRICS, places, store_arguments
+from gradwire.base.errors import BadInput, unknown
+from gradwire.base.failures import reason, unexpected
+from gradwire.base.flags import COUNT, PORT
+
+if TYPE_CHECKING:
+    from gradwire.attribution.query.searcher import Searcher
+
+ADDRESS = "127.0.0.1"
+NAMES = (ADDRESS, "localhost")  # by which a browser may call the server; others may belong to a foreign page
+PAGE = Path(__file__).with_name("serve.html")
+LONGEST = 1 << 20  # bytes of a request
+PATIENCE = 30.0  # seconds that a connection may be silent
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+FIELDS = ("prompt", "sample_id", "metric", "top_k")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the verb's flags."""
+    parser.add_argument("--port", type=PORT, default=8000, help="port of the page; 0: any free port")
+    store_arguments(parser)
+
+
+def main(args: argparse.Namespace) -> None:
+    """Load the store and its model, and answer until Ctrl-C.
+
+    Raises:
+        BadInput: If the store or the model are invalid, or the port is in use.
+    """
+    from gradwire.attribution.query.searcher import Searcher
+
+    searcher = Searcher(args.store, places(args), args.device, curvature.damping_of(args), args.index)
+    searcher.load()
+    with server(searcher, args.port) as serving:
+        print(f"{args.store} is on http://{ADDRESS}:{serving.server_port}/ until Ctrl-C", flush=True)
+        try:
+            serving.serve_forever()
+        except KeyboardInterrupt:
+            print()
+
+
+class Server(ThreadingHTTPServer):
+    """Says nothing of a client that leaves."""
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the traceback of an error that is not the client's."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+
+def server(searcher: Searcher, port: int) -> Server:
+    """Open the port; ``serve_forever`` answers.
+
+    Raises:
+        BadInput: If the port is in use.
+    """
+    handler = type("Bound", (Handler,), {"searcher": searcher, "lock": Lock()})
+    try:
+        return Server((ADDRESS, port), handler)
+    except OSError as error:
+        raise BadInput(f"--port {port} cannot be opened on {ADDRESS}: {error.strerror}; give another one.") from None
+
+
+class Handler(BaseHTTPRequestHandler):
+    """``GET /`` is the page, ``POST /query`` answers a query: both as JSON objects.
+
+    A page of another site can neither read an answer (its requests have another ``Host`` or are not JSON) nor cause
+    more than a refusal.
+    """
+
+    searcher: Searcher
+    lock: Lock
+    timeout = PATIENCE
+
+    def do_GET(self) -> None:
+        """Send the page."""
+        if self._refused("/"):
+            return
+        self._send(HTTPStatus.OK, "text/html; charset=utf-8", PAGE.read_bytes())
+
+    def do_POST(self) -> None:
+        """Answer a query."""
+        if self._refused("/query"):
+            return
+        length = self.headers.get("Content-Length", "")
+        if self.headers.get_content_type() != "application/json":
+            self._complain(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "a query is application/json.")
+        elif not length.isdecimal() or len(length) > len(str(LONGEST)) or int(length) > LONGEST:
+            self._complain(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"a query has at most {LONGEST} bytes.")
+        else:
+            self._answer(self.rfile.read(int(length)))
+
+    def _answer(self, body: bytes) -> None:
+        try:
+            with self.lock:  # the model and its buffers serve one query at a time
+                found = answer(self.searcher, body)
+        except BadInput as error:
+            self._complain(HTTPStatus.BAD_REQUEST, str(error))
+        except Exception as error:
+            self._complain(HTTPStatus.INTERNAL_SERVER_ERROR, reason(error))
+            if unexpected(error):
+                raise
+        else:
+            self._json(HTTPStatus.OK, {"top": found})
+
+    def _refused(self, path: str) -> bool:
+        """Refuse other hosts and paths; return whether the request was refused."""
+        if self.headers.get("Host", "").rpartition(":")[0] not in NAMES:
+            self._complain(HTTPStatus.FORBIDDEN, f"this server answers to {' and '.join(NAMES)} only.")
+            return True
+        if self.path != path:
+            self._complain(HTTPStatus.NOT_FOUND, f"there is no {self.path}.")
+        return self.path != path
+
+    def _complain(self, status: HTTPStatus, message: str) -> None:
+        self.close_connection = True  # the body may be unread
+        self._json(status, {"error": message})
+
+    def _json(self, status: HTTPStatus, value: dict[str, Any]) -> None:
+        self._send(status, "application/json", json.dumps(value, ensure_ascii=False).encode())
+
+    def _send(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        for name, value in {
+            "Content-Type": kind,
+            "Content-Length": str(len(body)),
+            "Content-Security-Policy": POLICY,
+            "X-Content-Type-Options": "nosniff",
+            "Cache-Control": "no-store",
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing: prompts belong to the user."""
+
+
+def answer(searcher: Searcher, body: bytes) -> list[dict[str, Any]]:
+    """Answer a query: a JSON object with ``prompt`` or ``sample_id``, and optionally ``metric`` and ``top_k``.
+
+    Raises:
+        BadInput: If the query is invalid.
+    """
+    try:
+        asked = json.loads(body)
+        json.dumps(asked, ensure_ascii=False).encode()  # no lone surrogates
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"the query is not JSON in UTF-8: {error}.") from None
+    if not isinstance(asked, dict):
+        raise BadInput("the query is not a JSON object.")
+    for name in asked:
+        if name not in FIELDS:
+            raise unknown("field of a query", name, FIELDS)
+    metric, count = asked.get("metric", METRICS[0]), asked.get("top_k", 10)
+    prompt, sample_id = asked.get("prompt"), asked.get("sample_id")
+    if metric not in METRICS:
+        raise unknown("metric", str(metric), METRICS)
+    if type(count) is not int:
+        raise BadInput(f"top_k is {count!r}; it must be an integer.")
+    COUNT.check("top_k", count)
+    if isinstance(prompt, str) and sample_id is None:
+        rows = searcher.of_prompt(prompt)
+    elif isinstance(sample_id, str) and prompt is None:
+        rows = searcher.stored(sample_id)
+    else:
+        raise BadInput("a query has either prompt or sample_id, a string.")
+    return searcher.nearest(rows, metric, "mean", count)

@@ -1,0 +1,259 @@
+"""Chunked reading and writing of files of rows.
+
+`torch.load` can map such a file, but every page it touches counts as resident, and `torch.save` cannot write a tensor
+larger than memory. The format is torch's own: a zip archive with one uncompressed tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import mmap
+import os
+import struct
+import sys
+import zipfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+
+from gradwire.attribution.store import row_types, store
+from gradwire.attribution.store.row_types import RowCodec
+from gradwire.base.errors import BadInput
+from gradwire.base.files import whole, write_back
+
+if TYPE_CHECKING:
+    from gradwire.attribution.collect.provenance import Provenance
+
+FLOAT = 4  # bytes
+NUMPY = {torch.float32: "<f4", torch.uint8: "u1"}
+NORESERVE = 0x4000  # Linux: address space without backing memory
+SPARSE = 4  # read up to this many times the requested rows at once rather than row by row
+
+
+class RowFile:
+    """Rows in a file, read as float32.
+
+    Args:
+        path: A file that `store.read_stored` accepts.
+
+    Attributes:
+        shape: The number of rows, and D.
+        codec: The codec of the rows.
+
+    Raises:
+        BadInput: If the file is invalid.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        stored, self.codec = store.read_stored(path)
+        self.shape = len(stored), self.codec.dim
+        self._start = _data_offset(path)
+
+    def take(self, positions: Sequence[int] | NDArray[np.int64]) -> NDArray[np.float32]:
+        """Read the rows at ``positions``, in that order."""
+        return self.decoded(self.take_stored(positions))
+
+    def take_stored(self, positions: Sequence[int] | NDArray[np.int64]) -> NDArray[Any]:
+        """Read the rows at ``positions`` as they are stored."""
+        wanted = np.asarray(positions, dtype=np.int64)
+        first, last = int(wanted.min()), int(wanted.max()) + 1
+        if last - first <= SPARSE * len(wanted):
+            found = self.stored(first, last)
+            return found if np.array_equal(wanted, np.arange(first, last)) else found[wanted - first]
+        return np.concatenate([self.stored(int(row), int(row) + 1) for row in wanted])
+
+    def read(self, first: int, last: int) -> NDArray[np.float32]:
+        """The rows of ``range(first, last)``."""
+        return self.decoded(self.stored(first, last))
+
+    def decoded(self, stored: NDArray[Any]) -> NDArray[np.float32]:
+        """Decode stored rows."""
+        return self.codec.decode(torch.from_numpy(stored)).numpy()
+
+    def stored(self, first: int, last: int) -> NDArray[Any]:
+        """The rows of ``range(first, last)`` as they are stored."""
+        count, offset = (last - first) * self.codec.width, self._start + first * self.codec.row_bytes
+        found = np.fromfile(self.path, dtype=NUMPY[self.codec.dtype], count=count, offset=offset)
+        return found.reshape(last - first, self.codec.width)
+
+    def read_into(self, rows: Sequence[memoryview], positions: Sequence[int]) -> None:
+        """Read the rows at ``positions``, as they are stored and unverified, each into one of ``rows``."""
+        ends = [*(np.flatnonzero(np.diff(positions) != 1) + 1).tolist(), len(positions)]  # of runs of consecutive rows
+        with self.path.open("rb", buffering=0) as stream:
+            for start, end in pairwise([0, *ends]):
+                os.preadv(stream.fileno(), rows[start:end], self._start + positions[start] * self.codec.row_bytes)
+
+    def chunks(self, rows: int) -> Iterator[NDArray[np.float32]]:
+        """Yield all rows, at most ``rows`` at a time."""
+        for first in range(0, self.shape[0], rows):
+            yield self.read(first, min(first + rows, self.shape[0]))
+
+
+class BoundRows(RowFile):
+    """The rows of a complete block, each verified against its digest when read.
+
+    Args:
+        names: The block's files.
+        dim: The width of the rows.
+        origin: Provenance of the collection.
+
+    Attributes:
+        ids: The rows' ids.
+        meta: The rows' metadata.
+
+    Raises:
+        BadInput: If a file is missing, damaged or of a different width or type, or if a row read does not match its
+            digest.
+    """
+
+    def __init__(self, names: store.Names, dim: int, origin: Provenance) -> None:
+        super().__init__(names.rows)
+        self.names, self.identity = names, origin.identity
+        self.ids, self.meta = store.read_ids(names.ids), store.read_meta(names.meta)
+        store.check_counts(names, [self.shape[0], len(self.ids), len(self.meta)])
+        store.check_type(names.rows, self.codec, origin, dim)
+
+    def stored(self, first: int, last: int) -> NDArray[Any]:
+        """The rows of ``range(first, last)`` as they are stored."""
+        found = super().stored(first, last)
+        meta = self.meta.slice(first, last - first)
+        self.check(store.Block(torch.from_numpy(found), self.ids[first:last], meta, self.codec), range(first, last))
+        return found
+
+    def check(self, block: store.Block, positions: Sequence[int]) -> None:
+        """Check the rows read at ``positions`` against their digests."""
+        store.check_bound(self.names, block, self.identity, positions)
+
+
+class Writer(Protocol):
+    """Appends rows to a file."""
+
+    def append(self, rows: NDArray[Any]) -> None:
+        """Write rows behind those that are there."""
+
+
+class Raw:
+    """Appends raw numbers of one type.
+
+    Attributes:
+        sha256: Hash of the whole file, once it is written.
+    """
+
+    def __init__(self, stream: BinaryIO, head: bytes, dtype: str = "<f4") -> None:
+        self._stream, self._dtype, self.sha256 = stream, dtype, hashlib.sha256(head)
+
+    def append(self, rows: NDArray[Any]) -> None:
+        """Write rows behind those that are there."""
+        numbers = np.ascontiguousarray(rows, dtype=self._dtype)
+        self.sha256.update(numbers.data)
+        self._stream.write(numbers.data)
+        write_back(self._stream)
+
+
+class Columns:
+    """Appends to a Parquet file with the columns ``sample_id`` and ``row``."""
+
+    def __init__(self, stream: pq.ParquetWriter, ids: Sequence[str]) -> None:
+        self._stream, self._ids, self._done = stream, ids, 0
+
+    def append(self, rows: NDArray[np.float32]) -> None:
+        """Write rows behind those that are there."""
+        ids = pa.array(self._ids[self._done : self._done + len(rows)], pa.string())
+        lists = pa.FixedSizeListArray.from_arrays(pa.array(rows.ravel()), rows.shape[1])
+        self._stream.write_table(pa.Table.from_arrays([ids, lists], schema=self._stream.schema))
+        self._done += len(rows)
+
+
+@contextmanager
+def tensor_writer(path: Path, shape: tuple[int, int], row_type: str = "float32") -> Iterator[Raw]:
+    """Open a writer of stored rows for `store.read_stored`; the file appears atomically, on success.
+
+    Args:
+        path: The file.
+        shape: The number of rows, and D.
+        row_type: How the rows are stored.
+    """
+    codec = row_types.build(row_type, shape[1])
+    with whole(path) as part:
+        _allocate(part, shape[0], codec)
+        with part.open("r+b") as stream:
+            writer = Raw(stream, stream.read(_data_offset(part)), NUMPY[codec.dtype])
+            yield writer
+            writer.sha256.update(stream.read())  # the archive's directory
+
+
+@contextmanager
+def safetensors_writer(path: Path, shape: tuple[int, int]) -> Iterator[Raw]:
+    """Open a writer of a safetensors file with one tensor ``rows``."""
+    nbytes = shape[0] * shape[1] * FLOAT
+    header = json.dumps({"rows": {"dtype": "F32", "shape": list(shape), "data_offsets": [0, nbytes]}}).encode()
+    header += b" " * (-len(header) % 8)
+    head = struct.pack("<Q", len(header)) + header
+    with whole(path) as part, part.open("wb") as stream:
+        stream.write(head)
+        yield Raw(stream, head)
+
+
+@contextmanager
+def npy_writer(path: Path, shape: tuple[int, int]) -> Iterator[Writer]:
+    """Open a writer of a NumPy file with one float32 matrix; the file appears atomically, on success."""
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": shape})
+    with whole(path) as part, part.open("wb") as stream:
+        stream.write(head.getvalue())
+        yield Raw(stream, head.getvalue())
+
+
+@contextmanager
+def parquet_writer(path: Path, shape: tuple[int, int], ids: Sequence[str]) -> Iterator[Writer]:
+    """Open a writer of a Parquet file with one row per sample: its id and a list of numbers."""
+    schema = pa.schema([("sample_id", pa.string()), ("row", pa.list_(pa.float32(), shape[1]))])
+    with whole(path) as part, pq.ParquetWriter(part, schema) as stream:
+        yield Columns(stream, ids)
+
+
+def normalized(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Scale rows to norm 1; zero rows stay zero."""
+    norms = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
+    return (rows / np.where(norms == 0, 1, norms)).astype(np.float32)
+
+
+def _allocate(path: Path, rows: int, codec: RowCodec) -> None:
+    """Write the archive with torch, leaving a hole for the rows."""
+    if not rows:
+        with path.open("wb") as stream:
+            torch.save(store.contents(torch.empty(0, codec.width, dtype=codec.dtype), codec), stream)
+        return
+    with ExitStack() as stack:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (NORESERVE if sys.platform == "linux" else 0)
+        space = mmap.mmap(-1, rows * codec.row_bytes, flags=flags)
+        stored = torch.frombuffer(space, dtype=codec.dtype).view(rows, codec.width)
+        stack.enter_context(torch.serialization.skip_data())
+        with path.open("wb") as stream:
+            torch.save(store.contents(stored, codec), stream)
+
+
+def _data_offset(path: Path) -> int:
+    """Return the byte offset of the archive's single tensor.
+
+    Raises:
+        BadInput: If the archive has several tensors, or a compressed one.
+    """
+    with zipfile.ZipFile(path) as archive, path.open("rb") as stream:
+        entry, *others = [info for info in archive.infolist() if "/data/" in info.filename]
+        if others or entry.compress_type != zipfile.ZIP_STORED:
+            raise BadInput(f"{path} holds more than one tensor, or a compressed one.")
+        stream.seek(entry.header_offset + 26)  # two lengths at the end of the local header
+        name, extra = struct.unpack("<HH", stream.read(4))
+    return entry.header_offset + 30 + name + extra

@@ -1,0 +1,347 @@
+"""The gradient store: blocks of rows with ids and metadata, three files per block.
+
+``rank_<r>/dim<D>/grads-<N>.pt, ids-<N>.pkl, meta-<N>.parquet`` hold the rows a rank collected since its last block,
+where N counts its samples so far. ``all_orig.pt, all_ids.pkl, all_meta.parquet`` hold all rows of a rank and, in
+``dim<D>/`` of the collection folder, one row for every sample of the data. Row i belongs to id i: a digest in ``meta``
+covers the row, its id and metadata, and the provenance of the collection. ``.pt`` files hold a float32 matrix, or
+``{"type": name, "dim": D, "rows": uint8 matrix}`` of another of the `row_types`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import pickle
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradwire.attribution.collect import metadata
+from gradwire.attribution.store import row_types
+from gradwire.attribution.store.row_types import CODECS, Bounds, Float32, RowCodec
+from gradwire.base.errors import BadInput, bounded
+from gradwire.base.files import whole
+
+if TYPE_CHECKING:
+    from gradwire.attribution.collect.provenance import Provenance
+
+META = pa.schema(  # the columns of every table; `metadata` defines additional ones
+    [
+        ("sample_id", pa.string()),
+        ("loss", pa.float64()),  # mean or sum over the sample's targets; null without targets
+        ("n_targets", pa.int64()),
+        ("norm", pa.float64()),  # before projection
+        ("flag", pa.string()),  # "no_target" if the row is zero because the sample has no target, else null
+        ("digest", pa.string()),  # row_digests
+    ]
+)
+
+
+class Block(NamedTuple):
+    """Stored rows [n, width], their n ids, a table of ``META``'s columns with n rows, and the codec of the rows."""
+
+    stored: Tensor
+    ids: list[str]
+    meta: pa.Table
+    codec: RowCodec
+
+    @property
+    def rows(self) -> Tensor:
+        """The rows as float32 [n, D]."""
+        return self.codec.decode(self.stored)
+
+    def take(self, rows: Sequence[int]) -> Block:
+        """Return a block of some of the rows, in the order given."""
+        return Block(
+            self.stored[list(rows)], [self.ids[row] for row in rows], self.meta.take(pa.array(rows)), self.codec
+        )
+
+    def bounds(self, row: int) -> Bounds:
+        """What one row's bytes say of its numbers."""
+        return self.codec.bounds(self.stored[row : row + 1])
+
+
+class Names(NamedTuple):
+    """The files of a block."""
+
+    rows: Path
+    ids: Path
+    meta: Path
+
+    def exist(self) -> bool:
+        """Whether the block is complete."""
+        return all(path.is_file() for path in self)
+
+
+def rank_folder(collection: Path, rank: int, dim: int) -> Path:
+    """Return the folder of a rank's rows of one width."""
+    return collection / f"rank_{rank}" / f"dim{dim}"
+
+
+def part_names(folder: Path, seen: int) -> Names:
+    """Return the files of the block that ends at a rank's ``seen``-th sample."""
+    return Names(folder / f"grads-{seen}.pt", folder / f"ids-{seen}.pkl", folder / f"meta-{seen}.parquet")
+
+
+def all_names(folder: Path) -> Names:
+    """Return the files of a folder's complete block."""
+    return Names(folder / "all_orig.pt", folder / "all_ids.pkl", folder / "all_meta.parquet")
+
+
+def parts(folder: Path) -> list[int]:
+    """Return every N with at least one block file, in ascending order."""
+    found = (re.fullmatch(r"(?:grads|ids|meta)-(\d+)\.(?:pt|pkl|parquet)", path.name) for path in folder.glob("*-*"))
+    return sorted({int(match[1]) for match in found if match})
+
+
+def row_digests(identity: str, meta: pa.Table, stored: Tensor) -> list[str]:
+    """Compute digests that bind each row to its id, its metadata and its collection.
+
+    Returns:
+        For each row, the hex SHA-256 of the collection's `Provenance.identity`, the row's metadata as JSON with sorted
+        keys (all columns but the digest), and its stored bytes (of float32: its entries, little-endian), concatenated.
+    """
+    bound = zip(_as_json(meta.drop_columns("digest")), stored.contiguous().numpy(), strict=True)
+    return [_digest(f"{identity}{text}", row) for text, row in bound]
+
+
+def _as_json(meta: pa.Table) -> Iterator[str]:
+    """Yield each row as a JSON object with sorted keys; a column at once takes a third of the time of a row at once."""
+    names = sorted(meta.column_names)
+    lines = json.JSONEncoder(separators=("\n", ": "))  # JSON has no line break within a value
+    columns = [lines.encode(meta[name].to_pylist())[1:-1].splitlines() for name in names]
+    row = "{" + ", ".join(f'"{name}": %s' for name in names) + "}"
+    return (row % values for values in zip(*columns, strict=True))
+
+
+def _digest(text: str, row: NDArray[Any]) -> str:
+    found = hashlib.sha256(text.encode())
+    found.update(row.data)  # without the GIL if it is long, so that threads can share the work
+    return found.hexdigest()
+
+
+def mismatched(block: Block, identity: str) -> list[int]:
+    """Return the rows of a block that do not match their digests; ``identity`` is the collection's."""
+    noted = zip(block.meta["sample_id"].to_pylist(), block.meta["digest"].to_pylist(), strict=True)
+    found = zip(block.ids, row_digests(identity, block.meta, block.stored), strict=True)
+    return [row for row, (one, other) in enumerate(zip(noted, found, strict=True)) if one != other]
+
+
+def unbound(names: Names, block: Block, identity: str, positions: Sequence[int] | None = None) -> list[str]:
+    """Describe the rows of a block that do not match their digests.
+
+    Args:
+        names: The block's files.
+        block: The block, or some rows of it.
+        identity: `Provenance.identity` of the collection.
+        positions: Where these rows are in the files; None for all rows.
+    """
+    wrong = mismatched(block, identity)
+    at = range(len(block.ids)) if positions is None else positions
+    files = f"{names.rows} with {names.ids} and {names.meta}"
+    if wrong and len(wrong) == len(block.ids):
+        return [f"{files}: no row is of this collection: the files belong to another, or its provenance was edited"]
+    return [f"{files}: row {at[row]} is not what was collected for {block.ids[row]!r}" for row in wrong]
+
+
+def check_bound(names: Names, block: Block, identity: str, positions: Sequence[int] | None = None) -> None:
+    """Check that the rows of a block match their digests; arguments as for `unbound`.
+
+    Raises:
+        BadInput: If a row does not match.
+    """
+    if wrong := unbound(names, block, identity, positions):
+        raise BadInput(f"{wrong[0]}; delete these files and collect again.")
+
+
+def write(names: Names, block: Block) -> None:
+    """Write a block's files, each atomically; the ids come last."""
+    stored = block.stored if _alone(block.stored) else block.stored.clone(memory_format=torch.contiguous_format)
+    with whole(names.rows) as part, part.open("wb") as stream:  # a stream: torch would embed a path's name in the file
+        torch.save(contents(stored, block.codec), stream)
+    write_metadata(names, block.meta, block.ids)
+
+
+def check_type(path: Path, codec: RowCodec, origin: Provenance, dim: int) -> None:
+    """Check that a file's rows have the width and the type of the collection.
+
+    Raises:
+        BadInput: If they differ.
+    """
+    if codec.dim != dim:
+        raise BadInput(f"{path} has rows of {codec.dim} columns, not {dim}.")
+    if codec.name != origin.store:
+        raise BadInput(f"{path} has rows of type {codec.name}, not {origin.store}.")
+
+
+def write_metadata(names: Names, meta: pa.Table, ids: Sequence[str]) -> None:
+    """Write the table and then the ids of a block whose rows are already written."""
+    with whole(names.meta) as part:
+        pq.write_table(meta, part)
+    with whole(names.ids) as part:
+        part.write_bytes(pickle.dumps(list(ids)))
+
+
+def read(names: Names) -> Block:
+    """Read a block; its rows are memory-mapped.
+
+    Raises:
+        BadInput: If a file is missing, damaged or invalid, or the counts differ.
+    """
+    stored, codec = read_stored(names.rows)
+    block = Block(stored, read_ids(names.ids), read_meta(names.meta), codec)
+    check_counts(names, [len(block.stored), len(block.ids), len(block.meta)])
+    return block
+
+
+def read_bound(names: Names, identity: str) -> Block:
+    """Read a block and check its digests.
+
+    Raises:
+        BadInput: As `read` and `check_bound`.
+    """
+    block = read(names)
+    check_bound(names, block, identity)
+    return block
+
+
+def check_counts(names: Names, counts: Sequence[int]) -> None:
+    """Check that a block's files have equal numbers of rows, ids and metadata.
+
+    Raises:
+        BadInput: If the counts differ.
+    """
+    if len(set(counts)) > 1:
+        raise BadInput(
+            "counts differ: "
+            + ", ".join(f"{path} has {count}" for path, count in zip(names, counts, strict=True))
+            + "; delete these files and collect again."
+        )
+
+
+def read_rows(path: Path) -> Tensor:
+    """Read rows as float32 [n, D]; arguments and errors as for `read_stored`."""
+    stored, codec = read_stored(path)
+    return codec.decode(stored)
+
+
+def contents(stored: Tensor, codec: RowCodec) -> Any:
+    """Return what a file of rows holds."""
+    return stored if isinstance(codec, Float32) else {"type": codec.name, "dim": codec.dim, "rows": stored}
+
+
+def read_stored(path: Path) -> tuple[Tensor, RowCodec]:
+    """Read rows as they are stored, memory-mapped, without executing code from the file.
+
+    Raises:
+        BadInput: If the file is missing or damaged, or is not exactly one contiguous matrix of a row type.
+    """
+    try:
+        found = torch.load(path, weights_only=True, mmap=True)
+    except Exception as error:  # a damaged archive can raise nearly anything
+        raise BadInput(f"{path} cannot be read as a tensor: {_first_line(error)}") from error
+    rows, codec = _typed(path, found)
+    if type(rows) is not Tensor or rows.layout != torch.strided or rows.dtype != codec.dtype or rows.ndim != 2:
+        raise BadInput(f"{path} is not a dense {str(codec.dtype).removeprefix('torch.')} matrix.")
+    if rows.shape[1] != codec.width:
+        raise BadInput(f"{path} has {rows.shape[1]} bytes per row; {codec.name} of {codec.dim} has {codec.width}.")
+    if rows.device.type != "cpu" or rows.requires_grad or rows.is_neg():
+        raise BadInput(f"{path} is not a plain CPU tensor; save `rows.detach().cpu().contiguous()`.")
+    if not _alone(rows):
+        raise BadInput(f"{path} holds a part of a larger tensor, or is not row-major; save `rows.clone()`.")
+    return rows, codec
+
+
+def _typed(path: Path, found: Any) -> tuple[Any, RowCodec]:
+    """Return the matrix of a file's contents, and the codec that they name."""
+    if type(found) is not dict:
+        return found, Float32(found.shape[-1] if type(found) is Tensor and found.ndim else 0)
+    kind, dim, rows = (found.get(key) for key in ("type", "dim", "rows"))
+    if not (isinstance(kind, str) and kind in CODECS and kind != Float32.name and type(dim) is int and dim > 0):
+        raise BadInput(f"{path} has no rows of a known type: {bounded(f'type {kind!r}, dim {dim!r}')}.")
+    return rows, row_types.build(kind, dim)
+
+
+def _alone(rows: Tensor) -> bool:
+    """Whether the storage holds exactly the rows, contiguously."""
+    return rows.is_contiguous() and rows.untyped_storage().nbytes() == rows.numel() * rows.element_size()
+
+
+class _StringList(pickle.Unpickler):
+    """An unpickler that refuses to load classes and functions."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+
+
+def read_ids(path: Path) -> list[str]:
+    """Read a list of strings from a pickle file, without executing code.
+
+    Raises:
+        BadInput: If the file is missing or damaged, or is not a list of strings.
+    """
+    try:
+        with path.open("rb") as stream:
+            ids = _StringList(stream).load()
+    except Exception as error:  # a damaged pickle can raise nearly anything
+        raise BadInput(f"{path} is not a valid list of ids: {_first_line(error)}") from error
+    if not isinstance(ids, list) or not all(isinstance(id_, str) for id_ in ids):
+        raise BadInput(f"{path} is not a valid list of ids: it must contain only strings.")
+    return ids
+
+
+def read_meta(path: Path) -> pa.Table:
+    """Read a table with ``META``'s columns and any of ``metadata``'s.
+
+    Raises:
+        BadInput: If the file is missing, damaged or has different columns.
+    """
+    try:
+        table = pq.ParquetFile(path).read()
+    except (OSError, pa.ArrowException) as error:
+        raise BadInput(f"{path} cannot be read as Parquet: {_first_line(error)}") from error
+    columns, known = set(table.schema), {*META, *_further(metadata.COLUMNS)}
+    if not set(META) <= columns <= known or len(columns) != len(table.schema):
+        raise BadInput(f"{path} lacks one of the columns {', '.join(META.names)}, or has unknown ones.")
+    return table
+
+
+def concatenated(blocks: Iterable[Block]) -> Block:
+    """Concatenate blocks in order."""
+    stored, ids, meta, codecs = zip(*blocks, strict=True)
+    return Block(torch.cat(stored), [id_ for part in ids for id_ in part], pa.concat_tables(meta), codecs[0])
+
+
+def bind(rows: Tensor, records: Sequence[Mapping[str, Any]], origin: Provenance) -> Block:
+    """Encode rows for a collection, with metadata (`META` and additional columns) and digests that bind them.
+
+    Args:
+        rows: float32 [n, D].
+        records: The metadata of each row, without its digest.
+        origin: Provenance of the collection, which names the row type.
+    """
+    codec = row_types.build(origin.store, rows.shape[1])
+    stored = codec.encode(rows)
+    meta = pa.Table.from_pylist(records, pa.schema([*META, *_further(origin.metadata)]))
+    return Block(stored, [one["sample_id"] for one in records], with_digests(origin.identity, meta, stored), codec)
+
+
+def with_digests(identity: str, meta: pa.Table, stored: Tensor) -> pa.Table:
+    """Return the table with the digests of these stored rows."""
+    column = pa.array(row_digests(identity, meta, stored), pa.string())
+    return meta.set_column(meta.schema.get_field_index("digest"), "digest", column)
+
+
+def _further(names: Iterable[str]) -> list[pa.Field]:
+    return [pa.field(*column) for column in metadata.schema(names)]
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,388 @@
+"""Atomic writes of files and folders, bounded reads of text, JSON and YAML, and digests of contents."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any, BinaryIO
+
+from gradwire.base.errors import BadInput, RunFault
+from gradwire.base.parsing import parse_json, parse_yaml
+
+BROKEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+DISK = (*BROKEN, errno.EROFS, errno.EACCES, errno.EPERM)
+LONGEST_NAME, LONGEST_SUFFIX = 200, 40  # of a file in an output folder, and of a temporary file
+LARGEST_CONFIGURATION, LARGEST_JSON = 1 << 24, 1 << 30  # bytes of a file that is read whole
+SUMS = "SHA256SUMS"  # of a folder's files, as `sha256sum --check` reads it
+SPECIAL = {stat.S_IFIFO: "pipe", stat.S_IFCHR: "device", stat.S_IFBLK: "device", stat.S_IFSOCK: "socket"}
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn disk and permission errors, from any library, into a one-line error about ``path``.
+
+    Raises:
+        RunFault: If the disk is full, read-only or broken, or permission is denied.
+    """
+    try:
+        yield
+    except Exception as error:
+        if (cause := _of_the_disk(error)) is None:
+            raise
+        raise RunFault(f"{path} cannot be written: {cause}.") from error
+
+
+def check_folder(path: Path, name: str = "") -> None:
+    """Check that files can be created in a folder; create the folder if it is missing.
+
+    Args:
+        path: The folder.
+        name: Where the path comes from, such as a flag, for the message.
+
+    Raises:
+        BadInput: If not, for example because a file has this path or the name is too long.
+        RunFault: If the disk is full or broken.
+    """
+    _check(path, path, path / ("x" * LONGEST_NAME), name)
+
+
+def check_file(path: Path, name: str = "") -> None:
+    """Check that a file can be written; arguments and errors as in `check_folder`."""
+    if os.path.isdir(path) or not path.name:  # noqa: PTH112 (`is_dir` raises where a name is too long)
+        raise BadInput(f"{_said(path, name)} is a folder; give a file.")
+    check_regular(path, name)  # a rename would put a file in its place, also in that of /dev/null
+    _check(path, path.parent, path.with_name(f"{path.name}{'x' * LONGEST_SUFFIX}"), name)
+
+
+def check_length(path: Path, name: str = "") -> None:
+    """Check that a path is not too long; arguments and errors as in `check_folder`."""
+    try:
+        os.lstat(path)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise BadInput(f"{_said(path, name)} cannot be read: {error.strerror}.") from None
+
+
+def check_regular(path: Path, name: str = "") -> None:
+    """Check that a path, if there is anything, is a file or a folder: reading a pipe or a device may never end.
+
+    Args:
+        path: The path; links are followed.
+        name: As in `check_folder`.
+
+    Raises:
+        BadInput: If it is a pipe, a device or a socket, or its folder cannot be searched.
+    """
+    try:
+        kind = SPECIAL.get(stat.S_IFMT(Path(path).stat().st_mode))
+    except PermissionError as error:
+        raise BadInput(f"{_said(path, name)} cannot be read: {error.strerror}.") from None
+    except OSError:  # what reads or writes it, reports that
+        return
+    if kind is not None:
+        raise BadInput(f"{_said(path, name)} is a {kind}, not a regular file: give a file on a disk.")
+
+
+def check_input(path: Path, name: str = "") -> None:
+    """Check that a path can be one of an input; arguments and errors as in `check_length` and `check_regular`."""
+    check_length(path, name)
+    check_regular(path, name)
+
+
+def _check(path: Path, folder: Path, longest: Path, name: str) -> None:
+    """Create ``folder`` and a temporary file in it, and check that ``longest`` is a valid path.
+
+    On failure, the folders created here are removed.
+    """
+    missing = []
+    try:
+        for each in (folder, *folder.parents):
+            if os.path.lexists(each):
+                break
+            missing.append(each)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder), suppress(FileNotFoundError):
+            os.lstat(longest)
+    except OSError as error:
+        for each in missing:
+            with suppress(OSError):
+                each.rmdir()
+        blocked = isinstance(error, FileExistsError | NotADirectoryError)
+        reason = f"{_said(path, name)} cannot be written: {'a file is in the way' if blocked else error.strerror}"
+        raise (
+            RunFault(f"{reason}.") if error.errno in BROKEN else BadInput(f"{reason}; give another path.")
+        ) from error
+
+
+def _said(path: Path, name: str) -> str:
+    """A path in a message; a long one is shortened to its end."""
+    text = str(path)
+    return (f"{name}: " if name else "") + (text if len(text) <= 200 else f"...{text[-200:]}")
+
+
+def _of_the_disk(error: BaseException | None) -> str | None:
+    """The system's message if a disk error caused ``error``, even where a library wraps or quotes it; else None."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in DISK:
+            return os.strerror(error.errno)
+        for code in BROKEN:
+            if os.strerror(code) in str(error):
+                return os.strerror(code)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """Yield a ``.part`` path to write to; on success it is flushed to disk and renamed to ``path``.
+
+    Write the part in place. On an exception it is removed and ``path`` is unchanged. Parts of killed processes are
+    removed first.
+    """
+    path = Path(path)
+    with writing(path), _part(path, Path.touch) as part:
+        yield part
+        with part.open("rb") as written:
+            os.fsync(written.fileno())
+        part.replace(path)
+
+
+def write_back(stream: BinaryIO) -> None:
+    """Let the disk write a long file while it is made, rather than all of it at the end.
+
+    Pages that are on disk leave memory, which the file's next ones then reuse. A hint, only where there is one.
+    """
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(stream.fileno(), 0, stream.tell(), os.POSIX_FADV_DONTNEED)
+
+
+@contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Yield a ``.part`` folder to fill; on success its files are flushed to disk and it replaces ``path``.
+
+    On an exception the part is removed and ``path`` is unchanged. Parts of killed processes are removed first.
+    """
+    path = Path(path)
+    with writing(path), _part(path, Path.mkdir) as part:
+        yield part
+        for file in filter(Path.is_file, part.rglob("*")):
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        if path.exists():
+            shutil.rmtree(path)
+        part.replace(path)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove parts of ``path`` left by killed processes; parts of running processes stay."""
+    ours = re.compile(rf"{re.escape(path.name)}\.[0-9a-f]{{8}}\.part")
+    for part in path.parent.glob("*.part"):
+        if ours.fullmatch(part.name):
+            with suppress(OSError), _opened(part) as lock:  # its writer holds the lock or has renamed it
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _remove(part)
+
+
+@contextmanager
+def _part(path: Path, make: Callable[[Path], None]) -> Iterator[Path]:
+    """Create a file or folder ``<name>.<random>.part``, locked while this process writes it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(path)
+    with ExitStack() as stack:
+        part = None
+        while part is None or not part.exists():  # another process removed it before it was locked
+            part = path.with_name(f"{path.name}.{os.urandom(4).hex()}.part")
+            make(part)
+            with suppress(OSError):  # without file locks, no part is removed as a leftover
+                fcntl.flock(stack.enter_context(_opened(part)), fcntl.LOCK_EX)
+        try:
+            yield part
+        except BaseException:
+            _remove(part)
+            raise
+
+
+@contextmanager
+def _opened(part: Path) -> Iterator[int]:
+    """A file descriptor to lock a part with; opened for writing if it is a file, as NFS requires."""
+    descriptor = os.open(part, os.O_RDONLY if part.is_dir() else os.O_RDWR)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _remove(part: Path) -> None:
+    if part.is_dir():
+        shutil.rmtree(part, ignore_errors=True)
+    else:
+        part.unlink(missing_ok=True)
+
+
+def claim(path: Path, *, share: bool = False) -> IO[str]:
+    """Lock a file until it is closed or this process exits; ``share`` takes a shared lock.
+
+    Raises:
+        BadInput: If another process holds the lock, with its process id.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stream = path.open("a+")
+    try:
+        fcntl.flock(stream, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.seek(0)
+        holder = stream.read().strip()
+        stream.close()
+        raise BadInput(
+            f"{path.parent} is in use by another process ({holder}): wait for it, or work in a copy of this folder."
+        ) from None
+    stream.truncate(0)
+    stream.write(str(os.getpid()))
+    stream.flush()
+    return stream
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write ``text`` as UTF-8, atomically."""
+    with whole(path) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as indented JSON, atomically; NaN and infinity raise ``ValueError``."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def check_size(path: Path, most: int) -> None:
+    """Check that a file can be read whole.
+
+    Raises:
+        BadInput: If it is missing, unreadable, no regular file, or longer than ``most`` bytes.
+    """
+    check_regular(path)
+    try:
+        size = Path(path).stat().st_size
+    except FileNotFoundError:
+        raise BadInput(f"{path} is missing.") from None
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror}.") from None
+    if size > most:
+        raise BadInput(f"{path} has {size:,} bytes; at most {most:,} are read of such a file.")
+
+
+def read_text(path: Path, most: int) -> str:
+    """Read a file of text in UTF-8.
+
+    Raises:
+        BadInput: As in `check_size`, and if it is not UTF-8.
+    """
+    path = Path(path)
+    check_size(path, most)
+    try:
+        return path.read_bytes().decode("utf-8-sig")  # without a byte order mark
+    except FileNotFoundError:
+        raise BadInput(f"{path} is missing.") from None
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{path} is not text in UTF-8 ({error}).") from None
+
+
+def read_json(path: Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        BadInput: As in `read_text`, and if it is invalid JSON or has a duplicate key.
+    """
+    try:
+        return parse_json(read_text(path, LARGEST_JSON))
+    except ValueError as error:
+        raise BadInput(
+            f"{path} is not valid JSON ({error}): correct it; if gradwire wrote it, delete it and run its step again."
+        ) from None
+
+
+def read_yaml(path: Path) -> Any:
+    """Read a YAML file, or a JSON file if its name ends in ``.json``.
+
+    Raises:
+        BadInput: As in `read_text`, and if it is invalid, has a duplicate key, or holds more values than
+            `gradwire.base.parsing.LARGEST`.
+    """
+    text = read_text(path, LARGEST_CONFIGURATION)
+    try:
+        return parse_json(text) if Path(path).suffix == ".json" else parse_yaml(text)
+    except ValueError as error:
+        raise BadInput(f"{path} cannot be read as YAML or JSON: {error}.") from None
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file.
+
+    Raises:
+        BadInput: As in `read_json`, and if the file does not hold an object.
+    """
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise BadInput(f"{path} must hold a JSON object, such as {{}}; it holds {json.dumps(found)[:60]}.")
+    return found
+
+
+def write_with(path: Path, write: Callable[[Path], object]) -> None:
+    """Call ``write(part)`` and rename the part to ``path``, for libraries that take a file name."""
+    with whole(path) as part:
+        write(part)
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, in hex, read in pieces."""
+    with Path(path).open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def write_sums(folder: Path, names: Iterable[str]) -> None:
+    """Write the digests of some files of a folder, by which `check_sums` knows them."""
+    write_text(folder / SUMS, "".join(f"{sha256_file(folder / name)}  {name}\n" for name in sorted(names)))
+
+
+def check_sums(folder: Path, names: Iterable[str]) -> None:
+    """Check files of a folder against the digests that were written with them; what has none passes.
+
+    Args:
+        folder: The folder; without a file of digests, everything passes.
+        names: The files to check; one that is missing passes too.
+
+    Raises:
+        BadInput: If a file differs, or cannot be read.
+    """
+    folder = Path(folder)
+    if not (folder / SUMS).exists():
+        return
+    pairs = (line.split("  ", 1) for line in read_text(folder / SUMS, LARGEST_CONFIGURATION).splitlines())
+    known = {pair[-1]: pair[0] for pair in pairs}
+    for file in (folder / name for name in names if name in known):
+        try:
+            same = not file.is_file() or sha256_file(file) == known[file.name]
+        except OSError as error:
+            raise BadInput(f"{file} cannot be read: {error.strerror}.") from None
+        if not same:
+            raise BadInput(
+                f"{file} is not as it was saved: its SHA-256 is not that in {SUMS}. It is damaged or was changed: "
+                f"restore it, or delete {SUMS} if you changed the folder yourself."
+            )
+
+
+def digest(value: Any, length: int = 12) -> str:
+    """A short, stable name for a JSON value: the first hex digits of the SHA-256 of its canonical form."""
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:length]

@@ -1,0 +1,141 @@
+"""The rank of this process, from a distributed verb's flags or torchrun's environment. Free of torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from ipaddress import ip_address
+from typing import Any, NamedTuple
+
+from gradwire.base.errors import BadInput
+from gradwire.base.flags import PORT, RANK, RANKS, SECONDS, Number
+
+BACKENDS = ("auto", "nccl", "gloo")
+DEVICES = ("auto", "cpu", "cuda")
+LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"  # number of ranks on this machine; set by torchrun
+TIMEOUT = 60.0  # seconds for startup and for each collective
+
+
+class RankEnv(NamedTuple):
+    """The rank of one process; ``master_port`` is None for a single process."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None
+
+
+def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that :func:`rank_options` reads."""
+    add_rank_env_arguments(parser)
+    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="auto: nccl with a GPU per rank, else gloo")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda with a GPU, else cpu")
+
+
+def add_rank_env_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that set this process's rank."""
+    group = parser.add_argument_group("ranks", "for ranks started by hand; `gradwire launch` and torchrun set them")
+    group.add_argument("--world_size", type=RANKS, help="number of ranks (default: 1)")
+    group.add_argument("--rank", type=RANK, help="rank of this process, from 0")
+    group.add_argument("--local_rank", type=RANK, help="index of its GPU on this machine (default: the rank)")
+    group.add_argument("--master_addr", help="address of rank 0 (default: 127.0.0.1)")
+    group.add_argument("--master_port", type=PORT, help="port of rank 0")
+    group.add_argument("--timeout", type=SECONDS, default=TIMEOUT, metavar="S", help="seconds to wait for other ranks")
+
+
+def rank_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments for :func:`gradwire.comm.collectives.world.process_group` from a verb's arguments.
+
+    Raises:
+        BadInput: If the flags disagree with torchrun's environment, are incomplete or out of range.
+    """
+    given = {name: getattr(args, name) for name in RankEnv._fields}
+    here = rank_env(given, os.environ)
+    return {"backend": args.backend, "device": args.device, "here": here, "timeout": args.timeout}
+
+
+def rank_env(given: Mapping[str, Any], environment: Mapping[str, str]) -> RankEnv:
+    """Determine this process's rank from torchrun's environment, else from ``given``, else as a single process.
+
+    Args:
+        given: Values by the names of :class:`Seat`'s fields; None or missing if unset.
+        environment: The process's environment variables.
+
+    Raises:
+        BadInput: If the two disagree, or either is incomplete.
+    """
+    chosen = {name: value for name, value in given.items() if value is not None}
+    if "RANK" in environment:
+        return _from_environment(chosen, environment)
+    found = RankEnv(**{"local_rank": chosen.get("rank", 0), **chosen})
+    missing = [f"--{name}" for name in ("rank", "master_port") if name not in chosen]
+    if found.world_size > 1 and missing:
+        raise BadInput(
+            f"--world_size {found.world_size} without {' and '.join(missing)}: "
+            f"start the ranks with `gradwire launch --world_size {found.world_size} -- VERB ...`, or pass them to each."
+        )
+    if not 0 <= found.rank < found.world_size:
+        raise BadInput(
+            f"--rank {found.rank} with --world_size {found.world_size}: the rank must be from 0 to world_size - 1."
+        )
+    return found
+
+
+def ranks_here(world_size: int) -> int:
+    """Number of ranks on this machine, from torchrun or the launcher, else all ranks.
+
+    Raises:
+        BadInput: If the environment variable is not a number of ranks.
+    """
+    return variable(os.environ, LOCAL_WORLD_SIZE, RANKS) if LOCAL_WORLD_SIZE in os.environ else world_size
+
+
+def variable(environment: Mapping[str, str], name: str, kind: Number) -> int:
+    """Read an integer from an environment variable.
+
+    Raises:
+        BadInput: If it is not an integer or is out of bounds.
+        KeyError: If it is not set.
+    """
+    try:
+        value = int(environment[name])
+    except ValueError:
+        raise BadInput(f"{name} in the environment is {environment[name]!r}; it must be an integer.") from None
+    kind.check(f"{name} in the environment", value)
+    return value
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address can only be reached from this machine."""
+    try:
+        return ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def _from_environment(chosen: Mapping[str, Any], environment: Mapping[str, str]) -> RankEnv:
+    """Read torchrun's variables and check that no flag contradicts them."""
+    try:
+        found = RankEnv(
+            rank=variable(environment, "RANK", RANK),
+            local_rank=variable(environment, "LOCAL_RANK", RANK),
+            world_size=variable(environment, "WORLD_SIZE", RANKS),
+            master_addr=environment["MASTER_ADDR"],
+            master_port=variable(environment, "MASTER_PORT", PORT),
+        )
+    except KeyError as missing:
+        raise BadInput(f"RANK is set in the environment but {missing} is not: set all five, or none.") from None
+    if found.rank >= found.world_size:
+        raise BadInput(
+            f"RANK is {found.rank} and WORLD_SIZE is {found.world_size} in the environment; RANK must be less than "
+            "WORLD_SIZE."
+        )
+    for name, value in chosen.items():
+        if value != getattr(found, name):
+            raise BadInput(
+                f"--{name} {value} disagrees with {name.upper()}={getattr(found, name)} in the environment, "
+                f"which torchrun sets: leave --{name} out."
+            )
+    return found

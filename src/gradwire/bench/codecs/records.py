@@ -1,0 +1,171 @@
+"""Measurements of one case: bytes, memory, error, times, and multiples of the floor."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.bench.codecs.cases import Case, Target, Work, size
+from gradwire.bench.codecs.memory import peak_bytes
+from gradwire.bench.codecs.timing import stopwatch
+
+COPIES = 5  # in a round
+PRODUCT = 1024  # rows of the square product that measures FLOPs per second
+
+
+@dataclass
+class Record:
+    """Measurements of one case.
+
+    Args:
+        method: Its name.
+        options: Options that are not defaults.
+        form: The implementation (`cases.Case.form`).
+        error: Why it failed, or None.
+        wire_bytes: Size of the timed tensor's encoding.
+        bits_per_element: The same, per element.
+        gradient_bits_per_element: The same for the real gradient.
+        relative_error: Of the real gradient; None if its values are too large for the wire.
+        encode_peak_bytes: Memory of encoding beyond x, including the wire; None if unknown.
+        encode_ms: Milliseconds of each round; also ``decode_ms``.
+        encode_floor: The bytes of the floor; also ``decode_floor``.
+        encode_x_floor: Median time as a multiple of the floor; also ``decode_x_floor``.
+        encode_x_kept: The same as a multiple of copying only what is sent, if that is chosen without reading x.
+        target: The largest acceptable multiples, as (encode, decode).
+        met: Whether both are met.
+    """
+
+    method: str
+    options: dict[str, Any]
+    form: str = ""
+    error: str | None = None
+    wire_bytes: int = 0
+    bits_per_element: float = 0
+    gradient_bits_per_element: float = 0
+    relative_error: float | None = None
+    encode_peak_bytes: int | None = None
+    encode_ms: list[float] = field(default_factory=list)
+    decode_ms: list[float] = field(default_factory=list)
+    encode_floor: str = ""
+    decode_floor: str = ""
+    encode_x_floor: float | None = None
+    decode_x_floor: float | None = None
+    encode_x_kept: float | None = None
+    target: tuple[float, float] | None = None
+    met: bool | None = None
+
+
+def prepare(case: Case, x: Tensor, matrices: Sequence[Tensor], seed: int) -> Record:
+    """Compile a case's code and measure everything but time: bytes, memory, the error on the gradient.
+
+    If a case fails, its record has the reason, and the others are measured.
+    """
+    record = Record(case.name, case.options)
+    generator = torch.Generator(x.device).manual_seed(seed)
+    flag = torch.zeros(1, dtype=torch.uint8, device=x.device)
+
+    def encode() -> Any:
+        return case.codec.encode(x, generator=generator, flag=flag)
+
+    try:
+        record.form = case.form(x.device)
+        for _ in range(2):
+            wire = encode()
+            case.codec.decode(wire, tuple(x.shape))
+        record.wire_bytes = size(wire)
+        record.bits_per_element = 8 * record.wire_bytes / x.numel()
+        del wire
+        record.encode_peak_bytes = peak_bytes(encode, x.device)
+        if matrices:
+            on_gradient(case, record, matrices, generator)
+    except Exception as error:
+        record.error = f"{type(error).__name__}: {error}"
+    return record
+
+
+def on_gradient(case: Case, record: Record, matrices: Sequence[Tensor], generator: torch.Generator) -> None:
+    """Measure ||g - decode(encode(g))|| / ||g|| and the bits per element, each parameter encoded alone."""
+    flag = torch.zeros(1, dtype=torch.uint8, device=generator.device)
+    lost = total = 0.0
+    sent = 0
+    for matrix in matrices:
+        wire = case.codec.encode(matrix, generator=generator, flag=flag)
+        decoded = case.codec.decode(wire, tuple(matrix.shape))
+        lost += float((decoded.double() - matrix.double()).square().sum())
+        total += float(matrix.double().square().sum())
+        sent += size(wire)
+    record.relative_error = None if flag.item() else math.sqrt(lost / total)
+    record.gradient_bits_per_element = 8 * sent / sum(matrix.numel() for matrix in matrices)
+
+
+class Speed(NamedTuple):
+    """Speed of the machine during the rounds: time of a copy, its bytes per second, and FLOPs per second."""
+
+    copy_ms: float
+    copy_bytes_per_s: float
+    product_flops_per_s: float
+
+
+def measure(running: Sequence[tuple[Case, Record]], x: Tensor, repeats: int, seed: int) -> Speed:
+    """Fill each record's ``encode_ms`` and ``decode_ms``, and time copies and products in the same rounds."""
+    clock = stopwatch(x.device)
+    generator = torch.Generator(x.device).manual_seed(seed)
+    flag = torch.zeros(1, dtype=torch.uint8, device=x.device)
+    y, square = torch.empty_like(x), torch.randn((PRODUCT, PRODUCT), generator=generator, device=x.device)
+    copies: list[float] = []
+    products: list[float] = []
+
+    def code(case: Case, record: Record) -> None:
+        wire, took = clock(lambda: case.codec.encode(x, generator=generator, flag=flag))
+        record.encode_ms.append(took)
+        record.decode_ms.append(clock(lambda: case.codec.decode(wire, tuple(x.shape)))[1])
+
+    def copy() -> None:
+        copies.append(clock(lambda: y.copy_(x))[1])
+
+    def multiply() -> None:
+        products.append(clock(lambda: square @ square)[1])
+
+    copy()  # warm-up; the cases are warm
+    multiply()
+    copies.clear()
+    products.clear()
+    jobs: list[Callable[[], None]] = [partial(code, case, record) for case, record in running]
+    jobs += [*[copy] * COPIES, multiply]
+    shuffle = random.Random(seed).shuffle
+    for turn in range(repeats):
+        if sys.stderr.isatty():
+            print(f"round {turn + 1} of {repeats}", end="\r", file=sys.stderr)
+        shuffle(jobs)
+        for job in jobs:
+            job()
+    return Speed(median(copies), 2e3 * x.nbytes / median(copies), 2e3 * PRODUCT**3 / median(products))
+
+
+def judge(case: Case, record: Record, shape: tuple[int, int], speed: Speed, target: Target | None) -> None:
+    """Add to a measured record its multiples of the floor, and whether they meet the target."""
+
+    def multiple(times: list[float], work: Work) -> float:
+        floor = max(work.moved / speed.copy_bytes_per_s, work.flops / speed.product_flops_per_s)
+        return median(times) / 1e3 / floor
+
+    encode, decode = case.work(shape, record.wire_bytes)
+    record.encode_floor, record.decode_floor = encode.counted, decode.counted
+    record.encode_x_floor = multiple(record.encode_ms, encode)
+    record.decode_x_floor = multiple(record.decode_ms, decode)
+    kept = case.kept(shape)
+    if kept is not None:
+        record.encode_x_kept = multiple(record.encode_ms, encode._replace(moved=4 * kept + record.wire_bytes))
+    if target is not None:
+        held = record.encode_x_kept if target.kept else record.encode_x_floor
+        record.target = target.encode, target.decode
+        record.met = held is not None and held <= target.encode and record.decode_x_floor <= target.decode

@@ -1,0 +1,190 @@
+"""The verb ``bench compressors``: how long every compressor takes, against what the memory allows.
+
+A call's **floor** is (bytes that it cannot avoid to read + bytes that it cannot avoid to write) / copy bandwidth. The
+bandwidth is that of ``y.copy_(x)`` for a tensor of the same size in the same run, read and written bytes alike. To
+encode is to read x once and to write the wire, to decode is to read the wire and to write the tensor, even where an
+algorithm needs more. Methods of matrix products count more passes, and their floor is the larger of this and
+FLOPs / FLOPs per second of a square product (`cases.Case.work` says what is counted).
+
+Times are medians over rounds. In each round every case runs once, in a new random order, so that drift is shared;
+compilation happens before. On a CPU everything runs on one core and processor time is measured, so that other processes
+do not count; freed memory stays with the process, so that page faults do not fall on random calls (the copy has none).
+On CUDA the time between two events is measured: before each call a buffer larger than the caches is overwritten, and
+the GPU is kept busy until Python has submitted the call.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradwire import __version__
+from gradwire.base.errors import FAULT, BadInput
+from gradwire.base.files import write_json
+from gradwire.base.flags import COUNT, ELEMENTS, SEED, output_file
+from gradwire.base.machine import installed, processor
+from gradwire.bench.codecs.table import report
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from gradwire.bench.codecs.cases import Case
+
+SCHEMA_VERSION = 1
+NUMEL = {"cpu": 2**22, "cuda": 2**26}
+PACKAGES = ("torch", "numpy", "numba", "triton")
+
+
+def arguments(parser: ArgumentParser) -> None:
+    """Declare the verb's flags."""
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run; auto: CUDA where there is one"
+    )
+    parser.add_argument(
+        "--numel",
+        type=ELEMENTS,
+        help="elements of the timed tensor, a matrix as square as can be (rounded down to fill it); "
+        "by default 2^22 on a CPU core, 2^26 on CUDA",
+    )
+    parser.add_argument("--methods", nargs="+", help="methods and chains to time; by default all, and PyTorch's own")
+    parser.add_argument("--repeats", type=COUNT, default=15, help="rounds")
+    parser.add_argument("--seed", type=SEED, default=0, help="of the timed tensor, the codes and the sample gradient")
+    parser.add_argument(
+        "--gradient",
+        type=Path,
+        help="tensor saved by torch.save, whose relative error is shown; by default a small model's gradient",
+    )
+    parser.add_argument("--json", type=output_file, help="file to write the results to")
+
+
+def main(args: Namespace) -> int | None:
+    """Measure, print the table and write the JSON."""
+    result = bench(args.device, args.numel, args.methods, args.repeats, args.seed, args.gradient)
+    if args.json:
+        write_json(args.json, result)
+    print(report(result))
+    failed = [record["method"] for record in result["records"] if record["error"] and record["form"] != "torch"]
+    if failed:
+        print(f"gradwire bench compressors: failed: {', '.join(failed)}", file=sys.stderr)
+    return FAULT if failed else None
+
+
+def bench(
+    device: str = "auto",
+    numel: int | None = None,
+    methods: Sequence[str] | None = None,
+    repeats: int = 15,
+    seed: int = 0,
+    gradient: Path | None = None,
+) -> dict[str, Any]:
+    """Measure everything and return it as JSON; the arguments are the verb's flags.
+
+    Raises:
+        BadInput: For a missing device, an unknown name, or a file without a gradient.
+    """
+    from gradwire.bench.codecs.cases import cases
+    from gradwire.bench.codecs.timing import one_thread
+
+    found = cases(methods)
+    where = chosen_device(device)
+    with one_thread():
+        matrices = gradient_matrices(gradient, seed)
+    result = times(found, where, numel or NUMEL[where.type], repeats, seed, matrices)
+    return {**result, "gradient": str(gradient) if gradient else "a byte-level language model"}
+
+
+def times(
+    found: Sequence[Case], where: torch.device, numel: int, repeats: int, seed: int, matrices: Sequence[Tensor]
+) -> dict[str, Any]:
+    """Measure any cases on a matrix of at most ``numel`` elements, and their errors on ``matrices``, if any."""
+    import torch
+
+    from gradwire.bench.codecs.records import judge, measure, prepare
+    from gradwire.bench.codecs.timing import kept_memory, one_thread
+
+    rows = math.isqrt(numel)
+    shape = (rows, numel // rows)
+    generator = torch.Generator(where).manual_seed(seed)
+    with one_thread(), kept_memory():
+        matrices = [matrix.to(where) for matrix in matrices]
+        x = torch.randn(shape, generator=generator, device=where)
+        records = [prepare(case, x, matrices, seed) for case in found]
+        running = [(case, record) for case, record in zip(found, records, strict=True) if not record.error]
+        speed = measure(running, x, repeats, seed)
+        environment = describe(where)
+    for case, record in running:
+        large = numel >= NUMEL[where.type]  # the targets are for large tensors
+        judge(case, record, shape, speed, case.target(where.type) if large else None)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "environment": environment,
+        "shape": list(shape),
+        "repeats": repeats,
+        "seed": seed,
+        "gradient_numel": sum(matrix.numel() for matrix in matrices),
+        **speed._asdict(),
+        "records": [asdict(record) for record in records],
+    }
+
+
+def chosen_device(name: str) -> torch.device:
+    """The device selected by ``--device``.
+
+    Raises:
+        BadInput: If CUDA is requested but not available.
+    """
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise BadInput(f"--device cuda: torch {torch.__version__} sees no CUDA device here.")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def gradient_matrices(path: Path | None, seed: int) -> list[Tensor]:
+    """The gradient for relative errors, a matrix or vector per parameter.
+
+    Raises:
+        BadInput: If the file holds no finite, non-zero float tensor.
+    """
+    import torch
+
+    from gradwire.bench.codecs.sample_gradient import sample_gradient
+
+    if path is None:
+        return list(sample_gradient(seed).values())
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many kinds for unreadable files
+        raise BadInput(f"--gradient: {path} cannot be read by torch.load ({type(error).__name__}).") from None
+    if not (isinstance(loaded, torch.Tensor) and loaded.is_floating_point() and loaded.layout is torch.strided):
+        kind = f"a tensor of {loaded.dtype}" if isinstance(loaded, torch.Tensor) else f"a {type(loaded).__name__}"
+        raise BadInput(f"--gradient: {path} holds {kind}, not a dense float tensor.")
+    values = loaded.detach().to(torch.float32)
+    if not values.isfinite().all() or not values.any():
+        raise BadInput(f"--gradient: {path} is empty, all zeros, or holds values that are not finite.")
+    return [values.reshape(len(values), -1) if values.ndim > 1 else values.view(-1)]
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """The machine and the versions."""
+    import torch
+
+    cuda = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if cuda else processor(),
+        "kind": device.type,
+        "cores": os.cpu_count(),
+        "gradwire": __version__,
+        "packages": {name: installed(name) for name in PACKAGES},
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "cuda": torch.version.cuda if cuda else None,
+    }

@@ -1,0 +1,34 @@
+"""The experiment as typed data: the data set, the training settings, the compressor cells and the grid over them.
+
+The same classes check ``config.yaml``, fill in its defaults, give ``gradwire train`` its flags and generate the JSON
+schema for editors (``workflow/schemas/config.schema.json``). torch is imported only to check a
+compressor's own options.
+"""
+
+from gradwire.bench.config.cell import FLAGS, Cell, Reduction, check_private
+from gradwire.bench.config.dataset import Dataset
+from gradwire.bench.config.file import Experiment, Targets, experiment, json_schema, load
+from gradwire.bench.config.grid import Gradients, Grid, Run
+from gradwire.bench.config.training import Training
+from gradwire.bench.config.values import BASELINE, SCHEMA_VERSION, Precision, Strategy
+
+__all__ = [
+    "BASELINE",
+    "FLAGS",
+    "SCHEMA_VERSION",
+    "Cell",
+    "Dataset",
+    "Experiment",
+    "Gradients",
+    "Grid",
+    "Precision",
+    "Reduction",
+    "Run",
+    "Strategy",
+    "Targets",
+    "Training",
+    "check_private",
+    "experiment",
+    "json_schema",
+    "load",
+]

@@ -1,0 +1,174 @@
+"""The experiment that a configuration file describes, with every cell and grid checked."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from gradwire.base.errors import BadInput, unknown
+from gradwire.base.files import read_yaml
+from gradwire.base.strict import Strict, checked
+from gradwire.base.units import UNSHAPED
+from gradwire.bench.config.cell import Cell, check_private
+from gradwire.bench.config.dataset import Dataset
+from gradwire.bench.config.grid import Exclusion, Gradients, Grids, Run, Selection
+from gradwire.bench.config.training import Training
+from gradwire.bench.config.values import BASELINE, ModelOption, Name
+from gradwire.comm.topology import check_topology
+from gradwire.lm.models import presets
+
+
+class Targets(Strict):
+    """Perplexities whose time, steps and bytes each run is measured by."""
+
+    ppl: tuple[Annotated[float, Field(gt=1)], ...] = Field((), description="validation perplexities")
+    relative_to: Name | None = Field(None, description="a label: its final perplexity with the same seed")
+
+    @model_validator(mode="after")
+    def _something_is_asked(self) -> Self:
+        if not self.ppl and self.relative_to is None:
+            raise ValueError("give `ppl` or `relative_to`")
+        return self
+
+
+class Experiment(Strict):
+    """A whole experiment, whose results are in ``results/<name>/``."""
+
+    name: Name = Field(description="folder of the experiment, below results/")
+    question: str | None = Field(None, description="what the experiment asks: the title of its page")
+    dataset: Dataset = Field(default_factory=Dataset)
+    model: ModelOption = Field(
+        "tiny", description=f"{presets.MEANING}; or inline options, such as {{architecture: llama, hidden_size: 256}}"
+    )
+    timing: bool | None = Field(
+        None, description="run one training at a time, for undisturbed times; default: if the grid has links"
+    )
+    quality_from: str | None = Field(
+        None,
+        description="results.jsonl of another experiment, whose perplexities count for the same labels",
+    )
+    targets: Targets | None = Field(None, description="perplexities to reach: {ppl: [60, 55]} or {relative_to: LABEL}")
+    training: Training = Field(default_factory=Training)
+    compressors: dict[Name, dict[str, Any]] = Field(min_length=1, description="label: cell")
+    grid: Grids = Field(description="a product or a list of them; their union is run")
+    exclude: tuple[Exclusion, ...] = ()
+    gradients: Gradients | None = None
+
+    @property
+    def model_text(self) -> str:
+        """The model as ``train --model`` takes it."""
+        return presets.text(self.model)
+
+    def cells(self) -> dict[str, Cell]:
+        """The checked compressor settings by label."""
+        return {label: Cell.parse(label, mapping) for label, mapping in self.compressors.items()}
+
+    def asked(self) -> list[Run]:
+        """Every run of the grid once, including excluded ones."""
+        runs: dict[Run, None] = {}
+        for grid in self.grid:
+            labels = tuple(self.compressors) if grid.compressors == "all" else grid.compressors
+            for label in labels:
+                if label not in self.compressors:
+                    raise unknown("compressor in the grid", label, self.compressors)
+            product = itertools.product(grid.strategies, labels, grid.world_sizes, grid.links, grid.seeds, grid.islands)
+            runs.update(dict.fromkeys(itertools.starmap(Run, product)))
+        return list(runs)
+
+    def excluded(self, run: Run) -> str | None:
+        """The reason for leaving out ``run``, or None."""
+        return next((exclusion.reason for exclusion in self.exclude if exclusion.holds(run)), None)
+
+    def runs(self) -> list[Run]:
+        """The runs to make, in starting order: interleaved, so that drift of the machine is shared.
+
+        Seed by seed; within a seed in a random order drawn from it, with a baseline (label ``none``) first and last.
+        """
+        chosen = [run for run in self.asked() if self.excluded(run) is None]
+        ordered: list[Run] = []
+        for seed in sorted({run.seed for run in chosen}):
+            of_seed = [run for run in chosen if run.seed == seed]
+            random.Random(seed).shuffle(of_seed)
+            baselines = [run for run in of_seed if run.compressor == BASELINE]
+            others = [run for run in of_seed if run.compressor != BASELINE]
+            middle = (len(baselines) + 1) // 2
+            ordered += [*baselines[:middle], *others, *baselines[middle:]]
+        return ordered
+
+    @property
+    def needs_links(self) -> bool:
+        """Whether a run needs a shaped link."""
+        return any(run.link != UNSHAPED for run in self.runs())
+
+    @property
+    def timed(self) -> bool:
+        """Whether runs are made one at a time, for their times."""
+        return self.needs_links if self.timing is None else self.timing
+
+    def gradient_runs(self, runs: Iterable[Run]) -> list[Run]:
+        """Select the runs whose per-sample gradients are collected."""
+        return [run for run in runs if self.gradients is not None and self.gradients.holds(run)]
+
+    def norm_runs(self, runs: Iterable[Run]) -> list[Run]:
+        """Select the runs whose gradient norms are written."""
+        return self.gradient_runs(runs) if self.gradients is not None and self.gradients.norms else []
+
+
+def experiment(mapping: Mapping[str, Any]) -> Experiment:
+    """Parse an experiment, with every cell and grid checked.
+
+    Raises:
+        BadInput: If something is invalid, with its place in the file.
+    """
+    made = checked(Experiment, mapping, "configuration")
+    cells = made.cells()
+    selections: dict[str, Selection] = {f"exclude.{at}": exclusion for at, exclusion in enumerate(made.exclude)}
+    if made.gradients is not None:
+        selections["gradients"] = made.gradients
+    for where, selection in selections.items():
+        selection.check(made.asked(), where)
+    if not made.runs():
+        raise BadInput("configuration: the grid is empty, or `exclude` removes all of it.")
+    if made.targets is not None and made.targets.relative_to not in (None, *made.compressors):
+        raise unknown("compressor in targets.relative_to", str(made.targets.relative_to), made.compressors)
+    if made.gradients is not None and not made.gradient_runs(made.runs()):
+        raise BadInput("gradients: `exclude` removes all selected runs.")
+    for run in made.runs():
+        made.training.shared_out(run.world_size)
+        check_topology(run.strategy, run.world_size, run.islands, run.link)
+        cells[run.compressor].check_strategy(run.strategy)
+        check_private(made.training, cells[run.compressor], run.strategy)
+    check_one_topology(made.runs())
+    return made
+
+
+def check_one_topology(runs: Iterable[Run]) -> None:
+    """Check that runs of one strategy and world size have one number of islands, but for hsdp on each link.
+
+    Raises:
+        BadInput: If they do not: the report compares cells by strategy and world size, and would average them.
+    """
+    found: dict[tuple[str, int, str | None], int] = {}
+    for run in runs:
+        link = None if run.strategy == "hsdp" else run.link
+        islands = found.setdefault((run.strategy, run.world_size, link), run.islands)
+        if islands != run.islands:
+            raise BadInput(
+                f"grid: {run.world_size} ranks form {islands} and {run.islands} islands under {run.strategy}; a report "
+                f"compares one number of islands per world size, so put the others into an experiment of their own."
+            )
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON schema of a configuration file, for editors."""
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Experiment.model_json_schema()}
+
+
+def load(path: Path) -> Experiment:
+    """Read and check a configuration file."""
+    return experiment(read_yaml(path))

@@ -1,0 +1,155 @@
+"""The verb ``grads lds``: the linear datamodeling score of attribution methods, from trainings on random subsets.
+
+A method predicts that training on a subset lowers a query's loss the more, the larger the sum of its scores over the
+subset. The linear datamodeling score is Spearman's rank correlation of these sums with minus the losses of models
+trained on the subsets, averaged over queries (Park et al., 2023, "TRAK", section 2.2; Ilyas et al., 2022).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradwire.base.errors import BadInput
+from gradwire.base.files import write_json
+from gradwire.base.flags import COUNT, FRACTION, Number
+from gradwire.bench.judge import methods as attribution
+from gradwire.bench.judge.methods import RESAMPLES, costs, interval, shown, table
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from gradwire.bench.judge.methods import Scores
+    from gradwire.bench.judge.retraining import Subsets
+
+RESULT = "lds.json"
+SUBSETS = Number(int, 2, 2**31 - 1)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the verb's flags."""
+    attribution.arguments(parser)
+    parser.add_argument("--subsets", type=SUBSETS, default=32, metavar="M", help="number of trainings on subsets")
+    parser.add_argument("--fraction", type=FRACTION, default=0.5, help="size of a subset relative to all samples")
+    parser.add_argument("--workers", type=COUNT, default=1, help="processes that train subsets, of one thread each")
+
+
+def beside(args: argparse.Namespace) -> Path:
+    """Return the results folder."""
+    return args.output_dir
+
+
+def main(args: argparse.Namespace) -> None:
+    """Train on all samples and on the subsets, score by every method, and print a table.
+
+    Raises:
+        BadInput: If the data or the settings are invalid, or the folder has results of other settings.
+        RunFault: If a training diverges, or a worker dies.
+    """
+    from gradwire.bench.judge import retraining
+
+    train, val, samples = attribution.opened(args, args.queries)
+    shards = train.folder.parent
+    subsets = retraining.Subsets(
+        args.output_dir / "subsets", shards, samples, args.queries, args.fraction, attribution.recipe_of(args)
+    )
+    if not 1 <= subsets.size < samples:
+        raise BadInput(
+            f"--fraction {args.fraction:g} of {samples} samples is {subsets.size}; it must be from 1 to {samples - 1}."
+        )
+    settings = attribution.settings_of("lds", args, train, val, samples) | {"fraction": args.fraction}
+    attribution.claim(args.output_dir, settings)
+    study = attribution.Study(args, shards, samples, args.queries)
+    scores = {name: study.scores(name) for name in args.methods}
+    retraining.run_missing(subsets, args.subsets, args.workers)
+    members, losses = outcomes(subsets, args.subsets)
+    rows = judged(scores, members, losses, args.seed)
+    result = {
+        "settings": settings,
+        "subsets": args.subsets,
+        "damping": args.damping,
+        "loss": float(losses.mean()),
+        "loss_spread": float(losses.std(0).mean()),
+        "methods": rows,
+    }
+    write_json(args.output_dir / RESULT, result)
+    print(table([shown_row(one) for one in rows]))
+    print(
+        "loss of a query: {loss:.3f} nats, with a standard deviation of {loss_spread:.3f} over subsets".format(**result)
+    )
+
+
+def shown_row(row: Mapping[str, Any]) -> dict[str, str]:
+    """Format a method's row of the table."""
+    ahead = "best" if row["behind"] == 0 else shown(row["behind"], row["behind_interval"])
+    score = {"LDS [95 %]": shown(row["lds"], row["interval"]), "behind the best [95 %]": ahead}
+    return {"method": row["method"], **score, **costs(row)}
+
+
+def outcomes(subsets: Subsets, total: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the subsets' members, 0 or 1, [subsets, samples], and the queries' losses, [subsets, queries]."""
+    members = np.zeros((total, subsets.samples))
+    losses = np.empty((total, subsets.queries))
+    for number in range(total):
+        chosen, losses[number] = subsets.read(number)
+        members[number, chosen] = 1
+    return members, losses
+
+
+def judged(
+    scores: Mapping[str, Scores], members: NDArray[np.float64], losses: NDArray[np.float64], seed: int
+) -> list[dict[str, Any]]:
+    """Judge methods: the rows of the table, each with how far it is behind the best, on the same draws."""
+    predicted = {name: members @ one.values for name, one in scores.items()}
+    found = {name: float(correlations(sums, -losses).mean()) for name, sums in predicted.items()}
+    drawn = {name: resampled(sums, losses, seed) for name, sums in predicted.items()}
+    best = max(found, key=found.__getitem__)
+    return [
+        {
+            "method": name,
+            "lds": found[name],
+            "interval": interval(drawn[name]),
+            "behind": found[best] - found[name],
+            "behind_interval": interval(drawn[best] - drawn[name]),
+            "seconds": one.seconds,
+            "store_bytes": one.store_bytes,
+        }
+        for name, one in scores.items()
+    ]
+
+
+def correlations(predicted: NDArray[np.float64], found: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Spearman's rank correlation of each column over the rows, ties at their mean rank; 0 for a constant column.
+
+    Args:
+        predicted: [subsets, queries].
+        found: As many.
+
+    Returns:
+        [queries].
+    """
+    one, other = _centred_ranks(predicted), _centred_ranks(found)
+    size = np.sqrt((one**2).sum(0) * (other**2).sum(0))
+    return np.asarray((one * other).sum(0) / np.where(size == 0, 1, size))
+
+
+def resampled(predicted: NDArray[np.float64], losses: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
+    """Return `RESAMPLES` scores of subsets and queries drawn with replacement; equal draws for equal seeds."""
+    random = np.random.default_rng(seed)
+    count, queries = losses.shape
+    found = np.empty(RESAMPLES)
+    for number in range(RESAMPLES):
+        drawn = np.ix_(random.integers(count, size=count), random.integers(queries, size=queries))
+        found[number] = correlations(predicted[drawn], -losses[drawn]).mean()
+    return found
+
+
+def _centred_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    from scipy.stats import rankdata
+
+    ranks = rankdata(values, axis=0)
+    return np.asarray(ranks - ranks.mean(0))

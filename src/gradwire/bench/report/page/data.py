@@ -1,0 +1,119 @@
+"""Input of the page and of comparisons: an experiment's rows, their statistics, and files of its runs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import pandas as pd
+
+from gradwire.base.errors import BadInput
+from gradwire.bench.config import BASELINE
+from gradwire.bench.report.page.figures.style import Look, looks
+from gradwire.bench.report.rows import curves
+from gradwire.bench.report.rows.quality import PerplexityReference
+from gradwire.bench.report.rows.record import OWN_QUALITY, Result
+from gradwire.bench.report.rows.results_file import read_results
+from gradwire.bench.report.tables import time_to_loss
+from gradwire.bench.report.tables.cells import Group, cells_of, groups, of_group
+from gradwire.bench.report.tables.headline import Finding, Known, findings
+from gradwire.bench.report.tables.table import one_by_one
+from gradwire.bench.report.verbs.predict import quality_of
+from gradwire.bench.report.verbs.summarize import asked_for
+
+
+@dataclass(frozen=True)
+class Data:
+    """Input of all sections.
+
+    Args:
+        results_dir: The experiment's folder.
+        results: Its rows.
+        quality: The runs whose perplexities count.
+        shared: Whether runs may have shared the machine.
+        notes: Descriptions of unusable files.
+    """
+
+    results_dir: Path
+    results: Sequence[Result]
+    quality: PerplexityReference
+    shared: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def ok(self) -> list[Result]:
+        """The rows with a result."""
+        return [row for row in self.results if row.status == "ok"]
+
+    @cached_property
+    def cells(self) -> pd.DataFrame | None:
+        """Statistics over seeds; None if no run has a result."""
+        return cells_of(self.ok, self.quality) if self.ok else None
+
+    @cached_property
+    def runs(self) -> pd.DataFrame:
+        """Single runs."""
+        return one_by_one(self.ok)
+
+    @cached_property
+    def groups(self) -> list[Group]:
+        """The groups of cells, in the table's order."""
+        return [] if self.cells is None else [group for group, _ in groups(self.cells)]
+
+    @cached_property
+    def times(self) -> list[time_to_loss.Cell]:
+        """The cells that have targets."""
+        return time_to_loss.cells(self.results, self.quality)
+
+    @cached_property
+    def findings(self) -> list[Finding]:
+        """Which compressor wins in which regime."""
+        return findings(self.cells, Known(self.ok, self.quality, self.times, self.shared))
+
+    @cached_property
+    def looks(self) -> dict[str, Look]:
+        """How each label is drawn."""
+        return looks(sorted({row.compressor for row in self.results}))
+
+    @cached_property
+    def run_curves(self) -> dict[str, curves.Curves]:
+        """The runs' curves from ``steps.parquet``."""
+        found, complaints = curves.read_runs(self.ok, self.results_dir)
+        self.notes.extend(complaints)
+        return found
+
+    def lines(self, column: str) -> dict[Group, dict[str, curves.Line]]:
+        """A column of the curves over seeds, by group and label; unmeasured cells are left out."""
+        found: dict[Group, dict[str, curves.Line]] = {}
+        for group in self.groups:
+            runs: defaultdict[str, list[curves.Curves]] = defaultdict(list)
+            for row in of_group(self.ok, group):
+                if row.run_name in self.run_curves:
+                    runs[row.compressor].append(self.run_curves[row.run_name])
+            ordered = sorted(runs, key=lambda label: (label != BASELINE, label))
+            lines = ((label, curves.line(runs[label], column)) for label in ordered)
+            found[group] = {label: line for label, line in lines if line is not None}
+        return {group: lines for group, lines in found.items() if lines}
+
+
+def read(results_dir: Path) -> Data:
+    """An experiment's results.
+
+    Raises:
+        BadInput: If there are no results, or this version cannot read them.
+    """
+    path = results_dir / "results.jsonl"
+    if not path.is_file():
+        raise BadInput(
+            f"{path} does not exist: run the experiment (`make run`) or, where runs exist, `gradwire summarize`."
+        )
+    rows, complaints = read_results(path)
+    if not rows:
+        raise BadInput(complaints[0] if complaints else f"{path} holds no result yet.")
+    elsewhere = any(row.quality_from not in (None, *OWN_QUALITY) for row in rows)
+    quality, doubts = quality_of(rows, path) if elsewhere else (PerplexityReference.of(str(path), rows), [])
+    shared = any(one.shared for one in asked_for(results_dir).values())
+    return Data(results_dir, rows, quality, shared, [*complaints, *doubts])

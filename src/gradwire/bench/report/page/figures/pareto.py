@@ -1,0 +1,143 @@
+"""Pareto fronts: perplexity difference over gradient bytes, and over step time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Annotation
+from matplotlib.ticker import FuncFormatter
+from matplotlib.transforms import Bbox
+
+from gradwire.bench.report.page.figures.style import (
+    INK,
+    MUTED,
+    PAPER,
+    SMALL,
+    Drawing,
+    Look,
+    Plot,
+    axes,
+    group_title,
+    legend,
+    logarithmic,
+)
+from gradwire.bench.report.tables.cells import Group, groups, on_one_link
+
+COSTS = {
+    "bytes": ("sent_mb", "gradient megabytes sent per rank and step"),
+    "time": ("step_time_ms_mean", "step time, ms"),
+}
+WIDE = 10.0  # a ratio of costs above which their axis is logarithmic
+NARROW = 1.25  # a ratio of costs below which their axis begins at 0
+LARGE = 10.0  # percent: larger differences are drawn on a logarithmic scale
+AROUND = [  # where a name may be: points from its point, and the side of it that is there
+    *((x, y, side, height) for y, height in ((4, "bottom"), (-4, "top")) for x, side in ((5, "left"), (-5, "right"))),
+    *((x, y, side, "center") for y in (0, 14, -14) for x, side in ((8, "left"), (-8, "right"))),
+]
+
+
+def plots(cost: str, cells: pd.DataFrame, runs: pd.DataFrame, looks: Mapping[str, Look]) -> Iterator[Drawing]:
+    """Yield a front for each group with a baseline and a perplexity; over bytes for one link only, as all are equal.
+
+    Args:
+        cost: A key of `COSTS`.
+        cells: As from `bench.report.tables.cells.cells_of`.
+        runs: Single runs, as from `bench.report.tables.table.one_by_one`.
+        looks: How each label is drawn.
+    """
+    column, _ = COSTS[cost]
+    by_group = dict(groups(cells))
+    for group in on_one_link(by_group) if cost == "bytes" else by_group:
+        found = by_group[group]
+        known = found[found["worse_percent"].notna() & found[column].notna()]
+        if len(known) > 1 and known[column].max() > 0:  # one rank sends nothing
+            mine = runs[(runs[["strategy", "world_size", "link"]] == list(group)).all(axis=1)]
+            yield partial(draw, cost, group, known, mine, looks)
+
+
+def front(cost: np.ndarray, worse: np.ndarray) -> np.ndarray:
+    """Indices of the Pareto-optimal points, by cost: no other point is at least as cheap and good, and not equal."""
+    order = np.lexsort((worse, cost))
+    best = np.minimum.accumulate(worse[order])
+    first = np.concatenate([[True], worse[order][1:] < best[:-1]])
+    return order[first]
+
+
+def name_points(ax: Axes, points: np.ndarray, names: Mapping[int, str]) -> None:
+    """Write names beside points where they cover no other name and the fewest points; call it when the axes are final.
+
+    Args:
+        ax: The axes.
+        points: All points ``[points, 2]`` in the axes' units.
+        names: By index of a point, the most important first; one without room is left out, as the legend has it.
+    """
+    ax.autoscale_view()
+    renderer = FigureCanvasAgg(ax.get_figure(root=True)).get_renderer()
+    within = ax.get_window_extent(renderer)
+    marks = ax.transData.transform(points)
+    taken: list[Bbox] = []
+    for i, name in names.items():
+        label = ax.annotate(name, points[i], xytext=(0, 0), textcoords="offset points", fontsize=SMALL, color=INK)
+        room: list[tuple[int, int, tuple[int, int, str, str], Bbox]] = []
+        for place in AROUND:
+            box = _placed(label, *place).get_window_extent(renderer)
+            inside = within.contains(*box.min) and within.contains(*box.max)
+            if inside and not box.padded(2).count_overlaps(taken):
+                room.append((sum(box.padded(3).contains(*mark) for mark in marks), len(room), place, box))
+        if not room:
+            label.remove()
+            continue
+        *_, place, box = min(room)
+        _placed(label, *place)
+        taken.append(box)
+
+
+def _placed(label: Annotation, x: float, y: float, side: str, height: str) -> Annotation:
+    """Move a name to a place of `AROUND`."""
+    label.set(position=(x, y), ha=side, va=height)
+    return label
+
+
+def draw(cost: str, group: Group, cells: pd.DataFrame, runs: pd.DataFrame, looks: Mapping[str, Look]) -> Plot:
+    """One group's front."""
+    column, label = COSTS[cost]
+    figure, ax = axes(group_title(*group), label, "perplexity against none, %")
+    x, y = cells[column].to_numpy(), cells["worse_percent"].to_numpy()
+    best = front(x, y)
+
+    def colours(of: pd.DataFrame) -> list[str]:
+        return [looks[label].colour for label in of["compressor"]]
+
+    ax.axhline(1, color=MUTED, lw=0.8, ls=(0, (2, 2)))
+    ax.step(x[best], y[best], where="post", color=MUTED, lw=1)
+    seeds = runs[runs["compressor"].isin(cells["compressor"])]
+    ax.scatter(seeds[column], seeds["worse_percent"], s=6, c=colours(seeds), alpha=0.55, lw=0)
+    wide = cells.dropna(subset=f"{column}_low")  # one seed has no spread
+    tall = cells.dropna(subset="worse_percent_low")
+    ax.hlines(wide["worse_percent"], wide[f"{column}_low"], wide[f"{column}_high"], colours(wide), lw=1)
+    ax.vlines(tall[column], tall["worse_percent_low"], tall["worse_percent_high"], colours(tall), lw=1)
+    tips, handles = {}, []
+    for i, cell in enumerate(cells.to_dict("records")):
+        look, gid = looks[cell["compressor"]], f"point{i}"
+        face = look.colour if i in best else PAPER
+        (handle,) = ax.plot(x[i], y[i], color=look.colour, marker=look.marker, mfc=face, mew=1.3, ls="none", gid=gid)
+        handles.append(handle)
+        tips[gid] = f"{cell['compressor']}: {y[i]:+.2f} %, {x[i]:,.4g} {label}, n = {cell['n']}"
+    if np.abs(y).max() > LARGE:
+        ax.set_yscale("symlog", linthresh=1, linscale=0.6)
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:+g}" if value else "0"))
+    if 0 < WIDE * x.min() < x.max():
+        logarithmic(ax, "x")
+    ax.margins(x=0.12, y=0.1)
+    if ax.get_xscale() == "linear" and x.max() < NARROW * x.min():
+        ax.set_xlim(left=0)  # costs that hardly differ look so
+    legend(figure, handles, cells["compressor"].tolist())
+    name_points(ax, np.column_stack([x, y]), dict(zip(best.tolist(), cells["compressor"].iloc[best], strict=True)))
+    names = ", ".join(cells["compressor"].iloc[best])
+    alt = f"Pareto front of {group_title(*group)}: perplexity difference over {label}. On the front: {names}."
+    return Plot(f"pareto-{cost}-{group.slug}", alt, figure, tips)

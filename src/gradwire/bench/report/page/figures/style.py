@@ -1,0 +1,217 @@
+"""Styles of figures: one per label, for light, dark and print, distinguished by more than colour.
+
+Colours are those of Okabe and Ito ("Color Universal Design", 2008) without yellow and black, and an indigo; labels
+beyond them differ in dashes and markers too. The baseline has the colour of the text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+from gradwire.bench.config import BASELINE
+
+INK, MUTED, NEUTRAL, GRID, PAPER = "#16191d", "#5b6470", "#9aa3ae", "#dfe3e8", "#fefefe"
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5549a", "#c98a00", "#2b95d6", "#5a4fcf")
+DASHES = ("-", (0, (5, 2)), (0, (1, 1.4)), (0, (5, 1.5, 1, 1.5)))
+MARKERS = "os^DvPX*<>"
+HATCHES = ("", "///", "---", "xxx", "|||", "+++")  # lines only: dots make an SVG a hundred times larger
+SMALL = 8.5  # points: legends and labels of single points
+WIDTH = 4.9  # inches: a column of a paper, readable on a phone
+TICKS = ((1.5, (1, 2, 5)), (0.95, (1, 3)))  # of each decade, if it has more inches than this
+TOP, RIGHT, BOTTOM, LINE = 0.32, 0.25, 0.5, 0.18  # inches around the axes; of a legend's line
+SETTINGS: Any = {
+    "svg.fonttype": "none",  # keep text as text
+    "text.parse_math": False,  # a label may contain a dollar sign
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9,
+    "axes.titlesize": 9.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "legend.fontsize": SMALL,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "figure.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 5.5,
+    "hatch.linewidth": 0.5,
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), INK),
+}
+
+
+class Look(NamedTuple):
+    """The style of one label."""
+
+    colour: str
+    dash: Any
+    marker: str
+
+
+class Plot(NamedTuple):
+    """A figure with the name of its files and a description.
+
+    ``tips`` are tooltips of single artists, by gid.
+    """
+
+    name: str
+    alt: str
+    figure: Figure
+    tips: dict[str, str]
+
+
+Drawing = Callable[[], Plot]  # draws a figure when called, so that all cores can be used
+
+
+def looks(labels: Iterable[str]) -> dict[str, Look]:
+    """A style for each label, in the given order; the baseline always has the same."""
+    found = {}
+    others = [label for label in dict.fromkeys(labels) if label != BASELINE]
+    for i, label in enumerate(others):
+        dash = DASHES[(i // len(COLOURS)) % len(DASHES)]
+        found[label] = Look(COLOURS[i % len(COLOURS)], dash, MARKERS[(i + 1) % len(MARKERS)])
+    return {BASELINE: Look(INK, "-", "o"), **found}
+
+
+def fills(labels: Iterable[str], looks: Mapping[str, Look]) -> dict[str, dict[str, Any]]:
+    """How areas of labels are filled: in their colours, or in free ones where labels of a figure have the same."""
+    found: dict[str, dict[str, Any]] = {}
+    for order, label in enumerate(labels):
+        taken = [fill["fc"] for fill in found.values()]
+        colour = next((one for one in (looks[label].colour, *COLOURS) if one not in taken), looks[label].colour)
+        found[label] = {"fc": colour, "ec": PAPER, "hatch": HATCHES[order % len(HATCHES)], "lw": 0}
+    return found
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Apply matplotlib settings while drawing or saving."""
+    with mpl.rc_context(SETTINGS):
+        yield
+
+
+def axes(title: str, x: str, y: str, height: float = 2.6, left: float = 0.72) -> tuple[Figure, Axes]:
+    """A figure with one pair of axes.
+
+    Args:
+        title: Its title.
+        x: What the x axis shows, with its unit.
+        y: What the y axis shows, with its unit.
+        height: Of the axes, in inches.
+        left: Room for the y axis's labels, in inches.
+    """
+    figure = Figure(figsize=(WIDTH, TOP + height + BOTTOM))
+    ax = figure.add_axes((left / WIDTH, 0.0, 1 - (left + RIGHT) / WIDTH, 1.0))  # `legend` settles the heights
+    ax.set(title=title, xlabel=x, ylabel=y)
+    ax.tick_params(length=3)
+    return figure, ax
+
+
+def panels(number: int, x: str, y: str) -> tuple[Figure, list[Axes]]:
+    """A figure with small panels, two in a row, that share their axes; `heading` writes its title.
+
+    Args:
+        number: Of panels.
+        x: What the x axes show, with its unit.
+        y: What the y axes show, with its unit.
+    """
+    rows, left, gap, height, above = -(-number // 2), 0.62, 0.16, 1.4, 0.3
+    whole = rows * (height + above)  # each panel has its title above it
+    width = (WIDTH - left - RIGHT - gap) / 2
+    figure = Figure(figsize=(WIDTH, TOP + whole + BOTTOM))
+    found: list[Axes] = []
+    for i in range(number):
+        row, column = divmod(i, 2)
+        box = left + column * (width + gap), whole - (row + 1) * (height + above), width, height
+        across, up = 1 / WIDTH, 1 / whole
+        shared = {"sharex": found[0], "sharey": found[0]} if found else {}
+        place = box[0] * across, box[1] * up, box[2] * across, box[3] * up
+        ax = figure.add_axes(place, **shared)  # type: ignore[call-overload]
+        ax.tick_params(length=3, labelbottom=i + 2 >= number, labelleft=not column)
+        ax.set(xlabel=x if i + 2 >= number else "", ylabel="" if column else y)
+        found.append(ax)
+    return figure, found
+
+
+def heading(figure: Figure, title: str) -> None:
+    """Write the title of a figure with panels; call it after `legend`, which settles the height."""
+    left = figure.axes[0].get_position().x0
+    size, weight = mpl.rcParams["axes.titlesize"], "bold"
+    figure.text(left, 1 - 0.12 / figure.get_figheight(), title, va="top", fontsize=size, fontweight=weight)
+
+
+class Decades(LogLocator):
+    """Ticks at 1, 2 and 5 of each decade, or at fewer where their labels have no room."""
+
+    def __init__(self, ax: Axes, which: Literal["x", "y"]) -> None:
+        super().__init__(numticks=9)
+        self.ax, self.which = ax, which
+
+    def tick_values(self, vmin: float, vmax: float) -> Any:
+        """The ticks between two values."""
+        inches = self.ax.get_window_extent().transformed(self.ax.figure.dpi_scale_trans.inverted())
+        room = inches.width if self.which == "x" else 3 * inches.height  # a label is wider than high
+        each = room / math.log10(vmax / vmin)
+        self.set_params(subs=next((subs for least, subs in TICKS if each > least), (1,)))
+        return super().tick_values(vmin, vmax)
+
+
+def logarithmic(ax: Axes, which: Literal["x", "y"]) -> None:
+    """Make an axis logarithmic, with ticks as plain numbers: mathtext is switched off."""
+    axis: Axis = getattr(ax, f"{which}axis")
+    getattr(ax, f"set_{which}scale")("log")
+    axis.set_major_locator(Decades(ax, which))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def timed(drawing: Drawing, shared: bool) -> Drawing:
+    """A drawing of times; they are marked if other runs may have used the machine."""
+
+    def marked() -> Plot:
+        plot = drawing()
+        plot.figure.text(0.99, 0.995, "times shared", ha="right", va="top", fontsize=SMALL, color=MUTED)
+        return plot._replace(alt=f"{plot.alt} Times are shared with other runs.")
+
+    return marked if shared else drawing
+
+
+def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> None:
+    """Add a legend below the axes, in as many columns as fit; call it last."""
+    columns = max(1, min(4, len(labels), int((WIDTH - 0.2) / (0.5 + 0.075 * max(map(len, labels), default=1)))))
+    below = BOTTOM + LINE * -(-len(labels) // columns)
+    height = figure.get_figheight() - TOP - BOTTOM
+    total = TOP + height + below
+    figure.set_figheight(total)
+    for ax in figure.axes:
+        box = ax.get_position()
+        ax.set_position((box.x0, (below + box.y0 * height) / total, box.width, box.height * height / total))
+    if handles:
+        place: dict[str, Any] = {
+            "loc": "lower left",
+            "bbox_to_anchor": (0.0, 0.0),
+            "borderaxespad": 0.3,
+            "labelspacing": 0.35,
+        }
+        figure.legend(handles, labels, ncols=columns, handlelength=2.2, columnspacing=1.2, **place)
+
+
+def group_title(strategy: str, world: int | None = None, link: str | None = None) -> str:
+    """``fsdp2, W = 2, 100mbit``."""
+    parts = [strategy, None if world is None else f"W = {world}"]
+    return ", ".join(part for part in [*parts, None if link in (None, "none") else link] if part)

@@ -1,0 +1,236 @@
+"""The headline: which compressor wins in which regime (strategy, world size, link), and what it costs.
+
+At most two sentences for each regime. What a change of the optimizer gains is not called a gain of compression: where a
+cell's steps are not the baseline's, its perplexity is given against gradients averaged with the same optimizer too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from gradwire.base.errors import BadInput
+from gradwire.base.files import read_json
+from gradwire.bench.config import BASELINE
+from gradwire.bench.report.rows.quality import PerplexityReference
+from gradwire.bench.report.rows.record import BF16, Result
+from gradwire.bench.report.tables.cells import Group, groups
+from gradwire.bench.report.tables.markdown import MISSING, number, spread
+from gradwire.bench.report.tables.time_to_loss import Cell, Goal, is_perplexity
+from gradwire.bench.statistics.seeds import TOLERANCE, Estimate, percents
+from gradwire.comm.communication import preset
+
+COMPRESSES = 1.01  # gradient bytes: a control such as `exchange` sends as many as the baseline
+NAMED = 4  # compressors in the title
+ADAMW = "adamw"
+NAMES = {ADAMW: "AdamW", "muon": "Muon"}
+
+
+class Finding(NamedTuple):
+    """The answer for one regime.
+
+    Attributes:
+        group: The regime.
+        regime: Its name.
+        number: The number that counts most, such as ``1.31 × faster`` or ``50.3 × sooner``.
+        text: The whole finding.
+        cost: What the number is of: ``target``, or a key of `figures.pareto.COSTS`.
+        gain: How many times sooner or faster, at most 1 where it is not clear; 0 where nothing qualifies.
+    """
+
+    group: Group
+    regime: str
+    number: str
+    text: str
+    cost: str = "bytes"
+    gain: float = 0.0
+
+
+@dataclass(frozen=True)
+class Known:
+    """What findings are made of.
+
+    Args:
+        rows: The runs with a result.
+        quality: The runs whose perplexities count.
+        times: The cells that have targets.
+        shared: Whether other runs may have used the machine: then times to a target are no finding.
+    """
+
+    rows: Sequence[Result]
+    quality: PerplexityReference
+    times: Sequence[Cell] = ()
+    shared: bool = False
+
+    def timed(self, group: Group) -> dict[str, Cell]:
+        """The cells of a regime that have targets, by label; none if times are shared."""
+        return {} if self.shared else {one.compressor: one for one in self.times if one.place == tuple(group)}
+
+
+def findings(cells: pd.DataFrame | None, known: Known) -> list[Finding]:
+    """The findings of all regimes with several ranks, the largest speed-up first.
+
+    Args:
+        cells: Statistics over seeds (`bench.report.tables.cells.cells_of`).
+        known: What else is known of the runs.
+    """
+    if cells is None:
+        return []
+    found = [
+        finding(group, of, known)
+        for group, of in groups(cells)
+        if group.world_size > 1 and BASELINE in set(of["compressor"]) and len(compressed(of))
+    ]
+    return sorted(found, key=lambda one: -one.gain)
+
+
+def compressed(cells: pd.DataFrame) -> pd.DataFrame:
+    """The cells that compress gradients, without the baselines."""
+    return cells[(cells["compression_ratio"] > COMPRESSES) & ~cells["compressor"].isin((BASELINE, BF16))]
+
+
+def finding(group: Group, cells: pd.DataFrame, known: Known) -> Finding:
+    """The answer for a regime, of the compressors that pass the quality gate.
+
+    The one that is the soonest at a target; else the fastest; if none is faster, the one of fewest bytes.
+    """
+    regime = f"{group.strategy}, {group.world_size} ranks, " + (
+        "no shaped link" if group.link == "none" else f"{group.link} links"
+    )
+    compressing = compressed(cells)
+    valid = compressing[~compressing["gated"].astype(bool) & compressing["speed_up"].notna()]
+    if valid.empty:
+        return Finding(
+            group, regime, MISSING, f"no compressor stays within {TOLERANCE:g} % of {BASELINE}'s perplexity."
+        )
+    goal = None
+    if (soonest := sooner(group, valid, known)) is not None:
+        goal, label, seconds, reference, usual = soonest
+        best, gain, cost = _of(valid, label), usual / seconds, "target"
+        number = f"{gain:.3g} × sooner"
+        said = f"{label} reaches {goal.named} in {seconds:,.0f} s, {reference} in {usual:,.0f} s: "
+        pace = f"steps {best['speed_up']:.2f} × as fast"
+    elif len(faster := valid[valid["speed_up_low"].fillna(valid["speed_up"]) > 1]):
+        best, cost = _best(faster, "speed_up"), "time"
+        gain, said = best["speed_up"], f"{best['compressor']}: "
+        number = pace = f"{gain:.2f} × faster"
+    else:
+        best, cost = _best(valid, "all_bytes_ratio"), "bytes"
+        gain, said = min(best["speed_up"], 1), f"{best['compressor']}: "
+        number = f"{best['all_bytes_ratio']:.1f} × fewer bytes"
+        clear = "no clear gain" if best["speed_up"] > 1 else "no faster"
+        pace = f"{best['speed_up']:.2f} × the speed of {BASELINE}: {clear}"
+    doubts = ["one seed"] * (best["n"] < 2) + ["times shared"] * known.shared
+    pace += f" ({', '.join(doubts)})" if doubts else ""
+    return Finding(group, regime, number, f"{said}{saved(best)}, {pace}.{steps(group, best, known, goal)}", cost, gain)
+
+
+def sooner(group: Group, valid: pd.DataFrame, known: Known) -> tuple[Goal, str, float, str, float] | None:
+    """The goal, the label that reaches it first, its seconds, what it is compared with, and the seconds of that.
+
+    The goal is the final perplexity of a label, compared with that label; else the lowest perplexity that the baseline
+    reaches. None if times are shared or no compressor is sooner.
+    """
+    mine = known.timed(group)
+    targets = dict.fromkeys(target for one in mine.values() for target in one.targets)
+    for target in sorted(targets, key=lambda target: (is_perplexity(target), len(target), target)):
+        reference = BASELINE if is_perplexity(target) else target
+        times = {label: one.seconds(target) for label, one in mine.items()}
+        usual = times.get(reference, math.inf)
+        reached = {label: times[label] for label in valid["compressor"] if times.get(label, math.inf) < usual}
+        if reached and math.isfinite(usual):
+            label = min(reached, key=reached.__getitem__)
+            return Goal(target, group.strategy, group.world_size), label, reached[label], reference, usual
+    return None
+
+
+def saved(cell: Mapping[Any, Any]) -> str:
+    """What a cell saves, and what it costs in perplexity."""
+    worse = percent(Estimate(*(cell[f"worse_percent{part}"] for part in ("_n", "", "_std", "_low", "_high"))))
+    return (
+        f"{cell['compression_ratio']:.1f} × fewer gradient bytes, {cell['all_bytes_ratio']:.1f} × fewer in all, "
+        f"perplexity {worse} against {BASELINE}"
+    )
+
+
+def percent(of: Estimate) -> str:
+    """A difference in percent with its spread over seeds."""
+    ends = spread(of.n, of.low, of.high, "{:+.1f}")
+    within = "" if ends == MISSING else f" {ends}" if ends.startswith("[") else f" ({ends})"
+    return number(of.mean, "{:+.1f} %") + within
+
+
+def steps(group: Group, cell: Mapping[Any, Any], known: Known, goal: Goal | None) -> str:
+    """A sentence on what a cell costs against its own optimizer, if its steps are not the baseline's; else nothing."""
+    alike = [row for row in known.rows if (row.strategy, row.world_size, row.link) == tuple(group)]
+    row = next(row for row in alike if row.compressor == cell["compressor"])
+    base = next(row for row in alike if row.compressor == BASELINE)
+    own, usual = inner(row), inner(base)
+    if own == usual:
+        return ""
+    begin = f" Its steps are {NAMES[own]}'s, those of {BASELINE} {NAMES[usual]}'s: "
+    for other in known.quality.rows:
+        if averages(other) and inner(other) == own and other.world_size == row.world_size:
+            worse = known.quality.percent_worse(row, other)
+            if worse:
+                return (
+                    f"{begin}against {other.compressor}, which averages {NAMES[own]}'s gradients in every step, its "
+                    f"perplexity is {percent(percents([worse])[0])}{longer(group, cell, other, goal, known)}."
+                )
+    return f"{begin}no cell averages gradients with {NAMES[own]} in every step."
+
+
+def longer(group: Group, cell: Mapping[Any, Any], other: Result, goal: Goal | None, known: Known) -> str:
+    """How much longer a cell takes to the goal than another label, if both were timed; else nothing."""
+    mine = known.timed(group)
+    if goal is None or other.compressor not in mine:
+        return ""
+    ratio = mine[cell["compressor"]].seconds(goal.target) / mine[other.compressor].seconds(goal.target)
+    return f", its time {ratio:.2f} ×" if ratio > 0 else ""
+
+
+def inner(row: Result) -> str:
+    """The optimizer that takes a run's steps."""
+    config = row.compress_config or {}
+    return str(config.get("inner") or preset(config.get("comm_optimizer")).options.get("inner") or ADAMW)
+
+
+def averages(row: Result) -> bool:
+    """Whether a run averages every step's gradients as they are."""
+    return row.compress_method == BASELINE and "comm_optimizer" not in (row.compress_config or {})
+
+
+def question(results_dir: Path, cells: pd.DataFrame | None) -> str:
+    """The experiment's question: that of its configuration, else one made of what it compares."""
+    try:
+        given = read_json(results_dir / "config.json").get("question")
+    except (BadInput, AttributeError):
+        given = None
+    if given:
+        return str(given)
+    labels: Sequence[str] = []
+    if cells is not None:
+        labels = list(dict.fromkeys(compressed(cells)["compressor"]))
+    if not labels:
+        return results_dir.resolve().name
+    names = f"{len(labels)} compressors" if len(labels) > NAMED else _listed(labels)
+    return f"What {'does' if len(labels) == 1 else 'do'} {names} save, and at what cost?"
+
+
+def _of(cells: pd.DataFrame, label: str) -> dict[Any, Any]:
+    """The cell of a label."""
+    return cells[cells["compressor"] == label].to_dict("records")[0]
+
+
+def _best(cells: pd.DataFrame, column: str) -> dict[Any, Any]:
+    """The cell with the largest value of a column."""
+    return cells.sort_values(column).to_dict("records")[-1]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

@@ -1,0 +1,169 @@
+"""Ways to communicate: collectives, flat and in two levels, and the bytes and messages that a rank sends.
+
+Ranks may form islands, with links inside and one cable to each. A ring passes every cable once, so its slowest link
+counts; what all ranks of an island send at the same time shares the cable.
+
+Bytes and messages are the closed forms in Thakur, Rabenseifner and Gropp ("Optimization of Collective Communication
+Operations in MPICH", IJHPCA 19, 2005); in two levels as in Mikami et al. ("Massively Distributed SGD:
+ImageNet/ResNet-50 Training in a Flash", arXiv 1811.05233): within groups, then between them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from gradwire.bench.statistics.measured_run import Flow, Measurement
+
+WAYS = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "all-gather", "all_to_all": "all-to-all"}
+
+
+class Sends(NamedTuple):
+    """Bytes and number of sequential messages that one rank sends in a collective."""
+
+    bytes: float
+    messages: int
+
+
+def reduce_scatter(size: float, world: int) -> Sends:
+    """A ring: W − 1 messages, each 1/W of a buffer of ``size`` bytes."""
+    return Sends((world - 1) / world * size, world - 1)
+
+
+def all_reduce(size: float, world: int) -> Sends:
+    """A ring: a reduce-scatter, then an all-gather of the shards."""
+    half = reduce_scatter(size, world)
+    return Sends(2 * half.bytes, 2 * half.messages)
+
+
+def all_gather(size: float, world: int) -> Sends:
+    """A ring: W − 1 messages of ``size`` bytes, each rank's contribution."""
+    return Sends((world - 1) * size, world - 1)
+
+
+def all_to_all(size: float, world: int) -> Sends:
+    """1/W of a buffer of ``size`` bytes to each of W − 1 ranks."""
+    return Sends((world - 1) / world * size, world - 1)
+
+
+def two_levels(world: int) -> tuple[int, int]:
+    """Group size and number of groups: the divisors of W that are closest to each other."""
+    group = max(size for size in range(1, math.isqrt(world) + 1) if world % size == 0)
+    return group, world // group
+
+
+def levels(op: str, size: float, group: int, groups: int) -> tuple[Sends, Sends]:
+    """What a rank sends within its group, and between groups.
+
+    Together the bytes equal those of the flat collective, except for an all-to-all, which sends data leaving a group
+    twice.
+    """
+    collective = FLAT[op]
+    if op == "all_gather":  # contributions travel between groups first, then all of them within
+        return collective(groups * size, group), collective(size, groups)
+    return collective(size, group), collective(size if op == "all_to_all" else size / group, groups)
+
+
+def hierarchical(op: str, size: float, world: int) -> Sends:
+    """A collective within groups and one between groups of equal ranks, which needs fewer messages."""
+    within, between = levels(op, size, *two_levels(world))
+    return Sends(within.bytes + between.bytes, within.messages + between.messages)
+
+
+FLAT = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather, "all_to_all": all_to_all}
+
+
+class Leg(NamedTuple):
+    """What a rank sends on one class of links.
+
+    Attributes:
+        sends: Bytes and messages.
+        links: ``between`` islands, or ranks without islands; ``inside`` them; or ``ring``, which passes both.
+        sharing: Ranks that share a cable between islands.
+    """
+
+    sends: Sends
+    links: str = "between"
+    sharing: int = 1
+
+
+class Way(NamedTuple):
+    """One way to communicate gradients or parameters.
+
+    Attributes:
+        name: Name of the algorithm.
+        op: The collective.
+        legs: What a rank sends.
+        decodings: Encodings of the whole buffer that a rank decodes.
+    """
+
+    name: str
+    op: str
+    legs: tuple[Leg, ...]
+    decodings: int
+
+
+def ways(measurement: Measurement, world: int, islands: int = 1) -> list[Way]:
+    """Ways to communicate gradients between ``world`` ranks: reductions of summable data, else encodings.
+
+    A measurement with islands reduces shards between them, and the same on the islands asked for.
+    """
+    op, sent = measurement.gradients.op, measurement.gradients.bytes
+    peers, size, sharing = measurement.world, sent, 1
+    if measurement.islands > 1:
+        sharing = world // islands
+        peers, size = measurement.islands, sent * measurement.world / measurement.islands / sharing
+        world, islands = islands, 1
+    elif measurement.sharded:
+        return _ways(op, sent / all_to_all(1, peers).bytes, world, islands)
+    if op == "all_reduce":
+        found = _ways(op, size / all_reduce(1, peers).bytes, world, islands)
+    else:
+        size /= (all_gather if op == "all_gather" else all_reduce)(1, peers).bytes  # of one encoded buffer
+        both = [
+            *_ways("all_to_all", size, world, islands, halves=2),
+            *_ways("all_gather", size, world, islands, decodings=world),
+        ]
+        found = [way for way in both if way.op == op or not measurement.fixed]
+    return [way._replace(legs=tuple(leg._replace(sharing=leg.sharing * sharing) for leg in way.legs)) for way in found]
+
+
+def parameter_ways(flow: Flow, measured: int, world: int, islands: int = 1) -> list[Way]:
+    """Ways to communicate a step's parameters between ``world`` ranks, each of which holds a shard."""
+    size = flow.bytes / all_to_all(1, measured).bytes
+    return _ways(flow.op, size / world if flow.op == "all_gather" else size, world, islands)
+
+
+def inside(flow: Flow, measured: int, ranks: int) -> Way:
+    """How the ``ranks`` of an island communicate what those of a measured one did: parameters, or their gradients."""
+    size = flow.bytes / all_to_all(1, measured).bytes
+    sends = FLAT[flow.op](size / ranks if flow.op == "all_gather" else size, ranks)
+    return Way(WAYS[flow.op], flow.op, (Leg(sends, "inside"),), 0)
+
+
+def _ways(op: str, size: float, world: int, islands: int, halves: int = 1, decodings: int = 2) -> list[Way]:
+    """A flat collective and, if the ranks form groups, a hierarchical one; each runs ``halves`` times."""
+    name = WAYS[op]
+    if islands == 1:
+        found: dict[str, tuple[Leg, ...]] = {name: (Leg(FLAT[op](size, world)),)}
+        if min(two_levels(world)) > 1:
+            found[f"{name}, hierarchical"] = (Leg(hierarchical(op, size, world)),)
+    else:
+        within, between = levels(op, size, world // islands, islands)
+        found = {
+            name: _flat(op, size, world, world // islands),
+            f"{name}, hierarchical": (Leg(within, "inside"), Leg(between, sharing=world // islands)),
+        }
+    return [Way(name, op, tuple(_repeated(leg, halves) for leg in legs), decodings) for name, legs in found.items()]
+
+
+def _flat(op: str, size: float, world: int, ranks: int) -> tuple[Leg, ...]:
+    """A flat collective of islands of ``ranks``: a ring, or a message from each rank to each other one."""
+    if op != "all_to_all":
+        return (Leg(FLAT[op](size, world), "ring"),)
+    near, far = ranks - 1, world - ranks
+    return Leg(Sends(near / world * size, near), "inside"), Leg(Sends(far / world * size, far), sharing=ranks)
+
+
+def _repeated(leg: Leg, times: int) -> Leg:
+    return leg._replace(sends=Sends(times * leg.sends.bytes, times * leg.sends.messages))

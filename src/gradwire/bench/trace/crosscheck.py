@@ -1,0 +1,70 @@
+"""Compare the meter's times of profiled steps with the trace's.
+
+``steps.parquet`` holds the meter's times; the trace holds the same spans as ranges. Their sums over a rank's profiled
+steps must agree, otherwise one of them counts something the other does not. A range opens before the meter's clock
+starts and closes after it stops, so the trace is longer if the rank loses its core in between. The meter measures this
+time (``around_ms``), and the trace may be longer by that much. A framework's own reductions are not metered, so there
+is nothing to compare.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gradwire.base.errors import BadInput
+from gradwire.bench.trace.steps import read
+
+TOLERANCE = 0.1  # of the trace's time
+QUANTITIES = {"communication": "comm_ms", "encode": "encode_ms", "decode": "decode_ms"}  # columns of steps.parquet
+AROUND = "around_ms"  # time to open and close the ranges
+Times = Mapping[str, float]  # milliseconds by quantity
+
+
+def against_meter(steps: Path, traced: Mapping[int, list[Times]]) -> dict[str, Any]:
+    """Compare every rank's sums over its profiled steps.
+
+    Args:
+        steps: A run's ``steps.parquet``, which may be missing.
+        traced: The reducer's times in the trace, for each rank's recorded steps in order.
+
+    Returns:
+        ``meter_over_trace``: for each quantity that occurred, the ranks' quotient furthest from 1. ``meter_agrees``:
+        whether every trace time lies between the meter's time and that plus ``around_ms``, within `TOLERANCE`. Both are
+        None if nothing was metered.
+
+    Raises:
+        BadInput: If ``steps`` is unusable, or has fewer profiled steps of a rank than the trace.
+    """
+    metered = profiled_steps(steps) if steps.exists() else {}
+    quotients: dict[str, list[float]] = {}
+    agrees = True
+    for rank, recorded in traced.items() if metered else ():
+        own = metered.get(rank, [])[-len(recorded) :]  # the profiler's own warm-up step comes first
+        if len(own) < len(recorded):
+            raise BadInput(f"{steps} has {len(own)} profiled steps of rank {rank}, its trace {len(recorded)}.")
+        around = sum(row[AROUND] or 0.0 for row in own)
+        for quantity, column in QUANTITIES.items():
+            there = sum(times[quantity] for times in recorded)
+            here = [row[column] for row in own]
+            if None not in here and (there or any(here)):
+                quotients.setdefault(quantity, []).append(sum(here) / there if there else float("inf"))
+                agrees &= sum(here) - TOLERANCE * there <= there <= sum(here) + around + TOLERANCE * there
+    if not quotients:
+        return {"meter_agrees": None, "meter_over_trace": None}
+    worst = {quantity: max(found, key=lambda quotient: abs(quotient - 1)) for quantity, found in quotients.items()}
+    return {
+        "meter_agrees": agrees,
+        "meter_over_trace": {quantity: min(quotient, 1e9) for quantity, quotient in worst.items()},
+    }
+
+
+def profiled_steps(path: Path) -> dict[int, list[dict[str, Any]]]:
+    """Profiled rows by rank, in step order."""
+    table = read(path, ["step", "rank", "profiled", *QUANTITIES.values(), AROUND])
+    found: dict[int, list[dict[str, Any]]] = {}
+    for row in sorted(table.to_pylist(), key=lambda row: row["step"]):
+        if row["profiled"]:
+            found.setdefault(row["rank"], []).append(row)
+    return found

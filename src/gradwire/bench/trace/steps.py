@@ -1,0 +1,61 @@
+"""Read ``steps.parquet``; every reader reports the same message for an invalid file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradwire.base.errors import BadInput
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
+INTEGERS, FLAGS = ("step", "rank"), ("profiled",)  # all other columns are float64
+KNOWN = (*INTEGERS, *FLAGS, "step_ms")  # never null; other columns are null if not measured
+
+
+def read(path: Path, columns: Sequence[str]) -> pa.Table:
+    """Read columns of a run's ``steps.parquet``, one row per step and rank, unordered.
+
+    Raises:
+        BadInput: If the file is not a valid ``steps.parquet``.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    types = {**dict.fromkeys(INTEGERS, pa.int64()), **dict.fromkeys(FLAGS, pa.bool_())}
+    try:
+        with pq.ParquetFile(path) as file:
+            table = file.read(columns=list(columns), use_threads=False).select(columns)
+        table = table.cast(pa.schema([(name, types.get(name, pa.float64())) for name in columns]))
+        for name in set(columns) & set(KNOWN):
+            if table.column(name).null_count:
+                raise ValueError(f"{name} is null")
+        for name in set(columns) & set(INTEGERS):
+            if len(table) and not (0 <= pc.min(table[name]).as_py() <= pc.max(table[name]).as_py() < len(table)):
+                raise ValueError(f"{name} is out of range")
+    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        raise BadInput(f"{path} is unusable ({' '.join(str(error).split())}); train this run again.") from None
+    return table
+
+
+def durations(step: NDArray[np.int64], ms: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Milliseconds of each step: the slowest rank's.
+
+    The first step compiles and allocates, so it counts at most as long as the median of the others.
+
+    Args:
+        step: The columns ``step`` and
+        ms: ``step_ms``.
+    """
+    import numpy as np
+
+    found = np.zeros(int(step.max()) + 1 if len(step) else 0)
+    np.maximum.at(found, step, ms)
+    if len(found) > 1:
+        found[0] = min(found[0], np.median(found[1:]))
+    return found

@@ -1,0 +1,362 @@
+"""The verb ``trace``: break down the time of profiled steps, from all ranks' traces into ``profile.json``.
+
+Definitions, per rank and step. A step is the part of its ``ProfilerStep#N`` annotation inside the range
+``gradwire/step`` (the whole annotation without such a range). A time is the length of the union of its intervals within
+the step. Training ends a step by reading a number from the device, so a step includes its device work.
+
+- **communication**, by op: on gloo, from the call that issues a collective until gloo completes it; on NCCL, its
+  kernels. The package's own ranges ``gradwire/<purpose>/<op>`` (start to wait) also count, except with NCCL, where they
+  time the launch. A collective inside such a range counts under the range's op. Communication includes waiting for
+  slower ranks and the small all-reduces of the loss. At world size 1 it is zero. Ops may run concurrently, so their
+  times may add up to more than the communication time.
+- **encode, decode** of gradients: the ranges ``gradwire/codec/…``, timed on the device if there is one; the ranges
+  ``gradwire/parameters/…`` together are the **parameter codec**.
+- **payload**: the ranges ``gradwire/payload/<op>``, timed likewise; the meter calls this communication.
+- **compute**: kernels other than NCCL's if the rank has a device, else CPU ops of the thread that trains, excluding
+  those inside the package's ranges, calls and collectives on the same thread or stream. Codec work is therefore not
+  compute and hides nothing, nor do the other threads of a rank, such as the one that reduces gradients.
+- **transfer**: communication without waiting for ranks that call late (`transfer_ms`).
+- **overlap** = compute ∩ communication; **exposed** = communication − compute; **idle**: none of these (Python, the
+  autograd engine, data loading).
+
+`crosscheck` compares payload, encode and decode with the meter's times of the same steps.
+A collective whose end is missing from the trace ends with its step; such events are counted in ``unfinished``.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import ArgumentParser, Namespace
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count, zip_longest
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from gradwire.base.errors import BadInput
+from gradwire.base.failures import diverged
+from gradwire.base.files import write_json
+from gradwire.base.flags import output_file
+from gradwire.bench.trace.crosscheck import against_meter
+from gradwire.bench.trace.events import OPS, Span, Trace, read
+from gradwire.bench.trace.intervals import Intervals, difference, intersection, intervals, length, near, union
+
+SCHEMA_VERSION = 1
+CODEC = ("encode", "decode")
+REDUCTIONS = {
+    "all_reduce": 2,
+    "reduce_scatter": 1,
+}  # lower bound on bytes sent per rank, in multiples of (W - 1) / W of the buffer
+FLOAT32 = 4  # bytes
+RUNS_AS = {"reduce_scatter": "all_reduce"}  # gloo's substitute for an op
+PATTERN = "rank[0-9]*.pt.trace.json.gz"
+
+
+@dataclass(frozen=True)
+class Activity:
+    """Intervals in which one rank communicated, computed, encoded and decoded."""
+
+    communication: dict[str, Intervals]
+    compute: Intervals
+    encode: Intervals
+    decode: Intervals
+    parameter_codec: Intervals
+    payload: Intervals
+
+    def near(self, step: Span) -> Activity:
+        """The intervals that may overlap a step."""
+
+        def part(one: Intervals) -> Intervals:
+            return near(one, step.start, step.end)
+
+        return Activity(
+            {op: part(time) for op, time in self.communication.items()},
+            *map(part, (self.compute, self.encode, self.decode, self.parameter_codec, self.payload)),
+        )
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Time breakdown of a step or of the mean step, in milliseconds."""
+
+    step_ms: float
+    comm_time_ms_per_step: float
+    comm_time_ms_by_op_per_step: dict[str, float]
+    compute_ms_per_step: float
+    encode_ms_per_step: float
+    decode_ms_per_step: float
+    parameter_codec_ms_per_step: float
+    payload_ms_per_step: float
+    overlap_ms_per_step: float
+    exposed_comm_ms: float
+    idle_ms_per_step: float
+
+    def metered(self) -> dict[str, float]:
+        """The times that the meter also measures."""
+        return {
+            "communication": self.payload_ms_per_step,
+            "encode": self.encode_ms_per_step,
+            "decode": self.decode_ms_per_step,
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """The times and their ratios; ``overlap_ratio`` is None without communication."""
+        communication = self.comm_time_ms_per_step
+        return asdict(self) | {
+            "comm_ratio": communication / self.step_ms,
+            "overlap_ratio": self.overlap_ms_per_step / communication if communication else None,
+        }
+
+
+def arguments(parser: ArgumentParser) -> None:
+    """Define the verb's flags."""
+    parser.add_argument("--run_dir", type=Path, required=True, help="a run's folder, with profiler/")
+    parser.add_argument("--output", type=output_file, help="file to write (default: RUN_DIR/profile.json)")
+
+
+def beside(args: Namespace) -> Path | None:
+    """The run's folder, or None if it does not exist."""
+    return args.run_dir if args.run_dir.is_dir() else None
+
+
+def main(args: Namespace) -> None:
+    """Read all ranks' traces and write the profile."""
+    output = args.output or args.run_dir / "profile.json"
+    if diverged(args.run_dir):  # a result, not a fault; its steps are incomplete
+        write_json(output, {"schema_version": SCHEMA_VERSION, "steps": 0, "ranks": {}})
+        print(f"{output}: the run diverged; its steps are not analyzed")
+        return
+    result = profile(args.run_dir)
+    write_json(output, result)
+    print(
+        f"{output}: {result['step_ms']:.1f} ms per step, communication {result['comm_time_ms_per_step']:.1f} ms "
+        f"({result['comm_ratio']:.0%}), of it exposed {result['exposed_comm_ms']:.1f} ms"
+    )
+
+
+def profile(run_dir: Path) -> dict[str, Any]:
+    """Return the mean breakdown over ranks and, under ``ranks``, each rank's mean and steps.
+
+    Raises:
+        BadInput: If a trace is missing or unusable.
+    """
+    traces = {rank: read(path) for rank, path in trace_files(run_dir).items()}
+    expected = max(trace.world_size or 1 for trace in traces.values())
+    missing = sorted(set(range(expected)) - set(traces))
+    if missing:
+        raise BadInput(
+            f"{run_dir / 'profiler'}: the trace of rank {', '.join(map(str, missing))} of {expected} is missing; "
+            "train this run again."
+        )
+    steps = {rank: breakdowns(trace) for rank, trace in traces.items()}
+    means = {rank: mean(own.values()) for rank, own in steps.items()}
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "world_size": expected,
+        "steps": len(steps[0]),
+        **mean(means.values()).as_dict(),
+        "transfer_ms_per_step": transfer_ms([*traces.values()]),
+        "reduced_bytes_per_step": reduced_bytes([*traces.values()]),
+        "unfinished": sum(trace.unfinished for trace in traces.values()),
+        **against_meter(
+            run_dir / "steps.parquet", {rank: [one.metered() for one in own.values()] for rank, own in steps.items()}
+        ),
+        "ranks": {
+            str(rank): means[rank].as_dict() | {"per_step": {name: one.as_dict() for name, one in own.items()}}
+            for rank, own in steps.items()
+        },
+    }
+
+
+def trace_files(run_dir: Path) -> dict[int, Path]:
+    """Trace files by rank, in rank order.
+
+    Raises:
+        BadInput: If there are none.
+    """
+    found = {int(re.findall(r"\d+", path.name)[0]): path for path in (run_dir / "profiler").glob(PATTERN)}
+    if not found:
+        raise BadInput(
+            f"{run_dir / 'profiler'} holds no trace (rank<R>.pt.trace.json.gz); train this run with --profile."
+        )
+    return dict(sorted(found.items()))
+
+
+def breakdowns(trace: Trace) -> dict[str, Breakdown]:
+    """Breakdowns of the profiled steps by step name, in order."""
+    when = activity(trace)
+    steps = sorted(trace.steps, key=lambda step: step.start)
+    inside = covered(trace.windows or steps)
+    return {step.name: breakdown(when.near(step), intersection(inside, covered([step]))) for step in steps}
+
+
+def breakdown(when: Activity, step: Intervals) -> Breakdown:
+    """Break down the time of one step on one rank."""
+
+    def ms(time: Intervals) -> float:
+        return length(intersection(time, step)) / 1e6
+
+    communication = union(*when.communication.values())
+    busy = union(communication, when.compute, when.encode, when.decode, when.parameter_codec)
+    return Breakdown(
+        step_ms=ms(step),
+        comm_time_ms_per_step=ms(communication),
+        comm_time_ms_by_op_per_step={op: ms(time) for op, time in when.communication.items()},
+        compute_ms_per_step=ms(when.compute),
+        encode_ms_per_step=ms(when.encode),
+        decode_ms_per_step=ms(when.decode),
+        parameter_codec_ms_per_step=ms(when.parameter_codec),
+        payload_ms_per_step=ms(when.payload),
+        overlap_ms_per_step=ms(intersection(when.compute, communication)),
+        exposed_comm_ms=ms(difference(communication, when.compute)),
+        idle_ms_per_step=ms(difference(step, busy)),
+    )
+
+
+def mean(those: Iterable[Breakdown]) -> Breakdown:
+    """The mean of breakdowns; a missing op counts as zero."""
+    rows = [asdict(one) for one in those]
+    by_op = [row.pop("comm_time_ms_by_op_per_step") for row in rows]
+    ops = sorted({op for times in by_op for op in times})
+    return Breakdown(
+        comm_time_ms_by_op_per_step={op: fmean(times.get(op, 0.0) for times in by_op) for op in ops},
+        **{key: fmean(row[key] for row in rows) for key in rows[0]},
+    )
+
+
+def activity(trace: Trace) -> Activity:
+    """Compute a rank's activity from its trace."""
+    if trace.kernels or trace.nccl:
+        lanes, ranges, foreign = trace.kernels, trace.device_ranges, trace.device_ranges
+    else:
+        trains = {step.lane for step in trace.steps}  # other threads reduce gradients, or read data
+        lanes = {lane: cover for lane, cover in trace.ops.items() if lane in trains}
+        ranges, foreign = trace.ranges, [*trace.ranges, *trace.calls, *trace.gloo]
+    gradients = [span for span in ranges if span.purpose != "parameters"]
+    compute = [
+        difference(cover.intervals(), covered(span for span in foreign if span.lane == lane))
+        for lane, cover in lanes.items()
+    ]
+    return Activity(
+        communication=communication(trace),
+        compute=union(*compute),
+        encode=covered(span for span in gradients if span.name == "encode"),
+        decode=covered(span for span in gradients if span.name == "decode"),
+        parameter_codec=covered(span for span in ranges if span.name in CODEC and span.purpose == "parameters"),
+        payload=covered(span for span in ranges if span.name in OPS and span.purpose == "payload"),
+    )
+
+
+def communication(trace: Trace) -> dict[str, Intervals]:
+    """Intervals of each op's collectives."""
+    spans = collectives(trace, trace.gloo)
+    return {op: covered(span for span in spans if span.name == op) for op in sorted({span.name for span in spans})}
+
+
+def collectives(trace: Trace, gloo: list[Span]) -> list[Span]:
+    """All collectives, including those in ``gloo`` and the package's own ranges around collectives."""
+    if trace.world_size in (None, 1):
+        return []
+    if trace.nccl:
+        return [*trace.nccl, *gloo]
+    own = [span for span in trace.ranges if span.name in OPS]
+    return [*own, *gloo_collectives(trace.calls, gloo, own)]
+
+
+def transfer_ms(traces: Sequence[Trace]) -> float | None:
+    """Milliseconds of communication per step without waiting for late ranks, averaged over ranks and steps.
+
+    A collective moves data once the last rank has called it, and that rank does not wait. Its time, the shortest of all
+    ranks', is therefore the transfer time; each rank's earlier time in the collective is waiting. Clocks of different
+    ranks are not compared.
+
+    Returns:
+        The time, or None if the ranks' collectives do not match one to one.
+    """
+    times = []
+    for ranks in zip_longest(*map(collectives_of_steps, traces), fillvalue=None):
+        if any(rank is None or rank.keys() != ranks[0].keys() for rank in ranks):
+            return None
+        shortest = {which: min(rank[which].end - rank[which].start for rank in ranks) for which in ranks[0]}
+        ends = [[(span.end - shortest[which], span.end) for which, span in rank.items()] for rank in ranks]
+        times += [length(intervals(of_rank)) / 1e6 for of_rank in ends]
+    return fmean(times)
+
+
+def reduced_bytes(traces: Sequence[Trace]) -> float | None:
+    """Gradient bytes per step over all ranks, from the shapes passed to reductions.
+
+    They are counted as bandwidth-optimal float32 collectives, like the closed form of a framework's own reduction;
+    encodings are not float32 and are metered instead. Calls for other purposes lie in the package's ranges.
+
+    Returns:
+        The bytes, or None if the trace has no shapes or no reduction.
+    """
+    world = len(traces)
+    found = []
+    for trace in traces:
+        own = [span for span in trace.ranges if span.name in OPS]
+        for call in trace.calls:
+            if call.name in REDUCTIONS and within_steps(trace, call) and purpose_of(call, own) == "payload":
+                if call.numel is None:
+                    return None
+                found.append(REDUCTIONS[call.name] * FLOAT32 * call.numel)
+    return (world - 1) * sum(found) / world / len(traces[0].steps) if found else None
+
+
+def within_steps(trace: Trace, span: Span) -> bool:
+    """Whether a span starts within a step."""
+    return any(step.start <= span.start < step.end for step in trace.windows or trace.steps)
+
+
+def purpose_of(call: Span, own: list[Span]) -> str:
+    """The purpose of the package's range around a call; without one, the call is the framework's, for gradients."""
+    around = range_around(call, own)
+    return "payload" if around is None else around.purpose
+
+
+def collectives_of_steps(trace: Trace) -> list[dict[tuple[str, str, int], Span]]:
+    """The collectives that start in each step, by op, purpose and index; point-to-point messages are excluded.
+
+    Those of one purpose have the same order on all ranks; those of two may run in two threads.
+    """
+    spans = sorted(collectives(trace, [span for span in trace.gloo if span.name in OPS]), key=lambda span: span.start)
+    found = []
+    for step in sorted(trace.steps, key=lambda step: step.start):
+        numbers: defaultdict[tuple[str, str], count[int]] = defaultdict(count)
+        within = [window for window in trace.windows or [step] if step.start <= window.start < step.end]
+        inside = [span for span in spans if any(window.start <= span.start < window.end for window in within)]
+        kinds = [(span.name, span.purpose) for span in inside]
+        found.append({(*kind, next(numbers[kind])): span for kind, span in zip(kinds, inside, strict=True)})
+    return found
+
+
+def gloo_collectives(calls: list[Span], events: list[Span], own: list[Span]) -> list[Span]:
+    """Spans from each collective's call to the end of gloo's event, named by the requested op.
+
+    gloo starts collectives in the order of their calls, so the k-th event of an op belongs to its k-th call. An event
+    without a call (issued before the trace began) keeps its own start and op.
+    """
+    waiting: dict[str, deque[Span]] = defaultdict(deque)
+    for call in sorted(calls, key=lambda call: call.start):
+        waiting[RUNS_AS.get(call.name, call.name)].append(call)
+    found = []
+    for event in sorted(events, key=lambda event: event.start):
+        queue = waiting[RUNS_AS.get(event.name, event.name)]
+        known = event.name in OPS and queue and queue[0].start <= event.start
+        call = queue.popleft() if known else event
+        asked = range_around(call, own) or call
+        found.append(Span(asked.name, call.lane, call.start, max(call.end, event.end), asked.purpose))
+    return found
+
+
+def range_around(call: Span, own: list[Span]) -> Span | None:
+    """The package's range around a call."""
+    return next((span for span in own if span.lane == call.lane and span.start <= call.start < span.end), None)
+
+
+def covered(spans: Iterable[Span]) -> Intervals:
+    """The union of the spans' times."""
+    return intervals((span.start, span.end) for span in spans)

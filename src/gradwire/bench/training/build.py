@@ -1,0 +1,145 @@
+"""The parts of a run: its model, reducer, optimizer and objective."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from gradwire.base.machine import multiplies_bf16
+from gradwire.bench.config import Cell, Training
+from gradwire.bench.training import privacy
+from gradwire.bench.training.environment import PeakMemory
+from gradwire.bench.training.objective import Plain, Private
+from gradwire.bench.training.outcome import Outcome
+from gradwire.bench.training.settings import Settings
+from gradwire.comm import parallel
+from gradwire.comm.collectives import IslandReducer, Reducer, build_islands
+from gradwire.comm.collectives.world import World
+from gradwire.comm.compressors import build as build_compressor
+from gradwire.comm.compressors.schedule import Schedule
+from gradwire.comm.parallel import optimizers
+from gradwire.comm.parallel.optimizers import inner
+from gradwire.lm.data.shards import Shards
+from gradwire.lm.models import causal
+
+BETA1 = 0.9
+SLOW_BF16 = (
+    "gradwire train: NOTE: PyTorch multiplies bf16 matrices slowly on this processor, so a step may take ten times as "
+    "long as with precision fp32."
+)
+
+
+class Parts(NamedTuple):
+    """The parts of a run.
+
+    Attributes:
+        model: The wrapped model.
+        optimizer: Its optimizer.
+        reducer: The cell's reducer; None if the framework's own reduction is used.
+        objective: Defines the loss to differentiate.
+        block_sizes: As from `comm.parallel.block_sizes`, before wrapping.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    reducer: Reducer | None
+    objective: Plain
+    block_sizes: list[int]
+
+
+def build(settings: Settings, split: Shards, world: World) -> tuple[Parts, Outcome]:
+    """Build the parts of a run, and its outcome with everything that is known before the first step."""
+    training, cell = settings.training, settings.cell
+    if training.precision == "bf16" and world.rank == 0 and not multiplies_bf16(world.device.type):
+        print(SLOW_BF16, file=sys.stderr, flush=True)
+    torch.manual_seed(settings.seed)
+    vocab_size, max_length = split.meta["vocab_size"], split.meta["max_length"]
+    model = causal.build(settings.model, vocab_size, max_length, settings.seed).to(world.device)
+    if training.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    if training.compile:
+        parallel.compile_blocks(model)
+    outcome = Outcome(
+        config=model.config,
+        numel=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        memory=PeakMemory(world.device),
+    )
+    objective = Private(model, training, settings.seed, world) if training.private else Plain(training.precision)
+    if training.private:
+        outcome.guarantee = privacy.guarantee(training, cell, len(split), world.world_size)
+    matrices = {name for name, p in model.named_parameters() if p.ndim >= 2}
+    sizes = parallel.block_sizes(model)
+
+    reducer = build_reducer(settings, world)
+    options: dict[str, Any] = {"param_compress": cell.param_compress} if cell.param_compress != "none" else {}
+    if settings.strategy in ("bucket", "ddp"):
+        options["bucket_mb"] = training.bucket_mb
+    if settings.strategy == "hsdp":
+        options["islands"] = settings.islands
+    averages = cell.communication.averages_gradients
+    model = parallel.wrap(model, settings.strategy, reducer, device=world.device, average=averages, **options)
+    optimizer = build_optimizer(settings, model, matrices, reducer)
+    outcome.dense_steps = getattr(optimizer, "dense_steps", cell.reduction.dense_steps)
+    if reducer is None or settings.strategy == "hsdp":  # which may leave the framework its part
+        outcome.reduced_numel = parallel.reduced_numel(model)
+    return Parts(model, optimizer, reducer, objective, sizes), outcome
+
+
+def build_reducer(settings: Settings, world: World) -> Reducer | None:
+    """Build the cell's reducer; None if the framework's own reduction is used."""
+    cell, seed = settings.cell, settings.seed
+    if not cell.hooked:
+        return None
+    compressor = build_compressor(cell.method, **cell.options)
+    if settings.strategy != "hsdp":
+        return Reducer(compressor, seed=seed, **reducer_options(cell))
+    islands = build_islands(settings.islands, world.device.type)
+    inside = None
+    if cell.inside is not None:
+        own = build_compressor(cell.inside.method, **cell.inside.options)
+        inside = Reducer(own, islands.inside, seed=seed, **reducer_options(cell.inside))
+    return IslandReducer(compressor, islands, inside=inside, seed=seed, **reducer_options(cell))
+
+
+def reducer_options(cell: Cell) -> dict[str, Any]:
+    """The options that a cell gives its reducer."""
+    options = {name: getattr(cell.reduction, name) for name in cell.reduction.model_fields_set}
+    if "schedule" in options:
+        options["schedule"] = Schedule(cell.method, cell.options, options["schedule"])
+    return options
+
+
+def build_optimizer(
+    settings: Settings, model: nn.Module, matrices: set[str], reducer: Reducer | None
+) -> torch.optim.Optimizer:
+    """Build the optimizer of averaged gradients, AdamW unless the cell names another, or one that communicates.
+
+    Weight decay applies to matrices only, as in GPT-2; ``matrices`` holds parameter names before wrapping.
+    """
+    training, communication = settings.training, settings.cell.communication
+    groups = decayed(parallel.named_parameters(model), matrices, training)
+    adam: dict[str, Any] = {"lr": training.lr, "betas": (BETA1, training.beta2)}
+    if communication.averages_gradients:
+        return inner.build(communication.inner or "adamw", model, groups, **adam)
+    assert reducer is not None  # a cell with such an optimizer is hooked
+    options = communication.options
+    if communication.comm_optimizer == "demo":
+        del adam["betas"]
+    elif communication.comm_optimizer != "onebit_adam":  # the last step synchronises
+        options["steps"] = training.steps
+    return optimizers.build(communication.comm_optimizer, model, groups, reducer, **adam, **options)
+
+
+def decayed(
+    parameters: Iterable[tuple[str, nn.Parameter]], matrices: set[str], training: Training
+) -> list[dict[str, Any]]:
+    """Divide named parameters into an optimizer's groups: matrices, with weight decay, and the rest."""
+    named = list(parameters)
+    return [
+        {"params": [p for name, p in named if name in matrices], "weight_decay": training.weight_decay},
+        {"params": [p for name, p in named if name not in matrices], "weight_decay": 0.0},
+    ]

@@ -1,0 +1,248 @@
+"""Checkpoints of a run: all ranks write them atomically, and they are verified before use.
+
+``checkpoints/step<N>/`` holds ``rank<R>.pt`` (state of that rank only), ``state.pt`` (model and optimizer if they are
+replicated; else each rank's shard in ``state<R>.pt``) and ``checkpoint.json`` (the run's identity and the SHA-256 of
+every file). The files are written to ``step<N>.part``, which rank 0 renames when every rank has finished. Reading a
+checkpoint never executes code from it.
+
+A checkpoint of the same training under another strategy or on other ranks gives a run its model and optimizer; what
+belongs to a rank is dropped.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gradwire.base.errors import BadInput
+from gradwire.base.files import read_json, sha256_file, write_json, writing
+from gradwire.comm import parallel
+from gradwire.comm.collectives import ops
+from gradwire.comm.collectives.world import World
+from gradwire.comm.parallel import optimizers
+from gradwire.comm.topology import sharded_islands
+
+MANIFEST = "checkpoint.json"
+
+
+class Checkpoints:
+    """The checkpoints in a run's folder; every public method is collective.
+
+    Args:
+        run_folder: The run's folder.
+        origin: What identifies the run, such as its identity and the digest of its source.
+        task: What identifies its training on any topology; None: only a checkpoint of its own topology will do.
+        topology: Its ``strategy``, ``world_size`` and ``islands``.
+        world: The process group and this rank's position in it.
+        keep: Number of checkpoints to keep, at least 1.
+    """
+
+    def __init__(
+        self,
+        run_folder: Path,
+        origin: Mapping[str, str],
+        task: str | None,
+        topology: Mapping[str, Any],
+        world: World,
+        keep: int,
+    ) -> None:
+        self.folder = Path(run_folder) / "checkpoints"
+        self.origin = dict(origin)
+        self.task = task
+        self.topology = dict(topology)
+        self.world = world
+        self.keep = keep
+
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> None:
+        """Write ``step<N>`` and remove old checkpoints.
+
+        Args:
+            step: Number of completed optimizer steps.
+            model: The wrapped model.
+            optimizer: Its optimizer.
+            own: State of this rank only: tensors and plain data.
+
+        Raises:
+            RunFault: If a file cannot be written; the partial checkpoint is removed.
+        """
+        target = self.folder / f"step{step:08d}"
+        part = target.with_name(f"{target.name}.part")
+        if self.world.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        self._barrier()
+        try:
+            name = f"rank{self.world.rank}.pt"
+            files = {name: _write(part / name, own)}
+            with optimizers.synchronized(optimizer):  # the rank's own parameters are in its own state
+                name, state = self._state_name(model), parallel.checkpoint_state(model, optimizer)
+                if name != "state.pt" or self.world.rank == 0:
+                    files[name] = _write(part / name, parallel.own_part(state))
+            files = {name: sha for rank in ops.gather_objects(files) for name, sha in rank.items()}
+            if self.world.rank == 0:
+                manifest = self.origin | {"task": self.task, "topology": self.topology, "step": step, "sha256": files}
+                write_json(part / MANIFEST, manifest)
+                shutil.rmtree(target, ignore_errors=True)  # a damaged checkpoint of the same step
+                part.replace(target)
+                self._prune(target)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
+        self._barrier()
+
+    def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, restart: bool) -> dict[str, Any] | None:
+        """Restore the model and the optimizer in place from the newest valid checkpoint.
+
+        Which one, which are damaged and skipped, and what is dropped, is reported on standard error.
+
+        Args:
+            model: The wrapped model.
+            optimizer: Its optimizer.
+            restart: Delete checkpoints of another configuration or source instead of raising an error.
+
+        Returns:
+            This rank's own state, that of rank 0 if the checkpoint has another topology, or None if there is no
+            checkpoint to resume from.
+
+        Raises:
+            BadInput: If the newest valid checkpoint has another configuration or source.
+        """
+        if self.world.rank == 0:
+            for part in self.folder.glob("step*.part"):  # left by a killed run
+                shutil.rmtree(part)
+        for name in reversed(self._agreed(self._names())):
+            checkpoint = self.folder / name
+            problems = [problem for problem in ops.gather_objects(self._problem(checkpoint, model)) if problem]
+            if problems:
+                self._note(f"{problems[0]}: the checkpoint is damaged and is skipped.")
+                continue
+            manifest = self._agreed(read_json(checkpoint / MANIFEST))
+            difference = self._difference(manifest)
+            if difference and (restart or not self._moves(manifest)):
+                if restart:
+                    self._note(f"{checkpoint} {difference}: starting over.")
+                    break
+                raise BadInput(
+                    f"{checkpoint} {difference}; repeat that run, choose another --output_dir, or start over with "
+                    "--restart."
+                )
+            self._note(f"resuming after step {int(name.removeprefix('step'))}, from {checkpoint}.")
+            if difference:
+                self._note(
+                    f"{checkpoint} {difference}: its weights and optimizer state are kept; residuals, other states of "
+                    "compressors, outer momentum, random generators, the order of the data, and the rows of its steps "
+                    "are dropped."
+                )
+            return self._load(checkpoint, manifest, model, optimizer)
+        else:
+            self._note(f"{self.folder} has no valid checkpoint to resume from: starting at step 0.")
+        self.discard()
+        return None
+
+    def discard(self) -> None:
+        """Remove all checkpoints."""
+        if self.world.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        self._barrier()
+
+    def _names(self) -> list[str]:
+        """Names of the complete checkpoints, oldest first."""
+        return sorted(path.name for path in self.folder.glob("step*") if path.suffix != ".part")
+
+    def _state_name(self, model: nn.Module) -> str:
+        return "state.pt" if parallel.replicated(model) else f"state{self.world.rank}.pt"
+
+    def _problem(self, checkpoint: Path, model: nn.Module) -> str | None:
+        """The problem with this rank's files, or None."""
+        try:
+            manifest = read_json(checkpoint / MANIFEST)
+            written, (own, states) = manifest["sha256"], self._files(manifest, model)
+        except (BadInput, KeyError, TypeError) as error:
+            return f"{checkpoint / MANIFEST} cannot be read ({error})"
+        for name in (own, *states):
+            path = checkpoint / name
+            if name in written and not path.is_file():
+                return f"{path} is missing"
+            if name in written and sha256_file(path) != written[name]:
+                return f"{path} does not match its SHA-256"
+        return None
+
+    def _files(self, manifest: Mapping[str, Any], model: nn.Module) -> tuple[str, list[str]]:
+        """The file of own state that this rank reads, and those of the model, of one island's ranks."""
+        strategy, world, islands = (manifest["topology"][key] for key in ("strategy", "world_size", "islands"))
+        if manifest["topology"] == self.topology:
+            return f"rank{self.world.rank}.pt", [self._state_name(model)]
+        if "state.pt" in manifest["sha256"]:
+            return "rank0.pt", ["state.pt"]
+        return "rank0.pt", [f"state{rank}.pt" for rank in range(world // sharded_islands(strategy, islands))]
+
+    def _moves(self, manifest: Mapping[str, Any]) -> bool:
+        """Whether the checkpoint is of this training on another topology."""
+        return manifest["topology"] != self.topology and manifest["task"] == self.task is not None
+
+    def _difference(self, manifest: Mapping[str, Any]) -> str | None:
+        """How the checkpoint differs from this run, or None."""
+        if manifest["topology"] != self.topology:
+            return "was written by strategy {strategy} on {world_size} rank(s) in {islands} island(s)".format_map(
+                manifest["topology"]
+            )
+        for name, value in self.origin.items():
+            if manifest.get(name) != value:
+                return "belongs to a run of another configuration" if name == "identity" else f"has another {name}"
+        return None
+
+    def _load(
+        self, checkpoint: Path, manifest: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        own, states = self._files(manifest, model)
+        state = parallel.checkpoint_state(model, optimizer)
+        saved = [_read(checkpoint / name, "cpu", mmap=True) for name in states]
+        if manifest["topology"] == self.topology:
+            state = parallel.filled(state, saved[0])
+        else:
+            state = {key: parallel.joined(state[key], [part[key] for part in saved]) for key in ("model", "optimizer")}
+        parallel.load_checkpoint_state(model, optimizer, state)
+        return _read(checkpoint / own, self.world.device)
+
+    def _prune(self, newest: Path) -> None:
+        """Keep ``keep`` checkpoints up to ``newest``; later ones are damaged: the run did not resume from them."""
+        names = self._names()
+        at = names.index(newest.name) + 1
+        for name in names[: max(0, at - self.keep)] + names[at:]:
+            shutil.rmtree(self.folder / name)
+
+    def _agreed(self, value: Any) -> Any:
+        """Return rank 0's value on all ranks."""
+        return ops.gather_objects(value)[0]
+
+    def _barrier(self) -> None:
+        ops.gather_objects(None)
+
+    def _note(self, message: str) -> None:
+        if self.world.rank == 0:
+            print(f"gradwire train: NOTE: {message}", file=sys.stderr, flush=True)
+
+
+def _write(path: Path, value: dict[str, Any]) -> str:
+    """Write tensors and plain data to ``path`` and return the file's SHA-256."""
+    with writing(path), path.open("wb") as stream:
+        torch.save(value, stream)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return sha256_file(path)
+
+
+def _read(path: Path, device: Any, mmap: bool = False) -> dict[str, Any]:
+    """Read a file written by `_write`, without executing code from it."""
+    try:
+        return torch.load(path, weights_only=True, map_location=device, mmap=mmap)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise BadInput(f"{path} cannot be read ({str(error).splitlines()[0]}); delete its folder.") from None

@@ -1,0 +1,92 @@
+"""Bytes, elements and times of one step on this rank, as differences of counters that grow over the run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradwire.bench.training.outcome import Row
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.collectives.meter import METER
+
+COUNTED = (  # counters of `Reducer.traffic`, recorded per step
+    *(f"{which}_elements" for which in ("chosen", "sparse", "encoded", "fallback", "exempt")),
+    *("elements", "fallbacks", "extra_collectives"),
+)
+
+
+class Counters:
+    """Takes the differences of the counters from step to step.
+
+    Args:
+        reducer: This rank's reducer, or None.
+    """
+
+    def __init__(self, reducer: Reducer | None) -> None:
+        self._reducer = reducer
+        self._traffic = self._read()
+        self.start()
+
+    def start(self) -> None:
+        """Start a step."""
+        self._parameters, self._momenta = METER.sent("parameters"), METER.sent("momenta")
+        self._around = METER.around
+
+    def stop(self, *, timed: bool) -> Row:
+        """The step's columns; ``timed`` as for `traffic_between`.
+
+        The reducer's are those since the last step's end, so that a message that ends between two steps is counted.
+        """
+        before, self._traffic = self._traffic, self._read()
+        return traffic_between(before, self._traffic, timed=timed) | {
+            "bytes_parameters": METER.sent("parameters") - self._parameters,
+            "bytes_momenta": METER.sent("momenta") - self._momenta,
+            "around_ms": 1000 * (METER.around - self._around),
+        }
+
+    def _read(self) -> dict[str, Any] | None:
+        return None if self._reducer is None else self._reducer.traffic
+
+
+def traffic_between(before: dict[str, Any] | None, now: dict[str, Any] | None, *, timed: bool) -> Row:
+    """Bytes, elements and times between two `Reducer.traffic` of this rank; all None without a reducer.
+
+    ``bytes_closed_form`` is over all ranks, and None if a size depended on the data. Times are None unless ``timed``:
+    on a GPU, measuring them needs a synchronization, which the meter does in profiled steps only.
+    """
+    if before is None or now is None:
+        return dict.fromkeys(("bytes_raw", "bytes_sent", "bytes_index", "comm_ms", "encode_ms", "decode_ms"))
+
+    def milliseconds(seconds: float) -> float | None:
+        return 1000 * seconds if timed else None
+
+    closed = now["closed_form"]
+    return {
+        "bytes_closed_form": None if closed is None else closed - before["closed_form"],
+        "inside": bytes_inside(before, now),
+        "bytes_agreement": now["agreement"] - before["agreement"],
+        "bytes_raw": now["raw"] - before["raw"],
+        "bytes_sent": now["sent"] - before["sent"],
+        "bytes_by_op": {
+            op: cost["bytes"] - before["by_op"].get(op, {"bytes": 0})["bytes"] for op, cost in now["by_op"].items()
+        },
+        **{f"bytes_{name}": now[name] - before[name] for name in ("index", "padding")},
+        **{name: now[name] - before[name] for name in COUNTED},
+        "extra_ms": milliseconds(now["extra_seconds"] - before["extra_seconds"]),
+        "comm_ms": milliseconds(seconds_on_wire(now) - seconds_on_wire(before)),
+        "encode_ms": milliseconds(now["encode_seconds"] - before["encode_seconds"]),
+        "decode_ms": milliseconds(now["decode_seconds"] - before["decode_seconds"]),
+    }
+
+
+def bytes_inside(before: dict[str, Any], now: dict[str, Any]) -> Row | None:
+    """Bytes of a reducer's part inside an island between two `IslandReducer.traffic`; None without such a part."""
+    old, new = before.get("inside"), now.get("inside")
+    if old is None or new is None:
+        return None
+    names = ("raw", "sent", "closed_form")
+    return {name: None if new[name] is None else new[name] - old[name] for name in names}
+
+
+def seconds_on_wire(traffic: dict[str, Any]) -> float:
+    """Seconds spent in the collectives that carry gradients."""
+    return sum(cost["seconds"] for cost in traffic["by_op"].values())

@@ -1,0 +1,137 @@
+"""The verb ``generate``: continue prompts typed at a terminal, or a prompt from standard input."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradwire.base.errors import BadInput
+from gradwire.base.flags import COUNT, NOT_NEGATIVE, SEED, SHARE
+from gradwire.base.rank_env import DEVICES
+
+COLDEST = 1e-6  # temperature; logits divided by much less overflow
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers.modeling_utils import PreTrainedModel
+
+    from gradwire.lm.data.tokenizer import Tokenizer
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Define the verb's flags."""
+    parser.add_argument("--model_dir", type=Path, required=True, help="folder of a saved model, with its tokenizer")
+    parser.add_argument("--max_new_tokens", type=COUNT, default=50, help="maximum number of tokens to generate")
+    parser.add_argument(
+        "--temperature", type=NOT_NEGATIVE, default=0.8, help="divides the logits; 0 takes the most likely token"
+    )
+    parser.add_argument(
+        "--top_p",
+        type=SHARE,
+        default=0.95,
+        help="sample from the most likely tokens with this total probability",
+    )
+    parser.add_argument("--seed", type=SEED, default=0, help="seed of the sampling")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one")
+
+
+def main(args: argparse.Namespace) -> None:
+    """Load the model and print the continuation of each prompt."""
+    import torch
+
+    from gradwire.comm.collectives import world
+    from gradwire.lm.data import tokenizer
+    from gradwire.lm.models import folder
+
+    device = world.choose("auto", args.device, 1, world.detect_gpus()).device_type
+    model = folder.load_finite(args.model_dir).to(device)
+    vocabulary = tokenizer.load(args.model_dir)
+
+    def answer(prompt: str) -> str:
+        return continuation(model, vocabulary, prompt, args.max_new_tokens, args.temperature, args.top_p)
+
+    with torch.random.fork_rng():
+        torch.manual_seed(args.seed)
+        _answer_prompts(answer)
+
+
+def continuation(
+    model: PreTrainedModel, tokenizer: Tokenizer, prompt: str, max_new_tokens: int, temperature: float, top_p: float
+) -> str:
+    """Return the continuation of a prompt, up to the end-of-text token, drawn from torch's global generator.
+
+    The model reads at most as many of the last tokens as it has positions: transformers generates until these are full,
+    then token by token.
+
+    Args:
+        model: A language model in evaluation mode.
+        tokenizer: The model's tokenizer.
+        prompt: The text to continue.
+        max_new_tokens: Maximum number of tokens to generate.
+        temperature: Divides the logits; 0 takes the most likely token.
+        top_p: Total probability of the tokens to sample from (nucleus sampling, Holtzman et al., 2020).
+
+    Raises:
+        BadInput: If the prompt has no tokens, or a logit is not a number.
+    """
+    import torch
+    from transformers import LogitsProcessorList
+
+    from gradwire.lm.models import architecture
+
+    tokens = tokenizer.encode_batch([prompt])[0]
+    if not tokens:
+        raise BadInput("the prompt is empty: type some text to continue.")
+    sampled = {"do_sample": True, "temperature": max(temperature, COLDEST), "top_p": top_p, "top_k": 0}
+    options = {
+        "eos_token_id": tokenizer.eos_id,
+        "pad_token_id": tokenizer.pad_id,
+        "suppress_tokens": list(range(tokenizer.vocab_size, model.config.vocab_size)) or None,
+        **(sampled if temperature else {"do_sample": False}),
+    }
+    start, end = len(tokens), len(tokens) + max_new_tokens
+    limit = architecture.positions(model.config) or end
+    while len(tokens) < end and (len(tokens) == start or tokens[-1] != tokenizer.eos_id):
+        window = torch.tensor([tokens[-limit:]], device=model.device)
+        room = limit + 1 - window.shape[1]
+        found = model.generate(
+            window,
+            attention_mask=torch.ones_like(window),
+            max_new_tokens=min(room, end - len(tokens)),
+            logits_processor=LogitsProcessorList([_numbers]),
+            **options,
+        )
+        tokens += found[0, window.shape[1] :].tolist()
+    return tokenizer.decode(tokens[start:])
+
+
+def _numbers(ids: Tensor, scores: Tensor) -> Tensor:
+    """Return the scores [1, vocabulary] of the next token; -inf is a token that is left out.
+
+    Raises:
+        BadInput: If one is NaN or infinity: any token could follow.
+    """
+    if (scores.isnan() | (scores == math.inf)).any():
+        raise BadInput("the model's logits are not finite, although its weights are: they overflow; use another model.")
+    return scores
+
+
+def _answer_prompts(answer: Callable[[str], str]) -> None:
+    if sys.stdin.isatty():
+        _converse(answer)
+    else:
+        prompt = sys.stdin.read().removesuffix("\n")
+        print(prompt + answer(prompt))
+
+
+def _converse(answer: Callable[[str], str]) -> None:
+    print("Type a prompt; an empty line or Ctrl-D exits.", file=sys.stderr)
+    try:
+        while prompt := input("> "):
+            print(prompt + answer(prompt))
+    except EOFError:
+        print()

@@ -1,0 +1,236 @@
+"""The training loop.
+
+Shape legend: B = samples of a micro-batch, T = tokens of its longest sample, W = world size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from gradwire.base.errors import NonFiniteGradient, Stopped
+from gradwire.bench.training import link, results
+from gradwire.bench.training.build import Parts, build
+from gradwire.bench.training.clock import Clock
+from gradwire.bench.training.counters import Counters
+from gradwire.bench.training.evaluate import Quality, evaluate
+from gradwire.bench.training.feed import Feed, micro_batches
+from gradwire.bench.training.learning_rate import set_learning_rate
+from gradwire.bench.training.outcome import Outcome, Row
+from gradwire.bench.training.preemption import Preemption
+from gradwire.bench.training.profiling import profiled_range, profiling
+from gradwire.bench.training.progress import progress
+from gradwire.bench.training.sampling import sampled
+from gradwire.bench.training.scalars import scalars
+from gradwire.bench.training.settings import Settings
+from gradwire.bench.training.state import RunState
+from gradwire.bench.training.step import Diverged, Stepper, check_finite
+from gradwire.comm import parallel
+from gradwire.comm.collectives import Reducer, ops
+from gradwire.comm.collectives.meter import METER
+from gradwire.comm.collectives.world import World
+from gradwire.comm.communication import LOCAL
+from gradwire.comm.parallel import optimizers
+from gradwire.comm.parallel.verify import SyncCheck
+from gradwire.lm.data.batches import eval_batches
+from gradwire.lm.data.shards import Shards
+
+
+def train(
+    settings: Settings, shards: tuple[Shards, Shards], world: World, identity: str, asked: Preemption
+) -> tuple[nn.Module, torch.optim.Optimizer, Outcome]:
+    """Train one run and return the wrapped model, its optimizer and the measurements.
+
+    Args:
+        settings: The run.
+        shards: The training and validation splits.
+        world: The process group and this rank's position in it.
+        identity: ``Settings.identity``; checkpoints with another identity are rejected.
+        asked: Records signals; training stops after the step in which one arrives.
+
+    Raises:
+        Stopped: If a signal arrived, after a checkpoint is written.
+    """
+    parts, outcome = build(settings, shards[0], world)
+    state = RunState(settings, identity, shards[0].digest, world, parts, outcome)
+    start = state.resume()
+    Loop(settings, shards, world, asked, parts, outcome, state, start).run()
+    reducer = parts.reducer
+    if reducer is not None and reducer.world > 1:
+        outcome.algorithm = reducer.algorithm
+        outcome.residual_bytes = reducer.codec.residual_bytes if reducer.codec.options.feedback else None
+    return parts.model, parts.optimizer, outcome
+
+
+class Loop:
+    """The steps, evaluations and checkpoints of a run.
+
+    Args:
+        settings: The run.
+        shards: The training and validation splits.
+        world: The process group and this rank's position in it.
+        asked: Records signals.
+        parts: The run's parts.
+        outcome: Gets a row for each step, and the last evaluation.
+        state: Writes checkpoints.
+        start: The first step.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        shards: tuple[Shards, Shards],
+        world: World,
+        asked: Preemption,
+        parts: Parts,
+        outcome: Outcome,
+        state: RunState,
+        start: int,
+    ) -> None:
+        self.settings, self.training, self.world, self.asked = settings, settings.training, world, asked
+        self.parts, self.outcome, self.state, self.start = parts, outcome, state, start
+        train_split, self._val_split = self._splits = shards
+        model, optimizer, reducer, objective, _ = parts
+        feed = Feed(micro_batches(settings, train_split, world, start), world.device)
+        self._sync = SyncCheck(model, optimizer, settings.verify_sync)
+        self._profiled = profiled_range(self.training, start)
+        self._counters = Counters(reducer)
+        clock = Clock(world.device)
+        self._stepper = Stepper(model, optimizer, reducer, feed, objective, self.training, world, clock, asked)
+
+    def run(self) -> None:
+        """Take all steps, then evaluate; a run that diverges ends early, with the reason in its outcome.
+
+        Raises:
+            Stopped: If a signal arrived, after a checkpoint is written.
+        """
+        training, folder, outcome = self.training, self.settings.output_dir, self.outcome
+        self.parts.model.train()
+        with (
+            progress(folder, training.steps, self.start, self.world) as show,
+            profiling(training, self.start, self.state.trace, self.world) as profiler,
+            scalars(self.settings, outcome.rows, self.world) as log,
+        ):
+            try:
+                for step in range(self.start, training.steps):
+                    row = self._measured_step(step)
+                    outcome.rows.append(row)
+                    profiler.step()
+                    self._evaluate_during(step, row)
+                    log(row)
+                    show(row)
+                    self._keep_model_if_due(step)
+                    self._save_if_due(step)
+                if training.evaluate:
+                    self._evaluate_at_end(log)
+                outcome.rows[-1]["residual_norm"] = residual_norm(self.parts.reducer)
+            except (Diverged, NonFiniteGradient) as error:
+                outcome.diverged = str(error)
+            except Exception as error:
+                error.step = outcome.step  # type: ignore[attr-defined]  # recorded in the failure file
+                raise
+
+    def _measured_step(self, step: int) -> Row:
+        """Take a step and return its row."""
+        training, reducer = self.training, self.parts.reducer
+        averages = self.settings.cell.communication.averages_gradients
+        lr = set_learning_rate(self.parts.optimizer, training, step)
+        self._sync.before(step)
+        self._counters.start()
+        transmitted = link.transmitted()
+        profiled = step in self._profiled
+        measured = METER.measuring() if profiled else nullcontext()
+        with sampled(reducer if self._evaluated(step) and averages else None, self.outcome.memory) as sample:
+            with measured, record_function("gradwire/step"):
+                row = self._stepper.take(step)
+            row["bytes_interface"] = link.transmitted_since(transmitted)
+        if self._saves(step) and reducer is not None:
+            reducer.synchronize()  # a message in flight is counted before its checkpoint
+        row |= sample | self._counters.stop(timed=self.world.device.type == "cpu" or profiled)
+        row["bytes_parameters_raw"] = self._parameters_unhooked(step, row["passes"])
+        self._sync.after(step)
+        row |= {"step": step, "rank": self.world.rank, "lr": lr}
+        return row | {"warmup": step < training.warmup_steps, "profiled": profiled}
+
+    def _evaluated(self, step: int) -> bool:
+        """Whether the run is evaluated after ``step``."""
+        training = self.training
+        return due(training.eval_every, step) or (training.evaluate and step + 1 == training.steps)
+
+    def _saves(self, step: int) -> bool:
+        """Whether a checkpoint is written after ``step``."""
+        return self.asked.agreed or due(self.training.checkpoint_every, step)
+
+    def _parameters_unhooked(self, step: int, passes: int) -> int | None:
+        """Bytes of the framework's own parameter gathers in ``step``."""
+        before = step > self.start and due(self.training.eval_every, step - 1)
+        cell, islands = self.settings.cell, self.settings.islands
+        other = cell.param_compress != "none" or cell.communication.comm_optimizer in LOCAL  # than evaluated weights
+        sizes, world, evaluated = self.parts.block_sizes, self.world.world_size, before and not other
+        return parallel.parameters_unhooked(
+            self.settings.strategy, sizes, world, passes, evaluated=evaluated, islands=islands
+        )
+
+    def _evaluate_during(self, step: int, row: Row) -> None:
+        """Add to a step's row the evaluation that is due after it."""
+        training, guarantee = self.training, self.outcome.guarantee
+        if self._evaluated(step) and guarantee and self.world.rank == 0:
+            row["epsilon"] = guarantee.epsilon(step + 1)
+        if due(training.eval_every, step) and step + 1 < training.steps:
+            row["val_loss"] = self._validate().loss
+            row["residual_norm"] = residual_norm(self.parts.reducer)
+
+    def _keep_model_if_due(self, step: int) -> None:
+        """Write the model to ``lm/models/`` if that is due after ``step``."""
+        if due(self.training.keep_model_every, step):
+            with optimizers.synchronized(self.parts.optimizer):
+                results.kept_model(
+                    self.settings, self.state.identity, self._splits[0], self.world, self.parts, self.outcome
+                )
+
+    def _save_if_due(self, step: int) -> None:
+        """Save a checkpoint if one is due after ``step``, or if a signal arrived, which also stops the run."""
+        if self._saves(step):
+            self.state.save(step + 1)
+        if self.asked.agreed:
+            raise stopped(step + 1)
+
+    def _evaluate_at_end(self, log: Callable[[Row], None]) -> None:
+        """Evaluate after the last step, and stop if a signal arrived meanwhile."""
+        steps = self.training.steps
+        self.outcome.quality = quality = self._validate()
+        if ops.all_reduce(torch.tensor(float(self.asked.requested), device=self.world.device)) > 0:
+            self.state.save(steps)
+            raise stopped(steps)
+        self.outcome.rows[-1]["val_loss"] = quality.loss
+        log({"step": steps - 1, "val_loss": quality.loss})
+
+    def _validate(self) -> Quality:
+        """Evaluate the model on the validation split."""
+        batches = eval_batches(self._val_split, self.training.batch_size, self.world.rank, self.world.world_size)
+        with optimizers.synchronized(self.parts.optimizer):
+            quality = evaluate(self.parts.model, batches, self.world.device)
+        check_finite(quality.ppl, "the validation perplexity")
+        return quality
+
+
+def due(every: int, step: int) -> bool:
+    """Whether an action with period ``every`` (0: never) is due after ``step``, counted from 0."""
+    return every > 0 and (step + 1) % every == 0
+
+
+def stopped(step: int) -> Stopped:
+    """The error that ends a run after ``step`` steps because of a signal."""
+    return Stopped(f"stopped by a signal after step {step}, with a checkpoint; continue with --resume.")
+
+
+def residual_norm(reducer: Reducer | None) -> float | None:
+    """Euclidean norm of this rank's error-feedback residuals, computed at evaluations only."""
+    if reducer is None:
+        return None
+    reducer.synchronize()
+    return reducer.codec.residual_norm

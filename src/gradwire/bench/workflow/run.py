@@ -1,0 +1,176 @@
+"""The verb ``run``: makes an experiment from its file to its page with Snakemake, in any folder."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from gradwire.base.errors import BadInput, RunFault, Stopped, unknown
+from gradwire.base.files import read_yaml
+from gradwire.base.parent_watch import PARENT
+from gradwire.bench.workflow.experiment import check, read
+from gradwire.bench.workflow.progress import View
+
+FOLDER = Path(__file__).parent
+PROFILES = FOLDER / "profiles"
+REFRESH = 1.0  # seconds between two views
+
+
+def arguments(parser: ArgumentParser) -> None:
+    """Define the verb's arguments."""
+    profiles = ", ".join(sorted(folder.name for folder in PROFILES.iterdir()))
+    parser.usage = "gradwire run [options] [FILE] [-- SNAKEMAKE'S OPTIONS]"
+    parser.add_argument("file", nargs="?", type=Path, default=Path("experiment.yaml"), help="the experiment's file")
+    parser.add_argument("--cores", help="cores to use (default: all; on a cluster, those of the profile)")
+    parser.add_argument(
+        "--profile", default="default", help=f"how to run it: {profiles}, or a folder with a profile.yaml"
+    )
+    parser.add_argument("--dry_run", action="store_true", help="list the number of jobs and run none")
+    parser.add_argument("--verbose", action="store_true", help="show Snakemake's own output")
+    parser.add_argument("snakemake", nargs="*", metavar="OPTION", help="options of Snakemake, after FILE and --")
+
+
+def main(args: Namespace) -> None:
+    """Run what is missing of the experiment; print its table and the path of its page.
+
+    Raises:
+        BadInput: If the file is invalid, its source cannot be read, or Snakemake is not installed; if jobs failed on
+            bad input only.
+        RunFault: If a job failed otherwise.
+        Stopped: If a signal stopped it.
+    """
+    experiment = check(read(args.file))
+    experiment.dataset.built.content()  # reads a local source: an empty folder is refused before Snakemake starts
+    if importlib.util.find_spec("snakemake") is None:
+        raise BadInput("Snakemake is not installed: pip install 'gradwire[workflow]'.")
+    words = options(args)
+    if args.verbose:
+        os.execv(sys.executable, [sys.executable, "-m", "snakemake", *words])
+    results = Path("results") / experiment.name
+    view = View(results)
+    with journal(args.dry_run, results) as log:
+        if follow([sys.executable, "-m", "gradwire.bench.workflow.events", *words], log, view):
+            fail(results, view, log.name)
+    if not view.total:
+        print("nothing to do: every job is done")
+    elif args.dry_run:
+        print(f"{view.total} jobs: {', '.join(f'{n} {rule}' for rule, n in view.jobs.items())}")
+    if not args.dry_run and (results / "report.html").exists():
+        print(f"\n{(results / 'summary.md').read_text()}\nreport: {results / 'report.html'}")
+
+
+def journal(dry_run: bool, results: Path) -> IO[str]:
+    """The file for what Snakemake prints: in the experiment's folder, which a dry run does not make."""
+    if dry_run:
+        return tempfile.TemporaryFile("w+")
+    log = results / "logs" / "snakemake.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    return log.open("a")
+
+
+def options(args: Namespace) -> list[str]:
+    """Snakemake's options.
+
+    Raises:
+        BadInput: If the profile or the number of cores is invalid.
+    """
+    profile = PROFILES / args.profile if (PROFILES / args.profile).is_dir() else Path(args.profile)
+    if not (profile / "profile.yaml").is_file():
+        raise unknown("profile", args.profile, (folder.name for folder in PROFILES.iterdir()))
+    cores = args.cores or (None if "executor" in read_yaml(profile / "profile.yaml") else "all")
+    if cores is not None and cores != "all" and not (cores.isdecimal() and int(cores)):
+        raise BadInput(f"--cores takes a number of cores or all, not {cores!r}.")
+    words = ["--snakefile", str(FOLDER / "Snakefile"), "--configfile", str(args.file)]
+    words += ["--workflow-profile", str(profile), *(["--cores", cores] if cores else [])]
+    return [*words, *(["--dry-run"] if args.dry_run else []), *args.snakemake]
+
+
+def follow(command: list[str], output: IO[str], view: View) -> int:
+    """Run Snakemake and show its progress; its exit code. A signal that stops this process stops Snakemake too.
+
+    Raises:
+        Stopped: If a signal came.
+    """
+    environment = {**os.environ, PARENT: str(os.getpid())}
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=output,
+        text=True,
+        process_group=0,
+    ) as process:
+        try:
+            with terminating():
+                for event in events(process):
+                    if event is not None:
+                        view.take(event)
+                    view.refresh()
+        except KeyboardInterrupt:
+            os.killpg(process.pid, signal.SIGINT)  # its jobs save what they have
+            process.wait()
+            raise Stopped("stopped; the same command goes on from what is done.") from None
+        finally:
+            view.close()
+    return process.returncode
+
+
+@contextmanager
+def terminating() -> Iterator[None]:
+    """Take SIGTERM, which a scheduler sends, as the interrupt of a terminal."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def events(process: subprocess.Popen[str]) -> Iterator[dict[str, Any] | None]:
+    """Yield the events of a process until it ends, and None after every ``REFRESH`` seconds without one."""
+    lines: queue.Queue[str] = queue.Queue()
+
+    def pump() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.put(line)
+        lines.put("")
+
+    threading.Thread(target=pump, daemon=True).start()
+    while True:
+        try:
+            line = lines.get(timeout=REFRESH)
+        except queue.Empty:
+            yield None
+            continue
+        if not line:
+            return
+        if line.startswith("{"):  # others are what Snakemake's own shell commands print
+            yield json.loads(line)
+
+
+def fail(results: Path, view: View, log: str) -> NoReturn:
+    """Raise the error for a failed Snakemake.
+
+    Raises:
+        BadInput: With the jobs that failed and their reasons, if each is bad input.
+        RunFault: With the jobs that failed and their reasons, or Snakemake's own message.
+    """
+    failed = view.failures.values()
+    error = BadInput if {job.exit_code for job in failed} == {BadInput.exit_code} else RunFault
+    said = list(map(str, failed)) or [" ".join(text.split()) for text in view.errors[-1:]] or ["a job failed"]
+    reasons = "; ".join(text.rstrip(".") for text in said)
+    page = f" The page has the other runs: {results / 'report.html'}." if (results / "report.html").exists() else ""
+    raise error(f"{reasons}.{page} Log: {log}. The same command runs what is missing.")

@@ -1,0 +1,371 @@
+"""What one rank does to the pieces of a gradient: choose their compressor, encode with error feedback, decode.
+
+Everything that a rank keeps between steps lives here, by parameter and phase: generators, residuals, and the states of
+`rounds`. None of it depends on how a framework groups the parameters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+from collections.abc import Callable, Container, Mapping
+from functools import partial
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from gradwire.base.errors import BadInput
+from gradwire.comm.collectives.layout import Layout, Piece
+from gradwire.comm.collectives.plan import FLOAT32, Batch, Plan, Table
+from gradwire.comm.collectives.state import check_keys, check_tensors, whole
+from gradwire.comm.compressors.base import Compressor
+from gradwire.comm.compressors.feedback import Feedback
+from gradwire.comm.compressors.reduction import ReducerOptions
+from gradwire.comm.compressors.rounds import State
+from gradwire.comm.compressors.schedule import Schedule
+from gradwire.comm.compressors.segments import Segments
+
+Phase = Literal["scatter", "gather"]  # every rank's gradients to the owners; the owners' means to every rank
+Key = tuple[str, Phase, int]  # a parameter, a phase, and where the piece begins in the parameter
+
+
+class Codec:
+    """One rank's side of the compression.
+
+    Args:
+        compressor: What encodes a piece.
+        options: The reducer's.
+        schedule: Which compressor each step uses, where it is not always ``compressor``.
+        seed: Of the generators.
+        rank: This rank.
+    """
+
+    def __init__(
+        self, compressor: Compressor, options: ReducerOptions, *, schedule: Schedule | None, seed: int, rank: int
+    ) -> None:
+        self.compressor = compressor
+        self.options = options
+        self.schedule = schedule
+        self.seed = seed
+        self.rank = rank
+        self.step = 0  # optimizer steps finished
+        self.began = 0  # of them, those before anything was kept
+        self.plain = False  # for now everything travels as float32, after the first steps too
+        self.index_bytes = 0  # of all encodings made so far, each counted once for every rank that it goes to
+        self.chosen_elements = 0  # that sparsifiers sent, in all encodings made so far
+        self.sparse_elements = 0  # among which they chose
+        self.encoded_elements = 0  # that compressors were given, so without what is exempt or in a dense step
+        self.fallbacks = 0  # encodings as float32, of tensors that the compressor would not have made shorter
+        self.fallback_elements = 0  # in them
+        self.padding_bytes = 0  # sent by this rank for the sake of equal messages
+        self.flag: Tensor | None = None  # uint8 [1]: this rank met a value that is not finite
+        self.dropped: Tensor | None = None  # int64 [1]: residuals dropped because of that
+        self._plans: WeakKeyDictionary[Layout, dict[Phase, Plan]] = WeakKeyDictionary()
+        self._generators: dict[tuple[str, Phase], torch.Generator] = {}
+        self._restored: dict[tuple[str, Phase], Tensor] = {}  # states of generators that were not used since
+        self._feedbacks: dict[Key, Feedback] = {}
+        self._residuals: dict[Key, dict[str, Tensor]] = {}  # restored ones that were not used since
+        self._states: dict[str, State] = {}
+        self._unmet: set[str] = set()  # parameters whose restored state was not used since
+        self._met: dict[tuple[str, Phase], int] = {}  # the step in which others were used first
+
+    @property
+    def current(self) -> Compressor:
+        """The compressor of the present step, where nothing exempts from it."""
+        return self.compressor if self.schedule is None else self.schedule.at(self.step)
+
+    def of(self, piece: Piece, phase: Phase) -> Compressor:
+        """What encodes a piece at the present step."""
+        return FLOAT32 if self.options.exempt.covers(piece.name, piece.shape) else self._of_phase(phase)
+
+    def plan(self, layout: Layout, phase: Phase) -> Plan:
+        """What is encoded at once at the present step."""
+        plans, compressor = self._plans.setdefault(layout, {}), self._of_phase(phase)
+        if phase not in plans or plans[phase].compressor is not compressor:
+            plans[phase] = Plan.of(layout, compressor, self.options.exempt, self.options.granularity)
+        return plans[phase]
+
+    def encode(
+        self, flat: Tensor, table: Table, phase: Phase, copies: Callable[[int], int]
+    ) -> tuple[Tensor, list[list[int]]]:
+        """Encode the rows of a table; a value that is not finite sets the flag.
+
+        Args:
+            flat: The buffer that the table is of.
+            table: A table of the present step.
+            phase: The phase.
+            copies: Number of other ranks that a row goes to.
+
+        Returns:
+            The message, and the bytes of each encoding by row.
+        """
+        fixed = table.total
+        message = torch.empty(fixed or 0, dtype=torch.uint8, device=flat.device)
+        wires: dict[int, Tensor] = {}
+        for batch in table.batches:
+            wire, segments = self._encode(flat, batch, phase, message, copies)
+            if fixed is None:
+                wires |= {i: wire[segment.bytes] for i, segment in zip(batch.order, segments, strict=True)}
+        if fixed is not None:
+            return message, [[size for size in row if size is not None] for row in table.sizes]
+        message = torch.cat([wires[i] for i in range(len(wires))])
+        lengths = iter(wires[i].numel() for i in range(len(wires)))
+        return message, [[next(lengths) for _ in row] for row in table.sizes]
+
+    def _encode(
+        self, flat: Tensor, batch: Batch, phase: Phase, message: Tensor, copies: Callable[[int], int]
+    ) -> tuple[Tensor, Segments]:
+        """Encode a batch into the message, or where a size depends on the data into a wire of its own."""
+        compressor, device = batch.compressor, flat.device
+        values, into = batch.values(flat), message if batch.segments.fixed and message.numel() else None
+        flags = torch.zeros(len(batch.segments), dtype=torch.uint8, device=device)
+        generators = [self._generator(group[0].name, phase, device) for group in batch.pieces]
+        coded = partial(compressor.encode_many, generators=generators, flags=flags)
+        if compressor is FLOAT32:
+            wire, segments = compressor.encode_many(values, batch.segments, into, flags=flags)
+        elif self.options.feedback is None:
+            wire, segments = coded(values, batch.segments, into)
+        elif self.options.feedback == "float32" and self.options.keeps_all and batch.places is None:
+            wire, segments = coded(values, batch.segments, into, residual=self._residual(batch, phase, device))
+            self._drop(flags, batch)
+        else:
+            feedbacks, parts = self._parts(batch, phase, device)
+            values = values.to(torch.float32, copy=True)
+            for feedback, part in zip(feedbacks, parts, strict=True):
+                values[part] = feedback.compensate(values[part])
+            wire, segments = coded(values, batch.segments, into)
+            sent = torch.empty_like(values)
+            compressor.decode_add(wire, segments, sent, onto="blank")
+            own = [flag for flag, group in zip(flags.split(1), batch.pieces, strict=True) for _ in group]
+            for feedback, part, flag in zip(feedbacks, parts, own, strict=True):
+                feedback.update(sent[part])
+                feedback.drop(where=flag)
+            self._drop(flags, batch)
+        for group, segment in zip(batch.pieces, segments, strict=True):
+            self.index_bytes += copies(group[0].row) * compressor.index_bytes(wire[segment.bytes], segment.form)
+            self.count(compressor, segment.form, wire[segment.bytes])
+        self.note(flags.amax(0, keepdim=True))
+        return wire, segments
+
+    def _parts(self, batch: Batch, phase: Phase, device: torch.device) -> tuple[list[Feedback], list[slice]]:
+        """The feedback of each piece of a batch, and the piece's position in the values."""
+        feedbacks, parts = [], []
+        for group, segment in zip(batch.pieces, batch.segments, strict=True):
+            start = segment.start
+            for piece in group:
+                feedbacks.append(self._begun(piece, phase, device))
+                parts.append(slice(start, start + piece.numel))
+                start += piece.numel
+        return feedbacks, parts
+
+    def _residual(self, batch: Batch, phase: Phase, device: torch.device) -> Tensor:
+        """The residuals of a batch as one tensor, laid out as its values."""
+        residual = batch.segments.derive(
+            ("residual", phase, device), lambda: torch.zeros(batch.segments.numel, device=device)
+        )
+        for feedback, part in zip(*self._parts(batch, phase, device), strict=True):
+            feedback.move(residual[part])
+        return residual
+
+    def _drop(self, flags: Tensor, batch: Batch) -> None:
+        """Count the residuals that were dropped."""
+        if self.dropped is None:
+            self.dropped = torch.zeros(1, dtype=torch.int64, device=flags.device)
+        pieces = batch.segments.derive(
+            ("pieces", flags.device), lambda: torch.tensor([len(group) for group in batch.pieces], device=flags.device)
+        )
+        self.dropped += (flags * pieces).sum()
+
+    def compensate(self, piece: Piece, values: Tensor) -> Tensor:
+        """A whole parameter with its residual, for `rounds`."""
+        if self.options.feedback is None or self.of(piece, "scatter") is FLOAT32:
+            return values
+        return self._begun(piece, "scatter", values.device).compensate(values)
+
+    def update(self, piece: Piece, sent: Tensor, bad: Tensor) -> None:
+        """What of a compensated parameter was sent in `rounds`."""
+        if self.options.feedback is not None and self.of(piece, "scatter") is not FLOAT32:
+            # what PowerSGD sent of a rank's gradient depends on the others' too
+            bad = bad | FLOAT32.not_representable(sent)
+            self._update(self._feedback(piece, "scatter", sent.device), sent, bad)
+
+    def state(self, name: str, shape: tuple[int, ...]) -> State:
+        """What `rounds` keeps of a parameter; it starts empty where the schedule changes the compressor."""
+        self._meet(name, "scatter")
+        if name not in self._states or self.method_step == 0:
+            self._states[name] = self.current.new_state(shape, self.seed)
+        return self._states[name]
+
+    @property
+    def method_step(self) -> int:
+        """Steps that the present compressor has made."""
+        began = 0 if self.schedule is None else self.schedule.began(self.step)
+        return self.step - max(began, self.options.dense_steps, self.began)
+
+    def note(self, bad: Tensor) -> None:
+        """Remember that a value was not finite."""
+        if self.flag is None:
+            self.flag = torch.zeros_like(bad)
+        self.flag.logical_or_(bad)
+
+    def count(self, compressor: Compressor, form: tuple[int, ...], wire: Tensor | None = None) -> None:
+        """Count the elements of a tensor: those given, those sent as float32 all the same, and those chosen."""
+        if compressor is FLOAT32:
+            return
+        self.encoded_elements += math.prod(form)
+        if not compressor.compresses(form):
+            self.fallbacks += 1
+            self.fallback_elements += math.prod(form)
+        chosen = compressor.sent_elements(form, wire)
+        if chosen is not None:
+            self.chosen_elements += chosen
+            self.sparse_elements += math.prod(form)
+
+    @property
+    def residual_norm(self) -> float | None:
+        """Euclidean norm of this rank's residuals; None without error feedback."""
+        if self.options.feedback is None:
+            return None
+        ordered = (self._feedbacks[key] for key in sorted(self._feedbacks))  # a resumed run meets them in another
+        squares = [feedback.residual.double().square().sum() for feedback in ordered]
+        return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+
+    @property
+    def residual_bytes(self) -> int:
+        """Memory of this rank's residuals."""
+        return sum(feedback.nbytes for feedback in self._feedbacks.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank keeps, as plain data and tensors."""
+        current = {key: generator.get_state() for key, generator in self._generators.items()}
+        residuals = {key: feedback.state_dict() for key, feedback in self._feedbacks.items()}
+        return {
+            "step": self.step,
+            "began": self.began,
+            "generators": {**self._restored, **current},
+            "residuals": {**self._residuals, **residuals},
+            "states": {name: dict(state) for name, state in self._states.items()},
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Check what `load_state_dict` is given.
+
+        Raises:
+            BadInput: If it is not what `state_dict` returns, or a residual does not have the present shape.
+        """
+        check_keys(state, {"step", "began", "generators", "residuals", "states"}, "a reducer")
+        if not (
+            whole(state["began"])
+            and all(isinstance(state[kind], Mapping) for kind in ("generators", "residuals", "states"))
+            and all(isinstance(key, tuple) and len(key) == 2 for key in state["generators"])
+            and all(isinstance(key, tuple) and len(key) == 3 for key in state["residuals"])
+            and all(isinstance(kept, Mapping) for kept in state["states"].values())
+        ):
+            raise BadInput("the state of a reducer is damaged: it is not what state_dict() returned.")
+        for (name, phase, start), kept in state["residuals"].items():
+            if feedback := self._feedbacks.get((name, phase, start)):
+                check_tensors(kept, feedback.state_dict(), f"residuals of {name}")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what the same rank of an earlier run kept, after `check_state`."""
+        self.begin(state["began"])
+        self.step = state["step"]
+        self._restored, self._residuals = dict(state["generators"]), dict(state["residuals"])
+        self._states = {
+            name: {key: each.clone() for key, each in kept.items()} for name, kept in state["states"].items()
+        }
+        kept = {name for name, _ in self._restored} | {name for name, _, _ in self._residuals}
+        self._unmet = kept | self._states.keys()
+
+    def begin(self, step: int) -> None:
+        """Forget what was kept and met, and go on at an optimizer step."""
+        self.step = self.began = step
+        self.flag = None
+        self._generators, self._restored = {}, {}
+        self._feedbacks, self._residuals = {}, {}
+        self._states = {}
+        self._unmet, self._met = set(), {}
+
+    def check_names(self, names: Container[str]) -> None:
+        """Warn of what was restored for parameters that the model does not have; a reduction does it else.
+
+        Args:
+            names: The model's parameters.
+        """
+        self._warn_of(sorted(name for name in self._unmet if name not in names))
+        self._unmet = set()
+
+    def _meet(self, name: str, phase: Phase) -> None:
+        """Note that a reduction uses what is kept of a parameter.
+
+        When it is used again in a later step, all parameters had their turn: the names of the others are not the
+        model's.
+        """
+        if self._unmet and self._met.setdefault((name, phase), self.step) < self.step:
+            self._warn_of(sorted(self._unmet))
+            self._unmet = set()
+        self._unmet.discard(name)
+
+    def _warn_of(self, names: list[str]) -> None:
+        """Warn that restored state is not used."""
+        if names:
+            warnings.warn(
+                f"the reducer's state holds residuals, generators or compressor states of {len(names)} parameters that "
+                f"are not reduced ({', '.join(names[:3])}{', …' if len(names) > 3 else ''}): they are not used. Were "
+                f"parameters renamed or frozen?",
+                stacklevel=2,
+            )
+
+    def _of_phase(self, phase: Phase) -> Compressor:
+        """What encodes all that is not exempt at the present step; none is always `FLOAT32`, which has no options."""
+        dense = (
+            self.plain
+            or self.step < self.options.dense_steps
+            or (phase == "gather" and self.options.second == "float32")
+        )
+        return FLOAT32 if dense or self.current.name == FLOAT32.name else self.current
+
+    def _begun(self, piece: Piece, phase: Phase, device: torch.device) -> Feedback:
+        """The feedback of a piece before its encoding in the present step."""
+        self._meet(piece.name, phase)
+        feedback = self._feedback(piece, phase, device)
+        if self.options.ef_reset and self.step % self.options.ef_reset == 0:
+            feedback.drop()
+        return feedback
+
+    def _feedback(self, piece: Piece, phase: Phase, device: torch.device) -> Feedback:
+        key = (piece.name, phase, piece.at)
+        if key not in self._feedbacks:
+            options = self.options
+            assert options.feedback is not None
+            self._feedbacks[key] = Feedback(
+                options.feedback, piece.numel, decay=options.ef_decay, average=options.ef_average, device=device
+            )
+            if key in self._residuals:
+                check_tensors(self._residuals[key], self._feedbacks[key].state_dict(), f"residuals of {piece.name}")
+                self._feedbacks[key].load_state_dict(self._residuals.pop(key))
+        return self._feedbacks[key]
+
+    def _update(self, feedback: Feedback, sent: Tensor, bad: Tensor) -> None:
+        feedback.update(sent)
+        feedback.drop(where=bad)
+        if self.dropped is None:
+            self.dropped = torch.zeros(1, dtype=torch.int64, device=bad.device)
+        self.dropped += bad
+
+    def _generator(self, name: str, phase: Phase, device: torch.device) -> torch.Generator:
+        """The generator of one parameter and phase on this rank."""
+        key = (name, phase)
+        self._meet(name, phase)
+        if key not in self._generators:
+            generator = torch.Generator(device)
+            if key in self._restored:
+                generator.set_state(self._restored.pop(key))
+            else:
+                words = f"{self.seed}/{self.rank}/{phase}/{name}".encode()
+                generator.manual_seed(int.from_bytes(hashlib.sha256(words).digest()[:8], "little"))
+            self._generators[key] = generator
+        return self._generators[key]

@@ -1,0 +1,185 @@
+"""Islands: groups of ranks with fast links inside each and slow ones between them, and a reducer over two levels.
+
+Rank r is in island ``r // ranks_per_island``. Inside of an island ranks hold one model in shards; between islands the
+ranks with the same shard, one of each island, average it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from gradwire.base.errors import BadInput
+from gradwire.comm.collectives import ops, state
+from gradwire.comm.collectives.group import timeout_of
+from gradwire.comm.collectives.reducer import Reducer
+from gradwire.comm.compressors.base import Compressor
+from gradwire.comm.topology import check_islands
+
+NAMES = ("between", "inside")
+
+
+class Islands:
+    """All ranks of the default group, as islands.
+
+    Args:
+        mesh: A mesh of islands x ranks per island with the dimensions ``between`` and ``inside``, over all ranks in
+            ascending order. `build_islands` makes one.
+
+    Attributes:
+        number: Number of islands.
+        ranks: Ranks per island.
+        inside: The process group of this rank's island.
+        between: The process group of the ranks that hold this rank's shard, one of each island.
+
+    Raises:
+        BadInput: If the mesh has other dimensions or another order, or there are fewer than two islands.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        if mesh.mesh_dim_names != NAMES:
+            raise BadInput(
+                f"a mesh of islands has the dimensions {NAMES}, not {mesh.mesh_dim_names}; use "
+                f"gradwire.comm.collectives.build_islands."
+            )
+        self.mesh = mesh
+        self.number, self.ranks = mesh.mesh.shape
+        check_islands(dist.get_world_size(), self.number)
+        if mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
+            raise BadInput(f"a mesh of islands holds all ranks in ascending order, not {mesh.mesh.tolist()}.")
+        self.inside, self.between = mesh.get_group("inside"), mesh.get_group("between")
+
+
+def build_islands(number: int, device_type: str = "cpu") -> Islands:
+    """Divide all ranks into islands. Every rank must call it.
+
+    Args:
+        number: Number of islands.
+        device_type: ``cpu`` or ``cuda``.
+
+    Raises:
+        BadInput: As `check_islands`.
+    """
+    check_islands(dist.get_world_size(), number)
+    rows = torch.arange(dist.get_world_size()).view(number, -1)
+    timeout = timeout_of(None)
+    inside, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
+    between, _ = dist.new_subgroups_by_enumeration(rows.T.tolist(), timeout=timeout)
+    groups = [cast(dist.ProcessGroup, group) for group in (between, inside)]
+    return Islands(DeviceMesh.from_group(groups, device_type, mesh=rows, mesh_dim_names=NAMES))
+
+
+class IslandReducer(Reducer):
+    """Reduces between islands, and with ``inside`` also inside them; for strategy ``hsdp``.
+
+    `all_reduce` is between the islands. What `finish` agrees on and sums is over all ranks; without ``inside`` the
+    framework averages inside an island. `traffic` covers both levels.
+
+    Args:
+        compressor: What encodes a piece of a shard between islands, as for `Reducer`.
+        islands: The islands.
+        inside: Reduces inside this rank's island (its group is ``islands.inside``); None: the framework does.
+        options: The other options of `Reducer`.
+
+    Raises:
+        BadInput: As `Reducer`, or if ``inside`` has another group.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor | str | Mapping[str, Any],
+        islands: Islands,
+        *,
+        inside: Reducer | None = None,
+        **options: Any,
+    ) -> None:
+        self.inside = inside
+        super().__init__(compressor, islands.between, **options)
+        if inside is not None and inside.group is not islands.inside:
+            raise BadInput("the reducer inside an island needs the group Islands.inside.")
+        self.islands = islands
+
+    @property
+    def everyone(self) -> ops.Group:
+        """All ranks."""
+        return None
+
+    @property
+    def loss_scale(self) -> float:  # type: ignore[override]
+        """As `Reducer.loss_scale`, on both levels."""
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self._loss_scale = value
+        if self.inside is not None:
+            self.inside.loss_scale = value
+
+    @property
+    def topology(self) -> Any:
+        """Islands x ranks per island."""
+        return f"{self.islands.number} x {self.islands.ranks}"
+
+    def synchronize(self) -> None:
+        """Wait for all reductions that have begun, on both levels."""
+        if self.inside is not None:
+            self.inside.synchronize()
+        super().synchronize()
+
+    def finish(self, total: Tensor | None = None, *, wait: bool = True) -> bool:
+        """End the optimizer step on both levels; as `Reducer.finish`, over all ranks."""
+        if wait:
+            self.synchronize()
+        if self.inside is not None:
+            self.inside.advance()
+            if self.inside.codec.flag is not None:
+                self.codec.note(self.inside.codec.flag)
+                self.inside.codec.flag.zero_()
+        return super().finish(total, wait=wait)
+
+    @property
+    def traffic(self) -> dict[str, Any]:
+        """Totals of both levels; those inside the island are also under ``inside``, None if the framework sums."""
+        between = super().traffic
+        if self.inside is None:
+            return {**between, "inside": None}
+        inside = self.inside.traffic
+        return {**{name: _sum(value, inside[name]) for name, value in between.items()}, "inside": inside}
+
+    def begin(self, step: int) -> None:
+        """As `Reducer.begin`, on both levels."""
+        super().begin(step)
+        if self.inside is not None:
+            self.inside.begin(step)
+
+    def _rank_state(self) -> dict[str, Any]:
+        """The state of both levels."""
+        return {**super()._rank_state(), "inside": None if self.inside is None else self.inside.state_dict()}
+
+    def _check_state(self, part: Mapping[str, Any]) -> None:
+        """Check the state of both levels."""
+        super()._check_state(part)
+        if (part.get("inside") is None) != (self.inside is None):
+            raise BadInput("the reducer's state and this reducer differ in whether they reduce inside islands.")
+        if self.inside is not None:
+            inside = state.taken(part["inside"], self.codec.rank, self.inside.topology, "the reducer inside an island")
+            state.check_keys(inside.part, set(), "the reducer inside an island")
+            self.inside._check_state(inside.part or {})
+
+    def _load(self, part: Mapping[str, Any]) -> None:
+        """Take over the state of both levels."""
+        super()._load(part)
+        if self.inside is not None:
+            self.inside.load_state_dict(part["inside"])
+
+
+def _sum(one: Any, other: Any) -> Any:
+    """Sum two totals; None if one is unknown."""
+    if isinstance(one, dict):
+        return {**one, **other, **{key: _sum(one[key], other[key]) for key in one.keys() & other.keys()}}
+    return None if one is None or other is None else one + other

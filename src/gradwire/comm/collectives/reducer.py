@@ -1,0 +1,553 @@
+"""The mean of a gradient over the ranks, through a compressor.
+
+A reduce-scatter leaves each rank its row of the mean, an all-reduce leaves all of it everywhere. A codec sees one piece
+of one parameter at a time, so the result depends on the model and on the number of ranks, not on how a framework groups
+its parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from enum import IntEnum
+from functools import partial
+from typing import Any, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from gradwire.base.errors import BadInput, NonFiniteGradient, RunFault, unknown
+from gradwire.comm.collectives import ops, state
+from gradwire.comm.collectives.algorithm import Algorithm, Kind
+from gradwire.comm.collectives.bytes import FLOAT32
+from gradwire.comm.collectives.codec import Codec
+from gradwire.comm.collectives.compression_error import Reduced
+from gradwire.comm.collectives.exchange import Exchange
+from gradwire.comm.collectives.gather import Gather
+from gradwire.comm.collectives.group import Ranks, check_initialized
+from gradwire.comm.collectives.layout import Layout
+from gradwire.comm.collectives.meter import METER, Meter
+from gradwire.comm.collectives.native import Native
+from gradwire.comm.collectives.queue import CallerQueue, Handle, ReductionQueue, build_queue, finished
+from gradwire.comm.collectives.traffic import Traffic
+from gradwire.comm.compressors import as_compressor
+from gradwire.comm.compressors.base import Compressor
+from gradwire.comm.compressors.exempt import Exempt
+from gradwire.comm.compressors.reduction import ReducerOptions
+from gradwire.comm.compressors.schedule import Schedule
+
+ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in (Exchange, Gather, Native)}
+NOTHING = Exempt()
+Then: TypeAlias = Callable[[Tensor], object]  # what to do with a mean
+FREE = ("overlap", "nonfinite")  # options that a resumed run may change
+SMALL = 2**16  # bytes: up to here a collective's latency weighs more than what it carries
+
+
+def check_options(compressor: Compressor, schedule: Schedule | None = None, **options: Any) -> None:
+    """Check the options of a `Reducer` that is built later; this needs no process group.
+
+    Raises:
+        BadInput: If one is unknown, has a value that it does not take, or does not go with the compressor.
+    """
+    known = inspect.signature(Reducer).parameters.keys() - {"compressor"}
+    for option in options.keys() - known:
+        raise unknown("option of Reducer", option, known)
+    checked = {option: value for option, value in options.items() if option in ReducerOptions.model_fields}
+    check_algorithm(compressor, schedule, ReducerOptions.of(**checked))
+
+
+def check_algorithm(compressor: Compressor, schedule: Schedule | None, options: ReducerOptions) -> None:
+    """Check that the collectives can do what the compressor needs.
+
+    Raises:
+        BadInput: If they cannot.
+    """
+    if options.algorithm != "native":
+        return
+    used = [compressor] if schedule is None else schedule.plateaus
+    if not all(each.has_rounds for each in used):
+        raise BadInput(
+            f"algorithm native needs a compressor that collectives can sum, and {compressor.name} with these "
+            f"options is not; take exchange or gather."
+        )
+    if options.granularity == "row":
+        raise BadInput("granularity row encodes rows, and algorithm native sums parameters; take exchange.")
+
+
+class Watch(Protocol):
+    """Compares what a model, or a part of one, needs with what is reduced."""
+
+    @property
+    def names(self) -> set[str]:
+        """The parameters that it watches."""
+
+    def begun(self, layout: Layout) -> None:
+        """Take notice of a reduction."""
+
+    def finish(self) -> list[str] | None:
+        """End the step; return the parameters that need a reduction and had none, or None if nothing was reduced."""
+
+
+class Met(IntEnum):
+    """The worst that a rank met in an optimizer step."""
+
+    NOTHING = 0
+    NONFINITE = 1
+    UNREDUCED = 2
+
+
+class Reducer:
+    """Reduces flat gradient buffers; one per run and rank, and every rank makes the same calls in the same order.
+
+    Reductions run one after another in a queue (`comm.collectives.queue`): `begin_all_reduce` and
+    `begin_reduce_scatter` add one, and the handle's `wait` returns its mean. At a world size of 1 the reducer is the
+    identity: nothing is encoded, kept or counted.
+
+    Args:
+        compressor: What encodes a piece: a compressor, its name, or a mapping of its ``method`` and options.
+        group: The ranks; None is the default group.
+        error_feedback: Whether each rank keeps what its encodings lost and adds it to its next gradient.
+        ef_decay: What those residuals are multiplied by before they are added; 1 forgets nothing.
+        ef_average: Weight of the old residual in the new one; 0 keeps the last error only.
+        ef_reset: Optimizer steps after which residuals are dropped; 0 never drops them.
+        residual_dtype: How residuals are stored: ``float32``, ``bf16`` or ``int8``.
+        algorithm: ``exchange`` (encodings go to the owner of their row), ``gather`` (to all ranks),
+            ``native`` (the compressor's `rounds`, summed by collectives), or ``auto``, which `prepare` resolves once.
+        second: How the exchange's second half sends an all-reduce's means: ``encoded`` again, or as ``float32``.
+        exempt: Parameters that travel as float32.
+        schedule: Which compressor each optimizer step uses, where it is not always ``compressor``.
+        dense_steps: In the first so many optimizer steps everything travels as float32.
+        granularity: Whether a ``piece`` of one parameter is encoded at once, or all of a ``row``.
+        overlap: Whether reductions run beside the caller: in a thread with a process group of its own, or on a CUDA
+            stream. The means are the same, bit for bit.
+        nonfinite: What `finish` does if any rank met a value that is not finite: ``raise`` on all ranks, ``skip``
+            (return False), or ``propagate`` (return True).
+        seed: Of the codecs' generators. Each parameter, phase and rank draws from a generator of its own.
+
+    Attributes:
+        loss_scale: What the loss of the present step is multiplied by, as by `torch.amp.GradScaler`; 1 at first. Set it
+            before the backward pass. What is encoded and kept are gradients of the unscaled loss, so it may change
+            from step to step; the means that the framework gets back are scaled again.
+
+    Raises:
+        BadInput: If an option has a value that it does not take, or does not go with the compressor.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor | str | Mapping[str, Any],
+        group: ops.Group = None,
+        *,
+        error_feedback: bool = False,
+        ef_decay: float = 1.0,
+        ef_average: float = 0.0,
+        ef_reset: int = 0,
+        residual_dtype: str = "float32",
+        algorithm: str = "auto",
+        second: str = "encoded",
+        exempt: Exempt = NOTHING,
+        schedule: Schedule | None = None,
+        dense_steps: int = 0,
+        granularity: str = "piece",
+        overlap: bool = True,
+        nonfinite: str = "raise",
+        seed: int = 0,
+    ) -> None:
+        check_initialized("a Reducer")
+        compressor = as_compressor(compressor)
+        options = ReducerOptions.of(
+            error_feedback=error_feedback,
+            ef_decay=ef_decay,
+            ef_average=ef_average,
+            ef_reset=ef_reset,
+            residual_dtype=residual_dtype,
+            algorithm=algorithm,
+            second=second,
+            exempt=exempt,
+            dense_steps=dense_steps,
+            granularity=granularity,
+            overlap=overlap,
+            nonfinite=nonfinite,
+        )
+        check_algorithm(compressor, schedule, options)
+        self.compressor = compressor
+        self.group = group
+        self.world = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.algorithm = algorithm
+        self.overlap = overlap
+        self.nonfinite = nonfinite
+        self.loss_scale = 1.0
+        self._watches: list[Watch] = []
+        self._claimed: set[str] = set()  # parameters whose residuals and states this reducer keeps
+        self.meter = Meter(METER)
+        kept_for = {**dict(options), "compressor": schedule or compressor, "seed": seed}
+        self._options = {option: repr(value) for option, value in kept_for.items() if option not in FREE}
+        self.codec = Codec(compressor, options, schedule=schedule, seed=seed, rank=dist.get_rank())
+        self._ranks = Ranks(group, self.world, self.rank, self.meter)
+        self._queue: ReductionQueue = CallerQueue()  # until the first reduction
+        self._device: torch.device | None = None  # of the first reduction
+        self._kept: list[Reduced] | None = None  # of a `keeping` that has not ended
+        self._traffic = Traffic(self.codec, self._ranks)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps finished."""
+        return self.codec.step
+
+    @property
+    def everyone(self) -> ops.Group:
+        """The ranks that `finish` agrees over."""
+        return self.group
+
+    @property
+    def topology(self) -> Any:
+        """The ranks that a state belongs to."""
+        return self.world
+
+    def advance(self) -> None:
+        """Go on to the next optimizer step; `finish` does."""
+        self.codec.step += 1
+
+    def prepare(self, kind: Kind, numel: int) -> None:
+        """Resolve ``auto``, once; the first reduction does it with its buffer where nobody called this before.
+
+        Args:
+            kind: The collective that the strategy needs.
+            numel: Elements of the whole model.
+        """
+        if self.algorithm == "auto":
+            self.algorithm = self._chosen(kind, numel)
+
+    def claim(self, names: Collection[str]) -> None:
+        """Reserve parameters for one model: what is kept for them must not serve another one.
+
+        Raises:
+            BadInput: If a model that this reducer was given before has a parameter of the same name.
+        """
+        if taken := self._claimed.intersection(names):
+            raise BadInput(
+                f"the reducer has averaged another model with the same parameters ({min(taken)}, …), and keeps "
+                f"residuals and states by name: build a reducer for each model."
+            )
+        self._claimed |= {*names}
+
+    def watch(self, watch: Watch) -> None:
+        """Have `finish` check that all of a model was reduced; several parts of a model may be watched.
+
+        Raises:
+            BadInput: As `claim`.
+        """
+        self.claim(watch.names)
+        self._watches.append(watch)
+
+    def reduce_scatter(self, flat: Tensor, layout: Layout | str) -> Tensor:
+        """This rank's row of the mean over the ranks: `begin_reduce_scatter`, and wait."""
+        return self.begin_reduce_scatter(flat, layout).wait()
+
+    def all_reduce(self, flat: Tensor, layout: Layout | str) -> Tensor:
+        """The mean over the ranks, bit-equal on all of them: `begin_all_reduce`, and wait."""
+        return self.begin_all_reduce(flat, layout).wait()
+
+    def begin_reduce_scatter(self, flat: Tensor, layout: Layout | str, then: Then | None = None) -> Handle:
+        """Begin to reduce a buffer to this rank's row of the mean over the ranks.
+
+        Args:
+            flat: Vector of any float type, `layout.numel` elements; not to be changed before the reduction has
+                finished.
+            layout: What lies where in ``flat``; a name represents one vector that is cut anywhere.
+            then: Called with the mean in the queue's thread or stream, before ``wait`` returns.
+
+        Returns:
+            A handle; its ``wait`` returns float32 [row_numel], padding 0, or raises what the reduction raised.
+
+        Raises:
+            RunFault: If ``flat`` does not have that layout.
+            Exception: What an earlier reduction raised.
+        """
+        return self._begin("reduce_scatter", flat, layout, then)
+
+    def begin_all_reduce(
+        self, flat: Tensor, layout: Layout | str, then: Then | None = None, *, extra: bool = False
+    ) -> Handle:
+        """Begin to reduce a buffer to the mean over the ranks, bit-equal on all of them.
+
+        Its handle's ``wait`` returns float32 of ``flat``'s shape; else as `begin_reduce_scatter`. ``extra`` is for what
+        is sent besides what takes the gradient's place: its bytes are counted as sent, and not as raw ones.
+        """
+        return self._begin("all_reduce", flat, layout, then, extra)
+
+    def synchronize(self) -> None:
+        """Wait for all reductions that have begun, on the host or with the current CUDA stream; `finish` does.
+
+        Raises:
+            Exception: What one of them raised.
+        """
+        self._queue.synchronize()
+
+    def skip(self, layout: Layout) -> None:
+        """Count a buffer that is not reduced in this step, in the place of `all_reduce`: raw bytes, and none sent."""
+        if self.world > 1:
+            self._traffic.count(layout, "all_reduce")
+
+    @contextmanager
+    def plain(self) -> Iterator[None]:
+        """What is reduced in here travels as float32, as in the first ``dense_steps``."""
+        self.synchronize()
+        self.codec.plain = True
+        try:
+            yield
+            self.synchronize()
+        finally:
+            self.codec.plain = False
+
+    @contextmanager
+    def keeping(self) -> Iterator[list[Reduced]]:
+        """Keep what every reduction in here is given and what it delivers, for the sampled gradient error.
+
+        Nothing is copied: the buffers live as long as the list, and nobody may write into them.
+        """
+        self._kept = kept = list[Reduced]()
+        try:
+            yield kept
+        finally:
+            self._kept = None
+
+    def finish(self, total: Tensor | None = None, *, wait: bool = True) -> bool:
+        """End the optimizer step: advance `step` and agree over the ranks whether every value was finite.
+
+        Call it once per optimizer step, after backward, on every rank.
+
+        Args:
+            total: A float32 vector of the caller's, such as its loss, that is summed over the ranks in place. It
+                travels with the flag, since a small message costs its latency and nothing else.
+            wait: Whether to wait for reductions that have begun. One that has not finished may still set the flag of a
+                later step, and counts its bytes there.
+
+        Returns:
+            Whether the caller shall take the optimizer step. With one rank nothing was looked at, and it always is.
+
+        Raises:
+            BadInput: If ``total`` is no vector.
+            NonFiniteGradient: On all ranks alike, under ``raise``.
+            RunFault: If nothing was reduced in this step, or on any rank a parameter has a gradient that was not: the
+                framework no longer calls the reducer for it. A step is not ended twice.
+            Exception: What a reduction raised.
+        """
+        if total is not None and (not isinstance(total, Tensor) or total.ndim != 1):
+            raise BadInput("finish() sums a vector over the ranks: give total as a tensor of one dimension.")
+        if wait:
+            self.synchronize()
+        finished = self.step
+        unreduced = self._unreduced()
+        self.advance()
+        if self.world == 1:
+            return True
+        met = self._agreed(total, unreduced)
+        if met == Met.UNREDUCED:
+            raise RunFault(self._described(unreduced), step=finished)
+        if met == Met.NOTHING:
+            return True
+        self._traffic.counts["nonfinite_steps"] += 1
+        if self.nonfinite == "raise":
+            raise NonFiniteGradient(
+                f"the gradient of optimizer step {self.step} holds NaN, infinity or a value too large for "
+                f"{self.compressor.name} on at least one rank",
+                step=finished,
+            )
+        return self.nonfinite == "propagate"
+
+    @property
+    def traffic(self) -> dict[str, Any]:
+        """This rank's totals since the start, of reductions that have finished; see `Traffic.totals`."""
+        return self._traffic.totals()
+
+    def closed_form(self, layout: Layout, kind: Kind) -> int | None:
+        """Payload in bytes, summed over the ranks, of one call at the present step; None if it depends on the data."""
+        self.prepare(kind, sum(piece.numel for piece in layout.pieces))
+        return self._reduction.closed_form(layout, kind)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, in the form of `comm.collectives.state`: with it a resumed run equals an unbroken one.
+
+        Every rank has its own, for a file or for `torch.distributed.checkpoint`. Its tensors are not copies.
+        """
+        self.synchronize()
+        return state.stored(self.codec.rank, self.step, self.topology, self._rank_state())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over the state that the same rank of an earlier run left, before or after `prepare`.
+
+        Of another world size or other islands only the step counts: the rest is dropped, with a warning.
+
+        Raises:
+            BadInput: If it is no state, another rank's, or of a reducer with other options than this one, except for
+                `FREE`; nothing has changed.
+        """
+        step, topology, part = state.taken(state_dict, self.codec.rank, self.topology, "a reducer")
+        if part is None:
+            warnings.warn(
+                f"the reducer's state is of {topology} ranks and this run has {self.topology}: "
+                f"residuals, compressor states and generators are reset",
+                stacklevel=2,
+            )
+            self.begin(step)
+            return
+        self._check_state(part)
+        self._load(part)
+
+    def begin(self, step: int) -> None:
+        """Go on at an optimizer step without residuals, compressor states and generators of earlier ones."""
+        self.codec.begin(step)
+
+    def _rank_state(self) -> dict[str, Any]:
+        """What this rank keeps, and what it depends on."""
+        return {"options": self._options, "algorithm": self.algorithm, **self.codec.state_dict()}
+
+    def _check_state(self, part: Mapping[str, Any]) -> None:
+        """Check a state of this rank, before anything changes.
+
+        Raises:
+            BadInput: If it is incomplete or of a reducer with other options.
+        """
+        state.check_keys(part, {"options", "algorithm"}, "a reducer")
+        state.check_keys(part["options"], {*self._options}, "a reducer (options)")
+        for option, value in self._options.items():
+            if part["options"][option] != value:
+                raise BadInput(
+                    f"the reducer's state is of one with {option} {part['options'][option]}, and this one has "
+                    f"{value}: build it with the same options."
+                )
+        if part["algorithm"] not in (*ALGORITHMS, "auto"):
+            raise unknown("algorithm of the reducer's state", part["algorithm"], ALGORITHMS)
+        self.codec.check_state(part)
+
+    def _load(self, part: Mapping[str, Any]) -> None:
+        """Take over a state that was checked."""
+        if part["algorithm"] != "auto":
+            self.algorithm = part["algorithm"]
+        self.codec.load_state_dict(part)
+
+    def _begin(self, kind: Kind, flat: Tensor, layout: Layout | str, then: Then | None, extra: bool = False) -> Handle:
+        """Add a reduction to the queue."""
+        numel = flat.numel()
+        flat, layout = self._buffer(flat.detach(), layout)
+        if self.world == 1:
+            mean = flat.to(torch.float32)
+            if then is not None:
+                then(mean)
+            return finished(mean)
+        for watch in self._watches:
+            watch.begun(layout)
+        self.prepare(kind, sum(piece.numel for piece in layout.pieces))
+        if self._device is None:
+            self._device = flat.device
+            self._queue, group = build_queue(self.group, flat.device, self.overlap)
+            self._ranks = self._ranks._replace(group=group)
+        task = partial(self._reduce, kind, flat, layout, numel, self.loss_scale, self._kept, then, extra)
+        return self._queue.begin(task, flat)
+
+    def _reduce(
+        self,
+        kind: Kind,
+        flat: Tensor,
+        layout: Layout,
+        numel: int,
+        scale: float,
+        kept: list[Reduced] | None,
+        then: Then | None,
+        extra: bool,
+    ) -> Tensor:
+        """Reduce a buffer; runs in the queue, so what another thread may change meanwhile is passed in."""
+        gradient = flat if scale == 1 else flat.to(torch.float32) / scale  # narrow types may not hold it
+        with self._traffic.counted(layout, kind, self._reduction.closed_form(layout, kind), extra):
+            if kind == "all_reduce":
+                mean = self._reduction.mean_everywhere(gradient, layout)
+            else:
+                mean = self._reduction.mean_of_row(gradient, layout)
+        if scale != 1:
+            mean.mul_(scale)
+        if kept is not None:
+            kept.append(Reduced(kind, flat, layout, mean))
+        delivered = mean[:numel] if kind == "all_reduce" else mean
+        if then is not None:
+            then(delivered)
+        return delivered
+
+    @property
+    def _reduction(self) -> Algorithm:
+        """What `algorithm` says; nothing is kept of it that could say something else."""
+        return ALGORITHMS[self.algorithm](self.codec, self._ranks)
+
+    def _chosen(self, kind: Kind, numel: int) -> str:
+        """What ``auto`` resolves to."""
+        used = [self.compressor] if self.codec.schedule is None else self.codec.schedule.plateaus
+        if self.codec.options.granularity == "piece" and all(c.linear and c.has_rounds for c in used):
+            return "native"
+        if kind == "reduce_scatter":
+            return "exchange"
+        size = self.compressor.wire_bytes(numel)
+        if size is None or self.world == 2:
+            return "gather" if self.world == 2 else "exchange"
+        small = (self.world - 1) * size <= SMALL and self.world * size <= 2 * FLOAT32 * numel
+        return "gather" if small else "exchange"
+
+    def _buffer(self, flat: Tensor, layout: Layout | str) -> tuple[Tensor, Layout]:
+        """The buffer and its layout; one that goes by a name alone is padded to whole rows."""
+        if isinstance(layout, str):
+            layout = Layout.cut([(layout, (flat.numel(),))], self.world)
+            flat = pad(flat, (0, layout.numel - flat.numel()))
+        layout.check(flat)
+        return flat, layout
+
+    def _unreduced(self) -> list[str]:
+        """End the watched model's step: the parameters whose gradients this rank should not use.
+
+        Raises:
+            RunFault: If nothing was reduced; as ranks reduce together, this is so on all of them.
+        """
+        parts = [watch.finish() for watch in self._watches] if self.world > 1 else []
+        unreduced = [name for part in parts for name in part or ()]
+        if None in parts:
+            which = "" if len(parts) == 1 else f" of {parts.count(None)} of the {len(parts)} models of this reducer"
+            raise RunFault(
+                f"finish() of optimizer step {self.step + 1}, but no gradient{which} was reduced since the step "
+                f"before: call it once per optimizer step, after a backward pass through the model that has the "
+                f"reducer (not through a copy or its inner module), outside of no_sync, and wrap a model again after "
+                f"converting it. Models that take their steps in turn need a reducer each.",
+                step=self.step,
+            )
+        return unreduced
+
+    def _agreed(self, total: Tensor | None, unreduced: list[str]) -> Met:
+        """The worst that any rank met since the last call; the same answer on all ranks."""
+        flag = self.codec.flag
+        if flag is None:  # no gradient was reduced yet
+            device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
+            flag = torch.zeros(1, dtype=torch.uint8, device=device if total is None else total.device)
+        own = flag.clone()  # 1 is `Met.NONFINITE`
+        flag.zero_()
+        if total is None:
+            if unreduced:
+                own.fill_(Met.UNREDUCED)
+            return Met(int(ops.all_reduce(own, "max", self.everyone, "agreement", self.meter)))
+        many = dist.get_world_size(self.everyone) + 1  # more than all ranks' flags
+        summed = torch.cat([own.float() + many * bool(unreduced), total])
+        summed = ops.all_reduce(summed, "sum", self.everyone, "agreement", self.meter)
+        total.copy_(summed[1:])
+        return Met(min(int(summed[0]), Met.NONFINITE)) if summed[0] < many else Met.UNREDUCED
+
+    def _described(self, unreduced: list[str]) -> str:
+        """The message about parameters that were not reduced, from all ranks; every rank calls this."""
+        by_rank = {rank: names for rank, names in enumerate(ops.gather_objects(unreduced, self.everyone)) if names}
+        rank, names = next(iter(by_rank.items()))
+        return (
+            f"optimizer step {self.step}: on rank{'s' if len(by_rank) > 1 else ''} {', '.join(map(str, by_rank))}, "
+            f"{len(names)} parameters have gradients that were not reduced (on rank {rank}: {', '.join(names[:3])}"
+            f"{', …' if len(names) > 3 else ''}). Was a parameter replaced, converted or unfrozen after the reducer "
+            f"was attached, or is a backward pass around it or in no_sync?"
+        )

@@ -1,0 +1,173 @@
+"""What travels in a cell: gradients, or what an optimizer that communicates sends instead; with its options."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from gradwire.base.errors import BadInput
+from gradwire.base.flags import COUNT, NATURAL
+from gradwire.comm.compressors.reduction import ReducerOptions
+from gradwire.comm.compressors.schedule import by_step
+
+CommOptimizer = Literal["gradient", "onebit_adam", "zero_one_adam", "diloco", "sparseloco", "muloco", "desloc", "demo"]
+Inner = Literal["adamw", "muon", "sgd"]
+MOMENTUM = ("onebit_adam", "zero_one_adam")  # freeze the variance after a warm-up, and send momenta
+
+
+class Preset(NamedTuple):
+    """What a cell with such an optimizer has if it does not say otherwise.
+
+    Attributes:
+        options: The optimizer's options.
+        method: The method; None: the label names it, as everywhere.
+        reduction: Options of the reducer.
+        module: The module in ``comm.parallel.optimizers``.
+    """
+
+    options: Mapping[str, Any] = MappingProxyType({})
+    method: str | None = None
+    reduction: Mapping[str, Any] = MappingProxyType({})
+    module: str = "diloco"
+
+
+PRESETS = {
+    # Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (arXiv:2311.08105, 2023).
+    "diloco": Preset({"H": 500, "outer_lr": 0.7, "outer_momentum": 0.9}),
+    # Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo" (arXiv:2508.15706, 2025).
+    "sparseloco": Preset(
+        {"H": 30, "outer_lr": 1.0, "outer_momentum": 0.0},
+        "chunktopk+bins",
+        {"algorithm": "gather", "ef_decay": 0.95},
+    ),
+    # Thérien et al., "MuLoCo: Muon is a Practical Inner Optimizer for DiLoCo" (arXiv:2505.23725, 2025).
+    "muloco": Preset({"H": 30, "outer_lr": 0.7, "outer_momentum": 0.6, "inner": "muon"}, "bins", {"ef_decay": 0.9}),
+    # Iacob et al., "DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation Models"
+    # (arXiv:2505.22549, 2025), which has no single H; the moments' intervals are its multiples of it.
+    "desloc": Preset({"H": 30, "outer_lr": 1.0, "outer_momentum": 0.0}, module="desloc"),
+    # Peng et al., "DeMo: Decoupled Momentum Optimization" (arXiv:2411.19870, 2024).
+    "demo": Preset(method="dcttopk", reduction={"ef_decay": 0.999}, module="demo"),
+}
+
+
+LOCAL = tuple(
+    name for name, chosen in PRESETS.items() if chosen.module != "demo"
+)  # train alone for H steps, and send what that changed
+DILOCO = tuple(name for name, chosen in PRESETS.items() if chosen.module == "diloco")
+OPTIONS = {  # of which optimizers an option is
+    **dict.fromkeys(("freeze_step", "variance_kappa", "local_doubling", "max_local_steps"), ("zero_one_adam",)),
+    **dict.fromkeys(("H", "outer_lr", "outer_momentum", "dense_rounds"), LOCAL),
+    **dict.fromkeys(("H_momentum", "H_variance"), ("desloc",)),
+    "streaming": DILOCO,
+    "inner": ("gradient", *DILOCO),
+}
+
+
+def preset(comm_optimizer: Any) -> Preset:
+    """The defaults of a cell with an optimizer."""
+    return PRESETS.get(comm_optimizer, Preset()) if isinstance(comm_optimizer, str) else Preset()
+
+
+def _interval(value: Any) -> Any:
+    """Steps of a round, at least one, from step 0 on; JSON has a schedule's steps as strings."""
+    value = by_step(value)
+    lengths = value if isinstance(value, Mapping) else {0: value}
+    numbers = all(type(number) is int for number in (*lengths, *lengths.values()))
+    if not numbers or 0 not in lengths or min(lengths) < 0 or not 1 <= min(lengths.values()) <= COUNT.most:
+        raise ValueError("give a number of steps from 1 on, or a schedule from step 0 on, such as {0: 1, 100: 5}")
+    return value
+
+
+Count = Annotated[int, Field(**COUNT.limits)]
+Natural = Annotated[int, Field(**NATURAL.limits)]
+Interval = Annotated[Count | dict[Natural, Count], BeforeValidator(_interval)]
+
+
+class Streaming(BaseModel):
+    """How local updates send the model in fragments while training goes on; ``comm.parallel.optimizers.streaming``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+
+    fragments: Count = Field(description="number of fragments; one is in flight at a time")
+    delay: int = Field(1, **NATURAL.limits, description="steps from sending a fragment to receiving it")
+    alpha: float = Field(
+        0.5, ge=0, lt=1, description="part of the own parameters in the mixture with the received ones"
+    )
+
+
+class Communication(BaseModel):
+    """What travels, as a cell says; ``comm.parallel.optimizers`` explains the options.
+
+    A field that is None has the default of its optimizer.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+
+    comm_optimizer: CommOptimizer = Field(
+        "gradient", description="what travels: gradients, an optimizer's momenta, or the outcome of local updates"
+    )
+    freeze_step: int | None = Field(None, **COUNT.limits, description="0/1 Adam updates the variance until here")
+    variance_kappa: Count = Field(16, description="updates before their interval doubles")
+    local_doubling: int | None = Field(
+        None, **COUNT.limits, description="steps before the local steps' interval doubles"
+    )
+    max_local_steps: Count = Field(16, description="largest interval between synchronisations")
+    H: Interval | None = Field(None, description="local steps of a round, or a schedule: {0: 1, 100: 5}")
+    H_momentum: Interval | None = Field(None, description="steps between averages of desloc's first moment; 3 H")
+    H_variance: Interval | None = Field(None, description="steps between averages of desloc's second moment; 6 H")
+    outer_lr: float | None = Field(None, gt=0, description="learning rate of the outer step")
+    outer_momentum: float | None = Field(None, ge=0, lt=1, description="Nesterov momentum of the outer step")
+    dense_rounds: int = Field(0, **NATURAL.limits, description="first rounds without compression")
+    inner: Inner | None = Field(None, description="the optimizer of a rank's steps")
+    streaming: Streaming | None = Field(None, description="send in fragments, beside the training")
+
+    @property
+    def averages_gradients(self) -> bool:
+        """Whether the strategy averages gradients, so that any optimizer will do."""
+        return self.comm_optimizer == "gradient"
+
+    @property
+    def optimizer(self) -> str:
+        """The record's ``optimizer``."""
+        return self.inner or "adamw" if self.averages_gradients else self.comm_optimizer
+
+    @property
+    def module(self) -> str:
+        """The module in ``comm.parallel.optimizers`` that has the optimizer."""
+        if self.streaming is not None:
+            return "streaming"
+        return preset(self.comm_optimizer).module if self.comm_optimizer in PRESETS else self.comm_optimizer
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The optimizer's own options, as given."""
+        return self.model_dump(exclude_unset=True, exclude={"comm_optimizer"})
+
+
+def check_communication(communication: Communication, method: str, reduction: ReducerOptions) -> None:
+    """Refuse an optimizer that communicates where its cell does not suit it.
+
+    Raises:
+        BadInput: If it does not have an option; if it sends momenta and has no compressor or no warm-up; if it takes
+            local steps and has ``dense_steps``.
+    """
+    name, dense_steps = communication.comm_optimizer, reduction.dense_steps
+    for option in communication.options:
+        if name not in OPTIONS[option]:
+            raise BadInput(f"{option}: an option of comm_optimizer {', '.join(OPTIONS[option])}, not of {name}.")
+    if name in LOCAL and dense_steps:
+        raise BadInput(f"dense_steps counts optimizer steps; comm_optimizer {name} has dense_rounds.")
+    if name not in MOMENTUM:
+        return
+    if method == "none" and "algorithm" not in reduction.model_fields_set:
+        raise BadInput(
+            f"comm_optimizer {name} sends its momentum through a compressor: give a method, or algorithm: exchange for "
+            "the control without compression."
+        )
+    if dense_steps == 0:
+        raise BadInput(f"comm_optimizer {name} freezes its variance after a warm-up: dense_steps must be at least 1.")
+    if communication.freeze_step is not None and communication.freeze_step < dense_steps:
+        raise BadInput(f"freeze_step is {communication.freeze_step}: the {dense_steps} dense steps come first.")

@@ -1,0 +1,8 @@
+"""Tensor ⇄ bytes: pure local maths. ``methods/`` has one file per method; the machinery is beside it.
+
+Importing this room does not import torch; building a compressor does.
+"""
+
+from gradwire.comm.compressors.registry import as_compressor, available, build, method_class, option_schema, options
+
+__all__ = ["as_compressor", "available", "build", "method_class", "option_schema", "options"]

@@ -1,0 +1,166 @@
+"""Error feedback: what a compressor leaves out of one step is added to the gradient of the next.
+
+Seide et al., "1-Bit Stochastic Gradient Descent" (Interspeech 2014); the name and the theory are Karimireddy et al.'s,
+"Error Feedback Fixes SignSGD and other Gradient Compression Schemes" (ICML 2019).
+
+With residual e, gradient g and compressor C, a step is ``p = e + g; send C(p); e = p - C(p)``. So what was sent
+telescopes: sum(sent) = sum(g) + e_0 - e_T, and where the residual is stored in fewer bits, less what storing lost.
+
+With ``average`` a the residual is a moving average of errors, e = a e + (1 - a) (p - C(p)): Xie et al., "LoCo:
+Low-Bit Communication Adaptor for Large-scale Model Training" (arXiv:2407.04480, 2024), with a = 0.8, 8-bit residuals
+and a reset every 1,024 steps. It does not telescope: a part of every error is never sent.
+"""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from gradwire.comm.compressors.base import Shape
+from gradwire.comm.compressors.reduction import ResidualDtype
+from gradwire.comm.compressors.registry import build
+
+RESIDUAL_DTYPES = get_args(ResidualDtype)
+
+
+class Feedback:
+    """The residual of one parameter in one phase of a reduction.
+
+    A step is `compensate`, then `update` with what was sent. Between them the residual is still the old one.
+
+    Args:
+        dtype: How the residual is stored: one of `RESIDUAL_DTYPES`. bf16 and int8 (blocks of 256) round it to nearest.
+        shape: The parameter's.
+        decay: What the residual is multiplied by before it is added; 1 forgets nothing.
+        average: Weight of the old residual in the new one; 0 keeps the last error only.
+        device: Where its gradients lie.
+    """
+
+    def __init__(
+        self,
+        dtype: str,
+        shape: Shape,
+        *,
+        decay: float = 1.0,
+        average: float = 0.0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.dtype = dtype
+        self.decay = decay
+        self.average = average
+        self.shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        self._store = None if dtype == "float32" else build(dtype)
+        if self._store is None:
+            self._stored = torch.zeros(self.shape, device=device)
+        else:
+            self._stored = torch.zeros(self._store.wire_bytes(self.shape), dtype=torch.uint8, device=device)
+        self._corrected: Tensor | None = None
+
+    @property
+    def residual(self) -> Tensor:
+        """The error so far: float32 of ``shape``, a copy."""
+        return self._stored.clone() if self._store is None else self._unstored(self._stored)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept between steps."""
+        return self._stored.nbytes
+
+    def compensate(self, gradient: Tensor) -> Tensor:
+        """The gradient with the decayed residual added: what is to be compressed.
+
+        It is the only tensor of that size that this allocates for a float32 gradient; nothing synchronises.
+
+        Args:
+            gradient: Float of ``shape``; neither changed nor kept.
+
+        Returns:
+            float32 of ``shape``; not to be changed before `update`.
+
+        Raises:
+            ValueError: If the gradient has another shape.
+            RuntimeError: If the last compensated gradient was not followed by `update` or `drop`.
+        """
+        if self._corrected is not None:
+            raise RuntimeError("compensate was called twice without update: the first gradient would be lost")
+        self._check("gradient", gradient)
+        residual = self.residual
+        if self.decay != 1:
+            residual.mul_(self.decay)
+        self._corrected = residual.add_(gradient.detach())
+        return self._corrected
+
+    def update(self, sent: Tensor, lost: Tensor | None = None) -> None:
+        """Keep what of the compensated gradient was not sent.
+
+        Args:
+            sent: What the receivers take for it: float32 of ``shape``, neither changed nor kept.
+            lost: float32 of ``shape``; what storing the residual loses is added to it (nothing, for float32).
+
+        Raises:
+            ValueError: If ``sent`` has another shape.
+            RuntimeError: Without a compensated gradient.
+        """
+        if self._corrected is None:
+            raise RuntimeError("update has nothing to compare with what was sent: call compensate first")
+        self._check("sent tensor", sent)
+        corrected, self._corrected = self._corrected, None
+        if self._store is None and not self.average:
+            torch.sub(corrected, sent, out=self._stored)
+            return
+        error = corrected - sent  # corrected stays as it is: the wire that travels may share its memory
+        if self.average:
+            error.mul_(1 - self.average).add_(self.residual.mul_(self.average))
+        if self._store is None:
+            self._stored.copy_(error)
+            return
+        self._stored = self._store.coded(error, None)[0]
+        if lost is not None:
+            lost += error.sub_(self._unstored(self._stored))
+
+    def drop(self, where: Tensor | None = None) -> None:
+        """Forget the residual and the compensated gradient: both may hold what is not finite.
+
+        Args:
+            where: Only if this is not 0: bool or uint8 [1] on the same device; nothing synchronises.
+        """
+        self._corrected = None
+        if where is None:
+            self._stored.zero_()
+        else:
+            self._stored.masked_fill_(where.to(torch.bool), 0)
+
+    def move(self, place: Tensor) -> None:
+        """Keep a float32 residual in another tensor from now on; nothing is copied where it is there already."""
+        if self._stored.data_ptr() != place.data_ptr():
+            self._stored = place.copy_(self._stored)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The tensor kept between steps, not a copy; to be taken between steps."""
+        return {f"residual.{self.dtype}": self._stored}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Copy what `state_dict` gave, from any device.
+
+        Raises:
+            ValueError: If it is the state of another type or of another shape.
+        """
+        own = self.state_dict()
+        given, needed = ({key: tuple(kept.shape) for key, kept in tensors.items()} for tensors in (state, own))
+        if given != needed:
+            raise ValueError(f"this error feedback keeps {needed}, and was given {given}")
+        self._corrected = None
+        for key, kept in own.items():
+            kept.copy_(state[key])
+
+    def _unstored(self, stored: Tensor) -> Tensor:
+        """float32 of ``shape`` from the bytes of a compressed residual."""
+        assert self._store is not None
+        return self._store.decoded(stored, self.shape).view(self.shape)
+
+    def _check(self, what: str, tensor: Tensor) -> None:
+        """No other shape: it could be broadcast."""
+        if tuple(tensor.shape) != self.shape:
+            raise ValueError(f"the {what} has shape {tuple(tensor.shape)}, the residual {self.shape}")

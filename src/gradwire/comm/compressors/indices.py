@@ -1,0 +1,232 @@
+"""Lossless codes for the places of a sparse message: k ascending, distinct indices below n.
+
+The first byte names the code, its body follows:
+
+- ``int32`` (0): each index in 32 bits.
+- ``bitmap`` (1): one bit per element, set where it is sent, the first element in the lowest bit.
+- ``varint`` (2): the gaps (first index; then index - previous - 1) in LEB128: 7 bits to a byte, the lowest first, the
+  top bit set where more follow. The only one whose size depends on the data.
+- ``rice`` (3): Golomb-Rice with remainders and quotients in planes of their own, over the indices themselves: the low
+  ``l`` bits of each, packed; then the rest in unary: of ``k + ((n - 1) >> l)`` bits, those at ``i + (index[i] >> l)``
+  are set. That is the Elias-Fano code (Elias, "Efficient Storage and Retrieval by Content and Address of Static
+  Files", JACM 1974). n and k give its size and the best l; it takes about half a bit per index more than the entropy
+  of a random subset, and can be written and read without going through the indices one by one.
+
+``auto`` is the smallest of those whose size n and k give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gradwire.base.errors import BadInput
+from gradwire.comm.compressors.base import as_numbers
+from gradwire.comm.compressors.packing import pack, packed_bytes, unpack
+
+CodeName = Literal["auto", "int32", "bitmap", "varint", "rice"]
+HEADER = 1  # the byte that names the code
+
+
+class Code(NamedTuple):
+    """One code's body.
+
+    Attributes:
+        size: Its bytes by n and k; None where they depend on the indices.
+        encode: Indices and n to bytes.
+        decode: Bytes (as many as `size` says, or more), n and k to indices that may still be out of order, and the
+            bytes used.
+    """
+
+    size: Callable[[int, int], int | None]
+    encode: Callable[[Tensor, int], Tensor]
+    decode: Callable[[Tensor, int, int], tuple[Tensor, int]]
+
+
+def choose(n: int, k: int, code: CodeName) -> str:
+    """The code that ``code`` represents.
+
+    Raises:
+        BadInput: If it cannot say an index below n.
+    """
+    if code == "int32" and n > 2**31:
+        raise BadInput(f"indices of 32 bits say places below {2**31:,}, not below {n:,}; use rice or auto.")
+    return smallest(n, k) if code == "auto" else code
+
+
+@lru_cache(1024)
+def smallest(n: int, k: int) -> str:
+    """The code with the fewest bytes among those whose size n and k give; of equals, the one simplest to read."""
+    known = ("int32", "bitmap", "rice") if n <= 2**31 else ("bitmap", "rice")
+    return min(known, key=lambda code: CODES[code].size(n, k) or 0)
+
+
+def coded_bytes(n: int, k: int, code: CodeName = "auto") -> int | None:
+    """Bytes of an encoding of k indices below n; None where they depend on the indices."""
+    body = CODES[choose(n, k, code)].size(n, k)
+    return None if body is None else HEADER + body
+
+
+def encode(indices: Tensor, n: int, code: CodeName = "auto") -> Tensor:
+    """The bytes that stand for ``indices``.
+
+    Args:
+        indices: int64 [k], ascending, distinct, below n.
+        n: Number of elements.
+        code: Which code.
+
+    Returns:
+        uint8 [coded_bytes] on the indices' device.
+
+    Raises:
+        BadInput: If the code cannot say an index below n.
+    """
+    chosen = choose(n, indices.numel(), code)
+    return with_header(chosen, CODES[chosen].encode(indices, n))
+
+
+def with_header(code: str, body: Tensor) -> Tensor:
+    """``body`` behind the byte that names the code."""
+    return torch.cat([body.new_full((HEADER,), list(CODES).index(code)), body])
+
+
+def decode(wire: Tensor, n: int, k: int, code: CodeName = "auto") -> tuple[Tensor, int]:
+    """Read what `encode` wrote.
+
+    Args:
+        wire: uint8 [b] with the encoding at its start.
+        n: Number of elements.
+        k: Number of indices.
+        code: As given to `encode`.
+
+    Returns:
+        int64 [k], and the bytes of the encoding.
+
+    Raises:
+        ValueError: If these bytes do not say k ascending, distinct indices below n. On CUDA nothing synchronises to
+            see that (but for ``varint``): what is corrupt decodes to some indices below n.
+    """
+    chosen, body = without_header(wire, n, k, code)
+    indices, used = CODES[chosen].decode(body, n, k)
+    return checked(indices, n), HEADER + used
+
+
+def without_header(wire: Tensor, n: int, k: int, code: CodeName) -> tuple[str, Tensor]:
+    """The code and what follows the header, if they are those of k indices below n."""
+    chosen = choose(n, k, code)
+    least = CODES[chosen].size(n, k)
+    if not 0 <= k <= n or wire.numel() < HEADER + (k if least is None else least):
+        raise ValueError(f"{wire.numel()} bytes do not hold {k} indices below {n} as {chosen}")
+    if not wire.is_cuda and wire[0] != list(CODES).index(chosen):
+        raise ValueError(f"the indices are written in code {int(wire[0])}, not in {chosen}")
+    return chosen, wire[HEADER:]
+
+
+def checked(indices: Tensor, n: int) -> Tensor:
+    """``indices``, if they are ascending, distinct and below n; on CUDA forced below n."""
+    if indices.is_cuda:
+        return indices.clamp_(0, max(n - 1, 0))
+    if indices.numel() and not (indices[0] >= 0 and indices[-1] < n and (indices[1:] > indices[:-1]).all()):
+        raise ValueError(f"the indices are not ascending, distinct and below {n}")
+    return indices
+
+
+def set_bits(packed: Tensor, count: int, k: int) -> Tensor:
+    """Where the k bits are set among the first ``count``: int64 [k]."""
+    bits = unpack(packed, 1, count)
+    if packed.is_cuda:
+        return bits.nonzero_static(size=k, fill_value=0).view(-1)
+    found = bits.nonzero().view(-1)
+    if found.numel() != k:
+        raise ValueError(f"{found.numel()} bits are set for {k} indices")
+    return found
+
+
+def bits_at(places: Tensor, count: int) -> Tensor:
+    """``count`` bits, packed, set at ``places``."""
+    bits = torch.zeros(count, dtype=torch.uint8, device=places.device)
+    bits[places] = 1
+    return pack(bits, 1)
+
+
+def _decode_int32(body: Tensor, n: int, k: int) -> tuple[Tensor, int]:
+    return as_numbers(body[: 4 * k], torch.int32).to(torch.int64), 4 * k
+
+
+def _decode_bitmap(body: Tensor, n: int, k: int) -> tuple[Tensor, int]:
+    used = packed_bytes(n, 1)
+    return set_bits(body[:used], n, k), used
+
+
+def _longest(n: int) -> int:
+    """Bytes of the largest gap below n."""
+    return max(1, -(-(n - 1).bit_length() // 7))
+
+
+def _encode_varint(indices: Tensor, n: int) -> Tensor:
+    gaps = torch.diff(indices, prepend=indices.new_full((1,), -1)) - 1
+    digits = gaps.unsqueeze(1) >> torch.arange(0, 7 * _longest(n), 7, device=gaps.device)
+    needed = digits > 0
+    needed[:, 0] = True
+    more = torch.nn.functional.pad(needed[:, 1:], (0, 1)).to(torch.int64)
+    return ((digits & 0x7F) | more << 7)[needed].to(torch.uint8)
+
+
+def _decode_varint(body: Tensor, n: int, k: int) -> tuple[Tensor, int]:
+    ends = (body[: k * _longest(n)] < 0x80).nonzero().view(-1)[:k]
+    if ends.numel() < k:
+        raise ValueError(f"{ends.numel()} of {k} indices are there")
+    used = int(ends[-1]) + 1 if k else 0
+    lengths = torch.diff(ends, prepend=ends.new_full((1,), -1))
+    if (lengths > _longest(n)).any():
+        raise ValueError(f"a gap takes more bytes than any below {n}")
+    owner = torch.repeat_interleave(lengths)
+    shift = 7 * (torch.arange(used, device=body.device) - (ends - lengths + 1)[owner])
+    gaps = torch.zeros_like(ends).index_add_(0, owner, (body[:used].to(torch.int64) & 0x7F) << shift)
+    if ((gaps < 0) | (gaps >= n)).any():
+        raise ValueError(f"a gap is not below {n}")
+    return (gaps + 1).cumsum(0) - 1, used
+
+
+@lru_cache(1024)
+def low_bits(n: int, k: int) -> int:
+    """How many low bits of each index ``rice`` packs: the number with the fewest bits in all."""
+    return min(range(n.bit_length() + 1), key=lambda low: k * low + unary_bits(n, k, low))
+
+
+def unary_bits(n: int, k: int, low: int) -> int:
+    """Bits of the upper plane of ``rice``."""
+    return k + (max(n - 1, 0) >> low)
+
+
+def rice_planes(n: int, k: int) -> tuple[int, int, int]:
+    """The low bits of an index, and the bytes of the lower and the upper plane."""
+    low = low_bits(n, k)
+    return low, packed_bytes(k, low), packed_bytes(unary_bits(n, k, low), 1)
+
+
+def _encode_rice(indices: Tensor, n: int) -> Tensor:
+    k = indices.numel()
+    low = low_bits(n, k)
+    upper = bits_at((indices >> low) + torch.arange(k, device=indices.device), unary_bits(n, k, low))
+    return torch.cat([pack(indices & ((1 << low) - 1), low), upper]) if low else upper
+
+
+def _decode_rice(body: Tensor, n: int, k: int) -> tuple[Tensor, int]:
+    low, lower, upper = rice_planes(n, k)
+    quotients = set_bits(body[lower : lower + upper], unary_bits(n, k, low), k) - torch.arange(k, device=body.device)
+    remainders = unpack(body[:lower], low, k).to(torch.int64) if low else 0
+    return quotients << low | remainders, lower + upper
+
+
+CODES = {
+    "int32": Code(lambda n, k: 4 * k, lambda indices, n: indices.to(torch.int32).view(torch.uint8), _decode_int32),
+    "bitmap": Code(lambda n, k: packed_bytes(n, 1), bits_at, _decode_bitmap),
+    "varint": Code(lambda n, k: None, _encode_varint, _decode_varint),
+    "rice": Code(lambda n, k: sum(rice_planes(n, k)[1:]), _encode_rice, _decode_rice),
+}
+"""The codes by name, in the order of their numbers on the wire."""

@@ -1,0 +1,144 @@
+"""`gradwire.comm.compressors.indices` on a CPU core: ``rice`` in one loop; the others are fast enough as they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwire.comm.compressors import indices
+from gradwire.comm.compressors.indices import (
+    CODES,
+    HEADER,
+    CodeName,
+    choose,
+    rice_planes,
+    with_header,
+    without_header,
+)
+from gradwire.comm.compressors.kernels.cpu import compiled
+
+WIDEST = 32  # low bits that the loops' 64-bit buffers have room for
+INT32, BITMAP, RICE = (list(CODES).index(code) for code in ("int32", "bitmap", "rice"))
+
+
+def encode(places: Tensor, n: int, code: CodeName) -> Tensor:
+    """The same bytes as `indices.encode`."""
+    low, lower, upper = rice_planes(n, places.numel())
+    if choose(n, places.numel(), code) != "rice" or low > WIDEST:
+        return indices.encode(places, n, code)
+    body = torch.zeros(lower + upper, dtype=torch.uint8)
+    write_rice(places.numpy(), low, body[:lower].numpy(), body[lower:].numpy())
+    return with_header("rice", body)
+
+
+def decode(wire: Tensor, n: int, k: int, code: CodeName) -> tuple[Tensor, int]:
+    """The same indices as `indices.decode`, or its errors."""
+    low, lower, upper = rice_planes(n, k)
+    chosen, body = without_header(wire, n, k, code)
+    if chosen != "rice" or low > WIDEST:
+        return indices.decode(wire, n, k, code)
+    places = torch.empty(k, dtype=torch.int64)
+    found = read_rice(body[:lower].numpy(), body[lower : lower + upper].numpy(), low, n, places.numpy())
+    if found != k:
+        raise ValueError(f"the bytes say {max(found, 0)} ascending, distinct indices below {n}, not {k}")
+    return places, HEADER + lower + upper
+
+
+@compiled
+def write_rice(places: np.ndarray, low: int, lower: np.ndarray, upper: np.ndarray) -> None:
+    """Fill both planes (uint8, zeros)."""
+    mask = (1 << low) - 1
+    pending, bits, at = 0, 0, 0
+    for i in range(places.size):
+        unary = i + (places[i] >> low)
+        upper[unary >> 3] |= np.uint8(1 << (unary & 7))
+        pending |= (places[i] & mask) << bits
+        bits += low
+        while bits >= 8:
+            lower[at] = pending & 255
+            at += 1
+            pending >>= 8
+            bits -= 8
+    if bits:
+        lower[at] = pending
+
+
+@compiled
+def read_rice(lower: np.ndarray, upper: np.ndarray, low: int, n: int, places: np.ndarray) -> int:
+    """Fill ``places``; how many there are, up to the first that is out of order, or more than there is room for."""
+    mask = (1 << low) - 1
+    pending, bits, at = np.int64(0), 0, 0
+    found = 0
+    for byte in range(upper.size):
+        marks = upper[byte]
+        bit = 8 * byte
+        while marks:
+            if marks & 1:
+                if found == places.size:
+                    return found + 1
+                while bits < low:
+                    pending |= np.int64(lower[at]) << bits
+                    at += 1
+                    bits += 8
+                place = (bit - found) << low | (pending & mask)
+                if place >= n or (found and place <= places[found - 1]):
+                    return found
+                places[found] = place
+                found += 1
+                pending >>= low
+                bits -= low
+            marks >>= 1
+            bit += 1
+    return found
+
+
+def fixed(n: int, k: int, code: CodeName) -> tuple[int, int, int, int]:
+    """What `write` and `read` need to know of k indices below n: the code, `rice_planes`' first two, and all bytes."""
+    chosen = choose(n, k, code)
+    low, lower, _ = rice_planes(n, k)
+    return list(CODES).index(chosen), low, lower, HEADER + (CODES[chosen].size(n, k) or 0)
+
+
+@compiled
+def write(places: np.ndarray, code: int, low: int, lower: int, wire: np.ndarray) -> None:
+    """Fill ``wire`` (uint8) with header and body; every code but ``varint``."""
+    wire[0] = code
+    body = wire[HEADER:]
+    if code == INT32:
+        numbers = body.view(np.int32)
+        for i in range(places.size):
+            numbers[i] = places[i]
+        return
+    body[:] = 0
+    if code == RICE:
+        write_rice(places, low, body[:lower], body[lower:])
+    else:
+        for i in range(places.size):
+            body[places[i] >> 3] |= np.uint8(1 << (places[i] & 7))
+
+
+@compiled
+def read(wire: np.ndarray, code: int, low: int, lower: int, n: int, places: np.ndarray) -> bool:
+    """Fill ``places`` (int64 [k]); whether ``wire`` says that many, ascending, distinct and below ``n``."""
+    body = wire[HEADER:]
+    if wire[0] != code:
+        return False
+    if code == INT32:
+        numbers, last = body.view(np.int32), -1
+        for i in range(places.size):
+            places[i] = numbers[i]
+            if places[i] <= last or places[i] >= n:
+                return False
+            last = places[i]
+        return True
+    if code == RICE:
+        return read_rice(body[:lower], body[lower:], low, n, places) == places.size
+    found = 0
+    for place in range(n):
+        if body[place >> 3] >> (place & 7) & 1:
+            if found == places.size:
+                return False
+            places[found] = place
+            found += 1
+    return found == places.size

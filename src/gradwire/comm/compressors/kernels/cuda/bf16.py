@@ -1,0 +1,61 @@
+"""bf16 on CUDA: cast and check in one pass; torch's own cast back moves one element at a time.
+
+By integer arithmetic, since not every GPU has the cast, and Triton's interpreter does not round.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradwire.comm.compressors.base import as_numbers, numel
+from gradwire.comm.compressors.kernels.cuda.shared import INFINITY, SIGNLESS, no_flag
+from gradwire.comm.compressors.methods.bf16 import BFloat16
+
+TILE = 4096  # elements in a program's tile
+OVERFLOW = tl.constexpr(0x7F7F8000)  # 2^128 - 2^119 as bits
+NAN = tl.constexpr(0x7FC0)
+
+
+def covers(method: BFloat16) -> bool:
+    """There are no options."""
+    return True
+
+
+def to_wire(method: BFloat16, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """The wire, and whether a magnitude reaches `overflow`."""
+    bad = no_flag(x)
+    out = torch.empty(x.numel(), dtype=torch.int16, device=x.device)
+    if x.numel():
+        encode[(triton.cdiv(x.numel(), TILE),)](x, out, bad, x.numel(), TILE=TILE)
+    return out.view(torch.uint8), bad
+
+
+def from_wire(method: BFloat16, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Cast back to float32, exactly."""
+    out = torch.empty(numel(shape), device=wire.device)
+    if out.numel():
+        decode[(triton.cdiv(out.numel(), TILE),)](as_numbers(wire, torch.int16), out, out.numel(), TILE=TILE)
+    return out
+
+
+@triton.jit
+def encode(x, out, bad, n, TILE: tl.constexpr):
+    """A tile as bfloat16; sets ``bad`` where one of it is not finite there."""
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    bits = tl.load(x + at, mask=at < n, other=0.0).to(tl.int32, bitcast=True)
+    magnitude = bits & SIGNLESS
+    if tl.max(magnitude, axis=0) >= OVERFLOW:
+        tl.store(bad, 1)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    tl.store(out + at, tl.where(magnitude > INFINITY, NAN, rounded).to(tl.int16), mask=at < n)
+
+
+@triton.jit
+def decode(wire, out, n, TILE: tl.constexpr):
+    """A tile as float32."""
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    bits = tl.load(wire + at, mask=at < n, other=0).to(tl.int32) << 16
+    tl.store(out + at, bits.to(tl.float32, bitcast=True), mask=at < n)

@@ -1,0 +1,199 @@
+"""One launch over a table of segments: each program takes one tile of one segment.
+
+A method's file has two kernels. ``encode(x, table, tiles, seeds, wire, bad, ALIGN, ...)`` and ``decode(wire, table,
+tiles, out, ALIGN, ONTO, ...)`` begin with `place`, and ``decode`` ends with `put`; what follows are the method's own
+constants. Encodings lie at any byte, and a GPU reads and writes numbers at multiples of their size only: ALIGN is a
+divisor of all places in memory, and below 4 numbers travel byte by byte.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gradwire.comm.compressors.philox import draw_seeds
+from gradwire.comm.compressors.segments import Segments
+
+TILE = 4096
+WORD = tl.constexpr(4)  # bytes
+COLUMNS = tl.constexpr(5)  # of the table
+BLANK, ZERO, SUM, LESS = (tl.constexpr(number) for number in range(4))
+ONTO = {"blank": BLANK, "zero": ZERO, "sum": SUM, "less": LESS}
+
+
+@triton.jit
+def place(table, tiles, ALIGN: tl.constexpr, TILE: tl.constexpr):
+    """This program's segment, tile in it, first element, elements left (int32, at most TILE), and all elements.
+
+    The last number is the segment's first byte.
+    """
+    segment = tl.load(tiles + 2 * tl.program_id(0)).to(tl.int64)
+    tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
+    start = tl.load(table + COLUMNS * segment)
+    n = tl.load(table + COLUMNS * segment + 1)
+    at = tl.load(table + COLUMNS * segment + 2)
+    left = tl.minimum(n - tile * TILE, TILE).to(tl.int32)
+    if ALIGN >= 16:
+        start = tl.multiple_of(start, 4)
+        left = tl.multiple_of(left, 4)
+        at = tl.multiple_of(at, 16)
+    return segment, tile, start + tile * TILE, left, n, at
+
+
+@triton.jit
+def past(at, size, ALIGN: tl.constexpr):
+    """The byte after a head of ``size`` bytes."""
+    if ALIGN >= 16:
+        return tl.multiple_of(at + size, 16)
+    return at + size
+
+
+@triton.jit
+def store_floats(base, index, values, mask, ALIGN: tl.constexpr):
+    """float32 numbers ``index`` of those that begin at the byte ``base``."""
+    if ALIGN >= WORD:
+        tl.store(base.to(tl.pointer_type(tl.float32)) + index, values, mask=mask)
+    else:
+        bits = values.to(tl.int32, bitcast=True)
+        for byte in tl.static_range(4):
+            tl.store(base + 4 * index + byte, ((bits >> (8 * byte)) & 255).to(tl.uint8), mask=mask)
+
+
+@triton.jit
+def load_floats(base, index, mask, ALIGN: tl.constexpr):
+    """The same numbers; 0 without the mask."""
+    if ALIGN >= WORD:
+        return tl.load(base.to(tl.pointer_type(tl.float32)) + index, mask=mask, other=0.0)
+    bits = tl.load(base + 4 * index, mask=mask, other=0).to(tl.int32)
+    for byte in tl.static_range(1, 4):
+        bits = bits | (tl.load(base + 4 * index + byte, mask=mask, other=0).to(tl.int32) << (8 * byte))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def put(out, at, values, mask, ONTO: tl.constexpr):
+    """Write a tile's values, or add them to what is there, or to 0, or subtract them."""
+    if ONTO == SUM:
+        values = tl.load(out + at, mask=mask, other=0.0) + values
+    if ONTO == LESS:
+        values = tl.load(out + at, mask=mask, other=0.0) - values
+    if ONTO == ZERO:
+        values = values + 0.0
+    tl.store(out + at, values, mask=mask)
+
+
+@triton.jit
+def add(values, table, tiles, residual, TILE: tl.constexpr):
+    """Add a tile of the values to the residual."""
+    _, _, start, left, _, _ = place(table, tiles, 1, TILE)
+    at = start + tl.arange(0, TILE)
+    put(residual, at, tl.load(values + at, mask=tl.arange(0, TILE) < left, other=0.0), tl.arange(0, TILE) < left, SUM)
+
+
+@triton.jit
+def drop(bad, table, tiles, residual, TILE: tl.constexpr):
+    """Clear a tile of the residual where its segment is not representable."""
+    segment, _, start, left, _, _ = place(table, tiles, 1, TILE)
+    if tl.load(bad + segment) != 0:
+        tl.store(residual + start + tl.arange(0, TILE), tl.zeros([TILE], tl.float32), mask=tl.arange(0, TILE) < left)
+
+
+class Segmented:
+    """The fused form of one method.
+
+    Args:
+        encode: Its kernel.
+        decode: Its kernel.
+        head: Bytes before the packed codes, by method and elements.
+        encoding: The constants of `encode` by method and values, its TILE among them; tensors may be among them too.
+        decoding: Those of `decode`.
+        draws: Whether the method takes seeds.
+        finish: What is left to do after `encode`, by method, segments, wire, flags and `encoding`.
+    """
+
+    def __init__(
+        self,
+        encode: Any,
+        decode: Any,
+        head: Callable[[Any, int], int],
+        encoding: Callable[[Any, Tensor], dict[str, Any]],
+        decoding: Callable[[Any], dict[str, Any]],
+        draws: Callable[[Any], bool] = lambda method: False,
+        finish: Callable[[Any, Segments, Tensor, Tensor, dict[str, Any]], None] | None = None,
+    ) -> None:
+        self._encode, self._decode, self._head, self._draws = encode, decode, head, draws
+        self._encoding, self._decoding, self._finish = encoding, decoding, finish
+
+    def encode_many(
+        self,
+        method: Any,
+        values: Tensor,
+        segments: Segments,
+        wire: Tensor,
+        generators: Sequence[torch.Generator | None],
+        bad: Tensor,
+        residual: Tensor | None,
+    ) -> None:
+        """See `gradwire.comm.compressors.kernels`; error feedback takes three more launches."""
+        seeds = draw_seeds(generators, values.device, method.name) if self._draws(method) else bad
+        x = values
+        if residual is not None:
+            x = residual
+            launch(add, segments, TILE, values, None, residual)
+        options = self._encoding(method, x)
+        align = self._alignment(method, segments, x, wire)
+        launch(self._encode, segments, options["TILE"], x, seeds, wire, bad, ALIGN=align, **options)
+        if self._finish is not None:
+            self._finish(method, segments, wire, bad, options)
+        if residual is not None:
+            self._decode_one(method, wire, segments, residual, "less")
+            launch(drop, segments, TILE, bad, None, residual)
+
+    def decode_add(self, method: Any, wires: Tensor, segments: Segments, out: Tensor, onto: str) -> None:
+        """See `gradwire.comm.compressors.kernels`; a launch for each message."""
+        for message, wire in enumerate(wires):
+            self._decode_one(method, wire, segments, out, "sum" if message else onto)
+
+    def _decode_one(self, method: Any, wire: Tensor, segments: Segments, out: Tensor, onto: str) -> None:
+        options = self._decoding(method)
+        align = self._alignment(method, segments, out, wire)
+        # without fusion: a product that is added to a sum must be rounded first
+        launch(
+            self._decode, segments, options["TILE"], wire, None, out,
+            ALIGN=align, ONTO=ONTO[onto].value, enable_fp_fusion=False, **options,
+        )  # fmt: skip
+
+    def _alignment(self, method: Any, segments: Segments, numbers: Tensor, wire: Tensor) -> int:
+        """A divisor of 16 and of all places in memory at which numbers and codes begin, and numbers end."""
+        places = segments.derive(
+            ("alignment", method), lambda: math.gcd(16, *(place for segment in segments for place in (
+                4 * segment.start, 4 * segment.numel, segment.at, segment.at + self._head(method, segment.numel)
+            )))
+        )  # fmt: skip
+        return math.gcd(places, wire.data_ptr(), numbers.data_ptr())
+
+
+def launch(kernel: Any, segments: Segments, tile: int, first: Tensor, *rest: Any, **options: Any) -> None:
+    """Run ``kernel(first, table, tiles, ...)`` for every tile of every segment."""
+    table, tiles = segments.table(first.device), tiles_of(segments, tile, first.device)
+    arguments = [argument for argument in rest if argument is not None]
+    if len(tiles):
+        kernel[(len(tiles),)](first, table, tiles, *arguments, **{"TILE": tile, **options})
+
+
+def tiles_of(segments: Segments, tile: int, device: torch.device) -> Tensor:
+    """Every tile's segment and index in it: int32 [tiles, 2]."""
+
+    def make() -> Tensor:
+        counts = torch.tensor([triton.cdiv(segment.numel, tile) for segment in segments], dtype=torch.int64)
+        owners = torch.repeat_interleave(counts)
+        indices = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
+        return torch.stack([owners, indices], dim=1).to(torch.int32).to(device)
+
+    return segments.derive(("tiles", tile, device), make)

@@ -1,0 +1,91 @@
+"""Random-k: k elements at places drawn from a seed without replacement, so that no indices travel.
+
+As in Stich et al., "Sparsified SGD with Memory" (NeurIPS 2018), and, scaled, in Wangni et al., "Gradient Sparsification
+for Communication-Efficient Distributed Optimization" (NeurIPS 2018) with equal probabilities.
+
+Wire: the seed in 8 bytes, then the values at the first k places of the seed's permutation, in its order
+(`gradwire.comm.compressors.permutation`); the receiver multiplies by n / k if ``scaled``.
+
+Rounds: all ranks derive the places from the run's seed, the step and the parameter's name, and sum the values there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradwire.comm.compressors.base import Shape, as_numbers, numel
+from gradwire.comm.compressors.permutation import permuted
+from gradwire.comm.compressors.philox import draw_seed
+from gradwire.comm.compressors.rounds import Ask, Context, RoundCost, Rounds, State
+from gradwire.comm.compressors.sparse import Sparsifier, share
+
+SEED = 8  # bytes
+
+
+class RandomK(Sparsifier):
+    """Sends ``k = max(1, round(density * n))`` elements of n, every set of k as likely as any other.
+
+    Scaled it is unbiased, and the expected squared error is ``(n / k - 1) ||x||^2``; unscaled (for error feedback) the
+    error is ``(1 - k / n) ||x||^2``. Both are exact.
+    """
+
+    name = "randomk"
+    use = "Unbiased, and a seed replaces the indices; topk loses less at the same size."
+    linear = True
+
+    density: float = Field(0.01, gt=0, le=1, description="part of the elements that is sent")
+    scaled: bool = Field(True, description="multiply by n / k, which makes it unbiased; off for error feedback")
+
+    @property
+    def unbiased(self) -> bool:
+        """True if scaled."""
+        return self.scaled
+
+    def kept(self, shape: Shape) -> int:
+        """k."""
+        return share(self.density, numel(shape))
+
+    def head_bytes(self, shape: Shape) -> int:
+        """The seed."""
+        return SEED
+
+    def gain(self, shape: Shape) -> float:
+        """n / k, or 1."""
+        return numel(shape) / self.kept(shape) if self.scaled and numel(shape) else 1.0
+
+    def pick(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """Draw a seed and take the elements at its places."""
+        seed = draw_seed(generator, x.device, self.name)
+        return seed.view(torch.uint8), x.view(-1)[permuted(seed, x.numel(), self.kept(x.numel()))]
+
+    def places(self, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
+        """The places drawn from the seed."""
+        return permuted(self.seed(wire), numel(shape), self.kept(shape)), SEED
+
+    def seed(self, wire: Tensor) -> Tensor:
+        """The seed at the start of ``wire``: int64 [1].
+
+        Raises:
+            ValueError: If the wire is too short.
+        """
+        if wire.numel() < SEED:
+            raise ValueError(f"{self.name}: {wire.numel()} bytes hold no seed of {SEED}")
+        return as_numbers(wire[:SEED], torch.int64)
+
+    def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
+        """One sum of the values at places that all ranks know."""
+        said = f"{context.seed}/{context.step}/{context.name}".encode()
+        seed = torch.frombuffer(bytearray(hashlib.sha256(said).digest()[:SEED]), dtype=torch.uint8).to(x.device)
+        places, _ = self.found(seed, context.shape)
+        values = x.view(-1)[places]
+        total = yield Ask("sum", values)
+        mean, sent = (self.placed(part, places, context.shape) for part in (total / context.world, values))
+        return mean.view(context.shape), sent.view(context.shape)
+
+    def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:
+        """Four bytes per sent element."""
+        return RoundCost(summed=4 * self.kept(shape))

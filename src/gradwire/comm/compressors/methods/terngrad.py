@@ -1,0 +1,84 @@
+"""Three values per block: minus its scale, zero, plus its scale (TernGrad).
+
+Wen, Xu, Yan, Wu, Wang, Chen, Li, "TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning"
+(NeurIPS 2017): ``s * sgn(x) * b`` with ``s = max|x|`` and b drawn, 1 with probability ``|x| / s``. The paper takes one
+scale per layer; here a block of consecutive elements has one, which is closer to most of its elements (a block as large
+as the largest tensor is the paper's). Its gradient clipping, to c sigma, lowers the scale and with it the variance, and
+biases larger elements. Sigma is the block's root mean square: about zero, so that equal elements are not clipped away.
+
+Wire, for n elements in row-major order and b = ceil(n / block) blocks: b scales as float32, then n ternary digits, by
+default as two's complement of 2 bits, packed, which is fast; or five to a byte, ``base3``, each 1 more than its value,
+1.6 bits instead of 2 (`gradwire.comm.compressors.packing`). In 2 bits, the code of -2 is invalid and never sent; nor
+in base 3 a byte above 242, which decodes as its remainder modulo 243.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from gradwire.comm.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel
+from gradwire.comm.compressors.packing import pack, pack_trits, packed_bytes, trit_bytes, unpack, unpack_trits
+from gradwire.comm.compressors.philox import draw_seed, uniforms
+
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal blocks, and zeros at zero
+
+
+class Terngrad(BlockQuantizer):
+    """Sends a ternary digit per element and a float32 scale per block; unbiased without clipping.
+
+    An element's variance is ``|x| (s - |x|)``, that of a block ``s |x|_1 - |x|_2^2``, where s is its scale.
+    """
+
+    name = "terngrad"
+    use = "Unbiased at about two bits per element, where its large variance averages out over many ranks."
+
+    block: Block = Field(256, description="consecutive elements that share one scale")
+    packing: Literal["2bit", "base3"] = Field("2bit", description="2 bits per element, or five elements per byte")
+    clip: float | None = Field(None, gt=0, description="largest scale, in root mean squares")
+
+    @property
+    def unbiased(self) -> bool:
+        """True without clipping."""
+        return self.clip is None
+
+    def digit_bytes(self, shape: Shape) -> int:
+        """Bytes of the packed digits."""
+        return packed_bytes(numel(shape), 2) if self.packing == "2bit" else trit_bytes(numel(shape))
+
+    def wire_bytes(self, shape: Shape) -> int:
+        """Four bytes per block; 2 bits per element, or a byte per five."""
+        return 4 * self.blocks(shape) + self.digit_bytes(shape)
+
+    def scales(self, x: Tensor) -> Tensor:
+        """Each block's scale: float32 [b]; sums are float64, rounded once."""
+        blocks = self.in_blocks(x.view(-1))
+        largest = blocks.abs().amax(dim=1)
+        if self.clip is not None:
+            sizes = torch.full_like(largest, self.block, dtype=torch.float64)
+            sizes[-1:] = x.numel() - self.block * (self.blocks(x.numel()) - 1)
+            mean_square = blocks.to(torch.float64).square_().sum(dim=1) / sizes
+            largest = torch.minimum(largest, (mean_square.sqrt() * self.clip).to(torch.float32))
+        return largest.clamp_min_(SMALLEST_SCALE)
+
+    def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Keep each element's sign with probability |x| / s, which is 1 where clipping made s smaller."""
+        scales = self.scales(x)
+        levels = (self.in_blocks(x.view(-1)) / scales.unsqueeze(1)).view(-1)[: x.numel()]
+        drawn = uniforms(draw_seed(generator, x.device, self.name), x.numel()) < levels.abs()
+        digits = (drawn * levels.sign()).to(torch.int8)
+        packed = pack(digits.view(torch.uint8) & 3, 2) if self.packing == "2bit" else pack_trits(digits + 1)
+        return torch.cat([scales.view(torch.uint8), packed])
+
+    def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Multiply each digit by its block's scale."""
+        scales, packed = wire.split([4 * self.blocks(shape), self.digit_bytes(shape)])
+        if self.packing == "2bit":
+            digits = (unpack(packed, 2, numel(shape)) ^ 2).to(torch.float32) - 2
+        else:
+            digits = unpack_trits(packed, numel(shape)).to(torch.float32) - 1
+        blocks = self.in_blocks(digits)
+        return blocks.mul_(as_numbers(scales, torch.float32).unsqueeze(1)).view(-1)[: digits.numel()]

@@ -1,0 +1,253 @@
+"""A range coder for bytes with one table of frequencies: rANS, with four interleaved states.
+
+Duda, "Asymmetric numeral systems: entropy coding combining speed of Huffman coding with compression rate of arithmetic
+coding" (arXiv:1311.2540, 2013); interleaved states and division by a reciprocal as in Giesen, "Interleaved entropy
+coders" (arXiv:1402.3392, 2014).
+
+A code is: 32 bytes of bits that say which bytes occur, the first one lowest; the frequency of each of those less 1, in
+LEB128; the four states as uint32; then words as uint16. Frequencies add up to 4,096. Byte i belongs to state i mod 4. A
+state x begins at 2^15. A byte of frequency f makes it ``x // f * 4096 + c + x % f``, where c is the sum of the
+frequencies of smaller bytes; where that would reach 2^31, x first gives its low 16 bits to the code, as a word. Bytes
+are encoded from the last to the first and words are read in order, so the decoder ends where the encoder began.
+
+It can only be written and read one byte after the other: on the host, wherever a tensor lies.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gradwire.comm.compressors.kernels.cpu import compiled
+
+BITS = 12
+TOTAL = 1 << BITS  # of all frequencies
+LOW = 1 << 15  # states are from here to below 2^31
+STATES = 4
+WORD = 16  # bits
+PRESENT = 32  # bytes of the bits that say which bytes occur
+RECIPROCAL = 32  # bits
+
+
+@compiled
+def occurrences(data: np.ndarray) -> np.ndarray:
+    """How often each byte occurs in ``data`` (uint8 [n]): int64 [256]."""
+    found = np.zeros((4, 256), np.int64)  # four tables: runs of one byte do not wait for each other
+    for i in range(0, data.size - data.size % 4, 4):
+        found[0, data[i]] += 1
+        found[1, data[i + 1]] += 1
+        found[2, data[i + 2]] += 1
+        found[3, data[i + 3]] += 1
+    for i in range(data.size - data.size % 4, data.size):
+        found[0, data[i]] += 1
+    return found.sum(axis=0)
+
+
+@compiled
+def frequencies(occurring: np.ndarray) -> np.ndarray:
+    """Frequencies that add up to TOTAL, at least 1 for each byte that occurs (int64 [256], not all 0): int64 [256]."""
+    count = occurring.sum()
+    found = np.zeros(256, np.int64)
+    for byte in range(256):
+        if occurring[byte]:
+            found[byte] = max(1, int(occurring[byte] / count * TOTAL + 0.5))
+    left = TOTAL - found.sum()
+    while left:  # rounding is made good at the most frequent bytes, where it costs least
+        most = found.argmax()
+        change = left if left > 0 else max(left, -(found[most] // 8 + 1))
+        found[most] += change
+        left -= change
+    return found
+
+
+@compiled
+def estimate(occurring: np.ndarray, frequency: np.ndarray) -> int:
+    """Bytes of the code, up to a few."""
+    bits, table = 0.0, PRESENT + 4 * STATES
+    for byte in range(256):
+        if occurring[byte]:
+            bits += occurring[byte] * (BITS - np.log2(frequency[byte]))
+            table += 1 if frequency[byte] <= 128 else 2
+    return table + int(bits / 8)
+
+
+@compiled
+def write_table(frequency: np.ndarray, code: np.ndarray) -> int:
+    """Write the frequencies; returns their bytes."""
+    code[:PRESENT] = 0
+    at = PRESENT
+    for byte in range(256):
+        rest = frequency[byte] - 1
+        if rest >= 0:
+            code[byte >> 3] |= 1 << (byte & 7)
+            if rest >= 128:
+                code[at] = 128 | (rest & 127)
+                rest >>= 7
+                at += 1
+            code[at] = rest
+            at += 1
+    return at
+
+
+@compiled
+def read_table(code: np.ndarray) -> tuple[np.ndarray, int]:
+    """The frequencies, and their bytes; 0 bytes if they are not there or do not add up."""
+    frequency = np.zeros(256, np.int64)
+    at = PRESENT
+    if code.size < at:
+        return frequency, 0
+    for byte in range(256):
+        if code[byte >> 3] >> (byte & 7) & 1:
+            shift = 0
+            while at < code.size and code[at] >= 128 and shift < BITS:
+                frequency[byte] |= np.int64(code[at] & 127) << shift
+                shift += 7
+                at += 1
+            if at == code.size:
+                return frequency, 0
+            frequency[byte] = (frequency[byte] | np.int64(code[at]) << shift) + 1
+            at += 1
+    return frequency, at if frequency.sum() == TOTAL else 0
+
+
+@compiled
+def encoder(frequency: np.ndarray) -> np.ndarray:
+    """By byte: the least state that gives off a word, the reciprocal, its shift, and two summands: int64 [256, 5]."""
+    table = np.zeros((256, 5), np.int64)
+    start = 0
+    for byte in range(256):
+        f = frequency[byte]
+        if f == 1:
+            table[byte] = (LOW >> BITS << WORD, (1 << RECIPROCAL) - 1, RECIPROCAL, start + TOTAL - 1, TOTAL - 1)
+        elif f:
+            shift = 0
+            while f > 1 << shift:
+                shift += 1
+            reciprocal = ((1 << (shift + RECIPROCAL - 1)) + f - 1) // f
+            table[byte] = (f * (LOW >> BITS << WORD), reciprocal, RECIPROCAL + shift - 1, start, TOTAL - f)
+        start += f
+    return table
+
+
+@compiled
+def put(x: int, byte: int, table: np.ndarray, words: np.ndarray, at: int) -> tuple[int, int]:
+    """The state after a byte, and where the last word lies."""
+    words[at - 1] = x & 0xFFFF
+    if x >= table[byte, 0]:
+        x >>= WORD
+        at -= 1
+    return x + table[byte, 3] + (x * table[byte, 1] >> table[byte, 2]) * table[byte, 4], at
+
+
+@compiled
+def write_words(data: np.ndarray, table: np.ndarray, words: np.ndarray, states: np.ndarray) -> int:
+    """Encode from the end; fills ``states``, and ``words`` (as many as bytes, and one) from the end; returns the first
+    word's place.
+    """
+    at, whole = words.size, data.size - data.size % STATES
+    states[:] = LOW
+    for i in range(data.size - 1, whole - 1, -1):
+        states[i - whole], at = put(states[i - whole], data[i], table, words, at)
+    a, b, c, d = states[0], states[1], states[2], states[3]
+    for i in range(whole - STATES, -1, -STATES):
+        d, at = put(d, data[i + 3], table, words, at)
+        c, at = put(c, data[i + 2], table, words, at)
+        b, at = put(b, data[i + 1], table, words, at)
+        a, at = put(a, data[i], table, words, at)
+    states[0], states[1], states[2], states[3] = a, b, c, d
+    return at
+
+
+@compiled
+def decoder(frequency: np.ndarray) -> np.ndarray:
+    """By a state's low bits: the byte, its frequency less 1, and how far in it they lie: uint32 [TOTAL]."""
+    table = np.zeros(TOTAL, np.uint32)
+    start = 0
+    for byte in range(256):
+        for i in range(frequency[byte]):
+            table[start + i] = byte | (frequency[byte] - 1) << 8 | i << 20
+        start += frequency[byte]
+    return table
+
+
+@compiled
+def earlier(x: int, entry: int) -> int:
+    """The state before a byte, by the byte's entry in the table; it takes a word where it is below LOW."""
+    return ((entry >> 8 & (TOTAL - 1)) + 1) * (x >> BITS) + (entry >> 20)
+
+
+@compiled
+def refill(x: int, words: np.ndarray, at: int) -> tuple[int, int]:
+    """A state with the next word where it needs one, and the place of the word after; without a branch."""
+    low = int(x < LOW)
+    filled = x << WORD | int(words[at])
+    return filled if low else x, at + low
+
+
+@compiled
+def read_words(words: np.ndarray, table: np.ndarray, states: np.ndarray, data: np.ndarray) -> bool:
+    """Fill ``data``; whether ``words`` are its code."""
+    at = done = 0
+    a, b, c, d = states[0], states[1], states[2], states[3]
+    for i in range(0, data.size - STATES + 1, STATES):
+        if at + STATES > words.size:
+            break
+        p, q = int(table[a & (TOTAL - 1)]), int(table[b & (TOTAL - 1)])
+        r, s = int(table[c & (TOTAL - 1)]), int(table[d & (TOTAL - 1)])
+        a, at = refill(earlier(a, p), words, at)
+        b, at = refill(earlier(b, q), words, at)
+        c, at = refill(earlier(c, r), words, at)
+        d, at = refill(earlier(d, s), words, at)
+        data[i] = p & 255
+        data[i + 1] = q & 255
+        data[i + 2] = r & 255
+        data[i + 3] = s & 255
+        done = i + STATES
+    states[0], states[1], states[2], states[3] = a, b, c, d
+    for i in range(done, data.size):
+        entry = int(table[states[i % STATES] & (TOTAL - 1)])
+        data[i] = entry & 255
+        states[i % STATES] = earlier(states[i % STATES], entry)
+        if states[i % STATES] < LOW:
+            if at == words.size:
+                return False
+            states[i % STATES], at = refill(states[i % STATES], words, at)
+    return at == words.size and (states == LOW).all()
+
+
+def encode(data: np.ndarray) -> np.ndarray:
+    """The shorter of the code of ``data`` (uint8 [n], contiguous) and ``data`` itself: uint8 [at most n]."""
+    if data.size <= PRESENT + 4 * STATES:
+        return data
+    occurring = occurrences(data)
+    frequency = frequencies(occurring)
+    if estimate(occurring, frequency) >= data.size:
+        return data
+    words, states, table = np.empty(data.size + 1, np.uint16), np.empty(STATES, np.int64), np.empty(600, np.uint8)
+    first = write_words(data, encoder(frequency), words, states)
+    used = write_table(frequency, table)
+    code = np.concatenate([table[:used], states.astype("<u4").view(np.uint8), words[first:].view(np.uint8)])
+    return code if code.size < data.size else data
+
+
+def decode(code: np.ndarray, count: int) -> np.ndarray:
+    """What `encode` was given: uint8 [count].
+
+    Raises:
+        ValueError: If these bytes (uint8, contiguous) are not a code of ``count`` bytes.
+    """
+    if code.size == count:
+        return code
+    frequency, used = read_table(code)
+    states, words = code[used : used + 4 * STATES], code[used + 4 * STATES :]
+    data = np.empty(count, np.uint8)
+    if (
+        code.size > count
+        or not used
+        or states.size < 4 * STATES
+        or words.size % 2
+        or not read_words(
+            words.copy().view(np.uint16), decoder(frequency), states.copy().view("<u4").astype(np.int64), data
+        )
+    ):
+        raise ValueError(f"{code.size} bytes are not a range code of {count} bytes")
+    return data

@@ -1,0 +1,187 @@
+"""Compressors by name: the files of ``methods/``, the entry points ``gradwire.comm.compressors``, and chains of two.
+
+Names are known without importing torch; a method's module is imported when the method is asked for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import ValidationError
+
+from gradwire.base.errors import BadInput, unknown
+from gradwire.base.plugins import Plugins
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+    from gradwire.comm.compressors.base import Compressor
+
+T = TypeVar("T")
+COMPRESSORS = Plugins("compressor", "gradwire.comm.compressors.methods", "gradwire.compressors")
+ALIASES = {"nc": "natural", "thresholdv": "threshold", "1bit": "onebit"}
+LAST = "entropy"  # ends any chain
+HERE = Path(__file__).parent
+
+
+def available() -> list[str]:
+    """Every compressor's name, sorted; a sparsifier or a rotation makes a chain with a quantizer, ``topk+int8``."""
+    return COMPRESSORS.available()
+
+
+def members(name: str) -> list[str]:
+    """The methods that a name represents, aliases resolved: one, or the two of a chain, and perhaps `LAST`.
+
+    Raises:
+        BadInput: If one of them does not exist, or there are too many.
+    """
+    found = [ALIASES.get(part, part) for part in name.split("+")]
+    for member in found:
+        COMPRESSORS.check(member)
+    if len(stages(found)) > 2:
+        raise BadInput(
+            f"compressor {name!r}: a chain has two members, a sparsifier or a rotation, then a quantizer, and {LAST} "
+            "behind them."
+        )
+    return found
+
+
+def stages(members: Sequence[T]) -> Sequence[T]:
+    """The members of a chain without the `LAST` behind others; of names, classes or compressors."""
+    last = members[-1]
+    return members[:-1] if len(members) > 1 and LAST in (last, getattr(last, "name", None)) else members
+
+
+def method_class(name: str) -> type[Compressor]:
+    """The class behind one method's name or alias.
+
+    Raises:
+        BadInput: If there is no such compressor, or an entry point does not lead to one.
+    """
+    from gradwire.comm.compressors.base import Compressor
+
+    return COMPRESSORS.find(ALIASES.get(name, name), Compressor)
+
+
+def classes(name: str) -> list[type[Compressor]]:
+    """The classes of a method, or of a chain: a sparsifier or a rotation, and a quantizer.
+
+    Raises:
+        BadInput: If a chain's members do not fit together.
+    """
+    from gradwire.comm.compressors.base import Quantizer
+    from gradwire.comm.compressors.rotation import Rotation
+    from gradwire.comm.compressors.sparse import Sparsifier
+
+    found = [method_class(member) for member in members(name)]
+    pair = stages(found)
+    if len(pair) == 2 and not (issubclass(pair[0], Sparsifier | Rotation) and issubclass(pair[1], Quantizer)):
+        bases = {"a sparsifier": Sparsifier, "a rotation": Rotation, "a quantizer": Quantizer}
+        kinds = [next((text for text, base in bases.items() if issubclass(kind, base)), "neither") for kind in pair]
+        raise BadInput(
+            f"compressor {name!r}: a chain is sparsifier+quantizer or rotation+quantizer; {found[0].name} is "
+            f"{kinds[0]}, {found[1].name} is {kinds[1]}."
+        )
+    return found
+
+
+def options(name: str) -> dict[str, FieldInfo]:
+    """The options that `build` takes for a method or a chain, by key.
+
+    Every key may carry its method's name (``topk.density``); the bare one is there where one member alone has it.
+    """
+    fields = [(kind.name, key, field) for kind in classes(name) for key, field in kind.model_fields.items()]
+    times = Counter(key for _, key, _ in fields)
+    bare = {key: field for _, key, field in fields if times[key] == 1}
+    return {**bare, **{f"{member}.{key}": field for member, key, field in fields}}
+
+
+def build(name: str, **given: Any) -> Compressor:
+    """Build a compressor from its name and options; every method and chain builds without options.
+
+    Args:
+        name: A method's name or alias, or ``sparsifier+quantizer`` or ``rotation+quantizer``.
+        given: Its options (see `options`).
+
+    Raises:
+        BadInput: For an unknown name, an unknown option, or a value that the option does not take.
+    """
+    kinds = classes(name)
+    known = options(name)
+    for key in given:
+        if key not in known:
+            raise unknown(f"{name} option", key, known)
+    made = []
+    for kind in kinds:
+        own: dict[str, Any] = {}
+        for key in kind.model_fields:
+            for spelling in {key, f"{kind.name}.{key}"} & set(given) & set(known):
+                if key in own:
+                    raise BadInput(f"{name} option {key!r} is given twice, as {key!r} and as '{kind.name}.{key}'.")
+                own[key] = given[spelling]
+        try:
+            made.append(kind(**own))
+        except ValidationError as error:
+            raise bad_option(kind.name, error) from None
+    from gradwire.comm.compressors.chain import Chain
+    from gradwire.comm.compressors.rotation import Rotated, Rotation
+
+    first, *second = stages(made)
+    if second and isinstance(first, Rotation):
+        coded: Compressor = Rotated(rotation=first, quantizer=second[0])  # type: ignore[arg-type]
+    elif second:
+        coded = Chain(sparsifier=first, quantizer=second[0])  # type: ignore[arg-type]
+    else:
+        coded = first
+    return coded if len(made) == len(stages(made)) else made[-1].after(coded)
+
+
+def as_compressor(given: Compressor | str | Mapping[str, Any]) -> Compressor:
+    """Return a compressor, or build it from its name or from ``{"method": …, option: value, …}`` as in a cell.
+
+    Raises:
+        BadInput: As `build`, or for a value of another type.
+    """
+    from gradwire.comm.compressors.base import Compressor
+
+    if isinstance(given, Compressor):
+        return given
+    if isinstance(given, str):
+        return build(given)
+    if isinstance(given, Mapping) and isinstance(given.get("method"), str):
+        return build(given["method"], **{key: value for key, value in given.items() if key != "method"})
+    raise BadInput(
+        f"the compressor is {given!r}: pass a name, such as 'int8', a mapping with its method and options, such as "
+        f"{{'method': 'int8', 'block': 128}}, or what gradwire.build returns."
+    )
+
+
+def bad_option(name: str, error: ValidationError) -> BadInput:
+    """The first complaint of pydantic as one message: the option, what was given, what is allowed."""
+    complaint = error.errors()[0]
+    option = ".".join(map(str, complaint["loc"]))
+    message = complaint["msg"].removeprefix("Value error, ")
+    return BadInput(
+        f"{name} option {option!r} is {complaint['input']!r}: {message}." if option else f"{name}: {message}."
+    )
+
+
+def option_schema(name: str) -> dict[str, Any]:
+    """JSON schema of one method's options, with defaults, units and descriptions."""
+    return method_class(name).model_json_schema()
+
+
+def sources(name: str) -> list[str]:
+    """The modules that a method or chain brings along, its fused forms included; no import statement leads to them.
+
+    A method of another package brings none of ours.
+    """
+    return [
+        ".".join(("gradwire.comm.compressors", *file.relative_to(HERE).with_suffix("").parts))
+        for member in members(name)
+        for folder in ("methods", "kernels/cpu", "kernels/cuda")
+        if (file := HERE / folder / f"{member}.py").is_file()
+    ]

@@ -1,0 +1,82 @@
+"""A callback for Hugging Face's Trainer under DDP. It needs accelerate: ``pip install 'gradwire[trainer]'``."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from gradwire.base.errors import BadInput
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.compressors.base import Compressor
+from gradwire.comm.parallel import hook
+
+
+class CompressedGradients(TrainerCallback):
+    """Averages the gradients of a Trainer's model through a compressor; with one rank it does nothing.
+
+    A gradient that is not finite ends the training on every rank. Each checkpoint holds the residuals of every rank,
+    and resuming from it restores them. A second ``trainer.train()`` goes on with the residuals and the steps of the
+    first one, as it does with the optimizer's moments; where the Trainer starts from another model (``model_init``), it
+    starts without any.
+
+    Args:
+        trainer: The Trainer; add the callback to it with ``trainer.add_callback``.
+        compressor: As for `Reducer`: a compressor, its name, or a mapping of its ``method`` and options.
+        options: Other options of `Reducer`, such as ``error_feedback``.
+
+    Attributes:
+        reducer: The reducer, from the start of training on; None with one rank.
+
+    Raises:
+        BadInput: If ``nonfinite`` is ``skip``, as the Trainer has no way to skip a step.
+    """
+
+    def __init__(self, trainer: Trainer, compressor: Compressor | str | Mapping[str, Any], **options: Any) -> None:
+        if options.get("nonfinite") == "skip":
+            raise BadInput("nonfinite is 'skip', but a Trainer's callback cannot skip a step: use 'raise'.")
+        self.trainer = trainer
+        self.compressor = compressor
+        self.options = options
+        self.reducer: Reducer | None = None
+        self._hooked: ref[nn.Module] | None = None  # the model of the last training
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Hook the model that the Trainer has wrapped, unless it is, and restore residuals if it resumes."""
+        if args.world_size == 1:
+            return
+        wrapped = self.trainer.model_wrapped
+        if self.reducer is None or self._hooked is None or self._hooked() is not wrapped:
+            self.reducer = Reducer(self.compressor, **{"seed": args.seed, **self.options})
+            hook(wrapped, self.reducer)
+            self._hooked = ref(wrapped)
+        if state.global_step:
+            file = residuals_file(args, state)
+            if file.is_file():
+                self.reducer.load_state_dict(torch.load(file, weights_only=True))
+            else:
+                warnings.warn(f"{file} is missing: the compressor starts without residuals", stacklevel=2)
+                self.reducer.begin(state.global_step)
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """End the reducer's step."""
+        if self.reducer is not None:
+            self.reducer.finish()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Save this rank's residuals."""
+        if self.reducer is not None:
+            file = residuals_file(args, state)
+            file.parent.mkdir(parents=True, exist_ok=True)  # another rank may not have made it yet
+            torch.save(self.reducer.state_dict(), file)
+
+
+def residuals_file(args: TrainingArguments, state: TrainerState) -> Path:
+    """Return the file of this rank's residuals in the checkpoint of the current step."""
+    return Path(args.output_dir) / f"checkpoint-{state.global_step}" / f"gradwire-rank{args.process_index}.pt"

@@ -1,0 +1,51 @@
+"""Data-parallel training: one file per strategy, and the functions that a training loop needs."""
+
+from gradwire.comm.parallel.ddp_hook import ddp_hook
+from gradwire.comm.parallel.names import named_parameters
+from gradwire.comm.parallel.state import (
+    checkpoint_state,
+    filled,
+    full_optimizer_state,
+    full_state_dict,
+    joined,
+    load_checkpoint_state,
+    own_part,
+    replica_bytes,
+    replicated,
+)
+from gradwire.comm.parallel.step import accumulation, clip_grad_norm
+from gradwire.comm.parallel.strategy import block_sizes, compile_blocks
+from gradwire.comm.parallel.wrap import (
+    available,
+    hook,
+    parameters_unhooked,
+    reduced_numel,
+    traffic_unhooked,
+    unhooked_by_link,
+    wrap,
+)
+
+__all__ = [
+    "accumulation",
+    "available",
+    "block_sizes",
+    "checkpoint_state",
+    "clip_grad_norm",
+    "compile_blocks",
+    "ddp_hook",
+    "filled",
+    "full_optimizer_state",
+    "full_state_dict",
+    "hook",
+    "joined",
+    "load_checkpoint_state",
+    "named_parameters",
+    "own_part",
+    "parameters_unhooked",
+    "reduced_numel",
+    "replica_bytes",
+    "replicated",
+    "traffic_unhooked",
+    "unhooked_by_link",
+    "wrap",
+]

@@ -1,0 +1,115 @@
+"""DES-LOC: local Adam whose parameters and moments the ranks average, each at an interval of its own.
+
+Iacob et al., "DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation Models"
+(arXiv:2505.22549, 2025, Algorithm 1). The slower a moment decays, the less often it is averaged. Parameters travel as
+in `diloco`, through the cell's compressor and error feedback; moments as float32, because Adam divides by one of them:
+what a compressor makes of a small variance, or of a momentum beside one, is a huge step.
+
+The paper averages a moment at the beginning of a step, here it is averaged at the end of the step before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradwire.base.errors import BadInput
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.parallel.optimizers.diloco import DiLoCo
+from gradwire.comm.parallel.optimizers.rounds import Interval, Rounds
+from gradwire.comm.parallel.step import local
+
+
+class DesLoc(DiLoCo):
+    """DES-LOC; see the module for the algorithm.
+
+    Args:
+        model: As for `diloco.DiLoCo`.
+        groups: As for `diloco.DiLoCo`.
+        reducer: As for `diloco.DiLoCo`.
+        H: Steps between two averages of the parameters, or a schedule.
+        H_momentum: Steps between two averages of the first moment; default: ``3 H``.
+        H_variance: Steps between two averages of the second moment; default: ``6 H``.
+        steps: Number of steps of the run; the last one averages the parameters. None: unknown.
+        options: Other options of `diloco.DiLoCo`.
+
+    Raises:
+        BadInput: If the inner optimizer is not AdamW, or as the base class.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Iterable[dict[str, Any]],
+        reducer: Reducer,
+        *,
+        H: Interval,
+        H_momentum: Interval | None = None,
+        H_variance: Interval | None = None,
+        steps: int | None = None,
+        **options: Any,
+    ) -> None:
+        if options.get("inner", "adamw") != "adamw":
+            raise BadInput(f"desloc averages the moments of AdamW, and inner {options['inner']} has others; omit it.")
+        super().__init__(model, groups, reducer, H=H, steps=steps, **options)
+        self.intervals = {  # by the key of torch's state
+            "exp_avg": Rounds(multiple(H, 3) if H_momentum is None else H_momentum),
+            "exp_avg_sq": Rounds(multiple(H, 6) if H_variance is None else H_variance),
+        }
+        self.received: dict[str, dict[str, Tensor]] = {}  # mean moments by key and name, from `exchange` to `step`
+
+    def due(self, step: int) -> bool:
+        """Whether a step averages the parameters or a moment."""
+        return super().due(step) or any(rounds.ends(step) for rounds in self.intervals.values())
+
+    def communicate(self) -> None:
+        """Average what is due."""
+        step = self.reducer.step
+        if self.rounds.ends(step):
+            super().communicate()
+        else:
+            self.reducer.skip(self.layout)
+        for key, rounds in self.intervals.items():
+            if rounds.ends(step):
+                self.received[key] = self._mean(key)
+
+    def advance(self) -> None:
+        """Take the outer step, and continue with the mean moments."""
+        super().advance()
+        for key, means in self.received.items():
+            for name, mean in means.items():
+                self._moment(key, name).copy_(mean)
+        self.received = {}
+
+    def discard(self) -> None:
+        """Drop what was received, and return the parameters to their anchors."""
+        super().discard()
+        self.received = {}
+
+    def load_round_state(self, part: Mapping[str, Any]) -> None:
+        """As `DiLoCo.load_round_state`."""
+        super().load_round_state(part)
+        self.received = {}
+
+    def _moment(self, key: str, name: str) -> Tensor:
+        """This rank's moment of a parameter."""
+        return local(self.inner.state[self.parameters[name]][key])
+
+    def _mean(self, key: str) -> dict[str, Tensor]:
+        """Average a moment of all parameters over the ranks, as float32."""
+        moments = {name: self._moment(key, name) for name in self.trained}
+        with self.reducer.plain():
+            mean = self.reducer.begin_all_reduce(self.layout.pack(moments), self.layout, extra=True).wait()
+        means = {name: torch.empty_like(moment) for name, moment in moments.items()}
+        self.layout.unpack(mean, means)
+        return means
+
+
+def multiple(interval: Interval, factor: int) -> Interval:
+    """Return an interval, or each one of a schedule, times a factor."""
+    if isinstance(interval, Mapping):
+        return {step: factor * length for step, length in interval.items()}
+    return factor * interval

@@ -1,0 +1,312 @@
+"""Wrap a model with a strategy, by name, or attach a reducer to a wrapped model."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.base.errors import BadInput, unknown
+from gradwire.comm.collectives import IslandReducer, Islands, Reducer
+from gradwire.comm.collectives.bytes import raw_all_gather, raw_all_reduce, raw_reduce_scatter
+from gradwire.comm.collectives.group import check_initialized
+from gradwire.comm.parallel.agreement import check_agreement, parameters_of
+from gradwire.comm.parallel.buffers import warn_of_statistics
+from gradwire.comm.parallel.completeness import Completeness
+from gradwire.comm.parallel.names import COMPILED, compiled_in_place
+from gradwire.comm.parallel.strategies.ddp import DDP
+from gradwire.comm.parallel.strategies.fsdp2 import FSDP2, check_sharded
+from gradwire.comm.parallel.strategies.hsdp import HSDP
+from gradwire.comm.parallel.strategy import (
+    Strategy,
+    attach,
+    check_gradients,
+    check_has_values,
+    check_unprepared,
+    strategy_of,
+)
+from gradwire.comm.topology import STRATEGIES, sharded_islands
+
+HOOKED: WeakSet[nn.Module] = WeakSet()  # the models that have a reducer; their copies have none
+WRAPPERS: dict[type, type[Strategy]] = {DistributedDataParallel: DDP, FSDPModule: FSDP2}
+
+
+def available() -> list[str]:
+    """Return the names of all strategies, sorted."""
+    return STRATEGIES.available()
+
+
+def strategy_class(name: str) -> type[Strategy]:
+    """Return the class of a strategy.
+
+    Raises:
+        BadInput: If the name is unknown, or its file or entry point has no such class.
+    """
+    kind: type[Strategy] = STRATEGIES.find(name, Strategy)
+    return kind
+
+
+def wrap(
+    model: nn.Module,
+    strategy: str,
+    reducer: Reducer | None = None,
+    *,
+    device: torch.device | str | None = None,
+    average: bool = True,
+    **options: Any,
+) -> nn.Module:
+    """Prepare a model for training on the reducer's group of ranks, or on all ranks without a reducer.
+
+    Args:
+        model: A model on the CPU or on ``device`` that no framework has wrapped. It may be changed in place. ``fsdp1``,
+            ``fsdp2`` and ``hsdp`` need the same weights on every rank; the others broadcast rank 0's. What
+            `torch.compile` returned is compiled in place instead, so that parameters keep their names.
+        strategy: ``naive``, ``bucket``, ``ddp``, ``fsdp1``, ``fsdp2`` or ``hsdp``.
+        reducer: Averages the gradients; None keeps the framework's reduction. With one rank it is never called. For
+            ``hsdp`` an `IslandReducer`.
+        device: The device to compute on: ``cpu``, or this rank's GPU; None is the device of the model's parameters.
+        average: False keeps each rank's own gradients, for an optimizer that communicates (`comm.parallel.optimizers`).
+            The reducer then belongs to the optimizer; only its group is used here.
+        options: Options of the strategy, such as ``bucket_mb`` and ``find_unused_parameters`` of ``ddp``,
+            ``param_compress`` and ``mp_policy`` of ``fsdp2`` or ``islands`` of ``hsdp``; see its class.
+            With one rank per island ``hsdp`` is ``ddp``, with a warning.
+
+    Returns:
+        The model to train; pass it to the other functions of this package.
+
+    Raises:
+        BadInput: If the strategy or an option is unknown, the model is already wrapped or sharded, or is on the meta
+            device, the strategy does not support ``average=False``, the reducer has averaged another model, gradients
+            are sparse or complex, this version of torch does not support the reducer, or ranks differ in the model, the
+            strategy, an option or the reducer.
+    """
+    device = next(model.parameters()).device if device is None else torch.device(device)
+    kind = strategy_class(strategy)
+    check_initialized("gradwire.wrap")
+    check_plain(model)
+    if reducer is not None:
+        check_reducer(reducer)
+        check_gradients(model)
+    model = compiled_in_place(model)
+    known = known_options(kind)
+    for option in options.keys() - known:
+        raise unknown(f"option of strategy {strategy}", option, known)
+    if kind is HSDP and (islands := islands_of(reducer, options)) == dist.get_world_size():
+        unused = [option for option, value in options.items() if option != "islands" and value not in ("none", None)]
+        without = f" without {', '.join(unused)}" if unused else ""
+        warnings.warn(
+            f"{islands} islands of one rank each have nothing to shard: using strategy ddp{without}", stacklevel=2
+        )
+        kind, options = DDP, {}
+    if not average and not kind.alone:
+        raise BadInput(
+            f"strategy {strategy} shards gradients, so ranks cannot keep their own; use one with replicas, or hsdp."
+        )
+    everyone = None if reducer is None else reducer.everyone
+    settings = {"strategy": kind.name, "average": average, **options, "islands": islands_of(reducer, options)}
+    check_agreement(everyone, reducer, parameters_of(model), **settings)  # before islands are made, or weights sent
+    numel = trainable_numel(model)  # before the model is cut into shards
+    way = kind.build(reducer, device, **options)
+    way.averages = average
+    way.reduced = average and reducer is not None and reducer.world > 1
+    wrapped = way.wrap(model.to(device))
+    attach(wrapped, way)
+    if dist.get_world_size(way.group) > 1 and not (average and kind is DDP):  # which sends rank 0's statistics
+        warn_of_statistics(wrapped)
+    if not way.communicates:
+        way.keep_apart(wrapped)
+    if reducer is not None and (average or way.communicates):
+        attach_reducer(reducer, wrapped, way, numel)
+    return wrapped
+
+
+def known_options(kind: type[Strategy]) -> set[str]:
+    """Return the names of a strategy's options, those that it passes on to its base class included."""
+    own = inspect.signature(kind).parameters
+    passed_on = any(each.kind is each.VAR_KEYWORD for each in own.values())
+    inherited = known_options(kind.__mro__[1]) if passed_on else set()
+    return {*own, *inherited} - {"group", "device", "options"}
+
+
+def islands_of(reducer: Reducer | None, options: Mapping[str, Any]) -> int | None:
+    """Return the number of islands that the reducer or the options of ``hsdp`` have; None if neither does."""
+    given = reducer.islands if isinstance(reducer, IslandReducer) else options.get("islands")
+    return given.number if isinstance(given, Islands) else given
+
+
+def hook(wrapped: nn.Module, reducer: Reducer) -> None:
+    """Attach a reducer to a model wrapped with DDP or ``fully_shard``, before its first forward pass.
+
+    Use the framework as usual: accumulate with its `no_sync` or `set_requires_gradient_sync`, and clip after the
+    backward pass. Call ``reducer.finish()`` once per optimizer step. With one rank this does nothing.
+
+    Args:
+        wrapped: A `DistributedDataParallel` without a communication hook, or the root of an FSDP2 model sharded over a
+            mesh of one dimension. Under HSDP FSDP2 itself all-reduces, so that is refused; see strategy ``hsdp`` of
+            `wrap`.
+        reducer: Averages the gradients; its group must be the one that the model was wrapped with.
+
+    Raises:
+        BadInput: For another model or group, a model that has a reducer, a reducer that has averaged another model, or
+            gradients that are sparse or complex; if ranks differ in the model or the reducer; or if this version of
+            torch does not support the reducer.
+    """
+    check_reducer(reducer)
+    wrapped = getattr(wrapped, COMPILED, wrapped)  # torch.compile's module calls the one that it holds
+    kind = next((kind for framework, kind in WRAPPERS.items() if isinstance(wrapped, framework)), None)
+    if kind is None:
+        raise BadInput(
+            f"{type(wrapped).__name__} is neither a DistributedDataParallel nor an FSDP2 model (fully_shard); "
+            f"use gradwire.wrap instead."
+        )
+    if wrapped in HOOKED:
+        raise BadInput("the model has a reducer already: build and wrap the model again to use another one.")
+    check_unprepared(wrapped, *WRAPPERS)
+    check_gradients(wrapped)
+    check_ranks(wrapped, reducer)
+    check_agreement(reducer.group, reducer, parameters_of(wrapped), strategy=kind.name)
+    device = next(wrapped.parameters()).device
+    attach_reducer(reducer, wrapped, kind.build(reducer, device), trainable_numel(wrapped))
+
+
+def check_reducer(reducer: object) -> None:
+    """Check that a reducer is one, and not the compressor that it is made of.
+
+    Raises:
+        BadInput: If it is not.
+    """
+    if not isinstance(reducer, Reducer):
+        raise BadInput(
+            f"invalid reducer {reducer!r}: build one, such as reducer = gradwire.Reducer('int8'), and call "
+            f"reducer.finish() once per optimizer step."
+        )
+
+
+def check_plain(model: nn.Module) -> None:
+    """Check that nothing has wrapped or sharded the model or a part of it; it would average a second time.
+
+    Raises:
+        BadInput: If one has.
+    """
+    wrappers = DistributedDataParallel, FullyShardedDataParallel, FSDPModule
+    found = [module for module in model.modules() if isinstance(module, wrappers)]
+    if found or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise BadInput(
+            f"the model is wrapped or sharded already ({type((found or [model])[0]).__name__}): pass the unwrapped "
+            f"model to gradwire.wrap, or the model from DDP or fully_shard to gradwire.hook."
+        )
+    check_unprepared(model)
+    check_has_values(model)
+
+
+def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
+    """Check that DDP or FSDP2 averages over exactly the reducer's ranks, in one collective.
+
+    Raises:
+        BadInput: If it does not. HSDP, for one, adds an all-reduce that would bypass the reducer.
+    """
+    check_sharded(wrapped, reducer)
+    if isinstance(wrapped, DistributedDataParallel):
+        ranks = dist.get_process_group_ranks(wrapped.process_group)
+        own = dist.get_process_group_ranks(reducer.group or dist.group.WORLD)
+        if ranks != own:
+            raise BadInput(
+                f"the model averages its gradients over ranks {ranks} and the reducer over {own}: pass Reducer the "
+                f"process group that the model was wrapped with."
+            )
+
+
+def attach_reducer(reducer: Reducer, wrapped: nn.Module, way: Strategy, numel: int) -> None:
+    """Prepare the reducer for ``numel`` trainable elements, and replace the framework's reduction with it."""
+    if reducer.world > 1:
+        if way.averages:  # else an optimizer communicates, and finishes
+            reducer.watch(Completeness(wrapped, way))
+        way.prepare(reducer, numel)
+        way.hook(wrapped, reducer)
+    HOOKED.add(wrapped)
+
+
+def trainable_numel(model: nn.Module) -> int:
+    """Return the number of trainable elements."""
+    return sum(each.numel() for each in model.parameters() if each.requires_grad)
+
+
+def reduced_numel(wrapped: nn.Module) -> int:
+    """Return the number of elements that the framework itself reduces in one optimizer step, padding included."""
+    return strategy_of(wrapped).reduced_numel(wrapped)
+
+
+class ByLink(NamedTuple):
+    """Bytes over all ranks, inside islands and between them."""
+
+    inside: int
+    between: int
+
+
+def unhooked_by_link(numel: int, world: int, islands: int) -> ByLink:
+    """Return the bytes of the float32 reductions of one optimizer step under ``hsdp`` (closed form).
+
+    Each island reduce-scatters all elements, then each shard is all-reduced by the ranks that hold it.
+
+    Args:
+        numel: As for `traffic_unhooked`.
+        world: Number of ranks.
+        islands: Number of islands.
+    """
+    return ByLink(islands * raw_reduce_scatter(numel, world // islands), raw_all_reduce(numel, islands))
+
+
+def traffic_unhooked(numel: int, strategy: str, world: int, islands: int = 1) -> int:
+    """Return the bytes over all ranks that the framework's float32 reduction sends per optimizer step (closed form).
+
+    Args:
+        numel: Trainable elements of the model, or `reduced_numel` to include padding.
+        strategy: Name of the strategy.
+        world: Number of ranks.
+        islands: Number of islands, for ``hsdp``.
+    """
+    if strategy == "hsdp":
+        return sum(unhooked_by_link(numel, world, islands))
+    raw = raw_all_reduce if strategy_class(strategy).kind == "all_reduce" else raw_reduce_scatter
+    return raw(numel, world)
+
+
+def parameters_unhooked(
+    strategy: str,
+    sizes: Sequence[int],
+    world: int,
+    micro_batches: int = 1,
+    *,
+    evaluated: bool = False,
+    islands: int = 1,
+) -> int | None:
+    """Return the bytes over all ranks of the float32 all-gathers of parameters in one optimizer step (closed form).
+
+    For each micro-batch FSDP gathers a block in the forward pass and again in the backward pass. Parameters outside
+    the blocks stay gathered in between, and from an evaluation to the next step.
+
+    Args:
+        strategy: Name of the strategy.
+        sizes: Elements outside the blocks, then of each block, frozen ones included, as from `block_sizes`.
+        world: Number of ranks.
+        micro_batches: Forward and backward passes of the step.
+        evaluated: Whether a forward pass without a backward pass came between the previous step and this one.
+        islands: Number of islands, for ``hsdp``; each gathers by itself.
+
+    Returns:
+        The bytes; None for replicas, which gather nothing.
+    """
+    if strategy_class(strategy).kind == "all_reduce":
+        return None
+    first, *blocks = sizes
+    islands = sharded_islands(strategy, islands)
+    return islands * raw_all_gather(micro_batches * (first + 2 * sum(blocks)) - evaluated * first, world // islands)

@@ -1,0 +1,97 @@
+"""Strategies by name, islands of ranks, and links by class: which of them go together.
+
+Rank r is in island ``r // ranks_per_island``. A link is a rate, that of each rank's own cable, or ``between-RATE``: one
+cable to each island, and no limit inside it. Strategy ``hsdp`` shards inside islands; the others run on a link between
+islands as they run on any link, and ignore which ranks share a cable.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from gradwire.base.errors import BadInput, unknown
+from gradwire.base.plugins import Plugins
+from gradwire.base.units import UNSHAPED, bits_per_second
+
+STRATEGIES = Plugins("strategy", "gradwire.comm.parallel.strategies", "gradwire.strategies")
+BETWEEN = "between-"  # prefix of a link with one cable per island
+CLASSES = ("inside", "between")
+
+
+def check_islands(world: int, islands: int) -> None:
+    """Check that ranks can be divided into islands.
+
+    Raises:
+        BadInput: If there are fewer than two islands, or their number does not divide that of the ranks.
+    """
+    if islands < 2:
+        raise BadInput(
+            f"islands is {islands}: strategy hsdp, or a link between islands, needs at least 2; for a single island "
+            "use fsdp2, and a rate such as 100mbit."
+        )
+    if world % islands:
+        raise BadInput(
+            f"{islands} islands do not divide {world} ranks evenly: take a world size that is a multiple of {islands}."
+        )
+
+
+def check_topology(strategy: str, world: int, islands: int, link: str | None) -> None:
+    """Check that ranks can form their islands, and that the strategy or the link has them; None is an unknown link.
+
+    Raises:
+        BadInput: As `check_islands`, or if there are islands that neither the strategy nor the link has.
+    """
+    if strategy == "hsdp" or (link is not None and between_islands(link)):
+        check_islands(world, islands)
+    elif islands != 1 and link is not None:
+        raise BadInput(
+            f"islands is {islands}: strategy {strategy} has islands only on a link between them, such as "
+            "between-100mbit; omit it, or use hsdp."
+        )
+
+
+def sharded_islands(strategy: str, islands: int) -> int:
+    """The number of islands that hold the model in shards, each by itself: all of ``hsdp``, 1 for other strategies."""
+    return islands if strategy == "hsdp" else 1
+
+
+def between_islands(link: str) -> bool:
+    """Whether a link is one cable per island, not per rank."""
+    return link.startswith(BETWEEN)
+
+
+def link_rate(link: str) -> float:
+    """Bits per second of each cable of a link, infinite without a limit.
+
+    Raises:
+        BadInput: If the link is invalid.
+    """
+    if link == UNSHAPED:
+        return math.inf
+    named, _, rate = link.rpartition("-")
+    if not named or between_islands(link):
+        return bits_per_second(link.removeprefix(BETWEEN))
+    bits_per_second(rate)
+    raise BadInput(
+        f"unknown class of links {named!r} in {link!r}. Did you mean '{BETWEEN}{rate}', of each island? {rate} is "
+        "of each rank; inside islands there is no limit."
+    )
+
+
+def link_of_classes(classes: Mapping[str, Any]) -> str:
+    """The name of a link by class: ``between-100mbit`` for ``{"inside": "none", "between": "100mbit"}``.
+
+    Raises:
+        BadInput: If a class is unknown or missing, the one inside islands is limited, or the one between them is not.
+    """
+    for given in classes:
+        if given not in CLASSES:
+            raise unknown("class of links", str(given), CLASSES)
+    inside, between = (classes.get(name, UNSHAPED) for name in CLASSES)
+    if inside != UNSHAPED:
+        raise BadInput(f"inside: {inside}: ranks of an island share its interface, so that `inside` must be none.")
+    if between == UNSHAPED:
+        raise BadInput("a link by class needs a rate `between` islands, such as {inside: none, between: 100mbit}.")
+    return f"{BETWEEN}{between}"

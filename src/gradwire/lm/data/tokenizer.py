@@ -1,0 +1,299 @@
+"""Tokenizers: byte-level BPE trained on the corpus, or a copy from a folder such as GPT-2's.
+
+Saved as a Hugging Face folder (``tokenizer.json``, ``tokenizer_config.json``), which transformers loads as a
+``PreTrainedTokenizerFast``; loaded here with the ``tokenizers`` library alone, which imports in milliseconds.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from gradwire.base.errors import BadInput
+from gradwire.base.files import LARGEST_JSON, check_size, check_sums, read_object, whole_folder, write_json
+from gradwire.lm.data import corpus
+from gradwire.lm.data.defaults import VOCABULARY
+from gradwire.lm.data.patience import progress
+
+TOKENIZER, CONFIG, ORIGIN = "tokenizer.json", "tokenizer_config.json", "origin.json"
+TEMPLATES = ("chat_template.jinja", "chat_template.json")  # or an entry of the configuration
+ROLES = ("eos_token", "pad_token", "bos_token", "unk_token")  # in the order in which missing ones are added
+LONG = 10_000  # characters of a word
+END, PAD = "<|endoftext|>", "<|pad|>"
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer with an end-of-document token and a padding token.
+
+    Special tokens spelled out in a text are encoded as ordinary text, so a document cannot end itself.
+
+    Attributes:
+        backend: The tokenizer itself.
+        eos_id: Id of the end-of-document token.
+        pad_id: Id of the padding token.
+        template: The file with the chat template of the folder that the tokenizer is a copy of, which is not applied.
+    """
+
+    backend: tokenizers.Tokenizer
+    eos_id: int
+    pad_id: int
+    template: Path | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of rows an embedding needs: the largest id + 1."""
+        return max(self.backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Encode each text as token ids, without special tokens; parallel over the texts."""
+        with _encoding():
+            return [encoding.ids for encoding in self.backend.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def encode_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """Encode each text as `encode_batch` does; return token ids, and each token's characters [start, end)."""
+        with _encoding():
+            found = self._untrimmed.encode_batch(texts, add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in found]
+
+    @cached_property
+    def _untrimmed(self) -> tokenizers.Tokenizer:
+        """The backend without its post-processor: GPT-2's cuts spaces off the places of tokens."""
+        backend = copy.deepcopy(self.backend)
+        backend.post_processor = processors.Sequence([])
+        backend.encode_special_tokens = True  # copies forget it
+        return backend
+
+    @cached_property
+    def unknown_id(self) -> int | None:
+        """The id of the token that stands for any text without a token; None if there is none."""
+        model = json.loads(self.backend.to_str())["model"]
+        found = model["unk_id"] if "unk_id" in model else self.backend.token_to_id(model.get("unk_token") or "")
+        return None if found in (self.eos_id, self.pad_id) else found
+
+    @cached_property
+    def may_drop(self) -> bool:
+        """Whether a character may encode to nothing: no token is unknown, and the bytes are not all tokens."""
+        vocabulary = self.backend.get_vocab(with_added_tokens=False)
+        bytes_are = all(map(vocabulary.__contains__, pre_tokenizers.ByteLevel.alphabet()))
+        return self.unknown_id is None and not bytes_are and not getattr(self.backend.model, "byte_fallback", False)
+
+    def dropped(self, characters: Iterable[str]) -> list[str]:
+        """Return those of the characters, other than white space, that encode to nothing."""
+        visible = sorted(character for character in characters if not character.isspace())
+        return [each for each, ids in zip(visible, self.encode_batch(visible), strict=True) if not ids]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Decode token ids, without special tokens."""
+        return self.backend.decode(ids, skip_special_tokens=True)
+
+
+@contextmanager
+def _encoding() -> Iterator[None]:
+    """Turn the library's bare Exception for a text that a tokenizer cannot encode into `BadInput`."""
+    try:
+        yield
+    except Exception as error:
+        raise BadInput(f"the tokenizer cannot encode a text of the corpus: {error}.") from None
+
+
+def load(folder: Path) -> Tokenizer:
+    """Load a tokenizer from a folder that ``prepare`` wrote, or from a model folder.
+
+    Raises:
+        BadInput: If the folder has no tokenizer, or one without an end or a padding token.
+    """
+    backend, named = backend_of(Path(folder)), _special_tokens(Path(folder))
+
+    def id_of(role: str) -> int:
+        token_id = backend.token_to_id(named[role]) if role in named else None
+        if token_id is None:
+            raise BadInput(f"the tokenizer in {folder} has no {role}; `gradwire tokenize --tokenizer` completes it.")
+        return token_id
+
+    return Tokenizer(backend, eos_id=id_of("eos_token"), pad_id=id_of("pad_token"))
+
+
+def alike(first: Path, second: Path) -> bool:
+    """Whether the tokenizers of two folders give every token the same id; added special tokens are ignored."""
+    one, other = (backend_of(folder).get_vocab(with_added_tokens=False) for folder in (first, second))
+    return one == other
+
+
+def prepare(choice: str, folder: Path, corpus_path: Path, vocab_size: int) -> Tokenizer:
+    """Write the chosen tokenizer to ``folder`` atomically, unless it is there already, and load it.
+
+    Args:
+        choice: ``bpe``, or a tokenizer folder, which may be ``folder`` itself.
+        folder: The folder to write.
+        corpus_path: The corpus that ``bpe`` is trained on, as a whole.
+        vocab_size: Vocabulary size of ``bpe``, special tokens included.
+
+    Raises:
+        BadInput: If the choice is invalid, or ``folder`` holds another tokenizer.
+    """
+    if choice != "bpe" and Path(choice).resolve() == folder.resolve():
+        return load(folder)
+    wanted = origin(choice, corpus_path, vocab_size)
+    if (folder / TOKENIZER).exists():
+        found = read_object(folder / ORIGIN)
+        if found != wanted:
+            raise BadInput(
+                f"{folder} holds another tokenizer ({_listed(found)}) than the requested one ({_listed(wanted)}); "
+                "use another --output_dir or remove that folder."
+            )
+    else:
+        backend = _train(corpus_path, vocab_size) if choice == "bpe" else backend_of(Path(choice))
+        named = {} if choice == "bpe" else _special_tokens(Path(choice))
+        _save(folder, backend, _complete(backend, named), wanted)
+    return replace(load(folder), template=None if choice == "bpe" else chat_template(Path(choice)))
+
+
+def origin(choice: str, corpus_path: Path, vocab_size: int) -> dict[str, Any]:
+    """Return what determines a tokenizer; a rerun compares it with that of the existing one."""
+    if choice == "bpe":
+        return {"tokenizer": "bpe", "vocab_size": vocab_size, "corpus": corpus.sha256(corpus_path)}
+    return {"tokenizer": "folder", "sha256": hashlib.sha256(backend_of(Path(choice)).to_str().encode()).hexdigest()}
+
+
+def _listed(origin: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {str(value)[:12]}" for key, value in origin.items())
+
+
+def _train(corpus_path: Path, vocab_size: int) -> tokenizers.Tokenizer:
+    """Train byte-level BPE as GPT-2's: every byte is a token, so there are no unknown tokens."""
+    VOCABULARY.check("--vocab_size", vocab_size)
+    backend = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    texts = Texts(document.text for document in corpus.checked(corpus_path))
+    with progress(lambda: f"training the tokenizer on {texts.read}"):
+        backend.train_from_iterator(texts, trainer)
+    if backend.get_vocab_size() < vocab_size:
+        print(
+            f"gradwire tokenize: {corpus_path} yields {backend.get_vocab_size()} tokens, "
+            f"fewer than --vocab_size {vocab_size}.",
+            file=sys.stderr,
+        )
+    return backend
+
+
+class Texts:
+    """Yields texts and says what it has yielded; time grows with the square of the longest run without white space."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = texts
+        self._count = self._longest = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for text in self._texts:
+            self._count += 1
+            if len(text) > self._longest:
+                self._longest = max(self._longest, *map(len, text.split()))
+            yield text
+
+    @property
+    def read(self) -> str:
+        """What was yielded, such as ``1,000 documents``."""
+        long = f", with {self._longest:,} characters in one word, which takes long" if self._longest > LONG else ""
+        return f"{self._count:,} documents{long}"
+
+
+def _byte_level(model: models.Model) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def backend_of(folder: Path) -> tokenizers.Tokenizer:
+    """Read ``tokenizer.json``, or GPT-2's older pair ``vocab.json`` and ``merges.txt``.
+
+    Raises:
+        BadInput: If there is none that can be read, or one that is not as it was saved with a model.
+    """
+    pair = folder / "vocab.json", folder / "merges.txt"
+    for file in filter(Path.is_file, (folder / TOKENIZER, *pair)):
+        check_size(file, LARGEST_JSON)
+    check_sums(folder, (TOKENIZER, CONFIG, *(file.name for file in pair)))
+    try:
+        if (folder / TOKENIZER).is_file():
+            backend = tokenizers.Tokenizer.from_file(str(folder / TOKENIZER))
+        elif all(file.is_file() for file in pair):
+            backend = _byte_level(models.BPE.from_file(*map(str, pair)))
+        else:
+            raise BadInput(f"{folder} has no tokenizer: neither {TOKENIZER} nor vocab.json and merges.txt.")
+    except BadInput:
+        raise
+    except Exception as error:  # the library raises bare Exception for an unreadable file
+        raise BadInput(f"cannot read the tokenizer in {folder}: {error}.") from None
+    if not backend.get_vocab(with_added_tokens=False):
+        raise BadInput(f"the tokenizer in {folder} has an empty vocabulary.")
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+    return backend
+
+
+def chat_template(folder: Path) -> Path | None:
+    """The file of a tokenizer's folder that has a chat template, if any."""
+    config = read_object(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    files = [folder / name for name in TEMPLATES if (folder / name).is_file()]
+    return next(iter(files), folder / CONFIG if config.get("chat_template") else None)
+
+
+def _special_tokens(folder: Path) -> dict[str, str]:
+    """Read the special tokens from ``tokenizer_config.json``: each a string, or an object with ``content``.
+
+    Raises:
+        BadInput: If the file is not a JSON object, or a special token is anything else.
+    """
+    config = read_object(folder / CONFIG) if (folder / CONFIG).exists() else {}
+    found = {}
+    for role in ROLES:
+        token = config.get(role)
+        content = token.get("content") if isinstance(token, dict) else token
+        if token is None or content == "":
+            continue
+        if not isinstance(content, str) or not _is_text(content):
+            raise BadInput(
+                f"{folder / CONFIG}: {role} must be a string, or an object with a string as `content`; it is "
+                f"{json.dumps(token)[:60]}."
+            )
+        found[role] = content
+    return found
+
+
+def _is_text(content: str) -> bool:
+    """Whether a string can be encoded as UTF-8: JSON may contain lone surrogates."""
+    return not any("\ud800" <= character <= "\udfff" for character in content)
+
+
+def _complete(backend: tokenizers.Tokenizer, named: dict[str, str]) -> dict[str, Any]:
+    """Add the missing special tokens to ``backend``; return the configuration that names all of them."""
+    eos = named.get("eos_token", END)
+    tokens = {"eos_token": eos, "bos_token": eos, "unk_token": eos, "pad_token": PAD, **named}
+    backend.add_special_tokens(list(dict.fromkeys(tokens[role] for role in ROLES)))
+    return {"tokenizer_class": "PreTrainedTokenizerFast", **tokens, "clean_up_tokenization_spaces": False}
+
+
+def _save(folder: Path, backend: tokenizers.Tokenizer, config: dict[str, Any], origin: dict[str, Any]) -> None:
+    with whole_folder(folder) as part:
+        backend.save(str(part / TOKENIZER))
+        write_json(part / CONFIG, config)
+        write_json(part / ORIGIN, origin)

@@ -1,0 +1,410 @@
+"""Write token shards atomically; a run killed at any point resumes to a bit-identical result.
+
+After each shard the split's metadata records the number of documents written, and of samples of the next one; a resumed
+run skips them without tokenizing. Serialization is deterministic: the same samples give the same bytes, independent of
+the process and the file name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import sys
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from gradwire.base.errors import BadInput
+from gradwire.base.files import sha256_file, whole
+from gradwire.lm.data import corpus, unigram
+from gradwire.lm.data.corpus import Document, FirstSeen
+from gradwire.lm.data.patience import progress
+from gradwire.lm.data.shards import ALL, FORMAT_VERSION, META, SPLITS, file_name, finalized, meta, tables
+from gradwire.lm.data.targets import is_chat, span_of
+from gradwire.lm.data.tokenizer import Tokenizer
+
+BATCH_CHARACTERS = 500_000  # tokenized at once: enough for all cores, yet small in memory
+BATCHES_AHEAD = 2
+
+Waiting = list[tuple[str, Document]]  # documents with their splits
+
+
+class Encoded(NamedTuple):
+    """A document's tokens, which of them are targets (None: all), and what each weighs (None: 1)."""
+
+    tokens: Sequence[int]
+    is_target: Sequence[bool] | None = None
+    weights: Sequence[float] | None = None
+
+
+Encoding = tuple[Waiting, Future[list[Encoded]]]
+
+
+def split_of(document_id: str, val_fraction: float) -> str:
+    """Return ``val`` for about ``val_fraction`` of all ids, else ``train``, by the id alone; ``all`` if it is 0."""
+    if not val_fraction:
+        return ALL
+    place = int.from_bytes(hashlib.blake2b(document_id.encode(), digest_size=8).digest(), "big") / 2**64
+    return "val" if place < val_fraction else "train"
+
+
+def cuts(length: int, max_length: int) -> list[tuple[int, int]]:
+    """Cut a document of ``length`` tokens into samples: the (start, end) of each.
+
+    It is cut every ``max_length`` tokens. If the last sample would have one token, and so no target, the sample before
+    it is one token shorter. So every sample of a document of at least two tokens has a target.
+    """
+    edges = [*range(0, length, max_length), length]
+    if len(edges) > 2 and edges[-1] - edges[-2] == 1:
+        edges[-2] -= 1
+    return list(pairwise(edges))
+
+
+def sample_ids(document_id: str, count: int) -> list[str]:
+    """Return the ids of a document's samples: the document's id for one, ``<id>#<k>`` for several."""
+    return [document_id] if count == 1 else [f"{document_id}#{k}" for k in range(count)]
+
+
+class SplitWriter:
+    """Writes the shards and the metadata of one split; resumes an earlier writer with the same settings."""
+
+    def __init__(self, folder: Path, settings: dict[str, Any], restart: bool) -> None:
+        """Open a split.
+
+        Args:
+            folder: The split's folder.
+            settings: The constant part of the metadata.
+            restart: Delete shards with other settings; False raises an error.
+
+        Raises:
+            BadInput: If the folder holds shards with other settings.
+        """
+        self.folder = folder
+        self.meta = _resumed(folder, settings, restart) or {
+            **settings,
+            "tokens": 0,
+            "processed_documents": 0,
+            "processed_samples": 0,
+            "next_document_samples": 0,
+            "shards": [],
+            "finalized": False,
+        }
+        self.documents = self.meta["processed_documents"]
+        self._partial = self.meta["next_document_samples"]
+        self.targets = np.zeros(settings["vocab_size"], dtype=np.int64)  # count by token
+        narrow = settings["vocab_size"] <= np.iinfo(np.int16).max + 1
+        self._tokens = np.empty((settings["shard_size"], settings["max_length"]), np.int16 if narrow else np.int32)
+        self._is_target = np.empty(self._tokens.shape, dtype=bool)
+        self._weights = np.empty(self._tokens.shape, dtype=np.float32)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._tokens.fill(self.meta["pad_id"])
+        self._is_target.fill(False)
+        self._weights.fill(1.0)
+        self._partly = self._weighted = False  # whether a sample states targets or weights
+        self._lengths: list[int] = []
+        self._ids: list[str] = []
+
+    def count(self, shards: Iterable[dict[str, Any]]) -> None:
+        """Add the targets of ``shards`` to ``targets``."""
+        for shard in shards:
+            self.targets += unigram.target_counts(shard, self.meta["vocab_size"], self.meta["pad_id"])
+
+    def add(self, document_id: str, found: Encoded) -> None:
+        """Add the document's samples that are not written yet; write each full shard."""
+        row = np.asarray(found.tokens, dtype=self._tokens.dtype)
+        chosen = np.ones(len(row), dtype=bool) if found.is_target is None else np.asarray(found.is_target, dtype=bool)
+        weights = np.ones(len(row)) if found.weights is None else np.asarray(found.weights)
+        places = cuts(len(row), self.meta["max_length"])
+        ids = sample_ids(document_id, len(places))
+        for k in range(self._partial, len(places)):
+            start, end = places[k]
+            self._tokens[len(self._ids), : end - start] = row[start:end]
+            self._is_target[len(self._ids), : end - start] = chosen[start:end]
+            self._weights[len(self._ids), : end - start] = weights[start:end]
+            self._partly |= found.is_target is not None
+            self._weighted |= found.weights is not None
+            self._lengths.append(end - start)
+            self._ids.append(ids[k])
+            last = k + 1 == len(places)
+            self.documents += last
+            self._partial = 0 if last else k + 1
+            if len(self._ids) == len(self._tokens):
+                self.flush()
+
+    def flush(self) -> None:
+        """Write the buffered samples as a shard, then record it in the metadata."""
+        if not self._ids:
+            return
+        count = len(self._ids)
+        path = self.folder / file_name(len(self.meta["shards"]))
+        shard = {
+            "input_ids": torch.from_numpy(self._tokens[:count].copy()),
+            "lengths": torch.tensor(self._lengths, dtype=torch.int32),
+            "sample_ids": self._ids,
+        }
+        if self._partly:
+            shard["is_target"] = torch.from_numpy(self._is_target[:count].copy())
+        if self._weighted:
+            shard["weights"] = torch.from_numpy(self._weights[:count].copy())
+        _save(path, shard)
+        self.count([shard])
+        self.meta["shards"].append({"file": path.name, "samples": count, "sha256": sha256_file(path)})
+        self.meta["tokens"] += sum(self._lengths)
+        self.meta["processed_samples"] += count
+        self.meta["processed_documents"] = self.documents
+        self.meta["next_document_samples"] = self._partial
+        self.save_meta()
+        self._clear()
+
+    def finalize(self, **results: float) -> None:
+        """Mark the split complete."""
+        self.meta.update(results, finalized=True)
+        self.save_meta()
+
+    def save_meta(self) -> None:
+        """Write the metadata; via JSON, since pickle output depends on which equal strings are one object in memory."""
+        _save(self.folder / META, json.loads(json.dumps(self.meta)))
+
+
+def write_shards(
+    folder: Path, corpus_path: Path, tokenizer: Tokenizer, settings: dict[str, Any], restart: bool = False
+) -> None:
+    """Tokenize a corpus into ``folder``, or resume that.
+
+    Args:
+        folder: The shards folder.
+        corpus_path: The corpus.
+        tokenizer: The tokenizer to use.
+        settings: max_length, shard_size, val_fraction (0: one split, ``all``), dataset, dataset_digest,
+            tokenizer_digest and source.
+        restart: Delete shards with other settings; False raises an error.
+
+    Raises:
+        BadInput: If the folder holds shards with other settings. Also if the corpus is invalid, leaves a split empty,
+            or gives two samples the same id; the folder is then deleted.
+    """
+    settings = {
+        "format_version": FORMAT_VERSION,
+        **settings,
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "pad_id": tokenizer.pad_id,
+    }
+    splits = SPLITS if settings["val_fraction"] else (ALL,)
+    writers = {split: SplitWriter(folder / split, {**settings, "split": split}, restart) for split in splits}
+    if finalized(folder):
+        return
+    all_writers = [*writers.values()]
+    try:
+        with progress(lambda: f"tokenizing, {sum(writer.documents for writer in all_writers):,} documents written"):
+            _write(writers, corpus_path, tokenizer)
+    except BadInput:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokenizer) -> None:
+    """Read the whole corpus, write the missing shards, and finalize all splits."""
+    val_fraction = next(iter(writers.values())).meta["val_fraction"]
+    for writer in writers.values():
+        writer.count(tables(writer.folder, writer.meta))
+    done = {split: writer.meta["processed_documents"] for split, writer in writers.items()}
+    documents = NamedLikeParts(noted(corpus.checked(corpus_path), corpus_path, tokenizer.template))
+    waiting = remaining(documents, done, val_fraction)
+    characters: set[str] = set()
+    for split, document, found in encoded(waiting, tokenizer, characters if tokenizer.may_drop else None):
+        writers[split].add(document.id, found)
+    for split, writer in writers.items():
+        writer.flush()
+        if not writer.meta["shards"]:
+            raise BadInput(
+                f"{corpus_path} is too small: none of its documents is in {split} with --val_fraction "
+                f"{val_fraction:g}; use more documents or another fraction."
+            )
+        if not writer.targets.any():
+            raise BadInput(f"{corpus_path}: no sample in {split} has a target; use more documents or --max_length.")
+    note_unknown(np.sum([writer.targets for writer in writers.values()], axis=0), characters, tokenizer)
+    if documents.found:
+        refuse_shared_ids(writers.values(), corpus_path)
+    if "val" in writers:
+        loss = unigram.loss(writers["train"].targets, writers["val"].targets)
+        writers.pop("val").finalize(unigram_loss=loss, unigram_ppl=math.exp(loss))
+    for writer in writers.values():
+        writer.finalize()
+
+
+def noted(documents: Iterable[Document], where: Path, template: Path | None) -> Iterator[Document]:
+    """Yield documents; print once that a chat is not in the form of the tokenizer's chat template, if it has one."""
+    for document in documents:
+        if template and document.spans and is_chat(document.body, document.spans):
+            print(
+                f"gradwire: WARNING: {where} has chats, and the chat template in {template} is not applied: a message "
+                "is read as `<|role|>`, a line break and its content. Losses are of that form, not of the template's.",
+                file=sys.stderr,
+            )
+            template = None
+        yield document
+
+
+class NamedLikeParts:
+    """Yields documents and records whether an id contains ``#``, as the ids of a cut document's samples do."""
+
+    def __init__(self, documents: Iterable[Document]) -> None:
+        self._documents = documents
+        self.found = False
+
+    def __iter__(self) -> Iterator[Document]:
+        for document in self._documents:
+            self.found |= "#" in document.id
+            yield document
+
+
+def remaining(
+    documents: Iterable[Document], done: dict[str, int], val_fraction: float
+) -> Iterator[tuple[str, Document]]:
+    """Skip the first ``done[split]`` documents of each split; yield the others with their split."""
+    met: Counter[str] = Counter()
+    for document in documents:
+        split = split_of(document.id, val_fraction)
+        met[split] += 1
+        if met[split] > done[split]:
+            yield split, document
+
+
+def note_unknown(targets: np.ndarray, characters: set[str], tokenizer: Tokenizer) -> None:
+    """Print what the tokenizer has no token for: how many targets are its unknown token, or which characters are lost.
+
+    Args:
+        targets: Their counts by token, ``[vocab_size]``.
+        characters: The texts' characters, if the tokenizer may drop some.
+        tokenizer: The tokenizer.
+    """
+    note = "gradwire tokenize: NOTE: the tokenizer does not know all of the corpus"
+    if tokenizer.unknown_id is not None and (count := targets[tokenizer.unknown_id]):
+        print(f"{note}: {count:,} of {targets.sum():,} targets are its unknown token.", file=sys.stderr)
+    if dropped := tokenizer.dropped(characters):
+        shown = ", ".join(map(repr, dropped[:5]))
+        print(f"{note}: {len(dropped):,} characters have no token and are left out, such as {shown}.", file=sys.stderr)
+
+
+def encoded(
+    waiting: Iterable[tuple[str, Document]], tokenizer: Tokenizer, characters: set[str] | None = None
+) -> Iterator[tuple[str, Document, Encoded]]:
+    """Tokenize in batches, each text with its end token, up to ``BATCHES_AHEAD`` of them ahead of the caller.
+
+    All characters of the texts are added to ``characters``, if it is given.
+    """
+    with ThreadPoolExecutor(BATCHES_AHEAD) as workers:
+        running: deque[Encoding] = deque()
+        for batch in _batches(waiting):
+            if characters is not None:
+                characters.update(*(document.text for _, document in batch))
+            running.append((batch, workers.submit(_encode, tokenizer, batch)))
+            if len(running) > BATCHES_AHEAD:
+                yield from _finished(*running.popleft())
+        for batch, result in running:
+            yield from _finished(batch, result)
+
+
+def refuse_shared_ids(writers: Iterable[SplitWriter], corpus_path: Path) -> None:
+    """Check that sample ids are unique.
+
+    Document ids are, so only sample k of a document ``X`` and a document with the id ``X#k`` can collide.
+
+    Raises:
+        BadInput: If two samples share an id; the message names both documents' positions.
+    """
+    seen = FirstSeen()
+    for writer in writers:
+        for shard in tables(writer.folder, writer.meta):
+            for sample_id in shard["sample_ids"]:
+                if seen.add(sample_id, 0) is not None:
+                    raise _shared(sample_id, corpus_path)
+
+
+def _shared(sample_id: str, corpus_path: Path) -> BadInput:
+    whole_document = sample_id.rpartition("#")[0]
+    positions = {
+        document.id: position
+        for position, document in enumerate(corpus.documents(corpus_path))
+        if document.id in (whole_document, sample_id)
+    }
+    return BadInput(
+        f"{corpus_path}: documents {positions[whole_document]} and {positions[sample_id]} (counted from 0) have "
+        f"samples with the same id {sample_id!r}: the first is cut into {whole_document}#0, {whole_document}#1, …, the "
+        "second has this id; rename one."
+    )
+
+
+def _encode(tokenizer: Tokenizer, batch: Waiting) -> list[Encoded]:
+    """Encode documents. The end-of-text token is a target if the text ends with one: then it ends what is learnt.
+
+    It then has the weight of that target.
+    """
+    whole = iter(tokenizer.encode_batch([document.text for _, document in batch if document.spans is None]))
+    partly = iter(tokenizer.encode_places([document.text for _, document in batch if document.spans is not None]))
+    found: list[Encoded] = []
+    for _, document in batch:
+        if document.spans is None:
+            tokens = [*next(whole), tokenizer.eos_id]
+            found.append(Encoded(tokens, None, document.weights and document.weights * len(tokens)))
+        else:
+            tokens, places = next(partly)
+            ends = document.spans[-1][1] == len(document.text)
+            span = np.append(span_of(places, document.spans), len(document.spans) - 1 if ends else -1)
+            weights = document.weights and np.append(document.weights, 1.0)[span].tolist()  # -1 is the last
+            found.append(Encoded([*tokens, tokenizer.eos_id], (span >= 0).tolist(), weights))
+    return found
+
+
+def _finished(batch: Waiting, result: Future[list[Encoded]]) -> Iterator[tuple[str, Document, Encoded]]:
+    for (split, document), found in zip(batch, result.result(), strict=True):
+        yield split, document, found
+
+
+def _batches(waiting: Iterable[tuple[str, Document]]) -> Iterator[Waiting]:
+    batch, characters = [], 0
+    for split, document in waiting:
+        batch.append((split, document))
+        characters += len(document.text)
+        if characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _resumed(folder: Path, settings: dict[str, Any], restart: bool) -> dict[str, Any] | None:
+    """Return the metadata of an earlier writer; without any, delete the folder and return None."""
+    try:
+        found = meta(folder.parent, folder.name) if (folder / META).exists() else None
+    except BadInput:
+        if not restart:
+            raise
+        found = None
+    other = [key for key, value in settings.items() if found is not None and found.get(key) != value]
+    if found is None or (other and restart):
+        shutil.rmtree(folder, ignore_errors=True)
+        return None
+    for key in other:
+        raise BadInput(
+            f"{folder} holds shards made with {key} {found.get(key)}, not {settings[key]}; use another --output_dir, "
+            "or --restart to replace them."
+        )
+    return found
+
+
+def _save(path: Path, value: dict[str, Any]) -> None:
+    """Save through an open file: ``torch.save`` stores a given file name in the archive."""
+    with whole(path) as part, part.open("wb") as stream:
+        torch.save(value, stream)

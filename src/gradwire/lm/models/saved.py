@@ -1,0 +1,134 @@
+"""Metadata of a saved model, read without loading it or importing torch or transformers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from gradwire.base import files
+from gradwire.base.errors import BadInput
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+ADAPTER = "adapter_config.json"  # transformers would load such an adapter with the model
+INDEX = "model.safetensors.index.json"  # of weights in several files
+METADATA = "gradwire.json"
+EXPERTS = re.compile(r"(moe_)?(num|n)_(local_|routed_)?experts")  # as the architectures of transformers call them
+
+
+def check(path: Path) -> None:
+    """Check that a folder holds a model, whose configuration is as it was saved.
+
+    Raises:
+        BadInput: If a file is missing or invalid, or an adapter is beside the model.
+    """
+    if not (Path(path) / CONFIG).is_file():
+        raise BadInput(f"{path} holds no model: {CONFIG} is missing.")
+    if (Path(path) / ADAPTER).is_file():
+        raise BadInput(f"{path} has an adapter beside a model ({ADAPTER}): move it to a separate folder.")
+    for file in weights(path):
+        if not file.is_file():
+            raise BadInput(f"{path} holds no model: {file.name} is missing.")
+    files.check_sums(path, (CONFIG, METADATA))
+
+
+def weights(path: Path) -> list[Path]:
+    """The files of a model's weights; like transformers, prefers a single file to an index of shards.
+
+    Raises:
+        BadInput: If the index lists anything but safetensors files in the same folder.
+    """
+    index = Path(path) / INDEX
+    if (Path(path) / WEIGHTS).is_file() or not index.is_file():
+        return [Path(path) / WEIGHTS]
+    found = files.read_json(index)
+    named = found.get("weight_map") if isinstance(found, dict) else None
+    if not isinstance(named, dict) or not named:
+        raise BadInput(f"{index} has no weight_map, which lists the weight files.")
+    for name in named.values():
+        if not isinstance(name, str) or Path(name).name != name or Path(name).suffix != ".safetensors":
+            raise BadInput(f"{index} names {name!r}, which is not a safetensors file in that folder.")
+    return [Path(path) / name for name in sorted(set(named.values()))]
+
+
+def has_weights(path: Path) -> bool:
+    """Whether a folder holds weights, or anything that gradwire saves with them; then missing weights are an error."""
+    return any((Path(path) / name).is_file() for name in (WEIGHTS, INDEX, METADATA))
+
+
+def model_type(path: Path) -> str | None:
+    """The name of a folder's architecture; None if its configuration has none or is damaged, which loading reports."""
+    return _of_config(path, "model_type")
+
+
+def has_code(path: Path) -> bool:
+    """Whether a folder's configuration names Python code for the model, which transformers would ask to run."""
+    return bool(_of_config(path, "auto_map"))
+
+
+def _of_config(path: Path, key: str) -> Any:
+    """An entry of a folder's configuration; None if it is not there, or the configuration is damaged."""
+    try:
+        found = files.read_json(Path(path) / CONFIG)
+    except BadInput:
+        return None
+    return found.get(key) if isinstance(found, dict) else None
+
+
+def experts(path: Path) -> int:
+    """The number of experts that a folder's configuration gives its layers; 0 for a dense model.
+
+    Raises:
+        BadInput: If the configuration is missing or invalid.
+    """
+    return _experts(files.read_object(Path(path) / CONFIG))
+
+
+def _experts(config: Mapping[str, Any]) -> int:
+    parts = [_experts(value) for value in config.values() if isinstance(value, dict)]
+    counts = [value for key, value in config.items() if EXPERTS.fullmatch(key) and isinstance(value, int) and value > 1]
+    return max([0, *parts, *counts])
+
+
+def entries(path: Path) -> int:
+    """Number of elements in a model's weights, an upper bound on the elements of its gradient.
+
+    Raises:
+        BadInput: If a file cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    count = 0
+    for file in weights(path):
+        try:
+            with safe_open(file, framework="numpy") as stream:
+                count += sum(math.prod(stream.get_slice(name).get_shape()) for name in stream.keys())  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise BadInput(f"{file} cannot be read as safetensors: {error}.") from None
+    return count
+
+
+def digest(path: Path) -> str:
+    """A digest of the model's configuration and weights, in hex.
+
+    Raises:
+        BadInput: If either is missing.
+    """
+    check(path)
+    return files.digest([files.sha256_file(file) for file in (Path(path) / CONFIG, *weights(path))], length=64)
+
+
+def max_length(path: Path) -> int:
+    """The model's context length in tokens, from ``gradwire.json`` or else ``config.json``.
+
+    Raises:
+        BadInput: If neither file has it.
+    """
+    for name, key in ((METADATA, "max_length"), (CONFIG, "n_positions"), (CONFIG, "max_position_embeddings")):
+        file = Path(path) / name
+        metadata = files.read_json(file) if file.is_file() else {}
+        if isinstance(metadata, dict) and isinstance(metadata.get(key), int):
+            return metadata[key]
+    raise BadInput(f"neither {METADATA} nor {CONFIG} in {path} gives the context length: set --max_length.")

@@ -1,0 +1,1152 @@
+"""Per-sample gradients against autograd by hand; the store over ranks, kills and faults; row i belongs to id i."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import math
+import pickle
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from small_model import MAX_LENGTH, make, origin
+
+from gradwire import cli
+from gradwire.attribution.collect import provenance, rows
+from gradwire.attribution.persample import loop
+from gradwire.attribution.store import checks, merge, store
+from gradwire.attribution.store.row_file import RowFile
+from gradwire.base import failures
+from gradwire.base.errors import BadInput, CheckFailed, NonFiniteGradient
+from gradwire.base.files import sha256_file
+from gradwire.lm.data import shards
+from gradwire.lm.data.batches import Batch, collate
+from gradwire.lm.data.corpus import documents
+from gradwire.lm.data.shards import Sample, Shards
+from gradwire.lm.data.tokenizer import load as load_tokenizer
+from gradwire.lm.data.writer import cuts, sample_ids
+from gradwire.lm.models import causal, folder, saved
+
+SAMPLES, DIMS, INTERVAL = 11, (64, 100), 4
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("gradients"))
+
+
+def options(small, run, **changes):
+    chosen = {
+        "model_dir": small.model,
+        "data_path": small.shards,
+        "output_path": run,
+        "max_samples": SAMPLES,
+        "dim": DIMS,
+        "save_interval": INTERVAL,
+        **changes,
+    }
+    words = ["grads", "collect"]
+    for name, value in chosen.items():
+        words += [f"--{name}", *map(str, value if isinstance(value, tuple) else [value])]
+    return words
+
+
+@pytest.fixture(scope="module")
+def alone(small, tmp_path_factory):
+    """A run of one rank, collected, aggregated and validated."""
+    run = tmp_path_factory.mktemp("ws1") / "run"
+    assert cli.main(options(small, run)) == 0
+    for dim in DIMS:
+        assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", str(dim)]) == 0
+    assert cli.main(["grads", "validate", "--output_dir", str(run)]) == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def pair(small, tmp_path_factory):
+    """The same run on two ranks, by one command."""
+    base = tmp_path_factory.mktemp("ws2")
+    config = {"model_dir": str(small.model), "data_path": str(small.shards), "max_samples": SAMPLES, "dim": list(DIMS)}
+    (base / "run.json").write_text(json.dumps({**config, "save_interval": INTERVAL, "recompute": 3}))
+    run = base / "run"
+    words = ["--config_path", str(base / "run.json"), "--output_dir", str(run), "--num_gpus", "2", "--skip_training"]
+    assert cli.main(["grads", "run", *words]) == 0
+    return run
+
+
+def merged(run, dim=DIMS[0]):
+    return store.read(store.all_names(run / f"dim{dim}"))
+
+
+# --- gradients of one batch
+
+
+def small_batch():
+    tokens = torch.tensor([[5, 6, 7, 8, 9, 5], [9, 8, 7, 0, 0, 0], [4, 3, 2, 1, 0, 0]])
+    labels = tokens.clone()
+    labels[1, 3:] = labels[2, 4:] = -100
+    labels[2, :2] = -100  # a prompt: its tokens are read, not predicted
+    return Batch(tokens, labels, ["a", "b", "c"])
+
+
+def test_a_samples_gradient_is_that_of_its_own_mean_loss():
+    model = causal.build("micro", 64, 8, seed=0).double()
+    batch = small_batch()
+    targets = [[1, 2, 3, 4, 5], [1, 2], [2, 3]]
+    for sample, row, places in zip(loop.each(model, batch), range(3), targets, strict=True):
+        tokens = batch.input_ids[row]
+        log_p = model(tokens[None]).logits[0].log_softmax(-1)
+        loss = -sum(log_p[place - 1, tokens[place]] for place in places) / len(places)
+        model.zero_grad()
+        loss.backward()
+        assert sample.sample_id == "abc"[row]
+        assert sample.n_targets == len(places)
+        assert sample.loss == pytest.approx(loss.item(), rel=1e-12)
+        assert list(sample.gradient) == [name for name, _ in model.named_parameters()]
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(sample.gradient[name], parameter.grad, rtol=1e-9, atol=1e-12)
+
+
+def test_the_tied_embedding_has_one_gradient_with_both_of_its_uses():
+    model = causal.build("micro", 64, 8, seed=0)
+    (sample, *_) = loop.each(model, small_batch())
+    assert [name for name in sample.gradient if "wte" in name or "lm_head" in name] == ["transformer.wte.weight"]
+    gradient = sample.gradient["transformer.wte.weight"]
+    assert gradient[40].abs().sum() > 0  # never read: the output layer's part
+    untied = causal.build("micro", 64, 8, seed=0)
+    untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.detach().clone())
+    (apart, *_) = loop.each(untied, small_batch())
+    both = apart.gradient["transformer.wte.weight"] + apart.gradient["lm_head.weight"]
+    torch.testing.assert_close(gradient, both)
+
+
+def test_padding_and_batch_mates_change_no_bit_and_the_mode_is_kept():
+    model = causal.build("micro", 64, 8, seed=0).train()
+    batch = small_batch()
+    together = list(loop.each(model, batch))
+    narrow = Batch(batch.input_ids[1:2, :3], batch.labels[1:2, :3], ["b"])
+    (single,) = loop.each(model, narrow)
+    assert all(torch.equal(single.gradient[name], together[1].gradient[name]) for name in single.gradient)
+    assert model.training
+
+
+def test_frozen_parameters_have_no_gradient():
+    model = causal.build("micro", 64, 8, seed=0)
+    model.transformer.wte.requires_grad_(False)
+    (sample, *_) = loop.each(model, small_batch())
+    assert "transformer.wte.weight" not in sample.gradient
+    assert len(sample.gradient) == 15
+
+
+def rounding(numel):
+    """What another order of adding ``numel`` products in float32 changes of a projected row, relative to its gradient.
+
+    A sum of n products x_i errs by some u * sum |x_i| at each level of a blocked sum (Higham 2002, section 4.2), and
+    sum |x_i| <= sqrt(n) |x|. Processors differ in how they block.
+    """
+    return 2.0**-24 * math.sqrt(numel)
+
+
+def assert_same_rows(found, expected, norms, numel):
+    allowed = 4 * rounding(numel) * torch.tensor(norms) / math.sqrt(found.shape[1])
+    assert ((found - expected).abs().amax(dim=1) <= allowed).all()
+
+
+class FakeShards(list):
+    meta = {"pad_id": 0}  # noqa: RUF012
+
+
+def maker_of(model, method="loop", projection="rademacher", batch_size=2):
+    made_from = origin(5, dims=[64], method=method, projection=projection, save_interval=4)
+    return rows.RowMaker(model, made_from, torch.device("cpu"), batch_size=batch_size)
+
+
+def test_a_sample_without_a_target_has_a_zero_row_and_a_flag():
+    shards = FakeShards([Sample("one", torch.tensor([7])), Sample("three", torch.tensor([7, 8, 9]))])
+    block = maker_of(causal.build("micro", 64, 8, seed=0)).blocks(shards, [0, 1])[64]
+    assert block.ids == ["one", "three"]
+    assert torch.equal(block.rows[0], torch.zeros(64)) and block.rows[1].norm() > 0
+    assert block.meta["flag"].to_pylist() == ["no_target", None]
+    assert block.meta["n_targets"].to_pylist() == [0, 2]
+    assert block.meta["loss"][0].as_py() is None and block.meta["norm"][0].as_py() == 0
+    assert math.isfinite(block.meta["loss"][1].as_py())
+
+
+@pytest.mark.parametrize("together", [1, 2])
+def test_how_many_samples_are_projected_at_once_changes_no_row(monkeypatch, together):
+    shards = FakeShards([Sample(f"s{k}", torch.arange(k, k + 4)) for k in range(5)])
+    maker = maker_of(causal.build("micro", 64, 8, seed=0))
+    whole = maker.blocks(shards, range(5))[64]
+    numel = sum(parameter.numel() for parameter in maker.model.parameters())
+    monkeypatch.setitem(rows.STACK_BYTES, "cpu", 4 * numel * together)
+    cut = maker.blocks(shards, range(5))[64]
+    assert cut.ids == whole.ids == [f"s{k}" for k in range(5)]
+    assert_same_rows(cut.rows, whole.rows, whole.meta["norm"].to_pylist(), numel)
+
+
+@pytest.mark.parametrize("projection", ["sjlt", "factored"])
+def test_batches_are_of_similar_lengths_and_rows_in_the_order_asked_for(monkeypatch, projection):
+    lengths = [3, 8, 1, 5, 7, 4, 8]
+    shards = FakeShards([Sample(f"s{at}", torch.arange(length) + at) for at, length in enumerate(lengths)])
+    model, positions = causal.build("micro", 64, 8, seed=0), [6, 0, 2, 5, 1, 4, 3]
+    maker, widths = maker_of(model, "hooks", projection, batch_size=3), []
+    made = maker._batch
+
+    def watched(*arguments):
+        batch = made(*arguments)
+        widths.append(batch.input_ids.shape[1])
+        return batch
+
+    monkeypatch.setattr(maker, "_batch", watched)
+    found = maker.blocks(shards, positions)[64]
+    assert widths == [8, 5, 1]
+    alone = [maker_of(model, "loop", projection).blocks(shards, [at])[64] for at in positions]
+    assert found.ids == [f"s{at}" for at in positions] == [id_ for one in alone for id_ in one.ids]
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    wanted = store.concatenated(alone)
+    assert_same_rows(found.rows, wanted.rows, wanted.meta["norm"].to_pylist(), numel)
+    assert found.meta["n_targets"].to_pylist() == [lengths[at] - 1 for at in positions]
+    assert not store.unbound(store.all_names(Path("x")), found, maker.made_from.identity)
+
+
+def test_a_gradient_that_is_not_finite_ends_the_run_with_its_sample():
+    model = causal.build("micro", 64, 8, seed=0)
+    torch.nn.init.constant_(model.transformer.ln_f.weight, math.nan)
+    with pytest.raises(NonFiniteGradient, match="sample 'three'"):
+        maker_of(model).blocks(FakeShards([Sample("three", torch.tensor([7, 8, 9]))]), [0])
+    with pytest.raises(NonFiniteGradient, match="sample 'three'"):
+        maker_of(model, "hooks").check(FakeShards([Sample("three", torch.tensor([7, 8, 9]))]), [0])
+
+
+def test_weights_that_are_not_finite_are_the_models_fault(small, tmp_path, capsys):
+    shutil.copytree(small.model, tmp_path / "nan", ignore=shutil.ignore_patterns("SHA256SUMS"))
+    model = folder.load(small.model)
+    torch.nn.init.constant_(model.transformer.ln_f.weight, math.nan)
+    model.save_pretrained(tmp_path / "nan")
+    assert cli.main(options(small, tmp_path / "run", model_dir=tmp_path / "nan")) == 2
+    printed = capsys.readouterr().err
+    assert (
+        "transformer.ln_f.weight of the model in" in printed
+        and "is not finite" in printed
+        and "--method" not in printed
+    )
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["grads_collect.failed.json"]
+
+
+@pytest.mark.parametrize("id_", ["é" * 100_000, "a word " * 20_000], ids=["one word", "many"])
+def test_a_long_id_makes_no_long_message(tmp_path, id_):
+    printed = str(NonFiniteGradient(f"the gradients of {id_!r}, {id_!r} and {id_!r} are not finite: remove them."))
+    assert printed.startswith(f"the gradients of '{id_[:20]}") and printed.endswith("are not finite: remove them.")
+    assert len(printed) < 11_000 and " characters) …" in printed
+    failures.write_failure(tmp_path, "norms", KeyError(id_))
+    assert (tmp_path / "norms.failed.json").stat().st_size < 100_000
+    assert len(checks.Check("rows", "", [f"{id_!r} is missing"] * 9).report()["detail"]) < 11_000
+
+
+# --- the store over ranks
+
+
+def test_the_files_are_those_of_the_contract(alone, pair):
+    for run, ends in ((alone, [4, 8, 11]), (pair, [4, 6])):
+        for rank in range(json.loads((run / "collect.json").read_text())["world_size"]):
+            for dim in DIMS:
+                names = {f"{kind}.{end}" for kind in ("grads-N.pt", "ids-N.pkl", "meta-N.parquet") for end in ends}
+                names = {name.rpartition(".")[0].replace("N", name.rpartition(".")[2]) for name in names}
+                written = {path.name for path in (run / f"rank_{rank}" / f"dim{dim}").iterdir()}
+                assert written == names | {"all_orig.pt", "all_ids.pkl", "all_meta.parquet"}
+    assert {path.name for path in (pair / "dim64").iterdir()} >= {"all_orig.pt", "all_ids.pkl", "manifest.json"}
+    part = store.read(store.part_names(pair / "rank_1" / "dim100", 6))
+    assert part.rows.shape == (2, 100) and len(part.ids) == 2
+
+
+def test_two_ranks_on_an_odd_number_of_samples_give_the_store_of_one(small, alone, pair):
+    shards = Shards(small.shards, "train")
+    ids = [shards[position].sample_id for position in range(SAMPLES)]
+    assert len(set(ids)) == SAMPLES and any("#" in id_ for id_ in ids)
+    numel = folder.load(small.model).num_parameters()
+    for dim in DIMS:
+        one, two = merged(alone, dim), merged(pair, dim)
+        assert one.ids == two.ids == ids
+        assert one.rows.shape == (SAMPLES, dim)
+        assert_same_rows(two.rows, one.rows, one.meta["norm"].to_pylist(), numel)
+    manifest = json.loads((pair / "dim64" / "manifest.json").read_text())
+    assert (manifest["rows"], manifest["duplicates"], manifest["order"]) == (SAMPLES, 1, "as in the data")
+    assert 0 <= manifest["duplicates_deviation"] < rounding(numel)
+    assert manifest["sha256"]["all_ids.pkl"] == sha256_file(pair / "dim64" / "all_ids.pkl")
+
+
+def test_the_rows_are_the_projected_gradients_of_the_samples(small, pair):
+    shards, model = Shards(small.shards, "train"), folder.load(small.model)
+    origin = provenance.read(pair)
+    projector = rows.RowMaker.load(origin, torch.device("cpu")).projector
+    for dim in DIMS:
+        assert projector.fingerprint(dim) == origin.fingerprints[str(dim)]
+        for position, (id_, row, norm) in enumerate(
+            zip(merged(pair, dim).ids, merged(pair, dim).rows, merged(pair, dim).meta["norm"].to_pylist(), strict=True)
+        ):
+            (sample,) = loop.each(model, collate([shards[position]], 0, 1))
+            flat = torch.cat([gradient.flatten() for gradient in sample.gradient.values()])
+            assert sample.sample_id == id_
+            assert norm == pytest.approx(flat.double().norm().item(), rel=1e-6)
+            assert_same_rows(row[None], projector.project(flat[None], [dim])[dim], [norm], len(flat))
+
+
+def test_none_stores_the_whole_gradient(small, tmp_path, capsys):
+    numel = folder.load(small.model).num_parameters()
+    words = options(small, tmp_path / "run", projection="none", max_samples=2, dim=numel)
+    assert cli.main(words) == 0
+    rows = store.read_rows(tmp_path / "run" / "rank_0" / f"dim{numel}" / "all_orig.pt")
+    meta = store.read_meta(tmp_path / "run" / "rank_0" / f"dim{numel}" / "all_meta.parquet")
+    assert rows.double().norm(dim=1).tolist() == pytest.approx(meta["norm"].to_pylist(), rel=1e-9)
+    assert cli.main(options(small, tmp_path / "other", projection="none", dim=64)) == 2
+    assert f"gradients have {numel} entries" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["grads_collect.failed.json"]
+
+
+@pytest.fixture(scope="module")
+def of_corpus(small, tmp_path_factory):
+    """A run of all documents of a corpus file, by one command."""
+    base = tmp_path_factory.mktemp("corpus")
+    config = {"model_dir": str(small.model), "data_path": str(small.corpus), "cache_dir": str(base / "cache"), "dim": 8}
+    (base / "run.json").write_text(json.dumps(config))
+    words = ["grads", "run", "--config_path", str(base / "run.json"), "--output_dir", str(base / "run")]
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert cli.main(words) == 0
+    (base / "printed").write_text(out.getvalue())
+    return base
+
+
+def test_all_documents_of_a_corpus_file_are_collected(small, of_corpus, capsys):
+    run, ids = of_corpus / "run", merged(of_corpus / "run", 8).ids
+    texts = [document.text for document in documents(small.corpus)]
+    lengths = [len(tokens) + 1 for tokens in load_tokenizer(small.model).encode_batch(texts)]
+    expected = [
+        id_
+        for document, length in zip(documents(small.corpus), lengths, strict=True)
+        for id_ in sample_ids(document.id, len(cuts(length, MAX_LENGTH)))
+    ]
+    assert ids == expected and len(ids) > len(texts) == 17
+    printed = f"{len(ids)} samples of 17 documents"
+    assert f"gradients of {printed} in {run}" in (of_corpus / "printed").read_text()
+
+    words = ["norms", "--model_dir", small.model, "--data_path", small.corpus, "--cache_dir", of_corpus / "cache"]
+    words = [*map(str, words), "--output_dir", str(of_corpus)]
+    assert cli.main([*words, "--split", "val"]) == 2
+    assert f"--split val: {small.corpus} is a corpus file, which is used whole" in capsys.readouterr().err
+    assert cli.main(words) == 0
+    assert f"norms of {printed} in {of_corpus / 'norms.parquet'}" in capsys.readouterr().out
+    table = pq.read_table(of_corpus / "norms.parquet")
+    assert table["id"].to_pylist() == ids
+    assert table["norm"].to_pylist() == pytest.approx(merged(run, 8).meta["norm"].to_pylist(), rel=1e-4)
+
+
+def test_validation_compares_with_the_corpus_file(small, of_corpus, tmp_path, capsys):
+    validate = ["grads", "validate", "--output_dir", str(of_corpus / "run")]
+    assert cli.main(validate) == 0
+    assert "every document of the corpus has samples" in (of_corpus / "run/validation.json").read_text()
+
+    file, moved = tmp_path / "corpus.json", tmp_path / "shards"
+    values = json.loads(small.corpus.read_text())
+    values.insert(1, {"id": "doc/0é#0", "title": "", "text": "new"})
+    file.write_text(json.dumps(values))
+    assert cli.main([*validate, "--corpus", str(file)]) == 2
+    assert f"the corpus {file} is not that of the collection" in capsys.readouterr().err
+    shutil.copytree(of_corpus / "cache/all/shards", moved)
+    meta = shards.meta(moved, "all")
+    torch.save({**meta, "dataset_digest": sha256_file(file)}, moved / "all/shards.meta.pt")
+    assert cli.main([*validate, "--corpus", str(file), "--data_path", str(moved)]) == 1
+    assert "document 'doc/0é#0' has no sample" in capsys.readouterr().err
+    assert cli.main([*validate, "--corpus", str(tmp_path / "none")]) == 2
+    assert "cannot read the corpus" in capsys.readouterr().err
+
+
+def test_documents_are_compared_with_samples_in_order():
+    def found(ids, to_the_end=True):
+        return list(checks._other_documents(["a", "a#1", "b", "c"], ids, to_the_end))
+
+    assert not found(["a", "a#1", "b#0", "b#1", "c"])
+    assert not found(["a", "a#1", "b#0"], to_the_end=False)
+    assert found(["a", "a#1", "b#0"]) == ["document 'c' has no sample"]
+    assert found(["a", "b#0", "b#1", "c"]) == ["document 'a#1' has no sample"]
+    assert found(["a", "a#1", "b", "c", "d"]) == ["sample 'd' belongs to no document"]
+    assert found(["a", "a#1", "b#1", "c"]) == [
+        "document 'b' has no sample",
+        "document 'c' has no sample",
+        "sample 'b#1' belongs to no document",
+    ]
+
+
+# --- going on, and refusing to mix
+
+
+WRITING = """
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from gradwire.base.files import whole
+with ExitStack() as stack:
+    for path in map(Path, sys.argv[1:]):
+        stack.enter_context(whole(path)).write_text("half a file")
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_aggregating_removes_what_a_killed_call_left_whatever_its_flags(alone, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(alone, run)
+    names = ("all_orig.pt", "all_normalized.pt", "all_orig.safetensors", "all_orig.parquet", "manifest.json")
+    words = [sys.executable, "-c", WRITING, *(str(run / "dim64" / name) for name in (*names, "notes.txt"))]
+    killed, living = (subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2))
+    for process in (killed, living):
+        assert process.stdout.readline() == b"writing\n"
+    killed.kill()
+    killed.communicate()
+    assert len(list((run / "dim64").glob("*.part"))) == 12
+    assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", "64"]) == 0
+    assert len(list((run / "dim64").glob("*.part"))) == 7, "those of the living one, and notes.txt, no file of the verb"
+    living.communicate()
+    assert living.returncode == 0
+    assert len(list((run / "dim64").glob("*.part"))) == 1
+
+
+def test_a_killed_collection_goes_on_to_the_store_of_an_unbroken_one(small, alone, tmp_path):
+    run = tmp_path / "run"
+    killed = [sys.executable, str(Path(__file__).with_name("killed_collect.py")), "7", *options(small, run)]
+    assert subprocess.run(killed, check=False).returncode == -9
+    assert len(list(run.rglob("*.part"))) == 1
+    parts = run / "rank_0" / "dim64"
+    done = (parts / "grads-4.pt").stat().st_mtime_ns
+    assert (parts / "grads-8.pt").exists() and not (run / "rank_0" / "dim100" / "ids-8.pkl").exists()
+    assert cli.main(options(small, run)) == 0
+    assert (parts / "grads-4.pt").stat().st_mtime_ns == done
+    for path in sorted((alone / "rank_0").rglob("*.p*")):
+        assert sha256_file(path) == sha256_file(run / path.relative_to(alone)), path
+    assert not list(run.rglob("*.part"))
+
+
+def test_a_collection_does_not_go_on_from_blocks_that_are_not_its_own(small, alone, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(alone, run)
+    (run / "collect.json").unlink()
+    assert cli.main(options(small, run, seed=1)) == 2
+    assert "collect.json is missing, but the folder holds gradients" in capsys.readouterr().err
+    assert not (run / "collect.json").exists()
+    shutil.copy(alone / "collect.json", run)
+    parts = run / "rank_0" / "dim64"
+    names = store.part_names(parts, 8)
+    block = store.read(names)
+    put(names, block.rows + 1e-3, block)
+    (parts / "all_ids.pkl").unlink()
+    assert cli.main(options(small, run)) == 2
+    assert f"{names.rows} with {names.ids}" in capsys.readouterr().err
+    assert not (parts / "all_ids.pkl").exists()
+
+
+def test_a_run_folder_of_another_configuration_is_refused_and_restarted_on_request(small, alone, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(alone, run)
+    before = sha256_file(run / "rank_0" / "dim64" / "all_orig.pt")
+    changed = options(small, run, seed=1)
+    assert cli.main(changed) == 2
+    assert "a collection folder of another configuration: seed is 0 there and 1 here" in capsys.readouterr().err
+    assert sha256_file(run / "rank_0" / "dim64" / "all_orig.pt") == before
+    assert cli.main([*changed, "--restart"]) == 0
+    assert sha256_file(run / "rank_0" / "dim64" / "all_orig.pt") != before
+    assert not (run / "dim64").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dim": 0}, "--dim is 0"),
+        ({"dim": 10**9}, "--dim 1000000000: the model's gradients have "),
+        ({"save_interval": 0}, "--save_interval is 0"),
+        ({"max_samples": 0}, "--max_samples is 0"),
+        ({"model_dir": "nowhere"}, "nowhere holds no model"),
+        ({"data_path": "nowhere"}, "nowhere is neither a shards folder nor a corpus file"),
+    ],
+)
+def test_bad_input_is_reported_before_anything_is_written(small, tmp_path, capsys, changes, message):
+    assert cli.main(options(small, tmp_path / "run", **changes)) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run" / "collect.json").exists()
+
+
+def test_more_ranks_than_samples_are_refused_before_they_start(small, tmp_path, capsys):
+    launch = ["launch", "--world_size", "4", "--"]
+    assert cli.main([*launch, *options(small, tmp_path / "run", max_samples=3)]) == 2
+    assert "4 ranks for 3 samples" in capsys.readouterr().err
+
+
+def test_grads_run_refuses_a_configuration_it_does_not_know(small, tmp_path, capsys):
+    def answer(text):
+        (tmp_path / "c.yaml").write_text(text)
+        assert cli.main(["grads", "run", "--config_path", str(tmp_path / "c.yaml"), "--output_dir", str(tmp_path)]) == 2
+        return capsys.readouterr().err
+
+    assert "Did you mean 'projection'" in answer("{model_dir: x, data_path: y, dim: 4, projecton: none}")
+    assert "lacks dim" in answer("{model_dir: x, data_path: y}")
+    assert "train must be a string, got 3" in answer("{model_dir: x, data_path: y, dim: 4, train: 3}")
+    assert "launcher must be a string, got None" in answer("{model_dir: x, data_path: y, dim: 4, launcher: }")
+    assert "is not a mapping" in answer("[1, 2]")
+    assert "cannot be read" in answer("{")
+
+
+# --- merging
+
+
+MERGED = origin(5, dims=[3], method="loop", projection="rademacher")
+
+
+def block_of(ids, rows):
+    records = [{"sample_id": id_, "loss": 1.0, "n_targets": 1, "norm": 1.0, "flag": None} for id_ in ids]
+    return store.bind(rows, records, MERGED)
+
+
+def test_a_digest_covers_the_collection_the_metadata_as_json_and_the_row():
+    ids = ["plain", "a\nb", '"}\n{"', "%s\u2028é", "a, b\x1c"]
+    rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    block = block_of(ids, rows)
+    for id_, row, found in zip(ids, rows, block.meta["digest"].to_pylist(), strict=True):
+        text = json.dumps({"flag": None, "loss": 1.0, "n_targets": 1, "norm": 1.0, "sample_id": id_})
+        covered = f"{MERGED.identity}{text}".encode() + row.numpy().astype("<f4").tobytes()
+        assert found == hashlib.sha256(covered).hexdigest()
+    assert store.mismatched(block, MERGED.identity) == []
+    assert store.mismatched(block._replace(ids=[*ids[:3], "other", ids[4]]), MERGED.identity) == [3]
+    assert store.row_digests(MERGED.identity, block.meta[:0], rows[:0]) == []
+
+
+def test_merging_orders_by_the_data_and_checks_duplicates(tmp_path, monkeypatch):
+    rows = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+
+    def source(name, *block):
+        store.write(store.all_names(tmp_path / name), block_of(*block))
+        return merge.read_rank(tmp_path / name, 3, MERGED)
+
+    first, second = source("0", ["c", "a", "e"], rows[[2, 0, 4]]), source("1", ["b", "d", "a"], rows[[1, 3, 0]])
+    for chunk in (1, 24, 1 << 20):
+        monkeypatch.setattr(merge, "CHUNK_BYTES", chunk)
+        result = merge.merge([first, second], list("abcde"), 1e-4)
+        assert torch.equal(torch.from_numpy(np.concatenate(list(result.chunks()))), rows)
+    assert result.meta["sample_id"].to_pylist() == list("abcde")
+    assert (result.duplicates, result.deviation) == (1, 0.0)
+    differing = source("2", ["b", "d", "a"], rows[[1, 3, 0]] * torch.tensor([[1.0], [1.0], [1.01]]))
+    with pytest.raises(CheckFailed, match=r"two rows of sample 'a' differ"):
+        merge.merge([first, differing], list("abcde"), 1e-4)
+    with pytest.raises(BadInput, match=r"no row for sample 'f', 'g' \(2 in all\)"):
+        merge.merge([first, second], list("abcdefg"), 1e-4)
+    with pytest.raises(BadInput, match=r"rows for sample 'e' \(1 in all\), not in the data"):
+        merge.merge([first, second], list("abcd"), 1e-4)
+
+
+def test_rows_are_read_and_written_piece_by_piece_in_torchs_own_format(pair, tmp_path):
+    from safetensors.torch import load_file
+
+    words = ["--base_path", str(pair), "--output_dir", str(tmp_path / "more"), "--dim", "100", "--normalize"]
+    assert cli.main(["grads", "aggregate", *words, "--export", "safetensors", "parquet"]) == 0
+    folder_ = tmp_path / "more" / "dim100"
+    for options_ in ({"mmap": True}, {}):
+        rows = torch.load(folder_ / "all_orig.pt", weights_only=True, **options_)
+        assert torch.equal(rows, merged(pair, 100).rows)
+    assert torch.equal(load_file(folder_ / "all_orig.safetensors")["rows"], rows)
+    table = pq.read_table(folder_ / "all_orig.parquet")
+    assert table["sample_id"].to_pylist() == store.read_ids(folder_ / "all_ids.pkl")
+    assert torch.equal(torch.tensor(table["row"].to_pylist()), rows)
+    scaled = torch.load(folder_ / "all_normalized.pt", weights_only=True)
+    torch.testing.assert_close(scaled, torch.nn.functional.normalize(rows))
+    manifest = json.loads((folder_ / "manifest.json").read_text())
+    assert len(manifest["sha256"]) == 6
+    assert manifest["sha256"] == {name: sha256_file(folder_ / name) for name in manifest["sha256"]}
+    file = RowFile(folder_ / "all_orig.pt")
+    for positions in ([3], [0, 10], [7, 2, 2, 9], list(range(11))):
+        assert torch.equal(torch.from_numpy(file.take(positions)), rows[positions])
+
+
+def test_aggregating_refuses_what_the_run_has_not(pair, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(pair, run)
+
+    def answer(*more, base=run):
+        assert cli.main(["grads", "aggregate", "--base_path", str(base), *more]) == 2
+        return capsys.readouterr().err
+
+    assert "--dim 65: " in answer("--dim", "65")
+    assert "was collected by 2 ranks" in answer("--dim", "64", "--num_gpus", "3")
+    assert "collect.json is missing" in answer("--dim", "64", base=tmp_path)
+    shutil.rmtree(run / "rank_1")
+    assert f"{run / 'rank_1' / 'dim64'} is missing or incomplete" in answer("--dim", "64")
+
+
+def test_aggregating_refuses_altered_rows_and_leaves_no_file_of_an_earlier_call(pair, tmp_path, capsys):
+    run, made = tmp_path / "run", tmp_path / "made" / "dim64"
+    shutil.copytree(pair, run)
+    words = ["grads", "aggregate", "--base_path", str(run), "--output_dir", str(made), "--dim", "64"]
+    assert cli.main([*words, "--normalize", "--export", "parquet"]) == 0
+    assert cli.main(words) == 0
+    assert {path.name for path in made.iterdir()} == {
+        *(path.name for path in store.all_names(made)),
+        "manifest.json",
+    }
+    before = {path.name: sha256_file(path) for path in made.iterdir()}
+    names = store.all_names(run / "rank_1" / "dim64")
+    block = store.read(names)
+    rows = block.rows.clone()
+    rows[2, 3] += 1e-3
+    put(names, rows, block)
+    assert cli.main(words) == 2
+    assert f"{names.meta}: row 2 is not what was collected for {block.ids[2]!r}" in capsys.readouterr().err
+    (made / "grads_aggregate.failed.json").unlink()
+    assert {path.name: sha256_file(path) for path in made.iterdir()} == before
+
+
+def test_the_output_folder_may_be_the_width_itself(pair, tmp_path):
+    for given, meant in ((tmp_path / "a", tmp_path / "a" / "dim64"), (tmp_path / "dim64", tmp_path / "dim64")):
+        words = ["--base_path", str(pair), "--output_dir", str(given), "--dim", "64"]
+        assert cli.main(["grads", "aggregate", *words]) == 0
+        assert sha256_file(meant / "all_ids.pkl") == sha256_file(pair / "dim64" / "all_ids.pkl")
+
+
+# --- validation finds what is planted
+
+
+def rewrite(path, ids):
+    path.write_bytes(pickle.dumps(ids))
+
+
+def sign_again(run):
+    """Make the manifest agree with the files, as a careful forger would."""
+    file = run / "dim64" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["sha256"] = {name: sha256_file(run / "dim64" / name) for name in manifest["sha256"]}
+    file.write_text(json.dumps(manifest))
+
+
+def put(names, rows, block):
+    """Other rows with the ids and the metadata of a block."""
+    store.write(names, block._replace(stored=block.codec.encode(rows.clone())))
+
+
+def put_bound(run, names, rows, block):
+    """As a forger would who knows what a digest covers."""
+    meta = store.with_digests(provenance.read(run).identity, block.meta, block.codec.encode(rows))
+    put(names, rows, block._replace(meta=meta))
+
+
+def swapped(ids, i=1, j=3):
+    ids = list(ids)
+    ids[i], ids[j] = ids[j], ids[i]
+    return ids
+
+
+def swap_rank_ids(run):
+    path = run / "rank_1" / "dim64" / "all_ids.pkl"
+    rewrite(path, swapped(store.read_ids(path)))
+    return path
+
+
+def swap_part_ids(run):
+    path = run / "rank_0" / "dim64" / "ids-4.pkl"
+    rewrite(path, swapped(store.read_ids(path)))
+    return path
+
+
+def swap_rank_ids_everywhere(run):
+    for name in ("ids-4.pkl", "all_ids.pkl"):
+        path = run / "rank_0" / "dim64" / name
+        rewrite(path, swapped(store.read_ids(path)))
+    return path
+
+
+def swap_merged_ids(run):
+    path = run / "dim64" / "all_ids.pkl"
+    rewrite(path, swapped(store.read_ids(path)))
+    return path
+
+
+def swap_merged_ids_and_sign(run):
+    path = swap_merged_ids(run)
+    sign_again(run)
+    return path
+
+
+def swap_merged_rows_and_bind_again(run):
+    names, block = store.all_names(run / "dim64"), merged(run)
+    put_bound(run, names, block.rows[swapped(range(SAMPLES))], block)
+    sign_again(run)
+    return names.rows
+
+
+def alter_row(run):
+    names, block = store.all_names(run / "dim64"), merged(run)
+    rows = block.rows.clone()
+    rows[5] *= 1.1
+    put(names, rows, block)
+    sign_again(run)
+    return names.rows
+
+
+def alter_rank_row(run):
+    names = store.part_names(run / "rank_1" / "dim64", 6)
+    block = store.read(names)
+    rows = block.rows.clone()
+    rows[0, 0] += 1e-3
+    put(names, rows, block)
+    return names.rows
+
+
+def keep(run, positions):
+    names, block = store.all_names(run / "dim64"), merged(run)
+    ids, meta = [block.ids[at] for at in positions], block.meta.take(pa.array(positions))
+    store.write(names, store.Block(block.stored[positions], ids, meta, block.codec))
+    sign_again(run)
+    return names.ids
+
+
+def drop_row(run):
+    return keep(run, [0, 1, 2, 3, 5, 6, 7, 8, 9, 10])
+
+
+def duplicate_row(run):
+    return keep(run, [0, 1, 2, 3, 3, 5, 6, 7, 8, 9, 10])
+
+
+def reorder_rows(run):
+    return keep(run, swapped(range(SAMPLES)))
+
+
+def add_id(run):
+    path = run / "rank_0" / "dim64" / "ids-6.pkl"
+    rewrite(path, [*store.read_ids(path), "more"])
+    return path
+
+
+def truncate(run):
+    path = run / "rank_0" / "dim64" / "grads-4.pt"
+    path.write_bytes(path.read_bytes()[:-300])
+    return path
+
+
+def break_pair(run):
+    path = run / "rank_1" / "dim64" / "ids-4.pkl"
+    path.unlink()
+    return path
+
+
+def add_block(run):
+    path = run / "rank_1" / "dim64" / "grads-5.pt"
+    shutil.copy(run / "rank_1" / "dim64" / "grads-4.pt", path)
+    return path.parent
+
+
+def plant_nan(run):
+    names = store.all_names(run / "rank_0" / "dim64")
+    block = store.read(names)
+    rows = block.rows.clone()
+    rows[2, 3] = math.nan
+    put(names, rows, block)
+    return names.rows
+
+
+def other_width(run):
+    path = run / "dim64" / "all_orig.pt"
+    torch.save(torch.ones(SAMPLES, 65), path)
+    return path
+
+
+def other_type(run):
+    path = run / "dim64" / "all_orig.pt"
+    torch.save(merged(run).rows.half(), path)
+    return path
+
+
+def forge_manifest(run):
+    path = run / "dim64" / "manifest.json"
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
+    return path
+
+
+def remove_merged(run):
+    shutil.rmtree(run / "dim64")
+    return run / "dim64" / "all_ids.pkl"
+
+
+def mix_runs(run):
+    """A rank's files of the same run with another seed."""
+    other = run.parent / "other"
+    model, data = (json.loads((run / "collect.json").read_text())[key] for key in ("model_dir", "data_path"))
+    words = ["--model_dir", model, "--data_path", data, "--output_path", str(other), "--dim", "64", "--seed", "9"]
+    assert cli.main(["grads", "collect", *words, "--max_samples", "6", "--save_interval", "4"]) == 0
+    shutil.rmtree(run / "rank_0" / "dim64")
+    shutil.copytree(other / "rank_0" / "dim64", run / "rank_0" / "dim64")
+    return run / "rank_0" / "dim64" / "all_ids.pkl"
+
+
+def shrink_row_and_bind_again(run):
+    """A row of a third of its norm, with digests and checksums to match: only its norm shows it."""
+    names, block = store.all_names(run / "dim64"), merged(run)
+    rows = block.rows.clone()
+    rows[5] /= 3
+    put_bound(run, names, rows, block)
+    sign_again(run)
+    return names.rows
+
+
+def another_models_ranks(run):
+    """The same samples, projection and seed; the gradients are another model's, and in themselves all is right."""
+    made = provenance.read(run)
+    other = run.parent / "model"
+    model = causal.build("micro", 290, 24, seed=4)
+    folder.save(model.state_dict(), model.config, Path(made.model_dir), other, {})
+    maker = rows.RowMaker.load(
+        replace(made, model_dir=str(other), model_digest=saved.digest(other), dims=[64]), torch.device("cpu")
+    )
+    for rank in range(2):
+        parts, positions = run / f"rank_{rank}" / "dim64", made.sampler_indices(rank)
+        blocks = [maker.blocks(Shards(made.data_path, "train"), part)[64] for part in (positions[:4], positions[4:])]
+        for names, block in zip((store.part_names(parts, 4), store.part_names(parts, 6)), blocks, strict=True):
+            store.write(names, block)
+        store.write(store.all_names(parts), store.concatenated(blocks))
+    cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", "64"])
+    return run / "rank_1" / "dim64" / "all_orig.pt"
+
+
+def extra_rank(run):
+    shutil.copytree(run / "rank_1" / "dim64", run / "rank_2" / "dim64")
+    return run / "rank_2" / "dim64"
+
+
+def extra_width(run):
+    """As if the matrix of another run lay beside this one's, or one of a width that was collected before."""
+    for width in (run / "rank_0" / "dim64", run / "rank_1" / "dim64", run / "dim64"):
+        shutil.copytree(width, width.with_name("dim640"))
+    return run / "dim640"
+
+
+def edit_loss(run):
+    """Of one sample, wherever it is reported, and signed."""
+    edited = merged(run).ids[0]
+    for place in ("rank_0/dim64", "rank_1/dim64", "dim64"):
+        for path in (run / place).glob("*meta*.parquet"):
+            table = pq.read_table(path)
+            losses = [7.5 if id_ == edited else loss for id_, loss in _losses(table)]
+            pq.write_table(table.set_column(1, "loss", pa.array(losses, pa.float64())), path)
+    sign_again(run)
+    return run / "dim64" / "all_meta.parquet"
+
+
+def _losses(table):
+    return zip(table["sample_id"].to_pylist(), table["loss"].to_pylist(), strict=True)
+
+
+def alter_normalized(run):
+    assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", "64", "--normalize"]) == 0
+    path = run / "dim64" / "all_normalized.pt"
+    torch.save(merged(run).rows.clone(), path)
+    return path
+
+
+def unlisted_normalized(run):
+    path = run / "dim64" / "all_normalized.pt"
+    shutil.copy(run / "dim64" / "all_orig.pt", path)
+    return path
+
+
+def unlisted_file(run):
+    path = run / "dim64" / "manifest.json"
+    stored = json.loads(path.read_text())
+    del stored["sha256"]["all_meta.parquet"]
+    path.write_text(json.dumps(stored))
+    return run / "dim64" / "all_meta.parquet"
+
+
+def save_with_offset(run):
+    """`torch.load` gives the right rows, and the numbers of the file begin with others."""
+    path = run / "dim64" / "all_orig.pt"
+    rows = merged(run).rows.clone()
+    torch.save(torch.cat([rows.flip(0), rows])[SAMPLES:], path)
+    sign_again(run)
+    return path
+
+
+def save_sparse(run):
+    path = run / "dim64" / "all_orig.pt"
+    torch.save(merged(run).rows.clone().to_sparse(), path)
+    return path
+
+
+def list_manifest(run):
+    path = run / "dim64" / "manifest.json"
+    path.write_text(f"[{path.read_text()}]")
+    return path
+
+
+def number_as_string(run):
+    path = run / "dim64" / "manifest.json"
+    path.write_text(path.read_text().replace('"rows": 11', '"rows": "11"'))
+    return path
+
+
+def checksums_of_a_list(run):
+    path = run / "dim64" / "manifest.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({**stored, "sha256": list(stored["sha256"])}))
+    return path
+
+
+FAULTS = [
+    another_models_ranks,
+    extra_rank,
+    edit_loss,
+    alter_normalized,
+    unlisted_normalized,
+    unlisted_file,
+    save_with_offset,
+    save_sparse,
+    list_manifest,
+    number_as_string,
+    checksums_of_a_list,
+    swap_rank_ids,
+    swap_part_ids,
+    swap_rank_ids_everywhere,
+    swap_merged_ids,
+    swap_merged_ids_and_sign,
+    swap_merged_rows_and_bind_again,
+    alter_row,
+    alter_rank_row,
+    drop_row,
+    duplicate_row,
+    reorder_rows,
+    add_id,
+    truncate,
+    break_pair,
+    add_block,
+    plant_nan,
+    other_width,
+    other_type,
+    forge_manifest,
+    remove_merged,
+    mix_runs,
+    shrink_row_and_bind_again,
+]
+
+
+@pytest.mark.parametrize("plant", FAULTS)
+def test_validation_finds_the_fault_and_names_the_file(pair, tmp_path, capsys, plant):
+    run = tmp_path / "run"
+    shutil.copytree(pair, run)
+    path = plant(run)
+    assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "64"]) == 1
+    stored = json.loads((run / "validation.json").read_text())
+    failed = [check for check in stored["checks"] if not check["passed"]]
+    assert stored["passed"] is False and failed
+    assert str(path) in " ".join(check["detail"] for check in failed)
+    assert str(path) in capsys.readouterr().err
+    assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "100"]) == 0
+
+
+@pytest.mark.parametrize(
+    "changes", [{"seed": 1}, {"projection": "normal"}, {"grad_type": "sign"}, {"model_digest": "other"}, {"lora": "x"}]
+)
+def test_an_edited_provenance_is_not_that_of_the_rows(pair, tmp_path, capsys, changes):
+    run = tmp_path / "run"
+    shutil.copytree(pair, run)
+    for path in (run / "collect.json", run / "dim64" / "manifest.json", run / "dim100" / "manifest.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "64", "--recompute", "1"]) == 1
+    printed = capsys.readouterr().err
+    for place in ("rank_0/dim64/grads-4.pt", "rank_1/dim64/grads-6.pt", "dim64/all_orig.pt"):
+        assert f"{run / place} with" in printed
+    assert "no row is of this collection" in printed
+    assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", "64"]) == 2
+    assert "no row is of this collection" in capsys.readouterr().err
+
+
+def test_a_matrix_of_another_width_beside_the_runs_is_found(pair, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(pair, run)
+    path = extra_width(run)
+    assert cli.main(["grads", "validate", "--output_dir", str(run)]) == 1
+    assert f"{path} belongs to no rank or width of the collection" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda stored: [stored], "object"),
+        (lambda stored: None, "object"),
+        (lambda stored: {**stored, "samples": "11"}, "samples: Input should be a valid integer"),
+        (lambda stored: {**stored, "samples": 1000}, "says 1000 samples on 2 ranks"),
+        (lambda stored: {**stored, "world_size": 12}, "says 11 samples on 12 ranks"),
+        (lambda stored: {**stored, "save_interval": 0}, "save_interval: Input should be greater than or equal to 1"),
+        (lambda stored: {**stored, "dims": []}, "dims: List should have at least 1 item"),
+        (lambda stored: {**stored, "dims": [64, "100"]}, "dims.1: Input should be a valid integer"),
+        (lambda stored: {**stored, "split": ["train"]}, "split: Input should be 'train', 'val' or 'all'"),
+        (lambda stored: {**stored, "projection": "none such"}, "projection: Input should be"),
+        (lambda stored: {**stored, "seed": 2**80}, "seed: Input should be less than"),
+        (
+            lambda stored: {name: stored[name] for name in stored if name != "format"},
+            "written by another version of gradwire",
+        ),
+        (lambda stored: {**stored, "format": 1}, "written by another version of gradwire"),
+    ],
+)
+def test_a_provenance_of_other_types_is_bad_input(small, pair, tmp_path, capsys, change, message):
+    run = tmp_path / "run"
+    run.mkdir()
+    stored = json.loads((pair / "collect.json").read_text())
+    (run / "collect.json").write_text(json.dumps(change(stored)))
+    for verb in (["validate", "--output_dir", str(run)], ["aggregate", "--base_path", str(run), "--dim", "64"]):
+        assert cli.main(["grads", *verb]) == 2
+        printed = capsys.readouterr().err
+        assert message in printed and "collect.json" in printed and "Traceback" not in printed
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's own, of types that it does not recommend
+def test_what_is_no_plain_matrix_of_rows_is_refused(tmp_path):
+    path = tmp_path / "rows.pt"
+    rows = torch.randn(3, 5, generator=torch.Generator().manual_seed(0))
+
+    def refusal(saved_):
+        torch.save(saved_, path)
+        with pytest.raises(BadInput, match=str(path)) as printed:
+            RowFile(path)
+        return str(printed.value)
+
+    for other in (
+        rows.to_sparse(),
+        torch.nn.Parameter(rows),
+        torch.quantize_per_tensor(rows, 0.1, 0, torch.qint8),
+        rows.to(torch.complex64),
+        rows.double(),
+        rows[0],
+        [rows],
+    ):
+        assert "is not a dense float32 matrix" in refusal(other)
+    assert "is not a plain CPU tensor" in refusal(rows.requires_grad_())
+    rows.requires_grad_(False)
+    assert "is not a plain CPU tensor" in refusal(torch._neg_view(rows))
+    assert "is not a plain CPU tensor" in refusal(rows.to("meta"))
+    for part in (rows.T, rows[1:], rows[:2], rows[:, :4]):
+        assert "a part of a larger tensor" in refusal(part)
+    torch.save(rows, path)
+    assert torch.equal(torch.from_numpy(RowFile(path).read(0, 3)), rows)
+
+
+def test_recomputing_finds_rows_that_are_consistently_false(pair, tmp_path, capsys):
+    run = tmp_path / "run"
+    shutil.copytree(pair, run)
+    for folder_ in (run / "rank_0" / "dim64", run / "rank_1" / "dim64", run / "dim64"):
+        for names in [store.all_names(folder_), *(store.part_names(folder_, end) for end in store.parts(folder_))]:
+            block = store.read(names)
+            put_bound(run, names, block.rows * 1.1, block)
+    sign_again(run)
+    words = ["grads", "validate", "--output_dir", str(run), "--dim", "64"]
+    assert cli.main(words) == 0
+    assert cli.main([*words, "--recompute", "2"]) == 1
+    assert f"{run / 'dim64' / 'all_orig.pt'}: row" in capsys.readouterr().err
+
+
+def test_the_checks_of_the_ranks_and_of_the_merged_rows_can_be_asked_for_apart(pair, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(pair, run)
+    swap_rank_ids(run)
+    words = ["grads", "validate", "--output_dir", str(run), "--num_gpus", "2", "--recompute", "1"]
+    assert cli.main([*words, "--check_aggregated"]) == 0
+    assert cli.main([*words, "--check_ranks"]) == 1
+
+
+class Rule:
+    """An installed package's check."""
+
+    name, value = "no long documents", "package:function"
+
+    def load(self):
+        return lambda run, blocks: [f"{block.names.rows} of {run.name}" for block in blocks if len(block.block.ids) > 6]
+
+
+def test_other_packages_may_add_checks(pair, monkeypatch, capsys):
+    monkeypatch.setattr(checks, "entry_points", lambda group: [Rule()] * (group == "gradwire.gradient_checks"))
+    assert cli.main(["grads", "validate", "--output_dir", str(pair), "--dim", "64", "--check_ranks"]) == 0
+    assert cli.main(["grads", "validate", "--output_dir", str(pair), "--dim", "64"]) == 1
+    assert f"no long documents: {pair / 'dim64' / 'all_orig.pt'} of run" in capsys.readouterr().err
+    monkeypatch.setattr(Rule, "load", lambda self: lambda run, blocks: 1 / 0)
+    assert cli.main(["grads", "validate", "--output_dir", str(pair)]) == 2
+    assert "the check no long documents (package:function) raised ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_validation_refuses_another_model_or_other_data(small, pair, tmp_path, capsys):
+    other = tmp_path / "model"
+    shutil.copytree(small.model, other)
+    model = causal.build("micro", 290, 24, seed=4)
+    folder.save(model.state_dict(), model.config, small.model, other, {})
+    words = ["grads", "validate", "--output_dir", str(pair), "--recompute", "1"]
+    assert cli.main([*words, "--model_dir", str(other)]) == 2
+    assert "is not that of the collection" in capsys.readouterr().err
+    moved = tmp_path / "shards"
+    shutil.copytree(small.shards, moved)
+    assert cli.main([*words, "--data_path", str(moved)]) == 0
+
+
+# --- pickles
+
+
+class Malicious:
+    def __reduce__(self):
+        return Path.touch, (Path("touched"),)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pickle.dumps(Malicious()),
+        pickle.dumps([Malicious()]),
+        pickle.dumps({"a": 1}),
+        pickle.dumps(["a", b"b"]),
+        pickle.dumps(("a",)),
+        pickle.dumps(["a", "b"])[:-4],
+        b"",
+        b"\x80\x04garbage",
+    ],
+)
+def test_only_a_list_of_strings_is_unpickled(tmp_path, monkeypatch, content):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ids.pkl").write_bytes(content)
+    with pytest.raises(BadInput, match=str(tmp_path / "ids.pkl")):
+        store.read_ids(tmp_path / "ids.pkl")
+    assert not Path("touched").exists()
+
+
+def test_a_malicious_tensor_file_is_not_executed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(Malicious(), tmp_path / "rows.pt")
+    with pytest.raises(BadInput, match=str(tmp_path / "rows.pt")):
+        store.read_rows(tmp_path / "rows.pt")
+    assert not Path("touched").exists()
+
+
+def test_rows_are_written_without_what_else_their_storage_holds(tmp_path):
+    rows = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    for number, part in enumerate((rows[2:], rows[:3], rows[:, 1:4], rows.T)):
+        names = store.all_names(tmp_path / str(number))
+        ids = [f"s{row}" for row in range(len(part))]
+        store.write(names, block_of(ids, part))
+        assert torch.equal(store.read(names).rows, part)
+        assert torch.equal(torch.from_numpy(RowFile(names.rows).read(0, len(part))), part)
+
+
+def test_ids_are_data(tmp_path):
+    ids = ["../../etc/passwd", "line\nbreak", "ünï ✓", "x" * 1_000_000, ""]
+    names = store.all_names(tmp_path)
+    store.write(names, block_of(ids, torch.ones(5, 2)))
+    assert store.read(names).ids == ids

@@ -1,0 +1,195 @@
+"""A row per token: against autograd of one token's loss in its whole sample, and sums against the samples' rows."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+from changed_store import copied, edit
+from data_samples import tokenize_words, write_corpus
+from test_targets import LENGTH, load
+from test_weights import DOCUMENTS
+
+from gradwire import cli
+from gradwire.attribution.collect.tokens import Tokens
+from gradwire.attribution.store import store
+from gradwire.lm.data.shards import Shards
+from gradwire.lm.data.tokenizer import load as load_tokenizer
+from gradwire.lm.models import causal, folder
+
+SAMPLES = 13
+PROMPTS = [  # samples without a target: the first of a document, and the last of the data
+    {"id": "a@3", "prompt": "日本 naïve wire; " * 14, "completion": "and\n", "weight": -2},
+    *DOCUMENTS[:8],
+    {"id": "last", "text": "wire " * 50 + "code " * 40, "target_spans": [[0, 20]]},
+]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The corpus, its only split once it is collected, and an untrained model."""
+    base = tmp_path_factory.mktemp("tokens")
+    corpus = write_corpus(base / "corpus.json", PROMPTS)
+    assert cli.main(tokenize_words(corpus, base / "data", max_length=LENGTH)) == 0
+    words = load_tokenizer(base / "data" / "tokenizer")
+    model = causal.build("micro", words.vocab_size, LENGTH, seed=3)
+    folder.save(model.state_dict(), model.config, base / "data" / "tokenizer", base / "model", {"steps": 0})
+    main("norms", "--model_dir", base / "model", "--data_path", corpus, "--cache_dir", base, "--output_dir", base)
+    return corpus, base / "all" / "shards", base / "model"
+
+
+def main(*words):
+    assert cli.main([*map(str, words)]) == 0
+
+
+def collect(made, run, *words, ranks=1):
+    corpus, _, model = made
+    flags = ["--model_dir", model, "--data_path", corpus, "--cache_dir", corpus.parent, "--output_path", run, *words]
+    command = ["grads", "collect", *map(str, flags)]
+    return cli.main(command if ranks == 1 else ["launch", "--world_size", str(ranks), "--", *command])
+
+
+def merged(made, run, dim, *words, ranks=1):
+    assert collect(made, run, "--dim", dim, *words, ranks=ranks) == 0
+    main("grads", "aggregate", "--base_path", run, "--dim", dim)
+    main("grads", "validate", "--output_dir", run, "--recompute", 7)
+    return store.read(store.all_names(run / f"dim{dim}"))
+
+
+def samples_of(data):
+    return list(Shards(data, "all"))
+
+
+def by_hand(model, sample):
+    """The position, weighted loss and gradient of each target, in float64, from one pass over the whole sample."""
+    log_p = model(sample.input_ids[None]).logits[0].log_softmax(-1)
+    for place in range(1, len(sample.input_ids)):
+        if sample.is_target is None or sample.is_target[place]:
+            weight = 1.0 if sample.weights is None else float(sample.weights[place])
+            loss = -weight * log_p[place - 1, sample.input_ids[place]]
+            parts = torch.autograd.grad(loss, [*model.parameters()], retain_graph=True)
+            yield place, loss.item(), torch.cat([part.flatten() for part in parts])
+
+
+@pytest.mark.parametrize("method", ["hooks", "loop"])
+def test_rows_are_gradients_of_each_tokens_loss(made, tmp_path, method):
+    model, samples = load(made[2]), samples_of(made[1])
+    size = sum(parameter.numel() for parameter in model.parameters())
+    words = ["--rows", "token", "--projection", "none", "--method", method, "--max_samples", SAMPLES]
+    block = merged(made, tmp_path / "run", size, *words, "--metadata", "document,n_tokens,position")
+    wanted = [(one, *found) for one in samples[:SAMPLES] for found in by_hand(model, one)]
+    assert block.ids == [f"{one.sample_id}@{place}" for one, place, *_ in wanted]
+    assert len({one.sample_id for one, *_ in wanted}) < SAMPLES < len(samples)  # some have no target
+    for at, (row, noted, (one, place, loss, gradient)) in enumerate(
+        zip(block.rows.double(), block.meta.to_pylist(), wanted, strict=True)
+    ):
+        torch.testing.assert_close(row, gradient.double(), rtol=0, atol=1e-5)
+        assert noted["loss"] == pytest.approx(loss, rel=1e-4, abs=1e-5)
+        assert noted["norm"] == pytest.approx(float(gradient.norm()), rel=1e-4, abs=1e-6)
+        assert (noted["n_targets"], noted["flag"], noted["n_tokens"]) == (1, None, place + 1)
+        assert (noted["position"], noted["document"]) == (at, one.sample_id.split("#")[0])
+
+
+@pytest.mark.parametrize("projection", ["rademacher", "factored"])
+@pytest.mark.parametrize("loss", ["sum", "mean"])
+def test_rows_of_a_samples_tokens_add_up_to_its_row(made, tmp_path, loss, projection):
+    words = ["--projection", projection, "--loss", loss, "--seed", 3]
+    of_samples = merged(made, tmp_path / "samples", 64, *words)
+    of_tokens = merged(made, tmp_path / "tokens", 64, "--rows", "token", *words)
+    for id_, row, noted in zip(of_samples.ids, of_samples.rows.double(), of_samples.meta.to_pylist(), strict=True):
+        own = [at for at, token in enumerate(of_tokens.ids) if token.rpartition("@")[0] == id_]
+        assert len(own) == noted["n_targets"]
+        total = of_tokens.rows[own].double().sum(0) / (1 if loss == "sum" else max(1, len(own)))
+        norms = sum(of_tokens.meta["norm"][at].as_py() for at in own)
+        torch.testing.assert_close(total, row, rtol=0, atol=1e-5 * (norms + 1))
+
+
+@pytest.mark.sweep
+def test_two_ranks_collect_the_rows_of_one(made, tmp_path):
+    words = ["--rows", "token", "--projection", "sjlt", "--save_interval", 30, "--max_samples", 5]
+    alone = merged(made, tmp_path / "alone", 32, *words)
+    together = merged(made, tmp_path / "pair", 32, *words, "--device", "cpu", ranks=2)
+    assert alone.ids == together.ids and len(alone.ids) % 2
+    torch.testing.assert_close(alone.rows, together.rows, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def stores(made, tmp_path_factory):
+    base = tmp_path_factory.mktemp("stores")
+    words = ["--projection", "sjlt", "--seed", 5]
+    merged(made, base / "tokens", 32, "--rows", "token", *words)
+    merged(made, base / "samples", 32, *words)
+    return base / "tokens" / "dim32", base / "samples" / "dim32"
+
+
+def test_a_query_finds_tokens_and_shows_what_was_read(made, stores, capsys):
+    words, samples = load_tokenizer(made[2]), all_samples_of(made[1])
+    block = store.read(store.all_names(stores[0]))
+
+    def ask(*flags):
+        capsys.readouterr()
+        assert cli.main(["grads", "query", "--store", str(stores[0]), "--json", "--metric", "dot", *flags]) == 0
+        return json.loads(capsys.readouterr().out)["top"]
+
+    for one in ask("--prompt", "the wire of code", "--top_k", "5"):
+        id_, _, place = one["sample_id"].rpartition("@")
+        assert one["text"] == words.decode(samples[id_].input_ids[: int(place) + 1].tolist())
+    asked = next(id_ for id_ in block.ids if id_.startswith("chat"))
+    row, rows = block.rows[block.ids.index(asked)].double(), block.rows.double()
+    best = (rows @ row).argsort(descending=True, stable=True)[:4]
+    found = ask("--sample_id", asked, "--top_k", "4", "--corpus", str(made[0]))
+    assert [one["sample_id"] for one in found] == [block.ids[at] for at in best]
+    texts = {"chat": "<|system|>", "a@3": "日本", "plain": "日本", "last": "wire", "pair": "the gradient"}
+    for one in found:
+        assert one["text"].startswith(texts.get(one["sample_id"].rpartition("@")[0].split("#")[0], ""))
+
+
+def all_samples_of(data):
+    return {one.sample_id: one for one in samples_of(data)}
+
+
+def test_influence_of_tokens_on_samples(made, stores, tmp_path):
+    tokens, samples = stores
+    words = ["--train", tokens, "--validation", samples, "--metric", "dot", "--corpus", made[0], "--top_k", 9]
+    main("grads", "influence", *words, "--output_dir", tmp_path)
+    rows, queries = (store.read(store.all_names(path)) for path in stores)
+    scores = rows.rows.double() @ queries.rows.double().mean(0)
+    found = pq.read_table(tmp_path / "scores.parquet").to_pydict()
+    assert found["sample_id"] == rows.ids
+    torch.testing.assert_close(torch.tensor(found["score"], dtype=torch.float64), scores, rtol=1e-5, atol=1e-7)
+    whole = {one["id"]: one for one in json.loads(made[0].read_text())}
+    for line in map(json.loads, (tmp_path / "top.jsonl").read_text().splitlines()):
+        document = line["sample_id"].rpartition("@")[0].split("#")[0]
+        assert document in whole and line["text"] and math.isfinite(line["score"])
+
+
+def test_a_token_is_a_sample_that_ends_with_it(made):
+    shards = Shards(made[1], "all")
+    tokens = Tokens(shards)
+    assert len(tokens) == sum(one.n_targets for one in shards) == len(list(tokens))
+    assert {one.n_targets for one in tokens} == {1}
+    assert tokens.sample_ids(len(tokens)) == [one.sample_id for one in shards]
+    for count in (1, 20, len(tokens) - 1):
+        ids = tokens.sample_ids(count)
+        last = tokens[count - 1].sample_id.rpartition("@")[0]
+        assert ids == [one.sample_id for one in shards][: len(ids)] and ids[-1] == last
+    with pytest.raises(IndexError):
+        tokens[len(tokens)]
+
+
+def test_what_has_no_token_rows_is_refused(made, stores, tmp_path, capsys):
+    assert collect(made, tmp_path / "run", "--rows", "token", "--dim", 9, "--max_samples", 1) == 2
+    assert "--rows token: the chosen samples of" in capsys.readouterr().err
+    assert not any((tmp_path / "run").glob("rank_*"))
+    assert collect(made, stores[0].parent, "--dim", 32, "--projection", "sjlt", "--seed", 5) == 2
+    assert "row_of is 'token' there and 'sample' here" in capsys.readouterr().err
+
+
+def test_what_a_row_is_of_is_part_of_its_digest(made, stores, tmp_path, capsys):
+    run = copied(stores[0].parent, tmp_path / "run")
+    edit(run / "collect.json", row_of="sample", samples=9)
+    assert cli.main(["grads", "validate", "--output_dir", str(run)]) == 1
+    assert "no row is of this collection" in capsys.readouterr().err

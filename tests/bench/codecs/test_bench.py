@@ -1,0 +1,250 @@
+"""`bench compressors`: what is counted, printed and refused; no test depends on a time."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+import torch
+from samples import normal
+
+from gradwire import cli
+from gradwire.bench.codecs import cases as bench_cases
+from gradwire.bench.codecs import sample_gradient, table, verb
+from gradwire.bench.codecs.cases import CHAINS, TARGETS, VARIANTS, Case, cases, size, torch_cases
+from gradwire.bench.codecs.memory import peak_bytes, resident_peak
+from gradwire.bench.codecs.records import Record, Speed, judge, prepare
+from gradwire.comm.compressors import available, build
+from gradwire.comm.compressors.methods.none import Uncompressed
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def few_steps(monkeypatch):
+    """A sample gradient that takes no time."""
+    made = sample_gradient.sample_gradient(0, steps=1)
+    monkeypatch.setattr(sample_gradient, "sample_gradient", lambda seed: made)
+    return list(made.values())
+
+
+def run(*words: str) -> int:
+    return cli.main(["bench", "compressors", "--device", "cpu", *words])
+
+
+def test_every_method_has_a_line_and_every_line_its_method():
+    found = cases()
+    assert {case.name for case in found if case.own} == {*available(), *CHAINS}
+    assert {*VARIANTS, *TARGETS} <= set(available())
+    for case in found:
+        assert not case.own or case.codec == build(case.name, **case.options)
+    assert [case.name for case in cases(["nc", "topk+fp8"])] == ["natural", "topk+fp8"]
+
+
+def test_a_run_prints_a_table_and_writes_what_it_measured(tmp_path, capsys, few_steps):
+    before, threads = torch.get_rng_state(), torch.get_num_threads()
+    file = tmp_path / "new" / "bench.json"
+    assert run("--numel", "5003", "--repeats", "3", "--methods", "int8", "zero", "--json", str(file)) == 0
+    assert torch.equal(before, torch.get_rng_state()) and threads == torch.get_num_threads()
+    result = json.loads(file.read_text())
+    assert result["shape"] == [70, 71]
+    assert result["environment"]["packages"]["torch"] == torch.__version__
+    assert result["copy_bytes_per_s"] == pytest.approx(2 * 4 * 70 * 71 / (result["copy_ms"] / 1e3))
+    names = [(record["method"], record["options"]) for record in result["records"]]
+    assert names == [("int8", {}), *(("int8", variant) for variant in VARIANTS["int8"]), ("zero", {})]
+    for record, (name, options) in zip(result["records"], names, strict=True):
+        assert record["error"] is None and record["form"] == ("plain" if name == "zero" else "fused")
+        assert record["wire_bytes"] == build(name, **options).wire_bytes((70, 71))
+        assert len(record["encode_ms"]) == len(record["decode_ms"]) == 3
+    printed = capsys.readouterr().out
+    table = [line for line in printed.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + len(names) and "encode x floor" in table[0]
+    assert {record["target"] for record in result["records"]} == {None}, "targets are for large tensors"
+    assert "[70, 71]" in printed and "917,504 elements of the gradient of a byte-level language model" in printed
+
+
+def test_the_error_is_that_of_each_parameter_encoded_alone(few_steps):
+    record = prepare(Case("int8", build("int8")), normal((4, 5)), few_steps, seed=0)
+    int8 = build("int8")
+    lost = sum(float((int8.decode(int8.encode(g), g.shape) - g).double().square().sum()) for g in few_steps)
+    total = sum(float(g.double().square().sum()) for g in few_steps)
+    assert record.relative_error == pytest.approx((lost / total) ** 0.5, rel=1e-12)
+    assert record.gradient_bits_per_element == pytest.approx(8 + 32 / 256)
+
+
+def test_a_users_gradient_of_any_shape(tmp_path):
+    torch.save(torch.arange(-60.0, 60.0).view(2, 3, 20).double(), tmp_path / "g.pt")
+    result = verb.bench("cpu", 16, ["fp16", "zero"], repeats=1, gradient=tmp_path / "g.pt")
+    assert result["gradient_numel"] == 120 and result["gradient"].endswith("g.pt")
+    assert [record["relative_error"] for record in result["records"]] == [0, 1]
+    torch.save(torch.tensor([1e6, 1.0]), tmp_path / "g.pt")
+    result = verb.bench("cpu", 16, ["fp16"], repeats=1, gradient=tmp_path / "g.pt")
+    assert result["records"][0]["relative_error"] is None
+    assert "too large" in table.report(result)
+
+
+SAVED = {
+    "nothing": (None, "cannot be read by torch.load"),
+    "text": ("g", "holds a str, not a dense float tensor"),
+    "integers": (torch.arange(3), "holds a tensor of torch.int64, not a dense float tensor"),
+    "nan": (torch.tensor([1.0, float("nan")]), "holds values that are not finite"),
+    "zeros": (torch.zeros(3), "all zeros"),
+    "empty": (torch.zeros(0), "is empty"),
+}
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_what_is_no_gradient_is_refused(tmp_path, capsys, kind):
+    value, message = SAVED[kind]
+    if value is not None:
+        torch.save(value, tmp_path / "g.pt")
+    assert run("--gradient", str(tmp_path / "g.pt"), "--methods", "zero") == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--numel", "0"], "--numel is 0; it must be at least 1."),
+        (["--repeats", "-1"], "--repeats is -1; it must be at least 1."),
+        (["--methods", "int9"], "unknown compressor 'int9'. Did you mean 'int8'"),
+        (["--methods", "int8+int8"], "a chain is sparsifier+quantizer"),
+        (["--json", "."], "--json: . is a folder; give a file."),
+    ],
+)
+def test_bad_arguments_end_with_2_before_anything_is_measured(capsys, words, message):
+    assert run(*words) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("gradwire bench compressors: ") and message in printed
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_cuda_without_cuda_is_refused(capsys):
+    assert cli.main(["bench", "compressors", "--device", "cuda"]) == 2
+    assert "sees no CUDA device here" in capsys.readouterr().err
+
+
+class Broken(Uncompressed):
+    """A method that fails."""
+
+    def to_wire(self, x, generator):
+        raise RuntimeError("no such luck")
+
+
+class Missing:
+    """An operation that this PyTorch does not have."""
+
+    def encode(self, x, *, generator, flag):
+        raise AttributeError("gone")
+
+
+def test_a_method_that_fails_is_reported_and_the_others_are_measured(monkeypatch, capsys, tmp_path, few_steps):
+    found = [Case("broken", Broken()), *cases(["zero"])]
+    monkeypatch.setattr(bench_cases, "cases", lambda names: found)
+    assert run("--numel", "100", "--repeats", "1", "--json", str(tmp_path / "b.json")) == 3
+    printed = capsys.readouterr()
+    assert "broken: RuntimeError: no such luck" in printed.out and "failed: broken" in printed.err
+    assert "| zero " in printed.out and "| broken " not in printed.out
+    found[0] = Case("torch: gone", Missing())
+    assert run("--numel", "100", "--repeats", "1") == 0
+    assert "torch: gone: AttributeError: gone" in capsys.readouterr().out
+
+
+def judged(name: str, kind: str = "cpu", encode: float = 1.0, decode: float = 1.0, flops: float = 1e12, **options):
+    """A record of a [1000, 1000] matrix on a machine that copies 1e9 bytes per second, times in ms."""
+    compressor = build(name, **options)
+    case = Case(name, compressor, options)
+    record = Record(
+        name, options, wire_bytes=compressor.wire_bytes((1000, 1000)), encode_ms=[encode], decode_ms=[decode]
+    )
+    judge(case, record, (1000, 1000), Speed(8.0, 1e9, flops), case.target(kind))
+    return record
+
+
+def test_multiples_of_the_floor_and_targets():
+    fp16 = judged("fp16", encode=42.0, decode=24.0)  # both floors: 4 MB and 2 MB
+    assert (fp16.encode_x_floor, fp16.decode_x_floor) == (pytest.approx(7), pytest.approx(4))
+    assert fp16.target == (7, 4)
+    assert judged("fp16", encode=41.9, decode=23.9).met is True
+    assert judged("fp16", encode=42.1, decode=23.9).met is False
+    assert judged("fp16", encode=41.9, decode=24.1).met is False
+    assert judged("int8").target == (7, 4) and judged("int8", rounding="stochastic").target == (12, 5)
+    assert judged("int8", "cuda").target == (1.15, 1.15)
+    assert (
+        judged("sketch").target is None and judged("sketch").met is None and judged("sketch", "cuda").target == (2, 2)
+    )
+    assert judged("zero").target is None
+
+
+def test_matrix_products_count_their_passes_and_operations():
+    wire = 4 * 4 * 2000
+    slow = judged("powersgd", encode=1.0, decode=1.0)
+    assert slow.encode_x_floor == pytest.approx(1e-3 / ((8e6 + wire) / 1e9))
+    bound = judged("powersgd", flops=1e6)
+    assert (bound.encode_x_floor, bound.decode_x_floor) == (pytest.approx(1e-3 / 16), pytest.approx(1e-3 / 8))
+    gradiveq = judged("gradiveq", flops=1e6)
+    assert gradiveq.encode_x_floor == pytest.approx(1e-3 / (2 * 64 + 2 * 8))
+
+
+def test_random_k_is_also_held_against_what_it_sends():
+    record = judged("randomk", "cuda", encode=1.0, decode=5.0)
+    sent = 40_000 + 40_008
+    assert record.encode_x_kept == pytest.approx(1e6 / sent)
+    assert record.encode_x_floor == pytest.approx(1e6 / (4e6 + 40_008))
+    assert record.met is False and judged("randomk", "cuda", encode=0.1, decode=5.0).met is True
+    assert judged("topk").encode_x_kept is None
+
+
+def test_memory_is_watched():
+    def fill():
+        return torch.ones(16_000_000)
+
+    try:
+        peak = resident_peak(fill)
+    except OSError as error:
+        pytest.skip(f"this system does not tell: {error}")
+    assert 63e6 < peak < 70e6
+    assert peak_bytes(fill, CPU) is not None
+
+
+def test_without_tabulate_the_numbers_are_still_printed(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tabulate", None)
+    text = table.table([{"method": "int8", "encode ms": "1.00"}])
+    assert json.loads(text) == {"method": "int8", "encode ms": "1.00"}
+    assert "tabulate is not installed" in capsys.readouterr().err
+
+
+def test_torchs_own_operations_do_the_job():
+    x, generator, flag = normal((40, 50)), torch.Generator(), torch.zeros(1, dtype=torch.uint8)
+    own = {case.name: case.codec for case in torch_cases()}
+    wires = {name: codec.encode(x, generator=generator, flag=flag) for name, codec in own.items()}
+    decoded = {name: codec.decode(wires[name], (40, 50)) for name, codec in own.items()}
+    top = build("topk")
+    assert torch.equal(decoded["torch: topk"], top.decode(top.encode(x), (40, 50)))
+    assert torch.equal(decoded["torch: to(float16)"], x.half().float())
+    assert size(wires["torch: topk"]) == 20 * 12 and size(wires["torch: to(float16)"]) == 4000
+    assert (decoded["torch: quantize_per_channel"] - x).abs().max() <= x.abs().max() / 254 * 1.001
+    assert 5 <= torch.count_nonzero(decoded["torch: nonzero"]) <= 60
+    assert torch.linalg.matrix_rank(decoded["torch: PowerSGD hook's maths"]) == 4
+
+
+def test_the_sample_gradient_is_the_same_every_time():
+    before = torch.get_rng_state()
+    first, second = sample_gradient.sample_gradient(3, steps=2), sample_gradient.sample_gradient(3, steps=2)
+    assert torch.equal(before, torch.get_rng_state())
+    assert {name: tuple(g.shape) for name, g in first.items()} == sample_gradient.SHAPES
+    assert all(torch.equal(first[name], second[name]) and first[name].any() for name in first)
+    assert not torch.equal(first["output"], sample_gradient.sample_gradient(4, steps=2)["output"])
+
+
+def test_the_sample_models_loss_is_that_of_its_last_byte():
+    weights = {name: torch.zeros(shape) for name, shape in sample_gradient.SHAPES.items()}
+    windows = sample_gradient.corpus()[: 9 * 4].view(4, 9)
+    assert sample_gradient.loss(weights, windows).item() == pytest.approx(torch.log(torch.tensor(256.0)).item())
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_run_on_cuda(few_steps):
+    result = verb.bench("cuda", 2**16, ["int8", "topk"], repeats=3)
+    assert not [record for record in result["records"] if record["error"] or record["encode_peak_bytes"] is None]

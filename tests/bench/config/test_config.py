@@ -1,0 +1,390 @@
+"""The experiment as data: grids, cells, flags and the messages for what is wrong."""
+
+import argparse
+import importlib
+import inspect
+import json
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+from data_samples import tokenize_words, values, write_corpus
+from pydantic import BaseModel, ValidationError
+
+from gradwire import cli
+from gradwire.attribution.collect import run as grads_run
+from gradwire.base.errors import BadInput
+from gradwire.base.model_flags import add_flags, from_flags, to_flags
+from gradwire.bench.config import (
+    Cell,
+    Dataset,
+    Experiment,
+    Gradients,
+    Grid,
+    Reduction,
+    Training,
+    experiment,
+    json_schema,
+    load,
+)
+from gradwire.bench.workflow import experiment as workflow
+from gradwire.comm.collectives.reducer import Reducer
+from gradwire.comm.communication import Communication
+from gradwire.comm.compressors.parameter_encoding import ENCODINGS, ParamCompress
+from gradwire.comm.compressors.schedule import Schedule
+from gradwire.comm.parallel.optimizers.zero_one_adam import ZeroOneAdam
+
+ROOT = Path(__file__).parents[3]
+SMALL = {"name": "small", "compressors": {"none": {}, "int8": {}}, "grid": {"seeds": [0, 1]}}
+
+
+def test_the_committed_schema_is_current():
+    committed = json.loads((ROOT / "src/gradwire/bench/workflow/schemas/config.schema.json").read_text())
+    assert committed == json_schema(), "run `make schema`"
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "config.yaml", *sorted((ROOT / "configs").glob("*.yaml"))], ids=lambda p: p.stem
+)
+def test_the_experiments_that_come_with_gradwire_are_valid(path, tmp_path, monkeypatch):
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2/vocab.json").write_text('{"a": 0, "b": 1}')
+    (tmp_path / "gpt2/merges.txt").write_text("#version: 0.2")
+    monkeypatch.chdir(tmp_path)
+    assert workflow.check(workflow.read(path)).runs()
+
+
+def test_the_default_experiment_is_the_grid_that_was_promised():
+    runs = load(ROOT / "config.yaml").runs()
+    fsdp2 = [run for run in runs if run.strategy == "fsdp2" and run.world_size == 2]
+    assert {run.seed for run in fsdp2} == {0, 1, 2}
+    assert len({run.compressor for run in fsdp2}) >= 4
+    ddp = {run.compressor for run in runs if run.strategy == "ddp"}
+    assert ddp == {run.compressor for run in fsdp2}
+    assert any(run.strategy == "fsdp1" for run in runs)
+    assert any(run.world_size == 1 for run in runs)
+    slow = {run.compressor for run in runs if run.link != "none"}
+    assert "none" in slow and len(slow) > 1
+    assert len(runs) == len(set(runs)) == 20
+
+
+def test_a_union_of_grids_holds_a_shared_run_once():
+    both = {**SMALL, "grid": [{"seeds": [0, 1]}, {"seeds": [1, 2], "compressors": ["none"]}]}
+    assert len(experiment(both).runs()) == 2 * 2 + 1
+
+
+def test_runs_go_seed_by_seed_with_a_baseline_first_and_last():
+    grid = {"strategies": ["ddp", "fsdp2"], "seeds": [0, 1, 2], "compressors": "all"}
+    runs = experiment({"name": "x", "compressors": {"none": {}, "fp16": {}, "int8": {}}, "grid": grid}).runs()
+    assert [run.seed for run in runs] == sorted(run.seed for run in runs)
+    orders = []
+    for seed in (0, 1, 2):
+        of_seed = [run for run in runs if run.seed == seed]
+        assert of_seed[0].compressor == of_seed[-1].compressor == "none"
+        orders.append([run._replace(seed=0) for run in of_seed])
+    assert len({tuple(order) for order in orders}) > 1, "each seed draws its own order"
+
+
+def test_links_make_an_experiment_timed_unless_it_says_otherwise():
+    linked = {**SMALL, "grid": [{"links": ["none", "100mbit"]}]}
+    assert [experiment(given).timed for given in (SMALL, linked)] == [False, True]
+    assert experiment({**SMALL, "timing": True}).timed
+    assert not experiment({**linked, "timing": False}).timed
+    assert not experiment({**linked, "exclude": [{"links": ["100mbit"], "reason": "too slow"}]}).timed
+
+
+def test_excluded_runs_keep_their_reason():
+    made = experiment({**SMALL, "exclude": [{"compressors": ["int8"], "seeds": [1], "reason": "too slow"}]})
+    left_out = [run for run in made.asked() if made.excluded(run)]
+    assert [(run.compressor, run.seed) for run in left_out] == [("int8", 1)]
+    assert made.excluded(left_out[0]) == "too slow"
+    assert left_out[0] not in made.runs()
+
+
+def test_flags_give_the_same_settings_back():
+    training = Training(steps=17, lr=0.00025, profile=False, device="cpu", gradient_checkpointing=True)
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Training)
+    assert from_flags(Training, parser.parse_args(to_flags(training))) == training
+
+
+def test_a_cell_is_hooked_unless_it_is_plain_none():
+    assert not Cell.parse("none", {}).hooked
+    assert Cell.parse("exchange", {"method": "none", "algorithm": "exchange"}).hooked
+    assert Cell.parse("int8", {}).hooked
+
+
+def test_a_schedule_is_read_from_yaml_and_json_alike():
+    mapping = {"method": "int8", "num_bits": 2, "schedule": {"num_bits": {5: 8, 20: 4}}}
+    cell = Cell.parse("falling", mapping)
+    assert Cell.parse("falling", json.loads(json.dumps(cell.flat()))) == cell
+    schedule = Schedule(cell.method, cell.options, cell.reduction.schedule)
+    assert [schedule.at(step).num_bits for step in (0, 4, 5, 19, 20, 900)] == [2, 2, 8, 8, 4, 4]
+
+
+def test_a_cell_gives_back_the_mapping_it_was_read_from():
+    mapping = {"method": "int8", "block": 64, "dense_steps": 3, "exempt": {"max_ndim": 1}}
+    cell = Cell.parse("mine", mapping)
+    assert cell.flat() == mapping
+    assert Cell.parse("mine", cell.flat()) == cell
+
+
+@pytest.mark.parametrize(
+    ("mapping", "words"),
+    [
+        ({"method": "int9"}, ["unknown compressor 'int9'", "Did you mean 'int8'"]),
+        ({"method": "int8", "blok": 3}, ["option of int8 'blok'", "Did you mean 'block'"]),
+        ({"method": "int8", "dens_steps": 3}, ["Did you mean 'dense_steps'"]),
+        ({"method": "int8", "block": "64"}, ["block", "'64'", "integer"]),
+        ({"method": "int8", "dense_steps": "3"}, ["dense_steps", '"3"', "integer"]),
+        ({"method": "int8", "second": "encode"}, ["second 'encode'", "Did you mean 'encoded'", "encoded, float32"]),
+        ({"method": "int8", "exempt": {"max_nume": 3}}, ["key in reduction.exempt 'max_nume'", "'max_numel'"]),
+        ({"method": "int8", "schedule": {"num_bit": {0: 4}}}, ["in the schedule, 'num_bit'", "'num_bits'"]),
+        ({"method": "int8", "schedule": {"num_bits": {0: 8, 9: 5}}}, ["num_bits", "is 5", "2"]),
+        ({"method": "int8", "schedule": {"num_bits": {-1: 4}}}, ["num_bits", "from step 0"]),
+        ({"method": "int8", "schedule": {"num_bits": {"soon": 4}}}, ["schedule.num_bits.soon", "integer"]),
+        ({"method": "int8", "schedule": {"num_bits": {}}}, ["at least one value"]),
+        ({"method": "int8", "schedule": {"num_bits": {5: 8, "5": 4}}}, ["schedule.num_bits", "a step is given twice"]),
+        ({"method": "int8+bf16"}, ["a chain is sparsifier+quantizer", "int8 is a quantizer"]),
+        ({"method": "int8+bf16+fp16"}, ["a chain has two members"]),
+        (["int8"], ["expected a mapping", '["int8"]']),
+        (None, ["expected a mapping"]),
+    ],
+)
+def test_a_bad_cell_is_reported_in_one_message(mapping, words):
+    with pytest.raises(BadInput) as refused:
+        Cell.parse("int8x", mapping)
+    assert "\n" not in str(refused.value)
+    for word in words:
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"traning": {}}, ["unknown key 'traning'", "Did you mean 'training'"]),
+        ({"training": {"step": 3}}, ["key in training 'step'", "Did you mean 'steps'"]),
+        ({"training": {"steps": 3}}, ["is left to time"]),
+        ({"grid": {"compressors": ["int4"]}}, ["'int4'", "Did you mean 'int8'"]),
+        ({"grid": []}, ["grid is empty"]),
+        ({"grid": {"strategies": ["fsdp3"]}}, ["fsdp3", "fsdp2"]),
+        ({"dataset": {"source": "json"}}, ["data_path"]),
+        ({"name": "a/b"}, ["name", "a/b"]),
+        ({"gradients": {"dim": 0}}, ["gradients.dim", "got 0"]),
+        ({"gradients": {"dim": [16, 0]}}, ["gradients.dim.1", "greater than or equal to 1"]),
+        ({"gradients": {"dim": []}}, ["gradients.dim", "at least 1 item"]),
+        ({"gradients": {"compressors": ["int7"]}}, ["gradients.compressors 'int7'", "Did you mean 'int8'"]),
+        ({"gradients": {"world_sizes": [2, 3]}}, ["gradients.world_sizes '3'", "Available: 2"]),
+        ({"gradients": {"seeds": []}}, ["gradients: selects none of the 4 runs of the grid"]),
+        ({"gradients": {"seeds": [1]}, "exclude": [{"seeds": [1], "reason": "-"}]}, ["gradients: `exclude` removes"]),
+        ({"exclude": [{"compressors": ["none1"], "reason": "-"}]}, ["exclude.0.compressors 'none1'", "mean 'none'"]),
+        ({"exclude": [{"links": ["3mbit"], "reason": "-"}]}, ["exclude.0.links '3mbit'", "Available: none"]),
+        ({"training": {"global_batch_size": 7}}, ["global_batch_size 7", "2 rank(s) x 1 micro", "a multiple of 2"]),
+        (
+            {"training": {"global_batch_size": 10, "grad_accum_steps": 5}, "grid": [{"world_sizes": [1, 4, 2]}]},
+            ["global_batch_size 10", "4 rank(s) x 5 micro", "a multiple of 20"],
+        ),
+    ],
+)
+def test_a_bad_experiment_is_reported_in_one_message(change, words):
+    with pytest.raises(BadInput) as refused:
+        experiment({**SMALL, **change})
+    assert "\n" not in str(refused.value)
+    for word in words:
+        assert word in str(refused.value)
+
+
+def bomb(kind: str) -> str:
+    """A few lines whose aliases stand for 9^9 values."""
+    inner, outer = {
+        "list": ("[x, x, x, x, x, x, x, x, x]", "[{}]"),
+        "mapping": ("{a: x, b: x, c: x}", "{{k: [{}]}}"),
+        "merge": ("{a: x, b: x, c: x}", "{{<<: [{}]}}"),
+    }[kind]
+    lines = [f"a0: &a0 {inner}"]
+    lines += [f"a{n}: &a{n} " + outer.format(", ".join([f"*a{n - 1}"] * 9)) for n in range(1, 9)]
+    return "\n".join(lines)
+
+
+REFUSED = {
+    "a key twice": ("name: a\ngrid: {seeds: [0]}\nname: b", "line 3: the key 'name' is given twice"),
+    "a key twice, below": ("compressors:\n  none: {}\n  int8: {block: 64, block: 128}", "line 3: the key 'block'"),
+    "a step twice": ("schedule: {num_bits: {5: 8, 0x5: 4}}", "the key 5 is given twice"),
+    "a key twice in what is merged": ("a: {<<: {b: 1, b: 2}}", "the key 'b' is given twice"),
+    "an alias to itself": ("a: &a [1, *a]", "more than 100,000 values"),
+    "nested too deeply": ("[" * 600, "nests too deeply"),
+    "no YAML": ("a: [1", "expected ',' or ']'"),
+    **{f"a {kind} of aliases": (bomb(kind), "more than 100,000 values") for kind in ("list", "mapping", "merge")},
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_yaml_that_loses_a_value_or_grows_without_end_is_refused(case, tmp_path):
+    text, words = REFUSED[case]
+    path = tmp_path / "experiment.yaml"
+    path.write_text(text)
+    for read in (load, lambda path: grads_run.read(path, {})):
+        with pytest.raises(BadInput) as refused:
+            read(path)
+        assert str(path) in str(refused.value) and words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_json_with_a_key_twice_is_refused_and_anchors_are_followed(tmp_path):
+    path = tmp_path / "experiment.json"
+    path.write_text(json.dumps(SMALL)[:-1] + ',\t"name": "other"}')
+    with pytest.raises(BadInput, match=r"experiment\.json .* the key 'name' is given twice"):
+        load(path)
+    path = tmp_path / "experiment.yaml"
+    path.write_text(
+        "name: x\ncompressors:\n  a: &a {method: int8, block: 64}\n  b: &b {<<: *a, block: 128}\n"
+        "  c: {<<: *b, num_bits: 4}\n  d: *a\ngrid: {seeds: [0]}"
+    )
+    cells = load(path).cells()
+    assert [cell.options.get("block") for cell in cells.values()] == [64, 128, 128, 64]
+    assert (cells["c"].options["num_bits"], cells["c"].method) == (4, "int8")
+
+
+@pytest.mark.parametrize("text", ["", "[1, 2]", "7"])
+def test_a_file_that_holds_no_mapping_is_refused(text, tmp_path):
+    (tmp_path / "experiment.yaml").write_text(text)
+    with pytest.raises(BadInput, match=r"configuration: must be a mapping"):
+        load(tmp_path / "experiment.yaml")
+
+
+def test_yaml_and_schema_agree_on_the_defaults():
+    assert experiment(yaml.safe_load(yaml.safe_dump(SMALL))) == Experiment.model_validate(SMALL)
+
+
+def test_a_cell_says_how_parameters_travel():
+    cell = Cell.parse("small", {"method": "topk", "density": 0.1, "param_compress": "int8"})
+    assert cell.param_compress == "int8" and cell.methods == ["topk", "int8"] and cell.hooked
+    assert Cell.parse("small", cell.flat()) == cell
+    assert not Cell.parse("none", {"param_compress": "bf16"}).hooked
+    assert "param_compress" not in Cell.parse("none", {}).flat()
+    with pytest.raises(BadInput, match=r"unknown option of int8 'param_compres'\. Did you mean 'param_compress'"):
+        Cell.parse("int8", {"param_compres": "int8"})
+    for name, method in (("int4", "int8"), ("int4-diff", "int8"), ("fp8", "fp8")):
+        assert Cell.parse("none", {"param_compress": name}).methods == ["none", method]
+    assert set(get_args(ParamCompress)) == {"none", *ENCODINGS}
+    known = "bf16, fp8, int4, int4-diff, int8, none"
+    with pytest.raises(BadInput, match=rf"unknown value of param_compress 'int5'.* Available: {known}"):
+        Cell.parse("int8", {"param_compress": "int5"})
+
+
+def test_a_cell_has_its_own_learning_rate():
+    cell = Cell.parse("slow", {"method": "none", "lr": 1e-3})
+    assert Cell.parse("slow", cell.flat()) == cell
+    assert (cell.lr, cell.hooked) == (1e-3, False)
+    assert "lr" not in Cell.parse("none", {}).flat()
+    with pytest.raises(BadInput, match="cell 'none': lr"):
+        Cell.parse("none", {"lr": 0})
+    with pytest.raises(BadInput, match="`inside` takes a method, its options and the reducer's"):
+        Cell.parse("int8", {"inside": {"method": "int8", "lr": 0.1}})
+
+
+def test_a_cell_has_its_own_decay_of_second_moments():
+    cell = Cell.parse("slow", {"method": "int8", "beta2": 0.99})
+    assert Cell.parse("slow", cell.flat()) == cell
+    assert (cell.own(Training()).beta2, Cell.parse("int8", {}).own(Training(beta2=0.9)).beta2) == (0.99, 0.9)
+    for value in (0, 1, -0.5):
+        with pytest.raises(BadInput, match="cell 'none': beta2"):
+            Cell.parse("none", {"beta2": value})
+    for other in ({"comm_optimizer": "demo"}, {"method": "int8", "comm_optimizer": "diloco", "inner": "sgd"}):
+        with pytest.raises(BadInput, match=r"beta2 is a decay rate of AdamW, which this cell does not use; omit it\."):
+            Cell.parse("other", {**other, "beta2": 0.9})
+
+
+def test_a_cell_has_its_own_precision():
+    cells = {
+        "none": {},
+        "mixed": {"method": "none", "precision": "bf16"},
+        "exact": {"method": "none", "precision": "fp32"},
+    }
+    given = {"name": "x", "compressors": cells, "grid": {}}
+    for whole in ("fp32", "bf16"):
+        made = experiment({**given, "training": {"precision": whole}})
+        parsed = {label: Cell.parse(label, cell.flat()) for label, cell in made.cells().items()}
+        assert parsed == made.cells() and not parsed["mixed"].hooked
+        found = {label: cell.own(made.training).precision for label, cell in parsed.items()}
+        assert found == {"none": whole, "mixed": "bf16", "exact": "fp32"}
+    with pytest.raises(BadInput, match=r"cell 'none': unknown value of precision 'bf61'. Did you mean 'bf16'"):
+        Cell.parse("none", {"precision": "bf61"})
+    with pytest.raises(BadInput, match="cell 'mixed': precision bf16 is not that of the float32 gradients"):
+        experiment({**given, "training": {"dp_max_grad_norm": 1.0}})
+
+
+def test_parameters_travel_compressed_under_fsdp2_only():
+    wide = {**SMALL, "compressors": {"small": {"method": "none", "param_compress": "int8"}}}
+    assert experiment({**wide, "grid": {"strategies": ["fsdp2"]}}).runs()
+    with pytest.raises(BadInput, match=r"cell 'small': param_compress is 'int8', and only strategies fsdp2 .* not ddp"):
+        experiment({**wide, "grid": {"strategies": ["fsdp2", "ddp"]}})
+    without = {"strategies": ["ddp"], "reason": "replicas gather nothing"}
+    assert experiment({**wide, "grid": {"strategies": ["fsdp2", "ddp"]}, "exclude": [without]}).runs()
+
+
+# Flags whose defaults are not those of the configuration's field of this name, and why.
+OTHERWISE = {
+    ("grads validate", "recompute"): 0,  # files alone need neither the model nor the data
+    ("grads collect", "strategy"): "ddp",  # whole weights on every rank, unless they are too large
+    ("norms", "strategy"): "ddp",
+    ("norms", "batch_size"): 16,  # what fits into memory, no matter of training
+    ("perplexity", "batch_size"): 32,
+    ("run", "profile"): "default",  # Snakemake's, not whether steps are profiled
+}
+GRID = {
+    "strategy": "strategies",
+    "seed": "seeds",
+    "link": "links",
+    "islands": "islands",
+}  # flags that are one value of a list
+
+
+def defaults_of(*models: type[BaseModel]) -> dict[str, object]:
+    return {
+        name: field.get_default(call_default_factory=True)
+        for model in models
+        for name, field in model.model_fields.items()
+        if not field.is_required()
+    }
+
+
+def flag_defaults() -> dict[tuple[str, str], object]:
+    """The default of each verb's each flag, where it has one."""
+    found = {}
+    for name, verb in cli.VERBS.items():
+        parser = argparse.ArgumentParser()
+        importlib.import_module(verb.module).arguments(parser)
+        found |= {(name, action.dest): action.default for action in parser._actions if not action.required}
+    return {key: default for key, default in found.items() if default is not None}
+
+
+def test_a_flag_has_the_default_of_the_configurations_field_of_its_name():
+    fields = defaults_of(Dataset, Training, Gradients, Experiment)
+    of_grid = defaults_of(Grid)
+    fields |= {flag: of_grid[name][0] for flag, name in GRID.items()}
+    compared = {key: fields[key[1]] for key in flag_defaults() if key[1] in fields}
+    differing = {key: default for key, default in flag_defaults().items() if compared.get(key, default) != default}
+    assert {"val_fraction", "save_interval", "strategy", "link", "lr"} <= {flag for _, flag in compared}
+    assert differing == OTHERWISE
+
+
+@pytest.mark.parametrize(("library", "model"), [(Reducer, Reduction), (ZeroOneAdam, Communication)])
+def test_the_library_has_the_configurations_defaults(library, model):
+    fields = {**defaults_of(model), "schedule": None}
+    given = {name: each.default for name, each in inspect.signature(library.__init__).parameters.items()}
+    common = given.keys() & fields.keys()
+    assert len(common) >= 4 and {name: given[name] for name in common} == {name: fields[name] for name in common}
+
+
+@pytest.mark.parametrize("field", ["vocab_size", "max_length", "val_fraction"])
+def test_the_configuration_and_tokenize_refuse_the_same_sizes(field, tmp_path, capsys):
+    corpus = write_corpus(tmp_path / "corpus.json", values(9))
+    smallest = {"vocab_size": 258, "max_length": 3, "val_fraction": 0.3}[field]
+    Dataset(**{field: smallest})
+    assert cli.main(tokenize_words(corpus, tmp_path / "out", **{field: smallest})) == 0
+    too_small = smallest - 1 if field != "val_fraction" else 0
+    with pytest.raises(ValidationError, match=field):
+        Dataset(**{field: too_small})
+    assert cli.main(tokenize_words(corpus, tmp_path / "other", **{field: too_small})) == 2
+    assert f"--{field} is {too_small}" in capsys.readouterr().err

@@ -1,0 +1,178 @@
+"""The headline: the numbers of the fastest valid compressor of each regime."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import made_results
+import pytest
+
+from gradwire.bench.report.page.data import read
+from gradwire.bench.report.page.sections import sections
+from gradwire.bench.report.rows.quality import PerplexityReference
+from gradwire.bench.report.rows.record import run_of
+from gradwire.bench.report.tables.cells import cells_of
+from gradwire.bench.report.tables.headline import Known, findings, question
+from gradwire.bench.report.tables.time_to_loss import cells
+from gradwire.bench.report.verbs.page import render
+
+LABELS = ["none", "bf16-native", "exchange", "int8", "powersgd"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two strategies with and without a slow link, one rank alone; runs shared the machine."""
+    rows = made_results.rows(LABELS, ["ddp", "fsdp2"], [(1, "none"), (2, "none"), (2, "100mbit")], [0, 1, 2])
+    place = made_results.write(tmp_path_factory.mktemp("results") / "demo", rows)
+    listed = [{**run_of(row)._asdict(), "excluded": None, "shared": True} for row in rows]
+    (place / "expected.json").write_text(json.dumps(listed))
+    return place
+
+
+def found_in(rows, times=()):
+    """The findings of an experiment's rows."""
+    quality = PerplexityReference.of("here", rows)
+    return findings(cells_of(rows, quality), Known(rows, quality, times))
+
+
+def test_each_regime_has_its_fastest_valid_compressor(folder):
+    data = read(folder)
+    found = {one.group: one for one in data.findings}
+    assert {(group.strategy, group.world_size, group.link) for group in found} == {
+        (strategy, 2, link) for strategy in ("ddp", "fsdp2") for link in ("none", "100mbit")
+    }
+    for group, one in found.items():
+        rows = {(row.compressor, row.seed): row for row in data.ok if (row.strategy, row.world_size, row.link) == group}
+        int8 = [rows["int8", seed] for seed in (0, 1, 2)]
+        speeds = [rows["none", row.seed].step_time_ms_mean / row.step_time_ms_mean for row in int8]
+        assert one.text.startswith("int8: "), "powersgd is faster, and its perplexity is 14 % above"
+        mean = sum(speeds) / 3
+        faster = min(speeds) > 1
+        assert one.gain == pytest.approx(mean if faster else min(mean, 1))
+        assert f"{int8[0].compression_ratio:.1f} × fewer gradient bytes" in one.text
+        assert f"{int8[0].all_bytes_ratio:.1f} × fewer in all" in one.text
+        assert (f"{mean:.2f} × faster" in one.text) == faster
+        assert (f"{mean:.2f} × the speed of none: no " in one.text) == (not faster)
+        assert one.number.endswith("faster" if faster else "fewer bytes")
+        assert one.cost == ("time" if faster else "bytes")
+        worse = [100 * (rows["int8", seed].val_ppl / rows["none", seed].val_ppl - 1) for seed in (0, 1, 2)]
+        assert f"({min(worse):+.1f} … {max(worse):+.1f}) against none" in one.text
+        assert one.text.endswith("(times shared).")
+    gains = [one.gain for one in data.findings]
+    assert gains == sorted(gains, reverse=True) and gains[0] > 1 > gains[-1]
+
+
+@pytest.mark.parametrize(
+    ("times", "chosen", "pace"),
+    [
+        ({"int8": (90, 95, 91), "signsgd": (99, 99, 99)}, "int8", "1.09 × faster"),
+        ({"int8": (90, 102, 91), "signsgd": (80, 101, 99)}, "signsgd", "1.08 × the speed of none: no clear gain"),
+        ({"int8": (110, 120, 125), "signsgd": (111, 130, 140)}, "signsgd", "0.79 × the speed of none: no faster"),
+    ],
+)
+def test_what_is_not_clearly_faster_is_judged_by_its_bytes(times, chosen, pace):
+    """Three seeds of 100 ms for none; signsgd sends 25 times fewer bytes, int8 4 times."""
+    rows = made_results.rows(["none", "int8", "signsgd"], ["ddp"], [(2, "none")], [0, 1, 2])
+    changed = []
+    for row in rows:
+        ms = times.get(row.compressor, (100, 100, 100))[row.seed]
+        raw = row.bytes_raw_total
+        ratio = {"none": 1, "int8": 4, "signsgd": 25}[row.compressor]
+        sent = {"bytes_compressed_total": raw // ratio, "compression_ratio": float(ratio)}
+        sent |= {"bytes_agreement_total": 0, "step_time_ms_mean": float(ms), "val_ppl": 50.0, "val_loss": 3.912}
+        changed.append(row.model_copy(update=sent))
+    (one,) = found_in(changed)
+    assert one.text.startswith(f"{chosen}: ") and pace in one.text
+    assert one.cost == ("time" if "faster" in pace and "no" not in pace else "bytes")
+
+
+def test_nothing_is_claimed_of_compressors_that_cost_quality():
+    rows = made_results.rows(["none", "powersgd"], ["ddp"], [(2, "100mbit")], [0, 1, 2])
+    (one,) = found_in(rows)
+    assert one.text == "no compressor stays within 1 % of none's perplexity." and one.number == "–"
+
+
+MUON = {"inner": "muon"}
+LOCAL = {"comm_optimizer": "diloco", "H": 5, **MUON}
+
+
+def with_optimizers(configs, ppls, targets=None, seconds=None):
+    """Three seeds of int8 for each label, as fast as none in a step, with a configuration and perplexities."""
+    rows = made_results.rows(["none", *configs], ["ddp"], [(2, "100mbit")], [0, 1, 2])
+    return [
+        row.model_copy(
+            update={
+                "compress_config": {"method": row.compress_method} | configs.get(row.compressor, {}),
+                "compress_method": "none" if row.compressor in ("none", "muon") else "int8",
+                "compression_ratio": 1.0 if row.compressor in ("none", "muon") else 4.0,
+                "val_ppl": ppls[row.compressor][row.seed],
+                "step_time_ms_mean": 100.0,
+                "steps_to_target": targets and dict.fromkeys(targets, 9),
+                "time_to_target_s": targets and {name: seconds[row.compressor][name] for name in targets},
+            }
+        )
+        for row in rows
+    ]
+
+
+PPLS = {"none": (50, 50, 50), "muon": (40, 40, 44), "local": (44, 45, 44), "muon-int8": (42, 42, 42)}
+
+
+def test_a_gain_of_the_optimizer_is_not_called_one_of_compression():
+    (one,) = found_in(with_optimizers({"muon": MUON, "local": LOCAL}, PPLS))
+    first, second = re.split(r"(?<=\.) ", one.text)
+    assert "perplexity -11.3 % (-12.0 … -10.0) against none" in first
+    assert second == (
+        "Its steps are Muon's, those of none AdamW's: against muon, which averages Muon's gradients in every step, its "
+        "perplexity is +7.4 % (+0.0 … +12.5)."
+    )
+    (alone,) = found_in(with_optimizers({"local": LOCAL}, PPLS))
+    assert alone.text.endswith("those of none AdamW's: no cell averages gradients with Muon in every step.")
+    (usual,) = found_in(with_optimizers({"local": {"comm_optimizer": "diloco", "H": 5}}, PPLS))
+    assert "AdamW" not in usual.text
+
+
+def test_time_to_a_target_leads_where_it_was_measured():
+    """The target is the final perplexity of none; local is sooner than it, and muon sooner still."""
+    seconds = {
+        "none": {"45": 90.0, "none": 100.0},
+        "muon": {"45": 5.0, "none": 10.0},
+        "local": {"45": 30.0, "none": 40.0},
+        "muon-int8": {"45": 20.0, "none": 50.0},
+    }
+    configs = {"muon": MUON, "local": LOCAL, "muon-int8": MUON}
+    rows = with_optimizers(configs, PPLS, ("45", "none"), seconds)
+    quality = PerplexityReference.of("here", rows)
+    (one,) = found_in(rows, cells(rows, quality))
+    assert (one.number, one.cost, one.gain) == ("2.5 × sooner", "target", 2.5)
+    assert one.text.startswith("local reaches the perplexity of none in 40 s, none in 100 s: 4.0 × fewer gradient")
+    assert one.text.endswith("+12.5), its time 4.00 ×.") and "steps 1.00 × as fast. Its steps" in one.text
+    rows = with_optimizers(configs, PPLS, ("45",), seconds)
+    (numbered,) = found_in(rows, cells(rows, quality))
+    assert numbered.text.startswith("muon-int8 reaches perplexity 45 in 20 s, none in 90 s: "), "the goal is another"
+    slow = {label: {"45": 90.0 + 10 * (label != "none")} for label in seconds}
+    (late,) = found_in(late_rows := with_optimizers(configs, PPLS, ("45",), slow), cells(late_rows, quality))
+    assert late.cost == "bytes" and "sooner" not in late.number
+    shared = findings(cells_of(rows, quality), Known(rows, quality, cells(rows, quality), shared=True))
+    assert shared[0].cost == "bytes" and "times shared" in shared[0].text
+
+
+def test_the_page_begins_with_it(folder):
+    data = read(folder)
+    made = list(sections(data))
+    page = render(data, made, {section.key: [] for section in made})
+    first = data.findings[0]
+    body = re.sub(r"<[^>]+>", " ", page.split("<main>")[1])
+    assert re.match(r"\s+In short\s+" + re.escape(first.number), body)
+    assert "<h1>What do int8 and powersgd save, and at what cost?</h1>" in page
+    assert page.index(first.text.replace("'", "&#39;")) < page.index('id="validity"')
+    table = page.split('<table id="table-cells">')[1].split("</table>")[0]
+    assert table.count("times shared") == 2 * (table.count("<tr") - 1), "as text and as the value to sort by"
+
+
+def test_the_title_is_the_experiments_question(folder, tmp_path):
+    (tmp_path / "config.json").write_text('{"question": "Is it <fast>?"}')
+    assert question(tmp_path, None) == "Is it <fast>?"
+    assert question(folder, read(folder).cells) == "What do int8 and powersgd save, and at what cost?"
+    assert question(tmp_path / "nowhere", None) == "nowhere"

@@ -1,0 +1,271 @@
+"""The DAG on a copy of the checkout: a cell that fails, and what each change re-runs.
+
+Jobs are stubs that write what their rules declare; one experiment with real ones is part of `make test-full`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from jobs import job_counts, job_table
+from snakemakes import Snakemakes
+
+from gradwire.bench.launch.links import probe
+
+ROOT = Path(__file__).parents[3]
+TOO_LARGE = 4000  # ranks: more than the corpus has samples, so that this run fails before any rank starts
+
+SMALL = {
+    "name": "small",
+    "dataset": {"source": "pydocs", "max_mb": 0.15, "vocab_size": 300, "max_length": 32, "val_fraction": 0.1},
+    "training": {"device": "cpu", "steps": 7, "warmup_steps": 1, "profile_steps": 2, "batch_size": 2, "eval_every": 0},
+    "compressors": {"none": {}, "int8": {}},
+    "grid": [{"strategies": ["fsdp2"], "world_sizes": [2], "seeds": [0]}],
+    "gradients": {"compressors": ["none"], "dim": [16], "max_samples": 9, "query": 'what\'s {it} "for"?'},
+}
+BROKEN = {**SMALL, "grid": [*SMALL["grid"], {"compressors": ["none"], "world_sizes": [TOO_LARGE]}]}
+BROKEN["gradients"] = {**SMALL["gradients"], "world_sizes": [2]}
+SMALL["gradients"] = BROKEN["gradients"]
+
+
+class Checkout:
+    """A copy of the project that a test may edit and run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for name in ("src", "profiles", "Snakefile", "config.yaml"):
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, folder / name)
+        built = shutil.ignore_patterns("cache", "images")  # an image's name follows from the rest
+        shutil.copytree(ROOT / "containers", folder / "containers", ignore=built)
+        shutil.copy(Path(__file__).with_name("stub_gradwire"), folder / "gradwire")
+        # The copy's own package comes first, in Snakemake and in every job.
+        self.snakemakes = Snakemakes(folder, {**os.environ, "PYTHONPATH": str(folder / "src")})
+
+    def configure(self, experiment: dict) -> None:
+        (self.folder / "experiment.yaml").write_text(yaml.safe_dump(experiment))
+
+    def snakemake(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        return self.snakemakes("--cores", "2", "--configfile", "experiment.yaml", *arguments, **variables)
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run the jobs, each by a stub."""
+        return self.snakemake(*arguments, PATH=f"{self.folder}:{os.environ['PATH']}")
+
+    def jobs(self, **variables: str) -> dict[str, int]:
+        done = self.snakemake("-n", **variables)
+        assert done.returncode == 0, done.stdout
+        return job_table(done.stdout)
+
+    def results(self, name: str) -> list[dict]:
+        lines = (self.folder / "results" / name / "results.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def edit(self, path: str) -> None:
+        with (self.folder / path).open("a") as source:
+            source.write("\n# an edit\n")
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Iterator[Checkout]:
+    copy = Checkout(tmp_path_factory.mktemp("checkout"))
+    yield copy
+    copy.snakemakes.close()
+
+
+@pytest.mark.parametrize("timing", [True, False])
+def test_runs_of_a_timing_experiment_have_the_machine_for_themselves(timing, checkout):
+    grid = [{"strategies": ["fsdp2"], "world_sizes": [1]}]
+    checkout.configure({**SMALL, "timing": timing, "grid": grid, "gradients": None})
+    printed = checkout.snakemake("-n", "-p").stdout
+    assert printed.count(" train ") >= 2
+    assert (printed.count("--alone"), printed.count("threads: 2")) == ((2, 2) if timing else (0, 0))
+
+
+def test_every_verb_knows_its_attempt(checkout):
+    checkout.configure(SMALL)
+    shown = checkout.snakemake("-n", "-p")
+    commands = [line for line in shown.stdout.splitlines() if "Shell command" in line]
+    assert len(commands) > 8
+    assert [
+        line
+        for line in commands
+        if "gradwire" in line and "--attempt 1" not in line and not re.search("gradwire (summarize|report) ", line)
+    ] == []
+
+
+def test_nodes_follow_from_the_ranks_that_a_node_takes(checkout):
+    checkout.configure(SMALL)
+    shown = checkout.snakemake("-n", "-p", "--config", "ranks_per_node=1")
+    printed = shown.stdout
+    assert "nodes=2, mpi=srun, tasks=2, tasks_per_gpu=0, cpus_per_task=1" in printed
+    assert "--nodes 2 --world_size 2" in printed
+    shown = checkout.snakemake("-n", "-p", "--config", "ranks_per_node=2")
+    assert "mpi=srun" not in shown.stdout
+    refused = checkout.snakemake("-n", "--config", "ranks_per_node=0")
+    assert refused.returncode and "invalid ranks_per_node 0: set a positive integer" in refused.stdout
+
+
+def test_the_default_experiment_lists_its_jobs(tmp_path):
+    counts = job_counts("--directory", str(tmp_path), "--configfile", str(ROOT / "config.yaml"), cwd=ROOT)
+    trained = 18 if probe().reason else 20  # two of them on a slow link
+    of_cells = dict.fromkeys(("train", "trace", "perplexity"), trained)
+    of_gradients = dict.fromkeys(("grads_collect", "grads_aggregate", "grads_validate", "grads_query"), 2)
+    once = dict.fromkeys(("all", "download", "tokenizer", "shards", "summarize", "report"), 1)
+    assert counts == of_cells | of_gradients | once
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_real_experiment_runs_and_fails_in_one_cell(checkout):
+    checkout.configure({**BROKEN, "name": "real"})
+    done = checkout.snakemake()
+    assert done.returncode != 0
+    results = checkout.folder / "results/real"
+    rows = {(row["compressor"], row["world_size"]): row for row in checkout.results("real")}
+    assert {key: row["status"] for key, row in rows.items()} == {
+        ("none", 2): "ok",
+        ("int8", 2): "ok",
+        ("none", TOO_LARGE): "failed",
+    }, done.stdout
+    reason = rows["none", TOO_LARGE]["reason"]
+    assert f"{TOO_LARGE} ranks" in reason
+    assert rows["none", TOO_LARGE]["val_ppl"] is None
+    assert reason in " ".join((results / "summary.md").read_text().split())
+    page = (results / "report.html").read_text()
+    assert "fsdp2/none/ws4000/none/seed0" in page
+    assert f"{TOO_LARGE} ranks" in page
+    assert rows["none", 2]["compression_ratio"] == 1.0
+    assert rows["int8", 2]["bytes_compressed_total"] == rows["int8", 2]["bytes_closed_form_total"]
+    assert rows["int8", 2]["comm_time_ms_total"] > 0
+    gradients = results / "gradients/fsdp2/none/ws2/none/seed0"
+    assert json.loads((gradients / "validation.json").read_text())["passed"]
+    answer = json.loads((gradients / "dim16/query.json").read_text())
+    assert answer["prompt"] == SMALL["gradients"]["query"] and len(answer["top"]) == 9
+    assert checkout.jobs() == {"train": 1, "trace": 1, "perplexity": 1, "summarize": 1, "report": 1, "all": 1}
+    checkout.configure({**SMALL, "name": "real"})
+    assert checkout.snakemake().returncode == 0
+    assert checkout.jobs() == {}
+
+
+def test_only_what_a_change_touches_is_run_again(checkout):
+    # A run that fails leaves the other runs' results, and the table.
+    checkout.configure(BROKEN)
+    done = checkout.run()
+    assert done.returncode != 0
+    results = checkout.folder / "results/small"
+    assert sorted(str(record.relative_to(results / "runs")) for record in results.rglob("record.json")) == [
+        "fsdp2/int8/ws2/none/seed0/record.json",
+        "fsdp2/none/ws2/none/seed0/record.json",
+    ]
+    assert (results / "summary.md").exists() and (results / "report.html").exists()
+
+    # The next call reruns that cell and what waits for it, alone.
+    assert checkout.jobs() == {"train": 1, "trace": 1, "perplexity": 1, "summarize": 1, "report": 1, "all": 1}
+
+    # Without it nothing is left but the table; then nothing at all.
+    checkout.configure(SMALL)
+    assert checkout.jobs() == {"summarize": 1, "report": 1, "all": 1}
+    assert checkout.run().returncode == 0
+    assert checkout.jobs() == {}
+
+    # A lost record brings back its own chain and nothing of another's.
+    record = checkout.folder / "results/small/runs/fsdp2/int8/ws2/none/seed0/record.json"
+    kept = record.read_bytes()
+    times = record.stat().st_atime_ns, record.stat().st_mtime_ns
+    record.unlink()
+    assert checkout.jobs() == {"train": 1, "trace": 1, "perplexity": 1, "summarize": 1, "report": 1, "all": 1}
+    record.write_bytes(kept)
+    os.utime(record, ns=times)
+    assert checkout.jobs() == {}
+
+    # A new seed adds its own jobs only.
+    checkout.configure({**SMALL, "grid": [{**SMALL["grid"][0], "seeds": [0, 1]}]})
+    assert checkout.jobs() == {
+        **dict.fromkeys(("train", "trace", "perplexity"), 2),
+        **dict.fromkeys(("grads_collect", "grads_aggregate", "grads_validate", "grads_query"), 1),
+        "summarize": 1,
+        "report": 1,
+        "all": 1,
+    }
+    checkout.configure(SMALL)
+
+    # A new compressor adds its own cells; one that is taken away leaves the others as they are.
+    checkout.configure({**SMALL, "compressors": {**SMALL["compressors"], "fp16": {}}})
+    assert checkout.jobs() == {"train": 1, "trace": 1, "perplexity": 1, "summarize": 1, "report": 1, "all": 1}
+    checkout.configure({**SMALL, "compressors": {"none": {}}})
+    assert checkout.jobs() == {"summarize": 1, "report": 1, "all": 1}
+
+    # Another way to train is for all cells, and for no data.
+    checkout.configure({**SMALL, "training": {**SMALL["training"], "lr": 0.01}})
+    changed = checkout.jobs()
+    assert changed["train"] == 2 and not {"download", "tokenizer", "shards"} & changed.keys()
+    checkout.configure(SMALL)
+
+    # An edit re-runs what depends on it: the report trains nothing, a method retrains its own cells.
+    checkout.edit("src/gradwire/bench/report/tables/table.py")
+    assert checkout.jobs() == {"summarize": 1, "report": 1, "all": 1}
+    checkout.edit("src/gradwire/comm/compressors/methods/int8.py")
+    assert checkout.jobs() == {"train": 1, "trace": 1, "perplexity": 1, "summarize": 1, "report": 1, "all": 1}
+    checkout.edit("src/gradwire/bench/training/loop.py")
+    assert checkout.jobs()["train"] == 2
+    assert "shards" not in checkout.jobs()
+
+
+def test_a_run_that_needs_more_gpus_than_there_are_is_refused_not_shrunk(checkout):
+    training = {**SMALL["training"], "device": "cuda"}
+    checkout.configure({**SMALL, "name": "gpus", "training": training, "compressors": {"none": {}}, "gradients": None})
+    done = checkout.snakemake("--resources", "gpu=1")
+    assert done.returncode != 0
+    (row,) = checkout.results("gpus")
+    assert row["status"] == "failed"
+    assert "2 ranks" in row["reason"]
+    assert "GPU" in row["reason"]
+    checkout.configure(SMALL)
+
+
+def test_runs_on_links_are_left_out_where_there_can_be_none(checkout, tmp_path):
+    checkout.configure({**SMALL, "grid": [{**SMALL["grid"][0], "links": ["none", "100mbit"]}]})
+    here = {"none", "100mbit"} if probe().way is not None else {"none"}
+    assert checkout.jobs()["train"] == 2 * len(here)
+    (tmp_path / "unshare").write_text("#!/bin/sh\necho 'unshare: Operation not permitted' >&2\nexit 1\n")
+    (tmp_path / "unshare").chmod(0o755)
+    assert checkout.jobs(PATH=f"{tmp_path}:{os.environ['PATH']}")["train"] == 2
+    checkout.configure(SMALL)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"grid": [{"links": ["fast"]}]}, ["fast", "links"]),
+        ({"compressors": {"int7": {}}}, ["unknown compressor 'int7'", "Did you mean 'int8'"]),
+        ({"compressors": {"int8": {"blok": 3}}}, ["option of int8 'blok'", "Did you mean 'block'"]),
+        ({"dataset": {"source": "json", "data_path": "nowhere.json"}}, ["nowhere.json"]),
+        ({"training": {"stepz": 3}}, ["stepz"]),
+    ],
+)
+def test_a_bad_configuration_is_refused_when_it_is_read(checkout, change, expected):
+    checkout.configure({**SMALL, **change})
+    done = checkout.snakemake("-n")
+    assert done.returncode != 0
+    for word in expected:
+        assert word in done.stdout
+    checkout.configure(SMALL)
+
+
+def test_a_configuration_is_read_strictly_before_anything_follows_its_aliases(checkout):
+    checkout.configure(SMALL)
+    lines = ["a0: &a0 [x, x]", *(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9))]
+    with (checkout.folder / "experiment.yaml").open("a") as file:
+        file.write("\n".join(lines))
+    done = checkout.snakemake("-n")
+    assert done.returncode != 0 and "more than 100,000 values" in done.stdout
+    checkout.configure(SMALL)

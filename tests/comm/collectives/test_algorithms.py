@@ -1,0 +1,221 @@
+"""gather, native, error feedback and rows on a reducer alone; what `auto` chooses.
+
+That each compressor gives what its protocol says is tested with the strategies (`parallel/test_protocols.py`).
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from diagonals import diagonals
+from test_reducer import CUTS, SHAPES, buffer, gradients
+
+from gradwire.base.errors import BadInput
+from gradwire.comm.collectives import Exempt, Layout, Reducer
+from gradwire.comm.collectives.bytes import raw_all_reduce
+from gradwire.comm.compressors import build
+from gradwire.comm.compressors.schedule import Schedule
+
+worlds = pytest.mark.parametrize("size", [2, 3, 4])
+every_cut = pytest.mark.parametrize("cut", CUTS)
+
+BIG = [("matrix", (24, 20)), ("bias", (7,)), ("wide", (3, 130)), ("cube", (4, 5, 6)), ("long", (700,))]
+
+
+def big_gradients(rank, step=0):
+    generator = torch.Generator().manual_seed(100 * step + rank + 1)
+    return {name: torch.randn(shape, generator=generator) + 0.01 for name, shape in BIG}
+
+
+def reduced(rank, world, group, shapes, cut, kind, name, options, reducer_options, steps):
+    """The results of a few steps, the bytes of each, and what is left over."""
+    layout = CUTS[cut](shapes, world)
+    reducer = Reducer(build(name, **options), group, **reducer_options)
+    rows = []
+    for step in range(steps):
+        before, expected = reducer.traffic, reducer.closed_form(layout, kind)
+        flat = layout.pack(big_gradients(rank, step) if shapes == BIG else gradients(rank, step))
+        result = getattr(reducer, kind)(flat, layout)
+        assert reducer.finish()
+        rows.append((result, reducer.traffic["sent"] - before["sent"], expected))
+    residuals = {key: feedback.residual for key, feedback in reducer.codec._feedbacks.items()}
+    return rows, residuals, reducer.traffic, reducer.algorithm
+
+
+TELESCOPING = [
+    ("int8", {"algorithm": "exchange"}),
+    ("signsgd", {"algorithm": "exchange", "granularity": "row"}),
+    ("topk+int8", {"algorithm": "exchange", "second": "float32"}),
+    ("topk+int8", {"algorithm": "exchange", "exempt": Exempt(max_ndim=1), "dense_steps": 2}),
+    ("int8", {"algorithm": "gather"}),
+    ("powersgd", {}),
+    ("int8", {"algorithm": "native"}),
+]
+KINDS = ["reduce_scatter", "all_reduce"]
+
+
+@pytest.mark.parametrize(("case", "size", "cut", "kind"), diagonals(TELESCOPING, [2, 3, 4], CUTS, KINDS), ids=str)
+def test_error_feedback_telescopes(world, case, size, cut, kind):
+    """What was delivered is what was exact, less the mean of the workers' residuals and less the owners' own."""
+    name, reducer_options = case
+    layout, steps = CUTS[cut](BIG, size), 5
+    options = {"error_feedback": True, **reducer_options}
+    results = world(size).run(reduced, BIG, cut, kind, name, {}, options, steps)
+    pieces = {(piece.name, piece.at): piece for piece in layout.pieces}
+    exact = sum(layout.pack(big_gradients(rank, step)).double() for rank in range(size) for step in range(steps)) / size
+    left = torch.zeros(layout.numel, dtype=torch.float64)
+    lost = 0.0
+    for _, residuals, _, _ in results:
+        for (parameter, phase, at), residual in residuals.items():
+            share = size if phase == "scatter" else 1
+            native = results[0][3] == "native"
+            for piece in layout.parameters[parameter] if native else [pieces[parameter, at]]:
+                left[piece.place] += (residual[piece.source] if native else residual).double() / share
+            lost += float(residual.abs().sum())
+    parts = [[row[0] for row in result[0]] for result in results]
+    if kind == "reduce_scatter":
+        delivered = torch.cat([sum(part.double() for part in own) for own in parts])
+    else:
+        delivered = sum(part.double() for part in parts[0])
+    assert (delivered + left - exact).abs().max() < 2e-5 * exact.abs().max() * steps
+    assert lost > 0, "a lossy method leaves something"
+
+
+def all_maximal(rank, world, group, value):
+    layout = Layout.dim0(SHAPES, world)
+    reducer = Reducer(build("int8"), group, algorithm="native")
+    flat = layout.pack({name: torch.full(shape, value) for name, shape in SHAPES})
+    return flat, reducer.all_reduce(flat, layout), reducer.reduce_scatter(flat, layout)
+
+
+@pytest.mark.parametrize("value", [3.0, -1e30])
+def test_the_sum_of_int8_codes_does_not_overflow(world, value):
+    """Every rank sends the largest code of one sign, everywhere; a sum of four of 127 would wrap around."""
+    results = world(4).run(all_maximal, value)
+    for flat, full, _ in results:
+        torch.testing.assert_close(full, flat, rtol=1e-6, atol=0)
+    torch.testing.assert_close(torch.cat([row for *_, row in results]), results[0][0], rtol=1e-6, atol=0)
+
+
+def poisoned_once(rank, world, group, residual_dtype):
+    layout = Layout.dim0(SHAPES, world)
+    reducer = Reducer(
+        build("int8"), group, algorithm="exchange", error_feedback=True, nonfinite="skip", residual_dtype=residual_dtype
+    )
+    flat = buffer(layout, rank)
+    if rank == 0:
+        flat[0] = math.nan
+    reducer.reduce_scatter(flat, layout)
+    first = reducer.finish()
+    result = reducer.reduce_scatter(buffer(layout, rank, 1), layout)
+    return first, reducer.finish(), result, reducer.traffic["residuals_dropped"]
+
+
+@pytest.mark.parametrize("residual_dtype", ["float32", "bf16", "int8"])
+def test_a_residual_is_dropped_where_the_gradient_was_not_finite(world, residual_dtype):
+    results = world(2).run(poisoned_once, residual_dtype)
+    assert [result[:2] for result in results] == [(False, True)] * 2
+    assert [result[3] for result in results] == [1, 0]
+    assert all(result[2].isfinite().all() for result in results)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "kind", "numel", "expected"),
+    [
+        ("int8", 2, "all_reduce", 10**6, "gather"),
+        ("int8", 3, "all_reduce", 10**6, "exchange"),
+        ("int8", 3, "all_reduce", 10**4, "gather"),
+        ("none", 3, "all_reduce", 10**3, "exchange"),  # a gather would send more than float32's all-reduce
+        ("int8", 2, "reduce_scatter", 10**6, "exchange"),
+        ("powersgd", 3, "all_reduce", 10**6, "native"),
+        ("powersgd", 2, "reduce_scatter", 10**6, "native"),
+        ("bf16", 2, "reduce_scatter", 10**6, "exchange"),
+        ("threshold", 3, "all_reduce", 10, "exchange"),
+    ],
+)
+def test_auto_chooses(world, name, size, kind, numel, expected):
+    assert world(size).run(chosen, name, kind, numel) == [expected] * size
+
+
+def chosen(rank, world, group, name, kind, numel):
+    reducer = Reducer(build(name), group)
+    reducer.prepare(kind, numel)
+    return reducer.algorithm
+
+
+def refused(rank, world, group, name, options, kind):
+    Reducer(build(name), group, **options).prepare(kind, 5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("topk", {"algorithm": "native"}, "native needs a compressor that collectives can sum, and topk"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(world, name, options, message):
+    with pytest.raises(BadInput, match=message):
+        world(2).run(refused, name, options, "reduce_scatter")
+
+
+def scheduled(rank, world, group):
+    schedule = Schedule("powersgd", {"rank": 1}, {"rank": {2: 3}})
+    reducer = Reducer(schedule.at(0), group, schedule=schedule)
+    layout, rows = Layout.dim0(BIG, world), []
+    for step in range(4):
+        before, expected = reducer.traffic["sent"], reducer.closed_form(layout, "all_reduce")
+        reducer.all_reduce(layout.pack(big_gradients(rank, step)), layout)
+        rows.append((reducer.traffic["sent"] - before, expected))
+        reducer.finish()
+    return rows
+
+
+def test_a_schedule_changes_the_compressor_and_its_state(world):
+    results = world(2).run(scheduled)
+    for step, rows in enumerate(zip(*results, strict=True)):
+        assert sum(sent for sent, _ in rows) == rows[0][1]
+        expected = 2 * sum(build("powersgd", rank=1 if step < 2 else 3).round_bytes(form) for form in FORMS)
+        assert rows[0][1] == expected
+
+
+FORMS = [(shape[0], math.prod(shape[1:])) if len(shape) > 1 else shape for _, shape in BIG]
+
+
+def test_float32_natively_costs_what_an_all_reduce_costs(world):
+    results = world(3).run(reduced, BIG, "dim0", "all_reduce", "none", {}, {"algorithm": "native"}, 1)
+    numel = sum(math.prod(shape) for _, shape in BIG)
+    assert results[0][0][0][2] == raw_all_reduce(numel, 3)
+
+
+LONG = [("matrix", (67, 131)), ("bias", (7,)), ("long", (5003,))]
+
+
+def with_and_without_a_code(rank, world, group, name, kind, algorithm):
+    """The results of two steps and the bytes sent; the ranks' codes differ in length, and one gradient is constant."""
+    layout = CUTS["cut"](LONG, world)
+    generator = torch.Generator().manual_seed(rank + 1)
+    found = []
+    steps = [{key: torch.randn(shape, generator=generator) ** (1 + 2 * rank) for key, shape in LONG} for _ in range(2)]
+    steps[1]["long"] = torch.full((5003,), 0.25)
+    for built in (name, f"{name}+entropy"):
+        reducer = Reducer(build(built), group, algorithm=algorithm, error_feedback=True)
+        results = [getattr(reducer, kind)(layout.pack(gradients), layout) for gradients in steps]
+        assert reducer.finish()
+        found.append((results, reducer.traffic["sent"]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "kind", "algorithm"),
+    [
+        (3, "bf16", "all_reduce", "exchange"),
+        (2, "int8", "reduce_scatter", "exchange"),
+        (3, "qsgd", "all_reduce", "gather"),
+    ],
+)
+def test_a_lossless_stage_changes_the_bytes_and_no_bit_of_the_mean(world, size, name, kind, algorithm):
+    for (plain, sent), (coded, fewer) in world(size).run(with_and_without_a_code, name, kind, algorithm):
+        assert all(torch.equal(one, other) for one, other in zip(plain, coded, strict=True))
+        assert fewer < 0.95 * sent

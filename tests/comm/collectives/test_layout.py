@@ -1,0 +1,126 @@
+"""Layouts: every element of every parameter lies in the buffer exactly once, and nothing else does."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.base.errors import RunFault
+from gradwire.comm.collectives import Exempt, Layout, Piece
+from gradwire.comm.collectives.bytes import raw_all_reduce, raw_reduce_scatter, sent_all_reduce
+
+shapes = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=5).map(
+    lambda found: [(f"p{i}", shape) for i, shape in enumerate(found)]
+)
+worlds = st.integers(1, 5)
+both_cuts = pytest.mark.parametrize("cut", [Layout.dim0, Layout.cut])
+
+
+def numbered(shapes):
+    """Parameters whose elements are all distinct and none is 0."""
+    total = 0
+    tensors = {}
+    for name, shape in shapes:
+        tensors[name] = torch.arange(total + 1, total + 1 + math.prod(shape), dtype=torch.float32).view(shape)
+        total += math.prod(shape)
+    return tensors, total
+
+
+@both_cuts
+@given(shapes=shapes, world=worlds)
+def test_pieces_cover_every_element_once(cut, shapes, world):
+    layout = cut(shapes, world)
+    tensors, total = numbered(shapes)
+    flat = layout.pack(tensors)
+    assert sorted(flat[flat != 0].tolist()) == list(range(1, total + 1))
+    assert sum(piece.numel for piece in layout.pieces) == total
+    assert [piece.start for piece in layout.pieces] == sorted(piece.start for piece in layout.pieces)
+
+
+@both_cuts
+@given(shapes=shapes, world=worlds)
+def test_a_piece_lies_in_its_row_and_holds_what_it_names(cut, shapes, world):
+    layout = cut(shapes, world)
+    tensors, _ = numbered(shapes)
+    rows = layout.pack(tensors).view(world, layout.row_numel)
+    for row, pieces in enumerate(layout.rows):
+        for piece in pieces:
+            assert piece.row == row and piece.numel > 0
+            expected = tensors[piece.name].flatten()[piece.at : piece.at + piece.numel]
+            assert torch.equal(rows[row][layout.place_in_row(piece)], expected)
+
+
+@both_cuts
+@given(shapes=shapes, world=worlds)
+def test_unpack_undoes_pack(cut, shapes, world):
+    layout = cut(shapes, world)
+    tensors, _ = numbered(shapes)
+    copies = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
+    layout.unpack(layout.pack(tensors), copies)
+    assert all(torch.equal(copies[name], tensor) for name, tensor in tensors.items())
+
+
+@given(shapes=shapes, world=worlds)
+def test_dim0_cuts_as_torch_chunk_does(shapes, world):
+    layout = Layout.dim0(shapes, world)
+    tensors, _ = numbered(shapes)
+    flat = layout.pack(tensors)
+    for name, tensor in tensors.items():
+        chunks = torch.chunk(tensor if tensor.ndim else tensor.view(1), world)
+        pieces = [piece for piece in layout.pieces if piece.name == name]
+        assert len(pieces) == len(chunks)
+        for piece, chunk in zip(pieces, chunks, strict=True):
+            assert torch.equal(flat[piece.place], chunk.flatten())
+
+
+def test_dim0_leaves_rows_empty_and_pads_each_parameter():
+    layout = Layout.dim0([("weight", (3, 2)), ("bias", (1,))], 2)
+    assert layout.row_numel == 5
+    assert layout.pieces == (
+        Piece("weight", (3, 2), 0, 0, 4, 0),
+        Piece("bias", (1,), 0, 4, 1, 0),
+        Piece("weight", (3, 2), 1, 5, 2, 4),
+    )
+    assert Layout.dim0([("bias", (1,))], 3).rows == ((Piece("bias", (1,), 0, 0, 1, 0),), (), ())
+
+
+def test_cut_leaves_gaps_out():
+    layout = Layout.cut([("a", (3,)), (None, (2,)), ("b", (2, 2))], 2)
+    assert layout.row_numel == 5
+    assert layout.pieces == (Piece("a", (3,), 0, 0, 3, 0), Piece("b", (2, 2), 1, 5, 4, 0))
+
+
+def test_a_codec_sees_whole_rows_as_a_matrix():
+    def form(shape, at, numel):
+        return Piece("p", shape, 0, 0, numel, at).form
+
+    assert form((4, 3), 3, 6) == (2, 3)
+    assert form((4, 3), 2, 6) == (6,)
+    assert form((4, 3), 3, 5) == (5,)
+    assert form((4, 3, 2), 6, 12) == (2, 6)
+    assert form((5,), 0, 5) == (5,)
+    assert form((), 0, 1) == (1,)
+
+
+def test_a_buffer_of_another_size_is_named():
+    layout = Layout.dim0([("first", (3,)), ("last", (2,))], 2)
+    with pytest.raises(RunFault, match=r"first \.\.\. last"):
+        layout.check(torch.zeros(5))
+
+
+def test_exempt_covers_what_it_says():
+    weight, bias, scalar = ("block.weight", (4, 3)), ("block.bias", (5,)), ("scale", ())
+    assert not any(Exempt().covers(*parameter) for parameter in (weight, bias, scalar))
+    assert Exempt(max_ndim=1).covers(*bias) and not Exempt(max_ndim=1).covers(*weight)
+    assert Exempt(max_numel=5).covers(*bias) and not Exempt(max_numel=11).covers(*weight)
+    assert Exempt(names=["*.weight"]).covers(*weight) and not Exempt(names=["weight"]).covers(*weight)
+
+
+@given(numel=st.integers(0, 50), world=worlds)
+def test_parts_of_the_ranks_add_up_to_the_closed_form(numel, world):
+    assert sum(sent_all_reduce(4 * numel, world, rank) for rank in range(world)) == raw_all_reduce(numel, world)
+    assert raw_all_reduce(numel, world) == 2 * raw_reduce_scatter(numel, world)

@@ -1,0 +1,652 @@
+"""The reducer on real ranks: its mean, its bytes, its policies, its state."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from typing import get_args
+
+import pytest
+import torch
+
+from gradwire.base.errors import BadInput, NonFiniteGradient, RunFault
+from gradwire.bench.config import Reduction
+from gradwire.comm.collectives import METER, Exempt, Layout, Reducer, ops, state
+from gradwire.comm.collectives.bytes import raw_all_reduce, raw_reduce_scatter
+from gradwire.comm.collectives.group import Ranks
+from gradwire.comm.collectives.messages import exchange
+from gradwire.comm.collectives.reducer import ALGORITHMS
+from gradwire.comm.compressors import available, build
+from gradwire.comm.compressors.base import Compressor, numel
+from gradwire.comm.compressors.reduction import ReducerOptions
+from gradwire.comm.compressors.schedule import Schedule
+
+SHAPES = [("matrix", (5, 3)), ("bias", (7,)), ("scalar", (1,)), ("cube", (2, 3, 2)), ("row", (1, 4))]
+NUMEL = sum(math.prod(shape) for _, shape in SHAPES)
+CUTS = {"dim0": Layout.dim0, "cut": Layout.cut}
+STOCHASTIC = {"rounding": "stochastic", "block": 4}
+METHODS = [*((name, {}) for name in available()), ("int8", STOCHASTIC)]
+FALL_BACK = {"powersgd", "gradiveq", "sketch"}  # send as float32 what they would not make shorter
+CLOSE = {
+    "none": 1e-6,
+    "entropy": 1e-6,
+    "fp16": 2e-3,
+    "bf16": 2e-2,
+    "int8": 0.06,
+}  # of the largest mean, after two encodings
+
+worlds = pytest.mark.parametrize("size", [2, 3])
+every_cut = pytest.mark.parametrize("cut", CUTS)
+
+
+def gradients(rank, seed=0):
+    """A rank's own gradients: distinct, none zero."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return {name: torch.randn(shape, generator=generator) + 0.01 for name, shape in SHAPES}
+
+
+def buffer(layout, rank, seed=0):
+    return layout.pack(gradients(rank, seed))
+
+
+def exact_mean(layout, world, seed=0):
+    return sum(buffer(layout, rank, seed).double() for rank in range(world)) / world
+
+
+class Ragged(Compressor):
+    """A test's own compressor, whose size depends on the data: values above 0, with their places."""
+
+    name = "ragged"
+
+    def wire_bytes(self, shape):
+        return None if numel(shape) > 1 else 4 * numel(shape)
+
+    def to_wire(self, x, generator):
+        if x.numel() == 1:
+            return x.view(-1).view(torch.uint8)
+        places = x.view(-1).gt(0).nonzero().view(-1)
+        values = x.view(-1)[places]
+        return torch.cat([values.view(torch.uint8), places.to(torch.int32).view(torch.uint8)])
+
+    def from_wire(self, wire, shape):
+        if numel(shape) == 1:
+            return wire.clone().view(torch.float32)
+        values, places = wire.clone().chunk(2)
+        dense = torch.zeros(numel(shape))
+        dense[places.view(torch.int32).long()] = values.view(torch.float32)
+        return dense
+
+
+def compressor_of(name, options):
+    return Ragged() if name == "ragged" else build(name, **options)
+
+
+def both_kinds(rank, world, group, cut, name, options, reducer_options):
+    """What a reduce-scatter and an all-reduce of equal gradients give, with equal generators, and what they cost."""
+    layout = CUTS[cut](SHAPES, world)
+    reducer_options = {"algorithm": "exchange", **reducer_options}
+    results = {}
+    for kind in ("reduce_scatter", "all_reduce"):
+        reducer = Reducer(compressor_of(name, options), group, **reducer_options)
+        results[kind] = getattr(reducer, kind)(buffer(layout, rank), layout)
+        results[f"{kind} traffic"] = reducer.traffic
+        results[f"{kind} closed form"] = reducer.closed_form(layout, kind)
+        results["finite"] = reducer.finish()
+    return results
+
+
+def every_method(rank, world, group, cut):
+    return [both_kinds(rank, world, group, cut, name, options, {}) for name, options in METHODS]
+
+
+@worlds
+@every_cut
+def test_mean_bytes_and_padding(world, size, cut):
+    layout = CUTS[cut](SHAPES, size)
+    mean = exact_mean(layout, size)
+    padding = mean == 0
+    for (name, _), *results in zip(METHODS, *world(size).run(every_method, cut), strict=True):
+        full = results[0]["all_reduce"]
+        rows = torch.cat([result["reduce_scatter"] for result in results])
+        for approximation in (full, rows):
+            assert approximation.dtype == torch.float32
+            if name in CLOSE:  # what the others make of a mean, their protocols tell (`parallel/test_protocols.py`)
+                assert (approximation.double() - mean).abs().max() <= CLOSE[name] * mean.abs().max(), name
+            assert not approximation[padding].any(), (name, "padding is 0")
+        for result in results:
+            assert torch.equal(result["all_reduce"], full), (name, "bit-equal on all ranks")
+            assert result["finite"] is True
+        check_bytes(results, layout, size)
+        for rank, result in enumerate(results):
+            check_fallbacks(result, layout, rank, name)
+
+
+def check_fallbacks(result, layout, rank, name):
+    """What is counted as sent in float32 is what an encoding of that shape shows to be so; each rank encodes all rows.
+
+    An all-reduce encodes the own row once more.
+    """
+    dense = {  # some values, which are not 0
+        piece: name not in ("none", "hadamard", "entropy")  # a rotated element is itself; the others send it by choice
+        and bytes(encoded(name, values := torch.arange(1.0, 1 + piece.numel), piece.form).numpy())
+        == bytes(values.view(torch.uint8).numpy())
+        for piece in layout.pieces
+    }
+    own = [piece for piece in layout.pieces if piece.row == rank]
+    assert any(dense.values()) == (name in FALL_BACK)
+    for kind, pieces in (("reduce_scatter", layout.pieces), ("all_reduce", [*layout.pieces, *own])):
+        traffic = result[f"{kind} traffic"]
+        assert traffic["fallbacks"] == sum(dense[piece] for piece in pieces), name
+        assert traffic["fallback_elements"] == sum(piece.numel for piece in pieces if dense[piece]), name
+        assert traffic["encoded_elements"] == (0 if name == "none" else sum(piece.numel for piece in pieces)), name
+
+
+def encoded(name, values, form):
+    return build(name).encode(values.view(form), generator=torch.Generator().manual_seed(1))
+
+
+def small(rank, world, group, kind, options):
+    """What PowerSGD sent as float32 in native sums of one step, the second of two."""
+    layout = Layout.dim0(SHAPES, world)
+    reducer = Reducer(build("powersgd", rank=1), group, algorithm="native", **options)
+    counts = []
+    for step in range(2):
+        before = reducer.traffic
+        getattr(reducer, kind)(buffer(layout, rank, step), layout)
+        reducer.finish()
+        counts.append([reducer.traffic[name] - before[name] for name in COUNTS])
+    return counts
+
+
+COUNTS = ("fallbacks", "fallback_elements", "encoded_elements", "exempt_elements")
+
+
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+def test_small_tensors_that_travel_as_float32_unasked_are_counted(world, kind):
+    """Of (5, 3), (7,), (1,), (2, 6) and (1, 4) rank 1 shortens the first and the fourth: n + m < n m."""
+    assert world(2).run(small, kind, {}) == [[[3, 12, 39, 0]] * 2] * 2
+    asked = {"exempt": Exempt(max_ndim=1), "dense_steps": 1}
+    assert world(3).run(small, kind, asked) == [[[0, 0, 0, 8], [1, 4, 31, 8]]] * 3
+
+
+def check_bytes(results, layout, size):
+    for kind, closed_form in (("reduce_scatter", raw_reduce_scatter), ("all_reduce", raw_all_reduce)):
+        traffic = [result[f"{kind} traffic"] for result in results]
+        assert sum(t["raw"] for t in traffic) == closed_form(NUMEL, size)
+        assert results[0][f"{kind} closed form"] in (None, sum(t["sent"] for t in traffic))  # None: it is the data's
+        assert all(t["closed_form"] == results[0][f"{kind} closed form"] for t in traffic)
+        assert all(t["sent"] == sum(cost["bytes"] for cost in t["by_op"].values()) for t in traffic)
+        assert all(t["elements"] == NUMEL and t["exempt_elements"] == 0 for t in traffic)
+
+
+@pytest.mark.parametrize(("name", "bytes_each"), [("none", 4), ("fp16", 2), ("bf16", 2)])
+def test_closed_forms_by_hand(world, name, bytes_each):
+    result = world(3).run(both_kinds, "dim0", name, {}, {})[1]
+    assert result["reduce_scatter closed form"] == 2 * bytes_each * NUMEL
+    assert result["all_reduce closed form"] == 4 * bytes_each * NUMEL
+
+
+def test_a_second_half_in_float32_sends_the_reduce_scatter_rows(world):
+    results = world(3).run(both_kinds, "cut", "int8", STOCHASTIC, {"second": "float32"})
+    assert torch.equal(results[0]["all_reduce"], torch.cat([result["reduce_scatter"] for result in results]))
+    check_bytes(results, Layout.cut(SHAPES, 3), 3)
+
+
+def test_sizes_travel_only_where_they_depend_on_the_data(world):
+    layout = Layout.dim0(SHAPES, 3)
+    results = world(3).run(both_kinds, "dim0", "ragged", {}, {})
+    rows = torch.cat([result["reduce_scatter"] for result in results])
+    expected = sum(buffer(layout, rank).clamp_min(0) for rank in range(3)) / 3
+    for piece in layout.pieces:
+        if piece.numel == 1:  # sent as it is
+            expected[piece.place] = exact_mean(layout, 3)[piece.place].float()
+    torch.testing.assert_close(rows, expected)
+    for rank, result in enumerate(results):
+        assert result["reduce_scatter closed form"] is result["reduce_scatter traffic"]["closed_form"] is None
+        ragged = [piece for piece in layout.pieces if piece.numel > 1 and piece.row != rank]
+        kept = sum(int((buffer(layout, rank)[piece.place] > 0).sum()) for piece in ragged)
+        single = sum(4 for piece in layout.pieces if piece.numel == 1 and piece.row != rank)
+        assert result["reduce_scatter traffic"]["sent"] == 8 * kept + single + 8 * len(ragged)
+        assert result["reduce_scatter traffic"]["by_op"]["all_to_all"]["calls"] == 2
+
+
+def test_exempt_parameters_travel_as_float32(world):
+    layout = Layout.dim0(SHAPES, 2)
+    results = world(2).run(both_kinds, "dim0", "int8", {}, {"exempt": Exempt(max_ndim=1)})
+    mean = exact_mean(layout, 2)
+    for piece in layout.pieces:
+        error = (results[0]["all_reduce"].double() - mean)[piece.place].abs().max()
+        assert (error < 1e-6) == (len(piece.shape) == 1), piece
+    for result in results:
+        assert result["all_reduce traffic"]["exempt_elements"] == 8
+        assert result["all_reduce traffic"]["elements"] == NUMEL
+    assert sum(result["all_reduce traffic"]["sent"] for result in results) == results[0]["all_reduce closed form"]
+
+
+def steps(rank, world, group, count, reducer_options):
+    """Errors and bytes of a few optimizer steps."""
+    layout = Layout.dim0(SHAPES, world)
+    reducer = Reducer(build("int8"), group, algorithm="exchange", **reducer_options)
+    rows = []
+    for step in range(count):
+        before, closed_form = reducer.traffic["sent"], reducer.closed_form(layout, "all_reduce")
+        full = reducer.all_reduce(buffer(layout, rank, step), layout)
+        error = (full.double() - exact_mean(layout, world, step)).abs().max().item()
+        rows.append((error, reducer.traffic["sent"] - before, closed_form))
+        reducer.finish()
+    return rows
+
+
+def test_dense_steps_send_float32_first(world):
+    results = world(2).run(steps, 4, {"dense_steps": 2})
+    for step, rows in enumerate(zip(*results, strict=True)):
+        dense = step < 2
+        assert all((error < 1e-6) == dense for error, _, _ in rows)
+        assert sum(sent for _, sent, _ in rows) == rows[0][2]
+        assert (rows[0][2] == raw_all_reduce(NUMEL, 2)) == dense
+
+
+def poisoned(rank, world, group, policy, kind, bad):
+    """Two steps, the first with a value on one rank only that is not finite."""
+    layout = Layout.dim0(SHAPES, world)
+    reducer = Reducer(build("int8"), group, nonfinite=policy)
+    flat = buffer(layout, rank)
+    if rank == world - 1:
+        flat[0] = bad
+    getattr(reducer, kind)(flat, layout)
+    try:
+        first = reducer.finish()
+    except NonFiniteGradient as error:
+        first = (str(error), error.step)
+    getattr(reducer, kind)(buffer(layout, rank), layout)
+    return first, reducer.finish(), reducer.traffic["nonfinite_steps"], reducer.traffic["agreement"], reducer.step
+
+
+@worlds
+@pytest.mark.parametrize("kind", ["reduce_scatter", "all_reduce"])
+@pytest.mark.parametrize("policy", ["raise", "skip", "propagate"])
+def test_all_ranks_agree_on_what_one_rank_met(world, size, policy, kind):
+    results = world(size).run(poisoned, policy, kind, math.nan)
+    first, second, count, _, step = results[0]
+    if policy == "raise":
+        message, last_step = first
+        assert "optimizer step 1" in message and "int8" in message and last_step == 0
+    else:
+        assert first is (policy == "propagate")
+    assert (second, count, step) == (True, 1, 2)
+    assert [result[:3] for result in results] == [results[0][:3]] * size
+    assert sum(result[3] for result in results) == 2 * raw_all_reduce(1, size) // 4, "one byte per step"
+
+
+def poisoned_pieces(rank, world, group, options):
+    """Whether each step finished: each has NaN at the end of another piece on the last rank, the last step nowhere."""
+    layout = Layout.dim0(SHAPES, world)
+    reducer = Reducer(build("int8"), group, nonfinite="skip", **options)
+    finished = []
+    for piece in [*layout.pieces, None]:
+        flat = buffer(layout, rank)
+        if rank == world - 1 and piece is not None:
+            flat[piece.place.stop - 1] = math.nan
+        reducer.all_reduce(flat, layout)
+        finished.append(reducer.finish())
+    return finished
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"algorithm": "exchange"}, {"algorithm": "gather", "error_feedback": True}, {"exempt": Exempt(max_ndim=1)}],
+    ids=str,
+)
+def test_a_value_that_is_not_finite_is_met_in_every_piece(world, options):
+    first, *others = world(2).run(poisoned_pieces, options)
+    assert len(first) > len(SHAPES) and first == [False] * (len(first) - 1) + [True]
+    assert others == [first]
+
+
+def test_overflow_of_the_wire_counts_as_not_finite(world):
+    def first_answers(bad):
+        return [result[0] for result in world(2).run(poisoned, "skip", "reduce_scatter", bad)]
+
+    assert first_answers(math.inf) == [False, False]
+    assert first_answers(1e30) == [True, True]  # int8 carries it; fp16 is tested with the compressors
+
+
+def by_name(rank, world, group):
+    flat = gradients(rank)["matrix"].view(-1)
+    reducer = Reducer(build("none"), group)
+    return reducer.all_reduce(flat, "matrix"), reducer.reduce_scatter(flat, "matrix")
+
+
+@worlds
+def test_a_name_is_one_vector(world, size):
+    mean = sum(gradients(rank)["matrix"].view(-1) for rank in range(size)) / size
+    row = -(-15 // size)
+    for rank, (full, shard) in enumerate(world(size).run(by_name)):
+        torch.testing.assert_close(full, mean)
+        assert shard.shape == (row,)
+        torch.testing.assert_close(shard[: mean[rank * row :].numel()], mean[rank * row : (rank + 1) * row])
+
+
+def alone(rank, world, group):
+    layout = Layout.dim0(SHAPES, 1)
+    reducer = Reducer(build("int8"), group)
+    flat = buffer(layout, 0)
+    flat[0] = math.nan
+    scattered, full = reducer.reduce_scatter(flat, layout), reducer.all_reduce(flat, layout)
+    return flat, scattered, full, reducer.finish(), reducer.traffic, reducer.codec.state_dict()
+
+
+def test_one_rank_is_the_identity(world):
+    [(flat, scattered, full, finite, traffic, state)] = world(1).run(alone)
+    torch.testing.assert_close(scattered, flat, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(full, flat, rtol=0, atol=0, equal_nan=True)
+    assert finite is True
+    assert not any(traffic.values()) and not state["generators"]
+
+
+def resumed(rank, world, group, name, options, reducer_options):
+    """Four steps at a stretch; and two, a new reducer, two."""
+    layout = Layout.dim0(SHAPES, world)
+
+    def run(reducer, some):
+        results = []
+        for step in some:
+            results.append(reducer.all_reduce(buffer(layout, rank, step), layout))
+            reducer.finish()
+        return results
+
+    def new():
+        return Reducer(build(name, **options), group, seed=3, dense_steps=1, **reducer_options)
+
+    unbroken = run(new(), range(4))
+    first = new()
+    broken = run(first, range(2))
+    second = new()
+    second.load_state_dict(first.state_dict())
+    third = new()
+    third.load_state_dict(second.state_dict())  # saved again before any use
+    broken += run(third, range(2, 4))
+    return unbroken, broken
+
+
+@worlds
+@pytest.mark.parametrize(
+    ("name", "options", "reducer_options"),
+    [
+        ("int8", STOCHASTIC, {"algorithm": "exchange"}),
+        ("int8", STOCHASTIC, {"error_feedback": True}),
+        ("powersgd", {"rank": 1}, {"error_feedback": True}),
+        ("signsgd", {"block": 4}, {"error_feedback": True, "granularity": "row", "algorithm": "exchange"}),
+    ],
+    ids=str,
+)
+def test_a_resumed_reducer_equals_an_unbroken_one(world, size, name, options, reducer_options):
+    for unbroken, broken in world(size).run(resumed, name, options, reducer_options):
+        for one, other in zip(unbroken, broken, strict=True):
+            assert torch.equal(one, other)
+        assert not torch.equal(unbroken[2], unbroken[3])
+
+
+def loaded_late(rank, world, group):
+    """Step 2 by the reducer that made steps 0 and 1, and by one that was prepared, used and met NaN before it loads."""
+    layout = Layout.dim0(SHAPES, world)
+
+    def new():
+        return Reducer(build("int8", **STOCHASTIC), group, seed=3, error_feedback=True, nonfinite="skip")
+
+    first, late = new(), new()
+    first.prepare("reduce_scatter", NUMEL)
+    late.prepare("all_reduce", NUMEL)
+    before = first.algorithm, late.algorithm
+    for step in range(2):
+        first.all_reduce(buffer(layout, rank, step), layout)
+        first.finish()
+    late.all_reduce(buffer(layout, rank, 7) * math.nan, layout)
+    late.load_state_dict(copy.deepcopy(first.state_dict()))
+    late.prepare("all_reduce", NUMEL)
+    ops = {op: cost["calls"] for op, cost in late.traffic["by_op"].items()}
+    found = [reducer.all_reduce(buffer(layout, rank, 2), layout) for reducer in (first, late)]
+    after = {op: cost["calls"] - ops.get(op, 0) for op, cost in late.traffic["by_op"].items()}
+    return before, (first.algorithm, late.algorithm), found, after, (first.finish(), late.finish())
+
+
+def test_a_prepared_reducer_runs_the_algorithm_of_the_state_that_it_loads(world):
+    for before, after, (expected, found), calls, finite in world(3).run(loaded_late):
+        assert before == ("exchange", "gather")
+        assert after == ("exchange", "exchange")
+        assert torch.equal(found, expected)
+        assert calls == {"all_gather": 0, "all_to_all": 2}
+        assert finite == (True, True), "the NaN was of the run that was left"
+
+
+def other_options(rank, world, group):
+    """What a reducer says to the states of reducers with one other option, and what it is afterwards."""
+    layout, options = Layout.dim0(SHAPES, world), {"error_feedback": True, "algorithm": "exchange"}
+    reducer = Reducer(build("int8"), group, **options)
+    kept = copy.deepcopy(reducer.state_dict())
+    answers = {}
+    for option, value in OTHERS.items():
+        compressor = build("int8", **value) if option == "compressor" else build("int8")
+        other = Reducer(compressor, group, **{**options, **({} if option == "compressor" else {option: value})})
+        other.all_reduce(buffer(layout, rank), layout)
+        other.finish()
+        with pytest.raises(BadInput) as refused:
+            reducer.load_state_dict(other.state_dict())
+        answers[option] = str(refused.value)
+    changing = Schedule("int8", {}, {"num_bits": {5: 4}})
+    for option, other in {
+        "schedule": Reducer(changing.at(0), group, schedule=changing, **options),
+        "nonfinite": Reducer(build("int8"), group, nonfinite="skip", **options),
+    }.items():
+        try:
+            reducer.load_state_dict(other.state_dict())
+        except BadInput as error:
+            answers[option] = str(error)
+    return answers, kept == reducer.state_dict()
+
+
+OTHERS = {
+    "compressor": {"num_bits": 4},
+    "algorithm": "gather",
+    "error_feedback": False,
+    "residual_dtype": "bf16",
+    "second": "float32",
+    "granularity": "row",
+    "exempt": Exempt(max_ndim=1),
+    "dense_steps": 1,
+    "seed": 1,
+}
+
+
+def test_the_state_of_a_reducer_with_another_option_is_refused(world):
+    for answers, unchanged in world(2).run(other_options):
+        assert unchanged
+        assert "compressor {0: Int8(num_bits=8" in answers.pop("schedule")
+        assert "nonfinite" not in answers
+        for option, message in answers.items():
+            assert f"is of one with {option} " in message, message
+        assert answers.keys() == OTHERS.keys()
+
+
+def of_more_ranks(rank, world, group):
+    """A used reducer takes the state of another world; bytes of its next step, and what it then has kept."""
+    shapes = [("matrix", (40, 50))]
+    layout = Layout.dim0(shapes, world)
+    reducer = Reducer(build("gradiveq", window=2, slice=8, components=2), group, error_feedback=True)
+    flat = torch.randn(layout.numel, generator=torch.Generator().manual_seed(rank))
+    for _ in range(3):
+        reducer.all_reduce(flat, layout)
+        reducer.finish()
+    with pytest.warns(UserWarning, match="of 5 ranks"):
+        reducer.load_state_dict(state.stored(rank, 40, 5, {}))
+    forgotten = {key: reducer.codec.state_dict()[key] for key in ("residuals", "generators", "states")}
+    rows = []
+    for _ in range(4):
+        before, expected = reducer.traffic["sent"], reducer.closed_form(layout, "all_reduce")
+        reducer.all_reduce(flat, layout)
+        reducer.finish()
+        rows.append((reducer.traffic["sent"] - before, expected))
+    return reducer.step, forgotten, rows
+
+
+def test_a_used_reducer_forgets_what_it_kept_under_another_number_of_ranks(world):
+    results = world(2).run(of_more_ranks)
+    assert all(step == 44 and not any(forgotten.values()) for step, forgotten, _ in results)
+    sent = [sum(one) for one in zip(*[[sent for sent, _ in rows] for _, _, rows in results], strict=True)]
+    assert sent == [expected for _, expected in results[0][2]]
+    assert sent[0] == raw_all_reduce(2000, 2) > sent[2], "it begins with the window of its first steps"
+
+
+def wrong_buffer(rank, world, group):
+    Reducer(build("none"), group).reduce_scatter(torch.zeros(3), Layout.dim0(SHAPES, world))
+
+
+def test_a_buffer_of_another_size_is_an_error(world):
+    with pytest.raises(RunFault, match="matrix"):
+        world(2).run(wrong_buffer)
+
+
+def bad_option(rank, world, group, options):
+    Reducer(build("int8"), group, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"algorithm": "exchang"}, "'algorithm'.*Did you mean 'exchange'"),
+        ({"second": "float16"}, "'second'.*Did you mean 'float32'"),
+        ({"nonfinite": "stop"}, "'nonfinite'.*propagate, raise, skip"),
+        ({"dense_steps": -1}, "dense_steps is -1"),
+        ({"granularity": "bucket"}, "'granularity'.*piece, row"),
+        ({"residual_dtype": "fp16"}, "'residual_dtype'.*Did you mean 'bf16'"),
+        ({"granularity": "row", "algorithm": "native"}, "granularity row"),
+    ],
+)
+def test_bad_options_are_refused(world, options, message):
+    with pytest.raises(BadInput, match=message):
+        world(1).run(bad_option, options)
+
+
+def accepted(rank, world, group, given):
+    return repr(Reducer(given, group).compressor)
+
+
+@pytest.mark.parametrize(
+    ("given", "built"),
+    [
+        ("int8", ("int8", {})),
+        ("topk+int8", ("topk+int8", {})),
+        ({"method": "int8", "block": 24}, ("int8", {"block": 24})),
+    ],
+)
+def test_a_name_or_a_mapping_builds_the_compressor(world, given, built):
+    name, options = built
+    assert world(1).run(accepted, given) == [repr(build(name, **options))]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("int9", "unknown compressor 'int9'.*Did you mean 'int"),
+        ({"method": "int8", "blok": 4}, "unknown int8 option 'blok'.*Did you mean 'block'"),
+        ({"block": 4}, "pass a name, such as 'int8'"),
+        (8, "the compressor is 8: pass a name"),
+    ],
+)
+def test_another_type_or_option_is_refused(world, given, message):
+    with pytest.raises(BadInput, match=message):
+        world(1).run(accepted, given)
+
+
+def test_the_keywords_are_the_options_of_a_cell():
+    keywords = inspect.signature(Reducer).parameters
+    options = {
+        name: field.get_default(call_default_factory=True) for name, field in ReducerOptions.model_fields.items()
+    }
+    assert {name: keywords[name].default for name in options} == options
+    assert set(keywords) - set(options) == {"compressor", "group", "schedule", "seed"}
+    assert set(Reduction.model_fields) == {*options, "schedule"}
+    assert get_args(ReducerOptions.model_fields["algorithm"].annotation) == ("auto", *ALGORITHMS)
+
+
+def carried(rank, world, group):
+    """A step whose flag carries two numbers of the caller's, with a value on the last rank that is not finite."""
+    layout = Layout.dim0(SHAPES, world)
+    reducer = Reducer(build("int8"), group, nonfinite="skip")
+    flat = buffer(layout, rank)
+    if rank == world - 1:
+        flat[0] = math.nan
+    reducer.all_reduce(flat, layout)
+    total = torch.tensor([rank + 1.5, math.inf if rank == 0 else 1.0])
+    first = reducer.finish(total), total.tolist()
+    reducer.all_reduce(buffer(layout, rank), layout)
+    total = torch.tensor([2.0**20 + rank, -1.0])
+    return first, (reducer.finish(total), total.tolist())
+
+
+@worlds
+def test_what_travels_with_the_flag_is_summed_and_does_not_touch_it(world, size):
+    sums = sum(rank + 1.5 for rank in range(size)), math.inf
+    second = size * 2.0**20 + sum(range(size)), -1.0 * size
+    for first, then in world(size).run(carried):
+        assert first == (False, [*sums])
+        assert then == (True, [*second])
+
+
+def metered(rank, world, group):
+    """Every operation once; what it gives and what the meter says."""
+    METER.totals.clear()
+    total = ops.all_reduce(torch.tensor([rank + 1.0, 2.0, 3.0]))
+    top = ops.all_reduce(torch.tensor([rank]), "max", purpose="agreement")
+    gathered = ops.all_gather(torch.tensor([rank, rank + 10]))
+    sent = ops.broadcast(torch.full((5,), float(rank)), source=1)
+    parts = torch.full((sum(range(world)) + world,), rank, dtype=torch.uint8)  # d + 1 bytes for rank d
+    received = ops.all_to_all(parts, [d + 1 for d in range(world)], [rank + 1] * world)
+    costs = {key: (cost.bytes, cost.calls, cost.seconds > 0) for key, cost in METER.totals.items()}
+    return total, top, gathered, sent, received, costs
+
+
+@worlds
+def test_every_operation_is_right_and_counted(world, size):
+    results = world(size).run(metered)
+    for rank, (total, top, gathered, sent, received, costs) in enumerate(results):
+        assert total.tolist() == [sum(range(1, size + 1)), 2.0 * size, 3.0 * size]
+        assert top.tolist() == [size - 1]
+        assert gathered.tolist() == [[r, r + 10] for r in range(size)]
+        assert sent.tolist() == [1.0] * 5
+        assert received.tolist() == [r for r in range(size) for _ in range(rank + 1)]
+        assert costs["all_gather", "control"] == ((size - 1) * 16, 1, True)
+        assert costs["broadcast", "control"] == ((size - 1) * 20 if rank == 1 else 0, 1, True)
+        assert costs["all_to_all", "control"] == (sum(d + 1 for d in range(size) if d != rank), 1, True)
+    for key, numbers in ((("all_reduce", "control"), 3), (("all_reduce", "agreement"), 2)):
+        assert sum(result[-1][key][0] for result in results) == raw_all_reduce(numbers, size)
+
+
+def in_bulk(rank, world, group):
+    """Every rank sends ``3 * CHUNK + 7 * to + rank`` bytes of its own to rank ``to``, at once and in messages.
+
+    Then it sends the same ``3 * CHUNK + 7`` bytes to all.
+    """
+    sizes = [[3 * ops.CHUNK + 7 * to + of for to in range(world)] for of in range(world)]
+    x = torch.randint(0, 256, (sum(sizes[rank]),), dtype=torch.uint8, generator=torch.Generator().manual_seed(rank))
+    mine = [row[rank] for row in sizes]
+    parts = [ops.all_to_all(x, sizes[rank], mine, bulk=bulk) for bulk in (False, True)]
+    return parts, [ops.all_gather(x[: 3 * ops.CHUNK + 7], bulk=bulk) for bulk in (False, True)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_large_parts_arrive_alike_in_one_message_and_in_many(world, size):
+    for parts, gathered in world(size).run(in_bulk):
+        assert torch.equal(*parts)
+        assert torch.equal(*gathered)
+        assert len(gathered[0]) == size
+
+
+def nothing_to_exchange(rank, world, group):
+    empty = [[]] * world
+    return exchange(torch.empty(0, dtype=torch.uint8), empty, empty, empty, Ranks(group, world, rank, METER))[1]
+
+
+def test_an_exchange_of_nothing(world):
+    assert world(2).run(nothing_to_exchange) == [[[], []], [[], []]]

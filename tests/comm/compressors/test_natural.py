@@ -1,0 +1,139 @@
+"""Natural compression rounds to powers of two with the exact probabilities of its definition."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import assert_frequencies, assert_unbiased, draws, generator, normal
+
+from gradwire.base.errors import NonFiniteGradient
+from gradwire.comm.compressors import build, kernels
+
+both = pytest.mark.parametrize("options", [{}, {"bits": 9}, {"block": 5}], ids=str)
+
+
+def below(x: torch.Tensor) -> torch.Tensor:
+    """The largest power of two up to each magnitude, in float64."""
+    _, exponent = torch.frexp(x.double().abs())
+    return torch.ldexp(torch.ones_like(x, dtype=torch.float64), exponent - 1)
+
+
+@both
+def test_every_element_goes_up_with_its_exact_probability(options):
+    x, count = normal(300, seed=3) * 10 ** torch.linspace(-16, 16, 300), 2500
+    drawn = draws(build("natural", **options), x, count)
+    a, size = below(x), x.double().abs()
+    assert (drawn.sign() == x.double().sign()).all()
+    assert ((drawn.abs() == a) | (drawn.abs() == 2 * a)).all()
+    assert_frequencies((drawn.abs() == 2 * a).sum(dim=0), count, (size - a) / a)
+    assert_unbiased(drawn, x, (size - a) * (2 * a - size))
+
+
+@both
+def test_the_variance_is_an_eighth_where_the_paper_says_so(options):
+    x, count = torch.tensor([4 / 3, -4 / 3]).repeat(50) * torch.ldexp(torch.ones(100), torch.arange(100) - 50), 3000
+    drawn = draws(build("natural", **options), x, count)
+    relative = ((drawn - x.double()) / x.double()).square().mean(dim=0)
+    # (Q - x)^2 is (x / 4)^2 or (x / 2)^2, the latter with probability 1 / 3: its variance is that of a coin
+    sigma = (1 / 4 - 1 / 16) * math.sqrt(2 / 9 / count)
+    assert (relative - 1 / 8).abs().max() <= 5 * sigma
+    assert abs(relative.mean() - 1 / 8) <= 5 * sigma / 10
+
+
+@both
+def test_powers_of_two_and_zero_stay(options):
+    compressor = build("natural", **options)
+    powers = torch.ldexp(torch.ones(126), torch.arange(126))
+    x = torch.cat([powers, -powers, torch.zeros(3)])
+    for scale in (1.0, 2.0**-30, 2.0**-126):
+        assert torch.equal(draws(compressor, x * scale, 5), (x * scale).double().expand(5, -1))
+
+
+def test_denormal_numbers_become_zero_or_the_smallest_normal_one():
+    unit, count = math.ldexp(1, -126), 2000
+    x = torch.tensor([0.5, -0.25, 0.75, 2.0**-5, -(2.0**-23), 0.3]) * unit
+    for options in ({}, {"bits": 9}):
+        drawn = draws(build("natural", **options), x, count)
+        share = x.double().abs() / unit
+        assert_frequencies((drawn.abs() == unit).sum(dim=0), count, share)
+        assert_unbiased(drawn, x, unit**2 * share * (1 - share))
+
+
+def test_what_is_far_below_the_blocks_largest_becomes_zero_or_its_lowest_power():
+    top = 3 * 2.0**60  # may be rounded to 2^62, so the 127 powers are 2^-64 to 2^62
+    lowest, count = 2.0**-64, 2000
+    x = torch.tensor([top, 2.0**-64, -1.5 * 2.0**-64, 2.0**-65, -1.25 * 2.0**-66, 2.0**-100, 0.0])
+    drawn = draws(build("natural"), x, count)
+    share = (x.double().abs() / lowest)[3:5]
+    assert set(drawn[:, 0].tolist()) == {2.0**61, 2.0**62}
+    assert (drawn[:, 1] == lowest).all()
+    assert set(drawn[:, 2].tolist()) == {-lowest, -2 * lowest}
+    assert_frequencies((drawn[:, 3:5].abs() == lowest).sum(dim=0), count, share)
+    assert not drawn[:, 5:].any()
+    assert torch.equal(draws(build("natural", block=1), x[5:], 3), x[5:].double().expand(3, -1))
+
+
+def test_wires_by_hand():
+    x = torch.tensor([1.0, -2.0, 0.0, 0.5, -(2.0**40)])
+    wire = build("natural", block=3).encode(x, generator=generator())
+    # the blocks may go up to 2^2 and 2^41, exponents 129 and 168: 126 below are 3 and 42
+    assert wire.tolist() == [3, 42, 127 - 3 + 1, 128 | (128 - 3 + 1), 0, 126 - 42 + 1, 128 | (167 - 42 + 1)]
+    assert build("natural", bits=9).encode(x, generator=generator()).tolist() == [127, 128, 0, 126, 167, 0b10010]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    values=st.lists(st.floats(-(2.0**127), 2.0**127, width=32), min_size=1, max_size=30),
+    bits=st.sampled_from([8, 9]),
+    block=st.integers(1, 12),
+    seed=st.integers(0, 2**31),
+)
+def test_any_element_becomes_a_neighbouring_power_or_what_lies_below_the_range(values, bits, block, seed):
+    x = torch.tensor(values)
+    compressor = build("natural", bits=bits, block=block)
+    decoded = compressor.decode(compressor.encode(x, generator=generator(seed)), len(values)).double()
+    lowest = torch.full_like(decoded, 2.0**-126)
+    if bits == 8:
+        tops = [below(part.abs().max()).clamp_min(2.0**-149) for part in x.split(block)]
+        spread = [top.expand(part.numel()) for top, part in zip(tops, x.split(block), strict=True)]
+        lowest = torch.maximum(lowest, torch.cat(spread) * 2.0**-125)
+    a, size = below(x), x.double().abs()
+    kept = size >= lowest
+    assert (decoded * x.double() >= 0).all()
+    exact = a == size
+    assert torch.equal(decoded[kept & exact], x.double()[kept & exact])
+    assert ((decoded.abs() == a) | (decoded.abs() == 2 * a))[kept].all()
+    assert ((decoded == 0) | (decoded.abs() == lowest))[~kept].all()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+@pytest.mark.parametrize("options", [{}, {"bits": 9}, {"block": 64}], ids=str)
+def test_fused_forms_agree_on_every_magnitude(kind, options):
+    if kind == "cuda":
+        pytest.importorskip("triton")
+    device = "cuda" if kind == "cuda" and torch.cuda.is_available() else "cpu"
+    fused, compressor = kernels.load(kind, "natural"), build("natural", **options)
+    exponents = torch.arange(5000) // 64 * 3 % 254  # blocks of many ranges, each with numbers far below its largest
+    exponents[1::3] = torch.randint(0, 254, (1667,), generator=generator(1))
+    x = (exponents << 23 | torch.randint(0, 2**23, (5000,), generator=generator(2))).to(torch.int32).view(torch.float32)
+    x = (x * normal(5000).sign()).to(device)
+    wire, bad = kernels.coded(fused, compressor, x, generator(4, device))
+    assert torch.equal(wire, compressor.to_wire(x, generator(4, device))) and not bad.any()
+    anything = torch.randint(0, 256, wire.shape, generator=generator(5)).to(torch.uint8).to(device)
+    for message in (wire, anything):
+        plain = compressor.from_wire(message, (5000,))
+        assert torch.equal(kernels.decoded(fused, compressor, message, (5000,)), plain)
+
+
+@both
+def test_what_might_become_infinite_is_refused(options):
+    compressor = build("natural", **options)
+    x = torch.tensor([2.0**127, 2.0**100])
+    assert torch.equal(compressor.decode(compressor.encode(x, generator=generator()), 2), x)
+    x[0] = 2.0**127 * (1 + 2.0**-23)
+    with pytest.raises(NonFiniteGradient, match="natural"):
+        compressor.encode(x, generator=generator())

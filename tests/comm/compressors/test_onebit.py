@@ -1,0 +1,128 @@
+"""onebit is the orthogonal projection onto what a bit per element and two means per group can say."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import normal
+
+from gradwire.base.errors import BadInput
+from gradwire.comm.compressors import build
+
+
+def oracle(x: np.ndarray) -> np.ndarray:
+    """One group in float64, element by element, from the definition."""
+    negative = [value for value in x if value < 0]
+    rest = [value for value in x if not value < 0]
+    low = math.fsum(negative) / len(negative) if negative else 0.0
+    high = math.fsum(rest) / len(rest) if rest else 0.0
+    return np.array([low if value < 0 else high for value in x])
+
+
+def expected(x: torch.Tensor, options: dict) -> torch.Tensor:
+    """Every group's `oracle`, rounded once to float32."""
+    values = x.double().numpy()
+    if options.get("means") == "column":
+        columns = values.reshape(len(values), -1)
+        done = np.stack([oracle(column) for column in columns.T], axis=1).reshape(values.shape)
+    else:
+        flat, block = values.ravel(), options.get("block", 256)
+        done = np.concatenate([oracle(flat[at : at + block]) for at in range(0, flat.size, block)])
+    return torch.from_numpy(done.reshape(values.shape)).float()
+
+
+OPTIONS = [{}, {"block": 7}, {"block": 2048}, {"means": "column"}]
+
+
+def coded(x: torch.Tensor, options: dict) -> torch.Tensor:
+    compressor = build("onebit", **options)
+    return compressor.decode(compressor.encode(x), tuple(x.shape))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", [1, 255, 256, 257, 5003, (33, 40), (7, 300), (129, 1)], ids=str)
+def test_every_element_becomes_its_sides_mean(options, shape):
+    x = normal(shape, seed=2) + 0.1
+    assert torch.equal(coded(x, options), expected(x, options))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    values=st.lists(st.floats(-(2.0**127), 2.0**127, width=32), min_size=1, max_size=40),
+    block=st.integers(1, 12),
+)
+def test_any_finite_values_keep_the_definition(values, block):
+    x = torch.tensor(values)
+    assert torch.equal(coded(x, {"block": block}), expected(x, {"block": block}))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("shape", [257, 5003, (33, 40)], ids=str)
+def test_it_projects_orthogonally_and_keeps_the_sum(options, shape):
+    """sum(C) = sum(x), <x - C, C> = 0 and ||x - C||^2 = ||x||^2 - ||C||^2, within the means' rounding to float32."""
+    x = normal(shape, seed=3) * 3 + 1
+    c = coded(x, options).double()
+    x = x.double()
+    rounding = 2**-24 * c.square().sum()
+    assert abs(c.sum() - x.sum()) <= 2**-24 * c.abs().sum()
+    assert abs(((x - c) * c).sum()) <= rounding
+    assert abs((x - c).square().sum() - (x.square().sum() - c.square().sum())) <= 3 * rounding
+    assert (x - c).square().sum() < 0.5 * x.square().sum()
+
+
+def test_constant_columns_are_exact_and_blocks_of_one_too():
+    x = torch.tensor([[3.0, -0.1, 0.0, 1e-40]]).expand(9, 4)
+    assert torch.equal(coded(x, {"means": "column"}), x)
+    x = normal(37)
+    assert torch.equal(coded(x, {"block": 1}), x)
+
+
+def test_no_other_two_values_for_the_same_bits_are_nearer():
+    x = normal(200, seed=5)
+    c = coded(x, {})
+    error = (x.double() - c.double()).square().sum()
+    for shift in (1e-3, -1e-3):
+        for side in (x < 0, x >= 0):
+            assert (x.double() - c.double() - shift * side).square().sum() > error
+
+
+def test_wire_is_pairs_of_means_then_bits():
+    x = torch.tensor([1.0, -2.0, 3.0, -4.0, 0.0, -0.0, 6.0, -6.0, -1.0, 9.0])
+    wire = build("onebit", block=8).encode(x)
+    assert wire[:16].view(torch.float32).tolist() == [2.0, -4.0, 9.0, -1.0]
+    assert wire[16:].tolist() == [0b10001010, 0b01]
+    matrix = x.view(5, 2)
+    wire = build("onebit", means="column").encode(matrix)
+    assert wire[:16].view(torch.float32).tolist() == [2.5, -1.0, 4.5, -4.0]
+    assert wire[16:].tolist() == [0b10001010, 0b01]
+
+
+def test_the_bytes_are_a_bit_per_element_and_eight_bytes_per_group():
+    assert build("onebit").wire_bytes(1 << 20) == (1 << 17) + 8 * 4096
+    assert build("onebit", means="column").wire_bytes((1000, 30)) == 3750 + 8 * 30
+    assert build("onebit", means="column").wire_bytes(1000) == 125 + 8
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_odd_under_negation_without_zeros(options):
+    x = normal((33, 40), seed=6)
+    assert torch.equal(coded(-x, options), -coded(x, options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"means": "row"}, "means.*row.*block.*column"),
+        ({"block": 0}, "block.*0.*greater"),
+        ({"bloc": 8}, "bloc.*block"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_named(options, message):
+    with pytest.raises(BadInput, match=message):
+        build("onebit", **options)

@@ -1,0 +1,173 @@
+"""Random-k draws every k-subset alike, and its errors are what that says."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import Counter
+from itertools import combinations, permutations
+
+import numpy as np
+import pytest
+import torch
+from lockstep import lockstep
+from samples import FLOAT32, assert_unbiased, draws, generator, normal
+from scipy import stats
+
+from gradwire.comm.compressors import build, kernels
+from gradwire.comm.compressors import permutation as plain
+from gradwire.comm.compressors.kernels.cpu import permutation as fused
+from gradwire.comm.compressors.rounds import Context
+
+
+def assert_uniform(counts: Counter, outcomes: list) -> None:
+    """Every outcome equally likely, by chi-square."""
+    assert set(counts) <= set(outcomes)
+    seen = np.array([counts[outcome] for outcome in outcomes])
+    expected = seen.sum() / len(outcomes)
+    assert expected >= 25
+    statistic = ((seen - expected) ** 2 / expected).sum()
+    low, high = stats.chi2(max(1, len(outcomes) - 1)).ppf([1e-6, 1 - 1e-6])
+    assert (low <= statistic or len(outcomes) < 20) and statistic <= high
+
+
+def first(n: int, k: int, count: int) -> list[tuple[int, ...]]:
+    """What ``count`` consecutive seeds draw; neighbouring seeds must be as good as any."""
+    return [tuple(fused.permuted(seed, n, k).tolist()) for seed in range(count)]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 100, 128, 129, 256, 257, 5003, 2**22 + 1, 2**31 + 5, 2**40])
+def test_the_images_are_distinct_in_range_and_alike_in_both_forms(n):
+    for seed in (0, 1, 2**63 - 2, -1):
+        k = min(n, 3000)
+        images = fused.permuted(seed, n, k)
+        assert torch.equal(images, plain.permuted(torch.tensor([seed]), n, k))
+        assert images.min() >= 0 and images.max() < n and images.unique().numel() == k
+
+
+@pytest.mark.parametrize("n", [1, 2, 100, 129, 257, 5003, 2**22 + 1, 2**33 + 5])
+def test_the_cuda_form_draws_the_same_places(n):
+    pytest.importorskip("triton")
+    density = min(1.0, 700 / n)
+    compressor, module = build("randomk", density=density), kernels.load("cuda", "randomk")
+    wire = torch.tensor([123_456_789_123_456_789]).view(torch.uint8)
+    there = wire.cuda() if torch.cuda.is_available() else wire
+    assert torch.equal(module.places(compressor, there, n)[0].cpu(), compressor.places(wire, n)[0])
+
+
+@pytest.mark.parametrize("n", range(1, 21))
+def test_one_place_is_any_place(n):
+    assert_uniform(Counter(first(n, 1, 40 * n)), [(place,) for place in range(n)])
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 5, 8, 13, 16, 20])
+def test_two_places_are_any_two_in_any_order(n):
+    assert_uniform(Counter(first(n, 2, 40 * n * (n - 1))), list(permutations(range(n), 2)))
+
+
+@pytest.mark.parametrize(("n", "k"), [(4, 2), (5, 3), (6, 3), (8, 4), (9, 7), (12, 3), (64, 2)])
+def test_every_subset_is_as_likely_as_any_other(n, k):
+    subsets = list(combinations(range(n), k))
+    assert_uniform(Counter(tuple(sorted(drawn)) for drawn in first(n, k, 40 * len(subsets))), subsets)
+
+
+@pytest.mark.parametrize("n", [257, 4096, 10_007])
+def test_of_many_places_each_is_included_as_often(n):
+    """The statistic of draws without replacement: (n - 1) / n times the sum of squares is chi-square."""
+    k, count = n // 20, 400
+    seen = np.zeros(n)
+    for seed in range(count):
+        seen[fused.permuted(seed, n, k).numpy()] += 1
+    share = k / n
+    statistic = ((seen - count * share) ** 2).sum() / (count * share * (1 - share)) * (n - 1) / n
+    low, high = stats.chi2(n - 1).ppf([1e-6, 1 - 1e-6])
+    assert low <= statistic <= high
+
+
+def test_neighbours_are_not_drawn_together():
+    """Among k of n places, k (k - 1) / n ordered pairs at any given circular distance are expected."""
+    n, k, count = 4099, 200, 500
+    masks = np.zeros((count, n))
+    for seed in range(count):
+        masks[seed, fused.permuted(seed, n, k).numpy()] = 1
+    expected = k * (k - 1) / (n - 1)
+    for distance in (1, 2, 4, 64, 1024):
+        pairs = (masks * np.roll(masks, distance, axis=1)).sum(axis=1)
+        assert abs(pairs.mean() - expected) < 5 * math.sqrt(expected / count)
+
+
+@pytest.mark.parametrize(("n", "density"), [(300, 0.1), (77, 0.5), (7, 0.3), (1, 0.01)])
+def test_scaled_it_is_unbiased_with_the_exact_variance(n, density):
+    x, count = normal(n, seed=3), 1500
+    drawn = draws(build("randomk", density=density), x, count)
+    k = max(1, round(density * n))
+    assert_unbiased(drawn, x, (n / k - 1) * x.double() ** 2)
+    errors = (drawn - x.double()).square().sum(dim=1)
+    energy = x.double().square()
+    # ||x - Q||^2 = ||x||^2 + ((n/k - 1)^2 - 1) times the sent energy, a sum over k of n without replacement
+    factor = (n / k - 1) ** 2 - 1
+    spread = factor**2 * k * (1 - k / n) * (energy.var().item() if n > 1 else 0.0)
+    band = 5 * math.sqrt(spread / count) + 1e-5 * energy.sum()
+    assert abs(errors.mean() - (n / k - 1) * energy.sum()) <= band
+
+
+@pytest.mark.parametrize(("n", "density"), [(300, 0.1), (77, 0.5), (7, 0.3)])
+def test_unscaled_its_error_is_the_part_left_out(n, density):
+    x, count = normal(n, seed=4), 1500
+    drawn = draws(build("randomk", density=density, scaled=False), x, count)
+    k = max(1, round(density * n))
+    sent = drawn != 0
+    assert (sent.sum(dim=1) == k).all()
+    assert torch.equal(drawn, torch.where(sent, x.double(), 0.0))
+    energy = x.double().square()
+    left = (drawn - x.double()).square().sum(dim=1).mean()
+    band = 5 * math.sqrt(k * (1 - k / n) * energy.var().item() / count)
+    assert abs(left - (1 - k / n) * energy.sum()) <= band
+
+
+def test_wire_is_a_seed_and_the_values():
+    x = normal(1000)
+    wire = build("randomk").encode(x, generator=generator(2))
+    assert wire.numel() == 8 + 4 * 10
+    places = plain.permuted(wire[:8].view(torch.int64), 1000, 10)
+    assert torch.equal(wire[8:].view(torch.float32), x[places])
+    decoded = build("randomk").decode(wire, 1000)
+    assert torch.equal(decoded[places], x[places] * 100)
+
+
+def test_a_value_that_is_not_sent_is_flagged_too():
+    for place in range(40):
+        x = normal(40)
+        x[place] = math.inf
+        flag = torch.zeros(1, dtype=torch.uint8)
+        build("randomk", density=0.05).encode(x, generator=generator(1), flag=flag)
+        assert flag.item() == 1
+
+
+def test_the_global_generator_is_refused():
+    with pytest.raises(ValueError, match="randomk draws random numbers and needs a generator"):
+        build("randomk").encode(normal(5))
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_rounds_send_the_same_places_and_average_them(scaled):
+    n, world = 1003, 3
+    xs = [normal(n, seed=rank) for rank in range(world)]
+    compressor = build("randomk", density=0.1, scaled=scaled)
+    means, sents, handed = lockstep(compressor, xs, [{}] * world, Context("layer.weight", (n,), 7, world, 42))
+    digest = hashlib.sha256(b"42/7/layer.weight").digest()
+    seed = torch.tensor([int.from_bytes(digest[:8], "little", signed=True)])
+    places = plain.permuted(seed, n, 100)
+    gain = n / 100 if scaled else 1.0
+    for x, sent in zip(xs, sents, strict=True):
+        assert torch.equal(sent, torch.zeros(n).index_put((places,), x[places] * gain))
+    exact = torch.stack([sent.double() for sent in sents]).mean(dim=0)
+    assert torch.allclose(means[0].double(), exact, rtol=4 * FLOAT32.eps, atol=1e-6)
+    assert handed == compressor.round_bytes(n) == 400
+
+
+def test_rounds_are_unbiased_over_the_steps():
+    x, count = normal(60, seed=5), 1000
+    compressor = build("randomk", density=0.2)
+    means = [lockstep(compressor, [x], [{}], Context("w", (60,), step, 1, 0))[0][0] for step in range(count)]
+    assert_unbiased(torch.stack(means).double(), x, 4 * x.double() ** 2)

@@ -1,0 +1,91 @@
+"""Compressors by name: built-in, of other packages, in chains; and the messages for a wrong name or option."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+from samples import normal
+
+from gradwire.base import plugins
+from gradwire.base.errors import BadInput
+from gradwire.comm.compressors import available, build, method_class, option_schema
+from gradwire.comm.compressors.base import Compressor, numel
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("int9", {}, "unknown compressor 'int9'. Did you mean 'int8'"),
+        ("int8", {"blok": 64}, "unknown int8 option 'blok'. Did you mean 'block'"),
+        ("int8", {"block": "64"}, "int8 option 'block' is '64': Input should be a valid integer"),
+        ("int8", {"block": 0}, "int8 option 'block' is 0: Input should be greater than or equal to 1"),
+        ("int8", {"rounding": "up"}, "int8 option 'rounding' is 'up': Input should be 'nearest' or 'stochastic'"),
+        ("none", {"level": 3}, "unknown none option 'level'. Available: none."),
+    ],
+)
+def test_bad_names_and_options_are_refused(name, options, message):
+    with pytest.raises(BadInput) as raised:
+        build(name, **options)
+    assert message in str(raised.value)
+
+
+def test_names_are_known_without_torch():
+    program = (
+        "import sys; from gradwire.comm.compressors import available; print(available()); "
+        "assert 'torch' not in sys.modules"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout
+    assert "int8" in printed
+
+
+def test_registry_describes_what_it_lists():
+    for name in available():
+        assert method_class(name).name == name
+        assert method_class(name).__doc__
+    assert option_schema("int8")["properties"]["block"]["default"] == 256
+
+
+class Halved(Compressor):
+    """A third party's compressor."""
+
+    name = "halved"
+
+    def wire_bytes(self, shape):
+        return 4 * numel(shape)
+
+    def to_wire(self, x, generator):
+        return (x / 2).view(-1).view(torch.uint8)
+
+    def from_wire(self, wire, shape):
+        return wire.view(torch.float32) * 2
+
+
+def offer(monkeypatch, name, value):
+    """Make an entry point, as an installed package would."""
+    entry = EntryPoint(name, value, "gradwire.compressors")
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [entry] if group == entry.group else [])
+
+
+def test_an_entry_point_adds_a_compressor(monkeypatch):
+    offer(monkeypatch, "halved", f"{__name__}:Halved")
+    assert "halved" in available()
+    x = normal(5)
+    assert torch.equal(build("halved").decode(build("halved").encode(x), 5), x)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("int8", f"{__name__}:Halved", "takes the built-in compressor's name 'int8'"),
+        ("other", f"{__name__}:Halved", "no Compressor class whose name is 'other'"),
+        ("halved", f"{__name__}:normal", "no Compressor class whose name is 'halved'"),
+    ],
+)
+def test_a_bad_entry_point_is_refused(monkeypatch, name, value, message):
+    offer(monkeypatch, name, value)
+    with pytest.raises(BadInput, match=message):
+        build(name)

@@ -1,0 +1,116 @@
+"""TernGrad keeps a sign with the exact probability of its definition."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import assert_frequencies, assert_unbiased, draws, generator, normal
+
+from gradwire.base.errors import BadInput
+from gradwire.comm.compressors import build
+
+packings = pytest.mark.parametrize("packing", ["2bit", "base3"])
+
+
+def spread(x: torch.Tensor, block: int, scale) -> torch.Tensor:
+    """``scale`` of each block (float64), for each of its elements."""
+    return torch.cat([scale(part.double()).expand(part.numel()) for part in x.split(block)])
+
+
+def largest(part: torch.Tensor) -> torch.Tensor:
+    return part.abs().max()
+
+
+@packings
+@pytest.mark.parametrize("block", [100, 7, 300])
+def test_a_sign_is_kept_with_its_exact_probability(packing, block):
+    x, count = normal(300, seed=3), 2000
+    scale = spread(x, block, largest)
+    drawn = draws(build("terngrad", packing=packing, block=block), x, count)
+    assert ((drawn == 0) | (drawn == scale * x.double().sign())).all()
+    size = x.double().abs()
+    assert_frequencies((drawn != 0).sum(dim=0), count, size / scale)
+    assert_unbiased(drawn, x, size * (scale - size))
+
+
+def test_the_variance_of_a_block_is_the_scale_times_the_1_norm_less_the_square():
+    x, count = normal(64, seed=5), 3000
+    drawn = draws(build("terngrad", block=64), x, count)
+    squared = (drawn - x.double()).square().sum(dim=1)
+    exact = x.abs().max() * x.abs().sum() - x.square().sum()
+    assert abs(squared.mean() - exact) <= 5 * squared.std() / math.sqrt(count)
+
+
+def test_clipping_lowers_the_scale_to_c_sigma():
+    x, count, clip = normal(200, seed=4), 2000, 1.5
+    scale = spread(x, 80, lambda part: torch.minimum(part.abs().max(), clip * part.square().mean().sqrt()))
+    compressor = build("terngrad", block=80, clip=clip)
+    assert not compressor.unbiased and build("terngrad").unbiased
+    drawn = draws(compressor, x, count)
+    assert torch.allclose(drawn, drawn.sign() * scale, rtol=1e-6)
+    share = (x.double().abs() / scale).clamp_max(1)
+    assert (share == 1).any(), "the test needs something to clip"
+    assert_frequencies((drawn != 0).sum(dim=0), count, share)
+    assert_unbiased(drawn, (share * scale * x.double().sign()), scale**2 * share * (1 - share))
+
+
+def test_equal_elements_are_not_clipped_away():
+    for n in (1, 300):
+        x = torch.full((n,), -3.0)
+        compressor = build("terngrad", clip=2.5)
+        assert torch.equal(compressor.decode(compressor.encode(x, generator=generator()), n), x)
+
+
+def test_wires_by_hand():
+    x = torch.tensor([2.0, -2.0, 0.0, 4.0, -4.0, 0.0])  # every draw is certain
+    wire = build("terngrad", block=3).encode(x, generator=generator())
+    assert wire[:8].view(torch.float32).tolist() == [2.0, 4.0]
+    assert wire[8:].tolist() == [0b01_00_11_01, 0b00_11]
+    wire = build("terngrad", block=3, packing="base3").encode(x, generator=generator())
+    assert wire[8:].tolist() == [2 + 3 * 0 + 9 * 1 + 27 * 2 + 81 * 0, 1]
+
+
+@packings
+def test_any_byte_decodes_within_bounds(packing):
+    compressor = build("terngrad", packing=packing)
+    lanes = 4 if packing == "2bit" else 5
+    wire = torch.cat(
+        [torch.ones(1).view(torch.uint8).repeat(-(-256 * lanes // 256)), torch.arange(256).to(torch.uint8)]
+    )
+    assert wire.numel() == compressor.wire_bytes(256 * lanes)
+    decoded = compressor.decode(wire, 256 * lanes)
+    assert set(decoded.tolist()) <= {-2.0, -1.0, 0.0, 1.0}
+    assert torch.equal(decoded, compressor.from_wire(wire, (256 * lanes,)))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    size=st.integers(1, 40),
+    block=st.integers(1, 12),
+    exponent=st.integers(-44, 38),
+    packing=st.sampled_from(["2bit", "base3"]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_element_becomes_zero_or_its_sign_times_the_scale(size, block, exponent, packing, seed):
+    x = (torch.rand(size, generator=generator(seed), dtype=torch.float64) * 2 - 1) * 10.0**exponent
+    x = x.to(torch.float32)
+    compressor = build("terngrad", block=block, packing=packing)
+    wire = compressor.encode(x, generator=generator(seed))
+    assert torch.equal(wire, compressor.to_wire(x, generator(seed)))
+    decoded = compressor.decode(wire, size).double()
+    scale = spread(x, block, largest).clamp_min(2.0**-126)
+    assert ((decoded == 0) | (decoded == scale * x.double().sign())).all()
+    full = x.double().abs() == scale
+    assert torch.equal(decoded[full], x.double()[full])
+
+
+@pytest.mark.parametrize(
+    ("options", "named"), [({"clip": 0.0}, "clip"), ({"packing": "3bit"}, "packing"), ({"block": 0}, "block")]
+)
+def test_bad_options_are_named(options, named):
+    with pytest.raises(BadInput, match=named):
+        build("terngrad", **options)

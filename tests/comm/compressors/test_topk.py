@@ -1,0 +1,157 @@
+"""Top-k sends exactly the k largest magnitudes."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from samples import generator, normal
+
+from gradwire.base.errors import NonFiniteGradient
+from gradwire.comm.compressors import build, kernels
+
+
+def oracle(x: torch.Tensor, k: int) -> torch.Tensor:
+    """The k largest of |x|, of equals those of lower index, by numpy in float64."""
+    order = np.lexsort((np.arange(x.numel()), -x.double().abs().numpy()))
+    kept = torch.zeros_like(x)
+    places = torch.from_numpy(order[:k].copy())
+    kept[places] = x[places]
+    return kept
+
+
+def sent(x: torch.Tensor, **options) -> torch.Tensor:
+    """What arrives, in both forms."""
+    compressor, shape = build("topk", **options), tuple(x.shape)
+    arrived = compressor.decode(compressor.encode(x), shape)
+    assert torch.equal(compressor.from_wire(compressor.to_wire(x, None), shape).view(shape), arrived)
+    return arrived
+
+
+def tie_heavy(n: int, seed: int) -> torch.Tensor:
+    return torch.randint(-2, 3, (n,), generator=generator(seed)).float()
+
+
+def close_together(n: int, seed: int) -> torch.Tensor:
+    """Numbers that differ in their last bits only, so that every digit of a radix select counts."""
+    return (0x3F800000 + torch.randint(0, 1500, (n,), generator=generator(seed))).to(torch.int32).view(torch.float32)
+
+
+def all_magnitudes(n: int, seed: int) -> torch.Tensor:
+    """From denormal to huge, either sign."""
+    bits = torch.randint(0, 0x7F800000, (n,), generator=generator(seed)).to(torch.int32).view(torch.float32)
+    return bits * (1 - 2 * torch.randint(0, 2, (n,), generator=generator(seed + 1)))
+
+
+@pytest.mark.parametrize("density", [1e-9, 0.01, 0.5, 0.999, 1.0])
+@pytest.mark.parametrize("n", [1, 7, 1023, 1024, 1025, 10_007])
+@pytest.mark.parametrize("inputs", [normal, tie_heavy, close_together, all_magnitudes], ids=lambda f: f.__name__)
+def test_exactly_the_largest_are_sent(inputs, n, density):
+    x = inputs(n, seed=n)
+    k = max(1, round(density * n))
+    assert build("topk", density=density).kept(n) == k
+    assert torch.equal(sent(x, density=density), oracle(x, k))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    values=st.lists(st.sampled_from([0.0, -0.0, 1.0, -1.0, 1.0000001, 2.0**-149, -3e38]), min_size=1, max_size=60),
+    density=st.floats(0.01, 1),
+)
+def test_ties_go_to_the_lower_index(values, density):
+    x = torch.tensor(values)
+    assert torch.equal(sent(x, density=density), oracle(x, build("topk", density=density).kept(x.numel())))
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(1, 9), density=st.floats(0.01, 1), seed=st.integers(0, 2**31))
+def test_no_other_k_elements_come_nearer(n, density, seed):
+    x = normal(n, seed)
+    k = build("topk", density=density).kept(n)
+    error = (x - sent(x, density=density)).double().square().sum()
+    energies = x.double().square()
+    best = min(float(energies.sum() - energies[list(places)].sum()) for places in combinations(range(n), k))
+    assert error.item() == pytest.approx(best, abs=1e-12)
+
+
+@settings(max_examples=50, deadline=None)
+@given(n=st.integers(1, 200), density=st.floats(0.005, 1), seed=st.integers(0, 2**31))
+def test_it_contracts_and_a_constant_magnitude_reaches_the_bound(n, density, seed):
+    rest = 1 - build("topk", density=density).kept(n) / n
+    x = normal(n, seed)
+    error = (x - sent(x, density=density)).double().square().sum()
+    assert error <= rest * x.double().square().sum() * (1 + 1e-12)
+    level = torch.where(x < 0, -0.75, 0.75)
+    error = (level - sent(level, density=density)).double().square().sum()
+    assert error.item() == pytest.approx(rest * 0.75**2 * n, rel=1e-12)
+
+
+def clustered(n: int, seed: int) -> torch.Tensor:
+    """As an embedding's gradient: a few rows hold nearly all."""
+    return torch.where(torch.arange(n) // 500 % 7 == 3, normal(n, seed) * 1e3, normal(n, seed + 1))
+
+
+def large_where_sampled(n: int, seed: int) -> torch.Tensor:
+    """Large just where the CUDA form looks first."""
+    i = torch.arange(8192)
+    x = normal(n, seed)
+    x[i * n // 8192 + (i * 40503 & 65535) % (n // 8192)] *= 1e6
+    return x
+
+
+@pytest.mark.parametrize("density", [0.01, 0.5])
+@pytest.mark.parametrize(
+    "inputs",
+    [normal, tie_heavy, close_together, all_magnitudes, clustered, large_where_sampled, lambda n, seed: torch.ones(n)],
+    ids=["normal", "tie_heavy", "close_together", "all_magnitudes", "clustered", "large_where_sampled", "constant"],
+)
+def test_the_cuda_form_is_exact_where_its_sample_misleads(inputs, density):
+    pytest.importorskip("triton")
+    compressor, module = build("topk", density=density), kernels.load("cuda", "topk")
+    x = inputs(25_001, seed=2)
+    there = x.cuda() if torch.cuda.is_available() else x
+    head, values, bad = module.pick(compressor, there, None)
+    plain_head, plain_values = compressor.pick(x, None)
+    assert torch.equal(head.cpu(), plain_head) and torch.equal(values.cpu(), plain_values) and not bad.any()
+
+
+def test_it_is_idempotent():
+    x = normal((33, 40))
+    once = sent(x, density=0.1)
+    assert torch.equal(sent(once, density=0.1), once)
+    assert once.count_nonzero() == 132
+
+
+def test_what_is_not_finite_is_larger_than_anything():
+    x = normal(500)
+    x[[3, 77, 400]] = torch.tensor([math.nan, -math.inf, math.inf])
+    compressor = build("topk", density=3 / 500)
+    flag = torch.zeros(1, dtype=torch.uint8)
+    decoded = compressor.decode(compressor.encode(x, flag=flag), 500)
+    assert flag.item() and decoded[3].isnan() and decoded[77] == -math.inf and decoded[400] == math.inf
+    with pytest.raises(NonFiniteGradient):
+        compressor.encode(x)
+
+
+def test_wire_is_places_then_values():
+    x = torch.tensor([1.0, -9.0, 0.5, 3.0, 9.0, -4.0, 2.0, 0.0, 1.0, 1.0])
+    wire = build("topk", density=0.3, indices="int32").encode(x)
+    assert wire[0] == 0
+    assert wire[1:13].view(torch.uint8).clone().view(torch.int32).tolist() == [1, 4, 5]
+    assert wire[13:].clone().view(torch.float32).tolist() == [-9.0, 9.0, -4.0]
+    bitmap = build("topk", density=0.3, indices="bitmap")
+    assert bitmap.encode(x)[:3].tolist() == [1, 0b00110010, 0]
+    assert bitmap.index_bytes(bitmap.encode(x), 10) == 3
+
+
+def test_its_size_is_known_but_with_varint():
+    for name in ("auto", "int32", "bitmap", "rice"):
+        compressor = build("topk", indices=name)
+        assert compressor.wire_bytes(10_007) == compressor.encode(normal(10_007)).numel()
+    assert build("topk", indices="varint").wire_bytes(10_007) is None
+    assert build("topk").wire_bytes(2**22) == 4 * 41_943 + 44_894  # 8.56 bits for a place

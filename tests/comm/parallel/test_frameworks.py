@@ -1,0 +1,418 @@
+"""Every strategy on real ranks, against one process with the whole batch in float64."""
+
+from __future__ import annotations
+
+import copy
+import math
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from diagonals import diagonals
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from gradwire.base.errors import BadInput
+from gradwire.comm import topology
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.compressors import build
+from gradwire.comm.parallel import (
+    accumulation,
+    available,
+    checkpoint_state,
+    clip_grad_norm,
+    full_state_dict,
+    load_checkpoint_state,
+    named_parameters,
+    traffic_unhooked,
+    wrap,
+)
+
+STRATEGIES = tuple(name for name in topology.STRATEGIES.available() if name != "hsdp")  # two ranks make no islands
+STOCHASTIC = {"rounding": "stochastic", "block": 16}
+
+worlds = pytest.mark.parametrize("size", [2, 3])
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+class Odd(nn.Module):
+    """Shapes that no number of ranks divides, parameters of its own beside those of its children, a 3-D one too."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(3, 2, 2))
+        self.enter = nn.Linear(3, 7)
+        self.norm = nn.LayerNorm(7)
+        self.layers = nn.ModuleList([nn.Linear(7, 5), nn.Linear(5, 11), nn.Linear(11, 7)])
+        self.narrow = nn.Linear(7, 1)
+        self.two = nn.Linear(1, 2)
+
+    def forward(self, x):
+        x = self.norm(self.enter(x))
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return (self.two(self.narrow(x)) * self.scale.square().mean() + self.scale[0, 0]).square()
+
+
+class Even(nn.Module):
+    """Every dimension divides by 2: no padding anywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 8), nn.Linear(8, 6)])
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x).square()
+
+
+def tiny_gpt2():
+    config = GPT2Config(vocab_size=37, n_positions=8, n_embd=6, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    return GPT2LMHeadModel(config)
+
+
+MODELS = {"odd": Odd, "even": Even, "gpt2": tiny_gpt2}
+
+
+def model_of(name):
+    torch.manual_seed(5)
+    return MODELS[name]()
+
+
+def batch_of(name, rank, micro=0):
+    """A batch that only this rank and micro-batch has."""
+    generator = torch.Generator().manual_seed(100 * micro + rank)
+    if name == "gpt2":
+        return torch.randint(0, 37, (2, 8), generator=generator)
+    return torch.randn(4, 6 if name == "even" else 3, generator=generator)
+
+
+def loss_of(name, model, batch):
+    return model(input_ids=batch, labels=batch).loss if name == "gpt2" else model(batch).mean()
+
+
+@cache
+def exact_gradients(name, ranks, micros=(0,)):
+    """Gradients of the mean loss over ranks and micro-batches: float64, one process."""
+    model = model_of(name).double()
+    for rank in ranks:
+        for micro in micros:
+            batch = batch_of(name, rank, micro)
+            loss = loss_of(name, model, batch.double() if batch.is_floating_point() else batch)
+            (loss / (len(ranks) * len(micros))).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def whole_gradients(model):
+    """A wrapped model's gradients, whole, by the unwrapped model's names."""
+    if isinstance(model, FullyShardedDataParallel):
+        with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
+            found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        return {name.replace("_fsdp_wrapped_module.", ""): gradient for name, gradient in found.items()}
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    grads = {name: parameter.grad for name, parameter in inner.named_parameters()}
+    grads = {name: gradient for name, gradient in grads.items() if gradient is not None}
+    return {name: g.full_tensor() if isinstance(g, DTensor) else g.clone() for name, g in grads.items()}
+
+
+def reducer_of(group, method, options=None, **reducer_options):
+    return None if method is None else Reducer(build(method, **options or {}), group, **reducer_options)
+
+
+def gradients(rank, world, group, name, strategies, method, options, micros):
+    """For each strategy: the gradients of one optimizer step, and the reducer's traffic."""
+    results = []
+    for strategy in strategies:
+        reducer = reducer_of(group, method, options)
+        model = wrap(model_of(name), strategy, reducer, device="cpu")
+        for micro in range(micros):
+            with accumulation(model, last=micro == micros - 1):
+                (loss_of(name, model, batch_of(name, rank, micro)) / micros).backward()
+        finite = reducer is None or reducer.finish()
+        results.append((whole_gradients(model), reducer and reducer.traffic, finite))
+    return results
+
+
+def run(world, size, name, strategies=STRATEGIES, method="none", options=None, micros=1):
+    """`gradients` on all ranks, as ``{strategy: [(gradients, traffic) of each rank]}``."""
+    results = world(size).run(gradients, name, strategies, method, options, micros)
+    assert all(finite is True for result in results for _, _, finite in result)
+    return {strategy: [result[i][:2] for result in results] for i, strategy in enumerate(strategies)}
+
+
+def assert_near(found, exact):
+    assert found.keys() == exact.keys()
+    top = max(gradient.abs().max() for gradient in exact.values())
+    for name, gradient in exact.items():
+        assert (found[name].double() - gradient).abs().max() <= 2e-6 * top, name
+
+
+@worlds
+@pytest.mark.parametrize("name", ["odd", "gpt2"])
+@pytest.mark.parametrize("method", [None, "none"])
+def test_gradients_equal_the_big_batch(world, size, name, method):
+    exact = exact_gradients(name, range(size))
+    for ranks in run(world, size, name, method=method).values():
+        for found, _ in ranks:
+            assert_near(found, exact)
+
+
+@worlds
+@pytest.mark.parametrize("name", ["odd", "gpt2"])
+def test_the_exchange_gives_the_same_bits_under_every_strategy(world, size, name):
+    results = run(world, size, name)
+    reference = results["ddp"][0][0]
+    for ranks in results.values():
+        for found, _ in ranks:
+            assert all(torch.equal(found[parameter], reference[parameter]) for parameter in reference)
+
+
+@worlds
+@every_strategy
+@pytest.mark.parametrize("method", [None, "none"])
+def test_accumulated_gradients_are_averaged_once(world, size, strategy, method):
+    ranks = run(world, size, "odd", [strategy], method, micros=3)[strategy]
+    exact = exact_gradients("odd", range(size), micros=range(3))
+    for found, traffic in ranks:
+        assert_near(found, exact)
+        assert method is None or traffic["elements"] == sum(gradient.numel() for gradient in exact.values())
+
+
+@pytest.mark.parametrize(("method", "ratio"), [("none", 1.0), ("fp16", 2.0), ("bf16", 2.0)])
+def test_ratios_and_totals_are_exact_without_padding(world, method, ratio):
+    numel = sum(parameter.numel() for parameter in Even().parameters())
+    for strategy, ranks in run(world, 2, "even", method=method).items():
+        raw, sent = (sum(traffic[key] for _, traffic in ranks) for key in ("raw", "sent"))
+        assert raw / sent == ratio
+        assert raw == traffic_unhooked(numel, strategy, 2)
+        assert all(traffic["fallbacks"] == traffic["exempt_elements"] == 0 for _, traffic in ranks)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_padding_and_empty_shards_are_not_sent(world, size):
+    numel = sum(parameter.numel() for parameter in Odd().parameters())
+    for strategy, ranks in run(world, size, "odd").items():
+        raw, sent = (sum(traffic[key] for _, traffic in ranks) for key in ("raw", "sent"))
+        assert raw == sent == traffic_unhooked(numel, strategy, size)
+
+
+@every_strategy
+def test_one_rank_needs_no_reduction(world, strategy):
+    [(found, traffic)] = run(world, 1, "odd", [strategy], "int8")[strategy]
+    assert_near(found, exact_gradients("odd", (0,)))
+    assert not any(traffic.values())
+
+
+@contextmanager
+def small_first_bucket():
+    """DDP makes more than one bucket of a small model, and others after the first step."""
+    before, dist._DEFAULT_FIRST_BUCKET_BYTES = dist._DEFAULT_FIRST_BUCKET_BYTES, 512
+    try:
+        yield
+    finally:
+        dist._DEFAULT_FIRST_BUCKET_BYTES = before
+
+
+def rebuilt(rank, world, group):
+    """Three steps of DDP with small first buckets: collectives and gradients of each step, and what DDP rebuilt."""
+    with small_first_bucket():
+        reducer = reducer_of(group, "int8", STOCHASTIC)
+        model = wrap(model_of("gpt2"), "ddp", reducer, device="cpu")
+        plain = wrap(model_of("gpt2"), "ddp", reducer_of(group, "int8", STOCHASTIC), device="cpu")
+    plain._set_static_graph()  # rebuilds its buckets a step later
+    steps = []
+    for micro in range(3):
+        calls, found = collectives(reducer), []
+        for wrapped in (model, plain):
+            wrapped.zero_grad()
+            loss_of("gpt2", wrapped, batch_of("gpt2", rank, micro)).backward()
+            found.append(whole_gradients(wrapped))
+        steps.append((collectives(reducer) - calls, *found))
+    return steps, model._get_ddp_logging_data()
+
+
+def collectives(reducer):
+    return sum(cost["calls"] for cost in reducer.traffic["by_op"].values())
+
+
+def test_rebuilt_buckets_change_nothing(world):
+    for steps, ddp in world(2).run(rebuilt):
+        assert ddp["has_rebuilt_buckets"]
+        assert [count for count, _, _ in steps] == [4, 4, 4], "one for each bucket of ours"
+        for _, found, other in steps:
+            assert all(torch.equal(found[name], other[name]) for name in found)
+
+
+def clipped(rank, world, group, strategy, method):
+    reducer = reducer_of(group, method)
+    model = wrap(model_of("odd"), strategy, reducer, device="cpu")
+    loss_of("odd", model, batch_of("odd", rank)).backward()
+    before = whole_gradients(model)
+    loose = clip_grad_norm(model, 1e9)
+    unchanged = whole_gradients(model)
+    norm = clip_grad_norm(model, 0.25)
+    return before, unchanged, loose, norm, whole_gradients(model)
+
+
+@worlds
+@every_strategy
+def test_clipping_uses_the_norm_over_the_whole_model(world, size, strategy):
+    results = world(size).run(clipped, strategy, "none")
+    exact = exact_gradients("odd", range(size))
+    expected = math.sqrt(sum(float(gradient.square().sum()) for gradient in exact.values()))
+    assert expected > 0.25
+    for before, unchanged, loose, norm, after in results:
+        assert norm == loose == results[0][3]
+        assert norm == pytest.approx(expected, rel=1e-5)
+        assert all(torch.equal(before[name], unchanged[name]) for name in before)
+        for name, gradient in before.items():
+            torch.testing.assert_close(after[name], gradient * (0.25 / norm))
+
+
+def names_of_parameters(rank, world, group, strategy):
+    model = wrap(model_of("gpt2"), strategy, device="cpu")
+    return [name for name, _ in named_parameters(model)]
+
+
+@every_strategy
+def test_parameters_keep_their_names(world, strategy):
+    names = [name for name, _ in model_of("gpt2").named_parameters()]
+    assert world(2).run(names_of_parameters, strategy) == [names] * 2
+
+
+def trained(rank, world, group, name, strategy, count):
+    """The whole parameters after a few steps, under the framework's own reduction."""
+    model = wrap(model_of(name), strategy, device="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for micro in range(count):
+        optimizer.zero_grad()
+        loss_of(name, model, batch_of(name, rank, micro)).backward()
+        optimizer.step()
+    return full_state_dict(model)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@every_strategy
+@pytest.mark.parametrize("name", ["odd", "gpt2"])
+def test_the_full_state_has_the_unwrapped_models_names(world, size, strategy, name):
+    first, *others = world(size).run(trained, name, strategy, 1)
+    assert others == [{}] * (size - 1)
+    model = model_of(name)
+    exact = exact_gradients(name, range(size))
+    for parameter, gradient in exact.items():
+        model.get_parameter(parameter).data.sub_(0.1 * gradient.float())
+    assert first.keys() == model.state_dict().keys()
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(first[key], value, rtol=1e-4, atol=1e-6)
+
+
+def resumed(rank, world, group, strategy, folder, method, options):
+    """Four steps at a stretch; two, a checkpoint, everything new, two: the parameters of both."""
+
+    def new():
+        reducer = reducer_of(group, method, options, seed=2, error_feedback=True)
+        with small_first_bucket():
+            model = wrap(model_of("gpt2"), strategy, reducer, device="cpu")
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2), reducer
+
+    def train(model, optimizer, reducer, some):
+        for micro in some:
+            optimizer.zero_grad()
+            loss_of("gpt2", model, batch_of("gpt2", rank, micro)).backward()
+            reducer.finish()
+            clip_grad_norm(model, 1.0)
+            optimizer.step()
+
+    whole = new()
+    train(*whole, range(4))
+    model, optimizer, reducer = new()
+    train(model, optimizer, reducer, range(2))
+    dcp.save(checkpoint_state(model, optimizer), checkpoint_id=folder)
+    kept = copy.deepcopy(reducer.state_dict())
+
+    model, optimizer, reducer = new()
+    state = checkpoint_state(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    load_checkpoint_state(model, optimizer, state)
+    reducer.load_state_dict(kept)
+    train(model, optimizer, reducer, range(2, 4))
+    return full_state_dict(whole[0]), full_state_dict(model)
+
+
+RESUMED = [(1, "int8", STOCHASTIC), (2, "int8", STOCHASTIC), (3, "int8", STOCHASTIC), (3, "powersgd", {})]
+
+
+@pytest.mark.parametrize(("case", "strategy"), diagonals(RESUMED, STRATEGIES))
+def test_a_resumed_run_equals_an_unbroken_one(world, case, strategy, tmp_path):
+    size, method, options = case
+    folder = str(tmp_path / "checkpoint")
+    unbroken, broken = world(size).run(resumed, strategy, folder, method, options)[0]
+    assert unbroken.keys() == broken.keys()
+    for name in unbroken:
+        assert torch.equal(unbroken[name], broken[name]), name
+
+
+def stepped(rank, world, group, strategy, states):
+    """A step's gradients, by a reducer that took over one of ``states`` if there are any, and its own state."""
+    reducer = reducer_of(group, "int8", STOCHASTIC, error_feedback=True, algorithm="exchange")
+    if states:
+        with pytest.warns(UserWarning, match=f"of {len(states)} ranks and this run has {world}: residuals"):
+            reducer.load_state_dict(states[rank % len(states)])
+        assert reducer.step == 1 and not reducer.codec.state_dict()["residuals"]
+    model = wrap(model_of("odd"), strategy, reducer, device="cpu")
+    loss_of("odd", model, batch_of("odd", rank)).backward()
+    assert reducer.finish()
+    return whole_gradients(model), copy.deepcopy(reducer.state_dict())
+
+
+@every_strategy
+def test_another_number_of_ranks_begins_without_residuals(world, strategy):
+    states = [state for _, state in world(2).run(stepped, strategy, [])]
+    parts = [state[f"rank{rank}"][0] for rank, state in enumerate(states)]
+    assert all(part["residuals"] and part["generators"] for part in parts)
+    fresh, taken = (world(3).run(stepped, strategy, given) for given in ([], states))
+    for (found, _), (expected, _) in zip(taken, fresh, strict=True):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def met_by_one(rank, world, group, strategy):
+    """A NaN loss on the last rank in the first of two steps."""
+    reducer = reducer_of(group, "int8", nonfinite="skip")
+    model = wrap(model_of("odd"), strategy, reducer, device="cpu")
+    answers = []
+    for micro in range(2):
+        model.zero_grad()
+        loss = loss_of("odd", model, batch_of("odd", rank, micro))
+        (loss * (math.nan if micro == 0 and rank == world - 1 else 1.0)).backward()
+        answers.append(reducer.finish())
+    return answers
+
+
+@every_strategy
+def test_a_nan_on_one_rank_is_skipped_on_all(world, strategy):
+    assert world(3).run(met_by_one, strategy) == [[False, True]] * 3
+
+
+def unknown_strategy(rank, world, group):
+    wrap(Even(), "fsdp3", device="cpu")
+
+
+def foreign_model(rank, world, group):
+    clip_grad_norm(Even(), 1.0)
+
+
+def test_bad_input_is_reported(world):
+    assert available() == sorted([*STRATEGIES, "hsdp"])
+    with pytest.raises(BadInput, match=r"unknown strategy 'fsdp3'\. Did you mean 'fsdp"):
+        world(1).run(unknown_strategy)
+    with pytest.raises(BadInput, match=r"Even was not returned by gradwire\.comm\.parallel\.wrap"):
+        world(1).run(foreign_model)

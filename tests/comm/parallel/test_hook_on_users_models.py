@@ -1,0 +1,547 @@
+"""`hook` and `ddp_hook` on models as their owners set them up: equal to the same program without gradwire, or refused.
+
+Divide factors, pipelines, reentrant checkpointing, ignored parameters, interrupted passes, placements and types.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from late_encoding import late_encoding
+from test_frameworks import whole_gradients
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import Shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from gradwire import Reducer, ddp_hook, hook, wrap
+from gradwire.base.errors import BadInput, RunFault
+from gradwire.comm.collectives import IslandReducer, build_islands
+from gradwire.comm.parallel.strategies.fsdp2 import Collective
+
+
+def noise(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.line = nn.Linear(width, width)
+
+    def forward(self, x):
+        return x + torch.tanh(self.line(x))
+
+
+def blocks(seed=3, count=2, width=9):
+    torch.manual_seed(seed)
+    return nn.Sequential(*[Block(width) for _ in range(count)])
+
+
+def sharded(model, mesh, **options):
+    for part in (*model.children(), model):
+        fully_shard(part, mesh=mesh, **options)
+    return model
+
+
+def data_mesh(world):
+    return init_device_mesh("cpu", (world,))
+
+
+# --- divide factors ---
+
+
+def divided(rank, world, group, factor, when, reduce_dtype):
+    """Gradients with a factor that the owner sets before or after `hook`, and those of FSDP2 alone."""
+    results = []
+    for hooked in (True, False):
+        policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype)
+        model = sharded(blocks(), data_mesh(world), mp_policy=policy)
+        reducer = Reducer("none", algorithm="exchange")
+        parts = [part for part in model.modules() if hasattr(part, "set_gradient_divide_factor")]
+        [part.set_force_sum_reduction_for_comms(True) for part in parts]  # gloo has no other with a factor
+        if when == "before":
+            [part.set_gradient_divide_factor(factor) for part in parts]
+        if hooked:
+            hook(model, reducer)
+        for step in range(3):
+            if when != "before" and step == 1:
+                [part.set_gradient_divide_factor(factor) for part in parts]
+            model.zero_grad()
+            model(noise(10 * step + rank, 5, 9)).square().sum().backward()
+            assert not hooked or reducer.finish()
+        results.append(whole_gradients(model))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("factor", "when", "reduce_dtype"),
+    [
+        (1.0, "before", None),
+        (8.0, "after", None),
+        pytest.param(3.0, "before", None, marks=pytest.mark.sweep),
+        (5.0, "after", torch.float16),
+        pytest.param(2.0, "before", torch.float16, marks=pytest.mark.sweep),
+    ],
+)
+def test_the_divide_factor_of_a_models_owner_is_kept(world, factor, when, reduce_dtype):
+    close = {"rtol": 3e-3, "atol": 1e-3} if reduce_dtype else {"rtol": 1e-6, "atol": 1e-7}
+    for mine, without in world(2).run(divided, factor, when, reduce_dtype):
+        for name, gradient in without.items():
+            torch.testing.assert_close(mine[name], gradient, **close)
+
+
+def divided_islands(rank, world, group, inside):
+    """Gradients of ``hsdp`` with a factor of 8 in all steps but the first, and the largest error of the last."""
+    islands = build_islands(2)
+    between = Reducer("none", islands.inside, algorithm="exchange") if inside else None
+    reducer = IslandReducer("none", islands, inside=between, algorithm="exchange")
+    model = wrap(blocks(), "hsdp", reducer)
+    for part in model.modules():
+        if hasattr(part, "set_force_sum_reduction_for_comms"):
+            part.set_force_sum_reduction_for_comms(True)
+    for step in range(3):
+        for part in model.modules():
+            if step and hasattr(part, "set_gradient_divide_factor"):
+                part.set_gradient_divide_factor(8.0)
+        model.zero_grad()
+        model(noise(10 * step + rank, 5, 9)).square().sum().backward()
+        assert reducer.finish()
+    exact = blocks().double()
+    for other in range(world):
+        (exact(noise(20 + other, 5, 9).double()).square().sum() / 8).backward()
+    reduced = whole_gradients(model)
+    return max(float((reduced[n] - p.grad).norm() / p.grad.norm()) for n, p in exact.named_parameters())
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_divide_factor_under_islands(world, inside):
+    assert max(world(4).run(divided_islands, inside)) < 1e-6
+
+
+# --- reductions outside of autograd, and in nested passes ---
+
+
+def pipeline(rank, world, group, schedule, count):
+    """Gradients of a stage of a pipeline of two stages, with `hook` and without it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    data, stage_group, stage = mesh["dp"], mesh["pp"].get_group(), mesh["pp"].get_local_rank()
+    results = []
+    for hooked in (True, False):
+        model = sharded(blocks(seed=stage), data)
+        reducer = Reducer("none", data.get_group(), algorithm="exchange")
+        if hooked:
+            hook(model, reducer)
+        part = PipelineStage(model, stage, 2, torch.device("cpu"), group=stage_group)
+        run = schedule(part, n_microbatches=count, loss_fn=lambda out, target: (out - target).square().mean())
+        for step in range(2):
+            model.zero_grad()
+            x = noise(10 * step + data.get_local_rank(), 8, 9)
+            run.step(x) if stage == 0 else run.step(target=x.sin())
+            assert not hooked or reducer.finish()
+        results.append(whole_gradients(model))
+    return results
+
+
+@pytest.mark.parametrize(
+    ("schedule", "count"),
+    [
+        (Schedule1F1B, 4),
+        pytest.param(ScheduleGPipe, 4, marks=pytest.mark.sweep),
+        pytest.param(Schedule1F1B, 8, marks=pytest.mark.sweep),
+    ],
+)
+def test_the_stages_of_a_pipeline(world, schedule, count):
+    for mine, without in world(4).run(pipeline, schedule, count):
+        assert mine.keys() == without.keys() and mine
+        for name, gradient in without.items():
+            torch.testing.assert_close(mine[name], gradient, rtol=1e-6, atol=1e-8)
+
+
+def by_hand(rank, world, group, strategy):
+    """Half the gradients of two micro-batches, reduced and halved outside of autograd, as a pipeline does it."""
+    if strategy == "hsdp":
+        reducer = IslandReducer("none", build_islands(2), algorithm="exchange")
+    else:
+        reducer = Reducer("none", algorithm="exchange")
+    model = wrap(blocks(), strategy, reducer)
+    model.set_requires_gradient_sync(False)
+    model.set_is_last_backward(False)
+    with late_encoding(rank):
+        for micro in range(2):
+            model(noise(10 * micro + rank, 5, 9)).square().sum().backward()
+        model.set_requires_gradient_sync(True)
+        model.set_is_last_backward(True)
+        root = fully_shard.state(model)
+        for state in root._state_ctx.all_states:
+            if state._fsdp_param_group is not None:  # the root may have none outside its blocks
+                state._fsdp_param_group.post_backward()
+        root._root_post_backward_final_callback()
+        for parameter in model.parameters():
+            parameter.grad.div_(2)
+        assert reducer.finish()
+    exact = blocks().double()
+    for other in range(world):
+        for micro in range(2):
+            (exact(noise(10 * micro + other, 5, 9).double()).square().sum() / (2 * world)).backward()
+    reduced = whole_gradients(model)
+    return max(float((reduced[n] - p.grad).norm() / p.grad.norm()) for n, p in exact.named_parameters())
+
+
+@pytest.mark.parametrize(("strategy", "size"), [("fsdp2", 2), ("hsdp", 4)])
+def test_reductions_outside_of_autograd_are_complete_on_return(world, strategy, size):
+    assert max(world(size).run(by_hand, strategy)) < 1e-6
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = blocks(count=4)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=True).tanh()
+        return x
+
+
+def checkpointed(rank, world, group, strategy):
+    """Gradients of the third step with reentrant checkpointing, with `hook` and without it."""
+    results = []
+    for hooked in (True, False):
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(9, 9), Checkpointed())
+        if strategy == "ddp":
+            model = DistributedDataParallel(model, bucket_cap_mb=0.0004)  # several buckets
+        else:
+            [fully_shard(block, mesh=data_mesh(world)) for block in model[1].blocks]
+            fully_shard(model, mesh=data_mesh(world))
+        reducer = Reducer("none", algorithm="exchange")
+        if hooked:
+            hook(model, reducer)
+        for step in range(3):
+            model.zero_grad()
+            model(noise(10 * step + rank, 5, 9)).square().sum().backward()
+            assert not hooked or reducer.finish()
+        results.append(whole_gradients(model))
+    return results
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_reentrant_checkpointing(world, strategy):
+    for mine, without in world(2).run(checkpointed, strategy):
+        for name, gradient in without.items():
+            torch.testing.assert_close(mine[name], gradient, rtol=1e-6, atol=1e-7)
+
+
+# --- parameters that are DDP's own business ---
+
+
+def ignoring(rank, world, group, way, told):
+    """Gradients where DDP ignores a layer or delays its reduction, with a hook and without one."""
+    results = []
+    for hooked in (True, False):
+        model = blocks(count=3)
+        names, options = ["1.line.weight", "1.line.bias"], {}
+        if told == "ignore":
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+        else:
+            delayed = [(name, parameter) for name, parameter in model.named_parameters() if name in names]
+            options = {"delay_all_reduce_named_params": delayed, "param_to_hook_all_reduce": delayed[0][1]}
+        model = DistributedDataParallel(model, **options)
+        reducer = Reducer("none", algorithm="exchange") if way == "hook" else None
+        if hooked and reducer is not None:
+            hook(model, reducer)
+        elif hooked:
+            model.register_comm_hook(*ddp_hook(model, "none"))
+        for step in range(3):
+            model.zero_grad()
+            model(noise(10 * step + rank, 5, 9)).square().sum().backward()
+            assert not hooked or reducer is None or reducer.finish()
+        results.append(whole_gradients(model))
+    return results
+
+
+@pytest.mark.parametrize(("way", "told"), [("hook", "ignore"), ("ddp_hook", "ignore"), ("hook", "delay")])
+def test_parameters_that_ddp_ignores_or_delays(world, way, told):
+    for mine, without in world(2).run(ignoring, way, told):
+        assert mine.keys() == without.keys()
+        for name, gradient in without.items():
+            if told == "ignore" or not name.startswith("1."):  # torch 2.13's own means of delayed ones are wrong
+                torch.testing.assert_close(mine[name], gradient, rtol=1e-6, atol=1e-7)
+
+
+def joined(rank, world, group, way):
+    """The sum of a gradient after uneven inputs in `join`; or what is raised."""
+    model = DistributedDataParallel(blocks())
+    if way == "hook":
+        hook(model, Reducer("none"))
+    else:
+        model.register_comm_hook(*ddp_hook(model, "none"))
+    try:
+        with model.join():
+            for step in range(2 + rank):
+                model.zero_grad()
+                model(noise(10 * step + rank, 5, 9)).square().sum().backward()
+    except RuntimeError as error:  # of a rank whose peer has raised
+        return type(error).__name__
+    except RunFault as error:
+        return str(error)
+    return float(model.module[0].line.weight.grad.sum())
+
+
+def test_join_is_refused_by_hook_and_works_with_ddp_hook(world):
+    messages = world(2).run(joined, "hook")
+    assert all("DistributedDataParallel.join does not go with a reducer" in message for message in messages)
+    assert all(isinstance(total, float) for total in world(2).run(joined, "ddp_hook"))
+
+
+# --- interrupted passes ---
+
+
+class Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, broken):
+        ctx.broken = broken
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.broken:
+            raise KeyError("broken")
+        return gradient, None
+
+
+class Interrupted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(9, 9), nn.Linear(9, 4)
+        self.broken = False
+
+    def forward(self, x):
+        return self.last(Breaks.apply(self.first(x), self.broken))
+
+
+def interrupted(rank, world, group, reset, compressor):
+    """Gradients of the pass after one that an exception interrupted, with `hook` and in a fresh model without it."""
+    results = []
+    for hooked in (True, False):
+        torch.manual_seed(3)
+        model = sharded(Interrupted(), data_mesh(world))
+        reducer = Reducer(compressor, algorithm="exchange")
+        if hooked:
+            hook(model, reducer)
+            model.broken = True
+            with pytest.raises(KeyError, match="broken"):
+                model(noise(rank, 5, 9)).square().sum().backward()
+            model.broken = False
+            if reset:
+                model.reset_iter_state()
+            model.zero_grad()
+        try:
+            model(noise(10 + rank, 5, 9)).square().sum().backward()
+        except RunFault as error:
+            return str(error)
+        assert not hooked or reducer.finish()
+        results.append(whole_gradients(model))
+    return results
+
+
+def test_an_interrupted_pass_of_fsdp2_is_refused_until_it_is_reset(world):
+    for message in world(2).run(interrupted, False, "none"):
+        assert "an exception interrupted the last backward pass" in message and "reset_iter_state()" in message
+    for mine, without in world(2).run(interrupted, True, "none"):
+        for name, gradient in without.items():
+            torch.testing.assert_close(mine[name], gradient, rtol=1e-6, atol=1e-7)
+
+
+# --- what is refused when the reducer is attached ---
+
+
+class Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20, 4, sparse=True)
+
+    def forward(self, x):
+        return self.words(x)
+
+
+def refused(rank, world, group, case):
+    """The message of a model that a reducer cannot serve."""
+    reducer = Reducer("int8")
+    model = Sparse() if case.startswith("sparse") else blocks()
+    if case.startswith("complex"):
+        model = nn.Linear(3, 2, dtype=torch.cfloat)
+    with pytest.raises(BadInput) as refusal:
+        if case.endswith(("naive", "diloco")):
+            wrap(model, "naive", reducer, average=case.endswith("naive"))
+        elif case.endswith("ddp_hook"):
+            ddp_hook(DistributedDataParallel(model), "int8")
+        elif case.endswith("fsdp2"):
+            hook(sharded(model, data_mesh(world)), reducer)
+        elif case == "Shard(1)":
+            options = {"shard_placement_fn": lambda parameter: Shard(1) if parameter.ndim == 2 else Shard(0)}
+            hook(sharded(blocks(width=8), data_mesh(world), **options), reducer)
+        elif case == "custom":
+            model = sharded(model, data_mesh(world))
+            model[1].set_custom_reduce_scatter(Collective())
+            hook(model, reducer)
+        elif case == "two models":
+            hook(DistributedDataParallel(model), reducer)
+            hook(DistributedDataParallel(copy.deepcopy(model)), reducer)
+        else:
+            hook(DistributedDataParallel(model), reducer)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("complex", "weight is complex64, and a reducer averages real gradients"),
+        ("complex ddp_hook", "weight is complex64"),
+        ("complex naive", "weight is complex64"),
+        ("complex diloco", "weight is complex64"),
+        ("sparse", "words has sparse gradients, and a reducer averages dense ones: build it with sparse=False"),
+        ("sparse ddp_hook", "words has sparse gradients"),
+        ("Shard(1)", r"line.weight is placed as \(Shard\(dim=1\),\)"),
+        ("custom", r"the group of 1.line.weight has a reduce-scatter already \(Collective\)"),
+        ("two models", r"averaged another model with the same parameters \(0.line.bias, …\)"),
+    ],
+)
+def test_a_model_that_a_reducer_cannot_serve_is_refused(world, case, message):
+    for refusal in world(2).run(refused, case):
+        assert re.search(message, refusal), refusal
+
+
+def two_models(rank, world, group):
+    """Gradients of two models with different names that share a reducer, and whether one alone is refused."""
+    reducer = Reducer("none", algorithm="exchange")
+    models = [nn.ModuleDict({"head": blocks(seed=1)}), nn.ModuleDict({"tail": blocks(seed=2)})]
+    models = [
+        DistributedDataParallel(Holder(name, model[name])) for name, model in zip(("head", "tail"), models, strict=True)
+    ]
+    for model in models:
+        hook(model, reducer)
+    for model in models:
+        model(noise(rank, 5, 9)).square().sum().backward()
+    assert reducer.finish()
+    models[0](noise(rank, 5, 9)).square().sum().backward()
+    with pytest.raises(RunFault, match="no gradient of 1 of the 2 models of this reducer was reduced"):
+        reducer.finish()
+    return [name for model in models for name in whole_gradients(model)]
+
+
+class Holder(nn.Module):
+    def __init__(self, name, model):
+        super().__init__()
+        self.name = name
+        self.add_module(name, model)
+
+    def forward(self, x):
+        return getattr(self, self.name)(x)
+
+
+def test_a_reducer_of_two_parts_needs_both(world):
+    assert len(world(2).run(two_models)[0]) == 8
+
+
+def test_a_reducer_needs_a_process_group():
+    assert not dist.is_initialized()
+    with pytest.raises(BadInput, match=r"a Reducer needs a process group: call torch.distributed.init_process_group"):
+        Reducer("int8")
+    with pytest.raises(BadInput, match=r"gradwire.wrap needs a process group"):
+        wrap(blocks(), "naive")
+
+
+# --- types ---
+
+
+def typed(rank, world, group, dtype, strategy):
+    """The largest error of a gradient relative to float64, and the warnings at `hook`."""
+    model, exact = blocks().to(dtype), blocks().to(dtype).double()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        reducer = Reducer("none", algorithm="exchange")
+        if strategy == "ddp":
+            model = DistributedDataParallel(model)
+            hook(model, reducer)
+        elif strategy == "fsdp2":
+            hook(sharded(model, data_mesh(world)), reducer)
+        else:
+            model = wrap(model, strategy, reducer)
+    model(noise(rank, 5, 9).to(dtype)).square().sum().backward()
+    assert reducer.finish()
+    for other in range(world):
+        (exact(noise(other, 5, 9).to(dtype).double()).square().sum() / world).backward()
+    reduced = whole_gradients(model)
+    assert all(gradient.dtype == dtype for gradient in reduced.values())
+    errors = [float((reduced[n].double() - p.grad).norm() / p.grad.norm()) for n, p in exact.named_parameters()]
+    return max(errors), [str(each.message) for each in caught if "float32" in str(each.message)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float64, 1e-7), (torch.float16, 3e-3), (torch.bfloat16, 2e-2)], ids=str
+)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", pytest.param("bucket", marks=pytest.mark.sweep)])
+def test_every_type_that_torch_trains(world, dtype, error, strategy):
+    for largest, messages in world(2).run(typed, dtype, strategy):
+        assert 0 < largest < error
+        assert len(messages) == (dtype == torch.float64)
+
+
+# --- torch.compile ---
+
+
+def compiled(rank, world, group, strategy):
+    """Gradients of a model that its owner has compiled after wrapping it, with `hook` and without."""
+    results = []
+    for hooked in (True, False):
+        model = DistributedDataParallel(blocks()) if strategy == "ddp" else sharded(blocks(), data_mesh(world))
+        model = torch.compile(model, backend="eager")
+        reducer = Reducer("none", algorithm="exchange")
+        if hooked:
+            hook(model, reducer)
+        for step in range(2):
+            model.zero_grad()
+            model(noise(10 * step + rank, 5, 9)).square().sum().backward()
+            assert not hooked or reducer.finish()
+        results.append(whole_gradients(model._orig_mod))
+    return results
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.sweep)])
+def test_a_compiled_model(world, strategy):
+    for mine, without in world(2).run(compiled, strategy):
+        for name, gradient in without.items():
+            torch.testing.assert_close(mine[name], gradient, rtol=1e-6, atol=1e-7)
+
+
+# --- ranks that do not agree on when a step ends ---
+
+
+def uneven(rank, world, group):
+    """What each rank gets where rank 1 does not call `finish`."""
+    reducer = Reducer("int8", dist.new_group(timeout=timedelta(seconds=2)))
+    model = wrap(blocks(), "naive", reducer)
+    model(noise(rank, 5, 9)).square().sum().backward()
+    try:
+        if rank == 0:
+            reducer.finish()
+        model(noise(rank, 5, 9)).square().sum().backward()
+    except RunFault as error:
+        return str(error)
+    return None
+
+
+def test_ranks_that_end_different_numbers_of_steps_are_told_so(world):
+    for message in world(2).run(uneven):
+        assert "every rank calls finish() once per optimizer step" in message

@@ -1,0 +1,130 @@
+"""Optimizers that communicate, called otherwise than they must be: refused, and torch's step hooks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_local_updates import backward, held
+from test_optimizer_state import OPTIMIZERS, fresh
+from test_optimizers import CLIP, groups_of
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from gradwire.base.errors import BadInput
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.compressors import build
+from gradwire.comm.parallel import optimizers, wrap
+from gradwire.comm.parallel.optimizers.muon import Muon
+
+
+def message_of(call, *given, **options):
+    with pytest.raises(BadInput) as refused:
+        call(*given, **options)
+    return str(refused.value)
+
+
+def misused(rank, world, group):
+    """What every optimizer says: of a model that averages, of wrong groups, and of its step and groups misused."""
+    said = {}
+    for case, (name, method, cell, options) in OPTIMIZERS.items():
+        made = {key: value for key, value in cell.items() if key != "method"}
+        for average in (True, False):
+            reducer = Reducer(build(method, **cell.get("method", {})), group, **made)
+            model = wrap(held(), "ddp", reducer, device="cpu", average=average)
+            groups = groups_of(model)
+            if not average:
+                groups[0]["params"] = groups[0]["params"][1:]
+            said[case, average] = message_of(optimizers.build, name, model, groups, reducer, lr=1.0, **options)
+        groups = [{"params": [*model.parameters(), nn.Parameter(torch.ones(2))]}]
+        said[case, "foreign"] = message_of(optimizers.build, name, model, groups, reducer, lr=1.0, **options)
+
+        _, model, optimizer = fresh(group, case)
+        before = [p.detach().clone() for p in model.parameters()]
+        backward(model, rank, 0)
+        said[case, "step"] = message_of(optimizer.step)
+        assert all(map(torch.equal, before, model.parameters()))
+        assert optimizer.exchange(CLIP)[1]
+        said[case, "closure"] = message_of(optimizer.step, lambda: None)
+        optimizer.step()
+        said[case, "again"] = message_of(optimizer.step)
+        said[case, "group"] = message_of(optimizer.add_param_group, {"params": [nn.Parameter(torch.ones(2))]})
+        model.module.still.requires_grad_(True)
+        said[case, "unfrozen"] = message_of(optimizer.exchange, CLIP)
+    return said
+
+
+def test_every_optimizer_that_communicates_refuses_what_would_not_average(world):
+    expected = {
+        True: "averages over the ranks itself, and gradients of this model are averaged already",
+        False: "1 parameter (cube) is in no parameter group",
+        "foreign": "the parameter groups hold 1 parameters that the model does not have",
+        "step": "step() communicates nothing: call norm, taken = optimizer.exchange(max_norm)",
+        "closure": "step() communicates nothing",
+        "again": "step() communicates nothing",
+        "group": "cannot add parameters after it was built",
+        "unfrozen": "1 parameter (still) is unfrozen or replaced after",
+    }
+    for said in world(2).run(misused):
+        assert len(said) == len(OPTIMIZERS) * len(expected)
+        for (case, what), message in said.items():
+            assert expected[what] in message, (case, what)
+
+
+def after_a_skip(rank, world, group):
+    reducer = Reducer(build("none"), group, nonfinite="skip")
+    model = wrap(held(), "ddp", reducer, device="cpu", average=False)
+    optimizer = optimizers.build("diloco", model, groups_of(model), reducer, lr=1.0, H=3)
+    model.module.cube.grad = torch.full_like(model.module.cube, torch.nan)
+    assert optimizer.exchange(CLIP)[1] is False
+    return message_of(optimizer.step)
+
+
+def test_a_step_that_was_skipped_is_not_taken(world):
+    for message in world(2).run(after_a_skip):
+        assert "optimizer.step() without a closure if taken is True" in message
+
+
+def hooks_run(rank, world, group):
+    """Calls of step hooks in four steps, by optimizer: its own, those of the inner one, and global ones."""
+    counts = {}
+    torch.optim.AdamW([nn.Parameter(torch.ones(2))])  # torch wraps the step of AdamW's class from here on
+    for case in OPTIMIZERS:
+        _, model, optimizer = fresh(group, case)
+        calls = []
+        optimizer.register_step_pre_hook(lambda *_, calls=calls: calls.append("pre"))
+        optimizer.register_step_post_hook(lambda *_, calls=calls: calls.append("post"))
+        if hasattr(optimizer, "inner"):
+            optimizer.inner.register_step_pre_hook(lambda *_, calls=calls: calls.append("inner pre"))
+            optimizer.inner.register_step_post_hook(lambda *_, calls=calls: calls.append("inner post"))
+        own = register_optimizer_step_pre_hook(
+            lambda each, *_, calls=calls, mine=optimizer: calls.append("global") if each is mine else None
+        )
+        for step in range(4):
+            backward(model, rank, step)
+            assert optimizer.exchange(CLIP)[1]
+            optimizer.step()
+            optimizer.zero_grad()
+        own.remove()
+        counts[case] = {what: calls.count(what) for what in calls}
+    return counts
+
+
+def test_step_hooks_run_once_in_a_step(world):
+    for counts in world(2).run(hooks_run):
+        for case, found in counts.items():
+            inner = {"inner pre": 4, "inner post": 4} if OPTIMIZERS[case][0] not in ("demo", *ADAMS) else {}
+            assert found == {"pre": 4, "post": 4, "global": 4, **inner}, case
+
+
+ADAMS = ("onebit_adam", "zero_one_adam")
+
+
+def test_muons_step_hooks_run_once():
+    torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    matrix, vector = nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(4))
+    optimizer, calls = Muon([{"params": [matrix, vector]}], {matrix}, lr=0.1), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    (matrix.sum() * vector.sum()).backward()
+    optimizer.step()
+    assert calls == ["pre", "post"]
