@@ -66,13 +66,22 @@ def test_a_verb_of_two_words_gets_its_arguments(verb):
     assert seen == [7]
 
 
+@pytest.mark.parametrize("word", ["--vocab-size", "--vocab_size"])
+@pytest.mark.parametrize("form", ["{} 300", "{}=300"])
+def test_a_flag_may_have_dashes_or_underscores(word, form):
+    words = f"tokenize --data-path a --output_dir b-c --no-tokenizer-only {form.format(word)}"
+    _, module, args = cli.parse(words.split())
+    assert (args.vocab_size, args.output_dir) == (300, Path("b-c"))
+    assert cli.options_of(module, args) == module.Options(data_path="a", output_dir="b-c", vocab_size=300)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         ("grads probe --siz 7", "gradwire grads probe: unknown argument '--siz'. Did you mean '--size'? See"),
         ("grads probe --size seven", "gradwire grads probe: argument --size: invalid int value: 'seven'. See"),
         ("grads probe seven", "gradwire grads probe: unknown argument 'seven'. See"),
-        ("run --dry-run", "gradwire run: unknown argument '--dry-run'. Did you mean '--dry_run'"),
+        ("run --dry-runs", "gradwire run: unknown argument '--dry-runs'. Did you mean '--dry_run'"),
         ("run --core=2", "gradwire run: unknown argument '--core'. Did you mean '--cores'"),
         ("train --data_path a --output_dir b --stepz 3", "unknown argument '--stepz'. Did you mean '--steps'"),
         ("train --stepz 3", "gradwire train: the following arguments are required: --data_path, --output_dir. See"),

@@ -36,9 +36,8 @@ def no_rank(monkeypatch):
 
 
 def actions(verb: str) -> list[argparse.Action]:
-    parser = argparse.ArgumentParser()
-    importlib.import_module(cli.VERBS[verb].module).arguments(parser)
-    return [action for action in parser._actions if action.dest != "help"]
+    parser = cli.parser_of(verb, importlib.import_module(cli.VERBS[verb].module))
+    return [action for action in parser._actions if action.dest not in ("help", "attempt", "debug")]
 
 
 EVERY = [(verb, action) for verb in cli.VERBS for action in actions(verb)]

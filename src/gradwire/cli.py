@@ -1,8 +1,10 @@
 """The command line: one verb per step of the DAG. Parses arguments and calls the verb.
 
-A verb is a module with ``arguments(parser)`` and ``main(args)``, and optionally ``preflight(args)`` (checks before any
-rank starts), ``beside(args)`` (the output folder, for ``<verb>.failed.json``) and ``PRELOAD`` (slow imports of each
-rank, which `launch` imports once). Heavy imports are inside functions to keep ``gradwire --help`` and Snakemake fast.
+A verb is a module with ``Options`` (a model whose fields are the flags) and ``main(options)``, and optionally
+``preflight(options)`` (checks before any rank starts), ``beside(options)`` (the output folder, for
+``<verb>.failed.json``) and ``PRELOAD`` (slow imports of each rank, which `launch` imports once). Flags that are no
+field are added by ``arguments(parser)``; a module without ``Options`` gets the parsed namespace. Heavy imports are
+inside functions to keep ``gradwire --help`` and Snakemake fast.
 """
 
 from __future__ import annotations
@@ -109,17 +111,23 @@ class Parser(argparse.ArgumentParser):
     """Reports bad arguments in one message, an unknown choice or flag with close matches."""
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse arguments.
+        """Parse arguments; dashes in the name of a flag are underscores.
 
         Raises:
             BadInput: If one is unknown, invalid or missing.
         """
-        parsed, left = self.parse_known_args(args, namespace)
+        parsed, left = self.parse_known_args([*map(self._spelled, args)], namespace)
         if left:
             word = next((word for word in left if word.startswith("-")), left[0]).partition("=")[0]
             flags = [flag for flag, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
             self.error(f"unknown argument {word!r}.{did_you_mean(word, flags)}")
         return parsed
+
+    def _spelled(self, word: str) -> str:
+        """Return ``--dry_run`` for ``--dry-run``."""
+        flag, equals, value = word.partition("=")
+        spellings = {known.replace("-", "_"): known for known in self._option_string_actions}
+        return spellings.get(flag.replace("-", "_"), flag) + equals + value if flag.startswith("--") else word
 
     def error(self, message: str) -> NoReturn:
         """Refuse the arguments.
@@ -160,13 +168,27 @@ def parse(words: Sequence[str]) -> tuple[str, ModuleType, argparse.Namespace]:
     """
     name, rest = verb_of(words)
     module = importlib.import_module(VERBS[name].module)
+    parser = parser_of(name, module)
+    args = parser.parse_args(rest)
+    # for `launch`, which runs another command
+    args.parser, args.parse, args.options_of = parser, parse, options_of
+    return name, module, args
+
+
+def parser_of(name: str, module: ModuleType) -> Parser:
+    """The parser of a verb's flags."""
     parser = Parser(
         prog=f"gradwire {name}",
         description=VERBS[name].help + ".",
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    module.arguments(parser)
+    if hasattr(module, "Options"):
+        from gradwire.base.model_flags import add_flags
+
+        add_flags(parser, module.Options)
+    if hasattr(module, "arguments"):
+        module.arguments(parser)
     parser.add_argument(
         "--attempt",
         type=COUNT,
@@ -174,9 +196,20 @@ def parse(words: Sequence[str]) -> tuple[str, ModuleType, argparse.Namespace]:
         help=argparse.SUPPRESS,  # for the workflow: above 1, do not retry after bad input
     )
     parser.add_argument("--debug", action="store_true", help="on failure, show the traceback")
-    args = parser.parse_args(rest)
-    args.parser, args.parse = parser, parse  # for `launch`, whose argument is another command
-    return name, module, args
+    return parser
+
+
+def options_of(module: ModuleType, args: argparse.Namespace) -> Any:
+    """The options of a verb from its parsed arguments, or these if it has no ``Options``.
+
+    Raises:
+        BadInput: If a value is out of range.
+    """
+    if not hasattr(module, "Options"):
+        return args
+    from gradwire.base.model_flags import from_flags
+
+    return from_flags(module.Options, args)
 
 
 def main(words: Sequence[str]) -> int:
@@ -195,7 +228,7 @@ def main(words: Sequence[str]) -> int:
         if folder is not None and args.attempt > 1:
             refuse_again(folder, name)
         check_numbers(args)
-        code = module.main(args) or DONE
+        code = module.main(options_of(module, args)) or DONE
     except (Exception, KeyboardInterrupt) as error:
         if report_rank_failure(error):  # `launch` reports it once for all ranks
             return exit_code(error)

@@ -44,6 +44,14 @@ class Number:
     def __name__(self) -> str:  # argparse says "invalid int value"
         return self.kind.__name__
 
+    __is_annotated_types_grouped_metadata__ = True  # so that ``Annotated[int, COUNT]`` has these bounds in pydantic
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the bounds as pydantic reads them."""
+        from pydantic import Field
+
+        yield from Field(**self.limits).metadata
+
     @property
     def limits(self) -> dict[str, Any]:
         """The bounds as keyword arguments of pydantic's ``Field``."""

@@ -3,32 +3,69 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from pathlib import Path
 from types import NoneType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from gradwire.base.flags import CHECKS, Number
 from gradwire.base.strict import Model, checked
+
+METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 
 def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
-    """Give ``parser`` a flag for each field of ``model``, with its type, default and description."""
-    for name, field in model.model_fields.items():
-        default = field.get_default(call_default_factory=True)
-        if field.annotation is bool:
-            parser.add_argument(
-                f"--{name}", action=argparse.BooleanOptionalAction, default=default, help=field.description
-            )
-            continue
-        choices = get_args(field.annotation) if _is_literal(field) else None
-        kinds = [kind for kind in get_args(field.annotation) if kind is not NoneType]  # of `int | None`: int
-        kind = str if choices else kinds[0] if kinds else field.annotation
-        parser.add_argument(f"--{name}", type=kind, choices=choices, default=default, help=field.description)  # type: ignore[arg-type]
+    """Give ``parser`` a flag for each field of ``model``, with its type, default and description.
+
+    The flags of a base class come after those of the class. A base class with a ``group`` (title and description) has
+    its own group in the help. A tuple takes several words. The type of a flag is that of its field, or the `Number`,
+    `output_file` or `output_folder` in the field's annotation, whose checks `check_numbers` and `check_paths` do.
+    """
+    for title, fields in _grouped(model):
+        target = parser.add_argument_group(*title) if title else parser
+        for name, field in fields.items():
+            _add_flag(target, name, field)
 
 
-def _is_literal(field: FieldInfo) -> bool:
-    return getattr(field.annotation, "__origin__", None) is Literal
+def _grouped(model: type[BaseModel]) -> Iterator[tuple[tuple[str, str] | None, dict[str, FieldInfo]]]:
+    """Yield the fields that each class of a model defines, and the title of their group."""
+    defined = {name: kind for kind in model.__mro__ for name in vars(kind).get("__annotations__", {})}
+    for kind in model.__mro__:
+        fields = {name: field for name, field in model.model_fields.items() if defined.get(name) is kind}
+        if fields:
+            yield vars(kind).get("group"), fields
+
+
+def _add_flag(target: Any, name: str, field: FieldInfo) -> None:
+    """Add the flag of one field to a parser or a group of it."""
+    options: dict[str, Any] = {"help": field.description}
+    if field.is_required():
+        options["required"] = True
+    else:
+        options["default"] = field.get_default(call_default_factory=True)
+    if field.annotation is bool:
+        target.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, **options)
+        return
+    annotation = _without_none(field.annotation)
+    if get_origin(annotation) is tuple:
+        options["nargs"] = "+"
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) is Literal:
+        target.add_argument(f"--{name}", choices=get_args(annotation), **options)
+        return
+    metadata = (*getattr(annotation, "__metadata__", ()), *field.metadata)
+    kind = getattr(annotation, "__origin__", annotation)
+    checks = (each for each in metadata if isinstance(each, Number) or each in CHECKS)
+    target.add_argument(f"--{name}", type=next(checks, kind), metavar=METAVARS[kind], **options)
+
+
+def _without_none(annotation: Any) -> Any:
+    """Return ``int`` of ``int | None``."""
+    kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
+    return kinds[0] if NoneType in get_args(annotation) else annotation
 
 
 def from_flags(model: type[Model], args: argparse.Namespace) -> Model:

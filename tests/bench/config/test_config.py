@@ -353,8 +353,7 @@ def flag_defaults() -> dict[tuple[str, str], object]:
     """The default of each verb's each flag, where it has one."""
     found = {}
     for name, verb in cli.VERBS.items():
-        parser = argparse.ArgumentParser()
-        importlib.import_module(verb.module).arguments(parser)
+        parser = cli.parser_of(name, importlib.import_module(verb.module))
         found |= {(name, action.dest): action.default for action in parser._actions if not action.required}
     return {key: default for key, default in found.items() if default is not None}
 

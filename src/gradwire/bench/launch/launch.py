@@ -82,7 +82,7 @@ def main(args: argparse.Namespace) -> None:
             _launcher(args, child, module) as launcher,
         ):
             if hasattr(module, "preflight"):
-                module.preflight(child)
+                module.preflight(args.options_of(module, child))
             with _leased(args, child):
                 _start(args, child, folder, launcher)
     except Exception as error:
