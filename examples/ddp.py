@@ -4,7 +4,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire import Reducer, accumulation, build, clip_grad_norm, wrap
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.compressors import build
+from gradwire.comm.parallel import accumulation, clip_grad_norm, wrap
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)

@@ -6,7 +6,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from gradwire import Reducer, build, hook
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.compressors import build
+from gradwire.comm.parallel import hook
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)

@@ -7,7 +7,8 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from gradwire import Reducer, hook
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.parallel import hook
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 torch.manual_seed(0)

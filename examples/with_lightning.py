@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gradwire import ddp_hook
+from gradwire import comm_hook
 
 
 class Llama(lightning.LightningModule):
@@ -42,7 +42,7 @@ class CompressedGradients(lightning.Callback):
     """Top-k with error feedback; a checkpoint holds the residuals of every rank."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.state, self.hook = ddp_hook(model, {"method": "topk", "density": 0.1}, error_feedback=True)
+        self.state, self.hook = comm_hook(model, {"method": "topk", "density": 0.1}, error_feedback=True)
 
     def on_train_start(self, trainer: lightning.Trainer, module: lightning.LightningModule) -> None:
         """Register the hook, which DDPStrategy(ddp_comm_hook=...) does on GPUs only."""

@@ -18,7 +18,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gradwire import Reducer, ddp_hook, hook
+from gradwire import comm_hook
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.parallel import hook
 
 COMPRESSOR = {"method": "topk", "density": 0.1}
 MICROS = 2
@@ -43,7 +45,7 @@ def plain(way: str, folder: Path, first: int, last: int) -> None:
     model = llama()
     if way == "ddp":
         model = DistributedDataParallel(model)
-        reducing, reduce = ddp_hook(model, COMPRESSOR, error_feedback=True)
+        reducing, reduce = comm_hook(model, COMPRESSOR, error_feedback=True)
         model.register_comm_hook(reducing, reduce)
     else:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -140,7 +140,9 @@ def hooked(rank: int, world_size: int, group, way: str) -> list:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    from gradwire import Reducer, build, hook, wrap
+    from gradwire.comm.collectives import Reducer
+    from gradwire.comm.compressors import build
+    from gradwire.comm.parallel import hook, wrap
     from gradwire.comm.parallel.step import local_gradients
 
     def backward(model: nn.Module, reducer: Reducer) -> list:
@@ -175,8 +177,10 @@ def hooked_twice(rank: int, world_size: int, group, way: str) -> list[str]:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    from gradwire import Reducer, build, hook, wrap
     from gradwire.base.errors import BadInput
+    from gradwire.comm.collectives import Reducer
+    from gradwire.comm.compressors import build
+    from gradwire.comm.parallel import hook, wrap
 
     reducer = Reducer(build("int8"))
     first = DistributedDataParallel(nn.Linear(5, 3)) if way == "ddp" else fully_shard(nn.Linear(5, 3))
@@ -199,8 +203,10 @@ def test_a_second_reducer_is_refused(world, way):
 def not_hookable(rank: int, world_size: int, group) -> str:
     from torch import nn
 
-    from gradwire import Reducer, build, hook
     from gradwire.base.errors import BadInput
+    from gradwire.comm.collectives import Reducer
+    from gradwire.comm.compressors import build
+    from gradwire.comm.parallel import hook
 
     try:
         hook(nn.Linear(2, 2), Reducer(build("int8")))
@@ -221,9 +227,10 @@ def on_a_mesh(rank: int, world_size: int, group) -> dict[str, str]:
     from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
-    from gradwire import Reducer, build, hook, wrap
     from gradwire.base.errors import BadInput
-    from gradwire.comm.parallel import available
+    from gradwire.comm.collectives import Reducer
+    from gradwire.comm.compressors import build
+    from gradwire.comm.parallel import available, hook, wrap
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))

@@ -10,7 +10,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import Reducer, accumulation, build, clip_grad_norm, wrap
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.compressors import build
+from gradwire.comm.parallel import accumulation, clip_grad_norm, wrap
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -35,7 +37,7 @@ def names(code, rank, folder):
     given |= {"checkpoint": {}, "folder": folder, "scaler": torch.amp.GradScaler("cpu", init_scale=4.0)}
     if "hook(model, reducer)" in code:
         model = DistributedDataParallel(model)
-    elif "ddp_hook" in code:
+    elif "comm_hook" in code:
         given["ddp"] = DistributedDataParallel(model)
     elif "wrap(" not in code:
         given["reducer"] = Reducer(build("int8"), nonfinite="skip")

@@ -1,7 +1,8 @@
 """gradwire: what gradients cost on the wire, what compressing them buys, and what it takes away.
 
-In a training script of one's own: ``from gradwire import Reducer, build, wrap``. These names are imported when they are
-first used, so that ``import gradwire`` loads no torch; ``__init__.pyi`` declares them for type checkers.
+In a training script: ``gradwire.compress_gradients(model, "int8", optimizer=optimizer)``. Public names are
+imported when they are first used, so that ``import gradwire`` loads no torch; ``__init__.pyi`` declares them for type
+checkers.
 """
 
 from importlib import import_module
@@ -10,14 +11,10 @@ __version__ = "0.1.0"
 
 # Strings, not import statements: every module of the package imports this file, and must not import these packages.
 HOMES = {
-    "Reducer": "gradwire.comm.collectives",
-    "accumulation": "gradwire.comm.parallel",
-    "build": "gradwire.comm.compressors",
-    "clip_grad_norm": "gradwire.comm.parallel",
-    "ddp_hook": "gradwire.comm.parallel",
-    "hook": "gradwire.comm.parallel",
+    "Compression": "gradwire.comm.parallel",
+    "comm_hook": "gradwire.comm.parallel",
+    "compress_gradients": "gradwire.comm.parallel",
     "load_results": "gradwire.bench.report.verbs.results",
-    "wrap": "gradwire.comm.parallel",
 }
 
 __all__ = [*HOMES, "__version__"]

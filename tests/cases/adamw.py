@@ -4,9 +4,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire import Reducer, accumulation, wrap
 from gradwire.base.errors import BadInput
-from gradwire.comm.parallel import optimizers
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.parallel import accumulation, optimizers, wrap
 
 dist.init_process_group("gloo")
 net = nn.Linear(6, 2)

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gradwire import Reducer, accumulation, wrap
-from gradwire.comm.parallel import optimizers
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.parallel import accumulation, optimizers, wrap
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""torchrun --nproc_per_node 2 complex.py hook|ddp_hook|naive|bucket: complex gradients are averaged, or refused."""
+"""torchrun --nproc_per_node 2 complex.py hook|comm_hook|naive|bucket: complex gradients are averaged, or refused."""
 
 import sys
 
@@ -7,8 +7,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import Reducer, ddp_hook, hook, wrap
+from gradwire import comm_hook
 from gradwire.base.errors import GradwireError
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.parallel import hook, wrap
 
 dist.init_process_group("gloo")
 way, rank = sys.argv[1], dist.get_rank()
@@ -23,7 +25,7 @@ try:
         if way == "hook":
             hook(model, Reducer("none"))
         else:
-            model.register_comm_hook(*ddp_hook(model, "none"))
+            model.register_comm_hook(*comm_hook(model, "none"))
     model(torch.full((1, 1), (1 + 2j) * (1 + rank))).abs().square().sum().backward()
 except GradwireError as error:
     print("refused:", error)

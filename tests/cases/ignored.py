@@ -1,4 +1,4 @@
-"""torchrun --nproc_per_node 2 ignored.py hook|ddp_hook: what DDP is told to ignore keeps its own gradient."""
+"""torchrun --nproc_per_node 2 ignored.py hook|comm_hook: what DDP is told to ignore keeps its own gradient."""
 
 import sys
 from copy import deepcopy
@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import Reducer, ddp_hook, hook
+from gradwire import comm_hook
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.parallel import hook
 
 dist.init_process_group("gloo")
 rank, expert = dist.get_rank(), ["1.weight", "1.bias"]  # this rank's own
@@ -17,8 +19,8 @@ net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2))
 alone = deepcopy(net)
 DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, expert)
 model, reducer = DistributedDataParallel(net), Reducer("none")
-if sys.argv[1] == "ddp_hook":
-    model.register_comm_hook(*ddp_hook(model, "none"))
+if sys.argv[1] == "comm_hook":
+    model.register_comm_hook(*comm_hook(model, "none"))
 else:
     hook(model, reducer)
 xs = [torch.randn(3, 4, generator=torch.Generator().manual_seed(each)) for each in range(2)]

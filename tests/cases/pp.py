@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
-from gradwire import Reducer, hook
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.parallel import hook
 
 
 class Block(nn.Module):

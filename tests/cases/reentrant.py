@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from gradwire import Reducer, hook
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.parallel import hook
 
 
 class Net(nn.Module):

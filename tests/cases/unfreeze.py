@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from gradwire import Reducer, accumulation, wrap
 from gradwire.base.errors import GradwireError
-from gradwire.comm.parallel import named_parameters, optimizers
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.parallel import accumulation, named_parameters, optimizers, wrap
 
 dist.init_process_group("gloo")
 torch.manual_seed(0)

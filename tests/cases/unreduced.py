@@ -5,8 +5,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import Reducer, hook
 from gradwire.base.errors import GradwireError
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.parallel import hook
 
 dist.init_process_group("gloo")
 model = DistributedDataParallel(nn.Linear(4, 2))

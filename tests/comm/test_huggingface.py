@@ -86,7 +86,7 @@ def twice(rank, world, group, folder, compressor):
     """The weights after each of two trainings of one Trainer, with an evaluation in between, and the bytes sent."""
     from transformers import TrainerCallback
 
-    from gradwire import ddp_hook
+    from gradwire import comm_hook
     from gradwire.comm.huggingface import CompressedGradients
 
     class Registered(TrainerCallback):
@@ -94,7 +94,7 @@ def twice(rank, world, group, folder, compressor):
 
         def on_train_begin(self, *_, **__):
             if trainer.state.global_step == 0 and not hooks:
-                hooks.append(ddp_hook(trainer.model, TOPK, error_feedback=True))
+                hooks.append(comm_hook(trainer.model, TOPK, error_feedback=True))
                 trainer.model_wrapped.register_comm_hook(*hooks[0])
 
     weights, sent, hooks = [], [], []

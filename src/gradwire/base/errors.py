@@ -39,7 +39,7 @@ class CheckFailed(GradwireError):
     exit_code = CHECK_FAILED
 
 
-class BadInput(GradwireError):
+class BadInput(GradwireError, ValueError):
     """Invalid argument, configuration or file: exit code 2. Nothing was written."""
 
     exit_code = BAD_INPUT

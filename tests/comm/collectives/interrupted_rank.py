@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import Reducer, ddp_hook, hook
+from gradwire import comm_hook
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.parallel import hook
 
 way = sys.argv[1]
 rendezvous = tempfile.mktemp()
@@ -30,7 +32,7 @@ else:
     if way == "hook":
         hook(model, reducer)
     else:
-        model.register_comm_hook(*ddp_hook(model, "int8"))
+        model.register_comm_hook(*comm_hook(model, "int8"))
 
     def step() -> None:
         model(torch.ones(3, 601)).square().mean().backward()

@@ -303,7 +303,7 @@ def test_no_thread_starts_without_need(world):
 
 
 @pytest.mark.parametrize(
-    "way", ["reducer", *(pytest.param(way, marks=pytest.mark.sweep) for way in ("hook", "ddp_hook"))]
+    "way", ["reducer", *(pytest.param(way, marks=pytest.mark.sweep) for way in ("hook", "comm_hook"))]
 )
 def test_a_rank_that_is_interrupted_in_mid_reduction_ends_at_once_and_does_not_crash(way):
     command = [sys.executable, str(Path(__file__).with_name("interrupted_rank.py")), way]

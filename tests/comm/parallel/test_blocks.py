@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from gradwire import Reducer, accumulation, ddp_hook, hook, wrap
+from gradwire import comm_hook
 from gradwire.base.errors import BadInput
-from gradwire.comm.parallel import mesh, named_parameters
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.parallel import accumulation, hook, mesh, named_parameters, wrap
 
 STRATEGIES = ("naive", "bucket", "ddp", "fsdp1", "fsdp2")
 
@@ -97,7 +98,7 @@ def refused(rank, world, group):
     buffered.register_buffer("scale", torch.ones(3, device="meta"))
     calls = [lambda way=way: wrap(model, way, Reducer("int8"), device="cpu") for way in STRATEGIES]
     calls += [lambda: wrap(model, "ddp"), lambda: wrap(buffered, "naive", Reducer("int8"), device="cpu")]
-    return [message_of(call) for call in (*calls, lambda: ddp_hook(model, "int8"))]
+    return [message_of(call) for call in (*calls, lambda: comm_hook(model, "int8"))]
 
 
 def message_of(call):

@@ -9,7 +9,7 @@ from test_frameworks import STRATEGIES
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import ddp_hook
+from gradwire import comm_hook
 from gradwire.comm import parallel
 from gradwire.comm.collectives import Reducer
 from gradwire.comm.compressors import build
@@ -96,14 +96,14 @@ def hooked_names(rank, world, group, kind, compiled):
     if kind == "hook":
         parallel.hook(model, reducer := Reducer("int8", group, error_feedback=True))
     else:
-        state, function = ddp_hook(model, "int8", error_feedback=True)
+        state, function = comm_hook(model, "int8", error_feedback=True)
         model.register_comm_hook(state, function)
         reducer = state.reducer
     model(torch.randn(4, 5, generator=torch.Generator().manual_seed(rank))).backward()
     return sorted(map(str, reducer.codec.state_dict()["residuals"]))
 
 
-@pytest.mark.parametrize("kind", ["hook", "ddp_hook"])
+@pytest.mark.parametrize("kind", ["hook", "comm_hook"])
 def test_a_users_own_ddp_of_a_compiled_model_gives_the_same_names(world, kind):
     plain, compiled = (world(2).run(hooked_names, kind, compiled) for compiled in (False, True))
     assert compiled == plain and any("layers.1.linear.weight" in name for name in plain[0])

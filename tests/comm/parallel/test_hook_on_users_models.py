@@ -1,4 +1,4 @@
-"""`hook` and `ddp_hook` on models as their owners set them up: equal to the same program without gradwire, or refused.
+"""`hook` and `comm_hook` on models as their owners set them up: equal to the same program without gradwire, or refused.
 
 Divide factors, pipelines, reentrant checkpointing, ignored parameters, interrupted passes, placements and types.
 """
@@ -23,9 +23,10 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from gradwire import Reducer, ddp_hook, hook, wrap
+from gradwire import comm_hook
 from gradwire.base.errors import BadInput, RunFault
-from gradwire.comm.collectives import IslandReducer, build_islands
+from gradwire.comm.collectives import IslandReducer, Reducer, build_islands
+from gradwire.comm.parallel import hook, wrap
 from gradwire.comm.parallel.strategies.fsdp2 import Collective
 
 
@@ -261,7 +262,7 @@ def ignoring(rank, world, group, way, told):
         if hooked and reducer is not None:
             hook(model, reducer)
         elif hooked:
-            model.register_comm_hook(*ddp_hook(model, "none"))
+            model.register_comm_hook(*comm_hook(model, "none"))
         for step in range(3):
             model.zero_grad()
             model(noise(10 * step + rank, 5, 9)).square().sum().backward()
@@ -270,7 +271,7 @@ def ignoring(rank, world, group, way, told):
     return results
 
 
-@pytest.mark.parametrize(("way", "told"), [("hook", "ignore"), ("ddp_hook", "ignore"), ("hook", "delay")])
+@pytest.mark.parametrize(("way", "told"), [("hook", "ignore"), ("comm_hook", "ignore"), ("hook", "delay")])
 def test_parameters_that_ddp_ignores_or_delays(world, way, told):
     for mine, without in world(2).run(ignoring, way, told):
         assert mine.keys() == without.keys()
@@ -285,7 +286,7 @@ def joined(rank, world, group, way):
     if way == "hook":
         hook(model, Reducer("none"))
     else:
-        model.register_comm_hook(*ddp_hook(model, "none"))
+        model.register_comm_hook(*comm_hook(model, "none"))
     try:
         with model.join():
             for step in range(2 + rank):
@@ -301,7 +302,7 @@ def joined(rank, world, group, way):
 def test_join_is_refused_by_hook_and_works_with_ddp_hook(world):
     messages = world(2).run(joined, "hook")
     assert all("DistributedDataParallel.join does not go with a reducer" in message for message in messages)
-    assert all(isinstance(total, float) for total in world(2).run(joined, "ddp_hook"))
+    assert all(isinstance(total, float) for total in world(2).run(joined, "comm_hook"))
 
 
 # --- interrupted passes ---
@@ -384,8 +385,8 @@ def refused(rank, world, group, case):
     with pytest.raises(BadInput) as refusal:
         if case.endswith(("naive", "diloco")):
             wrap(model, "naive", reducer, average=case.endswith("naive"))
-        elif case.endswith("ddp_hook"):
-            ddp_hook(DistributedDataParallel(model), "int8")
+        elif case.endswith("comm_hook"):
+            comm_hook(DistributedDataParallel(model), "int8")
         elif case.endswith("fsdp2"):
             hook(sharded(model, data_mesh(world)), reducer)
         elif case == "Shard(1)":
@@ -407,11 +408,11 @@ def refused(rank, world, group, case):
     ("case", "message"),
     [
         ("complex", "weight is complex64, and a reducer averages real gradients"),
-        ("complex ddp_hook", "weight is complex64"),
+        ("complex comm_hook", "weight is complex64"),
         ("complex naive", "weight is complex64"),
         ("complex diloco", "weight is complex64"),
         ("sparse", "words has sparse gradients, and a reducer averages dense ones: build it with sparse=False"),
-        ("sparse ddp_hook", "words has sparse gradients"),
+        ("sparse comm_hook", "words has sparse gradients"),
         ("Shard(1)", r"line.weight is placed as \(Shard\(dim=1\),\)"),
         ("custom", r"the group of 1.line.weight has a reduce-scatter already \(Collective\)"),
         ("two models", r"averaged another model with the same parameters \(0.line.bias, …\)"),

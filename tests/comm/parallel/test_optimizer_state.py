@@ -13,9 +13,8 @@ from test_optimizers import CLIP, groups_of
 from test_state import descend, hooked
 from torch.distributed.fsdp import FSDPModule
 
-from gradwire import Reducer
 from gradwire.base.errors import BadInput
-from gradwire.comm.collectives import IslandReducer, build_islands
+from gradwire.comm.collectives import IslandReducer, Reducer, build_islands
 from gradwire.comm.compressors import build
 from gradwire.comm.parallel import named_parameters, optimizers, wrap
 from gradwire.comm.parallel.mesh import local

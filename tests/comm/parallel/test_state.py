@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import Reducer, ddp_hook, hook
+from gradwire import comm_hook
 from gradwire.base.errors import BadInput
-from gradwire.comm.collectives import Exempt, IslandReducer, build_islands
-from gradwire.comm.parallel import named_parameters, wrap
+from gradwire.comm.collectives import Exempt, IslandReducer, Reducer, build_islands
+from gradwire.comm.parallel import hook, named_parameters, wrap
 from gradwire.comm.parallel.mesh import local
 
 
@@ -43,7 +43,7 @@ def islands():
 
 def by_ddp_hook():
     model = DistributedDataParallel(net())
-    state, function = ddp_hook(model, "topk", error_feedback=True)
+    state, function = comm_hook(model, "topk", error_feedback=True)
     model.register_comm_hook(state, function)
     return model, state, torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -59,7 +59,7 @@ def descend(model, reducing, optimizer, rank, steps):
     return [local(p).clone() for _, p in named_parameters(model)]
 
 
-MADE = {"hook": hooked, "ddp_hook": by_ddp_hook, "islands": islands}
+MADE = {"hook": hooked, "comm_hook": by_ddp_hook, "islands": islands}
 
 
 def distributed(rank, world, group, way, folder):
@@ -76,7 +76,7 @@ def distributed(rank, world, group, way, folder):
     return unbroken, descend(model, reducing, optimizer, rank, range(3, 6))
 
 
-@pytest.mark.parametrize(("way", "size"), [("hook", 2), ("ddp_hook", 3), ("islands", 4)])
+@pytest.mark.parametrize(("way", "size"), [("hook", 2), ("comm_hook", 3), ("islands", 4)])
 def test_a_distributed_checkpoint_holds_a_reducer(world, way, size, tmp_path):
     for unbroken, resumed in world(size).run(distributed, way, tmp_path):
         for expected, parameter in zip(unbroken, resumed, strict=True):

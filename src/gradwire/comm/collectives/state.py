@@ -44,6 +44,11 @@ def stored(rank: int, step: int, topology: Any, part: Mapping[str, Any]) -> dict
     return {"step": step, f"{RANK}{rank}": ({"world": topology, "step": step, **part},)}
 
 
+def extended(state: Mapping[str, Any], entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a rank's state with more entries in what this rank keeps."""
+    return {name: ({**value[0], **entries},) if is_part(name, value) else value for name, value in state.items()}
+
+
 def taken(state: Any, rank: int, topology: Any, whose: str) -> Taken:
     """Take this rank's part from what `stored` returned.
 

@@ -1,6 +1,7 @@
 """Data-parallel training: one file per strategy, and the functions that a training loop needs."""
 
-from gradwire.comm.parallel.ddp_hook import ddp_hook
+from gradwire.comm.parallel.comm_hook import comm_hook
+from gradwire.comm.parallel.compression import Compression, compress_gradients
 from gradwire.comm.parallel.names import named_parameters
 from gradwire.comm.parallel.state import (
     checkpoint_state,
@@ -26,13 +27,15 @@ from gradwire.comm.parallel.wrap import (
 )
 
 __all__ = [
+    "Compression",
     "accumulation",
     "available",
     "block_sizes",
     "checkpoint_state",
     "clip_grad_norm",
+    "comm_hook",
     "compile_blocks",
-    "ddp_hook",
+    "compress_gradients",
     "filled",
     "full_optimizer_state",
     "full_state_dict",

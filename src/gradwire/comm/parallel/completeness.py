@@ -20,19 +20,25 @@ class Completeness:
     Args:
         model: The wrapped model. Its parameters are looked up at each step, by name.
         strategy: The model's strategy, which knows the parameters that are averaged.
+        warns: Whether to warn where the caller does not end steps; False if an optimizer does.
     """
 
-    def __init__(self, model: nn.Module, strategy: Strategy) -> None:
+    def __init__(self, model: nn.Module, strategy: Strategy, *, warns: bool = True) -> None:
         self._model = weakref.ref(model, self._forget)
         self._strategy: Strategy | None = strategy
         self._parameters = strategy.averaged(model)
         self._reduced: dict[str, int] = {}  # in this optimizer step, with the parameter's version at the time
-        self._warned = False
+        self._warns = warns
 
     @property
     def names(self) -> set[str]:
         """The parameters whose gradients are averaged."""
         return {*self._parameters}
+
+    @property
+    def reduced(self) -> bool:
+        """Whether a gradient was reduced since the last `finish`."""
+        return bool(self._reduced)
 
     def begun(self, layout: Layout) -> None:
         """Take notice of a reduction; warn, once, if a parameter has changed since it was reduced in the same step.
@@ -43,12 +49,12 @@ class Completeness:
         """
         for name in layout.parameters:
             version = self._parameters[name]._version if name in self._parameters else 0
-            if not self._warned and self._reduced.get(name, version) != version:
-                self._warned = True
+            if self._warns and self._reduced.get(name, version) != version:
+                self._warns = False
                 warnings.warn(
-                    "parameters changed between two reductions without reducer.finish(): call it once per optimizer "
-                    "step, after backward and before optimizer.step(). Without it schedules do not advance, and NaN or "
-                    "infinity is not detected.",
+                    "parameters changed between two reductions without finish(): pass optimizer to "
+                    "gradwire.compress_gradients, or call finish() once per optimizer step, after backward and before "
+                    "optimizer.step(). Without it schedules do not advance, and NaN or infinity is not detected.",
                     stacklevel=2,
                 )
             self._reduced[name] = version

@@ -91,7 +91,7 @@ def wrap(
     """
     device = next(model.parameters()).device if device is None else torch.device(device)
     kind = strategy_class(strategy)
-    check_initialized("gradwire.wrap")
+    check_initialized("gradwire.comm.parallel.wrap")
     check_plain(model)
     if reducer is not None:
         check_reducer(reducer)
@@ -115,17 +115,17 @@ def wrap(
     settings = {"strategy": kind.name, "average": average, **options, "islands": islands_of(reducer, options)}
     check_agreement(everyone, reducer, parameters_of(model), **settings)  # before islands are made, or weights sent
     numel = trainable_numel(model)  # before the model is cut into shards
-    way = kind.build(reducer, device, **options)
-    way.averages = average
-    way.reduced = average and reducer is not None and reducer.world > 1
-    wrapped = way.wrap(model.to(device))
-    attach(wrapped, way)
-    if dist.get_world_size(way.group) > 1 and not (average and kind is DDP):  # which sends rank 0's statistics
+    chosen = kind.build(reducer, device, **options)
+    chosen.averages = average
+    chosen.reduced = average and reducer is not None and reducer.world > 1
+    wrapped = chosen.wrap(model.to(device))
+    attach(wrapped, chosen)
+    if dist.get_world_size(chosen.group) > 1 and not (average and kind is DDP):  # which sends rank 0's statistics
         warn_of_statistics(wrapped)
-    if not way.communicates:
-        way.keep_apart(wrapped)
-    if reducer is not None and (average or way.communicates):
-        attach_reducer(reducer, wrapped, way, numel)
+    if not chosen.communicates:
+        chosen.keep_apart(wrapped)
+    if reducer is not None and (average or chosen.communicates):
+        attach_reducer(reducer, wrapped, chosen, numel)
     return wrapped
 
 
@@ -143,7 +143,7 @@ def islands_of(reducer: Reducer | None, options: Mapping[str, Any]) -> int | Non
     return given.number if isinstance(given, Islands) else given
 
 
-def hook(wrapped: nn.Module, reducer: Reducer) -> None:
+def hook(wrapped: nn.Module, reducer: Reducer, *, ends: bool = False) -> Completeness | None:
     """Attach a reducer to a model wrapped with DDP or ``fully_shard``, before its first forward pass.
 
     Use the framework as usual: accumulate with its `no_sync` or `set_requires_gradient_sync`, and clip after the
@@ -154,6 +154,10 @@ def hook(wrapped: nn.Module, reducer: Reducer) -> None:
             mesh of one dimension. Under HSDP FSDP2 itself all-reduces, so that is refused; see strategy ``hsdp`` of
             `wrap`.
         reducer: Averages the gradients; its group must be the one that the model was wrapped with.
+        ends: Whether the step of an optimizer calls ``finish``, so that nobody can forget it.
+
+    Returns:
+        What `finish` compares the gradients with; None with one rank.
 
     Raises:
         BadInput: For another model or group, a model that has a reducer, a reducer that has averaged another model, or
@@ -162,20 +166,30 @@ def hook(wrapped: nn.Module, reducer: Reducer) -> None:
     """
     check_reducer(reducer)
     wrapped = getattr(wrapped, COMPILED, wrapped)  # torch.compile's module calls the one that it holds
-    kind = next((kind for framework, kind in WRAPPERS.items() if isinstance(wrapped, framework)), None)
-    if kind is None:
-        raise BadInput(
-            f"{type(wrapped).__name__} is neither a DistributedDataParallel nor an FSDP2 model (fully_shard); "
-            f"use gradwire.wrap instead."
-        )
-    if wrapped in HOOKED:
-        raise BadInput("the model has a reducer already: build and wrap the model again to use another one.")
+    kind = wrapper_of(wrapped)
     check_unprepared(wrapped, *WRAPPERS)
     check_gradients(wrapped)
     check_ranks(wrapped, reducer)
     check_agreement(reducer.group, reducer, parameters_of(wrapped), strategy=kind.name)
     device = next(wrapped.parameters()).device
-    attach_reducer(reducer, wrapped, kind.build(reducer, device), trainable_numel(wrapped))
+    return attach_reducer(reducer, wrapped, kind.build(reducer, device), trainable_numel(wrapped), warns=not ends)
+
+
+def wrapper_of(wrapped: nn.Module) -> type[Strategy]:
+    """Return the strategy of a model that DDP or FSDP2 has wrapped, and that has no reducer.
+
+    Raises:
+        BadInput: For another model, or one that has a reducer.
+    """
+    if wrapped in HOOKED:
+        raise BadInput("the model has a reducer already: build and wrap the model again to use another one.")
+    for framework, kind in WRAPPERS.items():
+        if isinstance(wrapped, framework):
+            return kind
+    raise BadInput(
+        f"{type(wrapped).__name__} is neither a DistributedDataParallel nor an FSDP2 model: wrap it with "
+        f"DistributedDataParallel or fully_shard first."
+    )
 
 
 def check_reducer(reducer: object) -> None:
@@ -186,8 +200,8 @@ def check_reducer(reducer: object) -> None:
     """
     if not isinstance(reducer, Reducer):
         raise BadInput(
-            f"invalid reducer {reducer!r}: build one, such as reducer = gradwire.Reducer('int8'), and call "
-            f"reducer.finish() once per optimizer step."
+            f"invalid reducer {reducer!r}: build one, such as gradwire.comm.collectives.Reducer('int8'); or use "
+            f"gradwire.compress_gradients(model, 'int8')."
         )
 
 
@@ -202,7 +216,7 @@ def check_plain(model: nn.Module) -> None:
     if found or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise BadInput(
             f"the model is wrapped or sharded already ({type((found or [model])[0]).__name__}): pass the unwrapped "
-            f"model to gradwire.wrap, or the model from DDP or fully_shard to gradwire.hook."
+            f"model to gradwire.comm.parallel.wrap, or this one to gradwire.compress_gradients."
         )
     check_unprepared(model)
     check_has_values(model)
@@ -225,14 +239,20 @@ def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
             )
 
 
-def attach_reducer(reducer: Reducer, wrapped: nn.Module, way: Strategy, numel: int) -> None:
+def attach_reducer(
+    reducer: Reducer, wrapped: nn.Module, strategy: Strategy, numel: int, *, warns: bool = True
+) -> Completeness | None:
     """Prepare the reducer for ``numel`` trainable elements, and replace the framework's reduction with it."""
-    if reducer.world > 1:
-        if way.averages:  # else an optimizer communicates, and finishes
-            reducer.watch(Completeness(wrapped, way))
-        way.prepare(reducer, numel)
-        way.hook(wrapped, reducer)
     HOOKED.add(wrapped)
+    if reducer.world == 1:
+        return None
+    watch = None
+    if strategy.averages:  # else an optimizer communicates, and finishes
+        watch = Completeness(wrapped, strategy, warns=warns)
+        reducer.watch(watch)
+    strategy.prepare(reducer, numel)
+    strategy.hook(wrapped, reducer)
+    return watch
 
 
 def trainable_numel(model: nn.Module) -> int:

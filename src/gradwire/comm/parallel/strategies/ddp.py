@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.base.errors import RunFault
 from gradwire.comm.collectives import Reducer
 from gradwire.comm.collectives.ops import Group
-from gradwire.comm.parallel.buckets import BUCKET_MB, MB, BucketReduction, plan
+from gradwire.comm.parallel.buckets import BUCKET_MB, MB, plan
+from gradwire.comm.parallel.comm_hook import HookedBuckets
 from gradwire.comm.parallel.names import trainable, unwrapped
 from gradwire.comm.parallel.strategy import Strategy
 
@@ -27,8 +25,7 @@ PARTS = 4  # buckets that DDP makes of one of ours, so that ours are complete ea
 class DDP(Strategy):
     """Replicated parameters; the reducer is DDP's communication hook.
 
-    DDP's buckets change after the first step, and again after a resumption. So its gradients are reduced in buckets of
-    our own (`comm.parallel.buckets`).
+    Gradients are reduced in buckets that are cut from the model alone (`comm.parallel.comm_hook.HookedBuckets`).
 
     Args:
         group: The ranks; None is the default group.
@@ -83,18 +80,21 @@ class DDP(Strategy):
         """Register a hook that hands the gradients to the reducer."""
         assert isinstance(wrapped, DistributedDataParallel)
         parameters = self.averaged(wrapped)
-        buckets = HookedBuckets(reducer, parameters, self.bucket_mb, self.device, self.added)
+        names = {id(parameter): name for name, parameter in parameters.items()}
+        buckets = HookedBuckets(reducer, names, parameters, self.bucket_mb)
         for name, parameter in parameters.items():  # called before DDP's own hook, which may reduce
             parameter.register_post_accumulate_grad_hook(partial(noted, self.added, name))
-        owner = weakref.proxy(wrapped)  # DDP holds the hook, where the garbage collector does not see it
+        ddp = weakref.proxy(wrapped)  # DDP holds the hook, where the garbage collector does not see it
 
         # DDP requires the name of the second argument, and rejects string annotations, as these become.
         def reduce_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            if owner._join_config.enable:
+            if ddp._join_config.enable:
                 raise RunFault(
-                    "DistributedDataParallel.join does not go with a reducer: ranks that have no inputs left take no "
-                    "optimizer steps. Give all ranks equally many batches, or use gradwire.ddp_hook."
+                    "DistributedDataParallel.join does not go with gradients that are averaged once per optimizer "
+                    "step: ranks that have no inputs left take none. Give all ranks equally many batches, or use "
+                    "gradwire.comm_hook."
                 )
+            self.added.difference_update(names.get(id(parameter), "") for parameter in bucket.parameters())
             return buckets.take(bucket)
 
         reduce_bucket.__annotations__.clear()
@@ -109,67 +109,3 @@ class DDP(Strategy):
 def noted(added: set[str], name: str, _: nn.Parameter) -> None:
     """Take notice that a backward pass has added to a gradient; autograd's hook of a parameter."""
     added.add(name)
-
-
-@dataclass
-class Taken:
-    """A bucket of DDP's: its future is complete when none of its gradients is missing."""
-
-    future: torch.futures.Future[Tensor]
-    buffer: Tensor
-    missing: int
-
-
-class HookedBuckets:
-    """Reduces DDP's gradients in our buckets.
-
-    The end of the backward pass waits for them too, since a future of DDP's cannot say why a reduction failed.
-    """
-
-    def __init__(
-        self,
-        reducer: Reducer,
-        parameters: dict[str, nn.Parameter],
-        bucket_mb: float,
-        device: torch.device,
-        added: set[str],
-    ) -> None:
-        self.names = {id(parameter): name for name, parameter in parameters.items()}
-        self.reduction = BucketReduction(reducer, plan(parameters, bucket_mb), self.release)
-        self.devices = None if device.type == "cpu" else [device]
-        self.added = added  # see `Strategy`
-        self.taken: dict[str, Taken] = {}  # by the name of a gradient that is not averaged yet
-
-    def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Take a bucket of DDP's; the future completes with its buffer when all of its gradients are means.
-
-        Raises:
-            RunFault: On all ranks, if DDP reduces other parameters than when the reducer was attached. DDP waits for
-                its futures without end, so none may be left over.
-        """
-        if bucket.index() == 0:
-            self.reduction.settle()  # if an exception interrupted the previous pass
-            self.taken.clear()
-        names = [self.names.get(id(parameter), "") for parameter in bucket.parameters()]
-        self.added.difference_update(names)
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=self.devices)
-        self.taken |= dict.fromkeys(names, Taken(future, bucket.buffer(), len(names)))
-        if "" not in names:
-            for name, gradient in zip(names, bucket.gradients(), strict=True):
-                self.reduction.add(name, gradient)
-        if "" in names or (bucket.is_last() and not self.reduction.complete):
-            raise RunFault(
-                "DDP does not reduce the parameters that it had when the reducer was attached: wrap the model again, "
-                "and attach a reducer to it."
-            )
-        if bucket.is_last():  # in a nested pass, if activation checkpointing is reentrant
-            Variable._execution_engine.queue_callback(self.reduction.settle)
-        return future
-
-    def release(self, names: Collection[str]) -> None:
-        """Complete the futures of the buckets that miss no other gradient; only the reducer's queue calls this."""
-        for name in names:
-            taken = self.taken.pop(name)
-            taken.missing -= 1
-            if not taken.missing:
-                taken.future.set_result(taken.buffer)

@@ -1,4 +1,4 @@
-"""`ddp_hook` on real ranks: equal to torch's own reduction and to `wrap`, resumable; ranks that differ are refused."""
+"""`comm_hook` on real ranks: equal to torch's own reduction and to `wrap`, resumable; ranks that differ are refused."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire import Reducer, build, ddp_hook, hook, wrap
+from gradwire import comm_hook
 from gradwire.base.errors import BadInput
-from gradwire.comm.parallel import accumulation
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.compressors import build
+from gradwire.comm.parallel import accumulation, hook, wrap
 
 STEPS = 4
 
@@ -50,10 +52,10 @@ def trained(rank, world, group, kind: str, compressor: str, options: dict, stop:
 
 def install(model: nn.Module, kind: str, compressor: str, options: dict):
     """DDP with the pair, registered before or after the model is wrapped, or torch's own DDP."""
-    pair = ddp_hook(model, compressor, **options) if kind == "before" else None
+    pair = comm_hook(model, compressor, **options) if kind == "before" else None
     wrapped = DistributedDataParallel(model, bucket_cap_mb=0.0001)  # several buckets
     if kind == "after":
-        pair = ddp_hook(wrapped, build(compressor), **options)
+        pair = comm_hook(wrapped, build(compressor), **options)
     if pair is not None:
         wrapped.register_comm_hook(*pair)
     return wrapped, pair and pair[0]
@@ -123,7 +125,7 @@ def differing(rank, world, group, kind: str) -> str:
     other = rank == 1
     try:
         if kind == "hook":
-            pair = ddp_hook(model, "topk" if other else "int8")
+            pair = comm_hook(model, "topk" if other else "int8")
             wrapped = DistributedDataParallel(model)
             wrapped.register_comm_hook(*pair)
             wrapped(batch_of(rank, 0)).sum().backward()
@@ -178,7 +180,7 @@ def test_ranks_that_differ_are_refused_before_the_first_collective(world, kind, 
 )
 def test_an_option_is_refused_where_it_is_given(options, said):
     with pytest.raises(BadInput, match=re.escape(said)):  # there is no process group
-        ddp_hook(model_of(), "topk", **options)
+        comm_hook(model_of(), "topk", **options)
 
 
 def prepared_twice(rank, world, group, strategy: str) -> list[str]:
@@ -187,8 +189,8 @@ def prepared_twice(rank, world, group, strategy: str) -> list[str]:
     again = (
         lambda: wrap(model, strategy, Reducer("int8")),
         lambda: wrap(nn.Sequential(model), "ddp", Reducer("int8")),
-        lambda: ddp_hook(model, "int8"),
-        lambda: ddp_hook(DistributedDataParallel(model), "int8"),
+        lambda: comm_hook(model, "int8"),
+        lambda: comm_hook(DistributedDataParallel(model), "int8"),
         lambda: hook(DistributedDataParallel(model), Reducer("int8")),
     )
     return [message_of(attempt) for attempt in again]

@@ -1,0 +1,224 @@
+"""A communication hook for DDP in torch's own protocol: a state and a function. Reductions overlap with backward.
+
+It fits `DistributedDataParallel.register_comm_hook(state, hook)` (PyTorch, "DDP Communication Hooks"), Lightning's
+``DDPStrategy(ddp_comm_state=state, ddp_comm_hook=hook)``, and a model that Accelerate has prepared.
+"""
+
+# No `annotations` import: DDP rejects annotations of its hook's arguments that are strings.
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from gradwire.base.errors import RunFault
+from gradwire.comm.collectives import Reducer
+from gradwire.comm.collectives.reducer import check_options
+from gradwire.comm.compressors import as_compressor
+from gradwire.comm.compressors.base import Compressor
+from gradwire.comm.parallel.agreement import check_agreement, parameters_of
+from gradwire.comm.parallel.backward import EndOfBackward
+from gradwire.comm.parallel.buckets import BUCKET_MB, BucketReduction, plan
+from gradwire.comm.parallel.names import trainable
+from gradwire.comm.parallel.strategy import check_gradients, check_has_values, check_unprepared
+
+
+@dataclass
+class Taken:
+    """A bucket of DDP; its future is complete when ``missing`` is 0, the number of gradients that are not means yet."""
+
+    future: torch.futures.Future[Tensor]
+    buffer: Tensor
+    missing: int
+
+
+class HookedBuckets:
+    """Reduces the gradients of DDP in buckets that are cut from the model alone.
+
+    DDP's buckets change after the first step, and again after a resumption. A bucket's reduction begins when DDP has
+    handed over its last gradient, and a future of DDP completes when all gradients of its bucket are means. The end of
+    the backward pass waits for them too, since a future of DDP cannot say why a reduction failed.
+
+    Args:
+        reducer: Averages over the ranks.
+        names: Names of the model's parameters, by their ``id``.
+        parameters: The parameters that DDP reduces, by name. None: those of the first pass, which are reduced when all
+            of them are known, at its end.
+        bucket_mb: Size of a bucket in MiB.
+        ended: Called at the end of each backward pass, when all gradients are means.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        names: Mapping[int, str],
+        parameters: Mapping[str, nn.Parameter] | None,
+        bucket_mb: float = BUCKET_MB,
+        ended: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.reducer = reducer
+        self.names = names
+        self.bucket_mb = bucket_mb
+        self.reduction = None if parameters is None else self._reduction_of(parameters)
+        self.ended = ended
+        self.end = EndOfBackward(self._end)
+        self.gradients: dict[str, Tensor] = {}  # of the first pass, until all parameters are known
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.taken: dict[str, Taken] = {}  # by the name of a gradient that is not a mean yet
+
+    def take(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Take a bucket of DDP; the future completes with its buffer when all of its gradients are means.
+
+        Raises:
+            RunFault: On all ranks, if DDP reduces other parameters than in the first pass. DDP waits for its futures
+                without end, so none may be left over.
+        """
+        if bucket.index() == 0:
+            self._drop_interrupted()
+        buffer, parameters = bucket.buffer(), bucket.parameters()
+        names = [self.names.get(id(parameter), "") for parameter in parameters]
+        devices = None if buffer.device.type == "cpu" else [buffer.device]
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        self.taken |= dict.fromkeys(names, Taken(future, buffer, len(names)))
+        known = "" not in names
+        if known:
+            self._add(dict(zip(names, parameters, strict=True)), dict(zip(names, bucket.gradients(), strict=True)))
+        if known and bucket.is_last() and self.reduction is None:
+            self._begin_first()
+        if not known or (bucket.is_last() and not (self.reduction and self.reduction.complete)):
+            raise RunFault(
+                "DDP does not reduce the parameters that it had when the gradients were hooked: was one unfrozen or "
+                "replaced since? Wrap the model again, and hook it again."
+            )
+        if bucket.is_last() and not self.end.expect():  # a rank in DistributedDataParallel.join has no backward pass
+            self._end()
+        return future
+
+    def _add(self, parameters: dict[str, nn.Parameter], gradients: dict[str, Tensor]) -> None:
+        """Reduce gradients, or keep them until all parameters are known."""
+        if self.reduction is None:
+            self.parameters |= parameters
+            self.gradients |= gradients
+            return
+        for name, gradient in gradients.items():
+            self.reduction.add(name, gradient)
+
+    def _begin_first(self) -> None:
+        """Reduce the gradients of the first pass."""
+        in_order = {name: self.parameters[name] for name in self.names.values() if name in self.parameters}
+        self.reduction = self._reduction_of(in_order)
+        for name, gradient in self.gradients.items():
+            self.reduction.add(name, gradient)
+        self.gradients, self.parameters = {}, {}
+
+    def _reduction_of(self, parameters: Mapping[str, nn.Parameter]) -> BucketReduction:
+        """The reduction of some parameters."""
+        return BucketReduction(self.reducer, plan(parameters, self.bucket_mb), self._release)
+
+    def _drop_interrupted(self) -> None:
+        """Drop what is left of a pass that an exception interrupted."""
+        if self.reduction is not None:
+            self.reduction.settle()
+        self.taken.clear()
+        self.gradients.clear()
+
+    def _end(self) -> None:
+        """End the backward pass; in a nested one, if activation checkpointing is reentrant."""
+        assert self.reduction is not None
+        self.reduction.settle()
+        self.ended()
+
+    def _release(self, names: Collection[str]) -> None:
+        """Complete the futures of the buckets that miss no other gradient; only the reducer's queue calls this."""
+        for name in names:
+            taken = self.taken.pop(name)
+            taken.missing -= 1
+            if not taken.missing:
+                taken.future.set_result(taken.buffer)
+
+
+class CommHookState:
+    """The state of `comm_hook`: a reducer, and a torch `Stateful`, whose ``state_dict`` belongs in a checkpoint.
+
+    Args:
+        parameters: The trainable parameters of the model.
+        make: Builds the reducer, and checks that the ranks agree; called at the first reduction, as a process group
+            must exist.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], make: Callable[[], Reducer]) -> None:
+        # Not the parameters: the state would keep DDP alive, and DDP the state.
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._numel = sum(parameter.numel() for parameter in parameters.values())
+        self._make = make
+        self._buckets: HookedBuckets | None = None
+
+    @property
+    def buckets(self) -> HookedBuckets:
+        """The reduction of buckets; it needs a process group."""
+        if self._buckets is None:
+            reducer = self._make()
+            reducer.prepare("all_reduce", self._numel)
+            self._buckets = HookedBuckets(reducer, self._names, None, ended=reducer.finish)
+        return self._buckets
+
+    @property
+    def reducer(self) -> Reducer:
+        """The reducer; it needs a process group."""
+        return self.buckets.reducer
+
+    @property
+    def traffic(self) -> dict[str, Any]:
+        """Bytes of this rank since the start; see `Reducer.traffic`."""
+        return self.reducer.traffic
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals, compressor states and generators of this rank, as `Reducer.state_dict`."""
+        return self.reducer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned on this rank; a resumed run then equals an uninterrupted one."""
+        self.reducer.load_state_dict(state)
+        self.reducer.codec.check_names({*self._names.values()})
+
+
+def reduce_bucket(state: CommHookState, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """The hook: DDP calls it with each bucket of a backward pass that synchronizes."""
+    return state.buckets.take(bucket)
+
+
+def comm_hook(
+    model: nn.Module, compressor: Compressor | str | Mapping[str, Any], **options: Any
+) -> tuple[CommHookState, Callable[[CommHookState, dist.GradBucket], torch.futures.Future[Tensor]]]:
+    """Return ``(state, hook)`` that compress the gradients of DDP: ``ddp.register_comm_hook(state, hook)``.
+
+    Every backward pass that synchronizes is one step of the reducer, so nothing is left to call. A NaN or infinity
+    passes on to the gradients of all ranks, as with torch's own hooks and `compress_gradients`, unless
+    ``nonfinite="raise"`` is given.
+
+    Args:
+        model: The model, before or after DDP wraps it; names and order of its trainable parameters are read now.
+        compressor: A compressor, its name, or a mapping of its ``method`` and options.
+        options: Those of `Reducer`, such as ``error_feedback=True``.
+
+    Raises:
+        BadInput: If the compressor or an option is unknown or invalid, `wrap` has prepared the model, it is on the meta
+            device, or its gradients are sparse or complex; at the first backward pass, if ranks differ.
+    """
+    options = {"nonfinite": "propagate", **options}
+    chosen = as_compressor(compressor)
+    check_options(chosen, **options)
+    check_unprepared(model, DistributedDataParallel)
+    check_has_values(model)
+    check_gradients(model)
+    described = parameters_of(model)
+
+    def make() -> Reducer:
+        reducer = Reducer(chosen, **options)
+        check_agreement(reducer.group, reducer, described)
+        return reducer
+
+    return CommHookState(trainable(model), make), reduce_bucket

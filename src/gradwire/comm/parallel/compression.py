@@ -1,0 +1,255 @@
+"""Compressed gradients for a model that a framework has wrapped: one call, and the training loop does not change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from gradwire.base.errors import BadInput
+from gradwire.comm.collectives import Reducer, state
+from gradwire.comm.collectives.ops import Group
+from gradwire.comm.collectives.parameters import ParameterGather
+from gradwire.comm.collectives.reducer import check_options
+from gradwire.comm.collectives.replica import Replica
+from gradwire.comm.compressors import as_compressor
+from gradwire.comm.compressors.base import Compressor
+from gradwire.comm.parallel.backward import in_backward
+from gradwire.comm.parallel.completeness import Completeness
+from gradwire.comm.parallel.mesh import local
+from gradwire.comm.parallel.names import COMPILED, named_parameters
+from gradwire.comm.parallel.strategies.fsdp2 import compress_parameters
+from gradwire.comm.parallel.wrap import hook, wrapper_of
+
+
+def compress_gradients(
+    model: nn.Module,
+    compressor: Compressor | str | Mapping[str, Any],
+    *,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    error_feedback: bool = False,
+    parameters: str | None = None,
+    **options: Any,
+) -> Compression:
+    """Average the gradients of a model through a compressor, from its next backward pass on.
+
+    Gradients are averaged during ``backward``, once, and ``.grad`` holds the mean as usual. Accumulate with the
+    framework's `no_sync` or `set_requires_gradient_sync`, and clip after the backward pass. With one rank nothing is
+    encoded or sent.
+
+    Args:
+        model: A `DistributedDataParallel` without a communication hook, or the root of an FSDP2 model (`fully_shard`)
+            over a mesh of one dimension; before its first forward pass.
+        compressor: A compressor such as ``gradwire.Int8(block=128)``, its name, or a mapping of its ``method`` and
+            options, as a cell of an experiment has it.
+        optimizer: The optimizer or optimizers of the model. Their ``step`` ends the step of the compressor, so nothing
+            is left to call. None: call `Compression.finish` once per optimizer step.
+        error_feedback: Whether each rank keeps what its encodings lost, and adds it to its next gradient.
+        parameters: Encoding of FSDP2's all-gathers of parameters, such as ``int8`` or ``int4-diff``, a key of
+            `gradwire.comm.compressors.parameter_encoding.ENCODINGS`; None sends them as they are. ``int4-diff`` sends
+            the differences of each optimizer step once, and needs ``optimizer``.
+        options: Other options of `Reducer`, such as ``dense_steps``, ``schedule`` and ``exempt``. ``nonfinite`` is
+            ``propagate``, as for `comm_hook`: a NaN or infinity of one rank reaches the gradients of all, where
+            clipping or a gradient scaler meets it. ``raise`` ends the run on all ranks.
+
+    Returns:
+        The compression: its bytes, and its state for checkpoints.
+
+    Raises:
+        BadInput: If the compressor or an option is unknown or invalid, the model is none of these or has a compressor
+            already, its gradients are sparse or complex, an optimizer has no parameter of it, ``nonfinite`` is ``skip``
+            although the optimizer steps by itself, or ranks differ.
+    """
+    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+    if optimizers and options.get("nonfinite") == "skip":
+        raise BadInput(
+            "nonfinite is 'skip', but a step that an optimizer has begun cannot be skipped: pass no optimizer, and "
+            "step only if compression.finish() returns True; or use 'propagate' with torch.amp.GradScaler."
+        )
+    model = getattr(model, COMPILED, model)
+    wrapper_of(model)
+    for each in optimizers:
+        check_optimizer(each, model)
+    group = group_of(model)
+    gather = None if parameters in (None, "none") else ParameterGather(parameters, group)
+    if gather is not None and isinstance(model, DistributedDataParallel):
+        raise BadInput(f"parameters is {parameters!r}, but DistributedDataParallel sends none: omit it.")
+    if gather is not None and gather.encoding.differences and not optimizers:
+        raise BadInput(f"parameters is {parameters!r}, which sends what an optimizer changed: pass optimizer.")
+    options = {"group": group, "error_feedback": error_feedback, "nonfinite": "propagate", **options}
+    compressor = as_compressor(compressor)
+    check_options(compressor, **options)
+    reducer = Reducer(compressor, **options)
+    watch = hook(model, reducer, ends=bool(optimizers))
+    compression = Compression(model, reducer, watch)
+    for each in optimizers:
+        compression.end_with(each)
+    if gather is not None:
+        compression.replicas = compress_parameters(model, gather, Moves(model, optimizers).unchanged)
+    return compression
+
+
+class Compression:
+    """The compression of a model's gradients, from `compress_gradients`; a torch `Stateful`.
+
+    Attributes:
+        reducer: Averages the gradients.
+        replicas: The parameters that ranks compute with, if ``int4-diff`` sends them, by the first name in each.
+    """
+
+    def __init__(self, model: nn.Module, reducer: Reducer, watch: Completeness | None) -> None:
+        self.reducer = reducer
+        self.replicas: dict[str, Replica] = {}
+        self._model = ref(model)
+        self._watch = watch  # knows what was reduced since the last step; None with one rank
+        self._stepped = WeakSet[Optimizer]()  # optimizers whose next step must end a step
+
+    @property
+    def traffic(self) -> dict[str, Any]:
+        """Bytes of this rank since the start: ``raw`` is what float32 would have sent, ``sent`` what was sent."""
+        return self.reducer.traffic
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the present step's loss; set it before the backward pass if a gradient scaler changes it."""
+        return self.reducer.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self.reducer.loss_scale = scale
+
+    def finish(self, total: Tensor | None = None) -> bool:
+        """End the step, after the backward pass, on every rank; with an optimizer its ``step`` does.
+
+        Args:
+            total: A float32 vector, such as a loss, that is summed over the ranks in place, in the same message.
+
+        Returns:
+            Whether to take the optimizer step: False only with ``nonfinite="skip"``, if any rank met a value that is
+            not finite.
+
+        Raises:
+            BadInput: If ``total`` is no vector.
+            NonFiniteGradient: On all ranks, with ``nonfinite="raise"``.
+            RunFault: If nothing was reduced, or on any rank a parameter has a gradient that was not.
+        """
+        self._stepped.clear()
+        return self.reducer.finish(total)
+
+    def end_with(self, optimizer: Optimizer) -> None:
+        """Have the ``step`` of an optimizer end the step.
+
+        The first of several optimizers ends it. Where a closure is passed, each of its evaluations is a step.
+        """
+        self._stepped.add(optimizer)
+        optimizer.register_step_pre_hook(self._before_step)
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Finish, unless another optimizer has for the same backward pass; with a closure, after each evaluation."""
+        closure = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
+        if closure is not None:
+            self._stepped.add(optimizer)
+            return args[:1], {**kwargs, "closure": partial(self._evaluated, closure)}
+        # torch.distributed.checkpoint allocates an optimizer's state by a step whose learning rates are 0
+        moves = any(group["lr"] for group in optimizer.param_groups)
+        if (self._watch is not None and self._watch.reduced) or (optimizer in self._stepped and moves):
+            self.finish()
+        self._stepped.add(optimizer)
+        return args, kwargs
+
+    def _evaluated(self, closure: Callable[[], Any]) -> Any:
+        """Evaluate an optimizer's closure, and finish."""
+        loss = closure()
+        self.finish()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Residuals, compressor states, generators and replicas of this rank; tensors are not copies.
+
+        Every rank saves and loads its own, or passes the compression to `torch.distributed.checkpoint`.
+        """
+        rows = {name: replica.own for name, replica in self.replicas.items()}
+        reduced = self.reducer.state_dict()
+        return state.extended(reduced, {"replicas": rows}) if rows else reduced
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned on this rank, after the model; a resumed run then equals an unbroken one.
+
+        Replicas that it lacks, as of another number of ranks, start from the exact parameters.
+
+        Raises:
+            BadInput: As `Reducer.load_state_dict`, or if replicas are of another model.
+        """
+        part = state.taken(state_dict, self.reducer.codec.rank, self.reducer.topology, "a compression").part or {}
+        rows, model = part.get("replicas"), self._model()
+        if rows is not None:
+            state.check_tensors(rows, {name: replica.own for name, replica in self.replicas.items()}, "replicas")
+        self.reducer.load_state_dict(state_dict)
+        for name, replica in self.replicas.items() if model is not None else ():
+            if rows is not None:
+                replica.restore(rows[name])
+            else:
+                replica.reset({name: local(parameter) for name, parameter in named_parameters(model)})
+
+
+class Moves:
+    """Whether parameters have moved since the forward pass before, in training mode.
+
+    An optimizer may move them without a trace in autograd's version counters, and other code without an optimizer.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: Iterable[Optimizer]) -> None:
+        self.steps = 0
+        self.seen: object = None
+        self.moved = True
+        for optimizer in optimizers:
+            optimizer.register_step_post_hook(self._count)
+        model.register_forward_pre_hook(self._look, prepend=True)  # before FSDP2's own, which gathers
+
+    def unchanged(self) -> bool:
+        """Whether the parameters are those of the previous forward pass."""
+        return in_backward() or not self.moved
+
+    def _count(self, *_: object) -> None:
+        self.steps += 1
+
+    def _look(self, model: nn.Module, _: object) -> None:
+        if model.training:
+            versions = [parameter._version for parameter in model.parameters()]
+            self.moved, self.seen = (self.steps, versions) != self.seen, (self.steps, versions)
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Check that an optimizer moves parameters of a model.
+
+    Raises:
+        BadInput: If it does not, as one that was built before `fully_shard` replaced the parameters.
+    """
+    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise BadInput(
+            f"optimizer is {type(optimizer).__name__}, not a torch.optim.Optimizer with step hooks: pass the optimizer "
+            f"that it holds."
+        )
+    moved = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if moved.isdisjoint(parameter for _, parameter in named_parameters(model)):
+        raise BadInput(
+            f"{type(optimizer).__name__} has no parameter of the model: build it from model.parameters() after the "
+            f"model is wrapped or sharded."
+        )
+
+
+def group_of(model: nn.Module) -> Group:
+    """Return the ranks over which DDP or FSDP2 averages; None, the default group, where a mesh is refused later."""
+    if isinstance(model, DistributedDataParallel):
+        return model.process_group
+    meshes = [parameter.device_mesh for _, parameter in named_parameters(model) if isinstance(parameter, DTensor)]
+    return meshes[0].get_group() if meshes and meshes[0].ndim == 1 else dist.group.WORLD

@@ -1,0 +1,405 @@
+"""`compress_gradients` in training loops that do not change: equal to torch's own DDP and FSDP2.
+
+The oracle is the same loop without gradwire. Means of ``none`` through the exchange differ by rounding at most.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.base.errors import BadInput, NonFiniteGradient, RunFault
+from gradwire.comm.parallel import accumulation, wrap
+
+STEPS = 5
+EXACT = {"compressor": "none", "algorithm": "exchange"}
+
+
+def net(seed: int = 3) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def framed(model: nn.Module, framework: str) -> nn.Module:
+    if framework == "ddp":
+        return DistributedDataParallel(model, bucket_cap_mb=0.0001)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for block in (model[0], model[2], model):
+        fully_shard(block, mesh=mesh)
+    return model
+
+
+def loss_of(model: nn.Module, rank: int, step: int, micro: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank + 1)
+    return model(torch.randn(4, 7, generator=generator)).square().mean()
+
+
+def values(model: nn.Module) -> list[torch.Tensor]:
+    shards = (p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters())
+    return [p.detach().clone() for p in shards]
+
+
+def synchronizing(model: nn.Module, last: bool):
+    """Accumulate as users of the two frameworks do."""
+    if isinstance(model, DistributedDataParallel):
+        model.require_backward_grad_sync = last
+    else:
+        model.set_requires_gradient_sync(last)
+
+
+def accumulated(model, rank, step):
+    for micro in range(3):
+        synchronizing(model, micro == 2)
+        (loss_of(model, rank, step, micro) / 3).backward()
+
+
+def plain(model, make, rank):
+    optimizer = make(model.parameters())
+    yield [optimizer]
+    for step in range(STEPS):
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clipped(model, make, rank):
+    optimizer = make(model.parameters())
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    yield [optimizer]
+    for step in range(STEPS):
+        accumulated(model, rank, step)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+def several(model, make, rank):
+    parameters = list(model.parameters())
+    pair = [make(parameters[:3]), make(parameters[3:])]
+    yield pair
+    for step in range(STEPS):
+        loss_of(model, rank, step).backward()
+        for optimizer in pair[:: 1 if step % 2 else -1]:
+            optimizer.step()
+        if step == 2:  # another backward pass, in which only one of them steps
+            model.zero_grad()
+            loss_of(model, rank, 50).backward()
+            pair[1].step()
+        model.zero_grad()
+
+
+def scaled(model, make, rank):
+    """A gradient scaler that skips one step: a value of one rank overflows."""
+    optimizer = make(model.parameters())
+    yield [optimizer]
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    for step in range(STEPS):
+        loss = loss_of(model, rank, step) * (float("inf") if (step, rank) == (2, 1) else 1.0)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 2.0**11, "grown twice, and halved once"
+
+
+def closure(model, make, rank):
+    optimizer = make(model.parameters())
+    yield [optimizer]
+    for step in range(STEPS):
+
+        def evaluate(step=step):
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step)
+            loss.backward()
+            return loss
+
+        optimizer.step(evaluate)
+
+
+def lbfgs(model, make, rank):
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    yield [optimizer]
+    for step in range(STEPS):
+
+        def evaluate(step=step):
+            optimizer.zero_grad()
+            loss = loss_of(model, rank, step)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure=evaluate)
+
+
+LOOPS = {each.__name__: each for each in (plain, clipped, several, scaled, closure, lbfgs)}
+
+
+def trained(rank, world, group, framework, loop, compressed, **options):
+    model = framed(net(), framework)
+    run = LOOPS[loop](model, lambda parameters: torch.optim.AdamW(parameters, lr=0.05), rank)
+    optimizers = next(run)
+    compression = None
+    if compressed:
+        compression = gradwire.compress_gradients(model, optimizer=optimizers, **(options or EXACT))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in run:
+            pass
+    return values(model), compression and (compression.reducer.step, compression.traffic["nonfinite_steps"])
+
+
+@pytest.mark.parametrize("framework", ["ddp", "fsdp2"])
+@pytest.mark.parametrize(
+    ("loop", "steps"),
+    [("plain", 5), ("clipped", 5), ("several", 6), ("scaled", 4), ("closure", 5)],
+)
+def test_a_loop_that_does_not_change_trains_as_without_gradwire(world, framework, loop, steps):
+    theirs = world(2).run(trained, framework, loop, False)
+    ours = world(2).run(trained, framework, loop, True)
+    for (exact, _), (parameters, counted) in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(parameters, exact, rtol=1e-5, atol=1e-6)
+        assert counted == (steps, 1 if loop == "scaled" else 0)
+
+
+def test_a_closure_that_is_evaluated_several_times(world):
+    """LBFGS needs equal losses on all ranks in its line search; without one it does not look at them."""
+    theirs = world(2).run(trained, "ddp", "lbfgs", False)
+    ours = world(2).run(trained, "ddp", "lbfgs", True)
+    torch.testing.assert_close(ours[0][0], theirs[0][0], rtol=1e-4, atol=1e-5)
+    assert ours[0][1][0] > STEPS
+
+
+def compressors(rank, world, group, compressor):
+    """Parameters after some steps with one spelling of a compressor."""
+    return trained(rank, world, group, "ddp", "plain", True, compressor=compressor, error_feedback=True)[0]
+
+
+def test_a_compressor_is_a_name_a_mapping_or_an_object(world):
+    from gradwire.comm.compressors import build
+
+    spelled = ({"method": "topk", "density": 0.3}, build("topk", density=0.3))
+    one, two = (world(2).run(compressors, each) for each in spelled)
+    assert all(torch.equal(a, b) for a, b in zip(one[0], two[0], strict=True))
+    other = world(2).run(compressors, "topk")
+    assert not torch.equal(one[0][0], other[0][0])
+
+
+# --- compressed parameters ---
+
+
+def with_replicas(rank, world, group, own: bool, stop: int | None = None):
+    """Parameters after some steps with `int4-diff`, in a user's loop or in `wrap`; a new process goes on at a step."""
+    torch.manual_seed(3)
+    model, compression, optimizer = replicated(own)
+    for step in range(STEPS):
+        if step == stop:
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), compression.state_dict()))
+            model, compression, optimizer = replicated(own, seed=9)
+            for target, state in zip((model, optimizer, compression), saved, strict=True):
+                target.load_state_dict(state)
+        for micro in range(2):
+            if own:
+                model.set_requires_gradient_sync(micro == 1)
+                loss_of(model, rank, step, micro).backward()
+            else:
+                with accumulation(model, last=micro == 1):
+                    loss_of(model, rank, step, micro).backward()
+        if not own:
+            compression.finish()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            loss_of(model, rank, step)  # an evaluation uses the exact weights, and moves nothing
+        model.train()
+    return values(model), compression.traffic["sent"]
+
+
+def replicated(own: bool, seed: int = 3):
+    from gradwire.comm.collectives import Reducer
+
+    if not own:
+        reducer = Reducer("int8", error_feedback=True)
+        model = wrap(Blocks(seed), "fsdp2", reducer, param_compress="int4-diff")
+        return model, reducer, torch.optim.AdamW(model.parameters(), lr=0.05)
+    model = Blocks(seed)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for block in (*model.blocks, model):
+        fully_shard(block, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    options = {"error_feedback": True, "parameters": "int4-diff"}
+    return model, gradwire.compress_gradients(model, "int8", optimizer=optimizer, **options), optimizer
+
+
+class Blocks(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(7, 7), nn.Tanh()) for _ in range(2))
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x)
+
+
+def test_compressed_parameters_are_those_of_wrap(world):
+    """Bit by bit: differences are sent once per optimizer step, in the first micro-batch."""
+    ours, wraps = (world(2).run(with_replicas, own) for own in (True, False))
+    for (mine, sent), (theirs, wanted) in zip(ours, wraps, strict=True):
+        assert sent == wanted and all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def test_a_resumed_run_has_its_residuals_and_replicas(world):
+    whole, resumed = (world(2).run(with_replicas, True, stop) for stop in (None, 2))
+    assert all(torch.equal(a, b) for a, b in zip(whole[0][0], resumed[0][0], strict=True))
+
+
+def stored_by_dcp(rank, world, group, folder):
+    """Largest change of the residuals by a round trip through torch.distributed.checkpoint."""
+    model = framed(net(), "fsdp2")
+    optimizer = torch.optim.AdamW(model.parameters())
+    compression = gradwire.compress_gradients(model, "onebit", optimizer=optimizer, error_feedback=True)
+    get_state_dict(model, optimizer)  # dcp allocates the moments by a step whose learning rates are 0
+    loss_of(model, rank, 0).backward()
+    optimizer.step()
+    before = copy.deepcopy(compression.state_dict())
+    dcp.save({"compression": compression}, checkpoint_id=folder)
+    loss_of(model, rank, 1).backward()
+    optimizer.step()
+    assert compression.state_dict()["step"] == 2
+    dcp.load({"compression": compression}, checkpoint_id=folder)
+    after = compression.state_dict()
+    return repr(before) == repr(after) and before["step"] == 1
+
+
+def test_it_is_a_stateful_of_dcp(world, tmp_path):
+    assert world(2).run(stored_by_dcp, str(tmp_path)) == [True, True]
+
+
+# --- what is refused ---
+
+
+def refused(rank, world, group, case):
+    model = net()
+    if case == "built before":
+        stale = torch.optim.SGD(model.parameters(), lr=0.1)
+    framework = "fsdp2" if case in ("built before", "no optimizer") else "ddp"
+    wrapped = model if case == "not wrapped" else framed(model, framework)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+    try:
+        if case == "skip":
+            gradwire.compress_gradients(wrapped, "int8", optimizer=optimizer, nonfinite="skip")
+        elif case == "built before":
+            gradwire.compress_gradients(wrapped, "int8", optimizer=stale)
+        elif case == "no optimizer":
+            gradwire.compress_gradients(wrapped, "int8", parameters="int4-diff")
+        elif case == "parameters of ddp":
+            gradwire.compress_gradients(wrapped, "int8", parameters="int8")
+        elif case == "misspelt":
+            gradwire.compress_gradients(wrapped, "int8", optimizer=optimizer, dense_step=3)
+        elif case == "a scheduler":
+            gradwire.compress_gradients(wrapped, "int8", optimizer=[torch.optim.lr_scheduler.StepLR(optimizer, 1)])
+        else:
+            gradwire.compress_gradients(wrapped, "int8", optimizer=optimizer)
+            if case == "twice":
+                gradwire.compress_gradients(wrapped, "int8", optimizer=optimizer)
+    except ValueError as error:
+        assert isinstance(error, BadInput)
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("skip", "a step that an optimizer has begun cannot be skipped: pass no optimizer"),
+        ("built before", "SGD has no parameter of the model: build it from model.parameters() after"),
+        ("no optimizer", "parameters is 'int4-diff', which sends what an optimizer changed: pass optimizer."),
+        ("parameters of ddp", "parameters is 'int8', but DistributedDataParallel sends none: omit it."),
+        ("misspelt", "Did you mean 'dense_steps'"),
+        ("a scheduler", "optimizer is StepLR, not a torch.optim.Optimizer with step hooks"),
+        ("not wrapped", "Sequential is neither a DistributedDataParallel nor an FSDP2 model"),
+        ("twice", "the model has a reducer already"),
+    ],
+)
+def test_what_is_refused_at_the_call(world, case, message):
+    assert all(message in said for said in world(2).run(refused, case))
+
+
+def unsafe(rank, world, group, case):
+    """What a step raises that would use gradients that are not the mean, or not finite."""
+    model = framed(net(), "ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradwire.compress_gradients(model, "int8", optimizer=optimizer, nonfinite="raise")
+    if case == "around":
+        loss_of(model.module, rank, 0).backward()
+    elif case == "twice":
+        loss_of(model, rank, 0).backward()
+        optimizer.step()
+    elif case == "nan":
+        (loss_of(model, rank, 0) * (float("nan") if rank else 1.0)).backward()
+    before = values(model)
+    try:
+        optimizer.step()
+    except (RunFault, NonFiniteGradient) as error:
+        assert all(torch.equal(a, b) for a, b in zip(before, values(model), strict=True))
+        return type(error).__name__
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("case", "raised"),
+    [("around", "RunFault"), ("twice", "RunFault"), ("none", "RunFault"), ("nan", "NonFiniteGradient")],
+)
+def test_a_step_without_means_raises_on_all_ranks(world, case, raised):
+    assert world(2).run(unsafe, case) == [raised, raised]
+
+
+# --- the communication hook overlaps ---
+
+
+def begun(rank, world, group):
+    """For every backward pass: the number of buckets from DDP at the first reduction, and in all."""
+    model = framed(net(), "ddp")
+    state, hook = gradwire.comm_hook(model, "int8")
+    handed, at_reductions = [], []
+    begin = state.reducer.begin_all_reduce
+
+    def logged(*args, **options):
+        at_reductions[-1].append(handed[-1])
+        return begin(*args, **options)
+
+    def take(state, bucket: torch.distributed.GradBucket):
+        if bucket.index() == 0:
+            handed.append(0)
+            at_reductions.append([])
+        handed[-1] += 1
+        return hook(state, bucket)
+
+    take.__annotations__.clear()
+    state.reducer.begin_all_reduce = logged
+    model.register_comm_hook(state, take)
+    for step in range(3):
+        loss_of(model, rank, step).backward()
+    return [(first[0], buckets) for first, buckets in zip(at_reductions, handed, strict=True)]
+
+
+def test_a_reduction_of_the_hook_begins_before_the_last_bucket(world):
+    first, *others = world(2).run(begun)[0]
+    assert first[0] == first[1], "the first pass shows which parameters DDP reduces"
+    assert all(before < buckets for before, buckets in others)
