@@ -28,9 +28,9 @@ def main() -> None:
         compressed = CompressedGradients(trainer, "int8", error_feedback=True)
         trainer.add_callback(compressed)
         trainer.train()
-    if compressed.reducer is not None and arguments.process_index == 0:
-        traffic = compressed.reducer.traffic
-        print(f"step {compressed.reducer.step}: {traffic['sent']:,} bytes sent of {traffic['raw']:,}", flush=True)
+    if compressed.compression is not None and arguments.process_index == 0:
+        traffic = compressed.compression.traffic
+        print(f"step {compressed.compression.step}: {traffic['sent']:,} bytes sent of {traffic['raw']:,}", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 

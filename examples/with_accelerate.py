@@ -7,27 +7,24 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from gradwire.comm.collectives import Reducer
-from gradwire.comm.parallel import hook
+import gradwire
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(32, 256), nn.ReLU(), nn.Linear(256, 1))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model, optimizer = accelerator.prepare(model, optimizer)
-reducer = Reducer({"method": "topk", "density": 0.1}, error_feedback=True)
-hook(model, reducer)  # the model that `prepare` has wrapped
+compressor = {"method": "topk", "density": 0.1}
+compression = gradwire.compress_gradients(model, compressor, optimizer=optimizer, error_feedback=True)
 generator = torch.Generator().manual_seed(accelerator.process_index)
 for step in range(40):
     x = torch.randn(64, 32, generator=generator)
     with accelerator.accumulate(model):
         loss = (model(x).squeeze(1) - x.sum(1)).square().mean()
         accelerator.backward(loss)
-        if accelerator.sync_gradients:
-            reducer.finish()  # once per optimizer step
         optimizer.step()
         optimizer.zero_grad()
     if step % 10 == 9:
         accelerator.print(f"loss {loss.item():.3f}")
-accelerator.print(f"{reducer.traffic['sent']:,} bytes sent of {reducer.traffic['raw']:,}")
+accelerator.print(f"{compression.traffic['sent']:,} bytes sent of {compression.traffic['raw']:,}")
 accelerator.end_training()

@@ -10,9 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.comm.collectives import Reducer
-from gradwire.comm.compressors import build
-from gradwire.comm.parallel import accumulation, clip_grad_norm, wrap
+import gradwire
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -35,15 +33,15 @@ def names(code, rank, folder):
     }
     given["first"] = given["loss_of"](model(given["batch"])).item()
     given |= {"checkpoint": {}, "folder": folder, "scaler": torch.amp.GradScaler("cpu", init_scale=4.0)}
-    if "hook(model, reducer)" in code:
-        model = DistributedDataParallel(model)
-    elif "comm_hook" in code:
+    given |= {"torch": torch, "gw": gradwire, "DistributedDataParallel": DistributedDataParallel}
+    if "comm_hook" in code:
         given["ddp"] = DistributedDataParallel(model)
-    elif "wrap(" not in code:
-        given["reducer"] = Reducer(build("int8"), nonfinite="skip")
-        model = wrap(model, "ddp", given["reducer"])
-        given |= {"accumulation": accumulation, "clip_grad_norm": clip_grad_norm}
-    return given | {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.5)}
+    elif "DistributedDataParallel" not in code and "wrap(" not in code:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if "compression" in code and "compress_gradients" not in code:
+        given["compression"] = gradwire.compress_gradients(model, "int8", optimizer=optimizer)
+    return given | {"model": model, "optimizer": optimizer}
 
 
 def ran(rank, world, group, code, folder):
@@ -57,10 +55,11 @@ def ran(rank, world, group, code, folder):
         return given["state"].reducer.traffic["sent"], True
     exec(code, given)
     loss = given["loss_of"](given["model"](given["batch"]))
+    counted = given["compression"] if "compression" in given else given["reducer"]
     if "backward" not in code:
         loss.backward()
-        assert given["reducer"].finish()
-    return given["reducer"].traffic["sent"], loss.item() < given["first"] or "step()" not in code
+        assert counted.finish()
+    return counted.traffic["sent"], loss.item() < given["first"] or "step()" not in code
 
 
 def test_pages_have_code():

@@ -20,6 +20,6 @@ trainer.add_callback(compressed)
 sent = []
 for _ in range(2):
     trainer.train()
-    sent.append(compressed.reducer.traffic["sent"])
+    sent.append(compressed.compression.traffic["sent"])
 assert sent[1] == 2 * sent[0] > 0
 print("right")

@@ -61,7 +61,7 @@ def trained(rank, world, group, folder, steps, resume, remove=False):
             trainer.train(resume_from_checkpoint=resume)
     if remove:
         residuals_file(trainer.args, trainer.state).unlink()
-    residuals = compressed.reducer.codec.state_dict()["residuals"]
+    residuals = compressed.compression.reducer.codec.state_dict()["residuals"]
     return weights_of(trainer), residuals, [str(one.message) for one in noted]
 
 
@@ -107,7 +107,7 @@ def twice(rank, world, group, folder, compressor):
         for _ in range(2):
             trainer.train()
             weights.append(weights_of(trainer))
-            sent.append(0 if compressor in (None, "registered") else callback.reducer.traffic["sent"])
+            sent.append(0 if compressor in (None, "registered") else callback.compression.traffic["sent"])
             trainer.evaluate()
     return weights, sent
 
@@ -133,7 +133,7 @@ def rolled_back(rank, world, group, folder):
         trainer.add_callback(compressed)
         for checkpoint in (None, f"{folder}/checkpoint-3"):
             trainer.train(resume_from_checkpoint=checkpoint)
-            residuals = compressed.reducer.codec.state_dict()["residuals"]
+            residuals = compressed.compression.reducer.codec.state_dict()["residuals"]
             reached.append((weights_of(trainer), deepcopy(residuals)))
     return reached
 

@@ -13,9 +13,8 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from gradwire.base.errors import BadInput
-from gradwire.comm.collectives import Reducer
 from gradwire.comm.compressors.base import Compressor
-from gradwire.comm.parallel import hook
+from gradwire.comm.parallel import Compression, compress_gradients
 
 
 class CompressedGradients(TrainerCallback):
@@ -28,11 +27,11 @@ class CompressedGradients(TrainerCallback):
 
     Args:
         trainer: The Trainer; add the callback to it with ``trainer.add_callback``.
-        compressor: As for `Reducer`: a compressor, its name, or a mapping of its ``method`` and options.
-        options: Other options of `Reducer`, such as ``error_feedback``.
+        compressor: As for `compress_gradients`: a compressor, its name, or a mapping of its ``method`` and options.
+        options: Other options of `compress_gradients`, such as ``error_feedback``. ``nonfinite`` is ``raise``.
 
     Attributes:
-        reducer: The reducer, from the start of training on; None with one rank.
+        compression: The compression, from the start of training on; None with one rank.
 
     Raises:
         BadInput: If ``nonfinite`` is ``skip``, as the Trainer has no way to skip a step.
@@ -44,7 +43,7 @@ class CompressedGradients(TrainerCallback):
         self.trainer = trainer
         self.compressor = compressor
         self.options = options
-        self.reducer: Reducer | None = None
+        self.compression: Compression | None = None
         self._hooked: ref[nn.Module] | None = None  # the model of the last training
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -52,29 +51,29 @@ class CompressedGradients(TrainerCallback):
         if args.world_size == 1:
             return
         wrapped = self.trainer.model_wrapped
-        if self.reducer is None or self._hooked is None or self._hooked() is not wrapped:
-            self.reducer = Reducer(self.compressor, **{"seed": args.seed, **self.options})
-            hook(wrapped, self.reducer)
+        if self.compression is None or self._hooked is None or self._hooked() is not wrapped:
+            defaults = {"nonfinite": "raise", "seed": args.seed}
+            self.compression = compress_gradients(wrapped, self.compressor, **{**defaults, **self.options})
             self._hooked = ref(wrapped)
         if state.global_step:
             file = residuals_file(args, state)
             if file.is_file():
-                self.reducer.load_state_dict(torch.load(file, weights_only=True))
+                self.compression.load_state_dict(torch.load(file, weights_only=True))
             else:
                 warnings.warn(f"{file} is missing: the compressor starts without residuals", stacklevel=2)
-                self.reducer.begin(state.global_step)
+                self.compression.reducer.begin(state.global_step)
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """End the reducer's step."""
-        if self.reducer is not None:
-            self.reducer.finish()
+        """End the step of the compressor."""
+        if self.compression is not None:
+            self.compression.finish()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Save this rank's residuals."""
-        if self.reducer is not None:
+        if self.compression is not None:
             file = residuals_file(args, state)
             file.parent.mkdir(parents=True, exist_ok=True)  # another rank may not have made it yet
-            torch.save(self.reducer.state_dict(), file)
+            torch.save(self.compression.state_dict(), file)
 
 
 def residuals_file(args: TrainingArguments, state: TrainerState) -> Path:

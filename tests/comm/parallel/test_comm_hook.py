@@ -205,7 +205,7 @@ def message_of(attempt) -> str:
 @pytest.mark.parametrize("strategy", ["naive", "bucket"])
 def test_a_model_that_averages_its_own_gradients_is_refused(world, strategy):
     for messages in world(2).run(prepared_twice, strategy):
-        assert all(f"prepared already, by gradwire.wrap with strategy {strategy}" in message for message in messages)
+        assert all(f"by gradwire.comm.parallel.wrap with strategy {strategy}" in message for message in messages)
 
 
 def without_reducer(rank, world, group) -> list[str]:

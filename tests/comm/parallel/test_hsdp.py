@@ -15,12 +15,11 @@ from test_protocols import model_of as rough_model_of
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-import gradwire
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import IslandReducer, Islands, Reducer, build_islands
 from gradwire.comm.compressors import build
 from gradwire.comm.compressors.schedule import Schedule
-from gradwire.comm.parallel import accumulation, clip_grad_norm, full_state_dict, optimizers, wrap
+from gradwire.comm.parallel import accumulation, clip_grad_norm, full_state_dict, hook, optimizers, wrap
 from gradwire.comm.parallel.backward import EndOfBackward
 from gradwire.comm.parallel.strategies.fsdp2 import ReduceScatter, groups, take_over_factor
 
@@ -371,7 +370,7 @@ def factors(rank, world, group):
     model = model_of("even")
     fully_shard(model, mesh=islands.mesh)
     with pytest.raises(BadInput) as refusal:
-        gradwire.hook(model, reducer)
+        hook(model, reducer)
     exact = exact_gradients("even", range(4))
     for module, members in groups(model):
         module.set_force_sum_reduction_for_comms(True)
@@ -408,7 +407,7 @@ def refusals(rank, world, group):
         "other names": lambda: Islands(other),
         "other islands": lambda: wrap(model_of("even"), "hsdp", reducer, device="cpu", islands=3),
         "another group inside": lambda: IslandReducer(build("int8"), islands, inside=plain),
-        "an island alone": lambda: gradwire.hook(sharded, plain),
+        "an island alone": lambda: hook(sharded, plain),
         "flat shards": lambda: wrap(model_of("even"), "fsdp2", plain, device="cpu", average=False),
     }
     found = {}

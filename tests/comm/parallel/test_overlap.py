@@ -19,11 +19,10 @@ from test_naive import Branches, Breaks, noise
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import gradwire
 from gradwire.comm.collectives import Reducer
 from gradwire.comm.collectives.codec import Codec
 from gradwire.comm.compressors import build
-from gradwire.comm.parallel import accumulation, checkpoint_state, load_checkpoint_state, wrap
+from gradwire.comm.parallel import accumulation, checkpoint_state, hook, load_checkpoint_state, wrap
 
 METHODS = [("int8", STOCHASTIC), ("topk", {"density": 0.2}), ("powersgd", {"rank": 1}), ("onebit", {}), ("none", {})]
 OVERLAPPING = [strategy for strategy in STRATEGIES if strategy != "naive"]
@@ -183,7 +182,7 @@ def users_own(rank, world, group, options, accumulate, overlap):
     torch.manual_seed(5)
     reducer = Reducer(build("int8", **STOCHASTIC), group, error_feedback=True, overlap=overlap)
     model = DistributedDataParallel(Unused(), bucket_cap_mb=1e-5, **options)
-    gradwire.hook(model, reducer)
+    hook(model, reducer)
     found = []
     with late_encoding(rank):
         for step, skipped in enumerate([None, rank, 5, None] if options.get("find_unused_parameters") else [None] * 4):

@@ -155,7 +155,7 @@ def as_compressor(given: Compressor | str | Mapping[str, Any]) -> Compressor:
         return build(given["method"], **{key: value for key, value in given.items() if key != "method"})
     raise BadInput(
         f"the compressor is {given!r}: pass a name, such as 'int8', a mapping with its method and options, such as "
-        f"{{'method': 'int8', 'block': 128}}, or what gradwire.build returns."
+        f"{{'method': 'int8', 'block': 128}}, or a compressor, such as gradwire.comm.compressors.build('int8')."
     )
 
 

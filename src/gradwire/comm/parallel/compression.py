@@ -67,16 +67,15 @@ def compress_gradients(
             already, its gradients are sparse or complex, an optimizer has no parameter of it, ``nonfinite`` is ``skip``
             although the optimizer steps by itself, or ranks differ.
     """
-    optimizers = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
-    if optimizers and options.get("nonfinite") == "skip":
+    given = [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+    if given and options.get("nonfinite") == "skip":
         raise BadInput(
             "nonfinite is 'skip', but a step that an optimizer has begun cannot be skipped: pass no optimizer, and "
             "step only if compression.finish() returns True; or use 'propagate' with torch.amp.GradScaler."
         )
     model = getattr(model, COMPILED, model)
     wrapper_of(model)
-    for each in optimizers:
-        check_optimizer(each, model)
+    optimizers = [steps_of(each, model) for each in given]
     group = group_of(model)
     gather = None if parameters in (None, "none") else ParameterGather(parameters, group)
     if gather is not None and isinstance(model, DistributedDataParallel):
@@ -115,6 +114,11 @@ class Compression:
     def traffic(self) -> dict[str, Any]:
         """Bytes of this rank since the start: ``raw`` is what float32 would have sent, ``sent`` what was sent."""
         return self.reducer.traffic
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps finished."""
+        return self.reducer.step
 
     @property
     def loss_scale(self) -> float:
@@ -228,16 +232,19 @@ class Moves:
             self.moved, self.seen = (self.steps, versions) != self.seen, (self.steps, versions)
 
 
-def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Check that an optimizer moves parameters of a model.
+def steps_of(optimizer: Optimizer, model: nn.Module) -> Optimizer:
+    """Return the optimizer whose ``step`` has hooks: the given one, or the one inside, as of Accelerate's optimizers.
 
     Raises:
-        BadInput: If it does not, as one that was built before `fully_shard` replaced the parameters.
+        BadInput: If there is none, or it moves no parameter of the model, as one that was built before `fully_shard`
+            replaced the parameters.
     """
-    if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    while isinstance(optimizer, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        optimizer = getattr(optimizer, "optimizer", None)  # type: ignore[assignment]
+    if not isinstance(optimizer, Optimizer):
         raise BadInput(
             f"optimizer is {type(optimizer).__name__}, not a torch.optim.Optimizer with step hooks: pass the optimizer "
-            f"that it holds."
+            f"that moves the parameters."
         )
     moved = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if moved.isdisjoint(parameter for _, parameter in named_parameters(model)):
@@ -245,6 +252,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
             f"{type(optimizer).__name__} has no parameter of the model: build it from model.parameters() after the "
             f"model is wrapped or sharded."
         )
+    return optimizer
 
 
 def group_of(model: nn.Module) -> Group:

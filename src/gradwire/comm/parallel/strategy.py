@@ -89,7 +89,7 @@ class Strategy(ABC):
                 f"strategy {self.name} finds no blocks in {type(model).__name__} (an nn.ModuleList, or modules of one "
                 f"class in an nn.ModuleDict or nn.Sequential), so each rank gathers all of its {size / MB:.0f} MiB at "
                 f"once, and nothing overlaps. Put its layers into an nn.ModuleList, or call fully_shard on them and on "
-                f"the model, and then gradwire.hook.",
+                f"the model, and then gradwire.compress_gradients.",
                 stacklevel=4,
             )
         return found
@@ -166,7 +166,7 @@ def check_unprepared(model: nn.Module, *wrappers: type) -> None:
     for module in model.modules():
         if hasattr(module, "gradwire_strategy") and not isinstance(module, wrappers):
             raise BadInput(
-                f"{type(module).__name__} is prepared already, by gradwire.wrap with strategy "
+                f"{type(module).__name__} is prepared already, by gradwire.comm.parallel.wrap with strategy "
                 f"{strategy_of(module).name}: pass a model that is not."
             )
 
@@ -219,7 +219,7 @@ def check_has_values(model: nn.Module) -> None:
             raise BadInput(
                 f"{name} of {type(model).__name__} is on the meta device and has no values: build the model on the "
                 f"CPU, or call model.to_empty(device=...) and set or load its values first. To fill shards only, call "
-                f"fully_shard, then to_empty, set or load the values, and then call gradwire.hook."
+                f"fully_shard, then to_empty, set or load the values, and then call gradwire.compress_gradients."
             )
 
 

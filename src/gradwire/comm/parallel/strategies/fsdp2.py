@@ -378,7 +378,7 @@ def check_sharded(wrapped: nn.Module, reducer: Reducer) -> None:
                 f"{name} is placed as {parameter.placements} on a mesh of shape {tuple(mesh.shape)}, as HSDP, "
                 f"replication, tensor parallelism or a shard_placement_fn does: a reducer supports fully_shard over a "
                 f"mesh of one dimension, with parameters sharded along their first one, Shard(0). For islands of ranks "
-                f"(HSDP) use gradwire.wrap with strategy hsdp."
+                f"(HSDP) use gradwire.comm.parallel.wrap with strategy hsdp."
             )
         if (ranks := dist.get_process_group_ranks(mesh.get_group())) != own:
             raise BadInput(
