@@ -143,7 +143,7 @@ def hooked(rank: int, world_size: int, group, way: str) -> list:
     from gradwire.comm.collectives import Reducer
     from gradwire.comm.compressors import build
     from gradwire.comm.parallel import hook, wrap
-    from gradwire.comm.parallel.step import local_gradients
+    from gradwire.comm.parallel.strategy import local_gradients
 
     def backward(model: nn.Module, reducer: Reducer) -> list:
         model(torch.full((2, 5), 1.0 + rank)).square().sum().backward()

@@ -14,8 +14,7 @@ from gradwire.comm.parallel.state import (
     replica_bytes,
     replicated,
 )
-from gradwire.comm.parallel.step import accumulation, clip_grad_norm
-from gradwire.comm.parallel.strategy import block_sizes, compile_blocks
+from gradwire.comm.parallel.strategy import accumulation, block_sizes, clip_grad_norm, compile_blocks
 from gradwire.comm.parallel.wrap import (
     available,
     hook,

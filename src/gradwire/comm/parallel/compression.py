@@ -22,7 +22,7 @@ from gradwire.comm.collectives.replica import Replica
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.parallel.backward import in_backward
-from gradwire.comm.parallel.completeness import Completeness
+from gradwire.comm.parallel.checks import Completeness
 from gradwire.comm.parallel.mesh import local
 from gradwire.comm.parallel.names import COMPILED, named_parameters
 from gradwire.comm.parallel.strategies.fsdp2 import compress_parameters

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -75,3 +75,8 @@ def first_row(tensor: Tensor | ShardedTensor) -> int:
     (dim,) = (dim for dim, placement in enumerate(tensor.placements) if placement == Shard(0))
     mesh = tensor.device_mesh
     return min(mesh.get_local_rank(dim) * -(-tensor.shape[0] // mesh.size(dim)), tensor.shape[0])
+
+
+def has_gradient(parameter: nn.Parameter) -> bool:
+    """Whether an optimizer would use this rank's part of a gradient; one of zeros is that of an unused parameter."""
+    return parameter.grad is not None and bool(local(parameter.grad).count_nonzero())

@@ -1,4 +1,4 @@
-"""Base class of strategies: how a framework wraps a model and calls the reducer."""
+"""Base class of strategies: how a framework wraps a model and calls the reducer; accumulation and clipping."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.base.errors import BadInput
-from gradwire.comm.collectives import IslandReducer, Reducer
+from gradwire.comm.collectives import IslandReducer, Reducer, ops
 from gradwire.comm.collectives.ops import Group
 from gradwire.comm.collectives.reducer import Kind
 from gradwire.comm.collectives.replica import Replica
 from gradwire.comm.parallel import mesh
 from gradwire.comm.parallel.buckets import BUCKET_MB, MB
-from gradwire.comm.parallel.names import inside, named_parameters, trainable, unwrapped
+from gradwire.comm.parallel.mesh import has_gradient, local
+from gradwire.comm.parallel.names import named_parameters, trainable
 
 
 class Strategy(ABC):
@@ -153,76 +154,6 @@ def attach(wrapped: nn.Module, strategy: Strategy) -> None:
     wrapped.gradwire_strategy = strategy  # type: ignore[assignment]
 
 
-def check_unprepared(model: nn.Module, *wrappers: type) -> None:
-    """Check that `comm.parallel.wrap` has prepared no part of a model: its reducer would average a second time.
-
-    Args:
-        model: The model.
-        wrappers: Frameworks' wrappers, which may be prepared.
-
-    Raises:
-        BadInput: If it has.
-    """
-    for module in model.modules():
-        if hasattr(module, "gradwire_strategy") and not isinstance(module, wrappers):
-            raise BadInput(
-                f"{type(module).__name__} is prepared already, by gradwire.comm.parallel.wrap with strategy "
-                f"{strategy_of(module).name}: pass a model that is not."
-            )
-
-
-def check_gradients(model: nn.Module) -> None:
-    """Check that a reducer can average all gradients of a model; warn if it loses precision.
-
-    Raises:
-        BadInput: If a gradient is complex or sparse: a reducer averages dense vectors of real numbers.
-    """
-    for name, module in inside(model).named_modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
-            raise BadInput(
-                f"{unwrapped(name) or type(module).__name__} has sparse gradients, and a reducer averages dense ones: "
-                f"build it with sparse=False."
-            )
-    trained = {name: p for name, p in named_parameters(model) if p.requires_grad}
-    for name, parameter in trained.items():
-        if parameter.is_complex():
-            raise BadInput(
-                f"{name} is {shown_type(parameter)}, and a reducer averages real gradients: store its real and "
-                f"imaginary part (torch.view_as_real), and combine them in forward (torch.view_as_complex)."
-            )
-    if wide := [name for name, parameter in trained.items() if parameter.dtype == torch.float64]:
-        warnings.warn(
-            f"gradients travel as float32 at most, and {len(wide)} parameters are float64 ({wide[0]}, …): their means "
-            f"are rounded to float32.",
-            stacklevel=3,
-        )
-
-
-def has_gradient(parameter: nn.Parameter) -> bool:
-    """Whether an optimizer would use this rank's part of a gradient; one of zeros is that of an unused parameter."""
-    return parameter.grad is not None and bool(mesh.local(parameter.grad).count_nonzero())
-
-
-def shown_type(parameter: nn.Parameter) -> str:
-    """Return a parameter's type as text."""
-    return str(parameter.dtype).removeprefix("torch.")
-
-
-def check_has_values(model: nn.Module) -> None:
-    """Check that no parameter or buffer of a model is on the meta device: there is nothing to broadcast, or to train.
-
-    Raises:
-        BadInput: If one is.
-    """
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            raise BadInput(
-                f"{name} of {type(model).__name__} is on the meta device and has no values: build the model on the "
-                f"CPU, or call model.to_empty(device=...) and set or load its values first. To fill shards only, call "
-                f"fully_shard, then to_empty, set or load the values, and then call gradwire.compress_gradients."
-            )
-
-
 def strategy_of(wrapped: nn.Module) -> Strategy:
     """Return the strategy of a model returned by `comm.parallel.wrap`.
 
@@ -275,3 +206,41 @@ def block_sizes(model: nn.Module) -> list[int]:
     """Return the number of elements outside the blocks, then that of each block."""
     sizes = [sum(parameter.numel() for parameter in block.parameters()) for block in blocks(model)]
     return [sum(parameter.numel() for parameter in model.parameters()) - sum(sizes), *sizes]
+
+
+def accumulation(model: nn.Module, last: bool) -> AbstractContextManager[object]:
+    """Context for the forward **and** backward pass of one micro-batch; gradients are reduced in the last one only.
+
+    Args:
+        model: The model returned by `wrap`; with ``average=False`` gradients are never reduced, under ``hsdp`` only
+            inside an island.
+        last: Whether this is the last micro-batch of the optimizer step.
+    """
+    strategy = strategy_of(model)
+    return strategy.accumulation(model, last and strategy.communicates)
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> float:
+    """Scale the gradients so that their total Euclidean norm is at most ``max_norm``.
+
+    Returns:
+        The norm over the whole model before clipping, equal on ranks whose models have equal gradients. If it is not
+        finite, nothing is scaled.
+    """
+    strategy = strategy_of(model)
+    gradients = local_gradients(model)
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    square = torch.stack([torch.zeros((), device=strategy.device), *norms]).double().square().sum()
+    if strategy.kind == "reduce_scatter":
+        ops.all_reduce(square, "sum", strategy.shards)
+    total = square.sqrt().item()
+    if max_norm < total < float("inf"):
+        for gradient in gradients:
+            gradient.mul_(max_norm / total)
+    return total
+
+
+def local_gradients(model: nn.Module) -> list[Tensor]:
+    """Return this rank's gradients: full for a replicated model, shards for a sharded one."""
+    gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+    return [local(gradient) for gradient in gradients]

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from gradwire.base.errors import RunFault
 from gradwire.comm.collectives import ops
+from gradwire.comm.parallel.mesh import local
 from gradwire.comm.parallel.names import named_buffers, named_parameters
 from gradwire.comm.parallel.optimizers import Communicating
-from gradwire.comm.parallel.step import local
 from gradwire.comm.parallel.strategy import strategy_of
 
 PATIENCE_S = 30.0  # shorter than the process group's timeout, which does not name the missing rank

@@ -19,21 +19,20 @@ from gradwire.base.errors import BadInput, unknown
 from gradwire.comm.collectives import IslandReducer, Islands, Reducer
 from gradwire.comm.collectives.bytes import raw_all_gather, raw_all_reduce, raw_reduce_scatter
 from gradwire.comm.collectives.group import check_initialized
-from gradwire.comm.parallel.agreement import check_agreement, parameters_of
-from gradwire.comm.parallel.buffers import warn_of_statistics
-from gradwire.comm.parallel.completeness import Completeness
+from gradwire.comm.parallel.checks import (
+    Completeness,
+    check_agreement,
+    check_gradients,
+    check_has_values,
+    check_unprepared,
+    parameters_of,
+    warn_of_statistics,
+)
 from gradwire.comm.parallel.names import COMPILED, compiled_in_place
 from gradwire.comm.parallel.strategies.ddp import DDP
 from gradwire.comm.parallel.strategies.fsdp2 import FSDP2, check_sharded
 from gradwire.comm.parallel.strategies.hsdp import HSDP
-from gradwire.comm.parallel.strategy import (
-    Strategy,
-    attach,
-    check_gradients,
-    check_has_values,
-    check_unprepared,
-    strategy_of,
-)
+from gradwire.comm.parallel.strategy import Strategy, attach, strategy_of
 from gradwire.comm.topology import STRATEGIES, sharded_islands
 
 HOOKED: WeakSet[nn.Module] = WeakSet()  # the models that have a reducer; their copies have none

@@ -31,10 +31,10 @@ from torch.optim import AdamW
 
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.comm.collectives import Layout, Reducer, ops
+from gradwire.comm.parallel.mesh import local
 from gradwire.comm.parallel.optimizers import Communicating
 from gradwire.comm.parallel.optimizers.torch_step import step_without_hooks
-from gradwire.comm.parallel.step import clip_grad_norm, local
-from gradwire.comm.parallel.strategy import strategy_of
+from gradwire.comm.parallel.strategy import clip_grad_norm, strategy_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwire.comm.collectives import Layout, Reducer
+from gradwire.comm.parallel.mesh import local
 from gradwire.comm.parallel.optimizers import Communicating
-from gradwire.comm.parallel.step import clip_grad_norm, local
+from gradwire.comm.parallel.strategy import clip_grad_norm
 
 
 class DeMo(Communicating):

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import Reducer
+from gradwire.comm.parallel.mesh import local
 from gradwire.comm.parallel.optimizers.diloco import DiLoCo
 from gradwire.comm.parallel.optimizers.rounds import Interval, Rounds
-from gradwire.comm.parallel.step import local
 
 
 class DesLoc(DiLoCo):

@@ -26,11 +26,11 @@ from torch.optim import Optimizer
 
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import Layout, Reducer, state
+from gradwire.comm.parallel.mesh import local
 from gradwire.comm.parallel.optimizers import Communicating
 from gradwire.comm.parallel.optimizers.rounds import Interval, Rounds
 from gradwire.comm.parallel.optimizers.torch_step import copy_tensors
-from gradwire.comm.parallel.step import clip_grad_norm, local
-from gradwire.comm.parallel.strategy import strategy_of
+from gradwire.comm.parallel.strategy import clip_grad_norm, strategy_of
 
 
 class LocalUpdates(Communicating):

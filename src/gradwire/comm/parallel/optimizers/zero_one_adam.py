@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import Reducer, state
+from gradwire.comm.parallel.mesh import local
 from gradwire.comm.parallel.optimizers.base import CommunicatingAdam
-from gradwire.comm.parallel.step import local
 
 
 class Drift(NamedTuple):

@@ -1,0 +1,228 @@
+"""Checks that a reducer averages every gradient of a model, once: before it is attached, and after each step."""
+
+from __future__ import annotations
+
+import re
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from gradwire.base.errors import BadInput
+from gradwire.comm.collectives import IslandReducer, Layout, Reducer, ops
+from gradwire.comm.parallel.mesh import has_gradient
+from gradwire.comm.parallel.names import inside, named_parameters, unwrapped
+from gradwire.comm.parallel.strategy import Strategy, strategy_of
+
+
+class Completeness:
+    """Compares the gradients that a model has with those that were reduced in the optimizer step.
+
+    They differ where the framework's hooks no longer see a gradient: after a forward pass around the wrapper, in a pass
+    that does not synchronize, on a copy of the model, for a parameter that was replaced, converted or unfrozen.
+
+    Args:
+        model: The wrapped model. Its parameters are looked up at each step, by name.
+        strategy: The model's strategy, which knows the parameters that are averaged.
+        warns: Whether to warn where the caller does not end steps; False if an optimizer does.
+    """
+
+    def __init__(self, model: nn.Module, strategy: Strategy, *, warns: bool = True) -> None:
+        self._model = weakref.ref(model, self._forget)
+        self._strategy: Strategy | None = strategy
+        self._parameters = strategy.averaged(model)
+        self._reduced: dict[str, int] = {}  # in this optimizer step, with the parameter's version at the time
+        self._warns = warns
+
+    @property
+    def names(self) -> set[str]:
+        """The parameters whose gradients are averaged."""
+        return {*self._parameters}
+
+    @property
+    def reduced(self) -> bool:
+        """Whether a gradient was reduced since the last `finish`."""
+        return bool(self._reduced)
+
+    def begun(self, layout: Layout) -> None:
+        """Take notice of a reduction; warn, once, if a parameter has changed since it was reduced in the same step.
+
+        Parameters change when the optimizer steps, and not between the micro-batches of one step, whether or not all of
+        them are reduced. An optimizer may step in the backward pass, after each reduction. Autograd's version counters
+        show a change without reading a value.
+        """
+        for name in layout.parameters:
+            version = self._parameters[name]._version if name in self._parameters else 0
+            if self._warns and self._reduced.get(name, version) != version:
+                self._warns = False
+                warnings.warn(
+                    "parameters changed between two reductions without finish(): pass optimizer to "
+                    "gradwire.compress_gradients, or call finish() once per optimizer step, after backward and before "
+                    "optimizer.step(). Without it schedules do not advance, and NaN or infinity is not detected.",
+                    stacklevel=2,
+                )
+            self._reduced[name] = version
+
+    def finish(self) -> list[str] | None:
+        """End the step.
+
+        Returns:
+            The parameters that this rank has a gradient of that was not reduced; None if nothing was reduced of a model
+            that has trainable parameters.
+        """
+        reduced, self._reduced = self._reduced, {}
+        if (model := self._model()) is None or self._strategy is None:
+            return [] if reduced else None
+        self._parameters = self._strategy.averaged(model)
+        if self._parameters and reduced.keys().isdisjoint(self._parameters):
+            return None
+        missing = [name for name, p in self._parameters.items() if name not in reduced and has_gradient(p)]
+        return [*dict.fromkeys(missing + self._strategy.held_back(model))]
+
+    def _forget(self, _: object) -> None:
+        """Let the parameters go with their model."""
+        self._parameters, self._strategy = {}, None
+
+
+def check_unprepared(model: nn.Module, *wrappers: type) -> None:
+    """Check that `comm.parallel.wrap` has prepared no part of a model: its reducer would average a second time.
+
+    Args:
+        model: The model.
+        wrappers: Frameworks' wrappers, which may be prepared.
+
+    Raises:
+        BadInput: If it has.
+    """
+    for module in model.modules():
+        if hasattr(module, "gradwire_strategy") and not isinstance(module, wrappers):
+            raise BadInput(
+                f"{type(module).__name__} is prepared already, by gradwire.comm.parallel.wrap with strategy "
+                f"{strategy_of(module).name}: pass a model that is not."
+            )
+
+
+def check_gradients(model: nn.Module) -> None:
+    """Check that a reducer can average all gradients of a model; warn if it loses precision.
+
+    Raises:
+        BadInput: If a gradient is complex or sparse: a reducer averages dense vectors of real numbers.
+    """
+    for name, module in inside(model).named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
+            raise BadInput(
+                f"{unwrapped(name) or type(module).__name__} has sparse gradients, and a reducer averages dense ones: "
+                f"build it with sparse=False."
+            )
+    trained = {name: p for name, p in named_parameters(model) if p.requires_grad}
+    for name, parameter in trained.items():
+        if parameter.is_complex():
+            raise BadInput(
+                f"{name} is {shown_type(parameter)}, and a reducer averages real gradients: store its real and "
+                f"imaginary part (torch.view_as_real), and combine them in forward (torch.view_as_complex)."
+            )
+    if wide := [name for name, parameter in trained.items() if parameter.dtype == torch.float64]:
+        warnings.warn(
+            f"gradients travel as float32 at most, and {len(wide)} parameters are float64 ({wide[0]}, …): their means "
+            f"are rounded to float32.",
+            stacklevel=3,
+        )
+
+
+def check_has_values(model: nn.Module) -> None:
+    """Check that no parameter or buffer of a model is on the meta device: there is nothing to broadcast, or to train.
+
+    Raises:
+        BadInput: If one is.
+    """
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise BadInput(
+                f"{name} of {type(model).__name__} is on the meta device and has no values: build the model on the "
+                f"CPU, or call model.to_empty(device=...) and set or load its values first. To fill shards only, call "
+                f"fully_shard, then to_empty, set or load the values, and then call gradwire.compress_gradients."
+            )
+
+
+def check_agreement(group: ops.Group, reducer: Reducer | None, parameters: Mapping[str, str], **settings: Any) -> None:
+    """Compare settings, the reducer's options and the parameters over the ranks; every rank must call it.
+
+    Args:
+        group: The ranks; None is the default group.
+        reducer: The reducer; None if there is none.
+        parameters: What `parameters_of` says of the model.
+        settings: What else must be equal, by the name that the message gives it.
+
+    Raises:
+        BadInput: On all ranks, with the first difference and the ranks that have it. Without this check they would
+            wait for each other, or take each other's bytes for something else.
+    """
+    if dist.get_world_size(group) == 1:
+        return
+    own = {name: shown(value) for name, value in settings.items()} | described(reducer) | dict(parameters)
+    found = ops.gather_objects(own, group)
+    for rank, other in enumerate(found):
+        for key in [*found[0], *other]:
+            one, two = found[0].get(key, "nothing"), other.get(key, "nothing")
+            if one != two:
+                raise BadInput(
+                    f"ranks reduce gradients differently: {key} is {one} on rank 0 and {two} on rank {rank}; build the "
+                    f"same model and reducer on every rank."
+                )
+
+
+def described(reducer: Reducer | None) -> dict[str, str]:
+    """A reducer's options, those of the one inside islands included."""
+    if reducer is None:
+        return {"reducer": "none"}
+    own = {"reducer": type(reducer).__name__, **reducer._options, "algorithm": reducer.algorithm}
+    if isinstance(reducer, IslandReducer):
+        own |= {f"inside.{name}": value for name, value in described(reducer.inside).items()}
+    return own
+
+
+def parameters_of(model: nn.Module) -> dict[str, str]:
+    """The number of parameters, and each one's name, shape and type, by its place."""
+    found = [
+        f"{name} {list(each.shape)} {str(each.dtype).removeprefix('torch.')}{'' if each.requires_grad else ' frozen'}"
+        for name, each in named_parameters(model)
+    ]
+    return {"parameters": str(len(found)), **{f"parameter {place}": one for place, one in enumerate(found)}}
+
+
+def shown(value: Any) -> str:
+    """A setting as text that is equal on ranks with equal settings: without the address of an object."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+def shown_type(parameter: nn.Parameter) -> str:
+    """Return a parameter's type as text."""
+    return str(parameter.dtype).removeprefix("torch.")
+
+
+def warn_of_statistics(model: nn.Module) -> None:
+    """Warn of running statistics, as of BatchNorm, for a strategy that does not synchronise them.
+
+    Only DDP that averages gradients does: it sends rank 0's at the beginning of each forward pass. `nn.SyncBatchNorm`
+    computes equal ones.
+    """
+    names = [
+        unwrapped(name)
+        for name, module in inside(model).named_modules()
+        if isinstance(module, _NormBase)
+        and module.running_mean is not None
+        and not isinstance(module, nn.SyncBatchNorm)
+    ]
+    if names:
+        warnings.warn(
+            f"{len(names)} layers ({', '.join(names[:3])}{', …' if len(names) > 3 else ''}) keep running statistics of "
+            f"each rank's samples, which differ between ranks; a saved model has rank 0's. Use "
+            f"nn.SyncBatchNorm on GPUs, strategy ddp with averaged gradients, which takes rank 0's everywhere, or a "
+            f"norm without statistics.",
+            stacklevel=3,
+        )
