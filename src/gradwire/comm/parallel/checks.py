@@ -155,7 +155,7 @@ def check_agreement(group: ops.Group, reducer: Reducer | None, parameters: Mappi
     Args:
         group: The ranks; None is the default group.
         reducer: The reducer; None if there is none.
-        parameters: What `parameters_of` says of the model.
+        parameters: As from `parameters_of`.
         settings: What else must be equal, by the name that the message gives it.
 
     Raises:
@@ -164,15 +164,15 @@ def check_agreement(group: ops.Group, reducer: Reducer | None, parameters: Mappi
     """
     if dist.get_world_size(group) == 1:
         return
-    own = {name: shown(value) for name, value in settings.items()} | described(reducer) | dict(parameters)
-    found = ops.gather_objects(own, group)
-    for rank, other in enumerate(found):
-        for key in [*found[0], *other]:
-            one, two = found[0].get(key, "nothing"), other.get(key, "nothing")
-            if one != two:
+    described_here = {name: shown(value) for name, value in settings.items()} | described(reducer) | dict(parameters)
+    by_rank = ops.gather_objects(described_here, group)
+    for rank, described_there in enumerate(by_rank):
+        for key in [*by_rank[0], *described_there]:
+            here, there = by_rank[0].get(key, "nothing"), described_there.get(key, "nothing")
+            if here != there:
                 raise BadInput(
-                    f"ranks reduce gradients differently: {key} is {one} on rank 0 and {two} on rank {rank}; build the "
-                    f"same model and reducer on every rank."
+                    f"ranks reduce gradients differently: {key} is {here} on rank 0 and {there} on rank {rank}; build "
+                    f"the same model and reducer on every rank."
                 )
 
 
@@ -180,19 +180,19 @@ def described(reducer: Reducer | None) -> dict[str, str]:
     """A reducer's options, those of the one inside islands included."""
     if reducer is None:
         return {"reducer": "none"}
-    own = {"reducer": type(reducer).__name__, **reducer._options, "algorithm": reducer.algorithm}
+    options = {"reducer": type(reducer).__name__, **reducer._options, "algorithm": reducer.algorithm}
     if isinstance(reducer, IslandReducer):
-        own |= {f"inside.{name}": value for name, value in described(reducer.inside).items()}
-    return own
+        options |= {f"inside.{name}": value for name, value in described(reducer.inside).items()}
+    return options
 
 
 def parameters_of(model: nn.Module) -> dict[str, str]:
     """The number of parameters, and each one's name, shape and type, by its place."""
-    found = [
-        f"{name} {list(each.shape)} {str(each.dtype).removeprefix('torch.')}{'' if each.requires_grad else ' frozen'}"
-        for name, each in named_parameters(model)
+    described = [
+        f"{name} {list(parameter.shape)} {shown_type(parameter)}{'' if parameter.requires_grad else ' frozen'}"
+        for name, parameter in named_parameters(model)
     ]
-    return {"parameters": str(len(found)), **{f"parameter {place}": one for place, one in enumerate(found)}}
+    return {"parameters": str(len(described)), **{f"parameter {place}": text for place, text in enumerate(described)}}
 
 
 def shown(value: Any) -> str:

@@ -75,7 +75,7 @@ def compress_gradients(
         )
     model = getattr(model, COMPILED, model)
     wrapper_of(model)
-    optimizers = [steps_of(each, model) for each in given]
+    optimizers = [steps_of(optimizer, model) for optimizer in given]
     group = group_of(model)
     gather = None if parameters in (None, "none") else ParameterGather(parameters, group)
     if gather is not None and isinstance(model, DistributedDataParallel):
@@ -88,8 +88,8 @@ def compress_gradients(
     reducer = Reducer(compressor, **options)
     watch = hook(model, reducer, ends=bool(optimizers))
     compression = Compression(model, reducer, watch)
-    for each in optimizers:
-        compression.end_with(each)
+    for stepping in optimizers:
+        compression.end_with(stepping)
     if gather is not None:
         compression.replicas = compress_parameters(model, gather, Moves(model, optimizers).unchanged)
     return compression

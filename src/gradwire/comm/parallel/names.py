@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 COMPILED = "_orig_mod"  # torch.compile(model) holds the model by this name
 INSERTED = f"{COMPILED}.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."
-"""What torch.compile, FSDP1 and activation checkpointing (or offloading) insert; torch's state dicts omit it, too."""
+"""Names that torch.compile, FSDP1 and activation checkpointing (or offloading) insert; state dicts omit them too."""
 
 
 def unwrapped(name: str) -> str:

@@ -92,11 +92,11 @@ def filled(state: Any, saved: Any) -> Any:
         return {key: filled(value, saved[key]) for key, value in state.items()}
     if not isinstance(state, Tensor | ShardedTensor):
         return saved
-    own = local(state)
-    if own.shape != saved.shape:
-        raise BadInput(f"the checkpoint holds {list(saved.shape)} where this model has {list(own.shape)}.")
+    shard = local(state)
+    if shard.shape != saved.shape:
+        raise BadInput(f"the checkpoint holds {list(saved.shape)} where this model has {list(shard.shape)}.")
     with torch.no_grad():
-        own.copy_(saved)
+        shard.copy_(saved)
     return state
 
 
@@ -122,10 +122,10 @@ def joined(state: Any, parts: Sequence[Any]) -> Any:
     whole = parts[0] if parts[0].shape == state.size() else torch.cat(list(parts))
     if whole.shape != state.size():
         raise BadInput(f"the checkpoint holds {list(whole.shape)} where this model has {list(state.size())}.")
-    own = local(state)
-    if own.numel():
+    shard = local(state)
+    if shard.numel():
         with torch.no_grad():
-            own.copy_(whole[first_row(state) :][: len(own)] if own.ndim else whole)
+            shard.copy_(whole[first_row(state) :][: len(shard)] if shard.ndim else whole)
     return state
 
 

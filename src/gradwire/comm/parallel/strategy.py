@@ -83,9 +83,9 @@ class Strategy(ABC):
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         """Return the modules to shard one by one before the rest; warn where a large model is sharded as a whole."""
-        found = blocks(model)
+        repeated = blocks(model)
         size = sum(parameter.nbytes for parameter in model.parameters())
-        if not found and size > BUCKET_MB * MB and dist.get_world_size(self.shards) > 1:
+        if not repeated and size > BUCKET_MB * MB and dist.get_world_size(self.shards) > 1:
             warnings.warn(
                 f"strategy {self.name} finds no blocks in {type(model).__name__} (an nn.ModuleList, or modules of one "
                 f"class in an nn.ModuleDict or nn.Sequential), so each rank gathers all of its {size / MB:.0f} MiB at "
@@ -93,7 +93,7 @@ class Strategy(ABC):
                 f"the model, and then gradwire.compress_gradients.",
                 stacklevel=4,
             )
-        return found
+        return repeated
 
     @property
     def communicates(self) -> bool:
@@ -145,7 +145,7 @@ class Strategy(ABC):
     def accumulation(self, wrapped: nn.Module, last: bool) -> AbstractContextManager[object]:
         """See `comm.parallel.accumulation`."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:  # noqa: B027  of None there is nothing to say
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:  # noqa: B027
         """Return None: a copy of a wrapped model, such as an average of its weights, is not wrapped."""
 
 

@@ -100,11 +100,13 @@ def first_difference(model: nn.Module, optimizer: Optimizer | None = None, *, dr
     Compares the tensors of `replicated` bit by bit, and each replica of ``int4-diff`` over the ranks that share it.
     """
     strategy = strategy_of(model)
-    found = difference_between(list(replicated(model, optimizer, drifting)), strategy.copies)
+    difference = difference_between(list(replicated(model, optimizer, drifting)), strategy.copies)
     if strategy.replicas:
-        replicas = [(f"the replica that begins with {name}", one.values) for name, one in strategy.replicas.items()]
-        found = difference_between(replicas, strategy.shards) or found
-    return next((one for one in ops.gather_objects(found, strategy.group) if one), None)
+        replicas = [
+            (f"the replica that begins with {name}", replica.values) for name, replica in strategy.replicas.items()
+        ]
+        difference = difference_between(replicas, strategy.shards) or difference
+    return next((met for met in ops.gather_objects(difference, strategy.group) if met), None)
 
 
 def difference_between(items: Sequence[tuple[str, Tensor]], group: ops.Group) -> str | None:
@@ -113,15 +115,15 @@ def difference_between(items: Sequence[tuple[str, Tensor]], group: ops.Group) ->
     members = dist.get_process_group_ranks(group or dist.group.WORLD)
     words = [digest(name.encode()) ^ digest(data(tensor)) for name, tensor in items]
     # Only lists of one length can be stacked, so compare lengths first.
-    for own, names in (([len(items)], ["the number of its tensors"]), (words, [name for name, _ in items])):
-        table = ops.all_gather(torch.tensor(own, dtype=torch.int64, device=device), group).cpu()
+    for numbers, names in (([len(items)], ["the number of its tensors"]), (words, [name for name, _ in items])):
+        table = ops.all_gather(torch.tensor(numbers, dtype=torch.int64, device=device), group).cpu()
         differs = table != table[0]
         if differs.any():
             columns = differs.any(dim=0).nonzero().flatten().tolist()
             ranks = differs[:, columns[0]].nonzero().flatten().tolist()
-            others = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(members[rank]) for rank in ranks)}"
-            more = f" ({len(columns)} of {len(own)} tensors differ)" if len(columns) > 1 else ""
-            return f"{names[columns[0]]} on {others} differs from rank {members[0]}'s{more}"
+            differing = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(members[rank]) for rank in ranks)}"
+            more = f" ({len(columns)} of {len(numbers)} tensors differ)" if len(columns) > 1 else ""
+            return f"{names[columns[0]]} on {differing} differs from rank {members[0]}'s{more}"
     return None
 
 

@@ -130,10 +130,10 @@ def wrap(
 
 def known_options(kind: type[Strategy]) -> set[str]:
     """Return the names of a strategy's options, those that it passes on to its base class included."""
-    own = inspect.signature(kind).parameters
-    passed_on = any(each.kind is each.VAR_KEYWORD for each in own.values())
+    options = inspect.signature(kind).parameters
+    passed_on = any(option.kind is option.VAR_KEYWORD for option in options.values())
     inherited = known_options(kind.__mro__[1]) if passed_on else set()
-    return {*own, *inherited} - {"group", "device", "options"}
+    return {*options, *inherited} - {"group", "device", "options"}
 
 
 def islands_of(reducer: Reducer | None, options: Mapping[str, Any]) -> int | None:
@@ -211,10 +211,10 @@ def check_plain(model: nn.Module) -> None:
         BadInput: If one has.
     """
     wrappers = DistributedDataParallel, FullyShardedDataParallel, FSDPModule
-    found = [module for module in model.modules() if isinstance(module, wrappers)]
-    if found or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    wrapped = [module for module in model.modules() if isinstance(module, wrappers)]
+    if wrapped or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         raise BadInput(
-            f"the model is wrapped or sharded already ({type((found or [model])[0]).__name__}): pass the unwrapped "
+            f"the model is wrapped or sharded already ({type((wrapped or [model])[0]).__name__}): pass the unwrapped "
             f"model to gradwire.comm.parallel.wrap, or this one to gradwire.compress_gradients."
         )
     check_unprepared(model)
@@ -230,10 +230,10 @@ def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
     check_sharded(wrapped, reducer)
     if isinstance(wrapped, DistributedDataParallel):
         ranks = dist.get_process_group_ranks(wrapped.process_group)
-        own = dist.get_process_group_ranks(reducer.group or dist.group.WORLD)
-        if ranks != own:
+        reduced = dist.get_process_group_ranks(reducer.group or dist.group.WORLD)
+        if ranks != reduced:
             raise BadInput(
-                f"the model averages its gradients over ranks {ranks} and the reducer over {own}: pass Reducer the "
+                f"the model averages its gradients over ranks {ranks} and the reducer over {reduced}: pass Reducer the "
                 f"process group that the model was wrapped with."
             )
 
@@ -256,7 +256,7 @@ def attach_reducer(
 
 def trainable_numel(model: nn.Module) -> int:
     """Return the number of trainable elements."""
-    return sum(each.numel() for each in model.parameters() if each.requires_grad)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
 def reduced_numel(wrapped: nn.Module) -> int:

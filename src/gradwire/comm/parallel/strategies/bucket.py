@@ -19,8 +19,8 @@ class Bucket:
         self.parameters = parameters
         sizes = [parameter.numel() for parameter in parameters.values()]
         self.buffer = next(iter(parameters.values())).detach().new_zeros(sum(sizes))
-        parts = zip(parameters, self.buffer.split(sizes), strict=True)
-        self.views = {name: part.view(parameters[name].shape) for name, part in parts}
+        slices = zip(parameters, self.buffer.split(sizes), strict=True)
+        self.views = {name: values.view(parameters[name].shape) for name, values in slices}
         self.pending: ops.Pending | None = None  # the buffer's all-reduce, while it runs
 
     def keep(self, name: str) -> None:

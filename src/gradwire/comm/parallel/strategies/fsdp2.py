@@ -38,7 +38,7 @@ class FSDP2(Strategy):
         param_compress: Encoding of the parameters in all-gathers: ``none`` (uncompressed), or a key of
             `comm.compressors.parameter_encoding.ENCODINGS`. Shards and the weights in evaluation mode stay exact. With
             one rank nothing is sent. ``int4-diff`` sends each optimizer step's differences once, in the first forward
-            pass; `comm.parallel.accumulation` says which micro-batch is the last before the next optimizer step.
+            pass; `comm.parallel.accumulation` names the last micro-batch before the next optimizer step.
         reshard_after_forward: As for `fully_shard`; None is its default.
         mp_policy: As for `fully_shard`: types of gathered parameters and of reduced gradients.
 
@@ -142,8 +142,9 @@ def reduce_unused(module: FSDPModule) -> None:
         if not torch.is_grad_enabled():
             return
         members = parameter_group(module).fsdp_params
-        fill(any(one.unsharded_param.grad is not None or one.unsharded_accumulated_grad is not None for one in members))
-        for gathered in {one.unsharded_param for one in members if one.unsharded_param.requires_grad} - watched:
+        fill(any(map(waits, members)))
+        gathered_now = {member.unsharded_param for member in members}
+        for gathered in {parameter for parameter in gathered_now if parameter.requires_grad} - watched:
             gathered.register_post_accumulate_grad_hook(lambda _: fill(True))
             watched.add(gathered)
 
