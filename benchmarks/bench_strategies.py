@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from gradwire.comm import parallel
 from gradwire.comm.collectives import Layout, Reducer, ops
-from gradwire.comm.collectives.group import Ranks
-from gradwire.comm.collectives.messages import exchange
+from gradwire.comm.collectives.algorithms import Ranks, exchange
 from gradwire.comm.collectives.meter import METER, Meter
 from gradwire.comm.compressors import available, build
 from gradwire.lm.models import causal

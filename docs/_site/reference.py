@@ -38,8 +38,7 @@ PYTHON = {
         "gradwire.comm.compressors.rounds",
         "gradwire.comm.compressors.registry",
         "gradwire.comm.compressors.feedback",
-        "gradwire.comm.compressors.exempt",
-        "gradwire.comm.compressors.schedule",
+        "gradwire.comm.compressors.reduction",
     ),
     "Collectives": (
         "gradwire.comm.collectives.layout",

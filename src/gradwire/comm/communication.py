@@ -10,8 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from gradwire.base.errors import BadInput
 from gradwire.base.flags import COUNT, NATURAL
-from gradwire.comm.compressors.reduction import ReducerOptions
-from gradwire.comm.compressors.schedule import by_step
+from gradwire.comm.compressors.reduction import ReducerOptions, by_step
 
 CommOptimizer = Literal["gradient", "onebit_adam", "zero_one_adam", "diloco", "sparseloco", "muloco", "desloc", "demo"]
 Inner = Literal["adamw", "muon", "sgd"]

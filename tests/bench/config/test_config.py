@@ -32,7 +32,7 @@ from gradwire.bench.workflow import experiment as workflow
 from gradwire.comm.collectives.reducer import Reducer
 from gradwire.comm.communication import Communication
 from gradwire.comm.compressors.parameter_encoding import ENCODINGS, ParamCompress
-from gradwire.comm.compressors.schedule import Schedule
+from gradwire.comm.compressors.reduction import Schedule
 from gradwire.comm.parallel.optimizers.zero_one_adam import ZeroOneAdam
 
 ROOT = Path(__file__).parents[3]

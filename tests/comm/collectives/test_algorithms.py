@@ -13,10 +13,10 @@ from diagonals import diagonals
 from test_reducer import CUTS, SHAPES, buffer, gradients
 
 from gradwire.base.errors import BadInput
+from gradwire.comm.closed_forms import raw_all_reduce
 from gradwire.comm.collectives import Exempt, Layout, Reducer
-from gradwire.comm.collectives.bytes import raw_all_reduce
 from gradwire.comm.compressors import build
-from gradwire.comm.compressors.schedule import Schedule
+from gradwire.comm.compressors.reduction import Schedule
 
 worlds = pytest.mark.parametrize("size", [2, 3, 4])
 every_cut = pytest.mark.parametrize("cut", CUTS)

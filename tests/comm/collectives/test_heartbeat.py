@@ -11,8 +11,7 @@ import torch
 
 from gradwire.base.errors import RunFault
 from gradwire.base.failures import lost_peer, timed_out
-from gradwire.comm.collectives.heartbeat import all_alive
-from gradwire.comm.collectives.world import World
+from gradwire.comm.collectives.world import World, all_alive
 
 TIMEOUT = 1.0
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.base.errors import RunFault
+from gradwire.comm.closed_forms import raw_all_reduce, raw_reduce_scatter, sent_all_reduce
 from gradwire.comm.collectives import Exempt, Layout, Piece
-from gradwire.comm.collectives.bytes import raw_all_reduce, raw_reduce_scatter, sent_all_reduce
 
 shapes = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=5).map(
     lambda found: [(f"p{i}", shape) for i, shape in enumerate(found)]

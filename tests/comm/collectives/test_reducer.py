@@ -12,15 +12,13 @@ import torch
 
 from gradwire.base.errors import BadInput, NonFiniteGradient, RunFault
 from gradwire.bench.config import Reduction
+from gradwire.comm.closed_forms import raw_all_reduce, raw_reduce_scatter
 from gradwire.comm.collectives import METER, Exempt, Layout, Reducer, ops, state
-from gradwire.comm.collectives.bytes import raw_all_reduce, raw_reduce_scatter
-from gradwire.comm.collectives.group import Ranks
-from gradwire.comm.collectives.messages import exchange
+from gradwire.comm.collectives.algorithms import Ranks, exchange
 from gradwire.comm.collectives.reducer import ALGORITHMS
 from gradwire.comm.compressors import available, build
 from gradwire.comm.compressors.base import Compressor, numel
-from gradwire.comm.compressors.reduction import ReducerOptions
-from gradwire.comm.compressors.schedule import Schedule
+from gradwire.comm.compressors.reduction import ReducerOptions, Schedule
 
 SHAPES = [("matrix", (5, 3)), ("bias", (7,)), ("scalar", (1,)), ("cube", (2, 3, 2)), ("row", (1, 4))]
 NUMEL = sum(math.prod(shape) for _, shape in SHAPES)

@@ -19,8 +19,8 @@ from test_frameworks import (
 from torch import nn
 
 from gradwire.base.errors import RunFault
+from gradwire.comm.closed_forms import raw_all_reduce
 from gradwire.comm.collectives import METER
-from gradwire.comm.collectives.bytes import raw_all_reduce
 from gradwire.comm.parallel import accumulation, checkpoint_state, full_state_dict, named_parameters, wrap
 from gradwire.comm.parallel.buckets import FEWEST
 from gradwire.comm.parallel.strategy import strategy_of

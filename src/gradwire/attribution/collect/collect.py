@@ -232,8 +232,7 @@ def main(args: argparse.Namespace) -> None:
         preflight(args)
 
     from gradwire.attribution.collect import provenance
-    from gradwire.comm.collectives.heartbeat import all_alive
-    from gradwire.comm.collectives.world import process_group
+    from gradwire.comm.collectives.world import all_alive, process_group
 
     with process_group(**rank_options(args)) as world:
         shards = provenance.units(samples_of(args, world.rank), args.rows)

@@ -20,7 +20,7 @@ from gradwire.comm import parallel
 from gradwire.comm.collectives import IslandReducer, Reducer, build_islands
 from gradwire.comm.collectives.world import World
 from gradwire.comm.compressors import build as build_compressor
-from gradwire.comm.compressors.schedule import Schedule
+from gradwire.comm.compressors.reduction import Schedule
 from gradwire.comm.parallel import optimizers
 from gradwire.comm.parallel.optimizers import inner
 from gradwire.lm.data.shards import Shards

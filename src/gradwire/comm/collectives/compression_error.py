@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comm.collectives import ops
-from gradwire.comm.collectives.algorithm import Kind
-from gradwire.comm.collectives.layout import Layout
+from gradwire.comm.collectives.layout import Kind, Layout
 
 BLOCK = 2**21  # elements of a row compared at once, which bounds the float64 copies
 

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import ops, state
-from gradwire.comm.collectives.group import timeout_of
 from gradwire.comm.collectives.reducer import Reducer
+from gradwire.comm.collectives.world import timeout_of
 from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.topology import check_islands
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.base.errors import RunFault
-from gradwire.comm.collectives.bytes import sent_all_reduce
+from gradwire.comm.closed_forms import sent_all_reduce
 from gradwire.comm.collectives.meter import METER, Meter
 
 Group: TypeAlias = dist.ProcessGroup | None

@@ -7,6 +7,7 @@ al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Train
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,13 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.base.errors import unknown
-from gradwire.comm.collectives.exchange import bulk
-from gradwire.comm.collectives.group import Ranks
-from gradwire.comm.collectives.layout import Layout
-from gradwire.comm.collectives.messages import exchange
+from gradwire.comm.collectives.algorithms import Ranks, bulk, exchange
+from gradwire.comm.collectives.layout import FLOAT32, Layout, Plan
 from gradwire.comm.collectives.meter import METER, Meter
 from gradwire.comm.collectives.ops import Group
-from gradwire.comm.collectives.plan import FLOAT32, Plan
 from gradwire.comm.compressors import build
 from gradwire.comm.compressors.base import Onto
 from gradwire.comm.compressors.parameter_encoding import ENCODINGS
@@ -100,3 +98,48 @@ class ParameterGather:
         total = self.plan(layout, exact).total
         assert total is not None  # no method's sizes depend on the data
         return (self.ranks.world - 1) * total
+
+
+class Replica:
+    """The parameters of a layout as all ranks compute with them; bit-equal on all ranks of like machines.
+
+    Args:
+        gather: Sends the differences, and once, here, everything as float32.
+        layout: The parameters' layout.
+        shards: This rank's part of each parameter by name, float32.
+
+    Attributes:
+        values: float32 [world * row_numel]; padding is 0.
+    """
+
+    def __init__(self, gather: ParameterGather, layout: Layout, shards: Mapping[str, Tensor]) -> None:
+        self.gather = gather
+        self.layout = layout
+        self.values = torch.zeros(layout.numel, device=next(iter(shards.values())).device)
+        self.reset(shards)
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's row: float32 [row_numel], a view."""
+        return self.values.view(self.layout.world, -1)[self.gather.ranks.rank]
+
+    def reset(self, shards: Mapping[str, Tensor]) -> None:
+        """Set the replica to the ranks' exact shards, by name."""
+        row = torch.zeros_like(self.own)
+        for piece in self.layout.rows[self.gather.ranks.rank]:
+            row[self.layout.place_in_row(piece)] = shards[piece.name].reshape(-1)
+        self.restore(row)
+
+    def restore(self, row: Tensor) -> None:
+        """Set the replica to the rows that all ranks pass here, bit by bit."""
+        self.own.copy_(row)
+        self.gather(self.values, self.layout, exact=True)
+        self.values.add_(0.0)  # turns -0.0 into 0.0, as `ParameterGather.add` needs it
+
+    def follow(self, row: Tensor) -> None:
+        """Move the replica towards the ranks' shards.
+
+        Args:
+            row: This rank's shard as it is now: float32 [row_numel].
+        """
+        self.gather.add(row - self.own, self.values, self.layout)

@@ -21,24 +21,19 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gradwire.base.errors import BadInput, NonFiniteGradient, RunFault, unknown
+from gradwire.comm.closed_forms import FLOAT32
 from gradwire.comm.collectives import ops, state
-from gradwire.comm.collectives.algorithm import Algorithm, Kind
-from gradwire.comm.collectives.bytes import FLOAT32
+from gradwire.comm.collectives.algorithms import Algorithm, Exchange, Gather, Native, Ranks
 from gradwire.comm.collectives.codec import Codec
 from gradwire.comm.collectives.compression_error import Reduced
-from gradwire.comm.collectives.exchange import Exchange
-from gradwire.comm.collectives.gather import Gather
-from gradwire.comm.collectives.group import Ranks, check_initialized
-from gradwire.comm.collectives.layout import Layout
+from gradwire.comm.collectives.layout import Kind, Layout
 from gradwire.comm.collectives.meter import METER, Meter
-from gradwire.comm.collectives.native import Native
 from gradwire.comm.collectives.queue import CallerQueue, Handle, ReductionQueue, build_queue, finished
 from gradwire.comm.collectives.traffic import Traffic
+from gradwire.comm.collectives.world import check_initialized
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
-from gradwire.comm.compressors.exempt import Exempt
-from gradwire.comm.compressors.reduction import ReducerOptions
-from gradwire.comm.compressors.schedule import Schedule
+from gradwire.comm.compressors.reduction import Exempt, ReducerOptions, Schedule
 
 ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in (Exchange, Gather, Native)}
 NOTHING = Exempt()

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 from threading import Lock
 from typing import Any
 
-from gradwire.comm.collectives.algorithm import Kind
-from gradwire.comm.collectives.bytes import FLOAT32
+from gradwire.comm.closed_forms import FLOAT32
+from gradwire.comm.collectives.algorithms import Ranks
 from gradwire.comm.collectives.codec import Codec
-from gradwire.comm.collectives.group import Ranks
-from gradwire.comm.collectives.layout import Layout
+from gradwire.comm.collectives.layout import Kind, Layout
 
 
 class Traffic:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Event, Thread
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ import torch.distributed as dist
 
 from gradwire.base.errors import BadInput, RunFault, unknown
 from gradwire.base.rank_env import BACKENDS, DEVICES, TIMEOUT, RankEnv, rank_env, ranks_here
+from gradwire.comm.collectives import ops
+from gradwire.comm.collectives.meter import Meter
 
 
 @dataclass(frozen=True)
@@ -194,3 +197,80 @@ def host_store(address: str, port: int) -> dist.TCPStore:
         multi_tenant=True,
         master_listen_fd=listening.detach(),
     )
+
+
+def timeout_of(group: ops.Group) -> timedelta:
+    """Return the timeout of a process group's collectives, for which torch has no public name."""
+    own = group or dist.group.WORLD
+    assert own is not None
+    device = torch.device("cuda" if dist.get_backend(own) == "nccl" else "cpu")
+    return own._get_backend(device).options._timeout
+
+
+def check_initialized(what: str) -> None:
+    """Check that there is a process group.
+
+    Args:
+        what: The message's subject, with its article.
+
+    Raises:
+        BadInput: If there is none.
+    """
+    if not dist.is_initialized():
+        raise BadInput(
+            f"{what} needs a process group: call torch.distributed.init_process_group first, in a script that torchrun "
+            f"starts."
+        )
+
+
+BEATS = 10  # heartbeats per timeout
+
+
+@contextmanager
+def all_alive(world: World, timeout: float) -> Iterator[Callable[[], None]]:
+    """Send heartbeats while this rank works inside the context; the exit waits for the other ranks while they live.
+
+    A thread sends the heartbeats, so a rank that computes for hours is not reported; one that was stopped, failed, or
+    lost its machine is.
+
+    Args:
+        world: This rank's process group; all of its ranks must enter the context.
+        timeout: Seconds without a heartbeat after which a rank counts as dead.
+
+    Yields:
+        A cheap check to call from time to time.
+
+    Raises:
+        RunFault: From the check, and on exit, if a rank counts as dead.
+    """
+    if world.world_size == 1:
+        yield lambda: None
+        return
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout))
+    done, gone = Event(), Event()
+    missed: list[Exception] = []
+
+    def all_done() -> bool:
+        return bool(ops.all_reduce(torch.tensor(int(done.is_set())), "min", group, meter=Meter()))
+
+    def beat() -> None:
+        try:
+            while not (gone.is_set() or all_done()):
+                done.wait(timeout / BEATS)
+        except Exception as error:
+            missed.append(error)
+
+    def check() -> None:
+        if missed:
+            raise RunFault(f"a rank exited, or sent no heartbeat for {timeout:g} s.") from missed[0]
+
+    thread = Thread(target=beat, daemon=True)  # a failed rank does not wait for the others
+    thread.start()
+    try:
+        yield check
+    except BaseException:
+        gone.set()
+        raise
+    done.set()
+    thread.join()
+    check()

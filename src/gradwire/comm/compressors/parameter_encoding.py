@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from gradwire.comm.compressors.exempt import Exempt
+from gradwire.comm.compressors.reduction import Exempt
 
 ParamCompress = Literal["none", "bf16", "int8", "fp8", "int4", "int4-diff"]
 

@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import Reducer, state
 from gradwire.comm.collectives.ops import Group
-from gradwire.comm.collectives.parameters import ParameterGather
+from gradwire.comm.collectives.parameters import ParameterGather, Replica
 from gradwire.comm.collectives.reducer import check_options
-from gradwire.comm.collectives.replica import Replica
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.parallel.backward import in_backward

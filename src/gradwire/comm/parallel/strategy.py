@@ -16,9 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import IslandReducer, Reducer, ops
+from gradwire.comm.collectives.layout import Kind
 from gradwire.comm.collectives.ops import Group
-from gradwire.comm.collectives.reducer import Kind
-from gradwire.comm.collectives.replica import Replica
+from gradwire.comm.collectives.parameters import Replica
 from gradwire.comm.parallel import mesh
 from gradwire.comm.parallel.buckets import BUCKET_MB, MB
 from gradwire.comm.parallel.mesh import has_gradient, local

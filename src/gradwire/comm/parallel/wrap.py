@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.base.errors import BadInput, unknown
+from gradwire.comm.closed_forms import raw_all_gather, raw_all_reduce, raw_reduce_scatter
 from gradwire.comm.collectives import IslandReducer, Islands, Reducer
-from gradwire.comm.collectives.bytes import raw_all_gather, raw_all_reduce, raw_reduce_scatter
-from gradwire.comm.collectives.group import check_initialized
+from gradwire.comm.collectives.world import check_initialized
 from gradwire.comm.parallel.checks import (
     Completeness,
     check_agreement,

@@ -17,8 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.comm.collectives import Layout, Reducer
 from gradwire.comm.collectives.ops import Group
-from gradwire.comm.collectives.parameters import ParameterGather
-from gradwire.comm.collectives.replica import Replica
+from gradwire.comm.collectives.parameters import ParameterGather, Replica
 from gradwire.comm.parallel.backward import EndOfBackward, in_backward
 from gradwire.comm.parallel.mesh import local
 from gradwire.comm.parallel.names import named_parameters, trainable
