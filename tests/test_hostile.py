@@ -22,6 +22,7 @@ from gradwire.bench import config
 from gradwire.bench.launch import leases
 from gradwire.comm.communication import Communication
 from gradwire.comm.compressors import registry
+from gradwire.comm.compressors.reduction import ReducerOptions
 from gradwire.lm.models import causal
 
 INTEGERS = ["-1", str(2**80)]  # what no flag takes, whatever it counts
@@ -114,7 +115,7 @@ def fields(model: Any) -> Iterator[dict[str, Any]]:
 def test_every_integer_of_the_configuration_has_bounds(name):
     schemas = {
         "configuration": [config.json_schema()],
-        "cell": [config.Reduction.model_json_schema(), Communication.model_json_schema()],
+        "cell": [ReducerOptions.model_json_schema(), Communication.model_json_schema()],
     }
     for part in fields(schemas.get(name) or [registry.option_schema(name)]):
         if part.get("type") == "integer" and "enum" not in part:

@@ -1,4 +1,4 @@
-"""Closed forms of the bytes that bandwidth-optimal collectives send.
+"""Closed forms of the bytes that bandwidth-optimal collectives send; the only such formulas of the package.
 
 Totals are over all ranks, so that they are integers. A single rank's bytes assume a buffer cut into `share` s; they add
 up to the total exactly, also if the number of ranks does not divide the buffer.
@@ -6,7 +6,26 @@ up to the total exactly, also if the number of ranks does not divide the buffer.
 
 from __future__ import annotations
 
-FLOAT32 = 4  # bytes
+FLOAT32_BYTES = 4
+PASSES = {"reduce_scatter": 1, "all_gather": 1, "all_to_all": 1, "all_reduce": 2}
+"""How often a collective sends its buffer to or from ``world - 1`` ranks."""
+
+
+def total_bytes(op: str, nbytes: int, world: int) -> int:
+    """Return the bytes over all ranks of a collective.
+
+    Args:
+        op: A key of `PASSES`.
+        nbytes: Bytes of the buffer: of a reduction's input on each rank, or of all that an all-gather delivers, or of
+            what a rank has for all ranks in an all-to-all.
+        world: Number of ranks.
+    """
+    return PASSES[op] * (world - 1) * nbytes
+
+
+def raw_bytes(op: str, numel: int, world: int) -> int:
+    """Return the bytes over all ranks of a float32 collective on a buffer of ``numel`` elements."""
+    return total_bytes(op, FLOAT32_BYTES * numel, world)
 
 
 def share(amount: int, world: int, rank: int) -> int:
@@ -14,22 +33,9 @@ def share(amount: int, world: int, rank: int) -> int:
     return amount * (rank + 1) // world - amount * rank // world
 
 
-def raw_reduce_scatter(numel: int, world: int) -> int:
-    """Return the bytes over all ranks of a float32 reduce-scatter of ``numel`` elements."""
-    return (world - 1) * FLOAT32 * numel
+def rank_bytes(op: str, nbytes: int, mine: int, world: int) -> int:
+    """Return the bytes that one rank, whose part of the buffer has ``mine`` bytes, sends in a reduction.
 
-
-def raw_all_gather(numel: int, world: int) -> int:
-    """Return the bytes over all ranks of a float32 all-gather to ``numel`` elements: each part goes to all others."""
-    return raw_reduce_scatter(numel, world)
-
-
-def raw_all_reduce(numel: int, world: int) -> int:
-    """Return the bytes over all ranks of a float32 all-reduce of ``numel`` elements."""
-    return 2 * raw_reduce_scatter(numel, world)
-
-
-def sent_all_reduce(amount: int, world: int, rank: int) -> int:
-    """Return the bytes ``rank`` sends to all-reduce ``amount`` bytes: the others' shares, then its own to each."""
-    own = share(amount, world, rank)
-    return amount - own + (world - 1) * own
+    It sends the other parts to their owners, and in an all-reduce the mean of its own to each of them.
+    """
+    return nbytes - mine + ((world - 1) * mine if op == "all_reduce" else 0)

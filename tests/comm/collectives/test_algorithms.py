@@ -13,10 +13,9 @@ from diagonals import diagonals
 from test_reducer import CUTS, SHAPES, buffer, gradients
 
 from gradwire.base.errors import BadInput
-from gradwire.comm.closed_forms import raw_all_reduce
+from gradwire.comm.closed_forms import raw_bytes
 from gradwire.comm.collectives import Exempt, Layout, Reducer
 from gradwire.comm.compressors import build
-from gradwire.comm.compressors.reduction import Schedule
 
 worlds = pytest.mark.parametrize("size", [2, 3, 4])
 every_cut = pytest.mark.parametrize("cut", CUTS)
@@ -161,8 +160,7 @@ def test_what_does_not_go_together_is_refused(world, name, options, message):
 
 
 def scheduled(rank, world, group):
-    schedule = Schedule("powersgd", {"rank": 1}, {"rank": {2: 3}})
-    reducer = Reducer(schedule.at(0), group, schedule=schedule)
+    reducer = Reducer({"method": "powersgd", "rank": 1}, group, schedule={"rank": {2: 3}})
     layout, rows = Layout.dim0(BIG, world), []
     for step in range(4):
         before, expected = reducer.traffic["sent"], reducer.closed_form(layout, "all_reduce")
@@ -186,7 +184,7 @@ FORMS = [(shape[0], math.prod(shape[1:])) if len(shape) > 1 else shape for _, sh
 def test_float32_natively_costs_what_an_all_reduce_costs(world):
     results = world(3).run(reduced, BIG, "dim0", "all_reduce", "none", {}, {"algorithm": "native"}, 1)
     numel = sum(math.prod(shape) for _, shape in BIG)
-    assert results[0][0][0][2] == raw_all_reduce(numel, 3)
+    assert results[0][0][0][2] == raw_bytes("all_reduce", numel, 3)
 
 
 LONG = [("matrix", (67, 131)), ("bias", (7,)), ("long", (5003,))]

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.base.errors import RunFault
-from gradwire.comm.closed_forms import raw_all_reduce, raw_reduce_scatter, sent_all_reduce
+from gradwire.comm.closed_forms import rank_bytes, raw_bytes, share
 from gradwire.comm.collectives import Exempt, Layout, Piece
 
 shapes = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1, max_size=5).map(
@@ -122,5 +122,6 @@ def test_exempt_covers_what_it_says():
 
 @given(numel=st.integers(0, 50), world=worlds)
 def test_parts_of_the_ranks_add_up_to_the_closed_form(numel, world):
-    assert sum(sent_all_reduce(4 * numel, world, rank) for rank in range(world)) == raw_all_reduce(numel, world)
-    assert raw_all_reduce(numel, world) == 2 * raw_reduce_scatter(numel, world)
+    for op, passes in (("reduce_scatter", 1), ("all_reduce", 2)):
+        parts = [rank_bytes(op, 4 * numel, share(4 * numel, world, rank), world) for rank in range(world)]
+        assert sum(parts) == raw_bytes(op, numel, world) == passes * (world - 1) * 4 * numel

@@ -11,14 +11,13 @@ import pytest
 import torch
 
 from gradwire.base.errors import BadInput, NonFiniteGradient, RunFault
-from gradwire.bench.config import Reduction
-from gradwire.comm.closed_forms import raw_all_reduce, raw_reduce_scatter
+from gradwire.comm.closed_forms import raw_bytes
 from gradwire.comm.collectives import METER, Exempt, Layout, Reducer, ops, state
 from gradwire.comm.collectives.algorithms import Ranks, exchange
-from gradwire.comm.collectives.reducer import ALGORITHMS
+from gradwire.comm.collectives.reducer import ALGORITHMS, check_options
 from gradwire.comm.compressors import available, build
 from gradwire.comm.compressors.base import Compressor, numel
-from gradwire.comm.compressors.reduction import ReducerOptions, Schedule
+from gradwire.comm.compressors.reduction import ReducerOptions
 
 SHAPES = [("matrix", (5, 3)), ("bias", (7,)), ("scalar", (1,)), ("cube", (2, 3, 2)), ("row", (1, 4))]
 NUMEL = sum(math.prod(shape) for _, shape in SHAPES)
@@ -169,9 +168,9 @@ def test_small_tensors_that_travel_as_float32_unasked_are_counted(world, kind):
 
 
 def check_bytes(results, layout, size):
-    for kind, closed_form in (("reduce_scatter", raw_reduce_scatter), ("all_reduce", raw_all_reduce)):
+    for kind, passes in (("reduce_scatter", 1), ("all_reduce", 2)):
         traffic = [result[f"{kind} traffic"] for result in results]
-        assert sum(t["raw"] for t in traffic) == closed_form(NUMEL, size)
+        assert sum(t["raw"] for t in traffic) == passes * (size - 1) * 4 * NUMEL
         assert results[0][f"{kind} closed form"] in (None, sum(t["sent"] for t in traffic))  # None: it is the data's
         assert all(t["closed_form"] == results[0][f"{kind} closed form"] for t in traffic)
         assert all(t["sent"] == sum(cost["bytes"] for cost in t["by_op"].values()) for t in traffic)
@@ -242,7 +241,7 @@ def test_dense_steps_send_float32_first(world):
         dense = step < 2
         assert all((error < 1e-6) == dense for error, _, _ in rows)
         assert sum(sent for _, sent, _ in rows) == rows[0][2]
-        assert (rows[0][2] == raw_all_reduce(NUMEL, 2)) == dense
+        assert (rows[0][2] == raw_bytes("all_reduce", NUMEL, 2)) == dense
 
 
 def poisoned(rank, world, group, policy, kind, bad):
@@ -274,7 +273,7 @@ def test_all_ranks_agree_on_what_one_rank_met(world, size, policy, kind):
         assert first is (policy == "propagate")
     assert (second, count, step) == (True, 1, 2)
     assert [result[:3] for result in results] == [results[0][:3]] * size
-    assert sum(result[3] for result in results) == 2 * raw_all_reduce(1, size) // 4, "one byte per step"
+    assert sum(result[3] for result in results) == 2 * raw_bytes("all_reduce", 1, size) // 4, "one byte per step"
 
 
 def poisoned_pieces(rank, world, group, options):
@@ -432,9 +431,8 @@ def other_options(rank, world, group):
         with pytest.raises(BadInput) as refused:
             reducer.load_state_dict(other.state_dict())
         answers[option] = str(refused.value)
-    changing = Schedule("int8", {}, {"num_bits": {5: 4}})
     for option, other in {
-        "schedule": Reducer(changing.at(0), group, schedule=changing, **options),
+        "schedule": Reducer(build("int8"), group, schedule={"num_bits": {5: 4}}, **options),
         "nonfinite": Reducer(build("int8"), group, nonfinite="skip", **options),
     }.items():
         try:
@@ -493,7 +491,7 @@ def test_a_used_reducer_forgets_what_it_kept_under_another_number_of_ranks(world
     assert all(step == 44 and not any(forgotten.values()) for step, forgotten, _ in results)
     sent = [sum(one) for one in zip(*[[sent for sent, _ in rows] for _, _, rows in results], strict=True)]
     assert sent == [expected for _, expected in results[0][2]]
-    assert sent[0] == raw_all_reduce(2000, 2) > sent[2], "it begins with the window of its first steps"
+    assert sent[0] == raw_bytes("all_reduce", 2000, 2) > sent[2], "it begins with the window of its first steps"
 
 
 def wrong_buffer(rank, world, group):
@@ -557,15 +555,47 @@ def test_another_type_or_option_is_refused(world, given, message):
         world(1).run(accepted, given)
 
 
-def test_the_keywords_are_the_options_of_a_cell():
+def test_the_signature_shows_every_option():
     keywords = inspect.signature(Reducer).parameters
-    options = {
-        name: field.get_default(call_default_factory=True) for name, field in ReducerOptions.model_fields.items()
-    }
-    assert {name: keywords[name].default for name in options} == options
-    assert set(keywords) - set(options) == {"compressor", "group", "schedule", "seed"}
-    assert set(Reduction.model_fields) == {*options, "schedule"}
+    assert {name: keywords[name].default for name in ReducerOptions.model_fields} == dict(ReducerOptions())
+    assert set(keywords) - set(ReducerOptions.model_fields) == {"compressor", "group", "seed"}
     assert get_args(ReducerOptions.model_fields["algorithm"].annotation) == ("auto", *ALGORITHMS)
+
+
+@pytest.mark.parametrize(
+    ("given", "changes", "built"),
+    [
+        ("topk", {"density": {"0": 0.25, 20: 0.05}}, {0: ("topk", 0.25), 19: ("topk", 0.25), 20: ("topk", 0.05)}),
+        ({"method": "topk", "density": 0.5}, {"density": {3: 0.1}}, {2: ("topk", 0.5), 3: ("topk", 0.1)}),
+        (build("topk", density=0.5), {"density": {3: 0.1}}, {2: ("topk", 0.5), 900: ("topk", 0.1)}),
+        (
+            build("topk+int8+entropy", density=0.5, num_bits=4),
+            {"density": {1: 0.2}, "int8.num_bits": {2: 8}},
+            {n: ("topk+int8+entropy", *values) for n, values in enumerate([(0.5, 4), (0.2, 4), (0.2, 8)])},
+        ),
+    ],
+)
+def test_a_schedule_is_a_mapping_as_in_a_cell(given, changes, built):
+    schedule, _ = check_options(given, schedule=changes)
+    for step, (name, *values) in built.items():
+        options = dict(zip(("density", "num_bits"), values, strict=False))
+        assert schedule.at(step) == build(name, **options), step
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"error_feedbak": True}, "unknown option of Reducer 'error_feedbak'.*Did you mean 'error_feedback'"),
+        ({"schedule": {"densty": {0: 0.1}}}, "unknown topk option in the schedule, 'densty'.*Did you mean 'density'"),
+        ({"schedule": {"density": {-1: 0.1}}}, "schedule of 'density'"),
+        ({"schedule": {"density": {0: 7.0}}}, "topk option 'density' is 7.0"),
+        ({"schedule": {"density": 0.1}}, "the reducer's option schedule.density is 0.1"),
+        ({"schedule": {"density": {0: 0.1, "0": 0.2}}}, "a step is given twice"),
+    ],
+)
+def test_options_are_checked_without_a_process_group(options, message):
+    with pytest.raises(BadInput, match=message):
+        check_options("topk", **options)
 
 
 def carried(rank, world, group):
@@ -618,7 +648,7 @@ def test_every_operation_is_right_and_counted(world, size):
         assert costs["broadcast", "control"] == ((size - 1) * 20 if rank == 1 else 0, 1, True)
         assert costs["all_to_all", "control"] == (sum(d + 1 for d in range(size) if d != rank), 1, True)
     for key, numbers in ((("all_reduce", "control"), 3), (("all_reduce", "agreement"), 2)):
-        assert sum(result[-1][key][0] for result in results) == raw_all_reduce(numbers, size)
+        assert sum(result[-1][key][0] for result in results) == raw_bytes("all_reduce", numbers, size)
 
 
 def in_bulk(rank, world, group):

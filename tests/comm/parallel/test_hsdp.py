@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import IslandReducer, Islands, Reducer, build_islands
 from gradwire.comm.compressors import build
-from gradwire.comm.compressors.reduction import Schedule
 from gradwire.comm.parallel import accumulation, clip_grad_norm, full_state_dict, hook, optimizers, wrap
 from gradwire.comm.parallel.backward import EndOfBackward
 from gradwire.comm.parallel.strategies.fsdp2 import ReduceScatter, groups, take_over_factor
@@ -327,7 +326,7 @@ def optioned(rank, world, group):
     reducer = IslandReducer(
         build("onebit", block=16),
         build_islands(2),
-        schedule=Schedule("onebit", {"block": 16}, {"block": {0: 16, 3: 8}}),
+        schedule={"block": {0: 16, 3: 8}},
         error_feedback=True,
         **OPTIONS,
     )

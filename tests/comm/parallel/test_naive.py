@@ -19,7 +19,7 @@ from test_frameworks import (
 from torch import nn
 
 from gradwire.base.errors import RunFault
-from gradwire.comm.closed_forms import raw_all_reduce
+from gradwire.comm.closed_forms import raw_bytes
 from gradwire.comm.collectives import METER
 from gradwire.comm.parallel import accumulation, checkpoint_state, full_state_dict, named_parameters, wrap
 from gradwire.comm.parallel.buckets import FEWEST
@@ -269,7 +269,7 @@ def test_collectives_and_bytes_of_a_step(world, strategy):
     parameters = list(model_of("gpt2").parameters())
     results = world(3).run(counted, strategy)
     assert {calls for calls, _ in results} == {len(parameters) if strategy == "naive" else FEWEST}
-    assert sum(sent for _, sent in results) == raw_all_reduce(sum(p.numel() for p in parameters), 3)
+    assert sum(sent for _, sent in results) == raw_bytes("all_reduce", sum(p.numel() for p in parameters), 3)
 
 
 def nothing_trained(rank, world, group, strategy):

@@ -64,7 +64,7 @@ def swapped(model):
     gather = replica.gather
     [batch] = gather.plan(replica.layout, False).rows[gather.ranks.rank].batches
     one, other = (segment.at for segment in list(batch.segments)[:2])
-    send = parameters.exchange
+    send = parameters.gather_rows
 
     def swapping(message, *args, **kwargs):
         size = batch.segments.nbytes
@@ -74,7 +74,7 @@ def swapped(model):
             copied[other : other + 4] = first
         return send(message, *args, **kwargs)
 
-    parameters.exchange = swapping
+    parameters.gather_rows = swapping
 
 
 FAULTS = {"missed": missed, "swapped": swapped}
@@ -82,7 +82,7 @@ FAULTS = {"missed": missed, "swapped": swapped}
 
 def trained(rank, world, group, name, encoding, optimizer, micros=1, steps=4, fault=None, islands=1):
     """Of each step: the exact weights before it, those computed with, the gradients, and the bytes of parameters."""
-    send = parameters.exchange
+    send = parameters.gather_rows
     model = wrapped(name, encoding, group, islands)
     chosen = optimizer_of(optimizer, model)
     found = []
@@ -107,7 +107,7 @@ def trained(rank, world, group, name, encoding, optimizer, micros=1, steps=4, fa
                 evaluated = weights_seen(model.eval(), lambda: loss_of(name, model, batch_of(name, rank)))
                 assert rank or all(torch.equal(evaluated[key], before[key]) for key in evaluated), "exact weights"
             model.train()
-    parameters.exchange = send
+    parameters.gather_rows = send
     return found, first_difference(model, chosen), [r.values.nbytes for r in strategy_of(model).replicas.values()]
 
 

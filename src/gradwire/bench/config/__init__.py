@@ -5,7 +5,7 @@ schema for editors (``workflow/schemas/config.schema.json``). torch is imported 
 compressor's own options.
 """
 
-from gradwire.bench.config.cell import FLAGS, Cell, Reduction, check_private
+from gradwire.bench.config.cell import FLAGS, Cell, check_private
 from gradwire.bench.config.dataset import Dataset
 from gradwire.bench.config.file import Experiment, Targets, experiment, json_schema, load
 from gradwire.bench.config.grid import Gradients, Grid, Run
@@ -22,7 +22,6 @@ __all__ = [
     "Gradients",
     "Grid",
     "Precision",
-    "Reduction",
     "Run",
     "Strategy",
     "Targets",

@@ -15,21 +15,13 @@ from gradwire.bench.config.values import Name, Precision
 from gradwire.comm.communication import CommOptimizer, Communication, check_communication, preset
 from gradwire.comm.compressors import registry
 from gradwire.comm.compressors.parameter_encoding import ENCODINGS, ParamCompress
-from gradwire.comm.compressors.reduction import ByStep, ReducerOptions, Schedule
+from gradwire.comm.compressors.reduction import ReducerOptions, Schedule
 
 OF_TRAINING = ("lr", "beta2", "precision")  # keys of a cell that replace those of `training`
 # Keys of a cell that are options neither of its method, nor the reducer, nor a communicating optimizer.
 OTHERS = ("inside", "param_compress", *OF_TRAINING)
 # Flags of `train` that are also keys of a cell.
 FLAGS = {"comm_compress": "method", "comm_optimizer": "comm_optimizer", "param_compress": "param_compress"}
-
-
-class Reduction(ReducerOptions):
-    """The reducer's options in a cell; ``comm.collectives.Reducer`` explains them."""
-
-    schedule: dict[str, ByStep] = Field(
-        default_factory=dict, description="values of an option from given steps on, as {density: {0: 0.25, 20: 0.05}}"
-    )
 
 
 class Cell(Strict):
@@ -51,7 +43,7 @@ class Cell(Strict):
     label: Name
     method: str
     options: dict[str, Any]
-    reduction: Reduction
+    reduction: ReducerOptions
     communication: Communication
     inside: Cell | None = None
     param_compress: ParamCompress = "none"
@@ -74,7 +66,7 @@ class Cell(Strict):
         method = given.pop("method", chosen.method or label)
         if not isinstance(method, str):
             raise BadInput(f"{where}: `method` must be a name, got {json.dumps(method)}.")
-        reduction = {key: given.pop(key) for key in Reduction.model_fields if key in given}
+        reduction = {key: given.pop(key) for key in ReducerOptions.model_fields if key in given}
         communication = {key: given.pop(key) for key in Communication.model_fields if key in given}
         others = {key: given.pop(key) for key in OTHERS if key in given}
         try:
@@ -82,7 +74,7 @@ class Cell(Strict):
                 others["inside"] = cls._parse_inside(others["inside"])
             method = "+".join(cls._members(method, given))
             if given or "+" in method or "schedule" in reduction:  # imports torch, so only if necessary
-                cells = [*Reduction.model_fields, *Communication.model_fields, *OTHERS, "method"]
+                cells = [*ReducerOptions.model_fields, *Communication.model_fields, *OTHERS, "method"]
                 known = [*registry.options(method), *cells]
                 for key in given:
                     if key not in known:
@@ -101,7 +93,7 @@ class Cell(Strict):
             if cell.beta2 is not None and (optimizer == "demo" or cell.communication.inner == "sgd"):
                 raise BadInput("beta2 is a decay rate of AdamW, which this cell does not use; omit it.")
             if cell.reduction.schedule:
-                Schedule(method, given, cell.reduction.schedule)
+                Schedule(registry.build(method, **given), cell.reduction.schedule)
             return cell
         except BadInput as error:
             raise BadInput(f"{where}: {error}") from None
@@ -117,7 +109,7 @@ class Cell(Strict):
         try:
             return registry.members(method)
         except BadInput:
-            known = [*Reduction.model_fields, *Communication.model_fields, *OTHERS, "method"]
+            known = [*ReducerOptions.model_fields, *Communication.model_fields, *OTHERS, "method"]
             for key in given:
                 if nearest(key, known, 1) == ["method"]:
                     raise unknown("key", key, known) from None

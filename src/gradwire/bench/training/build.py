@@ -20,7 +20,6 @@ from gradwire.comm import parallel
 from gradwire.comm.collectives import IslandReducer, Reducer, build_islands
 from gradwire.comm.collectives.world import World
 from gradwire.comm.compressors import build as build_compressor
-from gradwire.comm.compressors.reduction import Schedule
 from gradwire.comm.parallel import optimizers
 from gradwire.comm.parallel.optimizers import inner
 from gradwire.lm.data.shards import Shards
@@ -107,10 +106,7 @@ def build_reducer(settings: Settings, world: World) -> Reducer | None:
 
 def reducer_options(cell: Cell) -> dict[str, Any]:
     """The options that a cell gives its reducer."""
-    options = {name: getattr(cell.reduction, name) for name in cell.reduction.model_fields_set}
-    if "schedule" in options:
-        options["schedule"] = Schedule(cell.method, cell.options, options["schedule"])
-    return options
+    return {name: getattr(cell.reduction, name) for name in cell.reduction.model_fields_set}
 
 
 def build_optimizer(

@@ -6,20 +6,23 @@ depends on the data; only such sizes are sent, before the data.
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from gradwire.comm.closed_forms import total_bytes
 from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.codec import Codec
-from gradwire.comm.collectives.layout import Kind, Layout, Piece, Sizes
+from gradwire.comm.collectives.layout import FLOAT32, Kind, Layout, Piece, Plan, Sizes
 from gradwire.comm.collectives.meter import Meter
+from gradwire.comm.compressors.feedback import Feedback
 from gradwire.comm.compressors.rounds import Ask, Context, Rounds
+
+T = TypeVar("T")
 
 
 class Ranks(NamedTuple):
@@ -46,8 +49,6 @@ class Algorithm(ABC):
         ranks: The participating ranks.
     """
 
-    name: ClassVar[str]
-
     def __init__(self, codec: Codec, ranks: Ranks) -> None:
         self.codec = codec
         self.ranks = ranks
@@ -66,9 +67,10 @@ class Algorithm(ABC):
 
 
 class Exchange(Algorithm):
-    """Works with every compressor."""
+    """Sends each row's encodings to the row's owner, which decodes, sums in float32 and divides once.
 
-    name = "exchange"
+    An all-reduce then sends each owner's means to all ranks, encoded again or as float32. Works with every compressor.
+    """
 
     def mean_of_row(self, flat: Tensor, layout: Layout) -> Tensor:
         """Encode all rows and send them to their owners; decode and average this rank's row."""
@@ -77,8 +79,8 @@ class Exchange(Algorithm):
         own = plan.rows[ranks.rank]
         with ranks.meter.span("encode", "codec", device=flat.device):
             message, lengths = codec.encode(flat, plan.whole, "scatter", lambda row: int(row != ranks.rank))
-        known = [*own.sizes] * ranks.world
-        incoming, lengths = exchange(message, lengths, plan.sizes, known, ranks, bulk=bulk(plan.sizes))
+        sizes = plan.whole.sizes
+        incoming, lengths = exchange(message, lengths, sizes, [*own.sizes] * ranks.world, ranks, bulk=bulk(sizes))
         with ranks.meter.span("decode", "codec", device=flat.device):
             mean = torch.zeros(layout.row_numel, dtype=torch.float32, device=flat.device)
             own.decode(incoming, lengths, mean, "zero")  # summed in rank order
@@ -89,62 +91,57 @@ class Exchange(Algorithm):
         codec, ranks = self.codec, self.ranks
         mean = self.mean_of_row(flat, layout)
         plan = codec.plan(layout, "gather")
-        own = plan.rows[ranks.rank]
         with ranks.meter.span("encode", "codec", device=flat.device):
-            message, lengths = codec.encode(mean, own, "gather", lambda _: ranks.world - 1)
-            copies, known = torch.cat([message] * ranks.world), [*own.sizes] * ranks.world
-        incoming, lengths = exchange(copies, lengths * ranks.world, known, plan.sizes, ranks, bulk=bulk(plan.sizes))
+            message, lengths = codec.encode(mean, plan.rows[ranks.rank], "gather", lambda _: ranks.world - 1)
+        incoming, lengths = gather_rows(message, lengths, plan, ranks)
         with ranks.meter.span("decode", "codec", device=flat.device):
             full = torch.zeros(layout.numel, dtype=torch.float32, device=mean.device)
-            plan.whole.decode(incoming, [[length for row in lengths for length in row]], full, "blank")
+            plan.whole.decode(incoming, lengths, full, "blank")
             return full
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
-        """Return the payload bytes over all ranks: ``world - 1`` times all encodings, for each phase.
-
-        In the reduce-scatter ``world - 1`` ranks send each row to its owner; an all-reduce also sends each row from its
-        owner to ``world - 1`` ranks.
-        """
-        totals = [self.codec.plan(layout, "scatter").total]
-        if kind == "all_reduce":
-            totals.append(self.codec.plan(layout, "gather").total)
-        known = [total for total in totals if total is not None]
-        return (self.ranks.world - 1) * sum(known) if len(known) == len(totals) else None
+        """Return the payload bytes over all ranks: an all-to-all's, and an all-gather's for an all-reduce."""
+        world = self.ranks.world
+        scattered = self.codec.plan(layout, "scatter").whole.total
+        gathered = self.codec.plan(layout, "gather").whole.total if kind == "all_reduce" else 0
+        if scattered is None or gathered is None:
+            return None
+        return total_bytes("all_to_all", scattered, world) + total_bytes("all_gather", gathered, world)
 
 
 class Gather(Algorithm):
-    """Meant for all-reduces; a reduce-scatter discards all rows but this rank's."""
+    """Sends all ranks every encoding of the whole buffer, which they decode and average.
 
-    name = "gather"
+    One encoding and one collective instead of two, for ``world / 2`` times the bytes: useful with two ranks, and for
+    models so small that latency dominates. Meant for all-reduces; a reduce-scatter discards all rows but this rank's.
+    """
 
     def mean_of_row(self, flat: Tensor, layout: Layout) -> Tensor:
         """All-reduce, and return this rank's row."""
-        row = self.ranks.rank * layout.row_numel
-        return self.mean_everywhere(flat, layout)[row : row + layout.row_numel].clone()
+        return self.mean_everywhere(flat, layout).view(layout.world, -1)[self.ranks.rank].clone()
 
     def mean_everywhere(self, flat: Tensor, layout: Layout) -> Tensor:
         """Encode everything, gather, decode and average, summed in rank order."""
         codec, ranks = self.codec, self.ranks
         table = codec.plan(layout, "scatter").whole
-        sizes = [[size for row in table.sizes for size in row]]
         with ranks.meter.span("encode", "codec", device=flat.device):
-            message, lengths = codec.encode(flat, table, "scatter", lambda _: ranks.world - 1)
-        own = [[length for row in lengths for length in row]] * ranks.world
+            message, by_row = codec.encode(flat, table, "scatter", lambda _: ranks.world - 1)
+        lengths = joined(by_row) * ranks.world
         if table.total is None:
-            copies, known = torch.cat([message] * ranks.world), sizes * ranks.world
-            incoming, own = exchange(copies, own, known, known, ranks)
+            sizes = joined(table.sizes) * ranks.world
+            incoming, lengths = exchange(torch.cat([message] * ranks.world), lengths, sizes, sizes, ranks)
         else:
-            bulk = message.numel() > ops.CHUNK
-            incoming = ops.all_gather(message, ranks.group, "payload", ranks.meter, bulk=bulk).view(-1)
+            bulky = message.numel() > ops.CHUNK
+            incoming = ops.all_gather(message, ranks.group, "payload", ranks.meter, bulk=bulky).view(-1)
         with ranks.meter.span("decode", "codec", device=flat.device):
             mean = torch.zeros(layout.numel, dtype=torch.float32, device=flat.device)
-            table.decode(incoming, own, mean, "zero")
+            table.decode(incoming, lengths, mean, "zero")
             return mean.div_(ranks.world)
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
-        """Return the payload bytes over all ranks: every rank sends its encodings to all others."""
-        total, world = self.codec.plan(layout, "scatter").total, self.ranks.world
-        return None if total is None else world * (world - 1) * total
+        """Return the payload bytes over all ranks: an all-gather's of every rank's encodings."""
+        total, world = self.codec.plan(layout, "scatter").whole.total, self.ranks.world
+        return None if total is None else total_bytes("all_gather", world * total, world)
 
 
 class Talk(NamedTuple):
@@ -154,29 +151,30 @@ class Talk(NamedTuple):
         pieces: The parameter's pieces, in the order of its elements.
         rounds: The compressor's generator.
         bad: Whether this rank's gradient is not finite: uint8 [1].
+        feedback: Its error feedback; None if there is none.
     """
 
     pieces: tuple[Piece, ...]
     rounds: Rounds
     bad: Tensor
+    feedback: Feedback | None
 
-    def part(self, row: int) -> Piece | None:
+    def piece(self, row: int) -> Piece | None:
         """Return the parameter's piece in a row."""
         return next((piece for piece in self.pieces if piece.row == row), None)
 
 
 class Native(Algorithm):
-    """For compressors that have `rounds`."""
+    """Runs a compressor's `rounds` with reducing collectives, fused over the parameters of a buffer.
 
-    name = "native"
+    All parameters advance together; their requests of one round with the same operation and dtype share a collective.
+    """
 
     def mean_of_row(self, flat: Tensor, layout: Layout) -> Tensor:
         """Return this rank's row; if a compressor reduces by rows, only that part is summed."""
-        row = self.ranks.rank
         out = torch.zeros(layout.row_numel, dtype=torch.float32, device=flat.device)
         for talk, mean in self._means(flat, layout, "reduce_scatter"):
-            piece = talk.part(row)
-            if piece is not None:
+            if piece := talk.piece(self.ranks.rank):
                 out[layout.place_in_row(piece)] = mean if mean.numel() == piece.numel else mean[piece.source]
         return out
 
@@ -189,28 +187,26 @@ class Native(Algorithm):
         return out
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
-        """Return the payload bytes over all ranks.
-
-        An all-reduce sends its bytes ``2 (world - 1)`` times, a gather ``world (world - 1)`` times. A reduce-scatter
-        sends every rank's row, padded to the longest, ``world - 1`` times.
-        """
+        """Return the payload bytes over all ranks; a reduce-scatter sends every rank's row, padded to the longest."""
         world = self.ranks.world
-        total = 0
+        summed = gathered = 0
         rows: defaultdict[int, list[int]] = defaultdict(lambda: [0] * world)  # by size of an element
         for pieces in layout.parameters.values():
-            form, numel = whole_form(pieces[0]), sum(piece.numel for piece in pieces)
-            cost = self.codec.of(pieces[0], "scatter").round_cost(form, self.codec.method_step)
-            total += 2 * (world - 1) * cost.summed + world * (world - 1) * cost.gathered
-            for piece in pieces if numel else ():
-                rows[cost.rows // numel][piece.row] += piece.numel
-        for size, numels in rows.items():
-            total += (2 * sum(numels) if kind == "all_reduce" else world * max(numels)) * (world - 1) * size
-        return total
+            piece = whole(pieces)
+            cost = self.codec.of(piece, "scatter").round_cost(piece.form, self.codec.method_step)
+            summed, gathered = summed + cost.summed, gathered + cost.gathered
+            for part in pieces:
+                rows[cost.rows // piece.numel][part.row] += part.numel
+        by_row = sum(
+            total_bytes(kind, size * (sum(numels) if kind == "all_reduce" else world * max(numels)), world)
+            for size, numels in rows.items()
+        )
+        return by_row + total_bytes("all_reduce", summed, world) + total_bytes("all_gather", world * gathered, world)
 
     def _means(self, flat: Tensor, layout: Layout, kind: Kind) -> list[tuple[Talk, Tensor]]:
         """Return every parameter's mean as a vector: whole, or this rank's part if its compressor reduces by rows."""
         with self.ranks.meter.span("encode", "codec", device=flat.device):
-            talks = [self._talk(flat, pieces) for pieces in layout.parameters.values()]
+            talks = [self._begun(flat, pieces) for pieces in layout.parameters.values()]
             waiting = {i: next(talk.rounds) for i, talk in enumerate(talks)}
         means: dict[int, Tensor] = {}
         while waiting:
@@ -223,22 +219,31 @@ class Native(Algorithm):
                     except StopIteration as stop:
                         mean, sent = stop.value
                         means[i] = mean.reshape(-1)
-                        self.codec.update(whole(talks[i].pieces), sent.reshape(-1), talks[i].bad)
+                        self._update(talks[i], sent.reshape(-1))
         return [(talk, means[i]) for i, talk in enumerate(talks)]
 
-    def _talk(self, flat: Tensor, pieces: tuple[Piece, ...]) -> Talk:
+    def _begun(self, flat: Tensor, pieces: tuple[Piece, ...]) -> Talk:
         """Start a parameter's rounds, with its residual added."""
-        codec, piece = self.codec, whole(pieces)
+        codec, piece, feedback = self.codec, whole(pieces), None
         compressor = codec.of(piece, "scatter")
         values = torch.cat([flat[part.place] for part in pieces]).to(torch.float32)
-        values = codec.compensate(piece, values)
+        if codec.options.feedback is not None and compressor is not FLOAT32:
+            feedback = codec.feedback(piece, "scatter", flat.device)
+            values = feedback.compensate(values)
         bad = compressor.not_representable(values).to(torch.uint8).view(1)
         codec.note(bad)
-        form = whole_form(piece)
-        state = codec.state(piece.name, form) if compressor is codec.current else {}
-        codec.count(compressor, form)
-        context = Context(piece.name, form, codec.step, self.ranks.world, codec.seed)
-        return Talk(pieces, compressor.rounds(values.view(form), state, context), bad)
+        codec.count(compressor, piece.form)
+        state = codec.state(piece.name, piece.form) if compressor is codec.schedule.at(codec.step) else {}
+        context = Context(piece.name, piece.form, codec.step, self.ranks.world, codec.seed)
+        return Talk(pieces, compressor.rounds(values.view(piece.form), state, context), bad, feedback)
+
+    def _update(self, talk: Talk, sent: Tensor) -> None:
+        """Keep what of a compensated parameter was not sent."""
+        if talk.feedback is not None:
+            bad = talk.bad | FLOAT32.not_representable(sent)  # what PowerSGD sends depends on the other ranks too
+            talk.feedback.update(sent)
+            talk.feedback.drop(where=bad)
+            self.codec.note_dropped(bad)
 
     def _answers(self, talks: Sequence[Talk], asks: dict[int, Ask], kind: Kind) -> dict[int, Tensor]:
         """Return the answers to the parameters' requests, with one collective per operation and dtype."""
@@ -274,19 +279,23 @@ class Native(Algorithm):
     def _sum_rows(self, talks: Sequence[Talk], tensors: Sequence[Tensor]) -> list[Tensor]:
         """Reduce-scatter tensors in one collective, padded to the longest row; return this rank's parts as vectors."""
         group, world, rank, meter = self.ranks
-        numels = [[piece.numel if (piece := talk.part(row)) else 0 for talk in talks] for row in range(world)]
+        numels = [[piece.numel if (piece := talk.piece(row)) else 0 for talk in talks] for row in range(world)]
         longest = max(map(sum, numels))
         buffer = torch.zeros((world, longest), dtype=tensors[0].dtype, device=tensors[0].device)
         for row in range(world):
-            at = 0
-            for talk, tensor in zip(talks, tensors, strict=True):
-                if piece := talk.part(row):
-                    buffer[row, at : at + piece.numel] = tensor.reshape(-1)[piece.source]
-                    at += piece.numel
+            parts = [
+                tensor.reshape(-1)[piece.source]
+                for talk, tensor in zip(talks, tensors, strict=True)
+                if (piece := talk.piece(row))
+            ]
+            buffer[row, : sum(numels[row])] = torch.cat([buffer[row, :0], *parts])
         lacking = sum(longest - sum(row) for index, row in enumerate(numels) if index != rank)
-        self.codec.padding_bytes += lacking * buffer.element_size()
+        self.codec.counts["padding"] += lacking * buffer.element_size()
         received = ops.reduce_scatter(buffer, group, "payload", meter)
         return list(received[: sum(numels[rank])].split(numels[rank]))
+
+
+ALGORITHMS: dict[str, type[Algorithm]] = {"exchange": Exchange, "gather": Gather, "native": Native}
 
 
 def whole(pieces: tuple[Piece, ...]) -> Piece:
@@ -294,10 +303,30 @@ def whole(pieces: tuple[Piece, ...]) -> Piece:
     return pieces[0]._replace(numel=sum(piece.numel for piece in pieces), at=0)
 
 
-def whole_form(piece: Piece) -> tuple[int, ...]:
-    """Return a parameter's shape for `rounds`: a matrix with its first dimension as rows, or a vector."""
-    rows = piece.shape[0] if len(piece.shape) > 1 else None
-    return (math.prod(piece.shape),) if rows is None else (rows, math.prod(piece.shape[1:]))
+def gather_rows(
+    message: Tensor, lengths: Sequence[Sequence[int]], plan: Plan, ranks: Ranks, purpose: str = "payload"
+) -> tuple[Tensor, list[list[int]]]:
+    """Send the encodings of this rank's row to all ranks, and receive those of all rows.
+
+    Args:
+        message: The encodings: uint8 vector.
+        lengths: Their bytes, as one row.
+        plan: The plan of the buffer.
+        ranks: The participating ranks.
+        purpose: The purpose that the bytes are counted for.
+
+    Returns:
+        The encodings of the whole buffer: uint8 vector; and the bytes of each, as one message.
+    """
+    sizes, copies = plan.whole.sizes, torch.cat([message] * ranks.world)
+    known = [*plan.rows[ranks.rank].sizes] * ranks.world
+    incoming, by_row = exchange(copies, [*lengths] * ranks.world, known, sizes, ranks, purpose, bulk=bulk(sizes))
+    return incoming, joined(by_row)
+
+
+def joined(rows: Iterable[Iterable[T]]) -> list[list[T]]:
+    """Return the entries of all rows as the only row."""
+    return [[entry for row in rows for entry in row]]
 
 
 def exchange(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Container, Mapping
-from functools import partial
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -34,33 +34,26 @@ class Codec:
     """One rank's side of the compression.
 
     Args:
-        compressor: What encodes a piece.
+        schedule: The compressor of each step.
         options: The reducer's.
-        schedule: Which compressor each step uses, where it is not always ``compressor``.
+        counts: Counters of `comm.collectives.meter.Traffic`.
         seed: Of the generators.
         rank: This rank.
     """
 
     def __init__(
-        self, compressor: Compressor, options: ReducerOptions, *, schedule: Schedule | None, seed: int, rank: int
+        self, schedule: Schedule, options: ReducerOptions, *, counts: Counter[str], seed: int, rank: int
     ) -> None:
-        self.compressor = compressor
-        self.options = options
         self.schedule = schedule
+        self.options = options
+        self.counts = counts
         self.seed = seed
         self.rank = rank
         self.step = 0  # optimizer steps finished
         self.began = 0  # of them, those before anything was kept
         self.plain = False  # for now everything travels as float32, after the first steps too
-        self.index_bytes = 0  # of all encodings made so far, each counted once for every rank that it goes to
-        self.chosen_elements = 0  # that sparsifiers sent, in all encodings made so far
-        self.sparse_elements = 0  # among which they chose
-        self.encoded_elements = 0  # that compressors were given, so without what is exempt or in a dense step
-        self.fallbacks = 0  # encodings as float32, of tensors that the compressor would not have made shorter
-        self.fallback_elements = 0  # in them
-        self.padding_bytes = 0  # sent by this rank for the sake of equal messages
         self.flag: Tensor | None = None  # uint8 [1]: this rank met a value that is not finite
-        self.dropped: Tensor | None = None  # int64 [1]: residuals dropped because of that
+        self._dropped: Tensor | None = None  # int64 [1]: residuals dropped because of that
         self._plans: WeakKeyDictionary[Layout, dict[Phase, Plan]] = WeakKeyDictionary()
         self._generators: dict[tuple[str, Phase], torch.Generator] = {}
         self._restored: dict[tuple[str, Phase], Tensor] = {}  # states of generators that were not used since
@@ -70,17 +63,12 @@ class Codec:
         self._unmet: set[str] = set()  # parameters whose restored state was not used since
         self._met: dict[tuple[str, Phase], int] = {}  # the step in which others were used first
 
-    @property
-    def current(self) -> Compressor:
-        """The compressor of the present step, where nothing exempts from it."""
-        return self.compressor if self.schedule is None else self.schedule.at(self.step)
-
     def of(self, piece: Piece, phase: Phase) -> Compressor:
-        """What encodes a piece at the present step."""
+        """Return what encodes a piece at the present step."""
         return FLOAT32 if self.options.exempt.covers(piece.name, piece.shape) else self._of_phase(phase)
 
     def plan(self, layout: Layout, phase: Phase) -> Plan:
-        """What is encoded at once at the present step."""
+        """Return what is encoded at once at the present step."""
         plans, compressor = self._plans.setdefault(layout, {}), self._of_phase(phase)
         if phase not in plans or plans[phase].compressor is not compressor:
             plans[phase] = Plan.of(layout, compressor, self.options.exempt, self.options.granularity)
@@ -116,92 +104,82 @@ class Codec:
     def _encode(
         self, flat: Tensor, batch: Batch, phase: Phase, message: Tensor, copies: Callable[[int], int]
     ) -> tuple[Tensor, Segments]:
-        """Encode a batch into the message, or where a size depends on the data into a wire of its own."""
+        """Encode a batch into the message, or where a size depends on the data into a separate wire."""
         compressor, device = batch.compressor, flat.device
-        values, into = batch.values(flat), message if batch.segments.fixed and message.numel() else None
-        flags = torch.zeros(len(batch.segments), dtype=torch.uint8, device=device)
         generators = [self._generator(group[0].name, phase, device) for group in batch.pieces]
-        coded = partial(compressor.encode_many, generators=generators, flags=flags)
-        if compressor is FLOAT32:
-            wire, segments = compressor.encode_many(values, batch.segments, into, flags=flags)
-        elif self.options.feedback is None:
-            wire, segments = coded(values, batch.segments, into)
-        elif self.options.feedback == "float32" and self.options.keeps_all and batch.places is None:
-            wire, segments = coded(values, batch.segments, into, residual=self._residual(batch, phase, device))
-            self._drop(flags, batch)
-        else:
-            feedbacks, parts = self._parts(batch, phase, device)
-            values = values.to(torch.float32, copy=True)
-            for feedback, part in zip(feedbacks, parts, strict=True):
-                values[part] = feedback.compensate(values[part])
-            wire, segments = coded(values, batch.segments, into)
-            sent = torch.empty_like(values)
-            compressor.decode_add(wire, segments, sent, onto="blank")
-            own = [flag for flag, group in zip(flags.split(1), batch.pieces, strict=True) for _ in group]
-            for feedback, part, flag in zip(feedbacks, parts, own, strict=True):
-                feedback.update(sent[part])
-                feedback.drop(where=flag)
-            self._drop(flags, batch)
+        flags = torch.zeros(len(batch.segments), dtype=torch.uint8, device=device)
+        fed_back = compressor is not FLOAT32 and self.options.feedback is not None
+        residual = self._residual(batch, phase, device) if fed_back else None
+        wire, segments = compressor.encode_many(
+            batch.values(flat),
+            batch.segments,
+            message if batch.segments.fixed and message.numel() else None,
+            generators=generators,
+            flags=flags,
+            residual=residual,
+        )
+        if residual is not None:
+            self._keep(residual, batch, phase, flags)
         for group, segment in zip(batch.pieces, segments, strict=True):
-            self.index_bytes += copies(group[0].row) * compressor.index_bytes(wire[segment.bytes], segment.form)
-            self.count(compressor, segment.form, wire[segment.bytes])
+            encoding = wire[segment.bytes]
+            self.counts["index"] += copies(group[0].row) * compressor.index_bytes(encoding, segment.form)
+            self.count(compressor, segment.form, encoding)
         self.note(flags.amax(0, keepdim=True))
         return wire, segments
 
-    def _parts(self, batch: Batch, phase: Phase, device: torch.device) -> tuple[list[Feedback], list[slice]]:
-        """The feedback of each piece of a batch, and the piece's position in the values."""
-        feedbacks, parts = [], []
-        for group, segment in zip(batch.pieces, batch.segments, strict=True):
-            start = segment.start
-            for piece in group:
-                feedbacks.append(self._begun(piece, phase, device))
-                parts.append(slice(start, start + piece.numel))
-                start += piece.numel
-        return feedbacks, parts
-
     def _residual(self, batch: Batch, phase: Phase, device: torch.device) -> Tensor:
-        """The residuals of a batch as one tensor, laid out as its values."""
-        residual = batch.segments.derive(
-            ("residual", phase, device), lambda: torch.zeros(batch.segments.numel, device=device)
-        )
-        for feedback, part in zip(*self._parts(batch, phase, device), strict=True):
-            feedback.move(residual[part])
+        """Return the residuals of a batch as one tensor, laid out as its values.
+
+        Those that are kept in place are parts of one tensor, which lives as long as the plan.
+        """
+        feedbacks = [self.feedback(piece, phase, device) for group in batch.pieces for piece in group]
+
+        def zeros() -> Tensor:
+            return torch.zeros(batch.segments.numel, device=device)
+
+        residual = batch.segments.derive(("residual", phase, device), zeros) if feedbacks[0].in_place else zeros()
+        for feedback, place in zip(feedbacks, batch.elements, strict=True):
+            feedback.open(residual[place])
         return residual
 
-    def _drop(self, flags: Tensor, batch: Batch) -> None:
-        """Count the residuals that were dropped."""
-        if self.dropped is None:
-            self.dropped = torch.zeros(1, dtype=torch.int64, device=flags.device)
+    def _keep(self, residual: Tensor, batch: Batch, phase: Phase, flags: Tensor) -> None:
+        """Keep the errors of an encoding, which are in the tensor from `_residual`, except those that are flagged."""
+        bad = [(piece, flag) for group, flag in zip(batch.pieces, flags.split(1), strict=True) for piece in group]
+        for (piece, flag), place in zip(bad, batch.elements, strict=True):
+            self._feedbacks[piece.name, phase, piece.at].close(residual[place], flag)
         pieces = batch.segments.derive(
             ("pieces", flags.device), lambda: torch.tensor([len(group) for group in batch.pieces], device=flags.device)
         )
-        self.dropped += (flags * pieces).sum()
+        self.note_dropped((flags * pieces).sum(0, keepdim=True))
 
-    def compensate(self, piece: Piece, values: Tensor) -> Tensor:
-        """A whole parameter with its residual, for `rounds`."""
-        if self.options.feedback is None or self.of(piece, "scatter") is FLOAT32:
-            return values
-        return self._begun(piece, "scatter", values.device).compensate(values)
-
-    def update(self, piece: Piece, sent: Tensor, bad: Tensor) -> None:
-        """What of a compensated parameter was sent in `rounds`."""
-        if self.options.feedback is not None and self.of(piece, "scatter") is not FLOAT32:
-            # what PowerSGD sent of a rank's gradient depends on the others' too
-            bad = bad | FLOAT32.not_representable(sent)
-            self._update(self._feedback(piece, "scatter", sent.device), sent, bad)
+    def feedback(self, piece: Piece, phase: Phase, device: torch.device) -> Feedback:
+        """Return the error feedback of a piece, before its encoding in the present step."""
+        self._meet(piece.name, phase)
+        key, options = (piece.name, phase, piece.at), self.options
+        assert options.feedback is not None
+        feedback = self._feedbacks.get(key)
+        if feedback is None:
+            feedback = self._feedbacks[key] = Feedback(
+                options.feedback, piece.numel, decay=options.ef_decay, average=options.ef_average, device=device
+            )
+            if key in self._residuals:
+                check_tensors(self._residuals[key], feedback.state_dict(), f"residuals of {piece.name}")
+                feedback.load_state_dict(self._residuals.pop(key))
+        if options.ef_reset and self.step % options.ef_reset == 0:
+            feedback.drop()
+        return feedback
 
     def state(self, name: str, shape: tuple[int, ...]) -> State:
-        """What `rounds` keeps of a parameter; it starts empty where the schedule changes the compressor."""
+        """Return what `rounds` keeps of a parameter; it starts empty where the schedule changes the compressor."""
         self._meet(name, "scatter")
         if name not in self._states or self.method_step == 0:
-            self._states[name] = self.current.new_state(shape, self.seed)
+            self._states[name] = self.schedule.at(self.step).new_state(shape, self.seed)
         return self._states[name]
 
     @property
     def method_step(self) -> int:
         """Steps that the present compressor has made."""
-        began = 0 if self.schedule is None else self.schedule.began(self.step)
-        return self.step - max(began, self.options.dense_steps, self.began)
+        return self.step - max(self.schedule.began(self.step), self.options.dense_steps, self.began)
 
     def note(self, bad: Tensor) -> None:
         """Remember that a value was not finite."""
@@ -209,18 +187,28 @@ class Codec:
             self.flag = torch.zeros_like(bad)
         self.flag.logical_or_(bad)
 
+    def note_dropped(self, number: Tensor) -> None:
+        """Count residuals that were dropped because a value was not finite; nothing synchronises."""
+        self._dropped = number.to(torch.int64) if self._dropped is None else self._dropped + number
+
     def count(self, compressor: Compressor, form: tuple[int, ...], wire: Tensor | None = None) -> None:
         """Count the elements of a tensor: those given, those sent as float32 all the same, and those chosen."""
         if compressor is FLOAT32:
             return
-        self.encoded_elements += math.prod(form)
+        numel = math.prod(form)
+        self.counts["encoded_elements"] += numel
         if not compressor.compresses(form):
-            self.fallbacks += 1
-            self.fallback_elements += math.prod(form)
+            self.counts["fallbacks"] += 1
+            self.counts["fallback_elements"] += numel
         chosen = compressor.sent_elements(form, wire)
         if chosen is not None:
-            self.chosen_elements += chosen
-            self.sparse_elements += math.prod(form)
+            self.counts["chosen_elements"] += chosen
+            self.counts["sparse_elements"] += numel
+
+    @property
+    def residuals_dropped(self) -> int:
+        """Pieces whose residual was dropped because a value was not finite."""
+        return 0 if self._dropped is None else int(self._dropped)
 
     @property
     def residual_norm(self) -> float | None:
@@ -273,7 +261,7 @@ class Codec:
         self.step = state["step"]
         self._restored, self._residuals = dict(state["generators"]), dict(state["residuals"])
         self._states = {
-            name: {key: each.clone() for key, each in kept.items()} for name, kept in state["states"].items()
+            name: {key: tensor.clone() for key, tensor in kept.items()} for name, kept in state["states"].items()
         }
         kept = {name for name, _ in self._restored} | {name for name, _, _ in self._residuals}
         self._unmet = kept | self._states.keys()
@@ -318,41 +306,11 @@ class Codec:
             )
 
     def _of_phase(self, phase: Phase) -> Compressor:
-        """What encodes all that is not exempt at the present step; none is always `FLOAT32`, which has no options."""
-        dense = (
-            self.plain
-            or self.step < self.options.dense_steps
-            or (phase == "gather" and self.options.second == "float32")
-        )
-        return FLOAT32 if dense or self.current.name == FLOAT32.name else self.current
-
-    def _begun(self, piece: Piece, phase: Phase, device: torch.device) -> Feedback:
-        """The feedback of a piece before its encoding in the present step."""
-        self._meet(piece.name, phase)
-        feedback = self._feedback(piece, phase, device)
-        if self.options.ef_reset and self.step % self.options.ef_reset == 0:
-            feedback.drop()
-        return feedback
-
-    def _feedback(self, piece: Piece, phase: Phase, device: torch.device) -> Feedback:
-        key = (piece.name, phase, piece.at)
-        if key not in self._feedbacks:
-            options = self.options
-            assert options.feedback is not None
-            self._feedbacks[key] = Feedback(
-                options.feedback, piece.numel, decay=options.ef_decay, average=options.ef_average, device=device
-            )
-            if key in self._residuals:
-                check_tensors(self._residuals[key], self._feedbacks[key].state_dict(), f"residuals of {piece.name}")
-                self._feedbacks[key].load_state_dict(self._residuals.pop(key))
-        return self._feedbacks[key]
-
-    def _update(self, feedback: Feedback, sent: Tensor, bad: Tensor) -> None:
-        feedback.update(sent)
-        feedback.drop(where=bad)
-        if self.dropped is None:
-            self.dropped = torch.zeros(1, dtype=torch.int64, device=bad.device)
-        self.dropped += bad
+        """Return what encodes all that is not exempt at the present step; none is always `FLOAT32`."""
+        dense = self.plain or self.step < self.options.dense_steps
+        current = self.schedule.at(self.step)
+        as_float32 = dense or (phase == "gather" and self.options.second == "float32") or current.name == FLOAT32.name
+        return FLOAT32 if as_float32 else current
 
     def _generator(self, name: str, phase: Phase, device: torch.device) -> torch.Generator:
         """The generator of one parameter and phase on this rank."""

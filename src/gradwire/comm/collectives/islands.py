@@ -16,9 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import ops, state
-from gradwire.comm.collectives.reducer import Reducer
+from gradwire.comm.collectives.reducer import Given, Reducer, takes_options
 from gradwire.comm.collectives.world import timeout_of
-from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.topology import check_islands
 
 NAMES = ("between", "inside")
@@ -90,9 +89,10 @@ class IslandReducer(Reducer):
         BadInput: As `Reducer`, or if ``inside`` has another group.
     """
 
+    @takes_options
     def __init__(
         self,
-        compressor: Compressor | str | Mapping[str, Any],
+        compressor: Given,
         islands: Islands,
         *,
         inside: Reducer | None = None,

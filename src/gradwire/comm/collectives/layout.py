@@ -129,11 +129,10 @@ class Layout:
     @cached_property
     def parameters(self) -> dict[str, tuple[Piece, ...]]:
         """Each parameter's pieces, in the order of its own elements."""
-        found: dict[str, list[Piece]] = {}
+        by_name: dict[str, list[Piece]] = {piece.name: [] for piece in self.pieces}
         for piece in sorted(self.pieces, key=lambda piece: piece.at):
-            found.setdefault(piece.name, []).append(piece)
-        names = dict.fromkeys(piece.name for piece in self.pieces)
-        return {name: tuple(found[name]) for name in names}
+            by_name[piece.name].append(piece)
+        return {name: tuple(pieces) for name, pieces in by_name.items()}
 
     def place_in_row(self, piece: Piece) -> slice:
         """Return a piece's position in its row."""
@@ -190,15 +189,24 @@ class Batch(NamedTuple):
         """Return the values that the segments are positions in."""
         return flat if self.places is None else torch.cat([flat[place] for place in self.places])
 
+    @property
+    def elements(self) -> list[slice]:
+        """The position of each piece in the values."""
+        slices = []
+        for group, segment in zip(self.pieces, self.segments, strict=True):
+            start = segment.start
+            for piece in group:
+                slices.append(slice(start, start + piece.numel))
+                start += piece.numel
+        return slices
+
     def decode(self, wires: Tensor, segments: Segments, out: Tensor, onto: Onto) -> None:
         """Decode messages, uint8 [messages, b], into a buffer, or add them to it in order."""
-        if self.places is None:
-            self.compressor.decode_add(wires, segments, out, onto=onto)
-            return
         values = self.values(out)
         self.compressor.decode_add(wires, segments, values, onto=onto)
-        for place, part in zip(self.places, values.split([p.stop - p.start for p in self.places]), strict=True):
-            out[place] = part
+        if self.places is not None:
+            for place, elements in zip(self.places, self.elements, strict=True):
+                out[place] = values[elements]
 
 
 class Table(NamedTuple):
@@ -217,38 +225,36 @@ class Table(NamedTuple):
         cls, rows: Iterable[Sequence[Piece]], shift: int, compressor: Compressor, exempt: Exempt, granularity: str
     ) -> Table:
         """Make the table of a buffer that begins ``shift`` elements into the layout's; see `Plan.of`."""
-        drafts = Draft(compressor, []), Draft(FLOAT32, [])
-        coded, dense = drafts
+        by_row = granularity == "row" and compressor is not FLOAT32
+        tensors: tuple[list[tuple[Segment, tuple[Piece, ...], int]], ...] = ([], [])  # compressed, float32
         sizes: list[list[int | None]] = []
         at = count = gathered = 0
         for row in rows:
             exact = [compressor is FLOAT32 or exempt.covers(piece.name, piece.shape) for piece in row]
-            compressed = [piece for piece, whole in zip(row, exact, strict=True) if not whole]
-            groups = [tuple(compressed)] if granularity == "row" and compressed else [(piece,) for piece in compressed]
+            coded = tuple(piece for piece, dense in zip(row, exact, strict=True) if not dense)
+            groups = [(False, group) for group in ([coded] if by_row and coded else ((piece,) for piece in coded))]
+            groups += [(True, group) for group in adjacent(p for p, dense in zip(row, exact, strict=True) if dense)]
             sizes.append([])
-            for group in groups:
+            for dense, group in groups:
                 numel = sum(piece.numel for piece in group)
-                form = group[0].form if len(group) == 1 else (numel,)
-                start = gathered if granularity == "row" else group[0].start - shift
-                coded.tensors.append((Segment(start, form, at, compressor.wire_bytes(form)), group, count))
-                gathered += numel
-                at, count = at + (coded.tensors[-1][0].size or 0), count + 1
-                sizes[-1].append(coded.tensors[-1][0].size)
-            for group in adjacent(piece for piece, whole in zip(row, exact, strict=True) if whole):
-                numel = sum(piece.numel for piece in group)
-                size = FLOAT32.wire_bytes(numel)
-                assert size is not None
-                dense.tensors.append((Segment(group[0].start - shift, (numel,), at, size), group, count))
-                at, count = at + size, count + 1
+                form = group[0].form if len(group) == 1 and not dense else (numel,)
+                size = (FLOAT32 if dense else compressor).wire_bytes(form)
+                start = gathered if by_row and not dense else group[0].start - shift
+                tensors[dense].append((Segment(start, form, at, size), group, count))
                 sizes[-1].append(size)
-        gathers = granularity == "row" and compressor is not FLOAT32
-        return cls(tuple(d.batch(gathers and d is coded, shift) for d in drafts if d.tensors), sizes)
+                at, count, gathered = at + (size or 0), count + 1, gathered + (0 if dense else numel)
+        batches = []
+        for drafts, coder, gathers in zip(tensors, (compressor, FLOAT32), (by_row, False), strict=True):
+            if drafts:
+                segments, pieces, order = zip(*drafts, strict=True)
+                places = [slice(p.start - shift, p.start - shift + p.numel) for group in pieces for p in group]
+                batches.append(Batch(coder, Segments(segments), pieces, order, tuple(places) if gathers else None))
+        return cls(tuple(batches), sizes)
 
     @property
     def total(self) -> int | None:
         """Bytes of all encodings; None if one depends on the data."""
-        known = [size for row in self.sizes for size in row if size is not None]
-        return sum(known) if len(known) == sum(map(len, self.sizes)) else None
+        return known_sum(size for row in self.sizes for size in row)
 
     def decode(self, messages: Tensor, lengths: Sequence[Sequence[int]], out: Tensor, onto: Onto) -> None:
         """Decode messages, one after the other in ``messages``, into a buffer, or add them to it in order.
@@ -272,24 +278,10 @@ class Table(NamedTuple):
             onto = "sum"
 
 
-class Draft(NamedTuple):
-    """A batch in the making."""
-
-    compressor: Compressor
-    tensors: list[tuple[Segment, tuple[Piece, ...], int]]
-
-    def batch(self, gathers: bool, shift: int) -> Batch:
-        """Make the batch; ``gathers`` if its values are gathered from the buffer."""
-        segments, pieces, order = zip(*self.tensors, strict=True)
-        places = [slice(p.start - shift, p.start - shift + p.numel) for group in pieces for p in group]
-        return Batch(self.compressor, Segments(segments), pieces, order, tuple(places) if gathers else None)
-
-
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """The tables of a buffer.
 
-    Args:
+    Attributes:
         compressor: The compressor of all pieces that are not exempt.
         whole: The table of the whole buffer.
         rows: The table of each row, whose positions are relative to it.
@@ -313,23 +305,19 @@ class Plan:
         rows = [Table.of([row], i * layout.row_numel, *given) for i, row in enumerate(layout.rows)]
         return cls(compressor, Table.of(layout.rows, 0, *given), tuple(rows))
 
-    @property
-    def sizes(self) -> Sizes:
-        """Bytes of every encoding, by row."""
-        return self.whole.sizes
-
-    @property
-    def total(self) -> int | None:
-        """Bytes of all encodings; None if one depends on the data."""
-        return self.whole.total
-
 
 def adjacent(pieces: Iterable[Piece]) -> list[tuple[Piece, ...]]:
     """Group pieces, which must be ascending, into runs without a gap."""
     groups: list[tuple[Piece, ...]] = []
     for piece in pieces:
-        if groups and groups[-1][-1].start + groups[-1][-1].numel == piece.start:
+        if groups and groups[-1][-1].place.stop == piece.start:
             groups[-1] = (*groups[-1], piece)
         else:
             groups.append((piece,))
     return groups
+
+
+def known_sum(values: Iterable[int | None]) -> int | None:
+    """Return a sum; None if a value is unknown."""
+    known = [*values]
+    return None if None in known else sum(value for value in known if value is not None)

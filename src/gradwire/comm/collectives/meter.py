@@ -8,13 +8,13 @@ gradients, which send nothing. While a profiler runs, each span is a range ``gra
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import profiler
@@ -154,3 +154,68 @@ def profiler_range(name: str) -> AbstractContextManager[object]:
 
 
 METER = Meter()  # every data collective of this process
+
+
+COUNTED = (
+    *("raw", "index", "padding", "elements", "exempt_elements", "nonfinite_steps", "extra_collectives", "fallbacks"),
+    *(f"{which}_elements" for which in ("fallback", "encoded", "chosen", "sparse")),
+)
+
+
+class Traffic:
+    """Counters of a reducer's traffic; its meter counts the bytes and seconds of its collectives.
+
+    Args:
+        meter: The reducer's.
+
+    Attributes:
+        counts: The counters `COUNTED`, of which only the reducer's queue changes those of encodings; see `totals`.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self.meter = meter
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTED, 0))
+        self._lock = Lock()  # a reduction in the queue may count while the caller skips one
+        self._extra_seconds = 0.0
+        self._expected: int | None = 0  # bytes over all ranks; None once a size depended on the data
+
+    def add(self, **counts: int) -> None:
+        """Add to counters from any thread."""
+        with self._lock:
+            self.counts.update(counts)
+
+    @contextmanager
+    def reduction(self, expected: int | None) -> Iterator[None]:
+        """Count the collectives of one reduction, which sends ``expected`` bytes over all ranks."""
+        self._expected = None if expected is None or self._expected is None else self._expected + expected
+        with self.meter.listing() as calls:
+            yield
+        if calls:
+            calls.remove(max(calls, key=lambda cost: cost.bytes))
+        self.add(extra_collectives=len(calls))
+        self._extra_seconds += sum(cost.seconds for cost in calls)
+
+    def totals(self) -> dict[str, Any]:
+        """Return this rank's totals since the start.
+
+        ``raw`` and ``sent``: payload in bytes, as float32 and as sent; ``index``: its bytes that encode positions;
+        ``closed_form``: the sum of `Reducer.closed_form` over all calls, so over all ranks, None if one of them was;
+        ``agreement``: bytes of the flag and what travelled with it; ``elements`` of all reduced buffers,
+        ``exempt_elements`` of them; ``fallbacks``: encodings as float32, though neither exempt nor dense, because the
+        method would not have made them shorter: ``fallback_elements`` of ``encoded_elements``, all that it was given;
+        ``chosen_elements`` of ``sparse_elements`` that sparsifiers encoded were sent; ``padding``: bytes sent for the
+        sake of equal messages; ``extra_collectives`` and ``extra_seconds``: of each reduction's payload collectives all
+        but the one that sends the most (the first of equals), which represents the framework's own;
+        ``encode_seconds`` and ``decode_seconds``; ``by_op``: the payload's bytes, seconds and calls per collective. On
+        a GPU seconds are counted inside `Meter.measuring` only.
+        """
+        return {
+            **self.counts,
+            "sent": self.meter.sent("payload"),
+            "closed_form": self._expected,
+            "agreement": self.meter.sent("agreement"),
+            "extra_seconds": self._extra_seconds,
+            "encode_seconds": self.meter.totals["encode", "codec"].seconds,
+            "decode_seconds": self.meter.totals["decode", "codec"].seconds,
+            "by_op": {op: vars(cost).copy() for op, cost in self.meter.by_op("payload").items()},
+        }

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.base.errors import RunFault
-from gradwire.comm.closed_forms import sent_all_reduce
+from gradwire.comm.closed_forms import rank_bytes, share
 from gradwire.comm.collectives.meter import METER, Meter
 
 Group: TypeAlias = dist.ProcessGroup | None
@@ -53,9 +53,7 @@ def all_reduce(
     x: Tensor, op: str = "sum", group: Group = None, purpose: str = "control", meter: Meter = METER
 ) -> Tensor:
     """Reduce ``x`` over the ranks, in place; ``op`` is ``sum``, ``max`` or ``min``. Returns ``x``."""
-    sent = sent_all_reduce(nbytes(x), dist.get_world_size(group), dist.get_rank(group))
-    with called(meter, "all_reduce", purpose, sent, device=x.device):
-        dist.all_reduce(x, REDUCTIONS[op], group=group)
+    _all_reduce(x, op, group, purpose, meter, async_op=False)
     return x
 
 
@@ -78,10 +76,14 @@ def all_reduce_async(
     x: Tensor, op: str = "sum", group: Group = None, purpose: str = "control", meter: Meter = METER
 ) -> Pending:
     """Start an `all_reduce`; do not use ``x`` before ``wait`` of the returned `Pending`."""
-    sent = sent_all_reduce(nbytes(x), dist.get_world_size(group), dist.get_rank(group))
+    return Pending(x, _all_reduce(x, op, group, purpose, meter, async_op=True), purpose, meter)
+
+
+def _all_reduce(x: Tensor, op: str, group: Group, purpose: str, meter: Meter, *, async_op: bool) -> Any:
+    world = dist.get_world_size(group)
+    sent = rank_bytes("all_reduce", nbytes(x), share(nbytes(x), world, dist.get_rank(group)), world)
     with called(meter, "all_reduce", purpose, sent, device=x.device):
-        work = dist.all_reduce(x, REDUCTIONS[op], group=group, async_op=True)
-    return Pending(x, work, purpose, meter)
+        return dist.all_reduce(x, REDUCTIONS[op], group=group, async_op=async_op)
 
 
 def all_gather(

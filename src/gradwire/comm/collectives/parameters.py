@@ -15,7 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.base.errors import unknown
-from gradwire.comm.collectives.algorithms import Ranks, bulk, exchange
+from gradwire.comm.closed_forms import total_bytes
+from gradwire.comm.collectives.algorithms import Ranks, gather_rows
 from gradwire.comm.collectives.layout import FLOAT32, Layout, Plan
 from gradwire.comm.collectives.meter import METER, Meter
 from gradwire.comm.collectives.ops import Group
@@ -77,27 +78,23 @@ class ParameterGather:
 
     def _gather(self, row: Tensor, full: Tensor, layout: Layout, exact: bool, onto: Onto) -> None:
         """Encode this rank's row, send it to all ranks, and decode all rows."""
-        world, rank, meter = self.ranks.world, self.ranks.rank, self.ranks.meter
-        plan = self.plan(layout, exact)
-        own = plan.rows[rank]
+        meter, plan = self.ranks.meter, self.plan(layout, exact)
+        table = plan.rows[self.ranks.rank]
         with meter.span("encode", "parameters", device=full.device):
-            message = torch.empty(own.total or 0, dtype=torch.uint8, device=full.device)
-            for batch in own.batches:
+            message = torch.empty(table.total or 0, dtype=torch.uint8, device=full.device)
+            for batch in table.batches:
                 flags = torch.zeros(len(batch.segments), dtype=torch.uint8, device=full.device)
                 batch.compressor.encode_many(row, batch.segments, message, flags=flags)
-        known = [*own.sizes] * world
-        lengths = [[size for size in sizes if size is not None] for sizes in known]
-        incoming, lengths = exchange(
-            torch.cat([message] * world), lengths, known, plan.sizes, self.ranks, "parameters", bulk=bulk(plan.sizes)
-        )
+        lengths = [[size for size in sizes if size is not None] for sizes in table.sizes]
+        incoming, lengths = gather_rows(message, lengths, plan, self.ranks, "parameters")
         with meter.span("decode", "parameters", device=full.device):
-            plan.whole.decode(incoming, [[length for row in lengths for length in row]], full, onto)
+            plan.whole.decode(incoming, lengths, full, onto)
 
     def closed_form(self, layout: Layout, *, exact: bool = False) -> int:
         """Return the bytes of one gather over all ranks: every row goes to all ranks but its owner."""
-        total = self.plan(layout, exact).total
+        total = self.plan(layout, exact).whole.total
         assert total is not None  # no method's sizes depend on the data
-        return (self.ranks.world - 1) * total
+        return total_bytes("all_gather", total, self.ranks.world)
 
 
 class Replica:

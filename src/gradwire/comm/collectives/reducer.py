@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,56 +21,57 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gradwire.base.errors import BadInput, NonFiniteGradient, RunFault, unknown
-from gradwire.comm.closed_forms import FLOAT32
+from gradwire.comm.closed_forms import FLOAT32_BYTES, rank_bytes
 from gradwire.comm.collectives import ops, state
-from gradwire.comm.collectives.algorithms import Algorithm, Exchange, Gather, Native, Ranks
+from gradwire.comm.collectives.algorithms import ALGORITHMS, Algorithm, Ranks
 from gradwire.comm.collectives.codec import Codec
 from gradwire.comm.collectives.compression_error import Reduced
 from gradwire.comm.collectives.layout import Kind, Layout
-from gradwire.comm.collectives.meter import METER, Meter
+from gradwire.comm.collectives.meter import METER, Meter, Traffic
 from gradwire.comm.collectives.queue import CallerQueue, Handle, ReductionQueue, build_queue, finished
-from gradwire.comm.collectives.traffic import Traffic
 from gradwire.comm.collectives.world import check_initialized
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
-from gradwire.comm.compressors.reduction import Exempt, ReducerOptions, Schedule
+from gradwire.comm.compressors.reduction import ReducerOptions, Schedule
 
-ALGORITHMS: dict[str, type[Algorithm]] = {kind.name: kind for kind in (Exchange, Gather, Native)}
-NOTHING = Exempt()
+Given: TypeAlias = Compressor | str | Mapping[str, Any]
 Then: TypeAlias = Callable[[Tensor], object]  # what to do with a mean
+F = TypeVar("F", bound=Callable[..., Any])
 FREE = ("overlap", "nonfinite")  # options that a resumed run may change
 SMALL = 2**16  # bytes: up to here a collective's latency weighs more than what it carries
 
 
-def check_options(compressor: Compressor, schedule: Schedule | None = None, **options: Any) -> None:
-    """Check the options of a `Reducer` that is built later; this needs no process group.
+def check_options(
+    compressor: Given, group: ops.Group = None, *, seed: int = 0, **options: Any
+) -> tuple[Schedule, ReducerOptions]:
+    """Check the arguments of a `Reducer` that is built later; this needs no process group.
+
+    Returns:
+        The compressor of each step, and the options.
 
     Raises:
         BadInput: If one is unknown, has a value that it does not take, or does not go with the compressor.
     """
-    known = inspect.signature(Reducer).parameters.keys() - {"compressor"}
-    for option in options.keys() - known:
-        raise unknown("option of Reducer", option, known)
-    checked = {option: value for option, value in options.items() if option in ReducerOptions.model_fields}
-    check_algorithm(compressor, schedule, ReducerOptions.of(**checked))
+    checked = ReducerOptions.of(**options)
+    schedule = Schedule(as_compressor(compressor), checked.schedule)
+    if checked.algorithm == "native":
+        if not all(used.has_rounds for used in schedule.plateaus):
+            raise BadInput(
+                f"algorithm native needs a compressor that collectives can sum, and {schedule.at(0).name} with these "
+                f"options is not; take exchange or gather."
+            )
+        if checked.granularity == "row":
+            raise BadInput("granularity row encodes rows, and algorithm native sums parameters; take exchange.")
+    return schedule, checked
 
 
-def check_algorithm(compressor: Compressor, schedule: Schedule | None, options: ReducerOptions) -> None:
-    """Check that the collectives can do what the compressor needs.
-
-    Raises:
-        BadInput: If they cannot.
-    """
-    if options.algorithm != "native":
-        return
-    used = [compressor] if schedule is None else schedule.plateaus
-    if not all(each.has_rounds for each in used):
-        raise BadInput(
-            f"algorithm native needs a compressor that collectives can sum, and {compressor.name} with these "
-            f"options is not; take exchange or gather."
-        )
-    if options.granularity == "row":
-        raise BadInput("granularity row encodes rows, and algorithm native sums parameters; take exchange.")
+def takes_options(function: F) -> F:
+    """Show the fields of `ReducerOptions` in a function's signature, in the place of its ``**options``."""
+    signature = inspect.signature(function)
+    named = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    options = inspect.signature(ReducerOptions).parameters.values()
+    function.__signature__ = signature.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
+    return function
 
 
 class Watch(Protocol):
@@ -105,23 +106,8 @@ class Reducer:
     Args:
         compressor: What encodes a piece: a compressor, its name, or a mapping of its ``method`` and options.
         group: The ranks; None is the default group.
-        error_feedback: Whether each rank keeps what its encodings lost and adds it to its next gradient.
-        ef_decay: What those residuals are multiplied by before they are added; 1 forgets nothing.
-        ef_average: Weight of the old residual in the new one; 0 keeps the last error only.
-        ef_reset: Optimizer steps after which residuals are dropped; 0 never drops them.
-        residual_dtype: How residuals are stored: ``float32``, ``bf16`` or ``int8``.
-        algorithm: ``exchange`` (encodings go to the owner of their row), ``gather`` (to all ranks),
-            ``native`` (the compressor's `rounds`, summed by collectives), or ``auto``, which `prepare` resolves once.
-        second: How the exchange's second half sends an all-reduce's means: ``encoded`` again, or as ``float32``.
-        exempt: Parameters that travel as float32.
-        schedule: Which compressor each optimizer step uses, where it is not always ``compressor``.
-        dense_steps: In the first so many optimizer steps everything travels as float32.
-        granularity: Whether a ``piece`` of one parameter is encoded at once, or all of a ``row``.
-        overlap: Whether reductions run beside the caller: in a thread with a process group of its own, or on a CUDA
-            stream. The means are the same, bit for bit.
-        nonfinite: What `finish` does if any rank met a value that is not finite: ``raise`` on all ranks, ``skip``
-            (return False), or ``propagate`` (return True).
-        seed: Of the codecs' generators. Each parameter, phase and rank draws from a generator of its own.
+        seed: Of the codecs' generators. Each parameter, phase and rank draws from a separate generator.
+        options: The fields of `ReducerOptions`, such as ``error_feedback=True``.
 
     Attributes:
         loss_scale: What the loss of the present step is multiplied by, as by `torch.amp.GradScaler`; 1 at first. Set it
@@ -129,65 +115,32 @@ class Reducer:
             from step to step; the means that the framework gets back are scaled again.
 
     Raises:
-        BadInput: If an option has a value that it does not take, or does not go with the compressor.
+        BadInput: If an option is unknown, has a value that it does not take, or does not go with the compressor.
     """
 
-    def __init__(
-        self,
-        compressor: Compressor | str | Mapping[str, Any],
-        group: ops.Group = None,
-        *,
-        error_feedback: bool = False,
-        ef_decay: float = 1.0,
-        ef_average: float = 0.0,
-        ef_reset: int = 0,
-        residual_dtype: str = "float32",
-        algorithm: str = "auto",
-        second: str = "encoded",
-        exempt: Exempt = NOTHING,
-        schedule: Schedule | None = None,
-        dense_steps: int = 0,
-        granularity: str = "piece",
-        overlap: bool = True,
-        nonfinite: str = "raise",
-        seed: int = 0,
-    ) -> None:
+    @takes_options
+    def __init__(self, compressor: Given, group: ops.Group = None, *, seed: int = 0, **options: Any) -> None:
         check_initialized("a Reducer")
-        compressor = as_compressor(compressor)
-        options = ReducerOptions.of(
-            error_feedback=error_feedback,
-            ef_decay=ef_decay,
-            ef_average=ef_average,
-            ef_reset=ef_reset,
-            residual_dtype=residual_dtype,
-            algorithm=algorithm,
-            second=second,
-            exempt=exempt,
-            dense_steps=dense_steps,
-            granularity=granularity,
-            overlap=overlap,
-            nonfinite=nonfinite,
-        )
-        check_algorithm(compressor, schedule, options)
-        self.compressor = compressor
+        schedule, checked = check_options(compressor, **options)
+        self.compressor = schedule.at(0)
         self.group = group
         self.world = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
-        self.algorithm = algorithm
-        self.overlap = overlap
-        self.nonfinite = nonfinite
+        self.algorithm: str = checked.algorithm
+        self.overlap = checked.overlap
+        self.nonfinite = checked.nonfinite
         self.loss_scale = 1.0
         self._watches: list[Watch] = []
         self._claimed: set[str] = set()  # parameters whose residuals and states this reducer keeps
         self.meter = Meter(METER)
-        kept_for = {**dict(options), "compressor": schedule or compressor, "seed": seed}
-        self._options = {option: repr(value) for option, value in kept_for.items() if option not in FREE}
-        self.codec = Codec(compressor, options, schedule=schedule, seed=seed, rank=dist.get_rank())
+        kept_for = {**dict(checked), "compressor": schedule, "seed": seed}
+        self._options = {name: repr(value) for name, value in kept_for.items() if name not in (*FREE, "schedule")}
+        self._traffic = Traffic(self.meter)
+        self.codec = Codec(schedule, checked, counts=self._traffic.counts, seed=seed, rank=dist.get_rank())
         self._ranks = Ranks(group, self.world, self.rank, self.meter)
         self._queue: ReductionQueue = CallerQueue()  # until the first reduction
         self._device: torch.device | None = None  # of the first reduction
         self._kept: list[Reduced] | None = None  # of a `keeping` that has not ended
-        self._traffic = Traffic(self.codec, self._ranks)
 
     @property
     def step(self) -> int:
@@ -287,7 +240,7 @@ class Reducer:
     def skip(self, layout: Layout) -> None:
         """Count a buffer that is not reduced in this step, in the place of `all_reduce`: raw bytes, and none sent."""
         if self.world > 1:
-            self._traffic.count(layout, "all_reduce")
+            self._count(layout, "all_reduce")
 
     @contextmanager
     def plain(self) -> Iterator[None]:
@@ -347,7 +300,7 @@ class Reducer:
             raise RunFault(self._described(unreduced), step=finished)
         if met == Met.NOTHING:
             return True
-        self._traffic.counts["nonfinite_steps"] += 1
+        self._traffic.add(nonfinite_steps=1)
         if self.nonfinite == "raise":
             raise NonFiniteGradient(
                 f"the gradient of optimizer step {self.step} holds NaN, infinity or a value too large for "
@@ -358,8 +311,11 @@ class Reducer:
 
     @property
     def traffic(self) -> dict[str, Any]:
-        """This rank's totals since the start, of reductions that have finished; see `Traffic.totals`."""
-        return self._traffic.totals()
+        """This rank's totals since the start, of reductions that have finished: those of `Traffic.totals`.
+
+        Also ``residuals_dropped``: pieces whose residual was lost to a value that was not finite.
+        """
+        return {**self._traffic.totals(), "residuals_dropped": self.codec.residuals_dropped}
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
         """Payload in bytes, summed over the ranks, of one call at the present step; None if it depends on the data."""
@@ -459,7 +415,9 @@ class Reducer:
     ) -> Tensor:
         """Reduce a buffer; runs in the queue, so what another thread may change meanwhile is passed in."""
         gradient = flat if scale == 1 else flat.to(torch.float32) / scale  # narrow types may not hold it
-        with self._traffic.counted(layout, kind, self._reduction.closed_form(layout, kind), extra):
+        if not extra:
+            self._count(layout, kind)
+        with self._traffic.reduction(self._reduction.closed_form(layout, kind)):
             if kind == "all_reduce":
                 mean = self._reduction.mean_everywhere(gradient, layout)
             else:
@@ -473,6 +431,16 @@ class Reducer:
             then(delivered)
         return delivered
 
+    def _count(self, layout: Layout, kind: Kind) -> None:
+        """Count a buffer's elements, and the bytes that this rank would send as float32."""
+        numel, own = (sum(piece.numel for piece in pieces) for pieces in (layout.pieces, layout.rows[self.rank]))
+        exempt = self.codec.options.exempt
+        self._traffic.add(
+            raw=FLOAT32_BYTES * rank_bytes(kind, numel, own, self.world),
+            elements=numel,
+            exempt_elements=sum(p.numel for p in layout.pieces if exempt.covers(p.name, p.shape)),
+        )
+
     @property
     def _reduction(self) -> Algorithm:
         """What `algorithm` says; nothing is kept of it that could say something else."""
@@ -480,15 +448,15 @@ class Reducer:
 
     def _chosen(self, kind: Kind, numel: int) -> str:
         """What ``auto`` resolves to."""
-        used = [self.compressor] if self.codec.schedule is None else self.codec.schedule.plateaus
-        if self.codec.options.granularity == "piece" and all(c.linear and c.has_rounds for c in used):
+        used = self.codec.schedule.plateaus
+        if self.codec.options.granularity == "piece" and all(each.linear and each.has_rounds for each in used):
             return "native"
         if kind == "reduce_scatter":
             return "exchange"
         size = self.compressor.wire_bytes(numel)
         if size is None or self.world == 2:
             return "gather" if self.world == 2 else "exchange"
-        small = (self.world - 1) * size <= SMALL and self.world * size <= 2 * FLOAT32 * numel
+        small = (self.world - 1) * size <= SMALL and self.world * size <= 2 * FLOAT32_BYTES * numel
         return "gather" if small else "exchange"
 
     def _buffer(self, flat: Tensor, layout: Layout | str) -> tuple[Tensor, Layout]:

@@ -28,7 +28,8 @@ RESIDUAL_DTYPES = get_args(ResidualDtype)
 class Feedback:
     """The residual of one parameter in one phase of a reduction.
 
-    A step is `compensate`, then `update` with what was sent. Between them the residual is still the old one.
+    A step is `compensate`, then `update` with what was sent. For many parameters in one buffer it is `open`, then
+    `Compressor.encode_many` with the residuals, then `close`; both give the same bits.
 
     Args:
         dtype: How the residual is stored: one of `RESIDUAL_DTYPES`. bf16 and int8 (blocks of 256) round it to nearest.
@@ -61,17 +62,35 @@ class Feedback:
     @property
     def residual(self) -> Tensor:
         """The error so far: float32 of ``shape``, a copy."""
-        return self._stored.clone() if self._store is None else self._unstored(self._stored)
+        return self._stored.clone() if self._store is None else self._read()
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the residual is kept as the float32 error itself, so that `open` may hand it out."""
+        return self._store is None and not self.average
 
     @property
     def nbytes(self) -> int:
         """Bytes kept between steps."""
         return self._stored.nbytes
 
-    def compensate(self, gradient: Tensor) -> Tensor:
-        """The gradient with the decayed residual added: what is to be compressed.
+    def open(self, place: Tensor) -> None:
+        """Write what is added to the next gradient to ``place``, float32 of ``shape``; `in_place` it is kept there."""
+        if not self.in_place:
+            place.copy_(self.residual)
+        elif self._stored.data_ptr() != place.data_ptr():
+            self._stored = place.copy_(self._stored)
+        if self.decay != 1:
+            place.mul_(self.decay)
 
-        It is the only tensor of that size that this allocates for a float32 gradient; nothing synchronises.
+    def close(self, error: Tensor, bad: Tensor) -> None:
+        """Keep the error of an encoding, in the place that `open` was given; nothing where ``bad`` is set."""
+        if not self.in_place:
+            self._keep(error)
+            self.drop(where=bad)
+
+    def compensate(self, gradient: Tensor) -> Tensor:
+        """Return the residual plus the gradient, to be encoded in the gradient's place; nothing synchronises.
 
         Args:
             gradient: Float of ``shape``; neither changed nor kept.
@@ -107,18 +126,9 @@ class Feedback:
             raise RuntimeError("update has nothing to compare with what was sent: call compensate first")
         self._check("sent tensor", sent)
         corrected, self._corrected = self._corrected, None
-        if self._store is None and not self.average:
-            torch.sub(corrected, sent, out=self._stored)
-            return
-        error = corrected - sent  # corrected stays as it is: the wire that travels may share its memory
-        if self.average:
-            error.mul_(1 - self.average).add_(self.residual.mul_(self.average))
-        if self._store is None:
-            self._stored.copy_(error)
-            return
-        self._stored = self._store.coded(error, None)[0]
-        if lost is not None:
-            lost += error.sub_(self._unstored(self._stored))
+        error = self._keep(corrected - sent)  # corrected stays as it is: the wire that travels may share its memory
+        if lost is not None and self._store is not None:
+            lost += error.sub_(self._read())
 
     def drop(self, where: Tensor | None = None) -> None:
         """Forget the residual and the compensated gradient: both may hold what is not finite.
@@ -132,13 +142,8 @@ class Feedback:
         else:
             self._stored.masked_fill_(where.to(torch.bool), 0)
 
-    def move(self, place: Tensor) -> None:
-        """Keep a float32 residual in another tensor from now on; nothing is copied where it is there already."""
-        if self._stored.data_ptr() != place.data_ptr():
-            self._stored = place.copy_(self._stored)
-
     def state_dict(self) -> dict[str, Tensor]:
-        """The tensor kept between steps, not a copy; to be taken between steps."""
+        """Return the tensor kept between steps, not a copy; to be taken between steps."""
         return {f"residual.{self.dtype}": self._stored}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -155,12 +160,19 @@ class Feedback:
         for key, kept in own.items():
             kept.copy_(state[key])
 
-    def _unstored(self, stored: Tensor) -> Tensor:
-        """float32 of ``shape`` from the bytes of a compressed residual."""
+    def _keep(self, error: Tensor) -> Tensor:
+        """Store an error, averaged with the residual, and return it so; it may be changed."""
+        if self.average:
+            error.mul_(1 - self.average).add_(self.residual.mul_(self.average))
+        self._stored = self._stored.copy_(error) if self._store is None else self._store.coded(error, None)[0]
+        return error
+
+    def _read(self) -> Tensor:
+        """Decode a residual that is not stored as float32."""
         assert self._store is not None
-        return self._store.decoded(stored, self.shape).view(self.shape)
+        return self._store.decoded(self._stored, self.shape).view(self.shape)
 
     def _check(self, what: str, tensor: Tensor) -> None:
-        """No other shape: it could be broadcast."""
+        """Check a shape: another one could be broadcast."""
         if tuple(tensor.shape) != self.shape:
             raise ValueError(f"the {what} has shape {tuple(tensor.shape)}, the residual {self.shape}")

@@ -40,15 +40,28 @@ class Exempt(BaseModel):
         )
 
 
+def by_step(values: Any) -> Any:
+    """A schedule's values by step; JSON has steps as strings."""
+    if not isinstance(values, Mapping):
+        return values
+    steps = [int(key) if isinstance(key, str) and key.isdecimal() else key for key in values]
+    if len(set(steps)) < len(steps):
+        raise ValueError("a step is given twice")
+    return dict(zip(steps, values.values(), strict=True))
+
+
+ByStep = Annotated[dict[int, Any], BeforeValidator(by_step)]
+
+
 class ReducerOptions(BaseModel):
-    """How gradients are reduced; ``comm.collectives.Reducer`` explains the options."""
+    """How gradients are reduced: the keywords of `comm.collectives.Reducer`, and keys of a cell."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     error_feedback: bool = Field(False, description="add what an encoding lost to the next gradient")
     ef_decay: float = Field(1.0, gt=0, le=1, description="what is lost is multiplied by this before it is added")
     ef_average: float = Field(0.0, ge=0, lt=1, description="weight of the old residual in the new one")
-    ef_reset: Annotated[int, Field(**NATURAL.limits)] = Field(
+    ef_reset: Annotated[int, NATURAL] = Field(
         0, description="optimizer steps after which residuals are dropped; 0: never"
     )
     residual_dtype: ResidualDtype = Field("float32", description="how that is stored")
@@ -57,18 +70,23 @@ class ReducerOptions(BaseModel):
     )
     granularity: Literal["piece", "row"] = Field("piece", description="what is encoded at once")
     second: Literal["encoded", "float32"] = Field("encoded", description="second half of an all-reduce")
-    exempt: Exempt = Field(default_factory=Exempt, description="tensors sent as float32")
-    dense_steps: Annotated[int, Field(**NATURAL.limits)] = Field(0, description="first steps without compression")
+    exempt: Exempt = Field(Exempt(), description="tensors sent as float32")
+    dense_steps: Annotated[int, NATURAL] = Field(0, description="first steps without compression")
     overlap: bool = Field(True, description="reduce beside the backward pass")
     nonfinite: Literal["raise", "skip", "propagate"] = Field("raise", description="what a NaN or infinity does")
+    schedule: dict[str, ByStep] = Field(
+        {}, description="values of an option from given steps on, as {density: {0: 0.25, 20: 0.05}}"
+    )
 
     @classmethod
     def of(cls, **options: Any) -> Self:
-        """The options of a reducer.
+        """Return the options of a reducer.
 
         Raises:
-            BadInput: If one has a value that it does not take.
+            BadInput: If one is unknown or has a value that it does not take.
         """
+        for option in options.keys() - cls.model_fields.keys():
+            raise unknown("option of Reducer", option, cls.model_fields)
         try:
             return cls(**options)
         except ValidationError as error:
@@ -84,64 +102,64 @@ class ReducerOptions(BaseModel):
         """How a compressor's error is kept and added to the next gradient; None: it is lost."""
         return self.residual_dtype if self.error_feedback else None
 
-    @property
-    def keeps_all(self) -> bool:
-        """Whether all of an error is added to the next gradient, as far as its storage allows."""
-        return self.ef_decay == 1 and self.ef_average == 0
-
-
-def by_step(values: Any) -> Any:
-    """A schedule's values by step; JSON has steps as strings."""
-    if not isinstance(values, Mapping):
-        return values
-    steps = [int(key) if isinstance(key, str) and key.isdecimal() else key for key in values]
-    if len(set(steps)) < len(steps):
-        raise ValueError("a step is given twice")
-    return dict(zip(steps, values.values(), strict=True))
-
-
-ByStep = Annotated[dict[int, Any], BeforeValidator(by_step)]
-
 
 class Schedule:
-    """Which compressor each optimizer step uses.
+    """The compressor of each optimizer step.
 
     Args:
-        name: The method or chain.
-        options: Its options where the schedule says nothing.
+        compressor: The compressor before anything changes.
         changes: For an option, its value from a step on: ``{"density": {0: 0.25, 20: 0.05, 60: 0.01}}``.
 
     Raises:
         BadInput: If an option is unknown or takes no such value, or a step is not a number from 0 on.
     """
 
-    def __init__(self, name: str, options: Mapping[str, Any], changes: Mapping[str, Mapping[int, Any]]) -> None:
-        known = registry.options(name)
+    def __init__(self, compressor: Compressor, changes: Mapping[str, Mapping[int, Any]]) -> None:
+        known = registry.options(compressor.name) if changes else {}
         for option, values in changes.items():
             if option not in known:
-                raise unknown(f"{name} option in the schedule,", option, known)
+                raise unknown(f"{compressor.name} option in the schedule,", option, known)
             if not values or any(step < 0 for step in values):
                 raise BadInput(f"schedule of {option!r}: give at least one value, from step 0 or a later one on.")
         self._starts = sorted({0, *(step for values in changes.values() for step in values)})
-        self.plateaus = [registry.build(name, **{**options, **_values(changes, start)}) for start in self._starts]
+        self.plateaus = [changed(compressor, values_at(changes, start)) for start in self._starts]
 
     def __repr__(self) -> str:
-        """Each compressor by the step at which it begins."""
-        return repr(dict(zip(self._starts, self.plateaus, strict=True)))
+        """Each compressor by the step at which it begins; one that never changes alone."""
+        return repr(dict(zip(self._starts, self.plateaus, strict=True)) if len(self._starts) > 1 else self.at(0))
 
     def at(self, step: int) -> Compressor:
-        """The compressor of optimizer step ``step``, from 0."""
+        """Return the compressor of optimizer step ``step``, from 0."""
         return self.plateaus[bisect_right(self._starts, step) - 1]
 
     def began(self, step: int) -> int:
-        """The step from which on the compressor of ``step`` is used."""
+        """Return the step from which on the compressor of ``step`` is used."""
         return self._starts[bisect_right(self._starts, step) - 1]
 
 
-def _values(changes: Mapping[str, Mapping[int, Any]], step: int) -> dict[str, Any]:
-    """The scheduled options that have begun at ``step``."""
+def values_at(changes: Mapping[str, Mapping[int, Any]], step: int) -> dict[str, Any]:
+    """Return the scheduled options that have begun at ``step``."""
     return {
         option: values[max(begun)]
         for option, values in changes.items()
         if (begun := [start for start in values if start <= step])
     }
+
+
+def changed(compressor: Compressor, options: Mapping[str, Any]) -> Compressor:
+    """Return a compressor with other values of some options, with the keys of `registry.options`."""
+    if not options:
+        return compressor
+    kept = {
+        key: value for key, value in options_of(compressor).items() if not {key, key.rpartition(".")[2]} & {*options}
+    }
+    return registry.build(compressor.name, **kept, **options)
+
+
+def options_of(compressor: BaseModel) -> dict[str, Any]:
+    """Return a compressor's options, or those of a chain's members, by ``method.option``."""
+    options: dict[str, Any] = {}
+    for key, value in compressor:
+        name = f"{compressor.name}.{key}"  # type: ignore[attr-defined]
+        options |= options_of(value) if isinstance(value, BaseModel) else {name: value}
+    return options

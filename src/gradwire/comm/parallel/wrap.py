@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire.base.errors import BadInput, unknown
-from gradwire.comm.closed_forms import raw_all_gather, raw_all_reduce, raw_reduce_scatter
+from gradwire.comm.closed_forms import raw_bytes
 from gradwire.comm.collectives import IslandReducer, Islands, Reducer
 from gradwire.comm.collectives.world import check_initialized
 from gradwire.comm.parallel.checks import (
@@ -281,7 +281,8 @@ def unhooked_by_link(numel: int, world: int, islands: int) -> ByLink:
         world: Number of ranks.
         islands: Number of islands.
     """
-    return ByLink(islands * raw_reduce_scatter(numel, world // islands), raw_all_reduce(numel, islands))
+    inside = islands * raw_bytes("reduce_scatter", numel, world // islands)
+    return ByLink(inside, raw_bytes("all_reduce", numel, islands))
 
 
 def traffic_unhooked(numel: int, strategy: str, world: int, islands: int = 1) -> int:
@@ -295,8 +296,7 @@ def traffic_unhooked(numel: int, strategy: str, world: int, islands: int = 1) ->
     """
     if strategy == "hsdp":
         return sum(unhooked_by_link(numel, world, islands))
-    raw = raw_all_reduce if strategy_class(strategy).kind == "all_reduce" else raw_reduce_scatter
-    return raw(numel, world)
+    return raw_bytes(strategy_class(strategy).kind, numel, world)
 
 
 def parameters_unhooked(
@@ -328,4 +328,5 @@ def parameters_unhooked(
         return None
     first, *blocks = sizes
     islands = sharded_islands(strategy, islands)
-    return islands * raw_all_gather(micro_batches * (first + 2 * sum(blocks)) - evaluated * first, world // islands)
+    gathered = micro_batches * (first + 2 * sum(blocks)) - evaluated * first
+    return islands * raw_bytes("all_gather", gathered, world // islands)

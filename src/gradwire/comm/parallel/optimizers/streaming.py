@@ -61,7 +61,7 @@ class StreamingDiLoCo(DiLoCo):
                 f"H is {H}; for {count} fragments, one in flight at a time, and a delay of {delay}, it must be a "
                 f"number from {least} on."
             )
-        if reducer.world > 1 and (reducer.algorithm == "native" or reducer.codec.schedule is not None):
+        if reducer.world > 1 and (reducer.algorithm == "native" or len(reducer.codec.schedule.plateaus) > 1):
             raise BadInput(
                 "streaming needs algorithm exchange or gather and no schedule: a message may end in any step."
             )
