@@ -6,7 +6,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).with_name("compressors")))
+sys.path.insert(0, str(Path(__file__).parent / "comm" / "compressors"))
 
 from samples import BUILDS, generator, normal
 

@@ -62,7 +62,7 @@ def block(language: str) -> str:
 def as_a_file(folder: Path) -> str:
     """Put the class among the methods of a copy of the package; the class's module."""
     copy = shutil.copytree(Path(gradwire.__file__).parent, folder / "gradwire", ignore=shutil.ignore_patterns("*.pyc"))
-    (copy / "compressors" / "methods" / "dither.py").write_text(block("python"), encoding="utf-8")
+    (copy / "comm" / "compressors" / "methods" / "dither.py").write_text(block("python"), encoding="utf-8")
     return "gradwire.comm.compressors.methods.dither"
 
 

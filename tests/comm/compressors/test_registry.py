@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from samples import normal
 
 from gradwire.base import plugins
 from gradwire.base.errors import BadInput
-from gradwire.comm.compressors import available, build, method_class, option_schema
+from gradwire.comm.compressors import available, build, method_class, methods, option_schema
 from gradwire.comm.compressors.base import Compressor, numel
+from gradwire.comm.compressors.registry import CLASSES
 
 
 @pytest.mark.parametrize(
@@ -47,6 +50,15 @@ def test_registry_describes_what_it_lists():
         assert method_class(name).name == name
         assert method_class(name).__doc__
     assert option_schema("int8")["properties"]["block"]["default"] == 256
+
+
+def test_every_method_is_a_public_class():
+    """The table that ``gradwire.Int8`` is looked up in, against the files of the folder."""
+    files = {file.stem for file in Path(methods.__path__[0]).glob("[a-z]*.py")}
+    assert sorted(CLASSES.values()) == sorted(files)
+    for name, method in CLASSES.items():
+        kind = getattr(import_module(f"{methods.__name__}.{method}"), name)
+        assert kind is method_class(method) and isinstance(kind(), Compressor)
 
 
 class Halved(Compressor):

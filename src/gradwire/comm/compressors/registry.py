@@ -23,6 +23,31 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 COMPRESSORS = Plugins("compressor", "gradwire.comm.compressors.methods", "gradwire.compressors")
 ALIASES = {"nc": "natural", "thresholdv": "threshold", "1bit": "onebit"}
+CLASSES = {
+    "BF16": "bf16",
+    "Bins": "bins",
+    "ChunkTopK": "chunktopk",
+    "DCTTopK": "dcttopk",
+    "Entropy": "entropy",
+    "FP16": "fp16",
+    "FP8": "fp8",
+    "GradiVeQ": "gradiveq",
+    "Hadamard": "hadamard",
+    "Int8": "int8",
+    "Natural": "natural",
+    "OneBit": "onebit",
+    "PowerSGD": "powersgd",
+    "QSGD": "qsgd",
+    "RandomK": "randomk",
+    "SignSGD": "signsgd",
+    "Sketch": "sketch",
+    "TernGrad": "terngrad",
+    "Threshold": "threshold",
+    "TopK": "topk",
+    "Uncompressed": "none",
+    "Zero": "zero",
+}
+"""The public classes, ``gradwire.Int8`` and so on, and the file of ``methods/`` that holds each."""
 LAST = "entropy"  # ends any chain
 HERE = Path(__file__).parent
 

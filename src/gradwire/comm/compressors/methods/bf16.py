@@ -18,7 +18,7 @@ from gradwire.comm.compressors.base import Quantizer, Shape, as_numbers, numel
 from gradwire.comm.compressors.rounds import Ask, Context, RoundCost, Rounds, State
 
 
-class BFloat16(Quantizer):
+class BF16(Quantizer):
     """Sends bfloat16."""
 
     name = "bf16"

@@ -22,7 +22,7 @@ from gradwire.comm.compressors.base import Quantizer, Shape, as_numbers, numel
 from gradwire.comm.compressors.rounds import Ask, Context, RoundCost, Rounds, State
 
 
-class Half(Quantizer):
+class FP16(Quantizer):
     """Sends float16."""
 
     name = "fp16"

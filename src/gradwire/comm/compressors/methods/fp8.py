@@ -23,7 +23,7 @@ from gradwire.comm.compressors.base import Block, BlockQuantizer, Shape, as_numb
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal blocks, and zeros at zero
 
 
-class Float8(BlockQuantizer):
+class FP8(BlockQuantizer):
     """Sends a byte per element and a float32 scale per block.
 
     An element's error is at most 1/17 of its magnitude (e4m3; 1/9 for e5m2) where ``x / scale`` is a normal number of

@@ -31,7 +31,7 @@ from gradwire.comm.compressors.philox import draw_seed, uniforms
 SMALLEST_STEP = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal buckets, and zeros at zero
 
 
-class Qsgd(BlockQuantizer):
+class QSGD(BlockQuantizer):
     """Sends an integer between -s and s per element and a float32 norm per bucket; unbiased.
 
     An element's variance is ``(norm / s)^2 f (1 - f)``, where f is the fractional part of ``s |x| / norm``. With the

@@ -27,7 +27,7 @@ from gradwire.comm.compressors.philox import draw_seed, uniforms
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal blocks, and zeros at zero
 
 
-class Terngrad(BlockQuantizer):
+class TernGrad(BlockQuantizer):
     """Sends a ternary digit per element and a float32 scale per block; unbiased without clipping.
 
     An element's variance is ``|x| (s - |x|)``, that of a block ``s |x|_1 - |x|_2^2``, where s is its scale.

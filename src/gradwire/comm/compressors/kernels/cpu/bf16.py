@@ -6,19 +6,19 @@ import numpy as np
 
 from gradwire.comm.compressors.kernels.cpu import INFINITY, SIGNLESS, compiled
 from gradwire.comm.compressors.kernels.cpu.segments import Segmented
-from gradwire.comm.compressors.methods.bf16 import BFloat16
+from gradwire.comm.compressors.methods.bf16 import BF16
 
 HALF = np.uint32(16)  # bits that are dropped
-OVERFLOW = np.float32(BFloat16.overflow).view(np.uint32)
+OVERFLOW = np.float32(BF16.overflow).view(np.uint32)
 NAN = np.uint16(0x7FC0)
 
 
-def covers(method: BFloat16) -> bool:
+def covers(method: BF16) -> bool:
     """There are no options."""
     return True
 
 
-def settings(method: BFloat16) -> tuple[int]:
+def settings(method: BF16) -> tuple[int]:
     """Nothing: numba keeps no machine code for an empty tuple."""
     return (0,)
 

@@ -8,16 +8,16 @@ from gradwire.comm.compressors.kernels.cpu import INFINITY, SIGNLESS, compiled
 from gradwire.comm.compressors.kernels.cpu.bf16 import put_nan, settings
 from gradwire.comm.compressors.kernels.cpu.floats import narrow
 from gradwire.comm.compressors.kernels.cpu.segments import Segmented
-from gradwire.comm.compressors.methods.fp16 import Half
+from gradwire.comm.compressors.methods.fp16 import FP16
 
 MANTISSA, BIAS = np.uint32(10), np.uint32(15)
 DROPPED = np.uint32(23 - MANTISSA)
-OVERFLOW = np.float32(Half.overflow).view(np.uint32)
+OVERFLOW = np.float32(FP16.overflow).view(np.uint32)
 TOP, NAN = np.uint32(0x7C00), np.uint16(0x7E00)  # infinity, and a NaN
 UNIT = np.float32(2.0**112)  # what float32's exponents are larger by
 
 
-def covers(method: Half) -> bool:
+def covers(method: FP16) -> bool:
     """There are no options."""
     return True
 

@@ -8,18 +8,18 @@ import torch
 from gradwire.comm.compressors.kernels.cpu import INFINITY, SIGNLESS, compiled, largest
 from gradwire.comm.compressors.kernels.cpu.floats import narrow
 from gradwire.comm.compressors.kernels.cpu.segments import NUMEL, Segmented, blocks_and
-from gradwire.comm.compressors.methods.fp8 import SMALLEST_SCALE, Float8
+from gradwire.comm.compressors.methods.fp8 import FP8, SMALLEST_SCALE
 
 TINY = np.float32(SMALLEST_SCALE)
 FORMATS = {"e4m3": (np.uint32(3), np.uint32(7)), "e5m2": (np.uint32(2), np.uint32(15))}  # mantissa bits, bias
 
 
-def covers(method: Float8) -> bool:
+def covers(method: FP8) -> bool:
     """All options."""
     return True
 
 
-def settings(method: Float8) -> tuple:
+def settings(method: FP8) -> tuple:
     """Block, largest value, mantissa bits, bias, and the number that each byte represents (float32 [256])."""
     values = torch.arange(256, dtype=torch.uint8).view(method.dtype).to(torch.float32).numpy()
     return method.block, np.float32(method.top), *FORMATS[method.format], values

@@ -12,23 +12,23 @@ from gradwire.comm.compressors.kernels.cpu.int8 import multiply, round_randomly
 from gradwire.comm.compressors.kernels.cpu.packing import TILE, pack_tile, unpack_tile
 from gradwire.comm.compressors.kernels.cpu.philox import fill_words
 from gradwire.comm.compressors.kernels.cpu.segments import NUMEL, Segmented, always, blocks_and
-from gradwire.comm.compressors.methods.qsgd import SMALLEST_STEP, Qsgd
+from gradwire.comm.compressors.methods.qsgd import QSGD, SMALLEST_STEP
 from gradwire.comm.compressors.philox import draw_seed
 
 TINY = np.float32(SMALLEST_STEP)
 
 
-def covers(method: Qsgd) -> bool:
+def covers(method: QSGD) -> bool:
     """Numbers of 8, 4 or 2 bits; Elias coding where they fit into a byte."""
     return method.num_bits <= 8 if method.coding == "elias" else method.num_bits in (8, 4, 2)
 
 
-def settings(method: Qsgd) -> tuple[int, bool, int, int]:
+def settings(method: QSGD) -> tuple[int, bool, int, int]:
     """Bucket, whether its norm is the 2-norm, levels, and bits of a number, which Elias coding takes from bytes."""
     return method.block, method.norm == "l2", method.levels, 8 if method.coding == "elias" else method.num_bits
 
 
-def to_wire(method: Qsgd, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+def to_wire(method: QSGD, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """With Elias coding: the wire, and whether a bucket's norm is not finite."""
     head = 4 * method.blocks(x.shape)
     wire = torch.empty(head + x.numel(), dtype=torch.uint8)
@@ -37,7 +37,7 @@ def to_wire(method: Qsgd, x: Tensor, generator: torch.Generator | None) -> tuple
     return torch.cat([wire[:head], elias.encode(wire[head:].view(torch.int8).to(torch.int16))]), torch.tensor([bad])
 
 
-def from_wire(method: Qsgd, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
+def from_wire(method: QSGD, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
     """With Elias coding: reading the stream takes longer than all the rest."""
     return method.from_wire(wire, shape)
 

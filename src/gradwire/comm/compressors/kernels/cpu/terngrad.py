@@ -10,7 +10,7 @@ from gradwire.comm.compressors.kernels.cpu.packing import pack_tile, unpack_tile
 from gradwire.comm.compressors.kernels.cpu.philox import fill_words, uniform
 from gradwire.comm.compressors.kernels.cpu.qsgd import square_sum
 from gradwire.comm.compressors.kernels.cpu.segments import NUMEL, Segmented, always, blocks_and
-from gradwire.comm.compressors.methods.terngrad import SMALLEST_SCALE, Terngrad
+from gradwire.comm.compressors.methods.terngrad import SMALLEST_SCALE, TernGrad
 from gradwire.comm.compressors.packing import TRITS
 
 TINY = np.float32(SMALLEST_SCALE)
@@ -18,12 +18,12 @@ TILE = 1280  # elements in a tile; bytes of either packing, and calls of Philox,
 VALUES = np.array([[byte // 3**lane % 3 - 1 for lane in range(TRITS)] for byte in range(256)], np.int8).view(np.uint8)
 
 
-def covers(method: Terngrad) -> bool:
+def covers(method: TernGrad) -> bool:
     """All options."""
     return True
 
 
-def settings(method: Terngrad) -> tuple[int, float, bool]:
+def settings(method: TernGrad) -> tuple[int, float, bool]:
     """Block, clip (0: none), and whether digits are packed in base 3."""
     return method.block, method.clip or 0.0, method.packing == "base3"
 

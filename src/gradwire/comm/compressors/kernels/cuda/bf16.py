@@ -12,19 +12,19 @@ from torch import Tensor
 
 from gradwire.comm.compressors.base import as_numbers, numel
 from gradwire.comm.compressors.kernels.cuda.shared import INFINITY, SIGNLESS, no_flag
-from gradwire.comm.compressors.methods.bf16 import BFloat16
+from gradwire.comm.compressors.methods.bf16 import BF16
 
 TILE = 4096  # elements in a program's tile
 OVERFLOW = tl.constexpr(0x7F7F8000)  # 2^128 - 2^119 as bits
 NAN = tl.constexpr(0x7FC0)
 
 
-def covers(method: BFloat16) -> bool:
+def covers(method: BF16) -> bool:
     """There are no options."""
     return True
 
 
-def to_wire(method: BFloat16, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+def to_wire(method: BF16, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """The wire, and whether a magnitude reaches `overflow`."""
     bad = no_flag(x)
     out = torch.empty(x.numel(), dtype=torch.int16, device=x.device)
@@ -33,7 +33,7 @@ def to_wire(method: BFloat16, x: Tensor, generator: torch.Generator | None) -> t
     return out.view(torch.uint8), bad
 
 
-def from_wire(method: BFloat16, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
+def from_wire(method: BF16, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Cast back to float32, exactly."""
     out = torch.empty(numel(shape), device=wire.device)
     if out.numel():

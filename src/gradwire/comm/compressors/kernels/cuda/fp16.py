@@ -9,18 +9,18 @@ from torch import Tensor
 
 from gradwire.comm.compressors.base import as_numbers, numel
 from gradwire.comm.compressors.kernels.cuda.shared import SIGNLESS, no_flag
-from gradwire.comm.compressors.methods.fp16 import Half
+from gradwire.comm.compressors.methods.fp16 import FP16
 
 TILE = 4096  # elements in a program's tile
 OVERFLOW = tl.constexpr(0x477FF000)  # 65,520 as bits
 
 
-def covers(method: Half) -> bool:
+def covers(method: FP16) -> bool:
     """There are no options."""
     return True
 
 
-def to_wire(method: Half, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+def to_wire(method: FP16, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
     """The wire, and whether a magnitude reaches `overflow`."""
     bad = no_flag(x)
     out = torch.empty(x.numel(), dtype=torch.float16, device=x.device)
@@ -29,7 +29,7 @@ def to_wire(method: Half, x: Tensor, generator: torch.Generator | None) -> tuple
     return out.view(torch.uint8), bad
 
 
-def from_wire(method: Half, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
+def from_wire(method: FP16, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Cast back to float32, exactly."""
     out = torch.empty(numel(shape), device=wire.device)
     if out.numel():

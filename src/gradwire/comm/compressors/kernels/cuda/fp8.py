@@ -11,31 +11,31 @@ from torch import Tensor
 
 from gradwire.comm.compressors.kernels.cuda.segments import Segmented, load_floats, past, place, put, store_floats
 from gradwire.comm.compressors.kernels.cuda.shared import INFINITY, SIGNLESS
-from gradwire.comm.compressors.methods.fp8 import SMALLEST_SCALE, Float8
+from gradwire.comm.compressors.methods.fp8 import FP8, SMALLEST_SCALE
 
 TINY = tl.constexpr(SMALLEST_SCALE)
 TILE = 4096  # elements of a program's blocks, or one block if that is larger
 FORMATS = {"e4m3": (3, 7, 0x7F), "e5m2": (2, 15, 0x7C)}  # mantissa bits, bias, lowest code that is not finite
 
 
-def covers(method: Float8) -> bool:
+def covers(method: FP8) -> bool:
     """Blocks of a size that Triton has."""
     return 32 <= method.block <= 16384 and method.block & (method.block - 1) == 0
 
 
-def tile(method: Float8) -> int:
+def tile(method: FP8) -> int:
     """Elements of a program."""
     return max(TILE, method.block)
 
 
-def encoding(method: Float8, x: Tensor) -> dict:
+def encoding(method: FP8, x: Tensor) -> dict:
     """The constants of `encode`."""
     mantissa, bias, _ = FORMATS[method.format]
     own = {"BLOCK": method.block, "TILE": tile(method), "TOP": method.top, "MANTISSA": mantissa, "BIAS": bias}
     return {**own, "enable_fp_fusion": False}
 
 
-def decoding(method: Float8) -> dict:
+def decoding(method: FP8) -> dict:
     """The constants of `decode`."""
     mantissa, bias, no_number = FORMATS[method.format]
     own = {"BLOCK": method.block, "TILE": tile(method), "MANTISSA": mantissa}

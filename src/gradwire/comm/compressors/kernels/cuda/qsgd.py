@@ -8,25 +8,25 @@ from torch import Tensor
 
 from gradwire.comm.compressors.kernels.cuda.segments import Segmented, load_floats, past, place, put, store_floats
 from gradwire.comm.compressors.kernels.cuda.shared import INFINITY, SIGNLESS, load_packed, store_packed, uniforms
-from gradwire.comm.compressors.methods.qsgd import SMALLEST_STEP, Qsgd
+from gradwire.comm.compressors.methods.qsgd import QSGD, SMALLEST_STEP
 
 TINY = tl.constexpr(SMALLEST_STEP)
 TILE = 4096  # elements in a program's tile, or one bucket if that is larger
 
 
-def covers(method: Qsgd) -> bool:
+def covers(method: QSGD) -> bool:
     """Numbers of 8, 4 or 2 bits in buckets that fill a tile evenly; Elias coding happens on the host."""
     fits = 32 <= method.block <= 16384 and method.block & (method.block - 1) == 0
     return fits and method.coding == "dense" and method.num_bits in (8, 4, 2)
 
 
-def encoding(method: Qsgd, x: Tensor) -> dict:
+def encoding(method: QSGD, x: Tensor) -> dict:
     """The constants of `encode`."""
     own = {"BLOCK": method.block, "TILE": max(TILE, method.block), "BITS": method.num_bits, "LEVELS": method.levels}
     return {**own, "L2": method.norm == "l2", "enable_fp_fusion": False}
 
 
-def decoding(method: Qsgd) -> dict:
+def decoding(method: QSGD) -> dict:
     """The constants of `decode`."""
     return {"BLOCK": method.block, "TILE": max(TILE, method.block), "BITS": method.num_bits, "LEVELS": method.levels}
 

@@ -17,7 +17,7 @@ from gradwire.comm.compressors.kernels.cuda.segments import (
     store_floats,
 )
 from gradwire.comm.compressors.kernels.cuda.shared import INFINITY, SIGNLESS, load_packed, store_packed, uniforms
-from gradwire.comm.compressors.methods.terngrad import SMALLEST_SCALE, Terngrad
+from gradwire.comm.compressors.methods.terngrad import SMALLEST_SCALE, TernGrad
 from gradwire.comm.compressors.packing import TRITS
 from gradwire.comm.compressors.segments import Segments
 
@@ -27,17 +27,17 @@ TILE = 4096  # elements in a program's tile, or one block if that is larger
 BYTES = 1024  # bytes of five digits in a program's tile
 
 
-def covers(method: Terngrad) -> bool:
+def covers(method: TernGrad) -> bool:
     """Blocks that fill a tile evenly."""
     return 32 <= method.block <= 16384 and method.block & (method.block - 1) == 0
 
 
-def constants(method: Terngrad) -> dict:
+def constants(method: TernGrad) -> dict:
     """Of both kernels."""
     return {"BLOCK": method.block, "TILE": max(TILE, method.block), "BASE3": method.packing == "base3"}
 
 
-def encoding(method: Terngrad, x: Tensor) -> dict:
+def encoding(method: TernGrad, x: Tensor) -> dict:
     """The constants of `encode`; the clip as a tensor, because numbers are given to a GPU as float32."""
     clip = torch.full((1,), method.clip or 0.0, dtype=torch.float64, device=x.device)
     digits = torch.empty(x.numel() if method.packing == "base3" else 0, dtype=torch.uint8, device=x.device)
@@ -45,7 +45,7 @@ def encoding(method: Terngrad, x: Tensor) -> dict:
     return {**own, **constants(method), "enable_fp_fusion": False}
 
 
-def finish(method: Terngrad, segments: Segments, wire: Tensor, bad: Tensor, options: dict) -> None:
+def finish(method: TernGrad, segments: Segments, wire: Tensor, bad: Tensor, options: dict) -> None:
     """Pack five digits to a byte."""
     if method.packing == "base3":
         launch(pack_trits, segments, BYTES * TRITS, options["digits"], wire, BLOCK=method.block, BYTES=BYTES)
