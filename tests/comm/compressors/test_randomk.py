@@ -14,7 +14,7 @@ from lockstep import lockstep
 from samples import FLOAT32, assert_unbiased, draws, generator, normal
 from scipy import stats
 
-from gradwire.comm.compressors import build, kernels
+from gradwire.comm.compressors import build
 from gradwire.comm.compressors import permutation as plain
 from gradwire.comm.compressors.kernels.cpu import permutation as fused
 from gradwire.comm.compressors.rounds import Context
@@ -43,16 +43,6 @@ def test_the_images_are_distinct_in_range_and_alike_in_both_forms(n):
         images = fused.permuted(seed, n, k)
         assert torch.equal(images, plain.permuted(torch.tensor([seed]), n, k))
         assert images.min() >= 0 and images.max() < n and images.unique().numel() == k
-
-
-@pytest.mark.parametrize("n", [1, 2, 100, 129, 257, 5003, 2**22 + 1, 2**33 + 5])
-def test_the_cuda_form_draws_the_same_places(n):
-    pytest.importorskip("triton")
-    density = min(1.0, 700 / n)
-    compressor, module = build("randomk", density=density), kernels.load("cuda", "randomk")
-    wire = torch.tensor([123_456_789_123_456_789]).view(torch.uint8)
-    there = wire.cuda() if torch.cuda.is_available() else wire
-    assert torch.equal(module.places(compressor, there, n)[0].cpu(), compressor.places(wire, n)[0])
 
 
 @pytest.mark.parametrize("n", range(1, 21))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from samples import generator, normal
 
 from gradwire.base.errors import NonFiniteGradient
-from gradwire.comm.compressors import build, kernels
+from gradwire.comm.compressors import build
 
 
 def oracle(x: torch.Tensor, k: int) -> torch.Tensor:
@@ -91,33 +91,6 @@ def test_it_contracts_and_a_constant_magnitude_reaches_the_bound(n, density, see
     assert error.item() == pytest.approx(rest * 0.75**2 * n, rel=1e-12)
 
 
-def clustered(n: int, seed: int) -> torch.Tensor:
-    """As an embedding's gradient: a few rows hold nearly all."""
-    return torch.where(torch.arange(n) // 500 % 7 == 3, normal(n, seed) * 1e3, normal(n, seed + 1))
-
-
-def large_where_sampled(n: int, seed: int) -> torch.Tensor:
-    """Large just where the CUDA form looks first."""
-    i = torch.arange(8192)
-    x = normal(n, seed)
-    x[i * n // 8192 + (i * 40503 & 65535) % (n // 8192)] *= 1e6
-    return x
-
-
-@pytest.mark.parametrize("density", [0.01, 0.5])
-@pytest.mark.parametrize(
-    "inputs",
-    [normal, tie_heavy, close_together, all_magnitudes, clustered, large_where_sampled, lambda n, seed: torch.ones(n)],
-    ids=["normal", "tie_heavy", "close_together", "all_magnitudes", "clustered", "large_where_sampled", "constant"],
-)
-def test_the_cuda_form_is_exact_where_its_sample_misleads(inputs, density):
-    pytest.importorskip("triton")
-    compressor, module = build("topk", density=density), kernels.load("cuda", "topk")
-    x = inputs(25_001, seed=2)
-    there = x.cuda() if torch.cuda.is_available() else x
-    head, values, bad = module.pick(compressor, there, None)
-    plain_head, plain_values = compressor.pick(x, None)
-    assert torch.equal(head.cpu(), plain_head) and torch.equal(values.cpu(), plain_values) and not bad.any()
 
 
 def test_it_is_idempotent():

@@ -22,14 +22,13 @@ from torch import Tensor
 from gradwire.comm.compressors.kernels.cpu import compiled
 
 LONGEST = 48  # binary digits in a number that may be read; a stream of fewer than 2^48 numbers has no longer one
-SHORT = 256  # numbers below it have their codes in a table
-WINDOW = 12  # bits in which a table finds short codes; with 7 more they still lie in three bytes
 
 
 def encode(levels: Tensor) -> Tensor:
     """The stream of ``levels``, int16 [n] (not -2^15): uint8 [bytes], on the same device."""
     numbers = levels.cpu().numpy()
-    stream = np.empty(-(-stream_bits(numbers) // 8), np.uint8)
+    bits = write_stream(numbers, np.empty(0, np.uint8))
+    stream = np.zeros(-(-bits // 8), np.uint8)
     write_stream(numbers, stream)
     return torch.from_numpy(stream).to(levels.device)
 
@@ -68,62 +67,26 @@ def code(number: int | np.int64) -> tuple[np.uint64, int]:
 
 
 @compiled
-def short_codes() -> tuple[np.ndarray, np.ndarray]:
-    """The codes of the numbers below SHORT: bits (uint64) and lengths (int64), by number."""
-    bits, lengths = np.zeros(SHORT, np.uint64), np.zeros(SHORT, np.int64)
-    for number in range(1, SHORT):
-        bits[number], lengths[number] = code(number)
-    return bits, lengths
-
-
-@compiled
-def look_up(number: int | np.int64, bits: np.ndarray, lengths: np.ndarray) -> tuple[np.uint64, int]:
-    """`code`, from the table where it is short."""
-    return (bits[number], lengths[number]) if number < SHORT else code(number)
-
-
-@compiled
-def stream_bits(numbers: np.ndarray) -> int:
-    """Bits of the stream of ``numbers`` (int16 [n])."""
-    table = short_codes()
-    total, last = 0, -1
+def write_stream(numbers: np.ndarray, stream: np.ndarray) -> int:
+    """Write the stream of ``numbers`` (int16 [n]) as far as ``stream`` (uint8, zeros) reaches; return its bits."""
+    at, last = 0, -1
     for i in range(numbers.size):
         if numbers[i]:
-            total += look_up(i - last, *table)[1] + 1 + look_up(abs(np.int64(numbers[i])), *table)[1]
+            at = append(*code(i - last), at, stream)
+            at = append(np.uint64(numbers[i] < 0), 1, at, stream)
+            at = append(*code(abs(np.int64(numbers[i]))), at, stream)
             last = i
-    return total + look_up(numbers.size - last, *table)[1]
+    return append(*code(numbers.size - last), at, stream)
 
 
 @compiled
-def write_stream(numbers: np.ndarray, stream: np.ndarray) -> None:
-    """Fill ``stream`` (uint8, as many as `stream_bits` says)."""
-    table = short_codes()
-    held, filled, at, last = np.uint64(0), 0, 0, -1  # the bits not yet stored, how many, and where they go
-    for i in range(numbers.size):
-        if numbers[i]:
-            bits, length = look_up(i - last, *table)
-            held, filled, at = append(bits, length, held, filled, at, stream)
-            bits, length = look_up(abs(np.int64(numbers[i])), *table)
-            signed = np.uint64(bits << np.uint64(1) | np.uint64(numbers[i] < 0))
-            held, filled, at = append(signed, length + 1, held, filled, at, stream)
-            last = i
-    bits, length = look_up(numbers.size - last, *table)
-    held, filled, at = append(bits, length, held, filled, at, stream)
-    if filled:
-        stream[at] = held
-
-
-@compiled
-def append(
-    bits: np.uint64, length: int, held: np.uint64, filled: int, at: int, stream: np.ndarray
-) -> tuple[np.uint64, int, int]:
-    """Put bits behind the ones held, and store whole bytes: what is then held, how many bits, and where they go."""
-    held |= bits << np.uint64(filled)
-    filled += length
-    while filled >= 8:
-        stream[at] = held & np.uint64(0xFF)
-        held, filled, at = held >> np.uint64(8), filled - 8, at + 1
-    return held, filled, at
+def append(bits: np.uint64, length: int, at: int, stream: np.ndarray) -> int:
+    """Write bits from bit ``at`` on, the lowest first; return the bit after them."""
+    for bit in range(length):
+        if at >> 3 < stream.size:
+            stream[at >> 3] |= np.uint8((bits >> np.uint64(bit)) & np.uint64(1)) << (at & 7)
+        at += 1
+    return at
 
 
 @compiled
@@ -145,37 +108,11 @@ def read_code(stream: np.ndarray, at: int) -> tuple[np.int64, int]:
 
 
 @compiled
-def short_readings() -> tuple[np.ndarray, np.ndarray]:
-    """The number that a stream begins with, and its code's length, by its first WINDOW bits; 0 if it is longer."""
-    numbers, lengths = np.zeros(1 << WINDOW, np.int64), np.zeros(1 << WINDOW, np.int64)
-    for number in range(1, SHORT):
-        bits, length = code(number)
-        if length <= WINDOW:
-            for window in range(np.int64(bits), 1 << WINDOW, 1 << length):
-                numbers[window], lengths[window] = number, length
-    return numbers, lengths
-
-
-@compiled
-def read_short(stream: np.ndarray, at: int, numbers: np.ndarray, lengths: np.ndarray) -> tuple[np.int64, int]:
-    """`read_code` from the table; 0 and ``at``, where the code is not short or the end of the stream is near."""
-    byte = at >> 3
-    if byte + 3 <= stream.size:
-        three = np.int64(stream[byte]) | np.int64(stream[byte + 1]) << 8 | np.int64(stream[byte + 2]) << 16
-        window = three >> (at & 7) & ((1 << WINDOW) - 1)
-        return numbers[window], at + lengths[window]
-    return np.int64(0), at
-
-
-@compiled
 def read_stream(stream: np.ndarray, top: int, numbers: np.ndarray) -> bool:
     """Fill ``numbers`` (int16 [n], zeros); whether ``stream`` (uint8) is one of n numbers up to ``top``."""
-    table = short_readings()
     i, at = -1, 0
     while True:
-        distance, at = read_short(stream, at, *table)
-        if not distance:
-            distance, at = read_code(stream, at)
+        distance, at = read_code(stream, at)
         if not 1 <= distance <= numbers.size - i:
             return False
         i += int(distance)
@@ -184,9 +121,7 @@ def read_stream(stream: np.ndarray, top: int, numbers: np.ndarray) -> bool:
         if at >= 8 * stream.size:
             return False
         minus = stream[at >> 3] >> (at & 7) & 1
-        magnitude, at = read_short(stream, at + 1, *table)
-        if not magnitude:
-            magnitude, at = read_code(stream, at)
+        magnitude, at = read_code(stream, at + 1)
         if not 1 <= magnitude <= top:
             return False
         numbers[i] = -magnitude if minus else magnitude

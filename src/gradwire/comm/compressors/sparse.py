@@ -28,6 +28,22 @@ def share(density: float, n: int) -> int:
     return max(1, round(density * n)) if n else 0
 
 
+def largest(x: Tensor, keep: int) -> Tensor:
+    """Mask of the ``keep`` elements of largest magnitude in a float32 vector: bool, ties to the lowest index.
+
+    NaN counts as the largest.
+    """
+    magnitude = magnitudes(x)
+    least = magnitude.topk(keep).values[-1:]  # empty, as the mask, where nothing is kept
+    above, tied = magnitude > least, magnitude == least
+    return above | (tied & (tied.cumsum(0) <= keep - above.sum()))
+
+
+def largest_places(x: Tensor, keep: int) -> Tensor:
+    """Where `largest` is True, ascending: int64 [keep]; nothing synchronises."""
+    return torch.nonzero_static(largest(x, keep), size=keep).view(-1)
+
+
 class Picked(NamedTuple):
     """The chosen elements.
 

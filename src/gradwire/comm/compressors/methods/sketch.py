@@ -26,18 +26,17 @@ unless a sum lies within float64's rounding error of the middle between two floa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradwire.comm.compressors import kernels
 from gradwire.comm.compressors.base import Compressor, Count, Shape, as_numbers, numel
 from gradwire.comm.compressors.philox import WORD, draw_seed, words
 from gradwire.comm.compressors.rounds import Ask, Context, RoundCost, Rounds, State
-from gradwire.comm.compressors.sparse import magnitudes, share
+from gradwire.comm.compressors.sparse import largest, largest_places, share
 
 FEWEST_COLUMNS = 16
 
@@ -80,39 +79,24 @@ class Sketch(Compressor):
 
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """A fresh seed, and the table."""
-        return self.write(type(self).table, x, generator)[0]
-
-    def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The largest estimates."""
-        return self.read(type(self).largest, wire, shape)
+        return self.coded(x, generator)[0]
 
     def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """`to_wire` in its fastest form, and whether the table is not finite."""
-        return self.write(self.fastest(x).table, x, generator)
-
-    def decoded(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """`from_wire` in its fastest form."""
-        return self.read(self.fastest(wire).largest, wire, shape)
-
-    def fastest(self, x: Tensor) -> Any:
-        """The module with the fastest ``table`` and ``largest`` for x's device."""
-        return kernels.find(self, x.device) or type(self)
-
-    def write(self, table: Callable, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """The wire with this form of `table`, and whether it is not finite; a non-finite x makes its columns so."""
+        """The wire, and whether the table is not finite; a non-finite x makes its columns so."""
         if not self.compresses(x.shape):
             return x.view(-1).view(torch.uint8), self.not_representable(x)
         seed = draw_seed(generator, x.device, self.name)
-        numbers = table(self, x, seed)
-        return torch.cat([seed.view(torch.uint8), numbers.view(-1).view(torch.uint8)]), self.not_representable(numbers)
+        table = self.table(x, seed)
+        return torch.cat([seed.view(torch.uint8), table.view(-1).view(torch.uint8)]), self.not_representable(table)
 
-    def read(self, largest: Callable, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Decode with this form of `largest`."""
+    def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The largest estimates."""
         if not self.compresses(shape):
             return as_numbers(wire, torch.float32)
         seed, table = as_numbers(wire[:8], torch.int64), as_numbers(wire[8:], torch.float32)
-        places, values = largest(self, table.view(self.rows, -1), seed, numel(shape), self.kept(shape))
-        return torch.zeros(numel(shape), device=wire.device).index_copy_(0, places, values)
+        estimates = self.estimates(table.view(self.rows, -1), seed, numel(shape))
+        places = largest_places(estimates, self.kept(shape))
+        return torch.zeros(numel(shape), device=wire.device).index_copy_(0, places, estimates[places])
 
     def multipliers(self, seed: Tensor) -> Tensor:
         """Each row's a and b for the column, and for the sign: int64 [rows, 4], to be taken modulo 2^64."""
@@ -140,18 +124,13 @@ class Sketch(Compressor):
         rows = [sign * row[column] for row, (column, sign) in zip(table, hashes, strict=True)]
         return torch.stack(rows).median(dim=0).values
 
-    def largest(self, table: Tensor, seed: Tensor, count: int, keep: int) -> tuple[Tensor, Tensor]:
-        """The places of the largest of ``count`` estimates, ascending (int64 [keep]), and the estimates there."""
-        return where_largest(self.estimates(table, seed, count), keep)
-
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
         """Sum the tables, then exact values where the summed table's estimates are largest."""
         if not self.compresses(x.shape):
             return (yield Ask("sum", x, rows=True)) / context.world, x
-        form, examined = self.fastest(x), self.examined(x.shape)
         seed = torch.tensor([context.derived_seed()], device=x.device)
-        table = yield Ask("sum", form.table(self, x, seed))
-        places, _ = form.largest(self, table, seed, x.numel(), examined)
+        table = yield Ask("sum", self.table(x, seed))
+        places = largest_places(self.estimates(table, seed, x.numel()), self.examined(x.shape))
         own = x.view(-1)[places]
         total = yield Ask("sum", own)
         chosen = largest(total, self.kept(x.shape))
@@ -165,20 +144,3 @@ class Sketch(Compressor):
         if not self.compresses(shape):
             return RoundCost(rows=4 * numel(shape))
         return RoundCost(summed=4 * (self.rows * self.columns(shape) + self.examined(shape)))
-
-
-def largest(x: Tensor, keep: int) -> Tensor:
-    """Mask of the ``keep`` elements of largest magnitude in a float32 vector: bool, ties to the lowest index.
-
-    NaN counts as the largest.
-    """
-    magnitude = magnitudes(x)
-    least = magnitude.topk(keep).values[-1]
-    above, tied = magnitude > least, magnitude == least
-    return above | (tied & (tied.cumsum(0) <= keep - above.sum()))
-
-
-def where_largest(x: Tensor, keep: int) -> tuple[Tensor, Tensor]:
-    """Their places, ascending (int64 [keep]), and their values; without synchronisation."""
-    places = torch.nonzero_static(largest(x, keep), size=keep).view(-1)
-    return places, x[places]

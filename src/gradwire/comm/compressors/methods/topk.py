@@ -14,7 +14,7 @@ from torch import Tensor
 from gradwire.comm.compressors import indices
 from gradwire.comm.compressors.base import Shape, numel
 from gradwire.comm.compressors.indices import CodeName
-from gradwire.comm.compressors.sparse import Sparsifier, magnitudes, share
+from gradwire.comm.compressors.sparse import Sparsifier, largest_places, share
 
 
 class TopK(Sparsifier):
@@ -39,9 +39,8 @@ class TopK(Sparsifier):
         return indices.coded_bytes(numel(shape), self.kept(shape), self.indices)
 
     def pick(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """Sort by magnitude, then by index."""
-        order = magnitudes(x).argsort(descending=True, stable=True)
-        places = order[: self.kept(x.numel())].sort().values
+        """Compare with the k-th largest magnitude."""
+        places = largest_places(x.view(-1), self.kept(x.numel()))
         return indices.encode(places, x.numel(), self.indices), x.view(-1)[places]
 
     def places(self, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:

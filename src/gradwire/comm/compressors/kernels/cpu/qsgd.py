@@ -19,27 +19,17 @@ TINY = np.float32(SMALLEST_STEP)
 
 
 def covers(method: QSGD) -> bool:
-    """Numbers of 8, 4 or 2 bits; Elias coding where they fit into a byte."""
-    return method.num_bits <= 8 if method.coding == "elias" else method.num_bits in (8, 4, 2)
+    """Numbers of 8, 4 or 2 bits in the dense code."""
+    return method.coding == "dense" and method.num_bits in (8, 4, 2)
 
 
 def settings(method: QSGD) -> tuple[int, bool, int, int]:
-    """Bucket, whether its norm is the 2-norm, levels, and bits of a number, which Elias coding takes from bytes."""
-    return method.block, method.norm == "l2", method.levels, 8 if method.coding == "elias" else method.num_bits
+    """Bucket, whether its norm is the 2-norm, levels, and bits of a number."""
+    return method.block, method.norm == "l2", method.levels, method.num_bits
 
 
-def to_wire(method: QSGD, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """With Elias coding: the wire, and whether a bucket's norm is not finite."""
-    head = 4 * method.blocks(x.shape)
-    wire = torch.empty(head + x.numel(), dtype=torch.uint8)
-    seed = draw_seed(generator, x.device, method.name).item()
-    bad = encode(settings(method), np.array([0, x.numel()]), 0, x.view(-1).numpy(), seed, wire.numpy())
-    return torch.cat([wire[:head], elias.encode(wire[head:].view(torch.int8).to(torch.int16))]), torch.tensor([bad])
 
 
-def from_wire(method: QSGD, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """With Elias coding: reading the stream takes longer than all the rest."""
-    return method.from_wire(wire, shape)
 
 
 @compiled
