@@ -27,8 +27,8 @@ DEBIAN = {
 }
 # The CPU build of torch has a local version and is not on PyPI; `===` keeps pip from taking it for the other.
 TORCH = {"cpu": "torch=={version}+cpu", "cuda": "torch==={version}"}
-# Extras that no rule needs by default.
-OUTSIDE = ("dev", "workflow", "slurm", "trainer", "wandb", "faiss")
+OUTSIDE = ("dev", "trainer", "wandb", "faiss")  # extras that no rule needs by default
+NOT_INSIDE = re.compile(r"torch\b|gradwire\b|snakemake")  # torch is locked by itself; Snakemake starts the image
 INSTALLER = "pip"  # it comes as a wheel too, and runs from it
 
 
@@ -89,7 +89,7 @@ def requirements() -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     inside = [name for extra, names in extras.items() if extra not in OUTSIDE for name in names]
-    return [name for name in (*project["dependencies"], *inside) if not re.match(r"torch\b", name)]
+    return [name for name in (*project["dependencies"], *inside) if not NOT_INSIDE.match(name)]
 
 
 def pinned(lock: str) -> str:

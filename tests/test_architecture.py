@@ -9,14 +9,17 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from gradwire.base.errors import BadInput
+from gradwire.base.extras import EXTRAS
 from gradwire.base.source_digest import PACKAGE, closure, imports, module_file, source_digest
 from gradwire.cli import VERBS
 
+PACKAGES = {"yaml": "pyyaml", "faiss": "faiss-cpu"}  # by the name that is imported
 HEAVY = ("torch", "transformers", "pandas", "pyarrow", "datasets", "tokenizers", "matplotlib", "tensorboard")
 VERBS_HERE = sorted(name for name, verb in VERBS.items() if module_file(verb.module))
 
@@ -85,7 +88,12 @@ def declared() -> set[str]:
     """The packages that pyproject.toml asks for, in its dependencies and its extras."""
     project = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text())["project"]
     wanted = itertools.chain(project["dependencies"], *project["optional-dependencies"].values())
-    return {normal(re.match(r"[\w.-]+", name)[0]) for name in wanted}
+    return packages(wanted)
+
+
+def packages(wanted: Iterable[str]) -> set[str]:
+    """Names of requirements, without versions; extras of gradwire itself are left out."""
+    return {normal(re.match(r"[\w.-]+", name)[0]) for name in wanted} - {"gradwire"}
 
 
 def normal(name: str) -> str:
@@ -94,11 +102,18 @@ def normal(name: str) -> str:
 
 def test_what_is_imported_is_declared():
     names = {name.split(".")[0] for file in rooms_of(PACKAGE) for name in imports(file.read_bytes())}
-    packages = {"yaml": "pyyaml", "faiss": "faiss-cpu"}
-    found = {normal(packages.get(name, name)) for name in names - sys.stdlib_module_names}
+    found = {normal(PACKAGES.get(name, name)) for name in names - sys.stdlib_module_names}
     assert {"torch", "pyyaml", "safetensors", "triton"} <= found
     assert found - declared() == {"gradwire"}
     assert "accelerate" in declared()  # examples/trainer.py: transformers' Trainer imports it
+
+
+def test_a_message_names_the_extra_that_has_the_package():
+    project = tomllib.loads((PACKAGE.parents[1] / "pyproject.toml").read_text())["project"]
+    brought = {extra: packages(names) - {"transformers"} for extra, names in project["optional-dependencies"].items()}
+    brought["attribution"].add("transformers")  # which the trainer's extra has too
+    named = {extra: {normal(PACKAGES.get(name, name)) for name in names} for extra, names in EXTRAS.items()}
+    assert named == {extra: names for extra, names in brought.items() if extra != "dev"}
 
 
 def test_what_is_declared_is_locked():

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, NoReturn
 from gradwire import __version__
 from gradwire.base import parent_watch
 from gradwire.base.errors import BAD_INPUT, DONE, FAULT, BadInput, did_you_mean, unknown
+from gradwire.base.extras import missing
 from gradwire.base.failures import (
     clear_failure,
     exit_code,
@@ -214,22 +215,24 @@ def options_of(module: ModuleType, args: argparse.Namespace) -> Any:
 
 def main(words: Sequence[str]) -> int:
     """Run a command and return its exit code; a failure is printed once and written beside the verb's outputs."""
-    program = "gradwire"
+    program, module_name = "gradwire", ""
     folder = None
     try:
         if not words or words[0] in ("-h", "--help", "help", "--version"):
             print(__version__ if "--version" in words[:1] else usage())
             return DONE if words else BAD_INPUT
         check_words(words)
-        program = f"gradwire {verb_of(words)[0]}"
-        name, module, args = parse(words)
+        name, _ = verb_of(words)
+        program, module_name = f"gradwire {name}", VERBS[name].module
+        _, module, args = parse(words)
         check_paths(args)
         folder = writable(module.beside(args)) if hasattr(module, "beside") else None
         if folder is not None and args.attempt > 1:
             refuse_again(folder, name)
         check_numbers(args)
         code = module.main(options_of(module, args)) or DONE
-    except (Exception, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt) as raised:
+        error = missing(raised, module_name) or raised
         if report_rank_failure(error):  # `launch` reports it once for all ranks
             return exit_code(error)
         if isinstance(error, BrokenPipeError) and reader_left() and folder is None:

@@ -1,0 +1,1 @@
+"""Errors, files, flags and other parts without a subject, shared by all floors."""

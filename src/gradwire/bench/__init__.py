@@ -1,0 +1,1 @@
+"""The benchmark: experiments, training runs, their traces, statistics and reports."""

@@ -133,7 +133,7 @@ def shaped_links() -> Finding:
 def workflow() -> Finding:
     """Whether Snakemake is installed."""
     if (version := installed("snakemake")) is None:
-        return Finding("workflow", "no: Snakemake is not installed", "`pip install 'gradwire[workflow]'`.")
+        return Finding("workflow", "no: Snakemake is not installed", "`pip install 'gradwire[bench]'`.")
     return Finding("workflow", f"Snakemake {version}")
 
 
@@ -161,7 +161,7 @@ def slurm() -> Finding:
     if shutil.which("sbatch") is None:
         return Finding("Slurm", "no: no sbatch", "a cluster's login node (docs/clusters.md).")
     if installed("snakemake-executor-plugin-slurm") is None:
-        return Finding("Slurm", "no: Snakemake's plugin is not installed", "`pip install 'gradwire[slurm]'`.")
+        return Finding("Slurm", "no: Snakemake's plugin is not installed", "`pip install 'gradwire[bench]'`.")
     partitions = _says("sinfo", "--noheader", "--format=%R: %D nodes")
     if not partitions:
         return Finding(

@@ -1,0 +1,1 @@
+"""The library: compressors, collectives and parallel strategies for the gradients of a training script."""

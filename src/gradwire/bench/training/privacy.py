@@ -83,7 +83,7 @@ def guarantee(training: Training, cell: Cell, samples: int, world_size: int) -> 
             installed.
     """
     if training.dp_noise_multiplier and find_spec("opacus") is None:
-        raise BadInput("private training needs Opacus: pip install 'gradwire[private]'.")
+        raise BadInput("private training needs Opacus: pip install 'gradwire[bench]'.")
     batch = training.batch_size * training.grad_accum_steps * world_size
     if batch > samples:
         raise BadInput(f"a private step takes {batch} samples, but the training split has {samples}; take fewer.")

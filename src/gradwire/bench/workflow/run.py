@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import queue
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 from gradwire.base.errors import BadInput, RunFault, Stopped, unknown
+from gradwire.base.extras import require
 from gradwire.base.files import read_yaml
 from gradwire.base.parent_watch import PARENT
 from gradwire.bench.workflow.experiment import check, read
@@ -46,15 +46,14 @@ def main(args: Namespace) -> None:
     """Run what is missing of the experiment; print its table and the path of its page.
 
     Raises:
-        BadInput: If the file is invalid, its source cannot be read, or Snakemake is not installed; if jobs failed on
-            bad input only.
+        BadInput: If the file is invalid, its source cannot be read, or jobs failed on bad input only.
+        ModuleNotFoundError: If Snakemake is not installed.
         RunFault: If a job failed otherwise.
         Stopped: If a signal stopped it.
     """
     experiment = check(read(args.file))
     experiment.dataset.built.content()  # reads a local source: an empty folder is refused before Snakemake starts
-    if importlib.util.find_spec("snakemake") is None:
-        raise BadInput("Snakemake is not installed: pip install 'gradwire[workflow]'.")
+    require("gradwire run", "snakemake", "snakemake_interface_logger_plugins")
     words = options(args)
     if args.verbose:
         os.execv(sys.executable, [sys.executable, "-m", "snakemake", *words])

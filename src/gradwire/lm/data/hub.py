@@ -12,16 +12,10 @@ TIMEOUT = 10  # seconds to wait for the Hub
 
 
 def library() -> ModuleType:
-    """Import ``datasets``, with its log off: errors are raised as well, and reported once.
+    """Import ``datasets``, with its log off: errors are raised as well, and reported once."""
+    import datasets
+    from datasets.utils import logging
 
-    Raises:
-        BadInput: If it is not installed.
-    """
-    try:
-        import datasets
-        from datasets.utils import logging
-    except ImportError:
-        raise _not_installed() from None
     logging.set_verbosity(logging.CRITICAL)
     return datasets
 
@@ -37,11 +31,9 @@ def commit(dataset: str, revision: str | None, without_network: str) -> str | No
     Raises:
         BadInput: If the Hub cannot be reached, or there is no such dataset or revision.
     """
-    try:
-        from huggingface_hub import HfApi
-        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
-    except ImportError:
-        raise _not_installed() from None
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
     try:
         return HfApi().dataset_info(dataset, revision=revision, timeout=TIMEOUT).sha
     except RevisionNotFoundError:
@@ -74,7 +66,3 @@ def rows(table: Iterable[dict[str, Any]], columns: list[str], where: str) -> Ite
             read += 1
     except UnicodeDecodeError as error:
         raise BadInput(f"{where}: row {read} (counted from 0) or one after it is not UTF-8: {error}.") from None
-
-
-def _not_installed() -> BadInput:
-    return BadInput("this source needs the package `datasets`: pip install 'gradwire[datasets]'.")

@@ -53,12 +53,10 @@ def attach(model: nn.Module, base: Path, *, adapter: Path | None = None, rank: i
         seed: Seed of a new adapter's A; the global random state does not change.
 
     Raises:
-        BadInput: If peft is not installed, or the adapter does not match the model.
+        BadInput: If the adapter does not match the model.
     """
-    try:
-        import peft
-    except ImportError:
-        raise BadInput("gradients of a LoRA adapter need peft: pip install 'gradwire[lora]'.") from None
+    import peft
+
     if adapter is not None:
         check(adapter, base)
         try:
