@@ -20,9 +20,8 @@ from gradwire.bench.judge import recall
 from gradwire.lm.data import shards, sources, targets
 from gradwire.lm.data.batches import IGNORED, collate
 from gradwire.lm.data.corpus import documents
-from gradwire.lm.data.shards import Shards
+from gradwire.lm.data.shards import Shards, target_counts
 from gradwire.lm.data.tokenizer import load as load_tokenizer
-from gradwire.lm.data.unigram import target_counts
 from gradwire.lm.models import causal, folder
 
 LENGTH = 24

@@ -13,8 +13,8 @@ from data_samples import tokenize_words, values, write_corpus
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.cli import main
 from gradwire.lm.data.batches import eval_batches, prefetch, train_batches
-from gradwire.lm.data.cache import shards_of
 from gradwire.lm.data.shards import Shards, wait_finalized
+from gradwire.lm.data.tokenization import shards_of
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ from data_samples import tokenize_words, values, write_corpus
 
 from gradwire.base.errors import BadInput
 from gradwire.cli import main
-from gradwire.lm.data import identify, json_bytes
-from gradwire.lm.data.cache import shards_of
+from gradwire.lm.data import corpus, json_bytes
 from gradwire.lm.data.corpus import checked, documents, parse
+from gradwire.lm.data.tokenization import shards_of
 
 GOOD = json.dumps(values(3)).encode()
 PART = b'{"title": "t", "text": "x y"}'
@@ -128,7 +128,7 @@ def test_ids_may_be_elsewhere_in_a_document(tmp_path, monkeypatch, capsys):
 
     assert ids() == (0, ["sample_0", "sample_1"])
     assert ids("--id_from", "doi") == (0, ["10.3", "10.4"])
-    monkeypatch.setattr(identify, "entry_points", lambda group: [Extractor()] * (group == "gradwire.sample_ids"))
+    monkeypatch.setattr(corpus, "entry_points", lambda group: [Extractor()] * (group == "gradwire.sample_ids"))
     assert ids("--id_from", "numbered") == (0, ["J/3", "J/4"])
     assert main(["download", "--source", "pydocs", "--id_from", "doi", "--output", str(tmp_path / "x.json")]) == 2
     assert "works with --source json only" in capsys.readouterr().err

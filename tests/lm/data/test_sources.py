@@ -25,9 +25,10 @@ from gradwire.base.model_flags import to_flags
 from gradwire.base.strict import checked
 from gradwire.bench.config import Dataset
 from gradwire.cli import main
-from gradwire.lm.data import corpus, hub, sections, sources, text_files
+from gradwire.lm.data import corpus, sections, sources, text_files
 from gradwire.lm.data.corpus import Document, documents
 from gradwire.lm.data.sources import SOURCES, Source, Stream
+from gradwire.lm.data.sources import datasets as hub
 
 HEAD = "<html><head><title>T</title><style>p {}</style></head>"
 PAGE = f"{HEAD}<body><h1>Big &amp; <i>small</i></h1><p>One\n two</p></body>"

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from gradwire.base.errors import BadInput
 from gradwire.base.files import sha256_file
 from gradwire.cli import main
-from gradwire.lm.data import patience, shards
+from gradwire.lm.data import shards, tokenizer
 from gradwire.lm.data.corpus import documents
 from gradwire.lm.data.shards import Shards
 from gradwire.lm.data.tokenizer import load
@@ -197,7 +197,7 @@ def test_killed_at_any_write_it_goes_on_to_the_same_bytes(tmp_path, stride):
 
 
 def test_a_long_step_says_how_far_it_is_and_what_takes_long(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(patience, "FIRST", 0.001)
+    monkeypatch.setattr(tokenizer, "FIRST", 0.001)
     word = "".join(random.Random(7).choices("abcdefghijklmnopqrstuvwxyz", k=20_000))
     path = write_corpus(tmp_path / "c.json", [*values(60), {"id": "long", "text": f"some {word} words"}])
     assert main(tokenize_words(path, tmp_path / "out", max_length=512, shard_size=64)) == 0

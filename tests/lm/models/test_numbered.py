@@ -23,7 +23,7 @@ from gradwire.attribution.store import store
 from gradwire.base.errors import BadInput
 from gradwire.lm.data.batches import collate
 from gradwire.lm.data.shards import Shards
-from gradwire.lm.models import folder, lora, numbered, optimizer
+from gradwire.lm.models import folder, lora, optimizer
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 COMMON = {"max_position_embeddings": MAX_LENGTH, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -110,7 +110,7 @@ def test_rows_of_a_checkpoint_are_steps_of_its_optimizer(small, tmp_path, capsys
             steps.append(((m / (1 - 0.85**4)) / ((v / (1 - 0.97**4)).sqrt() + 1e-7)).flatten())
         wanted = torch.cat(steps)
         assert (row - wanted).norm() < 2e-3 * wanted.norm()
-    (checkpoint / numbered.FILE).unlink()
+    (checkpoint / optimizer.NUMBERED).unlink()
     capsys.readouterr()
     assert cli.main(["grads", "collect", *map(str, [*words[:4], "--output_path", tmp_path / "no", *words[6:]])]) == 2
     assert "has no optimizer.safetensors or optimizer.pt" in capsys.readouterr().err
@@ -163,17 +163,17 @@ def numbered_groups(model, first):
 def test_other_scripts_have_one_group_or_names(groups, tmp_path):
     model = model_of("llama", 40)
     state, wanted = state_of(model, groups(model))
-    torch.save(state, tmp_path / numbered.FILE)
+    torch.save(state, tmp_path / optimizer.NUMBERED)
     found = optimizer.load(tmp_path, model)
     assert set(found.exp_avg) == set(wanted)
     assert all(torch.equal(found.exp_avg[name], of["exp_avg"]) for name, of in wanted.items())
 
 
 def message(model, tmp_path, state):
-    torch.save(state, tmp_path / numbered.FILE)
+    torch.save(state, tmp_path / optimizer.NUMBERED)
     with pytest.raises(BadInput) as raised:
         optimizer.load(tmp_path, model)
-    assert str(tmp_path / numbered.FILE) in str(raised.value)
+    assert str(tmp_path / optimizer.NUMBERED) in str(raised.value)
     return str(raised.value)
 
 
@@ -194,7 +194,7 @@ def test_what_cannot_be_matched_is_refused(tmp_path):
     apart[0]["betas"] = (0.8, 0.9)
     assert "different betas" in message(model, tmp_path, state_of(model, apart)[0])
     assert "is not an optimizer's state" in message(model, tmp_path, {"model": torch.ones(2)})
-    (tmp_path / numbered.FILE).write_bytes(b"no such thing")
+    (tmp_path / optimizer.NUMBERED).write_bytes(b"no such thing")
     with pytest.raises(BadInput, match="is not an optimizer's state"):
         optimizer.load(tmp_path, model)
 
@@ -221,5 +221,5 @@ def test_an_order_that_is_not_the_only_one_is_refused(tmp_path):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     made.step()
-    torch.save(made.state_dict(), tmp_path / numbered.FILE)
+    torch.save(made.state_dict(), tmp_path / optimizer.NUMBERED)
     assert optimizer.load(tmp_path, model).step == {"scale": 1, "norm.weight": 2, "table.weight": 1}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gradwire.attribution.options import AdamVariant
 from gradwire.base.errors import BadInput
-from gradwire.lm.models.moments import Moments
+from gradwire.lm.models.optimizer import Moments
 
 LESS_BETAS, LESS_EPS = (0.9, 0.999), 1e-8  # constants of LESS's code, independent of the training's
 NOISE = 2e-6  # ten times the float32 rounding error of a zero sum, relative to its row's RMS

@@ -21,7 +21,7 @@ from gradwire.attribution.query.texts import Texts, documents_of
 from gradwire.attribution.store.row_file import RowFile
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import world
-from gradwire.lm.data import cache, tokenizer
+from gradwire.lm.data import tokenization, tokenizer
 from gradwire.lm.data.shards import Sample, Shards, check
 from gradwire.lm.models import saved
 
@@ -163,7 +163,7 @@ class Searcher:
                 f"{folder}, the model of {self.store.path}, is missing: pass its current folder as --model_dir."
             )
         if self.texts:
-            cache.check_fit(self.texts.shards.folder.parent, str(folder), None)
+            tokenization.check_fit(self.texts.shards.folder.parent, str(folder), None)
         return folder
 
     def _rows(self, samples: Samples, positions: Sequence[int]) -> NDArray[np.float32]:

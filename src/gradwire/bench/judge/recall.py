@@ -136,9 +136,8 @@ def encoded_of(sample: Sample) -> Encoded:
 
 def write(folder: Path, train: Shards, samples: int, planted: Sequence[Planted]) -> list[str]:
     """Write shards of the samples and what is planted, with the queries as the val split; return the samples' ids."""
-    from gradwire.lm.data import unigram
     from gradwire.lm.data.shards import finalized
-    from gradwire.lm.data.writer import SplitWriter
+    from gradwire.lm.data.writer import SplitWriter, unigram_loss
 
     added = {id_: copy for one in planted for id_, copy in one.samples.items()}
     first = [train[position] for position in range(samples)]
@@ -155,7 +154,7 @@ def write(folder: Path, train: Shards, samples: int, planted: Sequence[Planted])
             writers["val"].add(f"query/{number}", one.query)
         for writer in writers.values():
             writer.flush()
-        loss = unigram.loss(writers["train"].targets, writers["val"].targets)
+        loss = unigram_loss(writers["train"].targets, writers["val"].targets)
         writers["train"].finalize()
         writers["val"].finalize(unigram_loss=loss, unigram_ppl=math.exp(loss))
     return [*(sample.sample_id for sample in first), *added]

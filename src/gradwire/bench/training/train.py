@@ -122,7 +122,7 @@ def preflight(args: argparse.Namespace) -> None:
 
 def shards_folder(args: argparse.Namespace, rank: int) -> Path:
     """The shards of ``--data_path``; rank 0 tokenizes a corpus file."""
-    from gradwire.lm.data.cache import shards_of
+    from gradwire.lm.data.tokenization import shards_of
 
     return shards_of(
         Path(args.data_path),

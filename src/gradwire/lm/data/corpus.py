@@ -12,21 +12,23 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from decimal import Decimal, InvalidOperation
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import ijson
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import check_regular, sha256_file, whole
-from gradwire.lm.data import identify, targets
-from gradwire.lm.data.identify import IdOf
+from gradwire.lm.data import targets
 from gradwire.lm.data.json_bytes import LONGEST_NUMBER, Checked, Unfit
 from gradwire.lm.data.targets import Spans, Weights
 
 C_BACKEND = "yajl2_c"
+ID_GROUP = "gradwire.sample_ids"
+IdOf: TypeAlias = Callable[[Mapping[str, Any]], Any]
 
 
 class Document(NamedTuple):
@@ -96,7 +98,7 @@ def documents(path: Path, id_from: str | None = None) -> Iterator[Document]:
 
     Args:
         path: The file.
-        id_from: Source of the ids (`identify.id_of`); default: the key ``id``.
+        id_from: Source of the ids (`ids_from`); default: the key ``id``.
 
     Raises:
         BadInput: If the file is missing, not JSON in UTF-8, UTF-16 or UTF-32, not an array (``.jsonl``: not objects)
@@ -134,7 +136,7 @@ def parse(values: Iterable[Any], where: str, id_from: str | None = None) -> Iter
     Raises:
         BadInput: If there are no documents, or one has no text, an invalid id or title, or half of a surrogate pair.
     """
-    position, id_of = -1, identify.id_of(id_from)
+    position, id_of = -1, ids_from(id_from)
     for position, value in enumerate(values):
         yield _document(value, position, where, id_of)
     if position < 0:
@@ -303,3 +305,23 @@ def _reason(error: Exception) -> str:
     message = error.args[0] if isinstance(error, ijson.JSONError) else str(error)
     text = message.decode(errors="replace") if isinstance(message, bytes) else str(message)
     return text.splitlines()[0].rstrip(".")
+
+
+def ids_from(name: str | None) -> IdOf:
+    """Return the function that gives a document's id.
+
+    Args:
+        name: A key of the document, or an entry point of the group ``gradwire.sample_ids``: a function that takes the
+            document, a mapping, and returns its id. None: the key ``id``.
+
+    Raises:
+        BadInput: If the function cannot be loaded.
+    """
+    key = name or "id"
+    for entry in entry_points(group=ID_GROUP):
+        if entry.name == name:
+            try:
+                return entry.load()
+            except Exception as error:
+                raise BadInput(f"the id extractor {name} ({entry.value}) cannot be loaded: {error!r}") from error
+    return lambda document: document.get(key)

@@ -17,6 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -283,3 +284,17 @@ def wait_finalized(folder: Path, timeout: float) -> None:
 
 def _progress(folder: Path) -> list[int]:
     return [path.stat().st_mtime_ns for split in splits(folder) for path in [folder / split / META] if path.exists()]
+
+
+def target_counts(shard: dict[str, torch.Tensor], vocab_size: int, pad_id: int) -> np.ndarray:
+    """Count each token as a target of a shard: int64 ``[vocab_size]``.
+
+    Targets are those of ``is_target``, or without it every token of a sample but its first.
+    """
+    if "is_target" in shard:
+        chosen = shard["input_ids"][:, 1:][shard["is_target"][:, 1:]]
+        return np.bincount(chosen.numpy(), minlength=vocab_size)
+    tokens, lengths = shard["input_ids"].numpy()[:, 1:], shard["lengths"].numpy()
+    counts = np.bincount(tokens.ravel(), minlength=vocab_size)
+    counts[pad_id] -= tokens.size - (lengths - 1).sum()  # the padding after each sample
+    return counts

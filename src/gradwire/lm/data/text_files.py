@@ -6,10 +6,12 @@ Anything that is not text is refused, never guessed; a file that is left out is 
 from __future__ import annotations
 
 import codecs
+import errno
 import fnmatch
 import gzip
 import os
 import re
+import stat
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +20,6 @@ from typing import Any, NamedTuple
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import check_regular
-from gradwire.lm.data import walk
 
 FORMATS = {
     ".txt": "text",
@@ -90,16 +91,16 @@ def find(where: Path) -> Found:
     except OSError as error:
         path = where if error.filename is None else Path(error.filename)
         raise BadInput(
-            f"data_path: {walk.shown(path)} cannot be read: {error.strerror}. Make it readable, or give a glob that "
+            f"data_path: {shown(path)} cannot be read: {error.strerror}. Make it readable, or give a glob that "
             "leaves it out."
         ) from None
 
 
 def _find(where: Path) -> Found:
     left_out: Counter[str] = Counter()
-    if walk.is_folder(where):
+    if is_folder(where):
         root, paths = where, []
-        for path in walk.files(where, left_out, hidden=False):
+        for path in files_below(where, left_out, hidden=False):
             if _format(path):
                 paths.append(path)
             else:
@@ -121,16 +122,16 @@ def _find(where: Path) -> Found:
             raise BadInput(f"data_path: there is no folder or file {where}, and no file that matches it as a glob.")
     if (special := next((path for path in paths if not path.is_file()), None)) is not None:
         raise BadInput(
-            f"data_path: {walk.shown(special)} is not a regular file: remove it, or give a glob that leaves it out."
+            f"data_path: {shown(special)} is not a regular file: remove it, or give a glob that leaves it out."
         )
     files = sorted(
         (TextFile(path, path.relative_to(root).as_posix(), _format(path) or "text") for path in paths),
         key=lambda file: file.id,
     )
     for file in files:
-        if walk.shown(Path(file.id)) != file.id:
+        if shown(Path(file.id)) != file.id:
             raise BadInput(
-                f"data_path: the name of {walk.shown(file.path)} is not UTF-8, as the id of a document must be: rename "
+                f"data_path: the name of {shown(file.path)} is not UTF-8, as the id of a document must be: rename "
                 "it, or give a glob that leaves it out."
             )
     kept = _once(files, root.resolve())
@@ -265,7 +266,7 @@ def _matching(folder: Path, parts: tuple[str, ...], left_out: Counter[str]) -> I
     """
     part, rest = parts[0], parts[1:]
     if part == "**":
-        for inner, files in walk.folders(folder, left_out, hidden=True):
+        for inner, files in folders_below(folder, left_out, hidden=True):
             yield from _matching(inner, rest, left_out) if rest else files
     elif "**" in part:
         raise BadInput(
@@ -273,12 +274,12 @@ def _matching(folder: Path, parts: tuple[str, ...], left_out: Counter[str]) -> I
         )
     elif WILD.search(part):
         matches = re.compile(fnmatch.translate(part)).match
-        for path in walk.entries(folder):
-            if matches(path.name) and walk.is_folder(path) == bool(rest):
+        for path in entries(folder):
+            if matches(path.name) and is_folder(path) == bool(rest):
                 yield from _matching(path, rest, left_out) if rest else [path]
-    elif rest and walk.is_folder(folder / part):
+    elif rest and is_folder(folder / part):
         yield from _matching(folder / part, rest, left_out)
-    elif not rest and os.path.lexists(folder / part) and not walk.is_folder(folder / part):
+    elif not rest and os.path.lexists(folder / part) and not is_folder(folder / part):
         yield folder / part
 
 
@@ -287,3 +288,60 @@ def _fixed(pattern: Path) -> Path:
     parts = pattern.parts
     wild = next((at for at, part in enumerate(parts) if WILD.search(part)), len(parts))
     return Path(*parts[:wild])
+
+
+def shown(path: Path) -> str:
+    """A path as text, with escapes where it is not UTF-8."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a path leads to a folder; unlike `Path.is_dir`, raises OSError where that cannot be known."""
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            return False
+        raise
+
+
+def entries(folder: Path) -> list[Path]:
+    """The paths in a folder, by name."""
+    return sorted(folder.iterdir())
+
+
+def folders_below(top: Path, left_out: Counter[str], hidden: bool) -> Iterator[tuple[Path, list[Path]]]:
+    """Yield a folder and all below it with their files: each once, those that only links lead to after the others.
+
+    Args:
+        top: The folder.
+        left_out: Counts what is left out.
+        hidden: Whether hidden files and folders are taken.
+
+    Raises:
+        OSError: If a folder cannot be read.
+    """
+    waiting, linked = [top], list[Path]()
+    above, seen = set(top.resolve().parents), set[Path]()
+    while waiting or linked:
+        folder = waiting.pop() if waiting else linked.pop(0)
+        real = folder.resolve()
+        if real in seen or real in above:
+            left_out["links_left_out"] += folder.is_symlink()
+            continue
+        seen.add(real)
+        inside = []
+        for path in entries(folder):
+            if path.name.startswith(".") and not hidden:
+                left_out["hidden_left_out"] += 1
+            elif is_folder(path):
+                (linked if path.is_symlink() else waiting).append(path)
+            else:
+                inside.append(path)
+        yield folder, inside
+
+
+def files_below(top: Path, left_out: Counter[str], hidden: bool) -> Iterator[Path]:
+    """Yield the files of `folders_below`."""
+    for _, inside in folders_below(top, left_out, hidden):
+        yield from inside

@@ -1,17 +1,24 @@
-"""Make a tokenizer and token shards from a corpus file."""
+"""Make a tokenizer and token shards from a corpus file, in a folder or in the cache of a verb that takes a corpus."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from gradwire.base.errors import BadInput
-from gradwire.base.files import sha256_file
+from gradwire.base.files import check_folder, check_regular, digest, sha256_file
 from gradwire.base.source_digest import source_digest
 from gradwire.lm.data import corpus
 from gradwire.lm.data import tokenizer as tokenizers
-from gradwire.lm.data.defaults import check_shard
+from gradwire.lm.data.defaults import MAX_LENGTH, SHARD_SIZE, SHORTEST_MAX_LENGTH, VAL_FRACTION, VOCAB_SIZE, check_shard
+from gradwire.lm.data.shards import ALL, exist, meta, splits, wait_finalized
 from gradwire.lm.data.writer import write_shards
+
+TIMEOUT = 600.0  # seconds without progress after which the other ranks stop waiting for rank 0
 
 
 def tokenize(
@@ -68,3 +75,100 @@ def tokenize(
         if not kept:
             shutil.rmtree(tokenizer_folder, ignore_errors=True)
         raise
+
+
+def shards_of(
+    data_path: Path,
+    *,
+    tokenizer: str,
+    max_length: int | None = None,
+    vocab_size: int = VOCAB_SIZE,
+    cache_dir: Path | None = None,
+    whole: bool = False,
+    rank: int = 0,
+    timeout: float = TIMEOUT,
+) -> Path:
+    """Return the shards folder for a ``--data_path``.
+
+    Args:
+        data_path: A shards folder or the parent of ``shards/``, used as it is; or a corpus file.
+        tokenizer: A tokenizer folder, such as a saved model's; shards made with another one are an error. Or ``bpe``:
+            shards bring their own tokenizer, and for a corpus file one is trained.
+        max_length: Tokens per sample; shards with longer ones are an error. None: as the shards, or the default.
+        vocab_size: Vocabulary size of ``bpe``, for a corpus file.
+        cache_dir: Where to write a corpus file's shards; None: ``$XDG_CACHE_HOME/gradwire/<digest>``.
+        whole: Put all documents of a corpus file into the split ``all``; in a ``cache_dir``, below ``all/``.
+        rank: Rank 0 tokenizes; the others poll until it has finished.
+        timeout: Seconds without progress after which the others stop waiting.
+
+    Raises:
+        BadInput: If ``data_path`` is neither a shards folder nor a corpus file, or the shards do not match.
+        RunFault: If rank 0 makes no progress.
+    """
+    data_path = Path(data_path)
+    for folder in (data_path, data_path / "shards"):
+        if exist(folder):
+            check_fit(folder, tokenizer, max_length)
+            return folder
+    max_length = MAX_LENGTH if max_length is None else max_length
+    if max_length < SHORTEST_MAX_LENGTH:
+        raise BadInput(f"--max_length {max_length} is too small; at least {SHORTEST_MAX_LENGTH}.")
+    check_regular(data_path)
+    if not data_path.is_file():
+        raise BadInput(f"{data_path} is neither a shards folder nor a corpus file; `gradwire tokenize` makes shards.")
+    val_fraction = 0.0 if whole else VAL_FRACTION
+    if cache_dir is None:
+        cache_dir = default_cache(data_path, tokenizer, max_length, vocab_size, val_fraction)
+    elif whole:
+        cache_dir = cache_dir / ALL
+    if rank == 0:
+        check_folder(cache_dir, "the cache of a corpus file's shards (--cache_dir)")
+        with locked(cache_dir):
+            tokenize(
+                data_path,
+                cache_dir,
+                tokenizer=tokenizer,
+                vocab_size=vocab_size,
+                max_length=max_length,
+                shard_size=SHARD_SIZE,
+                val_fraction=val_fraction,
+                dataset=data_path.stem,
+            )
+    wait_finalized(cache_dir / "shards", timeout)
+    return cache_dir / "shards"
+
+
+def check_fit(folder: Path, tokenizer: str, max_length: int | None) -> None:
+    """Check that shards have samples of at most ``max_length`` tokens and the vocabulary of ``tokenizer``.
+
+    Raises:
+        BadInput: If they do not; the message says how to make shards that do.
+    """
+    longest = meta(folder, splits(folder)[0])["max_length"]
+    if max_length is not None and longest > max_length:
+        raise BadInput(
+            f"{folder} holds samples of up to {longest} tokens, not {max_length}; run `gradwire tokenize` with "
+            f"--max_length {max_length} into another folder."
+        )
+    if tokenizer != "bpe" and not tokenizers.alike(Path(tokenizer), folder.parent / "tokenizer"):
+        raise BadInput(
+            f"{folder} was made with another tokenizer than the one in {tokenizer}; run `gradwire tokenize` with "
+            f"--tokenizer {tokenizer}, or pass the corpus file itself."
+        )
+
+
+def default_cache(data_path: Path, tokenizer: str, max_length: int, vocab_size: int, val_fraction: float) -> Path:
+    """Return the folder in the user's cache for exactly this corpus, tokenizer, length and split."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    origin = tokenizers.origin(tokenizer, data_path, vocab_size)
+    cut = [max_length, SHARD_SIZE, val_fraction]
+    return cache / "gradwire" / digest([data_path.stem, corpus.sha256(data_path), origin, *cut])
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a folder that several runs share, so that one process at a time fills it; the lock ends with its process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as stream:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        yield

@@ -10,7 +10,9 @@ import copy
 import hashlib
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,12 +26,12 @@ from gradwire.base.errors import BadInput
 from gradwire.base.files import LARGEST_JSON, check_size, check_sums, read_object, whole_folder, write_json
 from gradwire.lm.data import corpus
 from gradwire.lm.data.defaults import VOCABULARY
-from gradwire.lm.data.patience import progress
 
 TOKENIZER, CONFIG, ORIGIN = "tokenizer.json", "tokenizer_config.json", "origin.json"
 TEMPLATES = ("chat_template.jinja", "chat_template.json")  # or an entry of the configuration
 ROLES = ("eos_token", "pad_token", "bos_token", "unk_token")  # in the order in which missing ones are added
 LONG = 10_000  # characters of a word
+FIRST = 10.0  # seconds after which the first line is printed
 END, PAD = "<|endoftext|>", "<|pad|>"
 
 
@@ -297,3 +299,27 @@ def _save(folder: Path, backend: tokenizers.Tokenizer, config: dict[str, Any], o
         backend.save(str(part / TOKENIZER))
         write_json(part / CONFIG, config)
         write_json(part / ORIGIN, origin)
+
+
+@contextmanager
+def progress(describe: Callable[[], str]) -> Iterator[None]:
+    """Print how far a step is after ``FIRST`` seconds, and each time its duration has doubled.
+
+    Args:
+        describe: Returns what is being done, such as ``tokenizing, 1,000 documents``; called from another thread.
+    """
+    ended, start = threading.Event(), time.monotonic()
+
+    def tell() -> None:
+        due = FIRST
+        while not ended.wait(start + due - time.monotonic()):
+            print(f"gradwire tokenize: {describe()}; {due:g} s so far.", file=sys.stderr, flush=True)
+            due *= 2
+
+    thread = threading.Thread(target=tell, name="gradwire-progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

@@ -24,12 +24,11 @@ import torch
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import sha256_file, whole
-from gradwire.lm.data import corpus, unigram
+from gradwire.lm.data import corpus
 from gradwire.lm.data.corpus import Document, FirstSeen
-from gradwire.lm.data.patience import progress
-from gradwire.lm.data.shards import ALL, FORMAT_VERSION, META, SPLITS, file_name, finalized, meta, tables
+from gradwire.lm.data.shards import ALL, FORMAT_VERSION, META, SPLITS, file_name, finalized, meta, tables, target_counts
 from gradwire.lm.data.targets import is_chat, span_of
-from gradwire.lm.data.tokenizer import Tokenizer
+from gradwire.lm.data.tokenizer import Tokenizer, progress
 
 BATCH_CHARACTERS = 500_000  # tokenized at once: enough for all cores, yet small in memory
 BATCHES_AHEAD = 2
@@ -117,7 +116,7 @@ class SplitWriter:
     def count(self, shards: Iterable[dict[str, Any]]) -> None:
         """Add the targets of ``shards`` to ``targets``."""
         for shard in shards:
-            self.targets += unigram.target_counts(shard, self.meta["vocab_size"], self.meta["pad_id"])
+            self.targets += target_counts(shard, self.meta["vocab_size"], self.meta["pad_id"])
 
     def add(self, document_id: str, found: Encoded) -> None:
         """Add the document's samples that are not written yet; write each full shard."""
@@ -237,7 +236,7 @@ def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokeni
     if documents.found:
         refuse_shared_ids(writers.values(), corpus_path)
     if "val" in writers:
-        loss = unigram.loss(writers["train"].targets, writers["val"].targets)
+        loss = unigram_loss(writers["train"].targets, writers["val"].targets)
         writers.pop("val").finalize(unigram_loss=loss, unigram_ppl=math.exp(loss))
     for writer in writers.values():
         writer.finalize()
@@ -408,3 +407,17 @@ def _save(path: Path, value: dict[str, Any]) -> None:
     """Save through an open file: ``torch.save`` stores a given file name in the archive."""
     with whole(path) as part, part.open("wb") as stream:
         torch.save(value, stream)
+
+
+def unigram_loss(train: np.ndarray, val: np.ndarray) -> float:
+    """Return the mean negative log-likelihood (nats per token) of the validation targets under a unigram model.
+
+    The model is the training frequencies with add-one smoothing over the vocabulary:
+    p(token) = (count + 1) / (total + vocabulary).
+
+    Args:
+        train: Counts of the training targets, ``[vocab_size]``.
+        val: Counts of the validation targets, ``[vocab_size]``.
+    """
+    log_p = np.log(train + 1.0) - math.log(train.sum() + len(train))
+    return float(-(val @ log_p) / val.sum())

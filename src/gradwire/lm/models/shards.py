@@ -43,7 +43,7 @@ def shards_folder(args: argparse.Namespace, rank: int = 0, *, whole: bool = Fals
         BadInput: If the model or the data are unusable, or do not match.
         RunFault: If rank 0 makes no progress.
     """
-    from gradwire.lm.data.cache import shards_of
+    from gradwire.lm.data.tokenization import shards_of
 
     model_dir = Path(args.model_dir)
     saved.check(model_dir)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from gradwire.base.errors import BadInput, unknown
 from gradwire.base.files import check_regular, digest, read_object, sha256_file
-from gradwire.lm.data import corpus, hub, targets, walk
+from gradwire.lm.data import corpus, targets, text_files
 from gradwire.lm.data.sources import Source, Stream, folder_name, require_revision
 
 ONE, SEVERAL = "state.json", "dataset_dict.json"  # files of a saved split, and of a folder of saved splits
 UNNAMED = "train"  # how a saved split without a name is called
 WITHOUT_NETWORK = "Check the network (and unset HF_HUB_OFFLINE), or give a local folder that `save_to_disk` wrote."
+TIMEOUT = 10  # seconds to wait for the Hub
 
 
 class Datasets(Source):
@@ -77,17 +79,17 @@ class Datasets(Source):
             raise BadInput(f"data_path: {self.data_path} is a file; give the folder that `save_to_disk` wrote.")
         if self.data_path.is_absolute() or len(self.data_path.parts) > 2:
             raise BadInput(f"data_path: {self.data_path} is neither a folder nor a dataset's name on the Hub.")
-        found = hub.commit(str(self.data_path), self.revision, WITHOUT_NETWORK)
+        found = commit(str(self.data_path), self.revision, WITHOUT_NETWORK)
         options = {"name": self.configuration, "split": self.split, "revision": found}
         try:
-            return hub.streamed(path=str(self.data_path), **options), found
+            return streamed(path=str(self.data_path), **options), found
         except ValueError as error:  # such as an unknown configuration or split
             raise BadInput(f"{self._where}: {str(error).splitlines()[0].rstrip('.')}.") from None
 
     def _saved(self) -> tuple[Any, str]:
         revision = require_revision(str(self.data_path), self.revision, saved_digest(self.data_path))
         folder = self._saved_split()
-        datasets = hub.library()
+        datasets = library()
         try:
             return datasets.load_from_disk(str(folder)).to_iterable_dataset(), revision
         except Exception as error:  # Arrow's and the operating system's errors have no common type
@@ -116,7 +118,7 @@ class Datasets(Source):
         further = {"id": self.id_column, "title": self.title_column, "weight": self.weight_column}
         chosen = {**further, **self._content_columns}
         columns = {key: column for key, column in chosen.items() if column is not None}
-        for row, values in enumerate(hub.rows(table, list(columns.values()), self._where)):
+        for row, values in enumerate(rows(table, list(columns.values()), self._where)):
             document = {key: values[column] for key, column in columns.items()}
             if missing := targets.missing(document):
                 metadata[f"rows_without_{missing}"] += 1
@@ -140,10 +142,67 @@ def saved_digest(folder: Path) -> str:
         BadInput: If a folder in it cannot be read, or a file is a pipe or a device.
     """
     try:
-        files = sorted(walk.files(folder, Counter(), hidden=True))
+        files = sorted(text_files.files_below(folder, Counter(), hidden=True))
         for file in files:
             check_regular(file)
-        sizes = [(walk.shown(file.relative_to(folder)), file.stat().st_size) for file in files]
+        sizes = [(text_files.shown(file.relative_to(folder)), file.stat().st_size) for file in files]
         return digest([sizes, [sha256_file(file) for file in files if file.name == ONE]], length=64)
     except OSError as error:
         raise BadInput(f"data_path: {error.filename} cannot be read: {error.strerror}.") from None
+
+
+def library() -> ModuleType:
+    """Import ``datasets``, with its log off: errors are raised as well, and reported once."""
+    import datasets
+    from datasets.utils import logging
+
+    logging.set_verbosity(logging.CRITICAL)
+    return datasets
+
+
+def commit(dataset: str, revision: str | None, without_network: str) -> str | None:
+    """Resolve a revision of a dataset on the Hub to its commit.
+
+    Args:
+        dataset: The dataset's name.
+        revision: A commit, branch or tag; None for the default branch.
+        without_network: What to do if the Hub cannot be reached, for the message.
+
+    Raises:
+        BadInput: If the Hub cannot be reached, or there is no such dataset or revision.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    try:
+        return HfApi().dataset_info(dataset, revision=revision, timeout=TIMEOUT).sha
+    except RevisionNotFoundError:
+        raise BadInput(f"{dataset} has no revision {revision!r}; leave it out for the default.") from None
+    except RepositoryNotFoundError:
+        raise BadInput(f"there is no folder {dataset}, and no public dataset of that name on the Hub.") from None
+    except Exception as error:  # the type depends on the HTTP client
+        raise BadInput(f"cannot reach the Hugging Face Hub for {dataset} ({error}). {without_network}") from None
+
+
+def streamed(**table: Any) -> Any:
+    """A table as a stream, which holds few rows in memory; arguments as those of ``datasets.load_dataset``."""
+    return library().load_dataset(**table, streaming=True)
+
+
+def rows(table: Iterable[dict[str, Any]], columns: list[str], where: str) -> Iterator[dict[str, Any]]:
+    """Yield some columns of a table row by row.
+
+    Raises:
+        BadInput: If a column is missing, or a text is not UTF-8.
+    """
+    there = getattr(table, "column_names", None) or columns
+    missing = set(columns).difference(there)
+    if missing:
+        raise BadInput(f"{where} has no column {', '.join(sorted(missing))}; it has {', '.join(there)}.")
+    read = 0
+    try:
+        for row in table.select_columns(columns):  # type: ignore[attr-defined]
+            yield row
+            read += 1
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{where}: row {read} (counted from 0) or one after it is not UTF-8: {error}.") from None

@@ -10,8 +10,8 @@ from pydantic import Field
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import check_regular
-from gradwire.lm.data import corpus, hub
-from gradwire.lm.data.sources import Source, Stream
+from gradwire.lm.data import corpus
+from gradwire.lm.data.sources import Source, Stream, datasets
 
 DATASET = "wikimedia/wikipedia"
 CONFIG = "20231101.en"
@@ -38,10 +38,10 @@ class Wikipedia(Source):
     def open(self) -> Stream:
         """Return the articles, and the commit of the revision (None for a local file)."""
         if self.data_path is None:
-            commit = hub.commit(DATASET, self.revision or REVISION, WITHOUT_NETWORK)
+            commit = datasets.commit(DATASET, self.revision or REVISION, WITHOUT_NETWORK)
             where = f"{DATASET} {CONFIG}"
-            table = hub.streamed(path=DATASET, name=CONFIG, revision=commit, split="train")
-            return Stream(where, commit, corpus.parse(hub.rows(table, COLUMNS, where), where))
+            table = datasets.streamed(path=DATASET, name=CONFIG, revision=commit, split="train")
+            return Stream(where, commit, corpus.parse(datasets.rows(table, COLUMNS, where), where))
         check_regular(self.data_path, "--data_path")
         if not self.data_path.is_file():
             raise BadInput(f"--data_path {self.data_path} is not a file.")
@@ -52,8 +52,8 @@ def _rows_of(file: Path) -> Iterator[dict[str, Any]]:
     import pyarrow
 
     try:
-        table = hub.streamed(path="parquet", data_files=str(file), split="train")
-        yield from hub.rows(table, COLUMNS, str(file))
+        table = datasets.streamed(path="parquet", data_files=str(file), split="train")
+        yield from datasets.rows(table, COLUMNS, str(file))
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).rstrip(".")
         raise BadInput(f"--data_path {file} cannot be read as a Parquet file: {reason}.") from None
