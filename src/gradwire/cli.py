@@ -100,11 +100,11 @@ VERBS = {
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults other than None and False."""
+    """Shows defaults other than None, False and an empty list."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         """Return the help of an option with its default, if shown."""
-        silent = action.default is None or action.default is False
+        silent = action.default is None or action.default is False or action.default == ()
         return action.help if silent else super()._get_help_string(action)
 
 

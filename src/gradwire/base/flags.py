@@ -76,6 +76,13 @@ class Number:
         raise BadInput(f"{name} is {value}; it must be {broken}.")
 
 
+@dataclass(frozen=True)
+class Positional:
+    """In a field's annotation: the value is given by its place among the arguments, as ``metavar`` in the help."""
+
+    metavar: str
+
+
 COUNT = Number(int, 1, 2**31 - 1)  # 32 bits hold every count
 NATURAL = Number(int, 0, 2**31 - 1)
 SEED = Number(int, 0, 2**63 - 1)  # fits an int64 column, and torch does not wrap it

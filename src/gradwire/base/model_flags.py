@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from gradwire.base.flags import CHECKS, Number
+from gradwire.base.flags import CHECKS, Number, Positional
 from gradwire.base.strict import Model, checked
 
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
@@ -21,13 +21,14 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
     """Give ``parser`` a flag for each field of ``model``, with its type, default and description.
 
     The flags of a base class come after those of the class. A base class with a ``group`` (title and description) has
-    its own group in the help. A tuple takes several words. The type of a flag is that of its field, or the `Number`,
-    `output_file` or `output_folder` in the field's annotation, whose checks `check_numbers` and `check_paths` do.
+    its own group in the help. A tuple takes several words; a value that is `Positional` has no flag. The type of a flag
+    is that of its field, or the `Number`, `output_file` or `output_folder` in the field's annotation, whose checks
+    `check_numbers` and `check_paths` do.
     """
     for title, fields in _grouped(model):
         target = parser.add_argument_group(*title) if title else parser
         for name, field in fields.items():
-            _add_flag(target, name, field)
+            _add_flag(target, field.alias or name, field)
 
 
 def _grouped(model: type[BaseModel]) -> Iterator[tuple[tuple[str, str] | None, dict[str, FieldInfo]]]:
@@ -42,24 +43,29 @@ def _grouped(model: type[BaseModel]) -> Iterator[tuple[tuple[str, str] | None, d
 def _add_flag(target: Any, name: str, field: FieldInfo) -> None:
     """Add the flag of one field to a parser or a group of it."""
     options: dict[str, Any] = {"help": field.description}
-    if field.is_required():
-        options["required"] = True
-    else:
+    annotation = _without_none(field.annotation)
+    several = get_origin(annotation) is tuple
+    place = next((item for item in field.metadata if isinstance(item, Positional)), None)
+    if not field.is_required():
         options["default"] = field.get_default(call_default_factory=True)
-    if field.annotation is bool:
+    elif place is None:
+        options["required"] = True
+    if annotation is bool:
         target.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, **options)
         return
-    annotation = _without_none(field.annotation)
-    if get_origin(annotation) is tuple:
-        options["nargs"] = "+"
+    if several:
+        options["nargs"] = "+" if place is None else "*"
         annotation = get_args(annotation)[0]
+    elif place is not None and not field.is_required():
+        options["nargs"] = "?"
     if get_origin(annotation) is Literal:
         target.add_argument(f"--{name}", choices=get_args(annotation), **options)
         return
     metadata = (*getattr(annotation, "__metadata__", ()), *field.metadata)
     kind = getattr(annotation, "__origin__", annotation)
-    checks = (each for each in metadata if isinstance(each, Number) or each in CHECKS)
-    target.add_argument(f"--{name}", type=next(checks, kind), metavar=METAVARS[kind], **options)
+    checks = (item for item in metadata if isinstance(item, Number) or item in CHECKS)
+    options |= {"type": next(checks, kind), "metavar": place.metavar if place else METAVARS[kind]}
+    target.add_argument(name if place else f"--{name}", **options)
 
 
 def _without_none(annotation: Any) -> Any:
@@ -74,7 +80,9 @@ def from_flags(model: type[Model], args: argparse.Namespace) -> Model:
     Raises:
         BadInput: If a value is out of range.
     """
-    return checked(model, {name: getattr(args, name) for name in model.model_fields}, "arguments")
+    names = [field.alias or name for name, field in model.model_fields.items()]
+    given = {name: getattr(args, name) for name in names}
+    return checked(model, given, "arguments")
 
 
 def to_flags(settings: BaseModel, *names: str) -> list[str]:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from textwrap import indent
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import write_text
 from gradwire.base.flags import output_file
 from gradwire.base.parsing import parse_yaml
+from gradwire.base.strict import Strict
 from gradwire.bench.config import Dataset, Experiment, Gradients, Training, experiment
-from gradwire.lm.data.sources import meaning, options
+from gradwire.lm.data.sources import meaning
+from gradwire.lm.data.sources import options as options_of_sources
 
 HEAD = """\
 # An experiment. Run it with
@@ -47,24 +48,25 @@ grid:
 """
 
 
-def arguments(parser: ArgumentParser) -> None:
-    """Define the verb's flags."""
-    parser.add_argument("--output", type=output_file, default=Path("experiment.yaml"), help="the file to write")
-    parser.add_argument("--name", default="experiment", help="the experiment's name: its folder under results/")
+class Options(Strict):
+    """Flags of ``gradwire init``."""
+
+    output: Annotated[Path, output_file] = Field(Path("experiment.yaml"), description="the file to write")
+    name: str = Field("experiment", description="the experiment's name: its folder under results/")
 
 
-def main(args: Namespace) -> None:
+def main(options: Options) -> None:
     """Write the file and print the next command.
 
     Raises:
         BadInput: If the file exists, or the name is invalid.
     """
-    if args.output.exists():
-        raise BadInput(f"{args.output} already exists; give another --output.")
-    text = template(args.name, args.output)
+    if options.output.exists():
+        raise BadInput(f"{options.output} already exists; give another --output.")
+    text = template(options.name, options.output)
     check(text)
-    write_text(args.output, text)
-    print(f"{args.output}: every field with its default. Next: gradwire run {args.output}")
+    write_text(options.output, text)
+    print(f"{options.output}: every field with its default. Next: gradwire run {options.output}")
 
 
 def check(text: str) -> None:
@@ -104,7 +106,7 @@ def commented(model: type[BaseModel]) -> str:
 
 def source_options() -> str:
     """One line per option of a source, switched off."""
-    return "\n".join(f"# {name}: # {meaning(fields)}" for name, fields in options().items())
+    return "\n".join(f"# {name}: # {meaning(fields)}" for name, fields in options_of_sources().items())
 
 
 def _yaml(value: Any) -> str:

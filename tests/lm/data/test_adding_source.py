@@ -41,6 +41,7 @@ def export(monkeypatch, tmp_path) -> Path:
     entry = EntryPoint(name, value, group)
     assert group == SOURCES.group
     monkeypatch.setattr(plugins, "entry_points", lambda asked: (entry,) if asked == group else ())
+    monkeypatch.delitem(sys.modules, "gradwire.lm.data.download", raising=False)  # its flags are those of the sources
     file = tmp_path / "export.csv"
     file.write_text(EXPORT)
     return file

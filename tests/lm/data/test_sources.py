@@ -54,6 +54,7 @@ def third_party(monkeypatch):
     """One more entry point of an installed package."""
     entry, installed = EntryPoint("numbers", f"{__name__}:Numbers", SOURCES.group), plugins.entry_points
     monkeypatch.setattr(plugins, "entry_points", lambda group: installed(group) + (entry,) * (group == SOURCES.group))
+    monkeypatch.delitem(sys.modules, "gradwire.lm.data.download", raising=False)  # its flags are those of the sources
 
 
 def saved(folder, rows, splits=False):

@@ -10,16 +10,19 @@ import subprocess
 import sys
 import tempfile
 import threading
-from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Annotated, Any, NoReturn
+
+from pydantic import Field
 
 from gradwire.base.errors import BadInput, RunFault, Stopped, unknown
 from gradwire.base.extras import require
 from gradwire.base.files import read_yaml
+from gradwire.base.flags import Positional
 from gradwire.base.parent_watch import PARENT
+from gradwire.base.strict import Strict
 from gradwire.bench.workflow.experiment import check, read
 from gradwire.bench.workflow.progress import View
 
@@ -28,21 +31,24 @@ PROFILES = FOLDER / "profiles"
 REFRESH = 1.0  # seconds between two views
 
 
-def arguments(parser: ArgumentParser) -> None:
-    """Define the verb's arguments."""
-    profiles = ", ".join(sorted(folder.name for folder in PROFILES.iterdir()))
-    parser.usage = "gradwire run [options] [FILE] [-- SNAKEMAKE'S OPTIONS]"
-    parser.add_argument("file", nargs="?", type=Path, default=Path("experiment.yaml"), help="the experiment's file")
-    parser.add_argument("--cores", help="cores to use (default: all; on a cluster, those of the profile)")
-    parser.add_argument(
-        "--profile", default="default", help=f"how to run it: {profiles}, or a folder with a profile.yaml"
+class Options(Strict):
+    """Arguments of ``gradwire run``."""
+
+    file: Annotated[Path, Positional("FILE")] = Field(Path("experiment.yaml"), description="the experiment's file")
+    snakemake: Annotated[tuple[str, ...], Positional("OPTION")] = Field(
+        (), description="options of Snakemake, after FILE and --"
     )
-    parser.add_argument("--dry_run", action="store_true", help="list the number of jobs and run none")
-    parser.add_argument("--verbose", action="store_true", help="show Snakemake's own output")
-    parser.add_argument("snakemake", nargs="*", metavar="OPTION", help="options of Snakemake, after FILE and --")
+    cores: str | None = Field(None, description="cores to use (default: all; on a cluster, those of the profile)")
+    profile: str = Field(
+        "default",
+        description=f"how to run it: {', '.join(sorted(folder.name for folder in PROFILES.iterdir()))}, or a folder "
+        "with a profile.yaml",
+    )
+    dry_run: bool = Field(False, description="list the number of jobs and run none")
+    verbose: bool = Field(False, description="show Snakemake's own output")
 
 
-def main(args: Namespace) -> None:
+def main(options: Options) -> None:
     """Run what is missing of the experiment; print its table and the path of its page.
 
     Raises:
@@ -51,22 +57,22 @@ def main(args: Namespace) -> None:
         RunFault: If a job failed otherwise.
         Stopped: If a signal stopped it.
     """
-    experiment = check(read(args.file))
+    experiment = check(read(options.file))
     experiment.dataset.built.content()  # reads a local source: an empty folder is refused before Snakemake starts
     require("gradwire run", "snakemake", "snakemake_interface_logger_plugins")
-    words = options(args)
-    if args.verbose:
+    words = words_of(options)
+    if options.verbose:
         os.execv(sys.executable, [sys.executable, "-m", "snakemake", *words])
     results = Path("results") / experiment.name
     view = View(results)
-    with journal(args.dry_run, results) as log:
+    with journal(options.dry_run, results) as log:
         if follow([sys.executable, "-m", "gradwire.bench.workflow.events", *words], log, view):
             fail(results, view, log.name)
     if not view.total:
         print("nothing to do: every job is done")
-    elif args.dry_run:
+    elif options.dry_run:
         print(f"{view.total} jobs: {', '.join(f'{n} {rule}' for rule, n in view.jobs.items())}")
-    if not args.dry_run and (results / "report.html").exists():
+    if not options.dry_run and (results / "report.html").exists():
         print(f"\n{(results / 'summary.md').read_text()}\nreport: {results / 'report.html'}")
 
 
@@ -79,21 +85,21 @@ def journal(dry_run: bool, results: Path) -> IO[str]:
     return log.open("a")
 
 
-def options(args: Namespace) -> list[str]:
+def words_of(options: Options) -> list[str]:
     """Snakemake's options.
 
     Raises:
         BadInput: If the profile or the number of cores is invalid.
     """
-    profile = PROFILES / args.profile if (PROFILES / args.profile).is_dir() else Path(args.profile)
+    profile = PROFILES / options.profile if (PROFILES / options.profile).is_dir() else Path(options.profile)
     if not (profile / "profile.yaml").is_file():
-        raise unknown("profile", args.profile, (folder.name for folder in PROFILES.iterdir()))
-    cores = args.cores or (None if "executor" in read_yaml(profile / "profile.yaml") else "all")
+        raise unknown("profile", options.profile, (folder.name for folder in PROFILES.iterdir()))
+    cores = options.cores or (None if "executor" in read_yaml(profile / "profile.yaml") else "all")
     if cores is not None and cores != "all" and not (cores.isdecimal() and int(cores)):
         raise BadInput(f"--cores takes a number of cores or all, not {cores!r}.")
-    words = ["--snakefile", str(FOLDER / "Snakefile"), "--configfile", str(args.file)]
+    words = ["--snakefile", str(FOLDER / "Snakefile"), "--configfile", str(options.file)]
     words += ["--workflow-profile", str(profile), *(["--cores", cores] if cores else [])]
-    return [*words, *(["--dry-run"] if args.dry_run else []), *args.snakemake]
+    return [*words, *(["--dry-run"] if options.dry_run else []), *options.snakemake]
 
 
 def follow(command: list[str], output: IO[str], view: View) -> int:

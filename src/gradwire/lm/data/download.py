@@ -2,85 +2,89 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, create_model
+from pydantic.fields import FieldInfo
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import sha256_file, write_json
 from gradwire.base.flags import POSITIVE, output_file
+from gradwire.base.strict import Strict
+from gradwire.lm.data.sources import SOURCES, build, meaning
+from gradwire.lm.data.sources import options as options_of_sources
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the verb's flags; the options of the sources define theirs."""
-    from gradwire.lm.data.sources import SOURCES, meaning, options
+class Download(Strict):
+    """Flags of ``gradwire download`` for any source."""
 
-    parser.add_argument("--source", choices=SOURCES.available(), default="pydocs", help="where the documents come from")
-    parser.add_argument("--output", type=output_file, required=True, metavar="FILE", help="the corpus file to write")
-    parser.add_argument(
-        "--max_mb",
-        type=POSITIVE,
-        metavar="N",
-        help="maximum size of the file in MB (10^6 bytes); None: no limit",
+    source: Literal[tuple(SOURCES.available())] = Field(  # type: ignore[valid-type]
+        "pydocs", description="where the documents come from"
     )
-    for option, fields in options().items():
-        kinds = {kind for field in fields.values() for kind in (field.annotation, *get_args(field.annotation))}
-        description = meaning(fields).replace("%", "%%")
-        if bool in kinds:
-            parser.add_argument(f"--{option}", action=argparse.BooleanOptionalAction, help=description)
-        else:
-            kind = Path if Path in kinds else str
-            parser.add_argument(f"--{option}", type=kind, metavar="PATH" if kind is Path else "VALUE", help=description)
+    output: Annotated[Path, output_file] = Field(description="the corpus file to write")
+    max_mb: Annotated[float, POSITIVE] | None = Field(
+        None, description="maximum size of the file in MB (10^6 bytes); None: no limit"
+    )
 
 
-def given_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The sources' options that were given as flags.
+def _flag(fields: Mapping[str, FieldInfo]) -> Any:
+    """The type and the field of an option that several sources may have."""
+    kinds = {kind for field in fields.values() for kind in (field.annotation, *get_args(field.annotation))}
+    kind = bool if bool in kinds else Path if Path in kinds else str
+    return kind | None, Field(None, description=meaning(fields))
+
+
+FLAGS = {option: _flag(fields) for option, fields in options_of_sources().items()}
+Options: type[Download] = create_model("Options", __base__=Download, **FLAGS)
+
+
+def given_options(options: Download) -> dict[str, Any]:
+    """The options of the source that were given as flags.
 
     Raises:
         BadInput: If one is not an option of the source.
     """
-    from gradwire.lm.data.sources import options
-
-    given = {option: getattr(args, option) for option in options() if getattr(args, option) is not None}
+    given = {option: getattr(options, option) for option in FLAGS if getattr(options, option) is not None}
     for option in given:
-        if args.source not in (takers := options()[option]):
-            raise BadInput(f"--{option} works with --source {' or '.join(takers)} only, not with {args.source}.")
+        if options.source not in (takers := options_of_sources()[option]):
+            raise BadInput(f"--{option} works with --source {' or '.join(takers)} only, not with {options.source}.")
     return given
 
 
-def beside(args: argparse.Namespace) -> Path:
+def beside(options: Download) -> Path:
     """The folder for a failure record."""
-    return args.output.parent
+    return options.output.parent
 
 
-def main(args: argparse.Namespace) -> None:
+def main(options: Download) -> None:
     """Write the corpus and, next to it, its origin in ``<name>.source.json``."""
-    from gradwire.lm.data import corpus, sources
+    from gradwire.lm.data import corpus
 
-    source = sources.build(args.source, given_options(args))
-    if source.size and args.max_mb is None:
-        raise BadInput(f"--source {args.source} is {source.size}; limit its size with --max_mb N.")
+    source = build(options.source, given_options(options))
+    if source.size and options.max_mb is None:
+        raise BadInput(f"--source {options.source} is {source.size}; limit its size with --max_mb N.")
     stream = source.open()
     documents = corpus.distinct(stream.documents, stream.where)
-    written = corpus.write(args.output, documents, args.max_mb and int(args.max_mb * 1e6))
+    written = corpus.write(options.output, documents, None if options.max_mb is None else int(options.max_mb * 1e6))
     write_json(
-        args.output.with_suffix(".source.json"),
+        options.output.with_suffix(".source.json"),
         {
-            "source": args.source,
+            "source": options.source,
             "options": source.model_dump(mode="json", exclude_unset=True),
             "revision": stream.revision,
-            "max_mb": args.max_mb,
+            "max_mb": options.max_mb,
             "documents": written.documents,
             "bytes": written.bytes,
-            "sha256": sha256_file(args.output),
+            "sha256": sha256_file(options.output),
             "metadata": dict(stream.metadata),
         },
     )
     if written.cut:
-        print(f"gradwire download: stopped at --max_mb {args.max_mb:g}; the source has more.", file=sys.stderr)
-    print(f"{args.output}: {written.documents} documents, {written.bytes / 1e6:.2f} MB{shown(stream.metadata)}")
+        print(f"gradwire download: stopped at --max_mb {options.max_mb:g}; the source has more.", file=sys.stderr)
+    print(f"{options.output}: {written.documents} documents, {written.bytes / 1e6:.2f} MB{shown(stream.metadata)}")
 
 
 def shown(metadata: Mapping[str, Any]) -> str:
