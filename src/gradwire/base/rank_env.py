@@ -6,13 +6,18 @@ import argparse
 import os
 from collections.abc import Mapping
 from ipaddress import ip_address
-from typing import Any, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, get_args
+
+from pydantic import Field
 
 from gradwire.base.errors import BadInput
 from gradwire.base.flags import PORT, RANK, RANKS, SECONDS, Number
+from gradwire.base.strict import Strict
 
-BACKENDS = ("auto", "nccl", "gloo")
-DEVICES = ("auto", "cpu", "cuda")
+Backend = Literal["auto", "nccl", "gloo"]
+Device = Literal["auto", "cpu", "cuda"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
+DEVICES: tuple[str, ...] = get_args(Device)
 LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"  # number of ranks on this machine; set by torchrun
 TIMEOUT = 60.0  # seconds for startup and for each collective
 
@@ -27,26 +32,45 @@ class RankEnv(NamedTuple):
     master_port: int | None = None
 
 
+class RankEnvOptions(Strict):
+    """Flags that set this process's rank."""
+
+    group: ClassVar = ("ranks", "for ranks started by hand; `gradwire launch` and torchrun set them")
+
+    world_size: Annotated[int, RANKS] | None = Field(None, description="number of ranks (default: 1)")
+    rank: Annotated[int, RANK] | None = Field(None, description="rank of this process, from 0")
+    local_rank: Annotated[int, RANK] | None = Field(
+        None, description="index of its GPU on this machine (default: the rank)"
+    )
+    master_addr: str | None = Field(None, description="address of rank 0 (default: 127.0.0.1)")
+    master_port: Annotated[int, PORT] | None = Field(None, description="port of rank 0")
+    timeout: Annotated[float, SECONDS] = Field(TIMEOUT, description="seconds to wait for other ranks")
+
+
+class RankOptions(RankEnvOptions):
+    """Flags that :func:`rank_options` reads."""
+
+    backend: Backend = Field("auto", description="auto: nccl with a GPU per rank, else gloo")
+    device: Device = Field("auto", description="auto: cuda with a GPU, else cpu")
+
+
 def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that :func:`rank_options` reads."""
-    add_rank_env_arguments(parser)
-    parser.add_argument("--backend", choices=BACKENDS, default="auto", help="auto: nccl with a GPU per rank, else gloo")
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: cuda with a GPU, else cpu")
+    """Add the flags of `RankOptions`, for a verb without ``Options``."""
+    from gradwire.base.model_flags import add_flags
+
+    add_flags(parser, RankOptions)
 
 
 def add_rank_env_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that set this process's rank."""
-    group = parser.add_argument_group("ranks", "for ranks started by hand; `gradwire launch` and torchrun set them")
-    group.add_argument("--world_size", type=RANKS, help="number of ranks (default: 1)")
-    group.add_argument("--rank", type=RANK, help="rank of this process, from 0")
-    group.add_argument("--local_rank", type=RANK, help="index of its GPU on this machine (default: the rank)")
-    group.add_argument("--master_addr", help="address of rank 0 (default: 127.0.0.1)")
-    group.add_argument("--master_port", type=PORT, help="port of rank 0")
-    group.add_argument("--timeout", type=SECONDS, default=TIMEOUT, metavar="S", help="seconds to wait for other ranks")
+    """Add the flags of `RankEnvOptions`, for a verb without ``Options``."""
+    from gradwire.base.model_flags import add_flags
+
+    add_flags(parser, RankEnvOptions)
 
 
-def rank_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments for :func:`gradwire.comm.collectives.world.process_group` from a verb's arguments.
+def rank_options(args: Any) -> dict[str, Any]:
+    """Keyword arguments for :func:`gradwire.comm.collectives.world.process_group` from a verb's
+    options or parsed arguments.
 
     Raises:
         BadInput: If the flags disagree with torchrun's environment, are incomplete or out of range.
