@@ -97,7 +97,7 @@ class Variant:
         with record_function("gradwire/step"):
             self.model(input_ids=self.batch, labels=self.batch).loss.backward()
             if isinstance(self.optimizer, optimizers.Communicating):
-                self.optimizer.exchange(1.0, torch.ones(3))
+                self.optimizer.communicate(1.0, torch.ones(3))
             else:
                 totals = torch.ones(3)
                 if self.reducer is not None:

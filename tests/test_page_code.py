@@ -36,7 +36,7 @@ def names(code, rank, folder):
     given |= {"torch": torch, "gw": gradwire, "DistributedDataParallel": DistributedDataParallel}
     if "comm_hook" in code:
         given["ddp"] = DistributedDataParallel(model)
-    elif "DistributedDataParallel" not in code and "wrap(" not in code:
+    elif "DistributedDataParallel" not in code and "wrap(" not in code and "DiLoCo" not in code:
         model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     if "compression" in code and "compress_gradients" not in code:
@@ -55,7 +55,7 @@ def ran(rank, world, group, code, folder):
         return given["state"].reducer.traffic["sent"], True
     exec(code, given)
     loss = given["loss_of"](given["model"](given["batch"]))
-    counted = given["compression"] if "compression" in given else given["reducer"]
+    counted = given["optimizer"] if "DiLoCo" in code else given.get("compression") or given["reducer"]
     if "backward" not in code:
         loss.backward()
         assert counted.finish()

@@ -14,6 +14,13 @@ HOMES = {
     "Compression": "gradwire.comm.parallel",
     "comm_hook": "gradwire.comm.parallel",
     "compress_gradients": "gradwire.comm.parallel",
+    "DeMo": "gradwire.comm.parallel.optimizers.demo",
+    "DesLoc": "gradwire.comm.parallel.optimizers.desloc",
+    "DiLoCo": "gradwire.comm.parallel.optimizers.diloco",
+    "Muon": "gradwire.comm.parallel.optimizers.muon",
+    "OneBitAdam": "gradwire.comm.parallel.optimizers.adam",
+    "StreamingDiLoCo": "gradwire.comm.parallel.optimizers.streaming",
+    "ZeroOneAdam": "gradwire.comm.parallel.optimizers.adam",
     "load_results": "gradwire.bench.report.verbs.results",
 }
 

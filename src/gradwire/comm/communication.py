@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from gradwire.base.errors import BadInput
 from gradwire.base.flags import COUNT, NATURAL
+from gradwire.base.strict import Strict
 from gradwire.comm.compressors.reduction import ReducerOptions, by_step
 
 CommOptimizer = Literal["gradient", "onebit_adam", "zero_one_adam", "diloco", "sparseloco", "muloco", "desloc", "demo"]
@@ -24,16 +25,18 @@ class Preset(NamedTuple):
         options: The optimizer's options.
         method: The method; None: the label names it, as everywhere.
         reduction: Options of the reducer.
-        module: The module in ``comm.parallel.optimizers``.
+        home: The module in ``comm.parallel.optimizers``, and the class.
     """
 
     options: Mapping[str, Any] = MappingProxyType({})
     method: str | None = None
     reduction: Mapping[str, Any] = MappingProxyType({})
-    module: str = "diloco"
+    home: str = "diloco.DiLoCo"
 
 
 PRESETS = {
+    "onebit_adam": Preset(home="adam.OneBitAdam"),
+    "zero_one_adam": Preset(home="adam.ZeroOneAdam"),
     # Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (arXiv:2311.08105, 2023).
     "diloco": Preset({"H": 500, "outer_lr": 0.7, "outer_momentum": 0.9}),
     # Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo" (arXiv:2508.15706, 2025).
@@ -46,16 +49,16 @@ PRESETS = {
     "muloco": Preset({"H": 30, "outer_lr": 0.7, "outer_momentum": 0.6, "inner": "muon"}, "bins", {"ef_decay": 0.9}),
     # Iacob et al., "DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation Models"
     # (arXiv:2505.22549, 2025), which has no single H; the moments' intervals are its multiples of it.
-    "desloc": Preset({"H": 30, "outer_lr": 1.0, "outer_momentum": 0.0}, module="desloc"),
+    "desloc": Preset({"H": 30, "outer_lr": 1.0, "outer_momentum": 0.0}, home="desloc.DesLoc"),
     # Peng et al., "DeMo: Decoupled Momentum Optimization" (arXiv:2411.19870, 2024).
-    "demo": Preset(method="dcttopk", reduction={"ef_decay": 0.999}, module="demo"),
+    "demo": Preset(method="dcttopk", reduction={"ef_decay": 0.999}, home="demo.DeMo"),
 }
 
 
-LOCAL = tuple(
-    name for name, chosen in PRESETS.items() if chosen.module != "demo"
-)  # train alone for H steps, and send what that changed
-DILOCO = tuple(name for name, chosen in PRESETS.items() if chosen.module == "diloco")
+LOCAL = tuple(name for name, chosen in PRESETS.items() if "H" in chosen.options)
+"""Optimizers that train alone for H steps, and send what that changed."""
+
+DILOCO = tuple(name for name in LOCAL if PRESETS[name].home == Preset().home)
 OPTIONS = {  # of which optimizers an option is
     **dict.fromkeys(("freeze_step", "variance_kappa", "local_doubling", "max_local_steps"), ("zero_one_adam",)),
     **dict.fromkeys(("H", "outer_lr", "outer_momentum", "dense_rounds"), LOCAL),
@@ -63,6 +66,11 @@ OPTIONS = {  # of which optimizers an option is
     "streaming": DILOCO,
     "inner": ("gradient", *DILOCO),
 }
+
+
+def home(comm_optimizer: str, streaming: bool) -> str:
+    """Return the module and the class of an optimizer, such as ``diloco.DiLoCo``."""
+    return "streaming.StreamingDiLoCo" if streaming else PRESETS[comm_optimizer].home
 
 
 def preset(comm_optimizer: Any) -> Preset:
@@ -83,6 +91,14 @@ def _interval(value: Any) -> Any:
 Count = Annotated[int, Field(**COUNT.limits)]
 Natural = Annotated[int, Field(**NATURAL.limits)]
 Interval = Annotated[Count | dict[Natural, Count], BeforeValidator(_interval)]
+
+
+class Outer(Strict):
+    """The outer step of local updates: SGD, whose gradient is the mean pseudo-gradient. DiLoCo's by default."""
+
+    lr: float = Field(0.7, gt=0, description="learning rate; 1 without momentum moves to the mean of the ranks")
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum; 0: none")
+    nesterov: bool = Field(True, description="Nesterov momentum, as in DiLoCo")
 
 
 class Streaming(BaseModel):
@@ -136,9 +152,7 @@ class Communication(BaseModel):
     @property
     def module(self) -> str:
         """The module in ``comm.parallel.optimizers`` that has the optimizer."""
-        if self.streaming is not None:
-            return "streaming"
-        return preset(self.comm_optimizer).module if self.comm_optimizer in PRESETS else self.comm_optimizer
+        return home(self.comm_optimizer, self.streaming is not None).partition(".")[0]
 
     @property
     def options(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from gradwire.comm.communication import Communication
 from gradwire.comm.compressors import build
 from gradwire.comm.compressors.parameter_encoding import ENCODINGS, ParamCompress
 from gradwire.comm.compressors.reduction import Schedule
-from gradwire.comm.parallel.optimizers.zero_one_adam import ZeroOneAdam
+from gradwire.comm.parallel.optimizers.adam import ZeroOneAdam
 
 ROOT = Path(__file__).parents[3]
 SMALL = {"name": "small", "compressors": {"none": {}, "int8": {}}, "grid": {"seeds": [0, 1]}}

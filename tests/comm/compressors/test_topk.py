@@ -91,8 +91,6 @@ def test_it_contracts_and_a_constant_magnitude_reaches_the_bound(n, density, see
     assert error.item() == pytest.approx(rest * 0.75**2 * n, rel=1e-12)
 
 
-
-
 def test_it_is_idempotent():
     x = normal((33, 40))
     once = sent(x, density=0.1)

@@ -33,7 +33,7 @@ def trained(rank, world, group, strategy, algorithm, fault=None, **more):
         backward(model, rank, step)
         if fault == "nan" and (rank, step) == (1, 3):
             next(iter(optimizer.parameters.values())).grad.view(-1)[2] = float("nan")
-        norm, taken = optimizer.exchange(CLIP)
+        norm, taken = optimizer.communicate(CLIP)
         if fault == "forgotten":
             for feedback in reducer.codec._feedbacks.values():
                 feedback.drop()

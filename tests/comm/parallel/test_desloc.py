@@ -104,7 +104,7 @@ def faulty(rank, world, group, fault):
     for step in range(STEPS):
         set_rates(optimizer, step)
         backward(model, rank, step)
-        optimizer.exchange(CLIP)
+        optimizer.communicate(CLIP)
         if fault is not swapped or step == 0:
             fault(optimizer)
         optimizer.step()

@@ -231,7 +231,7 @@ def apart(rank, world, group, number, name):
         for micro, source in enumerate(mine):
             with accumulation(model, last=micro + 1 == len(mine)):
                 (loss_of("odd", model, batch_of("odd", source, step)) / len(mine)).backward()
-        norm, taken = optimizer.exchange(max_norm=0.05)
+        norm, taken = optimizer.communicate(max_norm=0.05)
         norms.append(norm)
         assert taken
         optimizer.step()
@@ -278,7 +278,7 @@ def reductions(rank, world, group, name):
         for step in range(8):
             optimizer.zero_grad()
             loss_of("odd", model, batch_of("odd", rank, step)).backward()
-            assert optimizer.exchange(max_norm=0.5)[1]
+            assert optimizer.communicate(max_norm=0.5)[1]
             optimizer.step()
     return [(by_name(one.layout, one.flat), by_name(one.layout, one.mean)) for one in kept], full_state_dict(model)
 

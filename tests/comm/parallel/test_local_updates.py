@@ -17,8 +17,7 @@ from gradwire.comm.collectives import Reducer
 from gradwire.comm.communication import preset
 from gradwire.comm.compressors import build
 from gradwire.comm.parallel import accumulation, named_parameters, optimizers, wrap
-from gradwire.comm.parallel.optimizers import inner
-from gradwire.comm.parallel.optimizers.rounds import Rounds
+from gradwire.comm.parallel.optimizers.diloco import Rounds
 from gradwire.comm.parallel.verify import SyncCheck, first_difference
 
 STEPS = 8
@@ -75,7 +74,7 @@ def trained(rank, world, group, name, strategy, method, cell, options, clip=CLIP
             next(p for n, p in named_parameters(model) if n == "bias").grad[2] = float("nan")
         elif fault in FAULTS:
             FAULTS[fault](optimizer, rank, step)
-        norm, taken = optimizer.exchange(clip)
+        norm, taken = optimizer.communicate(clip)
         if taken:
             optimizer.step()
         optimizer.zero_grad()
@@ -108,14 +107,14 @@ def inners(name, model):
 class Simulated:
     """All ranks of a run in one process: torch's own AdamW or SGD on every rank, torch's SGD outside."""
 
-    def __init__(self, world, method, cell, H, outer_lr, outer_momentum, dense_rounds=0, inner="adamw"):
+    def __init__(self, world, method, cell, H, outer_lr, outer_momentum, dense_rounds=0, inner="adamw", nesterov=True):
         self.world, self.H, self.dense_rounds = world, H, dense_rounds
         self.models = [held() for _ in range(world)]
         self.shapes = {n: tuple(p.shape) for n, p in self.models[0].named_parameters() if p.requires_grad}
         self.inner = [inners(inner, model) for model in self.models]
         self.anchors = {n: torch.nn.Parameter(p.detach().clone()) for n, p in self.parameters(0).items()}
-        nesterov = {"momentum": outer_momentum, "nesterov": True} if outer_momentum else {}
-        self.outer = torch.optim.SGD(self.anchors.values(), lr=outer_lr, **nesterov)
+        momentum = {"momentum": outer_momentum, "nesterov": nesterov} if outer_momentum else {}
+        self.outer = torch.optim.SGD(self.anchors.values(), lr=outer_lr, **momentum)
         self.algorithm = cell.get("algorithm", "exchange")
         feedback = cell.get("error_feedback", False)
         compressor = build(method, **cell.get("method", {}))
@@ -389,7 +388,7 @@ def rounds_by_name(rank, world, group, name, method, cell):
         for step in range(STEPS):
             set_rates(optimizer, step)
             backward(model, rank, step)
-            optimizer.exchange(CLIP)
+            optimizer.communicate(CLIP)
             optimizer.step()
             optimizer.zero_grad()
     deltas = [{name: torch.empty_like(anchor) for name, anchor in first.items()} for _ in kept]
@@ -519,7 +518,7 @@ def rounds_kept(rank, world, group, method, cell, H):
         for step in range(STEPS):
             set_rates(optimizer, step)
             backward(model, rank, step)
-            optimizer.exchange(CLIP)
+            optimizer.communicate(CLIP)
             optimizer.step()
             optimizer.zero_grad()
     residual = defaultdict(lambda: torch.zeros(optimizer.layout.numel, dtype=torch.float64))
@@ -580,7 +579,7 @@ def checked(rank, world, group, fault):
     for step in range(STEPS):
         set_rates(optimizer, step)
         backward(model, rank, step)
-        optimizer.exchange(CLIP)
+        optimizer.communicate(CLIP)
         optimizer.step()
         if step == 4 and rank == 1:
             fault_of = {"anchor": optimizer.anchors, "momentum": optimizer.momenta, "none": whole(model)}
@@ -620,7 +619,7 @@ def swapped(rank, world, group):
     for step in range(2):
         set_rates(optimizer, step)
         backward(model, rank, step)
-        optimizer.exchange(CLIP)
+        optimizer.communicate(CLIP)
         optimizer.step()
     own = whole(model)
     with optimizer.synchronized():
@@ -660,13 +659,13 @@ def refused(rank, world, group, cell, options):
     ("cell", "options", "message"),
     [
         ({"dense_steps": 3}, {}, "dense_steps counts optimizer steps; local updates have dense_rounds"),
-        ({}, {"H": 0}, "H is 0; give a number from 1 on"),
-        ({}, {"H": {3: 1}}, "H is {3: 1}; give a number from 1 on"),
-        ({}, {"outer_lr": 0.0}, "outer_lr is 0.0; it must be above 0"),
-        ({}, {"outer_momentum": 1.0}, "outer_momentum is 1.0; it must be at least 0 and below 1"),
+        ({}, {"H": 0}, "sync_every is 0; give a number from 1 on"),
+        ({}, {"H": {3: 1}}, "sync_every is {3: 1}; give a number from 1 on"),
+        ({}, {"outer_lr": 0.0}, "outer: lr must be greater than 0, got 0.0"),
+        ({}, {"outer_momentum": 1.0}, "outer: momentum must be less than 1, got 1.0"),
         ({}, {"inner": "adam"}, "Did you mean 'adamw'"),
         ({}, {"streaming": {"fragments": 2, "delay": 3}, "H": 7}, "a delay of 3, it must be a number from 8 on"),
-        ({}, {"streaming": {"fragments": 2}, "H": {0: 9}}, "H is {0: 9}; for 2 fragments"),
+        ({}, {"streaming": {"fragments": 2}, "H": {0: 9}}, "sync_every is {0: 9}; for 2 fragments"),
         ({}, {"streaming": {"fragments": 2, "alpha": 1}}, "streaming: alpha must be less than 1, got 1"),
         ({}, {"streaming": {"fragments": 12}}, "11 parameters cannot be distributed over 12 fragments"),
     ],
@@ -678,4 +677,4 @@ def test_bad_input_is_one_message(world, cell, options, message):
 
 def test_muon_without_a_block_is_refused():
     with pytest.raises(BadInput, match=r"first nn\.ModuleList"):
-        inner.build("muon", Held(), groups_of(Held()), lr=1.0)
+        optimizers.build_inner("muon", Held(), groups_of(Held()), lr=1.0)

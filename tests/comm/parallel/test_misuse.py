@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_local_updates import backward, held
 from test_optimizer_state import OPTIMIZERS, fresh
-from test_optimizers import CLIP, groups_of
+from test_optimizers import groups_of
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -24,7 +24,7 @@ def message_of(call, *given, **options):
 
 
 def misused(rank, world, group):
-    """What every optimizer says: of a model that averages, of wrong groups, and of its step and groups misused."""
+    """What every optimizer says: of a model that averages, of wrong groups, and of its groups misused."""
     said = {}
     for case, (name, method, cell, options) in OPTIMIZERS.items():
         made = {key: value for key, value in cell.items() if key != "method"}
@@ -39,17 +39,9 @@ def misused(rank, world, group):
         said[case, "foreign"] = message_of(optimizers.build, name, model, groups, reducer, lr=1.0, **options)
 
         _, model, optimizer = fresh(group, case)
-        before = [p.detach().clone() for p in model.parameters()]
-        backward(model, rank, 0)
-        said[case, "step"] = message_of(optimizer.step)
-        assert all(map(torch.equal, before, model.parameters()))
-        assert optimizer.exchange(CLIP)[1]
-        said[case, "closure"] = message_of(optimizer.step, lambda: None)
-        optimizer.step()
-        said[case, "again"] = message_of(optimizer.step)
         said[case, "group"] = message_of(optimizer.add_param_group, {"params": [nn.Parameter(torch.ones(2))]})
         model.module.still.requires_grad_(True)
-        said[case, "unfrozen"] = message_of(optimizer.exchange, CLIP)
+        said[case, "unfrozen"] = message_of(optimizer.step)
     return said
 
 
@@ -58,9 +50,6 @@ def test_every_optimizer_that_communicates_refuses_what_would_not_average(world)
         True: "averages over the ranks itself, and gradients of this model are averaged already",
         False: "1 parameter (cube) is in no parameter group",
         "foreign": "the parameter groups hold 1 parameters that the model does not have",
-        "step": "step() communicates nothing: call norm, taken = optimizer.exchange(max_norm)",
-        "closure": "step() communicates nothing",
-        "again": "step() communicates nothing",
         "group": "cannot add parameters after it was built",
         "unfrozen": "1 parameter (still) is unfrozen or replaced after",
     }
@@ -68,20 +57,6 @@ def test_every_optimizer_that_communicates_refuses_what_would_not_average(world)
         assert len(said) == len(OPTIMIZERS) * len(expected)
         for (case, what), message in said.items():
             assert expected[what] in message, (case, what)
-
-
-def after_a_skip(rank, world, group):
-    reducer = Reducer(build("none"), group, nonfinite="skip")
-    model = wrap(held(), "ddp", reducer, device="cpu", average=False)
-    optimizer = optimizers.build("diloco", model, groups_of(model), reducer, lr=1.0, H=3)
-    model.module.cube.grad = torch.full_like(model.module.cube, torch.nan)
-    assert optimizer.exchange(CLIP)[1] is False
-    return message_of(optimizer.step)
-
-
-def test_a_step_that_was_skipped_is_not_taken(world):
-    for message in world(2).run(after_a_skip):
-        assert "optimizer.step() without a closure if taken is True" in message
 
 
 def hooks_run(rank, world, group):
@@ -101,7 +76,6 @@ def hooks_run(rank, world, group):
         )
         for step in range(4):
             backward(model, rank, step)
-            assert optimizer.exchange(CLIP)[1]
             optimizer.step()
             optimizer.zero_grad()
         own.remove()
@@ -121,10 +95,17 @@ ADAMS = ("onebit_adam", "zero_one_adam")
 
 def test_muons_step_hooks_run_once():
     torch.optim.AdamW([nn.Parameter(torch.ones(2))])
-    matrix, vector = nn.Parameter(torch.randn(3, 5)), nn.Parameter(torch.randn(4))
-    optimizer, calls = Muon([{"params": [matrix, vector]}], {matrix}, lr=0.1), []
+    model, calls = nn.ModuleList([nn.Linear(5, 3)]), []
+    optimizer = Muon(model.parameters(), model, lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
     optimizer.register_step_post_hook(lambda *_: calls.append("post"))
-    (matrix.sum() * vector.sum()).backward()
-    optimizer.step()
-    assert calls == ["pre", "post"]
+
+    def closure():
+        calls.append("closure")
+        loss = model[0](torch.ones(2, 5)).sum()
+        loss.backward()
+        return loss
+
+    weight = model[0].weight.detach().clone()
+    assert optimizer.step(closure).requires_grad and not torch.equal(model[0].weight, weight)
+    assert calls == ["pre", "closure", "post"]

@@ -11,7 +11,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from gradwire.comm.collectives import build_islands
 from gradwire.comm.collectives.meter import METER
-from gradwire.comm.parallel.optimizers import inner, muon
+from gradwire.comm.parallel import optimizers
+from gradwire.comm.parallel.optimizers import muon
 
 SHAPES = [(7, 3), (2, 5), (6, 6), (1, 4)]  # odd rows, fewer rows than ranks
 STEPS = 3
@@ -31,7 +32,7 @@ def stepped(model):
         {"params": [p for p in model.parameters() if p.ndim == 2], "weight_decay": 0.1},
         {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
     ]
-    optimizer = inner.build("muon", model, groups, lr=0.02, betas=(0.9, 0.95))
+    optimizer = optimizers.build_inner("muon", model, groups, lr=0.02, betas=(0.9, 0.95))
     for step in range(STEPS):
         torch.manual_seed(step)
         for p in model.parameters():

@@ -64,7 +64,7 @@ def train(model, optimizer, rank, steps):
             loss_of("odd", model, batch_of("odd", rank, step)).backward()
         else:
             backward(model, rank, step)
-        if optimizer.exchange(CLIP)[1]:
+        if optimizer.communicate(CLIP)[1]:
             optimizer.step()
         optimizer.zero_grad()
     return torch.cat([local(p).flatten() for _, p in named_parameters(model)])
@@ -186,7 +186,7 @@ def adopted(rank, world, group):
         if step < 5:  # both warm-up steps, with rank 0's gradients on all ranks
             for each, do in ((model, optimizer), (twin, adamw)):
                 each(gradients_of(0, step)).backward()
-                assert not isinstance(do, optimizers.Communicating) or do.exchange(1e9)[1]
+                assert not isinstance(do, optimizers.Communicating) or do.communicate(1e9)[1]
                 do.step()
                 do.zero_grad()
             theirs = dict(twin.named_parameters())
@@ -254,9 +254,9 @@ def without_rounds(rank, world, group):
     optimizer.load_state_dict({key: optimizer.state_dict()[key] for key in ("state", "param_groups")})
     backward(model, rank, 2)
     with pytest.raises(BadInput) as error:
-        optimizer.exchange(CLIP)
+        optimizer.communicate(CLIP)
     optimizer.restart()
-    assert optimizer.exchange(CLIP)[1]
+    assert optimizer.communicate(CLIP)[1]
     return str(error.value)
 
 

@@ -100,7 +100,7 @@ def trained(rank, world, group, name, strategy, method, cell, steps, options=Non
         if fault == (rank, step):
             next(p for n, p in named_parameters(model) if n == "bias").grad[2] = float("nan")
         if communicates:
-            norm, finite = optimizer.exchange(CLIP)
+            norm, finite = optimizer.communicate(CLIP)
         else:
             finite = reducer.finish()
             norm = clip_grad_norm(model, CLIP)
@@ -385,7 +385,7 @@ def without_a_gradient(rank, world, group):
     optimizer = optimizers.build("onebit_adam", model, groups_of(model), reducer)
     model.module.bias.sum().backward()
     try:
-        optimizer.exchange(1.0)
+        optimizer.communicate(1.0)
     except RunFault as error:
         return str(error)
 

@@ -21,7 +21,6 @@ from gradwire.comm.collectives import IslandReducer, Reducer, build_islands
 from gradwire.comm.collectives.world import World
 from gradwire.comm.compressors import build as build_compressor
 from gradwire.comm.parallel import optimizers
-from gradwire.comm.parallel.optimizers import inner
 from gradwire.lm.data.shards import Shards
 from gradwire.lm.models import causal
 
@@ -120,7 +119,7 @@ def build_optimizer(
     groups = decayed(parallel.named_parameters(model), matrices, training)
     adam: dict[str, Any] = {"lr": training.lr, "betas": (BETA1, training.beta2)}
     if communication.averages_gradients:
-        return inner.build(communication.inner or "adamw", model, groups, **adam)
+        return optimizers.build_inner(communication.inner or "adamw", model, groups, **adam)
     assert reducer is not None  # a cell with such an optimizer is hooked
     options = communication.options
     if communication.comm_optimizer == "demo":

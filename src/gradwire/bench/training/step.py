@@ -113,7 +113,7 @@ class Stepper:
             The gradient's norm before clipping, and whether the step was taken.
         """
         if isinstance(self.optimizer, optimizers.Communicating):
-            grad_norm, reduced = self.optimizer.exchange(self.training.clip_grad_norm, totals)
+            grad_norm, reduced = self.optimizer.communicate(self.training.clip_grad_norm, totals)
         else:
             if self.reducer is not None:
                 reduced = self.reducer.finish(totals)

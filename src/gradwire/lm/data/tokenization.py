@@ -14,7 +14,14 @@ from gradwire.base.files import check_folder, check_regular, digest, sha256_file
 from gradwire.base.source_digest import source_digest
 from gradwire.lm.data import corpus
 from gradwire.lm.data import tokenizer as tokenizers
-from gradwire.lm.data.defaults import MAX_LENGTH, SHARD_SIZE, SHORTEST_MAX_LENGTH, VAL_FRACTION, VOCAB_SIZE, check_shard
+from gradwire.lm.data.defaults import (
+    MAX_LENGTH,
+    SHARD_SIZE,
+    SHORTEST_MAX_LENGTH,
+    VAL_FRACTION,
+    VOCAB_SIZE,
+    check_shard,
+)
 from gradwire.lm.data.shards import ALL, exist, meta, splits, wait_finalized
 from gradwire.lm.data.writer import write_shards
 

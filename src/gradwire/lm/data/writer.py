@@ -26,7 +26,17 @@ from gradwire.base.errors import BadInput
 from gradwire.base.files import sha256_file, whole
 from gradwire.lm.data import corpus
 from gradwire.lm.data.corpus import Document, FirstSeen
-from gradwire.lm.data.shards import ALL, FORMAT_VERSION, META, SPLITS, file_name, finalized, meta, tables, target_counts
+from gradwire.lm.data.shards import (
+    ALL,
+    FORMAT_VERSION,
+    META,
+    SPLITS,
+    file_name,
+    finalized,
+    meta,
+    tables,
+    target_counts,
+)
 from gradwire.lm.data.targets import is_chat, span_of
 from gradwire.lm.data.tokenizer import Tokenizer, progress
 

@@ -1,219 +1,432 @@
-"""Base of the optimizers that communicate: an AdamW that averages gradients or momenta itself.
-
-During warm-up it averages gradients as float32 and takes exactly AdamW's step. Afterwards the variance is frozen, so
-that the step is linear in the momentum, and the ranks average momenta through the reducer's compressor.
-
-Choices that the papers leave open:
-
-- Weight decay is decoupled from the momentum, as in AdamW, in every phase; each group has its own learning rate.
-- The momentum's bias correction continues; the variance's uses the number of steps that updated it. DeepSpeed's 1-bit
-  Adam corrects neither: after a warm-up of t steps its steps are ``1 / sqrt(1 - beta2**t)`` times as large, 3.2 times
-  with 0.999 and t = 100, so a learning rate that was tuned there is too small here.
-- Adam's step is bounded: no element moves further than ``lr max(1, (1 - beta1) / sqrt(1 - beta2))`` (Kingma and Ba,
-  "Adam: A Method for Stochastic Optimization", ICLR 2015, section 2.1). A frozen variance breaks the bound: an element
-  whose gradient was small or zero until then, as in a rare row of an embedding, would take huge steps later. So the
-  ratio of momentum to root variance is clipped to it elementwise. (DeepSpeed's users mask such rows by hand.)
-- The norm of the mean gradient is unknown before communication. While the ranks average gradients the mean is clipped
-  to ``max_norm``; afterwards all ranks scale their own gradients by one factor, from the root mean square of their
-  norms, which is an upper bound of the mean's norm.
-"""
+"""Base of the optimizers that communicate: ``step`` averages over the ranks, then moves the parameters."""
 
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from gradwire.base.errors import BadInput, RunFault
-from gradwire.comm.collectives import Layout, Reducer, ops
-from gradwire.comm.parallel.mesh import local
-from gradwire.comm.parallel.optimizers import Communicating
-from gradwire.comm.parallel.optimizers.torch_step import step_without_hooks
-from gradwire.comm.parallel.strategy import clip_grad_norm, strategy_of
+from gradwire.base.errors import BadInput
+from gradwire.comm.collectives import IslandReducer, Islands, Reducer, build_islands, state
+from gradwire.comm.collectives.reducer import check_options
+from gradwire.comm.compressors import as_compressor
+from gradwire.comm.compressors.base import Compressor
+from gradwire.comm.parallel.checks import check_agreement, check_gradients, parameters_of, warn_of_statistics
+from gradwire.comm.parallel.mesh import has_gradient
+from gradwire.comm.parallel.names import COMPILED, named_parameters
+from gradwire.comm.parallel.strategies.ddp import DDP
+from gradwire.comm.parallel.strategies.hsdp import HSDP
+from gradwire.comm.parallel.strategy import Strategy, attach, strategy_of
+from gradwire.comm.parallel.wrap import wrap
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+TORCH = ("state", "param_groups")  # entries of the state of every torch optimizer
+
+AnyCompressor = Compressor | str | Mapping[str, Any]
+"""A compressor, its name, or a mapping of its ``method`` and options."""
 
 
-class CommunicatingAdam(Communicating, AdamW):
-    """Adam that averages itself: `exchange` communicates, then ``step`` updates the parameters.
+class Communicating(Optimizer):
+    """An optimizer whose ``step`` communicates, so that every rank must call it.
 
-    Gradients must not be averaged before (``wrap(..., average=False)``), and every trainable parameter must have one.
-    The first ``dense_steps`` of the reducer are the warm-up.
+    Its ``state_dict`` holds all that a rank needs to resume, besides the model's: the state of a torch optimizer, the
+    reducer's, and what this rank keeps of its rounds. Every rank saves and loads its own, or passes the optimizer to
+    `torch.distributed.checkpoint`.
 
-    Args:
-        model: The model returned by `comm.parallel.wrap`; frozen parameters are ignored.
-        groups: Parameter groups, as for AdamW.
-        reducer: Averages over the ranks; used by this optimizer only.
-        adamw: AdamW's other options: ``lr``, ``betas``, ``eps``, ``weight_decay``.
-
-    Raises:
-        BadInput: If there is no warm-up, a group has ``amsgrad`` or ``maximize``, or as `Communicating.attach`.
+    Attributes:
+        model: The model.
+        reducer: The reducer.
+        parameters: The trainable parameters, by name.
+        max_norm: Maximum Euclidean norm of the gradient; larger ones are clipped.
     """
 
-    def __init__(self, model: nn.Module, groups: Iterable[dict[str, Any]], reducer: Reducer, **adamw: Any) -> None:
-        if reducer.codec.options.dense_steps < 1:
-            raise BadInput(
-                f"{type(self).__name__} freezes the variance after dense_steps steps; dense_steps must be at least 1."
-            )
-        super().__init__(groups, **adamw)
-        self._check_groups(self.param_groups)
-        self.attach(model, reducer)
-        self.shards = {name: local(p) for name, p in self.parameters.items()}
-        self._group = {p: index for index, group in enumerate(self.param_groups) for p in group["params"]}
-        self._device = strategy_of(model).device
-        self.layout = Layout.dim0([(name, tuple(p.shape)) for name, p in self.shards.items()], reducer.world)
-        self.delivered: dict[str, Tensor] | None = None  # averaged momenta, from `exchange` to `step`
-        for p in self.parameters.values():  # allocate all state now: loading a checkpoint needs it
-            self.state[p] = moments_of(p)
+    model: nn.Module
+    reducer: Reducer
+    parameters: dict[str, nn.Parameter]
+    max_norm: float = math.inf
+    _taken: bool | None = None  # whether `communicate` had the present step taken; None before it
+    # A GradScaler would leave out `step` on the ranks with an infinity; so it calls `step`, which refuses it.
+    _step_supports_amp_scaling = True
 
-    def average(self, max_norm: float, total: Tensor | None) -> tuple[float, bool]:
-        """As `Communicating.exchange`; with frozen variance the norm is the root mean square of the ranks' norms."""
-        gradients = self._gradients()
-        if self.averages_gradients:
-            self.delivered = None
-            with self.reducer.plain():
-                means = self.means(gradients)
-            for name, mean in means.items():
-                gradients[name].copy_(mean)
-            finite = self.reducer.finish(total)
-            return clip_grad_norm(self.model, max_norm), finite
-        norm = self._norm_of_ranks(gradients)
-        if not math.isfinite(norm):  # the encoding may not detect it
-            self.reducer.codec.note(torch.ones(1, dtype=torch.uint8, device=self._device))
-        scale = max_norm / norm if max_norm < norm < math.inf else 1.0
-        momenta = {
-            name: torch.lerp(self.kept(p, "exp_avg"), gradients[name] * scale, 1 - self.group_of(p)["betas"][0])
-            for name, p in self.parameters.items()
-        }
-        self.exchange_momenta(momenta)
-        return norm, self.reducer.finish(total)
-
-    def move(self) -> None:
-        """Take AdamW's step, or one with the variance frozen."""
-        if self.delivered is None:
-            step_without_hooks(AdamW)(self)
-            for p in self.parameters.values():
-                self.state[p]["variance_steps"] += 1
-        else:
-            self.apply(self.delivered)
-            self.delivered = None
-
-    def load_torch_state(self, state_dict: dict[str, Any]) -> None:
-        """Load moments and groups, also those of AdamW, whose every step updates the variance.
-
-        Raises:
-            BadInput: If a parameter has other moments, or a group an option that this optimizer does not have.
-        """
-        self._check_groups(state_dict["param_groups"])
-        names = (name for group in state_dict["param_groups"] for name in group["params"])
-        for name, p in zip(names, (p for group in self.param_groups for p in group["params"]), strict=False):
-            shapes = {
-                key: tuple(getattr(value, "shape", ())) for key, value in state_dict["state"].get(name, {}).items()
-            }
-            if shapes and not {"step": (), **dict.fromkeys(MOMENTS, tuple(p.shape))}.items() <= shapes.items():
-                raise BadInput(
-                    f"{type(self).__name__} continues from the step and moments (exp_avg, exp_avg_sq) of AdamW, for a "
-                    f"parameter of shape {list(p.shape)}, and this state has {shapes}: it is of another optimizer or "
-                    f"model."
-                )
-        super().load_torch_state(state_dict)
-        for p in self.parameters.values():
-            kept = self.state[p]
-            steps = {"variance_steps": kept["step"].clone()} if kept else {}
-            self.state[p] = moments_of(p) | steps | kept
-
-    def _check_groups(self, groups: Iterable[Mapping[str, Any]]) -> None:
-        """Check that no group asks for a step that the frozen variance does not take.
-
-        Raises:
-            BadInput: If one does.
-        """
-        for option in ("amsgrad", "maximize"):
-            if any(group.get(option) for group in groups):
-                raise BadInput(f"{type(self).__name__} has no {option}.")
-
-    @property
-    def dense_steps(self) -> int:
-        """The reducer's."""
-        return self.reducer.codec.options.dense_steps
-
-    @property
-    def averages_gradients(self) -> bool:
-        """Whether the current step averages gradients and takes AdamW's step."""
-        return self.reducer.step < self.dense_steps
-
-    @abstractmethod
-    def exchange_momenta(self, momenta: Mapping[str, Tensor]) -> None:
-        """Set `delivered`; must not change anything else, because the step may still be skipped.
+    def attach(
+        self,
+        model: nn.Module,
+        compressor: AnyCompressor,
+        reducer: Reducer | None,
+        options: Mapping[str, Any],
+        **settings: Any,
+    ) -> None:
+        """Prepare the model so that its ranks train apart, and the reducer; called once, after the groups are set.
 
         Args:
-            momenta: Momenta by name, updated with this rank's gradient.
+            model: As for the optimizer.
+            compressor: As for the optimizer.
+            reducer: A reducer of the benchmark or the user; None builds one from ``compressor`` and ``options``.
+            options: Options of `Reducer`; ``error_feedback`` defaults to True.
+            settings: What must be equal on all ranks, by name.
+
+        Raises:
+            BadInput: If gradients of the model are averaged already, no rank or island holds a whole model, the groups
+                hold other parameters than it, ranks differ, or the reducer has averaged another model.
         """
+        name = type(self).__name__
+        if reducer is not None and options:
+            raise BadInput(f"{name} has a reducer and options of one ({', '.join(options)}): give one of them.")
+        if reducer is None:
+            check_options(compressor := as_compressor(compressor), **options)
+        model = getattr(model, COMPILED, model)  # torch.compile's module calls the one that it holds
+        if reducer is None or not hasattr(model, "gradwire_strategy"):
+            model, reducer = _apart(model, compressor, reducer, {"error_feedback": True, **options}, name)
+            check_agreement(reducer.everyone, reducer, parameters_of(model), optimizer=name, **settings)
+        if strategy_of(model).averages:
+            raise BadInput(
+                f"{name} averages over the ranks itself, and gradients of this model are averaged already: wrap it "
+                f"with average=False."
+            )
+        parameters = {name: p for name, p in named_parameters(model) if p.requires_grad}
+        grouped = {p for group in self.param_groups for p in group["params"] if p.requires_grad}
+        if lacking := [name for name, p in parameters.items() if p not in grouped]:
+            raise BadInput(f"{listed(lacking)} in no parameter group: add them, or freeze them before wrap.")
+        if len(grouped) > len(parameters):
+            raise BadInput(
+                f"the parameter groups hold {len(grouped) - len(parameters)} parameters that the model does not have: "
+                f"take them from the model after it is wrapped or sharded."
+            )
+        reducer.claim(parameters)
+        self.model, self.reducer, self.parameters = model, reducer, parameters
+        if reducer.world > 1:
+            reducer.prepare("all_reduce", sum(p.numel() for p in parameters.values()))
+        reducer.codec.check_names(parameters)
+
+    @property
+    def traffic(self) -> dict[str, Any]:
+        """Bytes that this rank has sent, as `Reducer.traffic`."""
+        return self.reducer.traffic
+
+    @property
+    def in_step(self) -> bool:
+        """Whether parameters are currently equal on all ranks."""
+        return True
+
+    @property
+    @abstractmethod
+    def dense_steps(self) -> int:
+        """Number of first steps in which everything travels as float32."""
+
+    @property
+    def outer_bytes(self) -> int | None:
+        """Memory of what this rank keeps of its rounds, such as anchors; None without rounds."""
+        return None
+
+    def synchronized(self) -> AbstractContextManager[None]:
+        """Return a context in which the parameters are those that all ranks share, to evaluate or save them."""
+        return nullcontext()
+
+    def restart(self) -> None:
+        """Begin a round at the present parameters, which were loaded without a `rank_state`."""
+
+    def shared(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield by name what else is equal on all ranks after every step."""
+        yield from ()
 
     @abstractmethod
-    def apply(self, delivered: Mapping[str, Tensor]) -> None:
-        """Take a step with the frozen variance."""
+    def average(self, max_norm: float, total: Tensor | None) -> tuple[float, bool]:
+        """Do what `communicate` does."""
 
-    def advance(self, p: nn.Parameter, momentum: Tensor, rate: float) -> None:
-        """Take Adam's step with the frozen variance and store the momentum."""
-        group, shard = self.group_of(p), local(p)
-        beta1, beta2 = group["betas"]
-        bound = max(1.0, (1 - beta1) / math.sqrt(1 - beta2))
-        shard.mul_(1 - group["lr"] * group["weight_decay"])
-        shard.add_((momentum / self.denominator(p)).clamp_(-bound, bound), alpha=-rate)
-        self.kept(p, "exp_avg").copy_(momentum)
-        self.state[p]["step"] += 1
+    @abstractmethod
+    def move(self) -> None:
+        """Move the parameters by the outcome of `average`; sends nothing."""
 
-    def means(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the means over the ranks of one tensor per trainable parameter, by name, in float32."""
-        means = {name: torch.empty(p.shape, device=p.device) for name, p in self.shards.items()}
-        self.layout.unpack(self.reducer.all_reduce(self.layout.pack(tensors), self.layout), means)
-        return means
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Average over the ranks, and move the parameters unless the reducer's ``nonfinite`` skips the step.
 
-    def kept(self, p: nn.Parameter, key: str) -> Tensor:
-        """Return this rank's part of a parameter's moment."""
-        return local(self.state[p][key])
+        Every rank must call it equally often. Clear the gradients afterwards.
 
-    def group_of(self, p: nn.Parameter) -> dict[str, Any]:
-        """Return a parameter's group; not cached, because loading a checkpoint replaces the groups."""
-        return self.param_groups[self._group[p]]
+        Args:
+            closure: Computes the loss and this rank's gradients; called first, once.
 
-    def rate(self, p: nn.Parameter) -> float:
-        """Return the next step's learning rate, with the momentum's bias correction."""
-        group = self.group_of(p)
-        made = int(self.state[p]["step"])
-        return float(group["lr"] / (1 - group["betas"][0] ** (made + 1)))
+        Returns:
+            The closure's loss; None without one.
 
-    def denominator(self, p: nn.Parameter) -> Tensor:
-        """Return the divisor of the momentum once the variance is frozen."""
-        group, updates = self.group_of(p), int(self.state[p]["variance_steps"])
-        variance = self.kept(p, "exp_avg_sq") / (1 - group["betas"][1] ** updates)
-        return variance.sqrt_().add_(group["eps"])
-
-    def _gradients(self) -> dict[str, Tensor]:
-        """Return this rank's gradient of every trainable parameter, or its shard of its island's."""
-        missing = [name for name, p in self.parameters.items() if p.grad is None]
-        if missing:
-            raise RunFault(
-                f"{len(missing)} of {len(self.parameters)} parameters got no gradient: {', '.join(missing[:5])}"
-                f"{', ...' if len(missing) > 5 else ''}. Use them in the loss, or freeze them before `wrap`."
+        Raises:
+            BadInput: As `communicate`, or in a step of a `GradScaler`.
+            NonFiniteGradient: As `Reducer.finish`.
+            RunFault: As `communicate`.
+        """
+        if getattr(self, "found_inf", None) is not None:
+            raise BadInput(
+                f"{type(self).__name__} has no use for a GradScaler, which would skip a step on some ranks: train in "
+                f"bf16, and give nonfinite='skip' to skip steps on all ranks."
             )
-        return {name: local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._taken is None and not self._allocates():
+            self.communicate(self.max_norm)
+        taken, self._taken = self._taken, None
+        if taken is not False:
+            self.move()
+        return loss
 
-    def _norm_of_ranks(self, gradients: Mapping[str, Tensor]) -> float:
-        """Return the root mean square over the ranks, or islands, of each one's total gradient norm."""
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients.values()]
-        square = torch.stack(norms).double().square().sum()
-        ops.all_reduce(square, "sum", strategy_of(self.model).group)
-        return (square / self.reducer.world).sqrt().item()
+    def _allocates(self) -> bool:
+        """Whether this is no step of a training, but one in which `torch.distributed.checkpoint` allocates the state.
+
+        It sets learning rates and gradients to 0.
+        """
+        rates = [group.get("lr", 1.0) for group in self.param_groups]
+        return not self.state and not any(rates) and not any(map(has_gradient, self.parameters.values()))
+
+    @torch.no_grad()
+    def communicate(self, max_norm: float, total: Tensor | None = None) -> tuple[float, bool]:
+        """Average over the ranks for the next ``step``, which then only moves, and finish the reducer's step.
+
+        For a training loop that needs the norm; ``step`` calls it otherwise.
+
+        Args:
+            max_norm: Maximum Euclidean norm of the gradient; larger ones are clipped.
+            total: A tensor that `Reducer.finish` sums in the same message.
+
+        Returns:
+            The gradient's norm before clipping, equal on every rank, and whether ``step`` will move the parameters
+            (from `Reducer.finish`).
+
+        Raises:
+            BadInput: If the model's trainable parameters are not those that the optimizer was built with.
+            NonFiniteGradient: As `Reducer.finish`.
+            RunFault: If a parameter that this optimizer sends has no gradient.
+        """
+        changed = [
+            name for name, p in named_parameters(self.model) if p.requires_grad and self.parameters.get(name) is not p
+        ]
+        if changed:
+            raise BadInput(
+                f"{listed(changed)} unfrozen or replaced after {type(self).__name__} was built, which would never "
+                f"average them: wrap the model and build the optimizer again."
+            )
+        self._taken = None
+        norm, self._taken = self.average(max_norm, total)
+        return norm, self._taken
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch's optimizers do when they are built.
+
+        Raises:
+            BadInput: Afterwards: the parameters that the ranks average are fixed.
+        """
+        if hasattr(self, "parameters"):
+            raise BadInput(
+                f"{type(self).__name__} cannot add parameters after it was built, because the ranks would never "
+                f"average them: unfreeze them before wrap, and build the optimizer with all groups."
+            )
+        super().add_param_group(param_group)
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return what this rank keeps besides torch's state, the reducer's state included; in no case copies.
+
+        It has the form of `comm.collectives.state`. ``state_dict`` holds it; a framework that stores torch's part by
+        itself (`torch.distributed.checkpoint.state_dict.get_state_dict`) needs it separately.
+        """
+        reducer = self.reducer
+        part = {"reducer": reducer.state_dict(), **self.round_state()}
+        return state.stored(reducer.codec.rank, reducer.step, reducer.topology, part)
+
+    def load_rank_state(self, rank_state: Mapping[str, Any]) -> None:
+        """Load a `rank_state` of the same rank, after parameters and torch's state are loaded.
+
+        Of another number of ranks only the step counts: a round begins at the present parameters, with a warning.
+
+        Raises:
+            BadInput: If it is no such state, another rank's, or of another model or reducer; nothing has changed.
+        """
+        whose = f"{type(self).__name__}"
+        step, topology, part = state.taken(rank_state, self.reducer.codec.rank, self.reducer.topology, whose)
+        if part is None:
+            warnings.warn(
+                f"the optimizer's state is of {topology} ranks and this run has {self.reducer.topology}: a round "
+                f"begins, and residuals, compressor states and generators are reset",
+                stacklevel=2,
+            )
+            self.reducer.begin(step)
+            self.restart()
+            return
+        state.check_keys(part, {"reducer"}, whose)
+        self.check_round_state(part)
+        self.reducer.load_state_dict(part["reducer"])
+        self.reducer.codec.check_names(self.parameters)
+        self.load_round_state(part)
+        self._taken = None
+
+    def round_state(self) -> dict[str, Any]:
+        """Return what this rank keeps of its rounds: tensors, not copies, and plain data."""
+        return {}
+
+    def check_round_state(self, part: Mapping[str, Any]) -> None:
+        """Check what `load_round_state` is given.
+
+        Raises:
+            BadInput: If names or shapes differ.
+        """
+
+    def load_round_state(self, part: Mapping[str, Any]) -> None:
+        """Copy what `round_state` returned."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of a torch optimizer, and with it this rank's `rank_state`."""
+        return {**super().state_dict(), **self.rank_state()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a ``state_dict`` of the same rank, after the model's; tensors are copied.
+
+        One of torch's own optimizer, without a `rank_state`, sets moments and groups.
+
+        Raises:
+            BadInput: As `load_rank_state`, or if moments are of another optimizer.
+        """
+        state.check_keys(state_dict, set(TORCH), type(self).__name__)
+        rank_state = {key: value for key, value in state_dict.items() if key not in TORCH}
+        self.load_torch_state({key: state_dict[key] for key in TORCH})
+        if rank_state:
+            self.load_rank_state(rank_state)
+
+    def load_torch_state(self, state_dict: dict[str, Any]) -> None:
+        """Load the part of a state that torch's optimizers have."""
+        super().load_state_dict(state_dict)
+        copy_tensors(self.state)
+
+    def finish(self, norm: float, total: Tensor | None, *, wait: bool = True) -> tuple[float, bool]:
+        """Finish the reducer's step, for an `average` in which every rank clips its own gradient.
+
+        Args:
+            norm: This rank's norm; one that is not finite sets the reducer's flag.
+            total: As for `communicate`.
+            wait: As for `Reducer.finish`.
+
+        Returns:
+            As `communicate`; the norm is the root mean square over the ranks.
+        """
+        group, device = strategy_of(self.model).group, strategy_of(self.model).device
+        if not math.isfinite(norm):
+            self.reducer.codec.note(torch.ones(1, dtype=torch.uint8, device=device))
+        square = torch.tensor([norm**2], device=device)
+        sums = square if total is None else torch.cat([total, square])
+        taken = self.reducer.finish(sums, wait=wait)
+        if total is not None:
+            total.copy_(sums[:-1])
+        return (sums[-1] / dist.get_world_size(group)).sqrt().item(), taken
 
 
-def moments_of(p: nn.Parameter) -> dict[str, Tensor]:
-    """Return the state of a parameter that took no step."""
-    counts = {key: torch.zeros((), dtype=torch.float32) for key in ("step", "variance_steps")}
-    return counts | {key: torch.zeros_like(p) for key in MOMENTS}
+def _apart(
+    model: nn.Module, compressor: AnyCompressor, reducer: Reducer | None, options: dict[str, Any], whose: str
+) -> tuple[nn.Module, Reducer]:
+    """Prepare a model so that its gradients are never averaged over all ranks, and build its reducer.
+
+    Returns:
+        The model, with a strategy, and the reducer.
+
+    Raises:
+        BadInput: If the model is sharded over all ranks, or averages its gradients in another way.
+    """
+    if hasattr(model, "gradwire_strategy"):
+        return model, _reducer(strategy_of(model), compressor, options)
+    device = next(model.parameters()).device
+    strategy: Strategy
+    if isinstance(model, DistributedDataParallel):
+        if model._comm_hooks:
+            raise BadInput(f"the model has a communication hook, which {whose} would never call: leave it out.")
+        strategy = DDP(model.process_group, device)
+    elif isinstance(model, FullyShardedDataParallel):
+        raise BadInput(f"{whose} needs each rank's or island's whole gradient, and FullyShardedDataParallel shards it.")
+    elif isinstance(model, FSDPModule):
+        strategy = HSDP(None, device, islands=_islands(model, whose))
+    else:
+        reducer = reducer or Reducer(compressor, **options)
+        return wrap(model, "naive", reducer, average=False), reducer
+    check_gradients(model)
+    reducer = reducer or _reducer(strategy, compressor, options)
+    if isinstance(strategy, HSDP) != isinstance(reducer, IslandReducer) or ranks(reducer.everyone) != ranks(
+        strategy.group
+    ):
+        raise BadInput(f"the reducer of {whose} averages over other ranks than the model: leave it out.")
+    strategy.averages = False
+    attach(model, strategy)
+    warn_of_statistics(model)
+    if not strategy.communicates:
+        strategy.keep_apart(model)
+    return model, reducer
+
+
+def _reducer(strategy: Strategy, compressor: AnyCompressor, options: dict[str, Any]) -> Reducer:
+    """Build the reducer over the ranks, or islands, that have their own gradients."""
+    if isinstance(strategy, HSDP):
+        return IslandReducer(compressor, strategy.islands, **options)
+    return Reducer(compressor, **{"group": strategy.group, **options})
+
+
+def _islands(model: FSDPModule, whose: str) -> Islands:
+    """Return the islands of a model that each of them shards by itself.
+
+    Raises:
+        BadInput: If all ranks shard one model, or FSDP2 itself averages between islands.
+    """
+    assert isinstance(model, nn.Module)
+    mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+    if mesh.ndim > 1:
+        raise BadInput(
+            f"the model's mesh has the dimensions {mesh.mesh_dim_names or mesh.shape}, between which FSDP2 averages "
+            f"gradients itself: for {whose} shard it over one of them, inside an island of neighbouring ranks."
+        )
+    if mesh.size() == dist.get_world_size():
+        raise BadInput(
+            f"{whose} needs each rank's or island's whole gradient, and fully_shard has sharded the model over all "
+            f"{mesh.size()} ranks: shard it over the mesh of an island, or use DistributedDataParallel."
+        )
+    islands = build_islands(dist.get_world_size() // mesh.size(), mesh.device_type)
+    if mesh.mesh.tolist() != ranks(islands.inside):
+        raise BadInput(f"the model is sharded over ranks {mesh.mesh.tolist()}; an island has neighbouring ranks.")
+    return islands
+
+
+def ranks(group: dist.ProcessGroup | None) -> list[int]:
+    """Return the ranks of a group; of all ranks for None."""
+    return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names for a message: how many, and the first ones."""
+    shown = f"({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+    return f"1 parameter {shown} is" if len(names) == 1 else f"{len(names)} parameters {shown} are"
+
+
+def synchronized(optimizer: Optimizer) -> AbstractContextManager[None]:
+    """Return a context in which the model has the parameters that all ranks share, whatever the optimizer."""
+    return optimizer.synchronized() if isinstance(optimizer, Communicating) else nullcontext()
+
+
+def step_without_hooks(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:
+    """Return the step of an optimizer's class without its step hooks.
+
+    Torch wraps the ``step`` of each class that was instantiated. Where a subclass's ``step`` calls its base's, both are
+    wrapped, and hooks would run twice.
+    """
+    step: Any = kind.step
+    while getattr(step, "hooked", False):
+        step = step.__wrapped__
+    return step  # type: ignore[no-any-return]
+
+
+def copy_tensors(state: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Replace an optimizer's tensors by copies: torch keeps those that it loads, and would change them in place."""
+    for kept in state.values():
+        kept |= {key: value.clone() for key, value in kept.items() if isinstance(value, Tensor)}

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from gradwire.comm.collectives import Layout, Reducer
 from gradwire.comm.parallel.mesh import local
-from gradwire.comm.parallel.optimizers import Communicating
+from gradwire.comm.parallel.optimizers.base import AnyCompressor, Communicating
 from gradwire.comm.parallel.strategy import clip_grad_norm
 
 
@@ -28,11 +28,13 @@ class DeMo(Communicating):
     """DeMo; see the module for the algorithm.
 
     Args:
-        model: The model returned by `comm.parallel.wrap` with ``average=False``; frozen parameters are ignored.
-        groups: Parameter groups, as for torch's optimizers.
-        reducer: Averages over the ranks; used by this optimizer only.
+        params: Parameters or parameter groups, as for torch's optimizers.
+        model: As for `diloco.DiLoCo`.
+        compressor: Encodes the momentum.
+        reducer: A reducer of your own instead of ``compressor`` and ``options``; used by this optimizer only.
         lr: Learning rate, of groups that have none.
         weight_decay: Decoupled weight decay, of groups that have none.
+        options: Options of `Reducer`; ``ef_decay``, the momentum's decay, is 0.999 unless given.
 
     Raises:
         BadInput: As `Communicating.attach`.
@@ -40,17 +42,20 @@ class DeMo(Communicating):
 
     def __init__(
         self,
+        params: Iterable[Any],
         model: nn.Module,
-        groups: Iterable[dict[str, Any]],
-        reducer: Reducer,
         *,
+        compressor: AnyCompressor = "dcttopk",
+        reducer: Reducer | None = None,
         lr: float = 1e-3,
         weight_decay: float = 0.0,
+        **options: Any,
     ) -> None:
-        Optimizer.__init__(self, groups, {"lr": lr, "weight_decay": weight_decay})
-        self.attach(model, reducer)
-        self.layout = Layout.dim0([(name, tuple(local(p).shape)) for name, p in self.parameters.items()], reducer.world)
-        self.delivered: dict[str, Tensor] = {}  # the mean of what the ranks sent, from `exchange` to `step`
+        Optimizer.__init__(self, params, {"lr": lr, "weight_decay": weight_decay})
+        self.attach(model, compressor, reducer, options if reducer else {"ef_decay": 0.999, **options})
+        shapes = [(name, tuple(local(p).shape)) for name, p in self.parameters.items()]
+        self.layout = Layout.dim0(shapes, self.reducer.world)
+        self.delivered: dict[str, Tensor] = {}  # the mean of what the ranks sent, from `average` to `move`
 
     @property
     def dense_steps(self) -> int:
@@ -58,7 +63,7 @@ class DeMo(Communicating):
         return self.reducer.codec.options.dense_steps
 
     def average(self, max_norm: float, total: Tensor | None) -> tuple[float, bool]:
-        """As `Communicating.exchange`; the norm is the root mean square of the ranks' own norms, each clipped alone."""
+        """As `Communicating.communicate`; the norm is the root mean square of the ranks' norms, each clipped alone."""
         norm = clip_grad_norm(self.model, max_norm)
         rates = {p: group["lr"] for group in self.param_groups for p in group["params"]}
         self.delivered = {name: rates[p] * local(gradient_of(p)) for name, p in self.parameters.items()}

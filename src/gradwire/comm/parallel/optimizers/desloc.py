@@ -10,66 +10,68 @@ The paper averages a moment at the beginning of a step, here it is averaged at t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
 
 from gradwire.base.errors import BadInput
-from gradwire.comm.collectives import Reducer
+from gradwire.comm.communication import Outer
 from gradwire.comm.parallel.mesh import local
-from gradwire.comm.parallel.optimizers.diloco import DiLoCo
-from gradwire.comm.parallel.optimizers.rounds import Interval, Rounds
+from gradwire.comm.parallel.optimizers.base import Communicating
+from gradwire.comm.parallel.optimizers.diloco import DiLoCo, Interval, Rounds
+from gradwire.comm.parallel.optimizers.muon import Muon
+
+MEAN = Outer(lr=1.0, momentum=0.0)
 
 
 class DesLoc(DiLoCo):
     """DES-LOC; see the module for the algorithm.
 
     Args:
+        optimizer: An Adam or AdamW of torch.
         model: As for `diloco.DiLoCo`.
-        groups: As for `diloco.DiLoCo`.
-        reducer: As for `diloco.DiLoCo`.
-        H: Steps between two averages of the parameters, or a schedule.
-        H_momentum: Steps between two averages of the first moment; default: ``3 H``.
-        H_variance: Steps between two averages of the second moment; default: ``6 H``.
-        steps: Number of steps of the run; the last one averages the parameters. None: unknown.
+        sync_every: Steps between two averages of the parameters, or a schedule.
+        sync_momentum: Steps between two averages of the first moment; default: 3 times ``sync_every``.
+        sync_variance: Steps between two averages of the second moment; default: 6 times ``sync_every``.
+        outer: As for `diloco.DiLoCo`; by default the parameters become the mean of the ranks'.
         options: Other options of `diloco.DiLoCo`.
 
     Raises:
-        BadInput: If the inner optimizer is not AdamW, or as the base class.
+        BadInput: If the optimizer has other moments, or as the base class.
     """
 
     def __init__(
         self,
+        optimizer: Optimizer,
         model: nn.Module,
-        groups: Iterable[dict[str, Any]],
-        reducer: Reducer,
         *,
-        H: Interval,
-        H_momentum: Interval | None = None,
-        H_variance: Interval | None = None,
-        steps: int | None = None,
+        sync_every: Interval,
+        sync_momentum: Interval | None = None,
+        sync_variance: Interval | None = None,
+        outer: Outer | Mapping[str, Any] = MEAN,
         **options: Any,
     ) -> None:
-        if options.get("inner", "adamw") != "adamw":
-            raise BadInput(f"desloc averages the moments of AdamW, and inner {options['inner']} has others; omit it.")
-        super().__init__(model, groups, reducer, H=H, steps=steps, **options)
+        if not isinstance(optimizer, Adam | AdamW) or isinstance(optimizer, Muon | Communicating):
+            raise BadInput(f"DesLoc averages the moments of Adam or AdamW, not those of {type(optimizer).__name__}.")
         self.intervals = {  # by the key of torch's state
-            "exp_avg": Rounds(multiple(H, 3) if H_momentum is None else H_momentum),
-            "exp_avg_sq": Rounds(multiple(H, 6) if H_variance is None else H_variance),
+            "exp_avg": Rounds(multiple(sync_every, 3) if sync_momentum is None else sync_momentum),
+            "exp_avg_sq": Rounds(multiple(sync_every, 6) if sync_variance is None else sync_variance),
         }
-        self.received: dict[str, dict[str, Tensor]] = {}  # mean moments by key and name, from `exchange` to `step`
+        super().__init__(optimizer, model, sync_every=sync_every, outer=outer, **options)
+        self.received: dict[str, dict[str, Tensor]] = {}  # mean moments by key and name, from `average` to `move`
 
     def due(self, step: int) -> bool:
         """Whether a step averages the parameters or a moment."""
         return super().due(step) or any(rounds.ends(step) for rounds in self.intervals.values())
 
-    def communicate(self) -> None:
+    def send(self) -> None:
         """Average what is due."""
         step = self.reducer.step
         if self.rounds.ends(step):
-            super().communicate()
+            super().send()
         else:
             self.reducer.skip(self.layout)
         for key, rounds in self.intervals.items():

@@ -1,83 +1,147 @@
-"""DiLoCo: local AdamW steps; the ranks average what they changed, and an outer SGD with momentum applies it.
+"""DiLoCo and other local updates: each rank trains alone for a round, then the ranks average what they changed.
 
-Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (arXiv:2311.08105, 2023). At the
-end of a round each rank's pseudo-gradient is its anchor minus its parameters. The cell's compressor and error feedback
-work on it, and SGD with Nesterov momentum takes a step with the mean. The inner moments stay on their rank. Other
-methods are the same with other defaults: `communication.PRESETS`.
+Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models" (arXiv:2311.08105, 2023). In a
+local step a rank takes a step of its inner optimizer with its own gradient; nothing of the model's size is sent. At the
+end of a round each rank's pseudo-gradient is its anchor minus its parameters. The compressor and error feedback work on
+it, and SGD with Nesterov momentum takes a step with the mean. The inner moments stay on their rank. Other methods are
+the same with other arguments: `communication.PRESETS`. In islands that hold the model in shards, "rank" means an
+island, whose ranks send their shards.
+
+The step that ends a round communicates, and so does the last step of the run. Between rounds the ranks' parameters
+differ; what all ranks share are the anchors, the parameters after the last round.
+
+A value that is not finite follows the reducer's ``nonfinite``. Under ``skip`` all ranks leave out a local step, and if
+it ends a round, discard the round: they return to the anchors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+import copy
+import math
+from bisect import bisect_right
+from collections.abc import ItemsView, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from gradwire.base.errors import BadInput
+from gradwire.base.strict import checked
 from gradwire.comm.collectives import Layout, Reducer, state
 from gradwire.comm.collectives.queue import Handle
-from gradwire.comm.parallel.optimizers import inner as inner_optimizers
-from gradwire.comm.parallel.optimizers.local import LocalUpdates
-from gradwire.comm.parallel.optimizers.rounds import Interval
+from gradwire.comm.communication import Outer
+from gradwire.comm.parallel.optimizers.base import AnyCompressor, Communicating, copy_tensors
+from gradwire.comm.parallel.strategy import clip_grad_norm, local, strategy_of
+
+Interval = int | Mapping[int, int]
+"""Steps of a round, or, as a schedule, the steps of a round from a step on: ``{0: 1, 100: 5}``."""
 
 
-class DiLoCo(LocalUpdates):
+OUTER = Outer()
+
+
+class DiLoCo(Communicating):
     """DiLoCo; see the module for the algorithm.
 
+    Like torch's `PostLocalSGDOptimizer`, it has no groups and no state of torch's own: both are the inner optimizer's.
+    Clip this rank's gradient before ``step``, if at all.
+
     Args:
-        model: As for `local.LocalUpdates`.
-        groups: Parameter groups of the inner optimizer.
-        reducer: As for `local.LocalUpdates`.
-        H: Steps of a round, or a schedule.
-        outer_lr: Learning rate of the outer SGD; 1 without momentum moves to the mean of the ranks.
-        outer_momentum: Its Nesterov momentum; 0 for none.
+        optimizer: The inner optimizer: any of torch, over all trainable parameters of the model.
+        model: The model, with equal weights on all ranks: a module (rank 0's weights are broadcast), a
+            `DistributedDataParallel` (whose averaging is switched off), a model that ``fully_shard`` has sharded inside
+            islands of neighbouring ranks, or one returned by `comm.parallel.wrap` with ``average=False``.
+        sync_every: Steps of a round, or a schedule, such as ``{0: 1, 100: 5}``.
+        compressor: Encodes the pseudo-gradients.
+        outer: The outer step, an `Outer` or a mapping of its fields.
         dense_rounds: In the first so many rounds everything travels as float32.
-        inner: The inner optimizer, ``adamw``, ``muon`` or ``sgd``.
         steps: Number of steps of the run; the last one ends a round. None: unknown.
-        options: Options of the inner optimizer.
+        reducer: A reducer of your own instead of ``compressor`` and ``options``; used by this optimizer only.
+        options: Options of `Reducer`, such as ``algorithm``; ``error_feedback`` is True unless given.
 
     Raises:
-        BadInput: If an option is out of range, or as the base class.
+        BadInput: If an argument is out of range, ``dense_steps`` is given, or as `Communicating.attach`.
     """
 
     def __init__(
         self,
+        optimizer: Optimizer,
         model: nn.Module,
-        groups: Iterable[dict[str, Any]],
-        reducer: Reducer,
         *,
-        H: Interval = 500,
-        outer_lr: float = 0.7,
-        outer_momentum: float = 0.9,
+        sync_every: Interval,
+        compressor: AnyCompressor = "none",
+        outer: Outer | Mapping[str, Any] = OUTER,
         dense_rounds: int = 0,
-        inner: str = "adamw",
         steps: int | None = None,
+        reducer: Reducer | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(model, inner_optimizers.build(inner, model, groups, **options), reducer, H, steps)
-        if not outer_lr > 0:
-            raise BadInput(f"outer_lr is {outer_lr}; it must be above 0.")
-        if not 0 <= outer_momentum < 1:
-            raise BadInput(f"outer_momentum is {outer_momentum}; it must be at least 0 and below 1.")
-        self.outer_lr, self.outer_momentum = outer_lr, outer_momentum
+        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, Communicating):
+            raise BadInput(
+                f"{type(self).__name__} takes an optimizer of torch, such as AdamW, then the model, "
+                f"not {type(optimizer).__name__}."
+            )
+        if options.get("dense_steps") if reducer is None else reducer.codec.options.dense_steps:
+            raise BadInput("dense_steps counts optimizer steps; local updates have dense_rounds.")
+        self.outer = checked(Outer, outer, "outer")
+        self.rounds = Rounds(sync_every, steps)
         self.dense_rounds = dense_rounds
-        self.momenta = {name: torch.zeros_like(p) for name, p in self.anchors.items()} if outer_momentum else {}
-        self.delivered: dict[str, Tensor] = {}  # mean pseudo-gradients, from `exchange` to `step`
+        self.inner = optimizer
+        self.__setstate__({})  # gives torch's optimizers their hooks
+        self.attach(model, compressor, reducer, options, sync_every=sync_every, outer=self.outer, steps=steps)
+        self.trained = {name: local(p) for name, p in self.parameters.items()}  # this rank's part of them
+        self.anchors = {name: p.detach().to(torch.float32, copy=True) for name, p in self.trained.items()}
+        self.momenta = {name: torch.zeros_like(p) for name, p in self.anchors.items()} if self.outer.momentum else {}
+        self.layout = Layout.dim0([(name, tuple(p.shape)) for name, p in self.trained.items()], self.reducer.world)
+        self.delivered: dict[str, Tensor] = {}  # mean pseudo-gradients, from `average` to `move`
+        self.sent = False  # whether the present step communicates; from `average` to `move`
+        self.anchored = True  # whether the anchors are those of the parameters
 
     @property
     def dense_steps(self) -> int:
         """The steps of the dense rounds."""
         return self.rounds.began(self.dense_rounds)
 
-    @property
-    def outer_bytes(self) -> int:
-        """Memory of the anchors and the outer momentum."""
-        return super().outer_bytes + sum(momentum.nbytes for momentum in self.momenta.values())
+    def due(self, step: int) -> bool:
+        """Whether a step communicates: the last one of a round does."""
+        return self.rounds.ends(step)
 
-    def communicate(self) -> None:
-        """Average the pseudo-gradients."""
+    def average(self, max_norm: float, total: Tensor | None) -> tuple[float, bool]:
+        """As `Communicating.communicate`; the norm is the root mean square of the ranks' own norms, each clipped alone.
+
+        A step that communicates takes the inner step here, because what is sent includes it.
+        """
+        if not self.anchored:
+            raise BadInput(
+                f"{type(self).__name__} has loaded a state without this rank's rounds: load the whole state_dict(), "
+                f"or call load_rank_state(), or restart() to begin a round at the present parameters."
+            )
+        norm = clip_grad_norm(self.model, max_norm)
+        self.sent = self.due(self.reducer.step)
+        if self.sent:
+            if not math.isfinite(norm) and self.reducer.nonfinite == "skip":
+                self.inner.zero_grad(set_to_none=False)  # every rank counts the step, and what it receives is dropped
+            self.inner.step()
+            self.send()
+        else:
+            self.reducer.skip(self.layout)
+        norm, taken = self.finish(norm, total, wait=False)
+        if self.sent and not taken:
+            self.discard()
+        return norm, taken
+
+    def move(self) -> None:
+        """Take the inner step, or, in a step that communicates, move by what was received."""
+        if self.sent:
+            self.advance()
+        else:
+            self.inner.step()
+
+    def send(self) -> None:
+        """Communicate, after the step's inner step: average the pseudo-gradients."""
         self.receive(self.begin(self.layout).wait(), self.layout)
 
     def begin(self, layout: Layout) -> Handle:
@@ -94,10 +158,10 @@ class DiLoCo(LocalUpdates):
     def advance(self) -> None:
         """Take the outer step, and continue from the anchors."""
         for name, mean in self.delivered.items():
-            if self.outer_momentum:
-                momentum = self.momenta[name].mul_(self.outer_momentum).add_(mean)
-                mean.add_(momentum, alpha=self.outer_momentum)
-            self.anchors[name].add_(mean, alpha=-self.outer_lr)
+            if self.outer.momentum:
+                momentum = self.momenta[name].mul_(self.outer.momentum).add_(mean)
+                mean = mean.add_(momentum, alpha=self.outer.momentum) if self.outer.nesterov else momentum
+            self.anchors[name].add_(mean, alpha=-self.outer.lr)
             self.settle(name)
         self.delivered = {}
 
@@ -111,31 +175,171 @@ class DiLoCo(LocalUpdates):
             self.trained[name].copy_(self.anchors[name])
         self.delivered = {}
 
+    def return_to_anchors(self) -> None:
+        """Set the parameters to the anchors."""
+        for name, p in self.trained.items():
+            p.copy_(self.anchors[name])
+
+    @torch.no_grad()
     def restart(self) -> None:
         """Begin a round at the present parameters, without outer momentum."""
-        super().restart()
+        for name, p in self.trained.items():
+            self.anchors[name].copy_(p)
         for momentum in self.momenta.values():
             momentum.zero_()
+        self.anchored = True
+
+    @property
+    def outer_bytes(self) -> int:
+        """Memory of the anchors and the outer momentum."""
+        return sum(kept.nbytes for kept in (*self.anchors.values(), *self.momenta.values()))
+
+    @property
+    def in_step(self) -> bool:
+        """Whether the last step ended a round."""
+        return self.reducer.step == 0 or self.rounds.ends(self.reducer.step - 1)
+
+    @contextmanager
+    def synchronized(self) -> Iterator[None]:
+        """As `Communicating.synchronized`: inside, the parameters are the anchors."""
+        with torch.no_grad():
+            own, strategy = {name: p.clone() for name, p in self.trained.items()}, strategy_of(self.model)
+            self.return_to_anchors()
+            strategy.changed(self.model)
+            yield
+            for name, p in self.trained.items():
+                p.copy_(own[name])
+            strategy.changed(self.model)
+
+    def shared(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the anchors and the outer momentum."""
+        for name, anchor in self.anchors.items():
+            yield f"the anchor of {name}", anchor
+        for name, momentum in self.momenta.items():
+            yield f"the outer momentum of {name}", momentum
 
     def round_state(self) -> dict[str, Any]:
-        """Return the base class's state, and the outer momentum."""
-        return super().round_state() | {"momenta": self.momenta}
+        """Return the anchors, the outer momentum, and this rank's own parameters and inner state."""
+        return {
+            "parameters": {name: p.detach() for name, p in self.trained.items()},
+            "anchors": self.anchors,
+            "momenta": self.momenta,
+            "inner": {
+                name: {key: local(kept) if isinstance(kept, Tensor) else kept for key, kept in state_of(self.inner, p)}
+                for name, p in self.parameters.items()
+            },
+            "groups": [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups],
+        }
 
     def check_round_state(self, part: Mapping[str, Any]) -> None:
         """Check names and shapes."""
-        super().check_round_state(part)
-        state.check_keys(part, {"momenta"}, type(self).__name__)
+        state.check_keys(part, {"parameters", "anchors", "momenta", "inner", "groups"}, type(self).__name__)
+        state.check_tensors(part["parameters"], self.trained, "parameters")
+        state.check_tensors(part["anchors"], self.anchors, "anchors")
         state.check_tensors(part["momenta"], self.momenta, "outer momenta")
+        state.check_keys(part["inner"], set(self.parameters), f"{type(self).__name__} (inner)")
+        if len(part["groups"]) != len(self.param_groups):
+            raise BadInput(
+                f"the state has {len(part['groups'])} parameter groups, and this one {len(self.param_groups)}."
+            )
 
+    @torch.no_grad()
     def load_round_state(self, part: Mapping[str, Any]) -> None:
-        """Copy the base class's state, and the outer momentum."""
-        super().load_round_state(part)
+        """Copy what `round_state` returned."""
+        for name, p in self.parameters.items():
+            self.trained[name].copy_(part["parameters"][name])
+            self.anchors[name].copy_(part["anchors"][name])
+            before = dict(state_of(self.inner, p))
+            moments = part["inner"][name].items()
+            self.inner.state[p] = {key: copied(value, before.get(key), p) for key, value in moments}
+        for group, saved in zip(self.param_groups, part["groups"], strict=True):
+            group |= copy.deepcopy(saved)
         for name, momentum in self.momenta.items():
             momentum.copy_(part["momenta"][name])
         self.delivered = {}
+        self.anchored = True
 
-    def shared(self) -> Any:
-        """Yield the anchors and the outer momentum."""
-        yield from super().shared()
-        for name, momentum in self.momenta.items():
-            yield f"the outer momentum of {name}", momentum
+    # What torch and training loops ask of an optimizer is the inner one's.
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The inner optimizer's groups."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]:  # type: ignore[override]
+        """The inner optimizer's state."""
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        """The inner optimizer's defaults."""
+        return self.inner.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients."""
+        self.inner.zero_grad(set_to_none)
+
+    def load_torch_state(self, state_dict: dict[str, Any]) -> None:
+        """Load the inner optimizer's state; the rounds are still to be loaded."""
+        self.inner.load_state_dict(state_dict)
+        copy_tensors(self.inner.state)
+        self.anchored = False
+
+
+def state_of(optimizer: Optimizer, p: nn.Parameter) -> ItemsView[str, Any]:
+    """Return an optimizer's state of a parameter, which is empty before its first step."""
+    return optimizer.state.get(p, {}).items()
+
+
+def copied(saved: Any, present: Any, p: nn.Parameter) -> Any:
+    """Copy a saved moment of a parameter, into the present one where there is one, and return it."""
+    if not isinstance(saved, Tensor):
+        return copy.deepcopy(saved)
+    if isinstance(present, Tensor):
+        local(present).copy_(saved)
+        return present
+    if not saved.ndim:
+        return saved.to("cpu", copy=True)  # the number of steps
+    moment = saved.to(p.device, copy=True)
+    if not isinstance(p, DTensor) or moment.shape != p.to_local().shape:
+        return moment
+    return DTensor.from_local(moment, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
+
+
+class Rounds:
+    """The rounds of a run.
+
+    Args:
+        interval: Steps of a round.
+        steps: Optimizer steps of the run; the last one ends a round. None: unknown.
+
+    Raises:
+        BadInput: If a round would have no step, or the schedule does not begin at step 0.
+    """
+
+    def __init__(self, interval: Interval, steps: int | None = None) -> None:
+        lengths = {0: interval} if isinstance(interval, int) else dict(sorted(interval.items()))
+        if 0 not in lengths or min(lengths) < 0 or min(lengths.values()) < 1:
+            raise BadInput(
+                f"sync_every is {interval}; give a number from 1 on, or a schedule such as {{0: 1, 100: 5}}."
+            )
+        self._starts, self._lengths = list(lengths), list(lengths.values())
+        self._steps = steps
+
+    def ends(self, step: int) -> bool:
+        """Whether optimizer step ``step``, counted from 0, is the last one of a round."""
+        if step + 1 in (self._steps, *self._starts):
+            return True
+        at = bisect_right(self._starts, step) - 1
+        return (step + 1 - self._starts[at]) % self._lengths[at] == 0
+
+    def began(self, number: int) -> int:
+        """The first optimizer step of round ``number``, counted from 0."""
+        ends = [*self._starts[1:], None]
+        for start, end, length in zip(self._starts, ends, self._lengths, strict=True):
+            rounds = None if end is None else -(-(end - start) // length)
+            if rounds is None or number < rounds:
+                return start + number * length
+            number -= rounds
+        raise AssertionError("the last interval has no end")

@@ -12,7 +12,7 @@ own rows of the step: the numbers are those without shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -24,7 +24,8 @@ from gradwire.base.errors import BadInput
 from gradwire.base.machine import multiplies_bf16
 from gradwire.comm.collectives import ops
 from gradwire.comm.parallel.mesh import local
-from gradwire.comm.parallel.optimizers.torch_step import copy_tensors, step_without_hooks
+from gradwire.comm.parallel.optimizers.base import copy_tensors, step_without_hooks
+from gradwire.comm.parallel.strategy import blocks
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic iteration
 ITERATIONS = 5
@@ -32,18 +33,21 @@ MOMENTUM = 0.95  # Nesterov
 
 
 class Muon(AdamW):
-    """Muon for some parameters, AdamW for the rest.
+    """Muon for the matrices inside of a model's blocks, AdamW for the rest.
 
     Args:
-        groups: Parameter groups, as for AdamW; a group that has both kinds is split.
-        matrices: The parameters that Muon updates.
+        params: Parameters or parameter groups, as for AdamW; a group that has both kinds is split.
+        model: The model that has the blocks: the modules in its first `nn.ModuleList`, or the like.
         adamw: AdamW's options.
 
     Raises:
         BadInput: If there is no matrix for Muon.
     """
 
-    def __init__(self, groups: Iterable[dict[str, Any]], matrices: Set[nn.Parameter], **adamw: Any) -> None:
+    def __init__(self, params: Iterable[Any], model: nn.Module, **adamw: Any) -> None:
+        matrices = {p for block in blocks(model) for p in block.parameters() if p.ndim == 2 and p.requires_grad}
+        groups = [*params]
+        groups = groups if groups and isinstance(groups[0], dict) else [{"params": groups}]
         split = []
         for group in groups:
             for muon in (True, False):
@@ -54,8 +58,19 @@ class Muon(AdamW):
         super().__init__(split, **adamw)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take AdamW's step with the other parameters, then Muon's; the ranks that share a matrix do so together."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take AdamW's step with the other parameters, then Muon's; the ranks that share a matrix do so together.
+
+        Args:
+            closure: Computes the loss and the gradients; called first, once.
+
+        Returns:
+            The closure's loss; None without one.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         matrices = [(p, p.grad, group) for group in self.param_groups if group["muon"] for p in group["params"]]
         for p, _, _ in matrices:
             p.grad = None  # AdamW leaves out what has no gradient
@@ -74,6 +89,7 @@ class Muon(AdamW):
             shard = local(p)
             shard.mul_(1 - group["lr"] * group["weight_decay"])
             shard.add_(way, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
+        return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a ``state_dict``; tensors are copied."""

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gradwire.base.errors import BadInput
-from gradwire.comm.collectives import Layout, Reducer, state
+from gradwire.base.strict import checked
+from gradwire.comm.collectives import Layout, state
 from gradwire.comm.collectives.queue import Handle, finished
 from gradwire.comm.communication import Streaming
-from gradwire.comm.parallel.optimizers.diloco import DiLoCo
-from gradwire.comm.parallel.optimizers.rounds import Interval
+from gradwire.comm.parallel.optimizers.diloco import DiLoCo, Interval
 from gradwire.comm.parallel.strategy import blocks
 
 
@@ -29,48 +30,54 @@ class StreamingDiLoCo(DiLoCo):
     """DiLoCo with fragments; see the module for the algorithm.
 
     Args:
+        optimizer: As for `diloco.DiLoCo`.
         model: As for `diloco.DiLoCo`.
-        groups: As for `diloco.DiLoCo`.
-        reducer: As for `diloco.DiLoCo`; with ``overlap`` it sends beside the training.
-        H: Steps of a fragment's round.
-        streaming: The fragments, their delay in steps, and alpha.
+        sync_every: Steps of a fragment's round.
+        fragments: Number of fragments; one is in flight at a time.
+        delay: Steps from sending a fragment to receiving it.
+        alpha: Part of the own parameters in the mixture with the received ones.
         steps: Number of steps of the run. None: unknown.
-        options: Other options of `diloco.DiLoCo`.
+        options: Other options of `diloco.DiLoCo`; with the reducer's ``overlap`` it sends while training goes on.
 
     Raises:
-        BadInput: If a fragment would be empty, or in flight beside another; if what the reducer does depends on the
-            step; or as the base class.
+        BadInput: If a fragment would be empty, or two would be in flight; if what the reducer does depends on the step;
+            or as the base class.
     """
 
     def __init__(
         self,
+        optimizer: Optimizer,
         model: nn.Module,
-        groups: Iterable[dict[str, Any]],
-        reducer: Reducer,
         *,
-        H: Interval,
-        streaming: Streaming,
+        sync_every: Interval,
+        fragments: int,
+        delay: int = 1,
+        alpha: float = 0.5,
         steps: int | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(model, groups, reducer, H=H, steps=steps, **options)
-        count, delay = streaming.fragments, streaming.delay
-        least = count * (delay + 1)
-        if not isinstance(H, int) or least > H:
+        streaming = checked(Streaming, {"fragments": fragments, "delay": delay, "alpha": alpha}, "streaming")
+        least = fragments * (delay + 1)
+        if not isinstance(sync_every, int) or least > sync_every:
             raise BadInput(
-                f"H is {H}; for {count} fragments, one in flight at a time, and a delay of {delay}, it must be a "
-                f"number from {least} on."
+                f"sync_every is {sync_every}; for {fragments} fragments, one in flight at a time, and a delay of "
+                f"{delay}, it must be a number from {least} on."
             )
+        super().__init__(optimizer, model, sync_every=sync_every, steps=steps, **options)
+        reducer = self.reducer
         if reducer.world > 1 and (reducer.algorithm == "native" or len(reducer.codec.schedule.plateaus) > 1):
             raise BadInput(
                 "streaming needs algorithm exchange or gather and no schedule: a message may end in any step."
             )
         self.delay, self.alpha, self.steps = delay, streaming.alpha, steps
-        self.fragments = [self._layout(names) for names in fragments(model, self.parameters, count)]
+        self.fragments = [self._layout(names) for names in divided(self.model, self.parameters, fragments)]
         self.others = [
-            self._layout([name for name in self.trained if name not in one.parameters]) for one in self.fragments
+            self._layout([name for name in self.trained if name not in fragment.parameters])
+            for fragment in self.fragments
         ]
-        self.ends = [(number + 1) * H // count for number in range(count)]  # steps of a round after which each is sent
+        self.ends = [
+            (number + 1) * sync_every // fragments for number in range(fragments)
+        ]  # steps of a round after which each is sent
         self.in_flight: tuple[int, Handle] | None = None  # a fragment's number, and its reduction
 
     def due(self, step: int) -> bool:
@@ -95,7 +102,7 @@ class StreamingDiLoCo(DiLoCo):
         """Whether no step or the last one was taken."""
         return self.reducer.step in (0, self.steps)
 
-    def communicate(self) -> None:
+    def send(self) -> None:
         """Receive the fragment in flight if it is due, and send the one whose round ends; in the last step, all."""
         step = self.reducer.step
         number = self.sends(step)
@@ -103,7 +110,7 @@ class StreamingDiLoCo(DiLoCo):
             if self.in_flight is not None:
                 self.receive_fragment()
                 self.advance()
-            super().communicate()
+            super().send()
             return
         self.reducer.skip(self.layout if number is None else self.others[number])
         if number is not None:
@@ -159,7 +166,7 @@ class StreamingDiLoCo(DiLoCo):
         return Layout.dim0([(name, tuple(self.trained[name].shape)) for name in names], self.reducer.world)
 
 
-def fragments(model: nn.Module, trained: Mapping[str, Tensor], count: int) -> list[list[str]]:
+def divided(model: nn.Module, trained: Mapping[str, Tensor], count: int) -> list[list[str]]:
     """Distribute parameters over fragments: every ``count``-th block, and the rest to balance their sizes.
 
     Args:

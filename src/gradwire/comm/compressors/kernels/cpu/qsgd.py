@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from gradwire.comm.compressors import elias
 from gradwire.comm.compressors.kernels.cpu import INFINITY, SIGNLESS, compiled, largest
 from gradwire.comm.compressors.kernels.cpu.int8 import multiply, round_randomly
 from gradwire.comm.compressors.kernels.cpu.packing import TILE, pack_tile, unpack_tile
 from gradwire.comm.compressors.kernels.cpu.philox import fill_words
 from gradwire.comm.compressors.kernels.cpu.segments import NUMEL, Segmented, always, blocks_and
 from gradwire.comm.compressors.methods.qsgd import QSGD, SMALLEST_STEP
-from gradwire.comm.compressors.philox import draw_seed
 
 TINY = np.float32(SMALLEST_STEP)
 
@@ -26,10 +22,6 @@ def covers(method: QSGD) -> bool:
 def settings(method: QSGD) -> tuple[int, bool, int, int]:
     """Bucket, whether its norm is the 2-norm, levels, and bits of a number."""
     return method.block, method.norm == "l2", method.levels, method.num_bits
-
-
-
-
 
 
 @compiled
