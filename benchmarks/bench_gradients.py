@@ -23,12 +23,12 @@ import torch
 
 from gradwire.attribution import projections
 from gradwire.attribution.collect import rows
-from gradwire.attribution.collect.provenance import FORMAT, Provenance
 from gradwire.attribution.persample import loop
 from gradwire.attribution.persample.batch import losses_of
 from gradwire.attribution.persample.norms import norms
 from gradwire.attribution.store import aggregate as aggregate_verb
 from gradwire.attribution.store import merge, store
+from gradwire.attribution.store.provenance import FORMAT, Provenance
 from gradwire.bench.codecs.timing import kept_memory
 from gradwire.lm.data.batches import collate
 from gradwire.lm.data.shards import Sample

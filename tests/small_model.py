@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradwire.attribution.collect.provenance import FORMAT, Provenance
+from gradwire.attribution.store.provenance import FORMAT, Provenance
 from gradwire.base.files import write_json
 from gradwire.lm.data.tokenization import tokenize
 from gradwire.lm.data.tokenizer import load as load_tokenizer

@@ -70,9 +70,7 @@ VERBS = {
     "grads serve": Verb(
         "gradwire.attribution.query.serve", "answer queries of a gradient store in a browser, on this machine"
     ),
-    "grads factors": Verb(
-        "gradwire.attribution.curvature.factors", "compute the curvature for gradients of type ekfac"
-    ),
+    "grads factors": Verb("gradwire.attribution.collect.factors", "compute the curvature for gradients of type ekfac"),
     "grads lds": Verb(
         "gradwire.bench.judge.lds", "judge attribution methods by trainings on random subsets of the samples"
     ),

@@ -22,9 +22,9 @@ import torch
 from small_model import MAX_LENGTH, make, origin
 
 from gradwire import cli
-from gradwire.attribution.collect import provenance, rows
+from gradwire.attribution.collect import rows
 from gradwire.attribution.persample import loop
-from gradwire.attribution.store import checks, merge, store
+from gradwire.attribution.store import checks, merge, provenance, store
 from gradwire.attribution.store.row_file import RowFile
 from gradwire.base import failures
 from gradwire.base.errors import BadInput, CheckFailed, NonFiniteGradient

@@ -16,10 +16,10 @@ from changed_store import copied, edit
 from test_query import refused
 
 from gradwire import cli
-from gradwire.attribution.collect.provenance import FORMAT, Provenance
 from gradwire.attribution.query import index, search, serve
 from gradwire.attribution.query.searcher import Searcher
 from gradwire.attribution.store import manifest, store
+from gradwire.attribution.store.provenance import FORMAT, Provenance
 from gradwire.base.errors import BadInput
 from gradwire.base.files import sha256_file
 

@@ -13,8 +13,7 @@ import torch
 from small_model import make, origin
 
 from gradwire import cli
-from gradwire.attribution.collect import provenance
-from gradwire.attribution.store import merge, row_types, store
+from gradwire.attribution.store import merge, provenance, row_types, store
 from gradwire.attribution.store.row_file import RowFile
 from gradwire.attribution.store.row_types import HEADER, least_deviation
 from gradwire.base.errors import BadInput, CheckFailed

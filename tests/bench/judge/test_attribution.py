@@ -18,7 +18,7 @@ from scipy.stats import spearmanr
 from small_model import make
 
 from gradwire import cli
-from gradwire.attribution.curvature.curvature import solver
+from gradwire.attribution.query.curvature import solver
 from gradwire.attribution.query.search import groups_of, similarities, target
 from gradwire.attribution.store import store
 from gradwire.attribution.store.row_file import RowFile

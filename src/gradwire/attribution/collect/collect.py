@@ -27,9 +27,9 @@ from gradwire.lm.data.defaults import LENGTH, Split
 from gradwire.lm.models.shards import samples_of
 
 if TYPE_CHECKING:
-    from gradwire.attribution.collect.provenance import Provenance
     from gradwire.attribution.collect.rows import RowMaker
     from gradwire.attribution.collect.tokens import Tokens
+    from gradwire.attribution.store.provenance import Provenance
     from gradwire.attribution.store.store import Block
     from gradwire.comm.collectives.world import World
     from gradwire.lm.data.shards import Shards
@@ -146,8 +146,8 @@ def preflight(args: argparse.Namespace) -> None:
     Raises:
         BadInput: If one of them is invalid.
     """
-    from gradwire.attribution.collect import provenance
     from gradwire.attribution.projections import OF_PARTS, check_width
+    from gradwire.attribution.store import provenance
     from gradwire.lm.data.shards import check
     from gradwire.lm.models import saved
 
@@ -168,8 +168,8 @@ def preflight(args: argparse.Namespace) -> None:
 
 def _intended(args: argparse.Namespace, shards: Shards | Tokens, world_size: int) -> Provenance:
     """Return what this call will collect, as far as known before the model is loaded."""
-    from gradwire.attribution.collect import metadata, provenance
-    from gradwire.attribution.curvature import ekfac
+    from gradwire.attribution.collect import ekfac, metadata
+    from gradwire.attribution.store import provenance
     from gradwire.base.source_digest import source_digest
     from gradwire.lm.models import lora, optimizer, saved
 
@@ -232,6 +232,7 @@ def main(args: argparse.Namespace) -> None:
         preflight(args)
 
     from gradwire.attribution.collect import provenance
+    from gradwire.attribution.store import provenance
     from gradwire.comm.collectives.world import all_alive, process_group
 
     with process_group(**rank_options(args)) as world:
@@ -268,9 +269,8 @@ def collect(
     """
     from tqdm import tqdm
 
-    from gradwire.attribution.collect import provenance
     from gradwire.attribution.collect.rows import RowMaker
-    from gradwire.attribution.store import store
+    from gradwire.attribution.store import provenance, store
 
     maker = RowMaker.load(intended, world.device, batch_size, world)
     shards = provenance.samples(intended)

@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gradwire.attribution import projections
-from gradwire.attribution.collect import metadata
+from gradwire.attribution.collect import ekfac, metadata
 from gradwire.attribution.collect import types as gradient_types
 from gradwire.attribution.collect.fused import Fused, Images, fused_rows
-from gradwire.attribution.collect.provenance import Provenance
-from gradwire.attribution.curvature import ekfac
 from gradwire.attribution.persample import hooks, loop, vmap
 from gradwire.attribution.persample.batch import PerSample, n_targets, note, out_of_memory, squares, trainable, zeroed
 from gradwire.attribution.persample.layer_factors import Direct
 from gradwire.attribution.store import store
+from gradwire.attribution.store.provenance import Provenance
 from gradwire.attribution.store.store import Block
 from gradwire.base.errors import BadInput, GradwireError, NonFiniteGradient, RunFault
 from gradwire.comm import parallel

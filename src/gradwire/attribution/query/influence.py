@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradwire.attribution.curvature import curvature
+from gradwire.attribution.query import curvature
 from gradwire.base.errors import BadInput
 from gradwire.base.files import check_sums, read_object, whole, write_json
 from gradwire.base.flags import COUNT, POSITIVE, output_folder

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from gradwire.attribution.curvature import curvature
+from gradwire.attribution.query import curvature
 from gradwire.attribution.query.index import METRICS
 from gradwire.base.files import write_json
 from gradwire.base.flags import COUNT, output_folder

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwire.attribution.curvature.curvature import Solve, identity
+from gradwire.attribution.query.curvature import Solve, identity
 from gradwire.attribution.store import manifest, store
 from gradwire.attribution.store.manifest import Manifest
 from gradwire.attribution.store.row_file import BoundRows, RowFile

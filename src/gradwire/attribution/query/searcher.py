@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gradwire.attribution.collect.provenance import Provenance
 from gradwire.attribution.collect.rows import RowMaker, Samples
-from gradwire.attribution.curvature.curvature import Solve, solver
+from gradwire.attribution.query.curvature import Solve, solver
 from gradwire.attribution.query.index import Index
 from gradwire.attribution.query.search import groups_of, nearest, open_store, target
 from gradwire.attribution.query.texts import Texts, documents_of
+from gradwire.attribution.store.provenance import Provenance
 from gradwire.attribution.store.row_file import RowFile
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import world

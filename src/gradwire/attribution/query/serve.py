@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
-from gradwire.attribution.curvature import curvature
+from gradwire.attribution.query import curvature
 from gradwire.attribution.query.query import METRICS, places, store_arguments
 from gradwire.base.errors import BadInput, unknown
 from gradwire.base.failures import reason, unexpected

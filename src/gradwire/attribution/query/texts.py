@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gradwire.attribution.collect import provenance
 from gradwire.attribution.collect.metadata import document
-from gradwire.attribution.collect.provenance import Provenance
+from gradwire.attribution.store import provenance
+from gradwire.attribution.store.provenance import Provenance
 from gradwire.base.errors import BadInput
 from gradwire.lm.data import corpus as corpora
 from gradwire.lm.data import tokenizer

@@ -15,8 +15,8 @@ from gradwire.base.files import remove_leftovers, sha256_file
 from gradwire.base.flags import COUNT, RANKS, output_folder
 
 if TYPE_CHECKING:
-    from gradwire.attribution.collect.provenance import Provenance
     from gradwire.attribution.store.merge import Merged
+    from gradwire.attribution.store.provenance import Provenance
     from gradwire.attribution.store.store import Names
 
 
@@ -53,8 +53,8 @@ def main(args: argparse.Namespace) -> None:
             not match the arguments.
         CheckFailed: If two rows of one sample disagree.
     """
-    from gradwire.attribution.collect import provenance, types
-    from gradwire.attribution.store import manifest, merge, store
+    from gradwire.attribution.collect import types
+    from gradwire.attribution.store import manifest, merge, provenance, store
 
     origin = provenance.read(args.base_path)
     check_asked(origin, args.base_path, args.num_gpus, [args.dim])

@@ -13,12 +13,12 @@ import pyarrow as pa
 import torch
 
 from gradwire.attribution import projections
-from gradwire.attribution.collect.provenance import PLACES, Provenance, row_ids
 from gradwire.attribution.collect.rows import RowMaker
 from gradwire.attribution.collect.tokens import Tokens
 from gradwire.attribution.collect.types import TOLERANCE
 from gradwire.attribution.projections.base import Band
 from gradwire.attribution.store import manifest, store
+from gradwire.attribution.store.provenance import PLACES, Provenance, row_ids
 from gradwire.attribution.store.row_types import least_deviation
 from gradwire.attribution.store.store import Block, Names
 from gradwire.base.errors import BadInput, bounded

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from gradwire.attribution.collect import provenance
-from gradwire.attribution.collect.provenance import Provenance
+from gradwire.attribution.store import provenance
+from gradwire.attribution.store.provenance import Provenance
 from gradwire.base.files import sha256_file, write_json
 
 FILE = "manifest.json"

@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwire.attribution.collect.provenance import Provenance
 from gradwire.attribution.store import store
+from gradwire.attribution.store.provenance import Provenance
 from gradwire.attribution.store.row_file import NUMPY, BoundRows
 from gradwire.attribution.store.row_types import least_deviation
 from gradwire.attribution.store.store import Block

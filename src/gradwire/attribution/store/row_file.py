@@ -32,7 +32,7 @@ from gradwire.base.errors import BadInput
 from gradwire.base.files import whole, write_back
 
 if TYPE_CHECKING:
-    from gradwire.attribution.collect.provenance import Provenance
+    from gradwire.attribution.store.provenance import Provenance
 
 FLOAT = 4  # bytes
 NUMPY = {torch.float32: "<f4", torch.uint8: "u1"}

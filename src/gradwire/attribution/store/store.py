@@ -30,7 +30,7 @@ from gradwire.base.errors import BadInput, bounded
 from gradwire.base.files import whole
 
 if TYPE_CHECKING:
-    from gradwire.attribution.collect.provenance import Provenance
+    from gradwire.attribution.store.provenance import Provenance
 
 META = pa.schema(  # the columns of every table; `metadata` defines additional ones
     [

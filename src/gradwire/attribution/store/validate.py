@@ -15,8 +15,8 @@ from gradwire.base.flags import COUNT, NATURAL, RANKS, SEED
 from gradwire.base.rank_env import DEVICES
 
 if TYPE_CHECKING:
-    from gradwire.attribution.collect.provenance import Provenance
     from gradwire.attribution.store.checks import Audit
+    from gradwire.attribution.store.provenance import Provenance
 
 RESULT = "validation.json"
 
@@ -68,8 +68,8 @@ def _audit(args: argparse.Namespace) -> Audit:
     """Run the selected checks; by default those of the ranks and of the merged rows."""
     import torch
 
-    from gradwire.attribution.collect import provenance
     from gradwire.attribution.collect.rows import RowMaker
+    from gradwire.attribution.store import provenance
     from gradwire.attribution.store.checks import Audit
     from gradwire.comm.collectives import world
 
@@ -98,7 +98,7 @@ def _audit(args: argparse.Namespace) -> Audit:
 
 def _origin(args: argparse.Namespace) -> Provenance:
     """Read the collection's provenance, with the paths given on the command line."""
-    from gradwire.attribution.collect import provenance
+    from gradwire.attribution.store import provenance
 
     origin = provenance.read(args.output_dir)
     places = {name: getattr(args, name) for name in provenance.PLACES}

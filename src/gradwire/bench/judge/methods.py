@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 import numpy as np
 
 from gradwire.attribution.collect.run import call
-from gradwire.attribution.curvature import curvature
 from gradwire.attribution.options import PROJECTION, Projection
+from gradwire.attribution.query import curvature
 from gradwire.base.errors import BadInput
 from gradwire.base.files import read_object, write_json
 from gradwire.base.flags import COUNT, NOT_NEGATIVE, POSITIVE, SEED, output_folder

@@ -13,7 +13,7 @@ from small_model import make
 
 from gradwire import cli
 from gradwire.attribution import projections
-from gradwire.attribution.curvature import ekfac
+from gradwire.attribution.collect import ekfac
 from gradwire.attribution.persample import loop
 from gradwire.attribution.store import store
 from gradwire.base.errors import BadInput

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
-from gradwire.attribution.curvature import curvature
 from gradwire.attribution.options import SampleLoss
+from gradwire.attribution.query import curvature
 from gradwire.base.flags import COUNT, NOT_NEGATIVE, output_folder
 from gradwire.base.rank_env import DEVICES
 from gradwire.lm.data.defaults import LENGTH, Split
@@ -56,8 +56,8 @@ def main(args: argparse.Namespace) -> None:
     """
     import torch
 
-    from gradwire.attribution.collect import provenance, rows
-    from gradwire.attribution.curvature import ekfac
+    from gradwire.attribution.collect import ekfac, rows
+    from gradwire.attribution.store import provenance
     from gradwire.comm.collectives import world
     from gradwire.lm.data.batches import collate
     from gradwire.lm.data.shards import check
