@@ -23,8 +23,9 @@ import torch
 
 from gradwire.attribution import projections
 from gradwire.attribution.collect import rows
+from gradwire.attribution.collect.methods import METHODS
 from gradwire.attribution.persample import loop
-from gradwire.attribution.persample.batch import losses_of
+from gradwire.attribution.persample.batch import losses_of, shapes
 from gradwire.attribution.persample.norms import norms
 from gradwire.attribution.store import aggregate as aggregate_verb
 from gradwire.attribution.store import merge, store
@@ -180,10 +181,10 @@ def ceiling(args: argparse.Namespace) -> None:
     batch = collate(data, 0, args.samples).to(args.device)
     stack = torch.zeros(args.samples, model.num_parameters(), device=args.device)
     out = maker(args, "hooks", "sjlt", args.batch_size).by_name(stack)
-    sjlt = projections.build("sjlt", rows.shapes(model), 0)
+    sjlt = projections.build("sjlt", shapes(model), 0)
     jobs: dict[str, Callable[[], Any]] = {LOOP: lambda: loop.gradients(model, batch, out=out)}
     jobs |= {PLAIN: plain_passes(args, data), FROZEN: frozen_passes(args, data)}
-    jobs |= {f"gradients, {name}": partial(rows.METHODS[name], model, batch, out=out) for name in ("vmap", "hooks")}
+    jobs |= {f"gradients, {name}": partial(METHODS[name], model, batch, out=out) for name in ("vmap", "hooks")}
     jobs["norms, hooks"] = lambda: norms(model, batch)
     for projection in args.projections:
         for method in ("loop", "hooks"):

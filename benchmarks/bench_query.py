@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ from gradwire import cli
 from gradwire.attribution.query import index
 from gradwire.attribution.query.search import BLOCK_BYTES, groups_of, nearest, open_store, scored, target
 from gradwire.attribution.query.searcher import Searcher
-from gradwire.attribution.store import manifest, row_file, store
+from gradwire.attribution.store import provenance, row_file, store
 from gradwire.base.files import sha256_file, write_json
 
 NOISE = 0.1  # of a row's norm
@@ -52,8 +51,9 @@ def enlarge(source: Path, folder: Path, count: int, seed: int) -> None:
             ids += own
             writer.append(block)
     store.write_metadata(names, pa.concat_tables(tables), ids)
-    sums = {name: sha256_file(folder / name) for name in manifest.OWN}
-    manifest.write(folder, replace(real.manifest, rows=count, sha256=sums, data_path="none"))
+    sums = {name: sha256_file(folder / name) for name in provenance.FILES}
+    made = {"rows": count, "sha256": sums, "data_path": "none"}
+    provenance.write_manifest(folder, real.manifest.model_copy(update=made))
 
 
 def rss() -> dict[str, float]:

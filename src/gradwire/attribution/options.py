@@ -1,13 +1,103 @@
-"""Options of gradient rows that verbs and the configuration share. Free of heavy imports."""
+"""Options of gradient rows that verbs, the configuration and a store's provenance share. Free of heavy imports."""
 
-from typing import Literal
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from gradwire.base.flags import COUNT
+from gradwire.base.strict import Strict
+from gradwire.lm.data.defaults import LENGTH, Split
+
+if TYPE_CHECKING:
+    from gradwire.lm.data.shards import Shards
 
 SampleLoss = Literal["mean", "sum"]
 GradType = Literal["sgd", "adam", "sign"]  # of an experiment
+RowGradient = Literal["sgd", "adam", "sign", "ekfac"]
 AdamVariant = Literal["torch", "less"]
 Projection = Literal["rademacher", "normal", "sjlt", "srht", "factored", "none"]
 RowType = Literal["float32", "float16", "int8", "int4", "onebit"]
 RowUnit = Literal["sample", "token", "module"]
 GradMethod = Literal["auto", "loop", "vmap", "hooks"]
+RowStrategy = Literal["ddp", "fsdp2"]
+Metric = Literal["cosine", "dot"]
+Count = Annotated[int, COUNT]
 PROJECTION: Projection = "sjlt"
-SAVE_INTERVAL = 64  # rows per file
+PROJECTION_OF_MODULES: Projection = "rademacher"  # not all projections have rows of modules: `projections.OF_PARTS`
+
+
+class LossOptions(Strict):
+    """The loss whose gradient is taken."""
+
+    loss: SampleLoss = Field(
+        "mean", description="reduction of a sample's weighted loss over its targets; mean divides by their number"
+    )
+
+
+class RowOptions(LossOptions):
+    """What `grads collect`, the experiment's ``gradients:`` and the provenance of a store say of rows."""
+
+    grad_type: RowGradient = Field(
+        "sgd",
+        description="sgd: the gradient; adam: the update Adam would make with the saved moments; sign: the gradient's "
+        "signs; ekfac: the gradient under the inverse curvature of `grads factors`",
+    )
+    adam_variant: AdamVariant = Field(
+        "torch",
+        description="torch: as torch.optim.Adam; less: as LESS, betas 0.9 and 0.999, no bias correction, eps 1e-8 in "
+        "the root",
+    )
+    projection: Projection | None = Field(
+        None,
+        description="sjlt, srht: fast; rademacher, normal: dense and slow; factored: fastest, higher variance; none: "
+        f"the full gradient, --dim must equal its size (default: {PROJECTION}; with --rows module, "
+        f"{PROJECTION_OF_MODULES})",
+    )
+    store: RowType = Field(
+        "float32",
+        description="row type of the files; all but float32 have a scale per row (onebit: the signs, 31 times smaller)",
+    )
+    method: GradMethod = Field(
+        "auto",
+        description="loop: one backward pass per sample; vmap: torch.func; hooks: per layer; auto: hooks, else vmap",
+    )
+    save_interval: Count = Field(64, description="samples (or tokens) per file")
+
+
+class SampleOptions(Strict):
+    """Samples that a saved model reads."""
+
+    model_dir: Path = Field(description="a saved model, such as a run's final_model/")
+    data_path: Path = Field(description="a shards folder, or a corpus file")
+    split: Split | None = Field(None, description="split of a shards folder (default: train); not for a corpus file")
+    max_samples: Count | None = Field(None, description="use only the first N samples (default: all)")
+    max_length: Annotated[int, LENGTH] | None = Field(
+        None, description="tokens per sample of a corpus file (default: the model's)"
+    )
+    cache_dir: Path | None = Field(None, description="folder for a corpus file's shards (default: the user cache)")
+
+    def samples(self, rank: int = 0) -> Shards:
+        """Open the samples; rank 0 tokenizes a corpus file, the others wait for it.
+
+        Raises:
+            BadInput: If the model or the data are unusable, or do not match.
+            RunFault: If rank 0 makes no progress.
+        """
+        from gradwire.lm.models.shards import samples_of
+
+        return samples_of(self, rank)
+
+    def checked_samples(self) -> Shards:
+        """Open the samples, and compare the shards with their digests; errors as for `samples`."""
+        from gradwire.lm.data.shards import check
+
+        shards = self.samples()
+        check(shards.folder.parent)
+        return shards
+
+    def count(self, available: int) -> int:
+        """Return how many of the samples are used."""
+        return available if self.max_samples is None else min(self.max_samples, available)

@@ -11,7 +11,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -496,9 +495,9 @@ def test_grads_run_refuses_a_configuration_it_does_not_know(small, tmp_path, cap
         return capsys.readouterr().err
 
     assert "Did you mean 'projection'" in answer("{model_dir: x, data_path: y, dim: 4, projecton: none}")
-    assert "lacks dim" in answer("{model_dir: x, data_path: y}")
-    assert "train must be a string, got 3" in answer("{model_dir: x, data_path: y, dim: 4, train: 3}")
-    assert "launcher must be a string, got None" in answer("{model_dir: x, data_path: y, dim: 4, launcher: }")
+    assert "dim is missing" in answer("{model_dir: x, data_path: y}")
+    assert "train must be text, got 3" in answer("{model_dir: x, data_path: y, dim: 4, train: 3}")
+    assert "save_interval must be" in answer("{model_dir: x, data_path: y, dim: 4, save_interval: 0}")
     assert "is not a mapping" in answer("[1, 2]")
     assert "cannot be read" in answer("{")
 
@@ -809,7 +808,8 @@ def another_models_ranks(run):
     model = causal.build("micro", 290, 24, seed=4)
     folder.save(model.state_dict(), model.config, Path(made.model_dir), other, {})
     maker = rows.RowMaker.load(
-        replace(made, model_dir=str(other), model_digest=saved.digest(other), dims=[64]), torch.device("cpu")
+        made.model_copy(update={"model_dir": str(other), "model_digest": saved.digest(other), "dims": [64]}),
+        torch.device("cpu"),
     )
     for rank in range(2):
         parts, positions = run / f"rank_{rank}" / "dim64", made.sampler_indices(rank)
@@ -986,8 +986,8 @@ def test_a_matrix_of_another_width_beside_the_runs_is_found(pair, tmp_path, caps
         (lambda stored: [stored], "object"),
         (lambda stored: None, "object"),
         (lambda stored: {**stored, "samples": "11"}, "samples: Input should be a valid integer"),
-        (lambda stored: {**stored, "samples": 1000}, "says 1000 samples on 2 ranks"),
-        (lambda stored: {**stored, "world_size": 12}, "says 11 samples on 12 ranks"),
+        (lambda stored: {**stored, "samples": 1000}, "has 1000 samples on 2 ranks"),
+        (lambda stored: {**stored, "world_size": 12}, "has 11 samples on 12 ranks"),
         (lambda stored: {**stored, "save_interval": 0}, "save_interval: Input should be greater than or equal to 1"),
         (lambda stored: {**stored, "dims": []}, "dims: List should have at least 1 item"),
         (lambda stored: {**stored, "dims": [64, "100"]}, "dims.1: Input should be a valid integer"),

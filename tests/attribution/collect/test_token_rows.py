@@ -14,8 +14,8 @@ from test_targets import LENGTH, load
 from test_weights import DOCUMENTS
 
 from gradwire import cli
-from gradwire.attribution.collect.tokens import Tokens
 from gradwire.attribution.store import store
+from gradwire.attribution.store.samples import Tokens
 from gradwire.lm.data.shards import Shards
 from gradwire.lm.data.tokenizer import load as load_tokenizer
 from gradwire.lm.models import causal, folder

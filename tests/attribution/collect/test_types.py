@@ -13,9 +13,9 @@ from small_model import make, origin
 from transformers import AutoConfig
 
 from gradwire import cli
-from gradwire.attribution.collect import rows, types
+from gradwire.attribution.collect import memory, methods, rows, types
 from gradwire.attribution.persample import loop, rules
-from gradwire.attribution.persample.batch import trainable
+from gradwire.attribution.persample.batch import shapes, trainable
 from gradwire.attribution.projections import OF_PARTS, PROJECTORS, build
 from gradwire.attribution.store import store
 from gradwire.base.errors import BadInput, RunFault
@@ -59,7 +59,7 @@ def test_adam_is_the_step_that_torch_would_take(small):
     moments = optimizer.load(small.model, folder.load(small.model))
     found = gradients(model)
     flat = torch.cat([gradient.flatten(1) for gradient in found.values()], 1)
-    adam = types.Adam.of(moments, rows.shapes(model), "torch", torch.device("cpu"))
+    adam = types.Adam.of(moments, shapes(model), "torch", torch.device("cpu"))
     wide = {name: getattr(adam, name).double() for name in ("exp_avg", "exp_avg_sq", "step")}
     directions = replace(adam, **wide)(flat.clone())
     for row in range(3):
@@ -84,7 +84,7 @@ def test_the_variant_of_less_is_its_formula_whatever_betas_the_training_took(sma
     moments = optimizer.load(small.model, folder.load(small.model))
     found = gradients(model)
     flat = torch.cat([gradient.flatten(1) for gradient in found.values()], 1)
-    less = types.Adam.of(moments, rows.shapes(model), "less", torch.device("cpu"))(flat.clone())
+    less = types.Adam.of(moments, shapes(model), "less", torch.device("cpu"))(flat.clone())
     m, v = (torch.cat([of[name].flatten() for name in found]) for of in (moments.exp_avg, moments.exp_avg_sq))
     wanted = (0.9 * m + 0.1 * flat) / torch.sqrt(0.999 * v + 0.001 * flat**2 + 1e-8)
     torch.testing.assert_close(less, wanted, rtol=1e-4, atol=1e-5)
@@ -92,16 +92,16 @@ def test_the_variant_of_less_is_its_formula_whatever_betas_the_training_took(sma
 
 def test_moments_go_by_name_and_must_fit(small, tmp_path):
     moments = optimizer.load(small.model, folder.load(small.model))
-    shapes = rows.shapes(folder.load(small.model))
-    backwards = dict(reversed(shapes.items()))
-    one, other = (types.Adam.of(moments, of, "torch", torch.device("cpu")) for of in (shapes, backwards))
-    first = next(iter(shapes))
-    numel = math.prod(shapes[first])
+    of_model = shapes(folder.load(small.model))
+    backwards = dict(reversed(of_model.items()))
+    one, other = (types.Adam.of(moments, of, "torch", torch.device("cpu")) for of in (of_model, backwards))
+    first = next(iter(of_model))
+    numel = math.prod(of_model[first])
     assert torch.equal(one.exp_avg[:numel], other.exp_avg[-numel:]) and one.exp_avg[:numel].any()
     with pytest.raises(BadInput, match=r"has no moments of more\.weight"):
-        types.Adam.of(moments, {**shapes, "more.weight": (2,)}, "torch", torch.device("cpu"))
+        types.Adam.of(moments, {**of_model, "more.weight": (2,)}, "torch", torch.device("cpu"))
     with pytest.raises(BadInput, match=r"of shape .* the model's is \(3,\)"):
-        types.Adam.of(moments, {**shapes, first: (3,)}, "torch", torch.device("cpu"))
+        types.Adam.of(moments, {**of_model, first: (3,)}, "torch", torch.device("cpu"))
     (tmp_path / optimizer.FILE).write_bytes(b"no such thing")
     with pytest.raises(BadInput, match=r"optimizer\.safetensors is unusable"):
         optimizer.load(tmp_path, torch.nn.Module())
@@ -130,11 +130,11 @@ def exact(small, grad_type="sgd", loss="mean", projection="sjlt", model=None):
     flat = torch.cat(found)
     if grad_type == "adam":
         flat = types.Adam.of(
-            optimizer.load(small.model, folder.load(small.model)), rows.shapes(model), "torch", torch.device("cpu")
+            optimizer.load(small.model, folder.load(small.model)), shapes(model), "torch", torch.device("cpu")
         )(flat)
     if grad_type == "sign":
-        flat = types.Sign([*rows.shapes(model).values()])(flat)
-    return flat, build(projection, rows.shapes(model), 0).project(flat, [36])[36]
+        flat = types.Sign([*shapes(model).values()])(flat)
+    return flat, build(projection, shapes(model), 0).project(flat, [36])[36]
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_every_projection_of_sharded_weights_is_that_of_whole_gradients(world, s
     projections = {name: flat.shape[1] if name == "none" else 36 for name in PROJECTORS}
     for rank, found in enumerate(world(2).run(under_fsdp2, small, projections, "sample")):
         for name, (rows_, norms) in found.items():
-            wanted = build(name, rows.shapes(folder.load(small.model)), 0).project(flat, [projections[name]])
+            wanted = build(name, shapes(folder.load(small.model)), 0).project(flat, [projections[name]])
             wanted, lengths = wanted[projections[name]][rank:6:2], flat[rank:6:2].norm(dim=1)
             assert ((rows_ - wanted).norm(dim=1) <= types.TOLERANCE["sgd"] * wanted.norm(dim=1)).all(), name
             torch.testing.assert_close(norms, lengths, rtol=1e-4, atol=0)
@@ -390,7 +390,7 @@ def test_auto_takes_the_next_method_where_one_fails(small, monkeypatch, capfd):
     made = maker(small, "factored", "auto")
     made.check(shards, [1, 4])
     assert made.method == "vmap" and not made.fused
-    monkeypatch.setitem(rows.METHODS, "vmap", lambda *_: 1 / 0)
+    monkeypatch.setitem(methods.METHODS, "vmap", lambda *_: 1 / 0)
     made = maker(small, "factored", "auto")
     made.check(shards, [1, 4])
     assert made.method == "loop"
@@ -430,9 +430,9 @@ def test_a_batch_fits_the_free_memory(small, monkeypatch):
     shards = Shards(small.shards, "train")
     made = maker(small)
     assert made.fitting(shards, 0) == rows.BATCH_AT_MOST["cpu"]
-    monkeypatch.setattr(rows, "free_memory", lambda device: 2 << 20)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 2 << 20)
     assert 1 <= made.fitting(shards, 0) < 5
-    monkeypatch.setattr(rows, "free_memory", lambda device: 0)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
     assert made.fitting(shards, 0) == 1
 
 
@@ -449,7 +449,7 @@ def test_signs_are_those_of_float64_wherever_float32_is_right(sharper):
     model = causal.build("tiny", 290, 24, seed=0)
     model.transformer.ln_f.weight.data.mul_(sharper)
     found, exact = gradients(model), gradients(model.double())
-    signs = types.Sign([*rows.shapes(model).values()])(torch.cat([of.flatten(1) for of in found.values()], 1))
+    signs = types.Sign([*shapes(model).values()])(torch.cat([of.flatten(1) for of in found.values()], 1))
     at = 0
     for name, wanted in exact.items():
         sign = signs[:, at : (at := at + wanted[0].numel())].view(wanted.shape)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import get_args
 
 import full_disk
 import numpy as np
@@ -16,9 +16,10 @@ from changed_store import copied, edit
 from test_query import refused
 
 from gradwire import cli
+from gradwire.attribution.options import Metric
 from gradwire.attribution.query import index, search, serve
 from gradwire.attribution.query.searcher import Searcher
-from gradwire.attribution.store import manifest, store
+from gradwire.attribution.store import provenance, store
 from gradwire.attribution.store.provenance import FORMAT, Provenance
 from gradwire.base.errors import BadInput
 from gradwire.base.files import sha256_file
@@ -42,7 +43,7 @@ def stored(path, rows):
     store.write(names, block)
     counts = {"dim": DIM, "order": "as in the data", "rows": len(rows), "duplicates": 0, "duplicates_deviation": 0.0}
     sums = {file.name: sha256_file(file) for file in names}
-    manifest.write(path, manifest.Manifest(**asdict(origin), **counts, sha256=sums))
+    provenance.write_manifest(path, provenance.Manifest(**origin.model_dump(), **counts, sha256=sums))
     return path
 
 
@@ -73,7 +74,7 @@ def by_hand(rows, at, metric):
     return wide @ wide[at] / scale / scale[at]
 
 
-@pytest.mark.parametrize("metric", index.METRICS)
+@pytest.mark.parametrize("metric", get_args(Metric))
 @pytest.mark.parametrize(("kind", "more"), KINDS)
 def test_scores_are_exact_and_few_samples_are_missed(made, capsys, kind, more, metric):
     rows, path = made

@@ -2,53 +2,38 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Annotated
 
-from gradwire.attribution.options import SampleLoss
-from gradwire.attribution.query import curvature
-from gradwire.base.flags import COUNT, NOT_NEGATIVE, output_folder
-from gradwire.base.rank_env import DEVICES
-from gradwire.lm.data.defaults import LENGTH, Split
-from gradwire.lm.models.shards import samples_of
+from pydantic import Field
+
+from gradwire.attribution.options import Count, LossOptions, SampleOptions
+from gradwire.attribution.query.curvature import DAMPING
+from gradwire.base.flags import NOT_NEGATIVE, output_folder
+from gradwire.base.rank_env import Device
 
 if TYPE_CHECKING:
     from gradwire.lm.data.batches import Batch
 
-BATCH_SIZE = 8
 
+class Options(LossOptions, SampleOptions):
+    """Flags of ``gradwire grads factors``."""
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the verb's flags."""
-    parser.add_argument("--model_dir", type=Path, required=True, help="a saved model, such as a run's final_model/")
-    parser.add_argument(
-        "--data_path", type=Path, required=True, help="the training samples: a folder, or a corpus file"
+    output_dir: Annotated[Path, output_folder] = Field(description="folder for the factors")
+    damping: Annotated[float, NOT_NEGATIVE] = Field(
+        DAMPING, description="added to a parameter's curvature, in units of its mean"
     )
-    parser.add_argument("--output_dir", type=output_folder, required=True, help="folder for the factors")
-    parser.add_argument("--split", choices=get_args(Split), help="split of a shards folder (default: train)")
-    parser.add_argument("--max_samples", type=COUNT, help="use only the first N samples (default: all)")
-    parser.add_argument("--loss", choices=get_args(SampleLoss), default="mean", help="as for grads collect")
-    parser.add_argument(
-        "--damping",
-        type=NOT_NEGATIVE,
-        default=curvature.DAMPING,
-        metavar="L",
-        help="added to a parameter's curvature, in units of its mean",
-    )
-    parser.add_argument("--batch_size", type=COUNT, default=BATCH_SIZE, help="samples per forward pass")
-    parser.add_argument("--max_length", type=LENGTH, help="tokens per sample of a corpus file (default: the model's)")
-    parser.add_argument("--cache_dir", type=Path, help="folder for a corpus file's shards (default: the user cache)")
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one")
+    batch_size: Count = Field(8, description="samples per forward pass")
+    device: Device = Field("auto", description="auto: a GPU if there is one")
 
 
-def beside(args: argparse.Namespace) -> Path:
+def beside(options: Options) -> Path:
     """Return the folder of the factors."""
-    return args.output_dir
+    return options.output_dir
 
 
-def main(args: argparse.Namespace) -> None:
+def main(options: Options) -> None:
     """Compute and write the factors.
 
     Raises:
@@ -56,34 +41,31 @@ def main(args: argparse.Namespace) -> None:
     """
     import torch
 
-    from gradwire.attribution.collect import ekfac, rows
-    from gradwire.attribution.store import provenance
+    from gradwire.attribution.collect import ekfac, methods
     from gradwire.comm.collectives import world
     from gradwire.lm.data.batches import collate
-    from gradwire.lm.data.shards import check
     from gradwire.lm.models import folder, saved
 
-    provenance.check_dense(args.model_dir)
-    shards = samples_of(args)
-    check(shards.folder.parent)
-    count = len(shards) if args.max_samples is None else min(args.max_samples, len(shards))
-    device = torch.device(world.choose("auto", args.device, 1, world.detect_gpus()).device_type)
-    model = folder.load_finite(args.model_dir).to(device)
-    method = rows.resolved("auto", model)
+    methods.check_dense(options.model_dir)
+    shards = options.checked_samples()
+    count = options.count(len(shards))
+    device = torch.device(world.choose("auto", options.device, 1, world.detect_gpus()).device_type)
+    model = folder.load_finite(options.model_dir).to(device)
+    method = methods.resolved("auto", model)
 
     def batches() -> Iterator[Batch]:
-        for start in range(0, count, args.batch_size):
-            part = [shards[at] for at in range(start, min(start + args.batch_size, count))]
+        for start in range(0, count, options.batch_size):
+            part = [shards[at] for at in range(start, min(start + options.batch_size, count))]
             yield collate(part, shards.meta["pad_id"], len(part)).to(device)
 
     found = ekfac.factored(
-        model, batches, lambda batch: rows.METHODS[method](model, batch, args.loss), args.loss, device
+        model, batches, lambda batch: methods.METHODS[method](model, batch, options.loss), options.loss, device
     )
     made_of = {
-        "model_digest": saved.digest(args.model_dir),
+        "model_digest": saved.digest(options.model_dir),
         "data_digest": shards.digest,
         "samples": count,
-        "loss": args.loss,
+        "loss": options.loss,
     }
-    ekfac.save(found, args.damping, args.output_dir, made_of)
-    print(f"factors of {shards.describe(count)} in {args.output_dir / ekfac.FILE}")
+    ekfac.save(found, options.damping, options.output_dir, made_of)
+    print(f"factors of {shards.describe(count)} in {options.output_dir / ekfac.FILE}")

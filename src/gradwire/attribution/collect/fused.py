@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gradwire.attribution.persample import hooks
+from gradwire.attribution.persample import hooks, loop
 from gradwire.attribution.persample.batch import Reduction, no_targets, padded_width, zeroed
-from gradwire.attribution.persample.layer_factors import LayerFactor
+from gradwire.attribution.persample.layer_factors import Direct, LayerFactor
 from gradwire.attribution.persample.square_norms import SquareNorms
 from gradwire.attribution.projections import Projector
 from gradwire.lm.data.batches import Batch
@@ -83,3 +83,25 @@ def fused_rows(
     empty = no_targets(batch)
     rows = {dim: zeroed(found, empty) for dim, found in images.finished().items()}
     return Fused(rows, losses, zeroed(torch.stack([own.total() for own in squares], 1), empty))
+
+
+def looped_rows(
+    model: nn.Module,
+    batch: Batch,
+    parts: Sequence[Projector],
+    dims: Sequence[int],
+    reduction: Reduction = "mean",
+    sharded: bool = False,
+) -> dict[int, Tensor]:
+    """Compute the rows of `fused_rows`, [B, P, dim] by dim, by one backward pass per sample, as a reference."""
+    rows = []
+    for sample in batch.split(1):
+        images = Images(parts, 1, dims, batch.labels.device)
+        if sharded:
+            gradients: Iterable[tuple[str, Tensor]] = loop.of_sharded(model, sample, reduction)
+        else:
+            gradients = loop.gradients(model, sample, reduction).gradient.items()
+        for name, gradient in gradients:
+            images.add(name, Direct(gradient))
+        rows.append(images.finished())
+    return {dim: torch.cat([of_sample[dim] for of_sample in rows]) for dim in dims}

@@ -12,10 +12,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from gradwire.attribution.collect import ekfac
 from gradwire.attribution.options import AdamVariant
+from gradwire.attribution.persample.batch import shapes
+from gradwire.attribution.store.provenance import Provenance
 from gradwire.base.errors import BadInput
+from gradwire.lm.models import optimizer
+from gradwire.lm.models.moments import Moments
 from gradwire.lm.models.optimizer import Moments
 
 LESS_BETAS, LESS_EPS = (0.9, 0.999), 1e-8  # constants of LESS's code, independent of the training's
@@ -132,3 +137,24 @@ class Adam:
                 second.div_(1 - self.beta2 ** (step + 1)).sqrt_().add_(self.eps)
                 part.div_(1 - self.beta1 ** (step + 1)).div_(second)
         return rows
+
+
+def build(provenance: Provenance, model: nn.Module, device: torch.device) -> GradientType:
+    """Build the gradient type of a provenance, with Adam's moments or EK-FAC's factors if needed.
+
+    Raises:
+        BadInput: If these are missing, have changed, or do not fit the model.
+    """
+    if provenance.grad_type == "sgd":
+        return sgd
+    if provenance.grad_type == "sign":
+        return Sign([*shapes(model).values()])
+    place = provenance.step_dir
+    if provenance.grad_type == "ekfac":
+        if ekfac.digest(place) != provenance.optimizer_digest:
+            raise BadInput(f"the factors in {place} are not those that were collected with.")
+        return ekfac.load(place, provenance.model_digest, provenance.loss, shapes(model), device)
+    moments = optimizer.load(place, model)
+    if optimizer.digest(moments.path.parent) != provenance.optimizer_digest:
+        raise BadInput(f"the moments in {moments.path} are not those that were collected with.")
+    return Adam.of(moments, shapes(model), provenance.adam_variant, device)

@@ -38,6 +38,11 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the trainable parameters, by name."""
+    return {name: tuple(parameter.shape) for name, parameter in trainable(model).items()}
+
+
 def allocated(model: nn.Module, samples: int, names: Collection[str] | None = None) -> dict[str, Tensor]:
     """Return uninitialised gradients ``[samples, *shape]`` of ``names``, or of all trainable parameters."""
     wanted = {name: p for name, p in trainable(model).items() if names is None or name in names}

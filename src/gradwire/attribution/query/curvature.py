@@ -7,15 +7,16 @@ with the gradient of the loss itself. λ = 0.1 of the mean eigenvalue is that of
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, model_validator
 
 from gradwire.base.errors import BadInput
 from gradwire.base.flags import NOT_NEGATIVE
+from gradwire.base.strict import Strict
 
 if TYPE_CHECKING:
     from gradwire.attribution.store.row_file import RowFile
@@ -25,33 +26,29 @@ DAMPING = 0.1
 LEAST = 1e-12  # of the trace: a smaller pivot is rounding noise in float64
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the flags of curvature."""
-    parser.add_argument(
-        "--curvature",
-        choices=("none", "fisher"),
-        default="none",
-        help="fisher: products and cosines under the inverse second moment of the training rows (as TRAK)",
+class CurvatureOptions(Strict):
+    """Flags of curvature."""
+
+    curvature: Literal["none", "fisher"] = Field(
+        "none",
+        description="fisher: products and cosines under the inverse second moment of the training rows (as TRAK)",
     )
-    parser.add_argument(
-        "--damping",
-        type=NOT_NEGATIVE,
-        metavar="L",
-        help=f"added to that moment, in units of its mean diagonal (default: {DAMPING})",
+    damping: Annotated[float, NOT_NEGATIVE] | None = Field(
+        None, description=f"added to that moment, in units of its mean diagonal (default: {DAMPING})"
     )
 
+    @model_validator(mode="after")
+    def _check_damping(self) -> Self:
+        if self.curvature == "none" and self.damping is not None:
+            raise ValueError(f"--damping {self.damping:g} is given without a curvature: add --curvature fisher")
+        return self
 
-def damping_of(args: argparse.Namespace) -> float | None:
-    """Return the damping; None without curvature.
-
-    Raises:
-        BadInput: If a damping is given without curvature.
-    """
-    if args.curvature == "none" and args.damping is not None:
-        raise BadInput(f"--damping {args.damping:g} is given without a curvature: add --curvature fisher.")
-    if args.curvature == "none":
-        return None
-    return DAMPING if args.damping is None else args.damping
+    @property
+    def chosen_damping(self) -> float | None:
+        """The damping; None without curvature."""
+        if self.curvature == "none":
+            return None
+        return DAMPING if self.damping is None else self.damping
 
 
 def identity(wide: NDArray[np.float64]) -> NDArray[np.float64]:

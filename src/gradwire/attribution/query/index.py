@@ -14,14 +14,16 @@ An index only proposes rows: `WIDER` times as many as are asked for, whose exact
 
 from __future__ import annotations
 
-import argparse
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import Field
+
+from gradwire.attribution.options import Count, Metric
 from gradwire.base.errors import BadInput
 from gradwire.base.files import digest, read_object, sha256_file, whole, write_json
-from gradwire.base.flags import COUNT
+from gradwire.base.strict import Strict
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,12 +32,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from gradwire.attribution.query.search import Store
-    from gradwire.attribution.store.manifest import Manifest
+    from gradwire.attribution.store.provenance import Manifest
     from gradwire.attribution.store.row_file import RowFile
 
 FILE, NOTE = "index.faiss", "index.json"
-KINDS = ("flat", "ivf", "pq")
-METRICS = ("cosine", "dot")
 WIDER = 10
 CENTROIDS = 256  # of a product quantizer: one byte
 EACH = 64  # rows per centroid that k-means sees
@@ -44,22 +44,23 @@ CODE = 64  # bytes of a row, by default
 BLOCK_BYTES = 1 << 26  # of rows added at once
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the verb's flags."""
-    parser.add_argument("--store", type=Path, required=True, metavar="DIR", help="a merged store (dim<N>/)")
-    parser.add_argument("--kind", choices=KINDS, default="ivf", help="how rows are held and searched")
-    parser.add_argument("--metric", choices=METRICS, default=METRICS[0], help="similarity that it is built for")
-    parser.add_argument("--lists", type=COUNT, help="ivf: number of lists (default: the root of the number of rows)")
-    parser.add_argument("--probe", type=COUNT, help=f"ivf: lists that a query searches (default: one in {PROBED})")
-    parser.add_argument("--bytes", type=COUNT, help=f"pq: bytes per row, a divisor of its columns (default: {CODE})")
+class Options(Strict):
+    """Flags of ``gradwire grads index``."""
+
+    store: Path = Field(description="a merged store (dim<N>/)")
+    kind: Literal["flat", "ivf", "pq"] = Field("ivf", description="how rows are held and searched")
+    metric: Metric = Field("cosine", description="similarity that it is built for")
+    lists: Count | None = Field(None, description="ivf: number of lists (default: the root of the number of rows)")
+    probe: Count | None = Field(None, description=f"ivf: lists that a query searches (default: one in {PROBED})")
+    bytes: Count | None = Field(None, description=f"pq: bytes per row, a divisor of its columns (default: {CODE})")
 
 
-def beside(args: argparse.Namespace) -> Path:
+def beside(options: Options) -> Path:
     """Return the folder of the output."""
-    return args.store
+    return options.store
 
 
-def main(args: argparse.Namespace) -> None:
+def main(options: Options) -> None:
     """Build the index and write it beside the rows.
 
     Raises:
@@ -69,19 +70,19 @@ def main(args: argparse.Namespace) -> None:
     from gradwire.attribution.store.row_file import RowFile
 
     faiss = library()
-    found = open_store(args.store)
+    found = open_store(options.store)
     rows = RowFile(found.rows.names.rows)
-    index = empty(rows.shape, args)
+    index = empty(rows.shape, options)
     if not index.is_trained:
-        index.train(sample(rows, args.metric, EACH * (index.nlist if args.kind == "ivf" else CENTROIDS)))
-    for block in blocks(rows, args.metric):
+        index.train(sample(rows, options.metric, EACH * (index.nlist if options.kind == "ivf" else CENTROIDS)))
+    for block in blocks(rows, options.metric):
         index.add(block)
-    (args.store / NOTE).unlink(missing_ok=True)
-    with whole(args.store / FILE) as part, part.open("wb") as stream:  # FAISS's own file ignores errors at its close
+    (options.store / NOTE).unlink(missing_ok=True)
+    with whole(options.store / FILE) as part, part.open("wb") as stream:  # FAISS's own file ignores errors at its close
         faiss.write_index(index, faiss.PyCallbackIOWriter(stream.write))
-    made = {"kind": args.kind, "metric": args.metric, "store": store_digest(found.manifest)}
-    write_json(args.store / NOTE, {**made, "sha256": sha256_file(args.store / FILE)})
-    print(f"{args.kind} index of {rows.shape[0]} rows for {args.metric} in {args.store / FILE}")
+    made = {"kind": options.kind, "metric": options.metric, "store": store_digest(found.manifest)}
+    write_json(options.store / NOTE, {**made, "sha256": sha256_file(options.store / FILE)})
+    print(f"{options.kind} index of {rows.shape[0]} rows for {options.metric} in {options.store / FILE}")
 
 
 def blocks(rows: RowFile, metric: str) -> Iterator[NDArray[np.float32]]:
@@ -105,7 +106,7 @@ def prepared(block: NDArray[np.float32], metric: str) -> NDArray[np.float32]:
     return normalized(block) if metric == "cosine" else block
 
 
-def empty(shape: tuple[int, int], args: argparse.Namespace) -> Any:
+def empty(shape: tuple[int, int], options: Options) -> Any:
     """Return an index without rows.
 
     Raises:
@@ -113,13 +114,13 @@ def empty(shape: tuple[int, int], args: argparse.Namespace) -> Any:
     """
     faiss, (count, dim) = library(), shape
     for flag, kind in (("lists", "ivf"), ("probe", "ivf"), ("bytes", "pq")):
-        if getattr(args, flag) is not None and args.kind != kind:
-            raise BadInput(f"--{flag} is given for --kind {args.kind}: it belongs to --kind {kind}.")
-    if args.kind == "flat":
+        if getattr(options, flag) is not None and options.kind != kind:
+            raise BadInput(f"--{flag} is given for --kind {options.kind}: it belongs to --kind {kind}.")
+    if options.kind == "flat":
         return faiss.IndexFlatIP(dim)
-    if args.kind == "ivf":
-        lists = args.lists or max(1, round(math.sqrt(count)))
-        probe = args.probe or math.ceil(lists / PROBED)
+    if options.kind == "ivf":
+        lists = options.lists or max(1, round(math.sqrt(count)))
+        probe = options.probe or math.ceil(lists / PROBED)
         if not probe <= lists <= count:
             raise BadInput(
                 f"--lists {lists} and --probe {probe} for {count} rows: at most as many lists as rows, and at most as "
@@ -129,7 +130,7 @@ def empty(shape: tuple[int, int], args: argparse.Namespace) -> Any:
         index = faiss.IndexIVFFlat(quantizer, dim, lists, faiss.METRIC_INNER_PRODUCT)
         index.nprobe, index.cp.min_points_per_centroid = probe, 1  # few rows per list are fine, without a warning
         return index
-    size = args.bytes or math.gcd(CODE, dim)
+    size = options.bytes or math.gcd(CODE, dim)
     if dim % size or count < CENTROIDS:
         raise BadInput(
             f"--kind pq with {size} bytes for {count} rows of {dim} columns: it takes at least {CENTROIDS} rows, and "
@@ -199,9 +200,9 @@ class Index:
 
 def store_digest(made: Manifest) -> str:
     """Return the digest of a store's rows, ids and metadata."""
-    from gradwire.attribution.store.manifest import OWN
+    from gradwire.attribution.store.provenance import FILES
 
-    return digest({name: made.sha256[name] for name in OWN}, length=64)
+    return digest({name: made.sha256[name] for name in FILES}, length=64)
 
 
 def library() -> Any:

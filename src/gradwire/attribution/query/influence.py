@@ -9,17 +9,19 @@ sample is the mean over the validation samples, their maximum, or the maximum ov
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from gradwire.attribution.query import curvature
+from pydantic import Field, model_validator
+
+from gradwire.attribution.options import Count, Metric
+from gradwire.attribution.query.curvature import CurvatureOptions, solver
 from gradwire.base.errors import BadInput
 from gradwire.base.files import check_sums, read_object, whole, write_json
-from gradwire.base.flags import COUNT, POSITIVE, output_folder
+from gradwire.base.flags import POSITIVE, output_folder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -33,49 +35,46 @@ SAME = ("model_digest", "lora", "dim", "projection", "seed", "fingerprint", "los
 SAME_STEP = ("adam_variant", "optimizer_digest")  # if both are of type adam, or both of ekfac
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the verb's flags."""
-    parser.add_argument(
-        "--train", type=Path, nargs="+", required=True, metavar="DIR", help="one merged store (dim<N>/) per checkpoint"
+class Options(CurvatureOptions):
+    """Flags of ``gradwire grads influence``."""
+
+    train: tuple[Path, ...] = Field(description="one merged store (dim<N>/) per checkpoint")
+    validation: tuple[Path, ...] = Field(description="as many, in the same order")
+    weights: tuple[str, ...] | None = Field(
+        None,
+        description=f"learning rate of each checkpoint (default: equal); {LEARNING_RATE}: as the models in models/ "
+        "state it",
     )
-    parser.add_argument(
-        "--validation", type=Path, nargs="+", required=True, metavar="DIR", help="as many, in the same order"
+    metric: Metric = Field("cosine", description="similarity of two gradients")
+    over: Literal["mean", "max", "subtask"] = Field(
+        "mean",
+        description="reduction over validation samples; subtask: the maximum over subtasks of the mean within each, as "
+        "in LESS",
     )
-    parser.add_argument(
-        "--weights",
-        type=weight,
-        nargs="+",
-        metavar="W",
-        help=f"learning rate of each checkpoint (default: equal); {LEARNING_RATE}: as the models in models/ state it",
+    subtasks: Path | None = Field(
+        None,
+        description="JSON object of the validation documents' subtasks by id (default: an id up to its last slash)",
     )
-    parser.add_argument("--metric", choices=("cosine", "dot"), default="cosine", help="similarity of two gradients")
-    parser.add_argument(
-        "--over",
-        choices=("mean", "max", "subtask"),
-        default="mean",
-        help="reduction over validation samples; subtask: mean within each subtask, then the maximum, as in LESS",
-    )
-    parser.add_argument(
-        "--subtasks",
-        type=Path,
-        metavar="FILE",
-        help="JSON object of the validation documents' subtasks by id (default: an id up to its last slash)",
-    )
-    parser.add_argument("--matrix", action="store_true", help=f"also write the score of each pair: {MATRIX}")
-    curvature.arguments(parser)
-    parser.add_argument("--top_k", type=COUNT, default=100, help="number of samples to select")
-    parser.add_argument("--corpus", type=Path, help="corpus file; adds the selected samples' documents")
-    parser.add_argument(
-        "--output_dir", type=output_folder, required=True, help="folder for scores.parquet, top.jsonl, influence.json"
+    matrix: bool = Field(False, description=f"also write the score of each pair: {MATRIX}")
+    top_k: Count = Field(100, description="number of samples to select")
+    corpus: Path | None = Field(None, description="corpus file; adds the selected samples' documents")
+    output_dir: Annotated[Path, output_folder] = Field(
+        description="folder for scores.parquet, top.jsonl, influence.json"
     )
 
+    @model_validator(mode="after")
+    def _check_subtasks(self) -> Self:
+        if self.subtasks is not None and self.over != "subtask":
+            raise ValueError(f"--subtasks {self.subtasks} is given without --over subtask: add it")
+        return self
 
-def beside(args: argparse.Namespace) -> Path:
+
+def beside(options: Options) -> Path:
     """Return the folder of the outputs."""
-    return args.output_dir
+    return options.output_dir
 
 
-def main(args: argparse.Namespace) -> None:
+def main(options: Options) -> None:
     """Score every training sample and select the best.
 
     Raises:
@@ -87,12 +86,10 @@ def main(args: argparse.Namespace) -> None:
     from gradwire.attribution.query.texts import documents_of
     from gradwire.attribution.store.row_file import npy_writer
 
-    if args.subtasks is not None and args.over != "subtask":
-        raise BadInput(f"--subtasks {args.subtasks} is given without --over subtask: add it.")
-    damping = curvature.damping_of(args)
-    stated = args.weights == [LEARNING_RATE]
-    weights = normalised_weights(None if stated else args.weights, len(args.train), len(args.validation))
-    pairs = [(open_store(one), open_store(other)) for one, other in zip(args.train, args.validation, strict=True)]
+    damping = options.chosen_damping
+    stated = options.weights == (LEARNING_RATE,)
+    weights = normalised_weights(None if stated else options.weights, len(options.train), len(options.validation))
+    pairs = [(open_store(one), open_store(other)) for one, other in zip(options.train, options.validation, strict=True)]
     for train, validation in pairs:
         check_alike(train, validation)
         for one, first in zip((train, validation), pairs[0], strict=True):
@@ -103,47 +100,49 @@ def main(args: argparse.Namespace) -> None:
         weights = normalised_weights(rates, len(rates), len(rates))
     train, validation = pairs[0]
     ids, asked = train.rows.ids, validation.rows.ids
-    names, groups = grouped(args.over, [validation.manifest.sample_id(id_) for id_ in asked], args.subtasks)
+    names, groups = grouped(options.over, [validation.manifest.sample_id(id_) for id_ in asked], options.subtasks)
     parts = []
     with ExitStack() as stack:
-        if args.matrix:
-            matrix = stack.enter_context(npy_writer(args.output_dir / MATRIX, (len(ids), len(asked))))
-        columns = groups_of("max", len(asked)) if args.matrix else groups
-        for block in weighted(pairs, weights, columns, args.metric, damping):
-            if args.matrix:
+        if options.matrix:
+            matrix = stack.enter_context(npy_writer(options.output_dir / MATRIX, (len(ids), len(asked))))
+        columns = groups_of("max", len(asked)) if options.matrix else groups
+        for block in weighted(pairs, weights, columns, options.metric, damping):
+            if options.matrix:
                 matrix.append(block)
-            means = means_of(block, groups) if args.matrix and args.over != "max" else block
+            means = means_of(block, groups) if options.matrix and options.over != "max" else block
             parts.append(means if names else means.max(1, keepdims=True))
         of_groups = np.concatenate(parts)  # [n, subtasks], or [n, 1]
         scores, place = of_groups.max(1), of_groups.argmax(1)
-        best = order_of(scores)[: args.top_k].tolist()
+        best = order_of(scores)[: options.top_k].tolist()
         samples = [train.manifest.sample_id(ids[at]) for at in best]
-        documents = documents_of(samples, args.corpus) if args.corpus else {}
-    if not args.matrix:
-        (args.output_dir / MATRIX).unlink(missing_ok=True)
-    write_scores(args.output_dir / "scores.parquet", ids, names, of_groups)
-    with whole(args.output_dir / "top.jsonl") as part, part.open("w", encoding="utf-8") as stream:
+        documents = documents_of(samples, options.corpus) if options.corpus else {}
+    if not options.matrix:
+        (options.output_dir / MATRIX).unlink(missing_ok=True)
+    write_scores(options.output_dir / "scores.parquet", ids, names, of_groups)
+    with whole(options.output_dir / "top.jsonl") as part, part.open("w", encoding="utf-8") as stream:
         for rank, (at, sample) in enumerate(zip(best, samples, strict=True), 1):
             line = {"rank": rank, "sample_id": ids[at], "score": float(scores[at])}
             line |= {"subtask": names[place[at]]} if names else {}
             stream.write(json.dumps(line | documents.get(sample, {}), ensure_ascii=False) + "\n")
     write_json(
-        args.output_dir / "influence.json",
+        options.output_dir / "influence.json",
         {
-            "train": [str(path) for path in args.train],
-            "validation": [str(path) for path in args.validation],
+            "train": [str(path) for path in options.train],
+            "validation": [str(path) for path in options.validation],
             "weights": weights,
-            "metric": args.metric,
-            "over": args.over,
+            "metric": options.metric,
+            "over": options.over,
             "subtasks": dict(zip(names, np.bincount(groups).tolist(), strict=True)) if names else None,
-            "columns": asked if args.matrix else None,
-            "curvature": args.curvature,
+            "columns": asked if options.matrix else None,
+            "curvature": options.curvature,
             "damping": damping,
             "samples": len(ids),
             "top_k": len(best),
         },
     )
-    print(f"{len(best)} of {len(ids)} samples selected in {args.output_dir / 'top.jsonl'}; the best is {ids[best[0]]}")
+    print(
+        f"{len(best)} of {len(ids)} samples selected in {options.output_dir / 'top.jsonl'}; the best is {ids[best[0]]}"
+    )
 
 
 def write_scores(file: Path, ids: Sequence[str], names: Sequence[str], of_groups: NDArray[np.float64]) -> None:
@@ -188,7 +187,7 @@ def weighted(
     at_once = min(block_rows(train.rows.shape[1]) for train, _ in pairs)
     found = []
     for train, validation in pairs:
-        solve = curvature.solver(RowFile(train.rows.names.rows), damping)
+        solve = solver(RowFile(train.rows.names.rows), damping)
         against = target(validation.rows, metric, groups, solve)
         found.append(similarities(train.rows, against, metric, solve, at_once))
     for blocks in zip(*found, strict=True):
@@ -214,8 +213,8 @@ def grouped(over: str, ids: Sequence[str], file: Path | None) -> tuple[list[str]
     """
     import numpy as np
 
-    from gradwire.attribution.collect.metadata import document
     from gradwire.attribution.query.search import groups_of
+    from gradwire.attribution.store.store import document
 
     if over != "subtask":
         return [], groups_of(over, len(ids))
@@ -231,11 +230,6 @@ def grouped(over: str, ids: Sequence[str], file: Path | None) -> tuple[list[str]
         found.append(name)
     names, groups = np.unique(np.array(found, dtype=object), return_inverse=True)
     return names.tolist(), groups.astype(np.int64)
-
-
-def weight(word: str) -> float | str:
-    """Type of a checkpoint's weight: a positive number, or the word for its learning rate."""
-    return word if word == LEARNING_RATE else POSITIVE(word)
 
 
 def learning_rate(train: Store) -> float:
@@ -265,9 +259,14 @@ def normalised_weights(given: Sequence[float | str] | None, train: int, validati
     """
     if given and LEARNING_RATE in given:
         raise BadInput(f"--weights: {LEARNING_RATE} applies to all checkpoints; give nothing else with it.")
-    weights = [float(one) for one in given] if given else [1.0] * train
-    for one in weights:
-        POSITIVE.check("--weights", one)
+    try:
+        weights = [float(one) for one in given] if given else [1.0] * train
+    except ValueError:
+        raise BadInput(
+            f"--weights {' '.join(map(str, given or ()))}: give numbers, or {LEARNING_RATE} alone."
+        ) from None
+    for weight in weights:
+        POSITIVE.check("--weights", weight)
     if not train == validation == len(weights):
         raise BadInput(
             f"--train names {train} stores, --validation {validation} and --weights {len(weights)}: "

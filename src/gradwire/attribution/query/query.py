@@ -6,20 +6,21 @@ type, projection and seed. Scores are those of ``grads influence`` with the quer
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from gradwire.attribution.query import curvature
-from gradwire.attribution.query.index import METRICS
+from pydantic import Field, model_validator
+
+from gradwire.attribution.options import Count, Metric, SampleOptions
+from gradwire.attribution.query.curvature import CurvatureOptions
+from gradwire.attribution.store.provenance import PLACES
 from gradwire.base.files import write_json
-from gradwire.base.flags import COUNT, output_folder
-from gradwire.base.rank_env import DEVICES
+from gradwire.base.flags import output_folder
+from gradwire.base.rank_env import Device
 from gradwire.lm.data.defaults import Split
-from gradwire.lm.models.shards import samples_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,83 +33,89 @@ ASKED = ("prompt", "data_path", "sample_id")
 WIDEST_ID = 40  # characters of an id in the table
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the verb's flags."""
-    asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--prompt", metavar="TEXT", help="a text that fits into the model's context")
-    asked.add_argument("--data_path", type=Path, help="a corpus file or a shards folder, of any number of samples")
-    asked.add_argument("--sample_id", metavar="ID", help="a sample of the store; needs no model")
-    parser.add_argument("--split", choices=get_args(Split), help="split of a shards folder (default: train)")
-    parser.add_argument("--over", choices=("mean", "max"), default="mean", help="reduction over the query's samples")
-    parser.add_argument("--cache_dir", type=Path, help="folder for a corpus file's shards (default: the user cache)")
-    parser.add_argument("--metric", choices=METRICS, default=METRICS[0], help="similarity of two gradients")
-    parser.add_argument("--top_k", type=COUNT, default=10, help="number of samples to find")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON instead of a table")
-    parser.add_argument("--output_dir", type=output_folder, help=f"also write {RESULT} there")
-    store_arguments(parser)
+class StoreOptions(CurvatureOptions):
+    """Flags of a store and of the places of what it was collected from."""
+
+    store: Path = Field(description="a merged store (dim<N>/)")
+    index: bool = Field(False, description="score only what the index of `grads index` proposes; it may miss samples")
+    corpus: Path | None = Field(None, description="corpus file; shows whole documents instead of samples")
+    model_dir: Path | None = Field(None, description="current folder of the model (default: as collected)")
+    shards: Path | None = Field(None, description="current folder of the store's shards (default: as collected)")
+    optimizer_dir: Path | None = Field(None, description="current folder of Adam's moments (default: as collected)")
+    lora_dir: Path | None = Field(None, description="current folder of the LoRA adapter (default: as collected)")
+    device: Device = Field("auto", description="auto: a GPU if there is one")
+
+    def searcher(self) -> Searcher:
+        """Open the store.
+
+        Raises:
+            BadInput: If the store, its index or its samples are invalid.
+        """
+        from gradwire.attribution.query.searcher import Searcher
+
+        places = {"data_path": self.shards, **self.model_dump(include={*PLACES} - {"data_path"})}
+        return Searcher(self.store, places, self.device, self.chosen_damping, self.index)
 
 
-def store_arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the flags of a store and of the places of what it was collected from."""
-    parser.add_argument("--store", type=Path, required=True, metavar="DIR", help="a merged store (dim<N>/)")
-    parser.add_argument(
-        "--index", action="store_true", help="score only what the index of `grads index` proposes; it may miss samples"
-    )
-    parser.add_argument("--corpus", type=Path, help="corpus file; shows whole documents instead of samples")
-    parser.add_argument("--model_dir", type=Path, help="current folder of the model (default: as collected)")
-    parser.add_argument("--shards", type=Path, help="current folder of the store's shards (default: as collected)")
-    parser.add_argument("--optimizer_dir", type=Path, help="current folder of Adam's moments (default: as collected)")
-    parser.add_argument("--lora_dir", type=Path, help="current folder of the LoRA adapter (default: as collected)")
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one")
-    curvature.arguments(parser)
+class Options(StoreOptions):
+    """Flags of ``gradwire grads query``."""
+
+    prompt: str | None = Field(None, description="a text that fits into the model's context")
+    data_path: Path | None = Field(None, description="a corpus file or a shards folder, of any number of samples")
+    sample_id: str | None = Field(None, description="a sample of the store; needs no model")
+    split: Split | None = Field(None, description="split of a shards folder (default: train)")
+    over: Literal["mean", "max"] = Field("mean", description="reduction over the query's samples")
+    cache_dir: Path | None = Field(None, description="folder for a corpus file's shards (default: the user cache)")
+    metric: Metric = Field("cosine", description="similarity of two gradients")
+    top_k: Count = Field(10, description="number of samples to find")
+    as_json: bool = Field(False, alias="json", description="print the result as JSON instead of a table")
+    output_dir: Annotated[Path, output_folder] | None = Field(None, description=f"also write {RESULT} there")
+
+    @model_validator(mode="after")
+    def _check_query(self) -> Self:
+        if sum(getattr(self, name) is not None for name in ASKED) != 1:
+            raise ValueError("give one of --prompt, --data_path and --sample_id")
+        return self
 
 
-def beside(args: argparse.Namespace) -> Path | None:
+def beside(options: Options) -> Path | None:
     """Return the folder of the output, if any."""
-    return args.output_dir
+    return options.output_dir
 
 
-def main(args: argparse.Namespace) -> None:
+def main(options: Options) -> None:
     """Compute the query's gradient, search, and show the samples found.
 
     Raises:
         BadInput: If the store, the query or the model are invalid, or do not belong together.
     """
-    from gradwire.attribution.query.searcher import Searcher
-
-    searcher = Searcher(args.store, places(args), args.device, curvature.damping_of(args), args.index)
-    rows = rows_of(searcher, args)
-    result = {
-        "store": str(args.store),
-        **{name: str(getattr(args, name)) for name in ASKED if getattr(args, name) is not None},
+    searcher = options.searcher()
+    rows = rows_of(searcher, options)
+    result: dict[str, Any] = {
+        "store": str(options.store),
+        **{name: str(getattr(options, name)) for name in ASKED if getattr(options, name) is not None},
         "query_samples": len(rows),
-        "metric": args.metric,
-        "over": args.over,
-        "curvature": args.curvature,
+        "metric": options.metric,
+        "over": options.over,
+        "curvature": options.curvature,
         "damping": searcher.damping,
         "index": searcher.index.kind if searcher.index else None,
         "samples": len(searcher.store.rows.ids),
-        "top": searcher.nearest(rows, args.metric, args.over, args.top_k),
+        "top": searcher.nearest(rows, options.metric, options.over, options.top_k),
     }
-    if args.output_dir:
-        write_json(args.output_dir / RESULT, result)
-    print(json.dumps(result, indent=2, ensure_ascii=False) if args.json else table(result["top"]))
+    if options.output_dir:
+        write_json(options.output_dir / RESULT, result)
+    print(json.dumps(result, indent=2, ensure_ascii=False) if options.as_json else table(result["top"]))
 
 
-def places(args: argparse.Namespace) -> dict[str, Path | None]:
-    """Return the current paths of what the store was collected from, by the names of `provenance.PLACES`."""
-    names = ("corpus", "model_dir", "optimizer_dir", "lora_dir")
-    return {"data_path": args.shards, **{name: getattr(args, name) for name in names}}
-
-
-def rows_of(searcher: Searcher, args: argparse.Namespace) -> NDArray[np.float32]:
+def rows_of(searcher: Searcher, options: Options) -> NDArray[np.float32]:
     """Return the query's rows [m, D]."""
-    if args.sample_id is not None:
-        return searcher.stored(args.sample_id)
-    if args.prompt is not None:
-        return searcher.of_prompt(args.prompt)
-    reading = {"model_dir": searcher.model_dir, "max_length": None}
-    return searcher.of_samples(samples_of(argparse.Namespace(**{**vars(args), **reading})))
+    if options.sample_id is not None:
+        return searcher.stored(options.sample_id)
+    if options.prompt is not None:
+        return searcher.of_prompt(options.prompt)
+    asked = {"data_path": options.data_path, "split": options.split, "cache_dir": options.cache_dir}
+    return searcher.of_samples(SampleOptions(model_dir=searcher.model_dir, **asked).samples())
 
 
 def table(top: Sequence[Mapping[str, Any]], width: int | None = None) -> str:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwire.attribution.query.curvature import Solve, identity
-from gradwire.attribution.store import manifest, store
-from gradwire.attribution.store.manifest import Manifest
+from gradwire.attribution.store import provenance, store
+from gradwire.attribution.store.provenance import Manifest
 from gradwire.attribution.store.row_file import BoundRows, RowFile
 from gradwire.base.errors import BadInput
 
@@ -41,10 +41,10 @@ def open_store(path: Path) -> Store:
         BadInput: If it is not a merged store, or its files do not match its manifest.
     """
     names = store.all_names(path)
-    if not (path / manifest.FILE).is_file() or not names.exist():
+    if not (path / provenance.MANIFEST).is_file() or not names.exist():
         raise BadInput(f"{path} is not a merged store: run `gradwire grads aggregate` and pass its dim<N> folder.")
-    made = manifest.read(path)
-    if wrong := manifest.differing(path, made):
+    made = provenance.read_manifest(path)
+    if wrong := provenance.differing(path, made):
         raise BadInput(f"{wrong[0]}; run `gradwire grads aggregate` again.")
     return Store(path, BoundRows(names, made.dim, made), made)
 

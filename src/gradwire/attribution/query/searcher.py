@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -65,11 +64,10 @@ class Searcher:
             raise BadInput("--index is given with --curvature: an index knows plain products; leave out one of them.")
         self.store = open_store(path)
         self.index = Index(self.store) if indexed else None
-        known = {one.name: getattr(self.store.manifest, one.name) for one in fields(Provenance)}
+        known = {name: getattr(self.store.manifest, name) for name in Provenance.model_fields}
         given = {name: str(place) for name, place in places.items() if place is not None}
-        self.origin = Provenance(
-            **{**known, **given, "dims": [self.store.manifest.dim], "store": "float32"}
-        )  # not rounded
+        exact = {"dims": [self.store.manifest.dim], "store": "float32"}  # not rounded
+        self.origin = Provenance(**{**known, **given, **exact})
         self.corpus = places.get("corpus")
         self.texts: Texts | None = None
         if Path(self.origin.data_path).exists() or "data_path" in given:
@@ -183,8 +181,8 @@ class Searcher:
             BadInput: If the model, its adapter or moments, or the projection differ from those of the store.
         """
         device = world.choose("auto", self._device, 1, world.detect_gpus()).device_type
-        whole = replace(self.origin, row_of="sample", modules=[])  # a query is compared as a whole with parts
-        maker = RowMaker.load(whole, torch.device(device))
+        as_one = {"row_of": "sample", "modules": []}  # a query is compared as a whole with parts
+        maker = RowMaker.load(self.origin.model_copy(update=as_one), torch.device(device))
         made, noted = maker.made_from.fingerprints, self.store.manifest.fingerprints
         for dim, fingerprint in made.items():
             if noted.get(dim) != fingerprint:

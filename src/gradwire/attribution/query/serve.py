@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from gradwire.attribution.query import curvature
-from gradwire.attribution.query.query import METRICS, places, store_arguments
-from gradwire.base.errors import BadInput, unknown
+from pydantic import Field, model_validator
+
+from gradwire.attribution.options import Count, Metric
+from gradwire.attribution.query.query import StoreOptions
+from gradwire.base.errors import BadInput
 from gradwire.base.failures import reason, unexpected
-from gradwire.base.flags import COUNT, PORT
+from gradwire.base.flags import PORT
+from gradwire.base.strict import Strict, checked
 
 if TYPE_CHECKING:
     from gradwire.attribution.query.searcher import Searcher
@@ -26,27 +28,39 @@ PAGE = Path(__file__).with_name("serve.html")
 LONGEST = 1 << 20  # bytes of a request
 PATIENCE = 30.0  # seconds that a connection may be silent
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-FIELDS = ("prompt", "sample_id", "metric", "top_k")
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the verb's flags."""
-    parser.add_argument("--port", type=PORT, default=8000, help="port of the page; 0: any free port")
-    store_arguments(parser)
+class Options(StoreOptions):
+    """Flags of ``gradwire grads serve``."""
+
+    port: Annotated[int, PORT] = Field(8000, description="port of the page; 0: any free port")
 
 
-def main(args: argparse.Namespace) -> None:
+class Query(Strict):
+    """A request of the page."""
+
+    prompt: str | None = None
+    sample_id: str | None = None
+    metric: Metric = "cosine"
+    top_k: Count = Field(10, strict=True)
+
+    @model_validator(mode="after")
+    def _check_query(self) -> Self:
+        if (self.prompt is None) == (self.sample_id is None):
+            raise ValueError("give either prompt or sample_id")
+        return self
+
+
+def main(options: Options) -> None:
     """Load the store and its model, and answer until Ctrl-C.
 
     Raises:
         BadInput: If the store or the model are invalid, or the port is in use.
     """
-    from gradwire.attribution.query.searcher import Searcher
-
-    searcher = Searcher(args.store, places(args), args.device, curvature.damping_of(args), args.index)
+    searcher = options.searcher()
     searcher.load()
-    with server(searcher, args.port) as serving:
-        print(f"{args.store} is on http://{ADDRESS}:{serving.server_port}/ until Ctrl-C", flush=True)
+    with server(searcher, options.port) as serving:
+        print(f"{options.store} is on http://{ADDRESS}:{serving.server_port}/ until Ctrl-C", flush=True)
         try:
             serving.serve_forever()
         except KeyboardInterrupt:
@@ -161,22 +175,6 @@ def answer(searcher: Searcher, body: bytes) -> list[dict[str, Any]]:
         json.dumps(asked, ensure_ascii=False).encode()  # no lone surrogates
     except (ValueError, RecursionError) as error:
         raise BadInput(f"the query is not JSON in UTF-8: {error}.") from None
-    if not isinstance(asked, dict):
-        raise BadInput("the query is not a JSON object.")
-    for name in asked:
-        if name not in FIELDS:
-            raise unknown("field of a query", name, FIELDS)
-    metric, count = asked.get("metric", METRICS[0]), asked.get("top_k", 10)
-    prompt, sample_id = asked.get("prompt"), asked.get("sample_id")
-    if metric not in METRICS:
-        raise unknown("metric", str(metric), METRICS)
-    if type(count) is not int:
-        raise BadInput(f"top_k is {count!r}; it must be an integer.")
-    COUNT.check("top_k", count)
-    if isinstance(prompt, str) and sample_id is None:
-        rows = searcher.of_prompt(prompt)
-    elif isinstance(sample_id, str) and prompt is None:
-        rows = searcher.stored(sample_id)
-    else:
-        raise BadInput("a query has either prompt or sample_id, a string.")
-    return searcher.nearest(rows, metric, "mean", count)
+    query = checked(Query, asked, "invalid query")
+    rows = searcher.stored(str(query.sample_id)) if query.prompt is None else searcher.of_prompt(query.prompt)
+    return searcher.nearest(rows, query.metric, "mean", query.top_k)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gradwire.attribution.collect.metadata import document
-from gradwire.attribution.store import provenance
 from gradwire.attribution.store.provenance import Provenance
+from gradwire.attribution.store.samples import samples
+from gradwire.attribution.store.store import document
 from gradwire.base.errors import BadInput
 from gradwire.lm.data import corpus as corpora
 from gradwire.lm.data import tokenizer
@@ -25,7 +25,7 @@ class Texts:
     """
 
     def __init__(self, origin: Provenance) -> None:
-        self.origin, self.shards = origin, provenance.samples(origin)
+        self.origin, self.shards = origin, samples(origin)
         self.tokenizer = tokenizer.load(self.shards.folder.parent.parent / "tokenizer")
 
     def of(self, position: int, row_id: str) -> str:

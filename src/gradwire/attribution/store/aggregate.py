@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import re
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from gradwire.attribution.store.manifest import EXPORTS, NORMALIZED
+from pydantic import Field
+
+from gradwire.attribution.options import Count
+from gradwire.attribution.store.provenance import EXPORTS, NORMALIZED
 from gradwire.base.errors import BadInput
 from gradwire.base.files import remove_leftovers, sha256_file
-from gradwire.base.flags import COUNT, RANKS, output_folder
+from gradwire.base.flags import RANKS, output_folder
+from gradwire.base.strict import Strict
 
 if TYPE_CHECKING:
     from gradwire.attribution.store.merge import Merged
@@ -20,32 +23,35 @@ if TYPE_CHECKING:
     from gradwire.attribution.store.store import Names
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the verb's flags."""
-    parser.add_argument("--base_path", type=Path, required=True, help="the collection folder, with rank_<r>/dim<D>/")
-    parser.add_argument(
-        "--output_dir", type=output_folder, help="where to write dim<D>/, or dim<D> itself (default: --base_path)"
+class Options(Strict):
+    """Flags of ``gradwire grads aggregate``."""
+
+    base_path: Path = Field(description="the collection folder, with rank_<r>/dim<D>/")
+    output_dir: Annotated[Path, output_folder] | None = Field(
+        None, description="where to write dim<D>/, or dim<D> itself (default: --base_path)"
     )
-    parser.add_argument("--num_gpus", type=RANKS, help="ranks that collected (default: from collect.json)")
-    parser.add_argument("--dim", type=COUNT, required=True, metavar="N", help="columns per row")
-    parser.add_argument("--normalize", action="store_true", help="also write all_normalized.pt, with rows of norm 1")
-    parser.add_argument(
-        "--export", nargs="+", choices=tuple(EXPORTS), default=[], help="also write the rows as all_orig.<format>"
+    num_gpus: Annotated[int, RANKS] | None = Field(
+        None, description="ranks that collected (default: from collect.json)"
+    )
+    dim: Count = Field(description="columns per row")
+    normalize: bool = Field(False, description="also write all_normalized.pt, with rows of norm 1")
+    export: tuple[Literal["safetensors", "parquet"], ...] = Field(
+        (), description="also write the rows as all_orig.<format>"
     )
 
 
-def target(args: argparse.Namespace) -> Path:
+def target(options: Options) -> Path:
     """Return the output folder ``dim<N>``."""
-    chosen: Path = args.output_dir or args.base_path
-    return chosen if re.fullmatch(r"dim\d+", chosen.name) else chosen / f"dim{args.dim}"
+    chosen = options.output_dir or options.base_path
+    return chosen if re.fullmatch(r"dim\d+", chosen.name) else chosen / f"dim{options.dim}"
 
 
-def beside(args: argparse.Namespace) -> Path:
+def beside(options: Options) -> Path:
     """Return the folder of the outputs."""
-    return target(args)
+    return target(options)
 
 
-def main(args: argparse.Namespace) -> None:
+def main(options: Options) -> None:
     """Merge the ranks and write the matrix, its ids, its metadata and a manifest.
 
     Raises:
@@ -54,49 +60,49 @@ def main(args: argparse.Namespace) -> None:
         CheckFailed: If two rows of one sample disagree.
     """
     from gradwire.attribution.collect import types
-    from gradwire.attribution.store import manifest, merge, provenance, store
+    from gradwire.attribution.store import merge, provenance, samples, store
 
-    origin = provenance.read(args.base_path)
-    check_asked(origin, args.base_path, args.num_gpus, [args.dim])
-    ranks = [store.rank_folder(args.base_path, rank, args.dim) for rank in range(origin.world_size)]
-    ids = provenance.row_ids(origin, provenance.samples(origin))
+    origin = provenance.read(options.base_path)
+    check_asked(origin, options.base_path, options.num_gpus, [options.dim])
+    ranks = [store.rank_folder(options.base_path, rank, options.dim) for rank in range(origin.world_size)]
+    ids = samples.row_ids(origin, samples.samples(origin))
     merged = merge.merge(
-        [merge.read_rank(folder, args.dim, origin) for folder in ranks], ids, types.TOLERANCE[origin.grad_type]
+        [merge.read_rank(folder, options.dim, origin) for folder in ranks], ids, types.TOLERANCE[origin.grad_type]
     )
-    names = store.all_names(target(args))
-    checksums = write(merged, names, args)
-    made = manifest.Manifest(
-        **asdict(origin),
-        dim=args.dim,
+    names = store.all_names(target(options))
+    checksums = write(merged, names, options)
+    made = provenance.Manifest(
+        **origin.model_dump(),
+        dim=options.dim,
         order="as in the data",
         rows=len(merged.ids),
         duplicates=merged.duplicates,
         duplicates_deviation=merged.deviation,
         sha256=checksums,
     )
-    manifest.write(target(args), made)
-    print(f"{len(merged.ids)} rows of {args.dim} from {origin.world_size} ranks in {target(args)}")
+    provenance.write_manifest(target(options), made)
+    print(f"{len(merged.ids)} rows of {options.dim} from {origin.world_size} ranks in {target(options)}")
 
 
-def further(args: argparse.Namespace) -> list[Path]:
+def further(options: Options) -> list[Path]:
     """Return the optional files that a call writes."""
-    names = [NORMALIZED] * args.normalize + [EXPORTS[kind] for kind in args.export]
-    return [target(args) / name for name in names]
+    names = [NORMALIZED] * options.normalize + [EXPORTS[kind] for kind in options.export]
+    return [target(options) / name for name in names]
 
 
-def write(merged: Merged, names: Names, args: argparse.Namespace) -> dict[str, str]:
+def write(merged: Merged, names: Names, options: Options) -> dict[str, str]:
     """Write the merged rows to all outputs in one pass, then their table and ids; return each file's checksum."""
     from gradwire.attribution.store import row_file, store
 
     for name in (NORMALIZED, *EXPORTS.values()):  # left by a killed call with other flags
-        remove_leftovers(target(args) / name)
+        remove_leftovers(target(options) / name)
     with ExitStack() as stack:
         codec = merged.sources[0].codec
         rows = stack.enter_context(row_file.tensor_writer(names.rows, merged.shape, codec.name))
         plain: list[row_file.Writer] = []
         scaled: list[row_file.Writer] = []
         hashed = {names.rows: rows}
-        for path in further(args):
+        for path in further(options):
             if path.name == NORMALIZED:
                 hashed[path] = stack.enter_context(row_file.tensor_writer(path, merged.shape))
                 scaled.append(hashed[path])
@@ -114,10 +120,10 @@ def write(merged: Merged, names: Names, args: argparse.Namespace) -> dict[str, s
                 writer.append(row_file.normalized(decoded))
     store.write_metadata(names, merged.meta, merged.ids)
     checksums = {path: writer.sha256.hexdigest() for path, writer in hashed.items()}
-    return {path.name: checksums.get(path) or sha256_file(path) for path in [*names, *further(args)]}
+    return {path.name: checksums.get(path) or sha256_file(path) for path in [*names, *further(options)]}
 
 
-def check_asked(origin: Provenance, collection: Path, num_gpus: int | None, dims: list[int]) -> None:
+def check_asked(origin: Provenance, collection: Path, num_gpus: int | None, dims: Sequence[int]) -> None:
     """Check that a collection folder matches the arguments of a verb.
 
     Raises:

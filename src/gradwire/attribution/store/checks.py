@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict
 from importlib.metadata import entry_points
 from itertools import zip_longest
 from pathlib import Path
@@ -14,12 +13,12 @@ import torch
 
 from gradwire.attribution import projections
 from gradwire.attribution.collect.rows import RowMaker
-from gradwire.attribution.collect.tokens import Tokens
 from gradwire.attribution.collect.types import TOLERANCE
 from gradwire.attribution.projections.base import Band
-from gradwire.attribution.store import manifest, store
-from gradwire.attribution.store.provenance import PLACES, Provenance, row_ids
+from gradwire.attribution.store import provenance, store
+from gradwire.attribution.store.provenance import BOUND, Provenance
 from gradwire.attribution.store.row_types import least_deviation
+from gradwire.attribution.store.samples import Tokens, row_ids
 from gradwire.attribution.store.store import Block, Names
 from gradwire.base.errors import BadInput, bounded
 from gradwire.lm.data import corpus
@@ -178,8 +177,8 @@ class Audit:
 
     def _manifest(self, dim: int) -> dict[str, Any]:
         """Return the expected manifest, without the files' checksums."""
-        made_from = {name: value for name, value in asdict(self.origin).items() if name not in PLACES}
-        return {**made_from, "dim": dim, "rows": len(self.ids)}
+        bound = {name: getattr(self.origin, name) for name in BOUND}
+        return {**bound, "dim": dim, "rows": len(self.ids)}
 
     def _add(self, name: str, folder: Path, found: Sequence[tuple[str, Iterable[str]]]) -> None:
         self.checks += [Check(f"{name}: {label}", f"{folder}", list(problems)) for label, problems in found]
@@ -280,11 +279,11 @@ def _not_from(blocks: dict[Names, Block], ranks: Sequence[Block]) -> Iterator[st
 
 def _denied(folder: Path, expected: dict[str, Any]) -> Iterator[str]:
     try:
-        said = manifest.read(folder)
+        said = provenance.read_manifest(folder)
     except BadInput as error:
         yield str(error)
         return
     for key, value in expected.items():
         if getattr(said, key) != value:
-            yield f"{folder / manifest.FILE} says {key} {getattr(said, key)!r}, not {value!r}"
-    yield from manifest.differing(folder, said)
+            yield f"{folder / provenance.MANIFEST} says {key} {getattr(said, key)!r}, not {value!r}"
+    yield from provenance.differing(folder, said)

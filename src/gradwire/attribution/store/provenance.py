@@ -1,34 +1,33 @@
-"""Provenance of a collection folder of gradients: ``collect.json``, written once and checked by every later call."""
+"""Provenance of gradient rows: ``collect.json`` of a collection folder, and ``manifest.json`` of its merged rows."""
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field, ValidationError
 
-from gradwire.attribution.options import AdamVariant, GradMethod, GradType, Projection, RowType, RowUnit, SampleLoss
+from gradwire.attribution.options import Projection, RowOptions, RowStrategy, RowUnit
 from gradwire.base.errors import BadInput
-from gradwire.base.files import digest, write_json
-
-if TYPE_CHECKING:
-    from gradwire.attribution.collect.tokens import Tokens
-    from gradwire.lm.data.shards import Shards
+from gradwire.base.files import digest, sha256_file, write_json
 
 FILE = "collect.json"
+MANIFEST = "manifest.json"
 FORMAT: Literal[4] = 4  # of the store; before, 3 had rows of samples only, 2 one row type, 1 unbound rows
 PLACES = ("model_dir", "data_path", "optimizer_dir", "lora_dir", "corpus")  # may move; their digests must not change
 FOUND = ("fingerprints", "computed_by", "modules")  # known only once the model is loaded
+FILES = ("all_orig.pt", "all_ids.pkl", "all_meta.parquet")  # of `store.all_names`
+NORMALIZED = "all_normalized.pt"
+EXPORTS = {"safetensors": "all_orig.safetensors", "parquet": "all_orig.parquet"}
+FURTHER = (NORMALIZED, *EXPORTS.values())
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**64)]
-Record = TypeVar("Record")
+Record = TypeVar("Record", bound="Provenance")
 
 
-@dataclass(frozen=True)
-class Provenance:
-    """Everything that the rows of a collection depend on.
+class Provenance(RowOptions):
+    """Everything that the rows of a collection depend on: `RowOptions`, and
 
     Attributes:
         format: ``FORMAT``, which other versions of gradwire do not read.
@@ -38,20 +37,13 @@ class Provenance:
         data_path: Folder of the shards.
         data_digest: Digest of the split's samples.
         split: ``train`` or ``val``; ``all`` of a corpus file.
-        samples: Number of samples, from the start of the split; with rows of tokens, of `tokens.Tokens`.
+        samples: Number of samples, from the start of the split; with rows of tokens, of `samples.Tokens`.
         world_size: Number of ranks.
         dims: Widths of the rows, ascending.
-        grad_type: ``sgd`` (the gradient), ``adam``, ``sign`` or ``ekfac``.
-        loss: The loss of a sample: ``mean`` or ``sum`` over its valid targets.
-        method: How gradients are computed.
-        projection: How gradients are projected.
         seed: Seed of the projection.
-        save_interval: Samples per file and rank.
-        store: The row type.
         row_of: What a row is the gradient of: a ``sample``, a ``token`` that it predicts, or a sample with respect to a
             ``module``'s parameters.
         strategy: ``ddp``: every rank holds the full model; ``fsdp2``: its weights are sharded.
-        adam_variant: Formula of the ``adam`` gradient type.
         optimizer_dir: Folder of Adam's moments, or of EK-FAC's factors; None for that of the adapter or the model.
         optimizer_digest: Their digest; None unless ``grad_type`` is ``adam`` or ``ekfac``.
         lora: Digest of a saved LoRA adapter, or rank and seed of a new one; None for the full model.
@@ -72,52 +64,30 @@ class Provenance:
     split: Literal["train", "val", "all"]
     samples: Positive
     world_size: Positive
-    dims: Annotated[list[Positive], Field(min_length=1)]
-    grad_type: GradType | Literal["ekfac"]
-    loss: SampleLoss
-    method: GradMethod
+    dims: list[Positive] = Field(min_length=1)
     projection: Projection
     seed: Seed
-    save_interval: Positive
-    store: RowType = "float32"
     row_of: RowUnit = "sample"
-    strategy: Literal["ddp", "fsdp2"] = "ddp"
-    adam_variant: AdamVariant = "torch"
+    strategy: RowStrategy = "ddp"
     optimizer_dir: str | None = None
     optimizer_digest: str | None = None
     lora: str | dict[str, int] | None = None
     lora_dir: str | None = None
-    metadata: list[str] = field(default_factory=list)
+    metadata: list[str] = Field(default_factory=list)
     corpus: str | None = None
-    fingerprints: dict[str, str] = field(default_factory=dict)
+    fingerprints: dict[str, str] = Field(default_factory=dict)
     computed_by: str = ""
-    modules: list[str] = field(default_factory=list)
+    modules: list[str] = Field(default_factory=list)
 
     @property
     def identity(self) -> str:
         """Digest of all fields except `PLACES`; part of each row's digest."""
-        bound = [one.name for one in fields(Provenance) if one.name not in PLACES]
-        return digest({name: getattr(self, name) for name in bound}, length=64)
+        return digest({name: getattr(self, name) for name in BOUND}, length=64)
 
     @property
     def step_dir(self) -> Path:
         """The folder of Adam's moments or of EK-FAC's factors."""
         return Path(self.optimizer_dir or self.lora_dir or self.model_dir)
-
-    def lora_options(self) -> dict[str, Any]:
-        """Return the arguments of `lm.models.lora.attach`.
-
-        Raises:
-            BadInput: If the saved adapter has changed.
-        """
-        if isinstance(self.lora, dict):
-            return dict(self.lora)
-        from gradwire.lm.models import lora
-
-        adapter = Path(self.lora_dir or "")
-        if lora.digest(adapter) != self.lora:
-            raise BadInput(f"the LoRA adapter in {adapter} is not the one that was collected with.")
-        return {"adapter": adapter}
 
     def row_ids(self, sample_id: str) -> list[str]:
         """Return the ids of a sample's rows."""
@@ -139,6 +109,34 @@ class Provenance:
         return [*range(self.save_interval, share, self.save_interval), share]
 
 
+BOUND = tuple(name for name in Provenance.model_fields if name not in PLACES)
+
+
+class Manifest(Provenance):
+    """The provenance of merged rows, and
+
+    Attributes:
+        dim: Columns of a row.
+        order: How the rows are ordered.
+        rows: Number of rows.
+        duplicates: Number of rows that repeat another row of the same sample.
+        duplicates_deviation: Largest difference between such rows, relative to the row's norm.
+        sha256: The checksum of each file, by name.
+    """
+
+    dim: int
+    order: str
+    rows: int
+    duplicates: int
+    duplicates_deviation: float
+    sha256: dict[str, str]
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The projector's digest at the width of these rows; None in a manifest without it."""
+        return self.fingerprints.get(str(self.dim))
+
+
 def read(collection: Path) -> Provenance:
     """Read the provenance of a collection folder.
 
@@ -149,21 +147,21 @@ def read(collection: Path) -> Provenance:
         raise BadInput(
             f"{collection} is not a gradient collection: {FILE} is missing; run `gradwire grads collect` first."
         )
-    return typed(collection / FILE, Provenance)
+    return _read(collection / FILE, Provenance)
 
 
-def typed(path: Path, kind: type[Record]) -> Record:
-    """Read a JSON object into a dataclass, with strict types.
+def _read(path: Path, kind: type[Record]) -> Record:
+    """Read a JSON object into a model, with strict types.
 
     Raises:
         BadInput: If the file does not match, or has a different ``FORMAT``.
     """
     try:
-        return TypeAdapter(kind).validate_json(path.read_bytes(), strict=True)
+        return kind.model_validate_json(path.read_bytes(), strict=True)
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror}.") from error
     except ValidationError as error:
-        problems = {".".join(map(str, one["loc"])): one["msg"] for one in error.errors()}
+        problems = {".".join(map(str, each["loc"])): each["msg"] for each in error.errors()}
         if "format" in problems:
             raise BadInput(f"{path} was written by another version of gradwire; collect the gradients again.") from None
         name, problem = next(iter(problems.items()))
@@ -191,7 +189,7 @@ def differences(collection: Path, intended: Provenance) -> list[str]:
     if not (collection / FILE).is_file():
         return [f"{FILE} is missing, but the folder holds gradients"] if begun else []
     try:
-        found, wanted = asdict(read(collection)), asdict(intended)
+        found, wanted = read(collection).model_dump(), intended.model_dump()
     except BadInput as error:
         return [f"{error}".removesuffix(".")]
     return [
@@ -212,54 +210,33 @@ def discard(collection: Path) -> None:
 def claim(collection: Path, provenance: Provenance) -> None:
     """Write the provenance unless an earlier call did; each rank calls this before its first row."""
     if not (collection / FILE).is_file():
-        write_json(collection / FILE, asdict(provenance))
+        write_json(collection / FILE, provenance.model_dump())
 
 
-def check_dense(model_dir: Path) -> None:
-    """Check that a model is not a mixture of experts, whose per-sample gradients are not supported.
-
-    Raises:
-        BadInput: If it is one.
-    """
-    from gradwire.lm.models import saved
-
-    saved.check(model_dir)
-    if count := saved.experts(model_dir):
-        raise BadInput(
-            f"the model in {model_dir} is a mixture of {count} experts ({saved.model_type(model_dir)}), which has no "
-            "gradient rows: routing may tie samples to each other. Use a dense model."
-        )
-
-
-def units(shards: Shards, row_of: RowUnit) -> Shards | Tokens:
-    """Return what rows are of: the samples of a split, or their targets."""
-    from gradwire.attribution.collect.tokens import Tokens
-
-    return Tokens(shards) if row_of == "token" else shards
-
-
-def samples(provenance: Provenance) -> Shards | Tokens:
-    """Open the samples of a collection; it uses the first ``provenance.samples`` of them.
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a ``dim<N>/`` folder.
 
     Raises:
-        BadInput: If they are missing or have changed.
+        BadInput: If it is missing, damaged or of a different version of gradwire.
     """
-    from gradwire.lm.data import shards
-
-    folder = Path(provenance.data_path)
-    shards.check(folder)
-    found = units(shards.Shards(folder, provenance.split), provenance.row_of)
-    if found.digest != provenance.data_digest:
-        raise BadInput(f"the samples in {folder} are not those that were collected: their digest differs.")
-    if not provenance.world_size <= provenance.samples <= len(found):
-        raise BadInput(
-            f"{FILE} says {provenance.samples} samples on {provenance.world_size} ranks, and {folder} has {len(found)} "
-            "samples: the file was changed; collect the gradients again."
-        )
-    return found
+    return _read(folder / MANIFEST, Manifest)
 
 
-def row_ids(provenance: Provenance, shards: Shards | Tokens) -> list[str]:
-    """Return the ids of the collection's rows, in data order."""
-    samples = (shards[position].sample_id for position in range(provenance.samples))
-    return [row_id for sample_id in samples for row_id in provenance.row_ids(sample_id)]
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest, and delete optional files of an earlier one that it does not list."""
+    for name in set(FURTHER) - set(manifest.sha256):
+        (folder / name).unlink(missing_ok=True)
+    write_json(folder / MANIFEST, manifest.model_dump())
+
+
+def differing(folder: Path, manifest: Manifest) -> list[str]:
+    """Describe the files of a folder that do not match its manifest, one sentence each."""
+    there = {name for name in FURTHER if (folder / name).exists()}
+    unnamed = sorted({*FILES, *there} - set(manifest.sha256))
+    if elsewhere := [name for name in manifest.sha256 if Path(name).name != name]:
+        return [f"{folder / MANIFEST} lists {elsewhere[0]!r}, which is not the name of a file beside it"]
+    return [f"{folder / name} is not listed in {folder / MANIFEST}" for name in unnamed] + [
+        f"{folder / name} does not match {folder / MANIFEST}: its SHA-256 differs"
+        for name, checksum in manifest.sha256.items()
+        if not (folder / name).is_file() or sha256_file(folder / name) != checksum
+    ]

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import pickle
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -23,16 +24,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwire.attribution.collect import metadata
 from gradwire.attribution.store import row_types
 from gradwire.attribution.store.row_types import CODECS, Bounds, Float32, RowCodec
-from gradwire.base.errors import BadInput, bounded
+from gradwire.base.errors import BadInput, bounded, unknown
 from gradwire.base.files import whole
+from gradwire.lm.data.shards import Sample
 
 if TYPE_CHECKING:
     from gradwire.attribution.store.provenance import Provenance
 
-META = pa.schema(  # the columns of every table; `metadata` defines additional ones
+META = pa.schema(  # the columns of every table
     [
         ("sample_id", pa.string()),
         ("loss", pa.float64()),  # mean or sum over the sample's targets; null without targets
@@ -42,6 +43,44 @@ META = pa.schema(  # the columns of every table; `metadata` defines additional o
         ("digest", pa.string()),  # row_digests
     ]
 )
+
+
+class Column(NamedTuple):
+    """An additional column: its type, and a function of a sample, its position in the data and its row's columns."""
+
+    type: pa.DataType
+    of: Callable[[Sample, int, Mapping[str, Any]], Any]
+
+
+COLUMNS = {  # by the names of ``grads collect --metadata``
+    "position": Column(pa.int64(), lambda sample, position, row: position),
+    "document": Column(pa.string(), lambda sample, position, row: document(sample.sample_id)),
+    "n_tokens": Column(pa.int64(), lambda sample, position, row: len(sample.input_ids)),
+    "n_valid": Column(pa.int64(), lambda sample, position, row: row["n_targets"]),
+    "perplexity": Column(pa.float64(), lambda sample, position, row: _perplexity(sample, row["loss"])),
+}
+
+
+def document(sample_id: str) -> str:
+    """Return the id of a sample's document: the sample id without ``#<k>``."""
+    stem, mark, number = sample_id.rpartition("#")
+    return stem if mark and number.isdecimal() else sample_id
+
+
+def _perplexity(sample: Sample, loss: float | None) -> float | None:
+    return None if loss is None or sample.weights is not None else math.exp(min(loss, 700.0))
+
+
+def chosen_columns(names: str) -> list[str]:
+    """Parse a comma-separated list of additional columns, without those that are always present.
+
+    Raises:
+        BadInput: If a column is unknown.
+    """
+    chosen = {name.strip() for name in names.split(",") if name.strip()} - {*META.names}
+    for name in sorted(chosen - COLUMNS.keys()):
+        raise unknown("column of --metadata", name, [*COLUMNS, *META.names])
+    return sorted(chosen)
 
 
 class Block(NamedTuple):
@@ -298,7 +337,7 @@ def read_ids(path: Path) -> list[str]:
 
 
 def read_meta(path: Path) -> pa.Table:
-    """Read a table with ``META``'s columns and any of ``metadata``'s.
+    """Read a table with ``META``'s columns and any of ``COLUMNS``.
 
     Raises:
         BadInput: If the file is missing, damaged or has different columns.
@@ -307,7 +346,7 @@ def read_meta(path: Path) -> pa.Table:
         table = pq.ParquetFile(path).read()
     except (OSError, pa.ArrowException) as error:
         raise BadInput(f"{path} cannot be read as Parquet: {_first_line(error)}") from error
-    columns, known = set(table.schema), {*META, *_further(metadata.COLUMNS)}
+    columns, known = set(table.schema), {*META, *_further(COLUMNS)}
     if not set(META) <= columns <= known or len(columns) != len(table.schema):
         raise BadInput(f"{path} lacks one of the columns {', '.join(META.names)}, or has unknown ones.")
     return table
@@ -340,7 +379,7 @@ def with_digests(identity: str, meta: pa.Table, stored: Tensor) -> pa.Table:
 
 
 def _further(names: Iterable[str]) -> list[pa.Field]:
-    return [pa.field(*column) for column in metadata.schema(names)]
+    return [pa.field(name, COLUMNS[name].type) for name in names]
 
 
 def _first_line(error: Exception) -> str:

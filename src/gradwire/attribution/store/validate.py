@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import random
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from pydantic import Field
+
+from gradwire.attribution.options import Count
 from gradwire.attribution.store.aggregate import check_asked
 from gradwire.base.errors import CheckFailed
 from gradwire.base.files import write_json
-from gradwire.base.flags import COUNT, NATURAL, RANKS, SEED
-from gradwire.base.rank_env import DEVICES
+from gradwire.base.flags import NATURAL, RANKS, SEED
+from gradwire.base.rank_env import Device
+from gradwire.base.strict import Strict
 
 if TYPE_CHECKING:
     from gradwire.attribution.store.checks import Audit
@@ -21,85 +23,86 @@ if TYPE_CHECKING:
 RESULT = "validation.json"
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the verb's flags."""
-    parser.add_argument("--output_dir", type=Path, required=True, help="the collection folder; gets validation.json")
-    parser.add_argument("--check_ranks", action="store_true", help="check rank_<r>/dim<D>/ (default: both)")
-    parser.add_argument("--check_aggregated", action="store_true", help="check dim<D>/ (default: both)")
-    parser.add_argument("--num_gpus", type=RANKS, help="ranks that collected (default: from collect.json)")
-    parser.add_argument("--dim", type=COUNT, nargs="+", metavar="N", help="widths to check (default: all)")
-    parser.add_argument(
-        "--recompute", type=NATURAL, default=0, metavar="K", help="recompute K random rows if all other checks pass"
+class Options(Strict):
+    """Flags of ``gradwire grads validate``."""
+
+    output_dir: Path = Field(description="the collection folder; gets validation.json")
+    check_ranks: bool = Field(False, description="check rank_<r>/dim<D>/ (default: both)")
+    check_aggregated: bool = Field(False, description="check dim<D>/ (default: both)")
+    num_gpus: Annotated[int, RANKS] | None = Field(
+        None, description="ranks that collected (default: from collect.json)"
     )
-    parser.add_argument("--seed", type=SEED, default=0, help="seed of the choice of --recompute")
-    parser.add_argument("--model_dir", type=Path, help="current folder of the model (default: as collected)")
-    parser.add_argument("--data_path", type=Path, help="current folder of the shards (default: as collected)")
-    parser.add_argument("--corpus", type=Path, help="current path of the corpus file (default: as collected)")
-    parser.add_argument("--optimizer_dir", type=Path, help="current folder of Adam's moments (default: as collected)")
-    parser.add_argument("--lora_dir", type=Path, help="current folder of the LoRA adapter (default: as collected)")
-    parser.add_argument(
-        "--device", choices=DEVICES, default="auto", help="for --recompute; auto: a GPU if there is one"
+    dim: tuple[Count, ...] | None = Field(None, description="widths to check (default: all)")
+    recompute: Annotated[int, NATURAL] = Field(
+        0, description="number of random rows to recompute if all other checks pass"
     )
+    seed: Annotated[int, SEED] = Field(0, description="seed of the choice of --recompute")
+    model_dir: Path | None = Field(None, description="current folder of the model (default: as collected)")
+    data_path: Path | None = Field(None, description="current folder of the shards (default: as collected)")
+    corpus: Path | None = Field(None, description="current path of the corpus file (default: as collected)")
+    optimizer_dir: Path | None = Field(None, description="current folder of Adam's moments (default: as collected)")
+    lora_dir: Path | None = Field(None, description="current folder of the LoRA adapter (default: as collected)")
+    device: Device = Field("auto", description="for --recompute; auto: a GPU if there is one")
 
 
-def beside(args: argparse.Namespace) -> Path:
+def beside(options: Options) -> Path:
     """Return the collection folder."""
-    return args.output_dir
+    return options.output_dir
 
 
-def main(args: argparse.Namespace) -> None:
+def main(options: Options) -> None:
     """Run the checks and write ``validation.json``, even if some fail.
 
     Raises:
         BadInput: If the collection folder, its model or its data are missing or have changed.
         CheckFailed: If a check failed, with the affected files.
     """
-    (args.output_dir / RESULT).unlink(missing_ok=True)
-    checks = [check.report() for check in _audit(args).checks]
+    (options.output_dir / RESULT).unlink(missing_ok=True)
+    checks = [check.report() for check in _audit(options).checks]
     failed = [check for check in checks if not check["passed"]]
-    write_json(args.output_dir / RESULT, {"passed": not failed, "checks": checks})
+    write_json(options.output_dir / RESULT, {"passed": not failed, "checks": checks})
     if failed:
         details = "".join(f"\n  {check['name']}: {check['detail']}" for check in failed)
-        raise CheckFailed(f"{len(failed)} of {len(checks)} checks of {args.output_dir} failed:{details}")
-    print(f"{len(checks)} checks of {args.output_dir} passed")
+        raise CheckFailed(f"{len(failed)} of {len(checks)} checks of {options.output_dir} failed:{details}")
+    print(f"{len(checks)} checks of {options.output_dir} passed")
 
 
-def _audit(args: argparse.Namespace) -> Audit:
+def _audit(options: Options) -> Audit:
     """Run the selected checks; by default those of the ranks and of the merged rows."""
     import torch
 
     from gradwire.attribution.collect.rows import RowMaker
-    from gradwire.attribution.store import provenance
     from gradwire.attribution.store.checks import Audit
+    from gradwire.attribution.store.samples import samples
     from gradwire.comm.collectives import world
 
-    origin = _origin(args)
-    dims = args.dim or origin.dims
-    check_asked(origin, args.output_dir, args.num_gpus, dims)
-    audit = Audit(args.output_dir, origin, provenance.samples(origin))
+    origin = _origin(options)
+    dims = options.dim or origin.dims
+    check_asked(origin, options.output_dir, options.num_gpus, dims)
+    audit = Audit(options.output_dir, origin, samples(origin))
     if origin.corpus is not None:
         audit.corpus(Path(origin.corpus))
-    audit.folders(args.dim)
-    all_of_it = args.check_ranks == args.check_aggregated
+    audit.folders(options.dim)
+    all_of_it = options.check_ranks == options.check_aggregated
     for dim in dims:
-        if args.check_ranks or all_of_it:
+        if options.check_ranks or all_of_it:
             for rank in range(origin.world_size):
                 audit.rank(rank, dim)
-        if args.check_aggregated or all_of_it:
+        if options.check_aggregated or all_of_it:
             audit.aggregated(dim)
     audit.custom()
-    if args.recompute and not any(check.problems for check in audit.checks):  # else the provenance is in doubt
-        drawn = random.Random(args.seed).sample(range(origin.samples), min(args.recompute, origin.samples))
-        device = world.choose("auto", args.device, 1, world.detect_gpus()).device_type
-        exact = replace(origin, store="float32")
+    if options.recompute and not any(check.problems for check in audit.checks):  # else the provenance is in doubt
+        drawn = random.Random(options.seed).sample(range(origin.samples), min(options.recompute, origin.samples))
+        device = world.choose("auto", options.device, 1, world.detect_gpus()).device_type
+        exact = origin.model_copy(update={"store": "float32"})
         audit.recomputed(RowMaker.load(exact, torch.device(device)), sorted(drawn))
     return audit
 
 
-def _origin(args: argparse.Namespace) -> Provenance:
+def _origin(options: Options) -> Provenance:
     """Read the collection's provenance, with the paths given on the command line."""
     from gradwire.attribution.store import provenance
 
-    origin = provenance.read(args.output_dir)
-    places = {name: getattr(args, name) for name in provenance.PLACES}
-    return replace(origin, **{name: str(place) for name, place in places.items() if place is not None})  # type: ignore[arg-type]
+    origin = provenance.read(options.output_dir)
+    places = {name: getattr(options, name) for name in provenance.PLACES}
+    return origin.model_copy(update={name: str(place) for name, place in places.items() if place is not None})

@@ -8,16 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BeforeValidator, Field
 
-from gradwire.attribution.options import (
-    PROJECTION,
-    SAVE_INTERVAL,
-    AdamVariant,
-    GradMethod,
-    GradType,
-    Projection,
-    RowType,
-    SampleLoss,
-)
+from gradwire.attribution.options import PROJECTION, GradType, Projection, RowOptions
 from gradwire.base.errors import BadInput, unknown
 from gradwire.base.flags import COUNT
 from gradwire.base.strict import Strict
@@ -106,19 +97,14 @@ class Exclusion(Selection):
     reason: str
 
 
-class Gradients(Selection):
+class Gradients(RowOptions, Selection):
     """Runs whose per-sample gradients are collected, and the settings for them."""
 
     dim: tuple[Count, ...] = Field((256,), min_length=1, description="dimensions of the projections")
     grad_type: GradType = Field("sgd", description="kind of gradient in a row")
-    adam_variant: AdamVariant = Field("torch", description="Adam's formula, for type adam")
-    loss: SampleLoss = Field("mean", description="loss of a sample: mean or sum over its targets")
     projection: Projection = Field(PROJECTION, description="method of projection")
-    store: RowType = Field("float32", description="type of a row in the files")
-    method: GradMethod = Field("auto", description="method of computing gradients")
     split: Split = Field("val", description="split of the samples")
     max_samples: int | None = Field(None, **COUNT.limits, description="number of samples; default: all")
-    save_interval: Count = Field(SAVE_INTERVAL, description="samples per file")
     recompute: Natural = Field(4, description="number of rows that validation recomputes")
     query: str | None = Field(None, min_length=1, description="prompt whose nearest samples each store is asked for")
     norms: bool = Field(False, description="also write norms.parquet, the norm of every sample's gradient")

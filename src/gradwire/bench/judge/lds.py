@@ -7,18 +7,19 @@ trained on the subsets, averaged over queries (Park et al., 2023, "TRAK", sectio
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
+from gradwire.attribution.options import Count
 from gradwire.base.errors import BadInput
 from gradwire.base.files import write_json
-from gradwire.base.flags import COUNT, FRACTION, Number
+from gradwire.base.flags import FRACTION, Number
 from gradwire.bench.judge import methods as attribution
-from gradwire.bench.judge.methods import RESAMPLES, costs, interval, shown, table
+from gradwire.bench.judge.methods import RESAMPLES, JudgeOptions, costs, interval, shown, table
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,20 +31,20 @@ RESULT = "lds.json"
 SUBSETS = Number(int, 2, 2**31 - 1)
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the verb's flags."""
-    attribution.arguments(parser)
-    parser.add_argument("--subsets", type=SUBSETS, default=32, metavar="M", help="number of trainings on subsets")
-    parser.add_argument("--fraction", type=FRACTION, default=0.5, help="size of a subset relative to all samples")
-    parser.add_argument("--workers", type=COUNT, default=1, help="processes that train subsets, of one thread each")
+class Options(JudgeOptions):
+    """Flags of ``gradwire grads lds``."""
+
+    subsets: Annotated[int, SUBSETS] = Field(32, description="number of trainings on subsets")
+    fraction: Annotated[float, FRACTION] = Field(0.5, description="size of a subset relative to all samples")
+    workers: Count = Field(1, description="processes that train subsets, of one thread each")
 
 
-def beside(args: argparse.Namespace) -> Path:
+def beside(options: Options) -> Path:
     """Return the results folder."""
-    return args.output_dir
+    return options.output_dir
 
 
-def main(args: argparse.Namespace) -> None:
+def main(options: Options) -> None:
     """Train on all samples and on the subsets, score by every method, and print a table.
 
     Raises:
@@ -52,31 +53,32 @@ def main(args: argparse.Namespace) -> None:
     """
     from gradwire.bench.judge import retraining
 
-    train, val, samples = attribution.opened(args, args.queries)
+    train, val, samples = attribution.opened(options, options.queries)
     shards = train.folder.parent
     subsets = retraining.Subsets(
-        args.output_dir / "subsets", shards, samples, args.queries, args.fraction, attribution.recipe_of(args)
+        options.output_dir / "subsets", shards, samples, options.queries, options.fraction, options.recipe
     )
     if not 1 <= subsets.size < samples:
         raise BadInput(
-            f"--fraction {args.fraction:g} of {samples} samples is {subsets.size}; it must be from 1 to {samples - 1}."
+            f"--fraction {options.fraction:g} of {samples} samples is {subsets.size}; it must be from 1 to "
+            f"{samples - 1}."
         )
-    settings = attribution.settings_of("lds", args, train, val, samples) | {"fraction": args.fraction}
-    attribution.claim(args.output_dir, settings)
-    study = attribution.Study(args, shards, samples, args.queries)
-    scores = {name: study.scores(name) for name in args.methods}
-    retraining.run_missing(subsets, args.subsets, args.workers)
-    members, losses = outcomes(subsets, args.subsets)
-    rows = judged(scores, members, losses, args.seed)
-    result = {
+    settings = attribution.settings_of("lds", options, train, val, samples) | {"fraction": options.fraction}
+    attribution.claim(options.output_dir, settings)
+    study = attribution.Study(options, shards, samples, options.queries)
+    scores: dict[str, attribution.Scores] = {name: study.scores(name) for name in options.methods}
+    retraining.run_missing(subsets, options.subsets, options.workers)
+    members, losses = outcomes(subsets, options.subsets)
+    rows = judged(scores, members, losses, options.seed)
+    result: dict[str, Any] = {
         "settings": settings,
-        "subsets": args.subsets,
-        "damping": args.damping,
+        "subsets": options.subsets,
+        "damping": options.damping,
         "loss": float(losses.mean()),
         "loss_spread": float(losses.std(0).mean()),
         "methods": rows,
     }
-    write_json(args.output_dir / RESULT, result)
+    write_json(options.output_dir / RESULT, result)
     print(table([shown_row(one) for one in rows]))
     print(
         "loss of a query: {loss:.3f} nats, with a standard deviation of {loss_spread:.3f} over subsets".format(**result)

@@ -6,23 +6,24 @@ A score is high where training on the sample should lower the query's loss. All 
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import time
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args
 
 import numpy as np
+from pydantic import Field
 
-from gradwire.attribution.collect.run import call
-from gradwire.attribution.options import PROJECTION, Projection
-from gradwire.attribution.query import curvature
+from gradwire.attribution.options import PROJECTION, Count, Projection, RowGradient
+from gradwire.attribution.query.curvature import DAMPING, solver
 from gradwire.base.errors import BadInput
 from gradwire.base.files import read_object, write_json
-from gradwire.base.flags import COUNT, NOT_NEGATIVE, POSITIVE, SEED, output_folder
+from gradwire.base.flags import NOT_NEGATIVE, POSITIVE, SEED, output_folder
+from gradwire.base.strict import Strict, checked
 from gradwire.bench.config import Training
+from gradwire.lm.data.defaults import Split
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,6 +36,8 @@ SETTINGS = "settings.json"
 COST = "cost.json"  # of a store or of factors: its seconds
 RESAMPLES = 1000
 INTERVAL = (0.025, 0.975)
+TRAINING = Training.model_fields
+MethodName = Literal["random", "dot", "cosine", "adam", "fisher", "fisher-cosine", "ekfac", "ekfac-cosine"]
 
 
 class Method(NamedTuple):
@@ -47,13 +50,13 @@ class Method(NamedTuple):
         queries: Gradient type of the queries' rows.
     """
 
-    rows: str | None
+    rows: RowGradient | None
     metric: str = ""
     curved: bool = False
-    queries: str = "sgd"
+    queries: RowGradient = "sgd"
 
 
-METHODS = {
+METHODS: dict[MethodName, Method] = {
     "random": Method(None),
     "dot": Method("sgd", "dot"),
     "cosine": Method("sgd", "cosine"),
@@ -73,46 +76,53 @@ class Scores(NamedTuple):
     store_bytes: int
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the flags of both verbs."""
-    fields = Training.model_fields
-    parser.add_argument("--data_path", type=Path, required=True, help="a shards folder with a train and a val split")
-    parser.add_argument(
-        "--output_dir", type=output_folder, required=True, help="folder for all results; resumes what is there"
+class JudgeOptions(Strict):
+    """Flags of both verbs."""
+
+    data_path: Path = Field(description="a shards folder with a train and a val split")
+    output_dir: Annotated[Path, output_folder] = Field(description="folder for all results; resumes what is there")
+    max_samples: Count | None = Field(None, description="train on the first N samples only (default: all)")
+    queries: Count = Field(32, description="validation samples to use as queries")
+    methods: tuple[MethodName, ...] = Field(get_args(MethodName), description="methods to judge")
+    model: str = Field("tiny", description="a preset, options as JSON, or a folder, as for train")
+    steps: Count = Field(TRAINING["steps"].default, description="steps of each training")
+    batch_size: Count = Field(TRAINING["batch_size"].default, description="samples per step")
+    lr: Annotated[float, POSITIVE] = Field(TRAINING["lr"].default, description="peak learning rate of AdamW")
+    dim: Count = Field(description="columns per row")
+    projection: Projection = Field(PROJECTION, description="as for collect")
+    damping: Annotated[float, NOT_NEGATIVE] = Field(
+        DAMPING, description="of the fisher methods and of ekfac, in units of the mean curvature"
     )
-    parser.add_argument("--max_samples", type=COUNT, help="train on the first N samples only (default: all)")
-    parser.add_argument("--queries", type=COUNT, default=32, metavar="N", help="validation samples to use as queries")
-    parser.add_argument("--methods", nargs="+", choices=tuple(METHODS), default=list(METHODS), help="methods to judge")
-    parser.add_argument("--model", default="tiny", help="a preset, options as JSON, or a folder, as for train")
-    parser.add_argument("--steps", type=COUNT, default=fields["steps"].default, help="steps of each training")
-    parser.add_argument("--batch_size", type=COUNT, default=fields["batch_size"].default, help="samples per step")
-    parser.add_argument("--lr", type=POSITIVE, default=fields["lr"].default, help="peak learning rate of AdamW")
-    parser.add_argument("--dim", type=COUNT, required=True, metavar="N", help="columns per row")
-    parser.add_argument("--projection", choices=get_args(Projection), default=PROJECTION, help="as for collect")
-    parser.add_argument(
-        "--damping",
-        type=NOT_NEGATIVE,
-        default=curvature.DAMPING,
-        help="of the fisher methods and of ekfac, in units of the mean curvature",
-    )
-    parser.add_argument("--seed", type=SEED, default=0, help="of weights, order, projection, subsets and resampling")
+    seed: Annotated[int, SEED] = Field(0, description="of weights, order, projection, subsets and resampling")
+
+    @property
+    def recipe(self) -> Recipe:
+        """The trainings' recipe.
+
+        Raises:
+            BadInput: If it is invalid.
+        """
+        from gradwire.bench.judge.retraining import Recipe
+
+        trained = {"steps": self.steps, "batch_size": self.batch_size, "lr": self.lr}
+        return Recipe(self.model, checked(Training, {**trained, "warmup_steps": 0, "profile": False}, ""), self.seed)
 
 
 class Study:
     """A model trained on all samples, and the gradients of samples and queries there.
 
     Args:
-        args: The verb's arguments, as `arguments` defines them.
+        options: The options of the verb.
         shards: The shards folder; samples are those of its train split, queries the first of its val split.
         samples: Number of samples.
         queries: Number of queries.
     """
 
-    def __init__(self, args: argparse.Namespace, shards: Path, samples: int, queries: int) -> None:
-        self.args, self.folder, self.shards = args, args.output_dir, shards
+    def __init__(self, options: JudgeOptions, shards: Path, samples: int, queries: int) -> None:
+        self.options, self.folder, self.shards = options, options.output_dir, shards
         self.samples, self.queries = samples, queries
 
-    def scores(self, name: str) -> Scores:
+    def scores(self, name: MethodName) -> Scores:
         """Score every sample for every query by a method."""
         from gradwire.attribution.query.influence import check_alike
         from gradwire.attribution.query.search import groups_of, similarities, target
@@ -120,7 +130,7 @@ class Study:
 
         method = METHODS[name]
         if method.rows is None:
-            random = np.random.default_rng(self.args.seed)
+            random = np.random.default_rng(self.options.seed)
             return Scores(random.standard_normal((self.samples, self.queries)), 0.0, 0)
         (train, of_rows), (queries, of_queries) = self._rows[method.rows], self._rows[f"queries of {method.queries}"]
         if method.rows == "ekfac":
@@ -128,7 +138,7 @@ class Study:
         check_alike(train, queries)
         began = time.perf_counter()
         rows = RowFile(train.rows.names.rows)
-        solve = curvature.solver(rows, self.args.damping if method.curved else None)
+        solve = solver(rows, self.options.damping if method.curved else None)
         against = target(queries.rows, method.metric, groups_of("max", queries.rows.shape[0]), solve)
         values = np.concatenate(list(similarities(rows, against, method.metric, solve)))
         seconds = time.perf_counter() - began + of_rows + of_queries
@@ -140,64 +150,67 @@ class Study:
 
         The queries come first: every method bears their cost, and with it that of the first imports.
         """
-        methods = [METHODS[name] for name in self.args.methods if METHODS[name].rows is not None]
+        methods = [METHODS[name] for name in self.options.methods if METHODS[name].rows is not None]
         queries = {
             f"queries of {kind}": self._collected("val", kind) for kind in dict.fromkeys(m.queries for m in methods)
         }
-        return queries | {kind: self._collected("train", kind) for kind in sorted({str(m.rows) for m in methods})}
+        return queries | {kind: self._collected("train", kind) for kind in sorted({m.rows for m in methods if m.rows})}
 
     @cached_property
     def _factors(self) -> tuple[Path, float]:
         """The folder of EK-FAC's factors, with the seconds that they took."""
-        damping = self.args.damping
-        factors = self.folder / f"factors-{damping:g}"
-        options = {
-            "model_dir": self.model_dir,
-            "data_path": self.shards,
-            "output_dir": factors,
-            "split": "train",
-            "max_samples": self.samples,
-            "damping": damping,
-        }
+        from gradwire.attribution.collect import factors
+
+        made = self.folder / f"factors-{self.options.damping:g}"
         began = time.perf_counter()
-        if not (factors / COST).is_file():
-            call(self.args, ["grads", "factors", *(f"--{name}={value}" for name, value in options.items())])
-            write_json(factors / COST, {"seconds": time.perf_counter() - began})
-        return factors, seconds_of(factors)
+        if not (made / COST).is_file():
+            factors.main(
+                factors.Options(
+                    model_dir=self.model_dir,
+                    data_path=self.shards,
+                    split="train",
+                    max_samples=self.samples,
+                    output_dir=made,
+                    damping=self.options.damping,
+                )
+            )
+            write_json(made / COST, {"seconds": time.perf_counter() - began})
+        return made, seconds_of(made)
 
-    def _collected(self, split: str, kind: str) -> tuple[Store, float]:
+    def _collected(self, split: Split, kind: RowGradient) -> tuple[Store, float]:
         """Collect the samples' or the queries' store, or check the one that is there."""
+        from gradwire.attribution.collect import collect
         from gradwire.attribution.query.search import open_store
+        from gradwire.attribution.store import aggregate
 
-        name = "queries" if split == "val" else kind
+        name: str = "queries" if split == "val" else kind
         optimizer_dir = None
         if kind == "ekfac":
             optimizer_dir, _ = self._factors
-            name = f"ekfac-{self.args.damping:g}{'-queries' if split == 'val' else ''}"
-        count = self.queries if split == "val" else self.samples
-        args, folder = self.args, self.folder / name
+            name = f"ekfac-{self.options.damping:g}{'-queries' if split == 'val' else ''}"
+        folder, dim = self.folder / name, self.options.dim
         cost = folder / COST
         if not cost.is_file():  # begun and not completed: its time would be that of the rest
             shutil.rmtree(folder, ignore_errors=True)
-        options = {
-            "model_dir": self.model_dir,
-            "data_path": self.shards,
-            "output_path": folder,
-            "split": split,
-            "max_samples": count,
-            "dim": args.dim,
-            "grad_type": kind,
-            "projection": args.projection,
-            "seed": args.seed,
-            "device": "cpu",
-            **({} if optimizer_dir is None else {"optimizer_dir": optimizer_dir}),
-        }
+        rows = collect.Options(
+            model_dir=self.model_dir,
+            data_path=self.shards,
+            output_path=folder,
+            split=split,
+            max_samples=self.queries if split == "val" else self.samples,
+            dim=(dim,),
+            grad_type=kind,
+            projection=self.options.projection,
+            seed=self.options.seed,
+            device="cpu",
+            optimizer_dir=optimizer_dir,
+        )
         began = time.perf_counter()
-        call(args, ["grads", "collect", *(f"--{option}={value}" for option, value in options.items())])
-        call(args, ["grads", "aggregate", f"--base_path={folder}", f"--dim={args.dim}"])
+        collect.main(rows)
+        aggregate.main(aggregate.Options(base_path=folder, dim=dim))
         if not cost.is_file():
             write_json(cost, {"seconds": time.perf_counter() - began})
-        return open_store(folder / f"dim{args.dim}"), seconds_of(folder)
+        return open_store(folder / f"dim{dim}"), seconds_of(folder)
 
     @cached_property
     def model_dir(self) -> Path:
@@ -210,10 +223,10 @@ class Study:
         if not made.is_dir():
             with retraining.one_thread():
                 train = Shards(self.shards, "train")
-                model, optimizer = retraining.trained(recipe_of(self.args), train, range(self.samples), self.samples)
+                model, optimizer = retraining.trained(self.options.recipe, train, range(self.samples), self.samples)
             moments = retraining.moments(model, optimizer)
             tokenizer = self.shards.parent / "tokenizer"
-            folder.save(model.state_dict(), model.config, tokenizer, made, {"steps": self.args.steps}, moments)
+            folder.save(model.state_dict(), model.config, tokenizer, made, {"steps": self.options.steps}, moments)
         return made
 
 
@@ -229,20 +242,7 @@ def seconds_of(folder: Path) -> float:
     return seconds
 
 
-def recipe_of(args: argparse.Namespace) -> Recipe:
-    """Return the trainings' recipe.
-
-    Raises:
-        BadInput: If it is invalid.
-    """
-    from gradwire.base.strict import checked
-    from gradwire.bench.judge.retraining import Recipe
-
-    given = {"steps": args.steps, "batch_size": args.batch_size, "lr": args.lr, "warmup_steps": 0, "profile": False}
-    return Recipe(args.model, checked(Training, given, ""), args.seed)
-
-
-def opened(args: argparse.Namespace, queries: int) -> tuple[Shards, Shards, int]:
+def opened(options: JudgeOptions, queries: int) -> tuple[Shards, Shards, int]:
     """Open and check the splits and the model of ``--data_path``; return them and the number of samples.
 
     Raises:
@@ -251,25 +251,25 @@ def opened(args: argparse.Namespace, queries: int) -> tuple[Shards, Shards, int]
     from gradwire.lm.data.shards import Shards, check, exist
     from gradwire.lm.models import causal
 
-    path = args.data_path
+    path = options.data_path
     folder = path / "shards" if not exist(path) and exist(path / "shards") else path
     train, val = Shards(folder, "train"), Shards(folder, "val")
     check(folder)
-    causal.check(args.model, train.meta["vocab_size"], train.meta["max_length"])
-    samples = len(train) if args.max_samples is None else args.max_samples
+    causal.check(options.model, train.meta["vocab_size"], train.meta["max_length"])
+    samples = len(train) if options.max_samples is None else options.max_samples
     for flag, split, wanted in (("--max_samples", train, samples), ("--queries", val, queries)):
         if wanted > len(split):
             raise BadInput(f"{flag}: {split.folder} has {len(split)} samples, and {wanted} are needed.")
     return train, val, samples
 
 
-def settings_of(verb: str, args: argparse.Namespace, train: Shards, val: Shards, samples: int) -> dict[str, Any]:
+def settings_of(verb: str, options: JudgeOptions, train: Shards, val: Shards, samples: int) -> dict[str, Any]:
     """Return what the trainings and the stores of a folder depend on."""
     from gradwire.base.source_digest import source_digest
     from gradwire.lm.models import causal, presets, saved
 
-    content = saved.digest(Path(args.model)) if causal.is_saved(args.model) else presets.content(args.model)
-    options = ("queries", "steps", "batch_size", "lr", "dim", "projection", "seed")
+    content = saved.digest(Path(options.model)) if causal.is_saved(options.model) else presets.content(options.model)
+    names = ("queries", "steps", "batch_size", "lr", "dim", "projection", "seed")
     return {
         "verb": verb,
         "source": source_digest("gradwire.bench.judge.retraining"),
@@ -277,7 +277,7 @@ def settings_of(verb: str, args: argparse.Namespace, train: Shards, val: Shards,
         "val_digest": val.digest,
         "samples": samples,
         "model": content,
-        **{name: getattr(args, name) for name in options},
+        **{name: getattr(options, name) for name in names},
     }
 
 

@@ -7,7 +7,6 @@ samples among its ``--top_k`` highest scores.
 
 from __future__ import annotations
 
-import argparse
 import math
 import shutil
 from collections.abc import Mapping, Sequence
@@ -15,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from pydantic import Field
 
+from gradwire.attribution.options import Count
 from gradwire.base.files import write_json
-from gradwire.base.flags import COUNT
 from gradwire.bench.judge import methods as attribution
-from gradwire.bench.judge.methods import RESAMPLES, costs, interval, shown, table
+from gradwire.bench.judge.methods import RESAMPLES, JudgeOptions, costs, interval, shown, table
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -48,20 +48,20 @@ class Planted(NamedTuple):
     samples: dict[str, Encoded]
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the verb's flags."""
-    attribution.arguments(parser)
-    parser.add_argument("--copies", type=COUNT, default=3, metavar="N", help="copies planted of each query")
-    parser.add_argument("--documents", type=COUNT, default=50, metavar="N", help="documents planted of the task")
-    parser.add_argument("--top_k", type=COUNT, metavar="K", help="samples to look at (default: as many as are planted)")
+class Options(JudgeOptions):
+    """Flags of ``gradwire grads recall``."""
+
+    copies: Count = Field(3, description="copies planted of each query")
+    documents: Count = Field(50, description="documents planted of the task")
+    top_k: Count | None = Field(None, description="samples to look at (default: as many as are planted)")
 
 
-def beside(args: argparse.Namespace) -> Path:
+def beside(options: Options) -> Path:
     """Return the results folder."""
-    return args.output_dir
+    return options.output_dir
 
 
-def main(args: argparse.Namespace) -> None:
+def main(options: Options) -> None:
     """Plant samples, train, score by every method, and print a table.
 
     Raises:
@@ -69,23 +69,29 @@ def main(args: argparse.Namespace) -> None:
     """
     from gradwire.attribution.query.search import order_of
 
-    train, val, samples = attribution.opened(args, 2 * args.queries)
-    settings = attribution.settings_of("recall", args, train, val, samples)
-    settings |= {"copies": args.copies, "documents": args.documents}
-    attribution.claim(args.output_dir, settings)
-    planted = plant(train, val, samples, args)
-    shards = args.output_dir / "data" / "shards"
+    train, val, samples = attribution.opened(options, 2 * options.queries)
+    settings = attribution.settings_of("recall", options, train, val, samples)
+    settings |= {"copies": options.copies, "documents": options.documents}
+    attribution.claim(options.output_dir, settings)
+    planted = plant(train, val, samples, options)
+    shards = options.output_dir / "data" / "shards"
     ids = write(shards, train, samples, planted)
-    study = attribution.Study(args, shards, len(ids), len(planted))
+    study = attribution.Study(options, shards, len(ids), len(planted))
     wanted = [frozenset(one.samples) for one in planted]
     kinds = [one.kind for one in planted]
     rows = []
-    for name in args.methods:
+    for name in options.methods:
         scores = study.scores(name)
         best = [[ids[at] for at in order_of(column)] for column in scores.values.T]
-        rows.append(row(name, scores, kinds, recalls(best, wanted, args.top_k), args.seed))
-    result = {"settings": settings, "samples": len(ids), "top_k": args.top_k, "damping": args.damping, "methods": rows}
-    write_json(args.output_dir / RESULT, result)
+        rows.append(row(name, scores, kinds, recalls(best, wanted, options.top_k), options.seed))
+    result = {
+        "settings": settings,
+        "samples": len(ids),
+        "top_k": options.top_k,
+        "damping": options.damping,
+        "methods": rows,
+    }
+    write_json(options.output_dir / RESULT, result)
     print(table([shown_row(one) for one in rows]))
 
 
@@ -95,14 +101,14 @@ def shown_row(row: Mapping[str, Any]) -> dict[str, str]:
     return {"method": row["method"], **found, **costs(row)}
 
 
-def plant(train: Shards, val: Shards, samples: int, args: argparse.Namespace) -> list[Planted]:
+def plant(train: Shards, val: Shards, samples: int, options: Options) -> list[Planted]:
     """Return ``--queries`` queries of each kind with their planted samples.
 
     Tokens that replace others, and those of the task, are drawn from the first ``samples`` training samples.
     """
     from gradwire.lm.data.writer import Encoded
 
-    random = np.random.default_rng(args.seed)
+    random = np.random.default_rng(options.seed)
     pool = np.concatenate([train[position].input_ids.numpy() for position in range(samples)])
 
     def edited(query: Encoded) -> Encoded:
@@ -112,9 +118,9 @@ def plant(train: Shards, val: Shards, samples: int, args: argparse.Namespace) ->
         return query._replace(tokens=changed.tolist())
 
     found = []
-    for number in range(2 * args.queries):
-        kind, query = KINDS[number // args.queries], encoded_of(val[number])
-        copies = [query if kind == "exact" else edited(query) for _ in range(args.copies)]
+    for number in range(2 * options.queries):
+        kind, query = KINDS[number // options.queries], encoded_of(val[number])
+        copies = [query if kind == "exact" else edited(query) for _ in range(options.copies)]
         found.append(Planted(kind, query, {f"{kind}/{number}/{k}": copy for k, copy in enumerate(copies)}))
     length = min(LONGEST_TASK, train.meta["max_length"])
     form = random.choice(pool, length)
@@ -122,8 +128,8 @@ def plant(train: Shards, val: Shards, samples: int, args: argparse.Namespace) ->
     def document() -> Encoded:
         return Encoded(np.where(np.arange(length) % 2 == 0, form, random.choice(pool, length)).tolist())
 
-    shared = {f"task/{k}": document() for k in range(args.documents)}
-    return found + [Planted("task", document(), shared) for _ in range(args.queries)]
+    shared = {f"task/{k}": document() for k in range(options.documents)}
+    return found + [Planted("task", document(), shared) for _ in range(options.queries)]
 
 
 def encoded_of(sample: Sample) -> Encoded:

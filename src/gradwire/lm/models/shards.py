@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gradwire.base.errors import BadInput
 from gradwire.lm.models import saved
@@ -13,7 +12,7 @@ if TYPE_CHECKING:
     from gradwire.lm.data.shards import Shards
 
 
-def samples_of(args: argparse.Namespace, rank: int = 0) -> Shards:
+def samples_of(args: Any, rank: int = 0) -> Shards:
     """The samples for a verb that also takes ``--split``: a split of a shards folder, or a whole corpus file.
 
     Raises:
@@ -31,7 +30,7 @@ def samples_of(args: argparse.Namespace, rank: int = 0) -> Shards:
     return Shards(folder, args.split or splits(folder)[0])
 
 
-def shards_folder(args: argparse.Namespace, rank: int = 0, *, whole: bool = False) -> Path:
+def shards_folder(args: Any, rank: int = 0, *, whole: bool = False) -> Path:
     """The shards folder for a verb that takes ``--model_dir --data_path --max_length --cache_dir``.
 
     Args:

@@ -1,13 +1,17 @@
-"""Targets as samples of their own, for a row per token."""
+"""Samples of a collection: those of a split of shards, or their targets, for a row per token."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from itertools import accumulate
+from pathlib import Path
 
 import torch
 
-from gradwire.lm.data.shards import Sample, Shards
+from gradwire.attribution.options import RowUnit
+from gradwire.attribution.store.provenance import FILE, Provenance
+from gradwire.base.errors import BadInput
+from gradwire.lm.data.shards import Sample, Shards, check
 
 
 class Tokens:
@@ -60,3 +64,40 @@ class Tokens:
     def _number(self, index: int) -> int:
         """Return the position of the sample of a target."""
         return bisect_right(self._ends, index) - 1
+
+
+def units(shards: Shards, row_of: RowUnit) -> Shards | Tokens:
+    """Return the samples of a split, or their targets if a row is of a token."""
+    return Tokens(shards) if row_of == "token" else shards
+
+
+def units_of(shards: Shards | Tokens, samples: int | None) -> int:
+    """Return the number of units of the first ``samples`` samples; None: of all."""
+    if samples is None:
+        return len(shards)
+    return shards.of_samples(samples) if isinstance(shards, Tokens) else min(samples, len(shards))
+
+
+def samples(provenance: Provenance) -> Shards | Tokens:
+    """Open the samples of a collection; it uses the first ``provenance.samples`` of them.
+
+    Raises:
+        BadInput: If they are missing or have changed.
+    """
+    folder = Path(provenance.data_path)
+    check(folder)
+    available = units(Shards(folder, provenance.split), provenance.row_of)
+    if available.digest != provenance.data_digest:
+        raise BadInput(f"the samples in {folder} are not those that were collected: their digest differs.")
+    if not provenance.world_size <= provenance.samples <= len(available):
+        raise BadInput(
+            f"{FILE} has {provenance.samples} samples on {provenance.world_size} ranks, but {folder} has "
+            f"{len(available)} samples: the file was changed; collect the gradients again."
+        )
+    return available
+
+
+def row_ids(provenance: Provenance, shards: Shards | Tokens) -> list[str]:
+    """Return the ids of the collection's rows, in data order."""
+    samples = (shards[position].sample_id for position in range(provenance.samples))
+    return [row_id for sample_id in samples for row_id in provenance.row_ids(sample_id)]
