@@ -1,20 +1,17 @@
-"""Per-sample gradients: how fast, against the batch-1 loop and against a plain forward and backward pass.
+"""Per-sample gradients: how fast rows, projections, norms and queries are.
 
-``python benchmarks/bench_gradients.py methods|ceiling|memory|projections|ranks|aggregate``, each a table of its own.
-Samples are random tokens, distinct, all of one length. Rounds are interleaved, and ratios are medians over them.
+``python benchmarks/bench_gradients.py methods|projections|norms|query``, each a table. Samples are random tokens,
+distinct, all of one length. Rounds are interleaved, and ratios are medians over them.
+
+``query --store DIR --prompt TEXT --output_dir DIR`` measures an answer over a large store, which repeats the rows of a
+real one, each with noise of a tenth of its norm: scores are near those of real rows, and all distinct.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import resource
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +19,11 @@ import numpy as np
 import torch
 
 from gradwire.attribution import projections
-from gradwire.attribution.collect import rows
-from gradwire.attribution.collect.methods import METHODS
+from gradwire.attribution.collect.rows import RowMaker
 from gradwire.attribution.persample import loop
-from gradwire.attribution.persample.batch import losses_of, shapes
-from gradwire.attribution.persample.norms import norms
-from gradwire.attribution.store import aggregate as aggregate_verb
-from gradwire.attribution.store import merge, store
+from gradwire.attribution.persample import norms as of_batch
+from gradwire.attribution.persample.batch import losses_of
 from gradwire.attribution.store.provenance import FORMAT, Provenance
-from gradwire.bench.codecs.timing import kept_memory
 from gradwire.lm.data.batches import collate
 from gradwire.lm.data.shards import Sample
 from gradwire.lm.models import causal
@@ -65,10 +58,10 @@ def made_from(dim: int, count: int, method: str, projection: str) -> Provenance:
     )
 
 
-def maker(args: argparse.Namespace, method: str, projection: str, batch_size: int) -> rows.RowMaker:
+def maker(args: argparse.Namespace, method: str, projection: str, batch_size: int) -> RowMaker:
     origin = made_from(args.dim, args.samples, method, projection)
     model = causal.build(args.model, args.vocabulary, args.length, seed=0).to(args.device)
-    return rows.RowMaker(model, origin, torch.device(args.device), batch_size=batch_size)
+    return RowMaker(model, origin, torch.device(args.device), batch_size=batch_size)
 
 
 def timed(device: str, work: Callable[[], Any]) -> float:
@@ -149,82 +142,6 @@ def methods(args: argparse.Namespace) -> None:
     show(table, ["rows", "samples/s", "× the loop", "× forward + backward"])
 
 
-LOOP, FROZEN = "loop", "forward + backward of frozen weights"
-SIX_LAYERS = json.dumps({"architecture": "gpt2", "n_embd": 256, "n_layer": 6, "n_head": 8})
-
-
-def frozen_passes(args: argparse.Namespace, data: Samples) -> Callable[[], None]:
-    """What any rows by hooks need: the activations' gradients, down to the embeddings."""
-    model = causal.build(args.model, args.vocabulary, args.length, seed=0).to(args.device).eval().requires_grad_(False)
-    batch = collate(data, 0, args.samples).to(args.device)
-    read: list[torch.Tensor] = []
-
-    def leaf(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        read.append(output.requires_grad_())
-        return output
-
-    model.get_input_embeddings().register_forward_hook(leaf)
-
-    def forward_backward() -> None:
-        torch.autograd.grad(losses_of(model, batch).sum(), [read.pop()])
-
-    return forward_backward
-
-
-def ceiling(args: argparse.Namespace) -> None:
-    """One thread, 6.85 M parameters, 16 samples of 64 tokens: gradients and rows against their limits."""
-    args.samples, args.batch_size, args.length, args.vocabulary = 16, 16, 64, 8192
-    args.model, args.projections = SIX_LAYERS, ["factored", "sjlt"]
-    torch.set_num_threads(1)
-    data = samples(args.samples, args.length, args.vocabulary)
-    model = causal.build(args.model, args.vocabulary, args.length, seed=0).to(args.device)
-    batch = collate(data, 0, args.samples).to(args.device)
-    stack = torch.zeros(args.samples, model.num_parameters(), device=args.device)
-    out = maker(args, "hooks", "sjlt", args.batch_size).by_name(stack)
-    sjlt = projections.build("sjlt", shapes(model), 0)
-    jobs: dict[str, Callable[[], Any]] = {LOOP: lambda: loop.gradients(model, batch, out=out)}
-    jobs |= {PLAIN: plain_passes(args, data), FROZEN: frozen_passes(args, data)}
-    jobs |= {f"gradients, {name}": partial(METHODS[name], model, batch, out=out) for name in ("vmap", "hooks")}
-    jobs["norms, hooks"] = lambda: norms(model, batch)
-    for projection in args.projections:
-        for method in ("loop", "hooks"):
-            jobs[f"rows, {projection}, {method}"] = rows_by(args, data, method, projection)
-    jobs |= {READ: stack.sum, "sjlt of the gradients": lambda: sjlt.project(stack, [args.dim])}
-    with kept_memory():  # as in a rank; otherwise pages that the kernel takes back and zeroes are a tenth of a pass
-        seconds = interleaved(args.device, jobs, args.rounds)
-    columns = [seconds[of] for of in (LOOP, FROZEN)]
-    table = [
-        [name, f"{1e3 * np.median(of):,.0f}", *(spread(column / of) for column in columns), spread(of / seconds[READ])]
-        for name, of in seconds.items()
-    ]
-    size = f"{args.samples} × {args.length} tokens, {args.dim} columns"
-    print(f"{model.num_parameters():,} parameters, {size}, one thread\n")
-    show(table, ["", "ms", "× the loop", "× frozen", "time / reading once"])
-
-
-def memory(args: argparse.Namespace) -> None:
-    """Peak memory of each method, each in a process of its own."""
-    table = []
-    for projection in args.projections:
-        for method in ("loop", "vmap", "hooks"):
-            words = [sys.executable, __file__, "one", "--method", method, "--projections", projection]
-            for name in ("model", "device", "samples", "batch_size", "dim", "length", "vocabulary"):
-                words += [f"--{name}", str(getattr(args, name))]
-            table.append([f"{projection}, {method}", subprocess.check_output(words, text=True).strip()])
-    show(table, ["rows", "MB above the model"])
-
-
-def one(args: argparse.Namespace) -> None:
-    data = samples(args.samples, args.length, args.vocabulary)
-    made = maker(args, args.method, args.projections[0], 1 if args.method == "loop" else args.batch_size)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    made.blocks(data, range(args.samples))
-    if args.device == "cuda":
-        print(f"{torch.cuda.max_memory_allocated() / 1e6:,.0f}")
-    else:
-        print(f"{(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1e3:,.0f}")
-
-
 READ, PRODUCT = "read once (sum)", "matrix product alone"
 
 
@@ -258,109 +175,103 @@ def project(args: argparse.Namespace) -> None:
     show(table, ["", "ms", "× reading", "× matrix product"])
 
 
-def ranks(args: argparse.Namespace) -> None:
-    """Two ranks against one, one thread each: the steady part of `grads collect`, start-up left out."""
-    ratios = []
-    workers = [
-        subprocess.Popen(
-            [sys.executable, __file__, "worker", *sys.argv[2:]],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    for worker in workers:
-        worker.stdout.readline()
-    for _ in range(args.rounds):
-        spans = []
-        for count in (1, 2):
-            began = time.perf_counter()
-            for worker in workers[:count]:
-                worker.stdin.write(f"{args.samples // count}\n")
-                worker.stdin.flush()
-            for worker in workers[:count]:
-                worker.stdout.readline()
-            spans.append(time.perf_counter() - began)
-        ratios.append(spans[0] / spans[1])
-    for worker in workers:
-        worker.stdin.close()
-    print(f"two ranks against one, one thread each: {spread(np.array(ratios))}")
+def norm_jobs(args: argparse.Namespace) -> dict[str, Callable[[], Any]]:
+    """Norms of a batch, and its plain passes."""
+    model = causal.build(args.model, args.vocabulary, args.length, seed=0).to(args.device)
+    data = samples(args.batch_size, args.length, args.vocabulary)
+    batch = collate(data, 0, args.batch_size).to(args.device)
+
+    def plain() -> None:
+        losses_of(model, batch).sum().backward()
+        model.zero_grad(set_to_none=True)
+
+    return {
+        "forward": lambda: losses_of(model, batch).sum(),
+        "forward + backward": plain,
+        "norms": lambda: of_batch.norms(model, batch),
+        "norms, by the loop": lambda: loop.gradients(model, batch, "mean"),
+    }
 
 
-def worker(args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    data = samples(args.samples, args.length, args.vocabulary)
-    made = maker(args, "hooks", args.projections[0], args.batch_size)
-    made.blocks(data, range(args.batch_size))
-    print("ready", flush=True)
-    for line in sys.stdin:
-        made.blocks(data, range(int(line)))
-        print("done", flush=True)
+def norms(args: argparse.Namespace) -> None:
+    """A norm pass against a plain forward and backward pass of the same batch, and against the loop over samples."""
+    seconds = interleaved(args.device, norm_jobs(args), args.rounds)
+    plain = seconds["forward + backward"]
+    show(
+        [[name, f"{1e3 * np.median(of):,.0f}", spread(of / plain)] for name, of in seconds.items()],
+        ["", "ms", "× forward + backward"],
+    )
 
 
-def aggregate(args: argparse.Namespace) -> None:
-    """Merge ranks' files, against copying the same bytes on this disk."""
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        per_rank = int(args.gigabytes * 1e9 / 4 / args.dim)
-        total = per_rank * args.ranks
-        origin = made_from(args.dim, total, "loop", "rademacher")
-        for rank in range(args.ranks):
-            ids = [f"s{position}" for position in range(rank, total, args.ranks)]
-            block = torch.randn(per_rank, args.dim, generator=torch.Generator().manual_seed(rank))
-            metadata = [{"sample_id": id_, "loss": 1.0, "n_targets": 1, "norm": 1.0, "flag": None} for id_ in ids]
-            store.write(store.all_names(Path(folder) / str(rank)), store.bind(block, metadata, origin))
-            del block
-        words = [sys.executable, __file__, "merge", "--folder", folder, "--ranks", str(args.ranks)]
-        words += ["--dim", str(args.dim), "--samples", str(total)]
-        merged, copied, peaks = [], [], []
-        for _ in range(args.rounds):
-            subprocess.run(["sync", "-f", folder], check=True)
-            found = json.loads(subprocess.check_output(words, text=True))
-            merged.append(found["seconds"])
-            peaks.append(found["mb"])
-            subprocess.run(["sync", "-f", folder], check=True)
-            copied.append(timed("cpu", lambda: copy(Path(folder), args.ranks)))
-        size = args.ranks * args.gigabytes
-        rate, plain = size / np.array(merged), size / np.array(copied)
-        print(
-            f"{args.ranks} ranks × {args.gigabytes} GB, {args.rounds} rounds: merged at {np.median(rate):.2f} GB/s, "
-            f"peak {max(peaks):,.0f} MB resident; cp and sync at {np.median(plain):.2f} GB/s; "
-            f"ratio {spread(rate / plain)}"
-        )
+def noisy(rows: np.ndarray, count: int) -> Iterator[np.ndarray]:
+    """``count`` rows in blocks of at most ``len(rows)``."""
+    random = np.random.default_rng(0)
+    for start in range(0, count, len(rows)):
+        block = rows[: min(len(rows), count - start)]
+        norms = np.linalg.norm(block, axis=1, keepdims=True) / np.sqrt(block.shape[1])
+        yield (block + 0.1 * norms * random.standard_normal(block.shape)).astype(np.float32)
 
 
-def copy(folder: Path, count: int) -> None:
-    """Copy the ranks' rows, and wait for the disk."""
-    for rank in range(count):
-        subprocess.run(["cp", store.all_names(folder / str(rank)).rows, folder / f"copy{rank}"], check=True)
-    subprocess.run(["sync", "-f", folder], check=True)
+def enlarge(source: Path, folder: Path, count: int) -> None:
+    """Write a store of ``count`` rows made from those of another, with digests and checksums that are right."""
+    import pyarrow as pa
+
+    from gradwire.attribution.query.search import open_store
+    from gradwire.attribution.store import provenance, row_file, store
+    from gradwire.base.files import sha256_file
+
+    real = open_store(source)
+    folder.mkdir(parents=True)
+    names, tables, ids = store.all_names(folder), [], []
+    with row_file.tensor_writer(names.rows, (count, real.manifest.dim)) as writer:
+        for copy, block in enumerate(noisy(real.rows.read(0, real.rows.shape[0]), count)):
+            copied = [f"{id_}~{copy}" for id_ in real.rows.ids[: len(block)]]
+            meta = real.rows.meta.slice(0, len(block)).set_column(0, "sample_id", pa.array(copied, pa.string()))
+            tables.append(store.with_digests(real.manifest.identity, meta, torch.from_numpy(block)))
+            ids += copied
+            writer.append(block)
+    store.write_metadata(names, pa.concat_tables(tables), ids)
+    sums = {name: sha256_file(folder / name) for name in provenance.FILES}
+    made = {"rows": count, "sha256": sums, "data_path": "none"}
+    provenance.write_manifest(folder, real.manifest.model_copy(update=made))
 
 
-def merge_all(args: argparse.Namespace) -> None:
-    """What `grads aggregate` does once it has read the samples' ids: all checks, files and checksums."""
+def query(args: argparse.Namespace) -> None:
+    """The parts of an answer of `grads query`."""
+    from gradwire.attribution.query.search import groups_of, nearest, scored, target
+    from gradwire.attribution.query.searcher import Searcher
+    from gradwire.attribution.store.row_file import RowFile
+
+    large = args.output_dir / f"rows{args.rows}"
+    if not large.exists():
+        enlarge(args.store, large, args.rows)
     began = time.perf_counter()
-    origin = made_from(args.dim, args.samples, "loop", "rademacher")
-    sources = [merge.read_rank(Path(args.folder) / str(rank), args.dim, origin) for rank in range(args.ranks)]
-    merged = merge.merge(sources, [f"s{position}" for position in range(args.samples)], 1e-4)
-    place = argparse.Namespace(base_path=Path(args.folder), output_dir=None, dim=args.dim, normalize=False, export=[])
-    aggregate_verb.write(merged, store.all_names(aggregate_verb.target(place)), place)
-    seconds = time.perf_counter() - began
-    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    print(json.dumps({"seconds": seconds, "mb": int(peak.split()[1]) / 1e3}))  # getrusage's would be the parent's
+    searcher = Searcher(large, {}, "cpu")
+    opened = time.perf_counter()
+    searcher.load()
+    loaded = time.perf_counter()
+    rows = searcher.of_prompt(args.prompt)
+    file, mean = RowFile(searcher.store.rows.names.rows), groups_of("mean", len(rows))
+    against = {metric: target(rows, metric, mean) for metric in ("dot", "cosine")}
+    jobs = {
+        "gradient of the prompt": lambda: searcher.of_prompt(args.prompt),
+        "reading the rows alone": lambda: [None for _ in file.chunks(64)],
+        "scores, dot": lambda: scored(file, against["dot"], "dot"),
+        "scores, cosine": lambda: scored(file, against["cosine"], "cosine"),
+        "search, cosine: scores, order, verified rows": lambda: nearest(
+            searcher.store, against["cosine"], "cosine", 10
+        ),
+    }
+    measured = interleaved("cpu", jobs, args.rounds)
+    table = [["opening: checksums, ids", f"{1e3 * (opened - began):,.0f}"]]
+    table.append(["loading the model", f"{1e3 * (loaded - opened):,.0f}"])
+    for name, of in measured.items():
+        low, middle, high = 1e3 * np.percentile(of, [0, 50, 100])
+        table.append([name, f"{middle:,.0f} [{low:,.0f}, {high:,.0f}]"])
+    show(table, [f"{file.shape[0]:,} rows of {file.shape[1]} columns", "ms"])
 
 
-VERBS = {
-    "methods": methods,
-    "ceiling": ceiling,
-    "memory": memory,
-    "one": one,
-    "projections": project,
-    "ranks": ranks,
-    "worker": worker,
-    "aggregate": aggregate,
-    "merge": merge_all,
-}
+VERBS = {"methods": methods, "projections": project, "norms": norms, "query": query}
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -375,12 +286,14 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--dim", type=int, default=4096)
     parser.add_argument("--numel", type=int, default=2**23)
     parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of the CPU")
     parser.add_argument("--projections", nargs="+", default=["factored", "sjlt", "rademacher"])
-    parser.add_argument("--method", default="hooks")
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--gigabytes", type=float, default=0.25, help="of each rank")
-    parser.add_argument("--folder", help="where the files go")
+    parser.add_argument("--store", type=Path, help="query: a real merged store, with its model in place")
+    parser.add_argument("--rows", type=int, default=100_000, help="query: of the large store")
+    parser.add_argument("--prompt", default="A decorator is a function that returns another function.")
+    parser.add_argument("--output_dir", type=Path, help="query: folder of the large store; kept if it is there")
     args = parser.parse_args(words)
+    torch.set_num_threads(args.threads)
     VERBS[args.what](args)
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-import torch
 
 from gradwire.bench.launch import links
 
@@ -206,19 +205,3 @@ def test_the_page_has_the_tables_of_its_records(words):
     files = {path.stem: path for path in (ROOT / "benchmarks").glob("*.jsonl")}
     table = quality_table(*(files.get(word, word) for word in words)).split("\n\n")[0].strip()
     assert table in (ROOT / "benchmarks" / "quality.md").read_text()
-
-
-def test_losses_and_moves_are_shown_by_occurrence():
-    """Two tokens seen 200 times: both move 5 and then 10, of which their own part is 4 and then 6."""
-    rare = runpy.run_path(str(ROOT / "benchmarks" / "rare_tokens.py"))
-    seen, targets = torch.tensor([[200.0, 50.0, 200.0, 1e9], [1.0, 0.0, 3.0, 4.0]])
-    loss = torch.tensor([6.0, 0.0, 10.0, 4.0])
-    moved = torch.tensor([[3.0, 4.0], [1.0, 1.0], [3.0, -4.0], [2.0, 0.0]])
-    then = torch.tensor([[8.0, 6.0], [1.0, 1.0], [8.0, -6.0], [1.0, 0.0]])
-    first = rare["Trained"](targets, loss, moved)
-    other = rare["Trained"](targets, loss + torch.tensor([1.0, 0.0, 2.0, 1.0]), then)
-    lines = rare["by_occurrence"](seen, first, other).splitlines()
-    rows = [[field.strip() for field in line.split("|")[1:-1]] for line in lines[2:]]
-    assert rows[0] == ["100", "2", "50.0 %", "75.0 %", "4.000", "0.750", "2.000", "1.500"]
-    assert rows[1][:6] == ["10000", "1", "50.0 %", "25.0 %", "1.000", "0.250"]
-    assert len(rows) == 2

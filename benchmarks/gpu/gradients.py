@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import bench_gradients
-import bench_norms
 import numpy as np
 import torch
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401  imported before the workers are forked
@@ -76,7 +75,7 @@ def projected(_: None, name: str, numel: int, dim: int) -> Row:
 def norm_passes(_: None, batch_size: int) -> Row:
     """Norms beside forward, and forward and backward."""
     fresh()
-    found = medians(bench_norms.pass_jobs(options(0, batch_size=batch_size)), ROUNDS)
+    found = medians(bench_gradients.norm_jobs(options(0, batch_size=batch_size)), ROUNDS)
     plain = found["forward + backward"]
     return {f"{name} ms": ms for name, ms in found.items()} | {
         "norms_of_plain": found["norms"] / plain,
