@@ -13,7 +13,8 @@ import torch
 from small_model import make, origin
 
 from gradwire import cli
-from gradwire.attribution.store import merge, provenance, row_types, store
+from gradwire.attribution.store import provenance, row_types, store
+from gradwire.attribution.store.aggregate import merge, read_rank
 from gradwire.attribution.store.row_file import RowFile
 from gradwire.attribution.store.row_types import HEADER, least_deviation
 from gradwire.base.errors import BadInput, CheckFailed
@@ -197,20 +198,20 @@ def test_merging_keeps_bytes_and_compares_what_two_ranks_computed(tmp_path, name
 
     def source(place, ids, rows):
         store.write(store.all_names(tmp_path / place), block_of(name, rows, ids))
-        return merge.read_rank(tmp_path / place, 37, made_of(name, 37))
+        return read_rank(tmp_path / place, 37, made_of(name, 37))
 
     first = source("0", ["a", "c", "e"], rows[[0, 2, 4]])
     second = source("1", ["b", "d", "a"], torch.stack([rows[1], rows[3], again]))
-    result = merge.merge([first, second], list("abcde"), 1e-4)
+    result = merge([first, second], list("abcde"), 1e-4)
     stored = row_types.build(name, 37).encode(rows)
     assert torch.equal(torch.from_numpy(np.concatenate(list(result.chunks()))), stored)
     assert result.duplicates == 1 and result.deviation <= 2e-5
     for number, other in enumerate((rows[0] * 1.01, rows[1])):
         wrong = source(f"2{number}", ["b", "d", "a"], torch.stack([rows[1], rows[3], other]))
         with pytest.raises(CheckFailed, match=r"two rows of sample 'a' differ"):
-            merge.merge([first, wrong], list("abcde"), 1e-4)
+            merge([first, wrong], list("abcde"), 1e-4)
     with pytest.raises(BadInput, match=f"has rows of type {name}, not (int8|int4)"):
-        merge.read_rank(tmp_path / "0", 37, made_of("int8" if name != "int8" else "int4", 37))
+        read_rank(tmp_path / "0", 37, made_of("int8" if name != "int8" else "int4", 37))
 
 
 # --- collections of each type

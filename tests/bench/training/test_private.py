@@ -23,7 +23,7 @@ from gradwire import cli
 from gradwire.attribution.persample import loop as one_by_one
 from gradwire.attribution.persample import norms
 from gradwire.attribution.persample.batch import losses_of, trainable
-from gradwire.attribution.persample.clipping import coefficients
+from gradwire.attribution.persample.norms import coefficients
 from gradwire.base.errors import BadInput
 from gradwire.bench.config import Cell, Training, check_private
 from gradwire.bench.training import settings as run_settings

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from gradwire.attribution.persample import hooks, loop
 from gradwire.attribution.persample.batch import Reduction, no_targets, padded_width, zeroed
-from gradwire.attribution.persample.layer_factors import Direct, LayerFactor
-from gradwire.attribution.persample.square_norms import SquareNorms
+from gradwire.attribution.persample.layer_factors import Direct, LayerFactor, SquareNorms
 from gradwire.attribution.projections import Projector
 from gradwire.lm.data.batches import Batch
 

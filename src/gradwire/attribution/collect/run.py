@@ -12,7 +12,6 @@ from pydantic import Field
 
 from gradwire.attribution.collect.collect import Collection
 from gradwire.attribution.options import Count
-from gradwire.attribution.store import aggregate, validate
 from gradwire.base.errors import BadInput
 from gradwire.base.files import read_yaml
 from gradwire.base.flags import NATURAL, RANKS, check_numbers, check_paths, output_folder
@@ -85,14 +84,13 @@ def read(path: Path, given: Mapping[str, Any]) -> Config:
 
 def commands(config: Config, flags: Flags) -> Iterator[list[str]]:
     """Yield the steps as command lines."""
+    folder, world_size = str(flags.output_dir), str(flags.num_gpus)
     launcher = ["--launcher", config.launcher] if config.launcher else []
-    ranks = ["launch", "--world_size", str(flags.num_gpus), *launcher, "--"]
+    ranks = ["launch", "--world_size", world_size, *launcher, "--"]
     if config.train is not None and not flags.skip_training:
         yield [*ranks, "train", *shlex.split(config.train)]
-    collected = ["--output_path", str(flags.output_dir), *to_flags(config, *Collection.model_fields)]
+    collected = ["--output_path", folder, *to_flags(config, *Collection.model_fields)]
     yield [*(ranks if flags.num_gpus > 1 else []), "grads", "collect", *collected]
     for dim in config.dim:
-        merged = aggregate.Options(base_path=flags.output_dir, dim=dim, num_gpus=flags.num_gpus)
-        yield ["grads", "aggregate", *to_flags(merged, "base_path", "dim", "num_gpus")]
-    checks = validate.Options(output_dir=flags.output_dir, recompute=config.recompute)
-    yield ["grads", "validate", *to_flags(checks, "output_dir", "recompute")]
+        yield ["grads", "aggregate", "--base_path", folder, "--dim", str(dim), "--num_gpus", world_size]
+    yield ["grads", "validate", "--output_dir", folder, "--recompute", str(config.recompute)]

@@ -6,6 +6,7 @@ norm and its projection follow from the two factors, without forming G.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -117,3 +118,26 @@ def _gram(one: Tensor, other: Tensor) -> Tensor:
         wanted = one[:, None, :].expand(-1, other.shape[1], -1)
         return other.gather(2, wanted).transpose(1, 2)
     return (one[:, :, None] == other[:, None, :]).float()
+
+
+class SquareNorms:
+    """Sums squared norms over parameters. The uses of a tied parameter are added before its norm is taken.
+
+    Args:
+        samples: B.
+        device: Device of the pass.
+    """
+
+    def __init__(self, samples: int, device: torch.device) -> None:
+        self._met = defaultdict[str, list[LayerFactor]](list)
+        self._squares = torch.zeros(samples, dtype=torch.float64, device=device)
+
+    def take(self, name: str, use: LayerFactor, last: bool) -> None:
+        """Add a use; the last use of a parameter adds its squared norm to the sum."""
+        self._met[name].append(use)
+        if last:
+            self._squares.add_(square_norm(self._met.pop(name)))
+
+    def total(self) -> Tensor:
+        """Return the sums, float64 [B], after the pass."""
+        return self._squares

@@ -40,8 +40,7 @@ from gradwire.attribution.persample.batch import (
     trainable,
     zeroed,
 )
-from gradwire.attribution.persample.layer_factors import LayerFactor
-from gradwire.attribution.persample.square_norms import SquareNorms
+from gradwire.attribution.persample.layer_factors import LayerFactor, SquareNorms
 from gradwire.base.errors import BadInput, CheckFailed, NonFiniteGradient
 from gradwire.comm.collectives import ops
 from gradwire.lm.data.batches import Batch
@@ -266,3 +265,30 @@ def check_agree(id_: str, one: float, other: float) -> None:
         raise NonFiniteGradient(f"the gradient of sample {id_!r} is not finite (squared norms {one} and {other}).")
     if not abs(one - other) <= TOLERANCE * max(one, other):
         raise CheckFailed(f"two squared norms of sample {id_!r} differ, {one:.6g} and {other:.6g}: they must agree.")
+
+
+def coefficients(norms: Tensor, max_norm: float) -> Tensor:
+    """Compute each sample's clipping coefficient min(1, max_norm / norm).
+
+    Args:
+        norms: [B]; NaN stays NaN.
+        max_norm: C; infinity disables clipping.
+
+    Returns:
+        [B], of the same dtype.
+    """
+    return (max_norm / norms).clamp(max=1.0)
+
+
+def check_repeatable(model: nn.Module) -> None:
+    """Check that two passes over a batch compute the same gradients.
+
+    Raises:
+        BadInput: If the model has dropout with p > 0.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise BadInput(
+                f"{name} has dropout {module.p:.0%}: the norms of the first pass would not match the gradients of the "
+                "second. Set the model's dropout to 0."
+            )

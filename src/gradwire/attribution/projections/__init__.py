@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gradwire.attribution.projections.base import Projector, Shapes
+from gradwire.attribution.projections.base import Projector, Shapes, Whole
 from gradwire.attribution.projections.dense import Normal, Rademacher
 from gradwire.attribution.projections.factored import Factored
 from gradwire.attribution.projections.sjlt import Sjlt
 from gradwire.attribution.projections.srht import Srht
-from gradwire.attribution.projections.whole import Whole
 from gradwire.base.errors import BadInput, unknown
 
 __all__ = ["OF_PARTS", "PROJECTORS", "Projector", "Shapes", "build", "check_width"]

@@ -83,7 +83,7 @@ def main(options: Options) -> None:
     import numpy as np
 
     from gradwire.attribution.query.search import groups_of, open_store, order_of
-    from gradwire.attribution.query.texts import documents_of
+    from gradwire.attribution.query.searcher import documents_of
     from gradwire.attribution.store.row_file import npy_writer
 
     damping = options.chosen_damping

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwire.attribution.persample import clipping
 from gradwire.attribution.persample.batch import losses_of
 from gradwire.attribution.persample.batch import n_targets as targets_of
-from gradwire.attribution.persample.norms import check_unmixed, norms
+from gradwire.attribution.persample.norms import check_repeatable, check_unmixed, coefficients, norms
 from gradwire.bench.config import Precision, Training
 from gradwire.bench.training.evaluate import loss_sum
 from gradwire.bench.training.noise import noisy
@@ -89,7 +88,7 @@ class Private(Plain):
     def __init__(self, model: nn.Module, training: Training, seed: int, world: World) -> None:
         super().__init__()
         check_unmixed(model)
-        clipping.check_repeatable(model)
+        check_repeatable(model)
         assert training.dp_max_grad_norm is not None
         self.max_norm, self.seed, self.rank = training.dp_max_grad_norm, seed, world.rank
         self.expected = training.batch_size * training.grad_accum_steps * world.world_size
@@ -103,7 +102,7 @@ class Private(Plain):
         self._step = step
         inner = getattr(model, "module", model)  # DDP's own forward would wait for gradients
         found = [norms(inner, batch).square.sqrt() for batch in micro_batches]
-        self._coefficients = deque(clipping.coefficients(norm, self.max_norm) for norm in found)
+        self._coefficients = deque(coefficients(norm, self.max_norm) for norm in found)
         real = torch.tensor([id_ != "" for batch in micro_batches for id_ in batch.sample_id])
         of_samples = torch.cat(found)[real.to(found[0].device)]
         counts = (real.sum(), (of_samples > self.max_norm).sum(), of_samples.sum())
