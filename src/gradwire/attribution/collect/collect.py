@@ -212,7 +212,7 @@ def collect(
 
     maker = RowMaker.load(intended, world.device, batch_size, world)
     shards = samples(intended)
-    counting = (at for at in range(intended.samples) if shards[at].counts)
+    counting = (position for position in range(intended.samples) if shards[position].counts)
     maker.check(shards, list(islice(counting, 2)) or [0])
     intended = maker.made_from
     provenance.agree(collection, intended)

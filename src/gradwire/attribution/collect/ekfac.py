@@ -60,11 +60,11 @@ class EKFAC:
         total = sum(float(moment.double().sum()) for moment in self.moments.values())
         floor = FLOOR * total / sum(moment.numel() for moment in self.moments.values())
         parts = rows.split([moment.numel() for moment in self.moments.values()], 1)
-        for part, (name, moment) in zip(parts, self.moments.items(), strict=True):
-            inside = self.rotated(name, part.unflatten(1, moment.shape))
+        for columns, (name, moment) in zip(parts, self.moments.items(), strict=True):
+            inside = self.rotated(name, columns.unflatten(1, moment.shape))
             shift = max(self.damping * float(moment.double().mean()), floor)
             inside = inside / (moment.to(self.device) + shift).sqrt() if shift else torch.zeros_like(inside)
-            part.copy_(self.rotated(name, inside, back=True).flatten(1))
+            columns.copy_(self.rotated(name, inside, back=True).flatten(1))
         return rows
 
     def rotated(self, name: str, gradient: Tensor, *, back: bool = False) -> Tensor:
@@ -99,9 +99,9 @@ def factored(
     moments = {name: torch.zeros(shape, dtype=torch.float64, device=device) for name, shape in shapes.items()}
     basis, samples = EKFAC(bases, moments, 0.0, device), 0
     for batch in batches():
-        found = gradients(batch)
+        computed = gradients(batch)
         samples += len(batch.sample_id)
-        for name, gradient in found.gradient.items():
+        for name, gradient in computed.gradient.items():
             moments[name] += basis.rotated(name, gradient).double().square().sum(0)
     return EKFAC(bases, {name: (moment / samples).float() for name, moment in moments.items()}, 0.0, device)
 
@@ -129,12 +129,12 @@ def _sides(model: nn.Module, batches: Iterable[Batch], reduction: Reduction) -> 
     return {key: moment for key, moment in sums.items() if key not in kept}
 
 
-def save(found: EKFAC, damping: float, folder: Path, made_of: Mapping[str, Any]) -> None:
+def save(factors: EKFAC, damping: float, folder: Path, made_of: Mapping[str, Any]) -> None:
     """Write factors with their damping into ``folder``, and what they were made of."""
     from safetensors.torch import save_file
 
-    tensors = {f"{side}/{name}": basis for (side, name), basis in found.bases.items()}
-    tensors |= {f"moment/{name}": moment for name, moment in found.moments.items()}
+    tensors = {f"{side}/{name}": basis for (side, name), basis in factors.bases.items()}
+    tensors |= {f"moment/{name}": moment for name, moment in factors.moments.items()}
     folder.mkdir(parents=True, exist_ok=True)
     settings = json.dumps({"damping": damping, **made_of})
     with files.whole(folder / FILE) as path:
@@ -183,7 +183,7 @@ def load(
         damping, made_of, of_loss = float(settings["damping"]), settings["model_digest"], settings["loss"]
     except (SafetensorError, OSError, LookupError, ValueError, TypeError) as error:
         raise BadInput(f"{path} is unusable: {type(error).__name__}: {error}") from error
-    moments = {name: tensors[part, name] for part, name in tensors if part == "moment"}
+    moments = {name: tensors[side, name] for side, name in tensors if side == "moment"}
     if made_of != model_digest or {name: tuple(moment.shape) for name, moment in moments.items()} != shapes:
         raise BadInput(f"{path} has the factors of another model: run `gradwire grads factors` for this one.")
     if of_loss != loss:

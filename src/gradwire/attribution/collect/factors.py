@@ -55,10 +55,10 @@ def main(options: Options) -> None:
 
     def batches() -> Iterator[Batch]:
         for start in range(0, count, options.batch_size):
-            part = [shards[at] for at in range(start, min(start + options.batch_size, count))]
-            yield collate(part, shards.meta["pad_id"], len(part)).to(device)
+            samples = [shards[position] for position in range(start, min(start + options.batch_size, count))]
+            yield collate(samples, shards.meta["pad_id"], len(samples)).to(device)
 
-    found = ekfac.factored(
+    curvature = ekfac.factored(
         model, batches, lambda batch: methods.METHODS[method](model, batch, options.loss), options.loss, device
     )
     made_of = {
@@ -67,5 +67,5 @@ def main(options: Options) -> None:
         "samples": count,
         "loss": options.loss,
     }
-    ekfac.save(found, options.damping, options.output_dir, made_of)
+    ekfac.save(curvature, options.damping, options.output_dir, made_of)
     print(f"factors of {shards.describe(count)} in {options.output_dir / ekfac.FILE}")

@@ -49,8 +49,8 @@ class Images:
 
     def finished(self) -> dict[int, Tensor]:
         """Return the projected rows, [samples, parts, dim] by dim."""
-        found = [image.finished() for image in self._images]
-        return {dim: torch.stack([rows[dim] for rows in found], 1) for dim in self._dims}
+        images = [image.finished() for image in self._images]
+        return {dim: torch.stack([rows[dim] for rows in images], 1) for dim in self._dims}
 
 
 def fused_rows(
@@ -72,7 +72,7 @@ def fused_rows(
     samples, device = len(batch.labels), batch.labels.device
     images = Images(parts, samples, dims, device)
     squares = [SquareNorms(samples, device) for _ in parts]
-    of = {name: own for part, own in zip(parts, squares, strict=True) for name in part.shapes}
+    of = {name: norms for part, norms in zip(parts, squares, strict=True) for name in part.shapes}
 
     def take(name: str, use: LayerFactor, last: bool) -> None:
         images.add(name, use)
@@ -80,8 +80,8 @@ def fused_rows(
 
     losses = hooks.all_seen(hooks.backward(model, batch, take, reduction))
     empty = no_targets(batch)
-    rows = {dim: zeroed(found, empty) for dim, found in images.finished().items()}
-    return Fused(rows, losses, zeroed(torch.stack([own.total() for own in squares], 1), empty))
+    rows = {dim: zeroed(projected, empty) for dim, projected in images.finished().items()}
+    return Fused(rows, losses, zeroed(torch.stack([norms.total() for norms in squares], 1), empty))
 
 
 def looped_rows(

@@ -108,10 +108,10 @@ def collect(model: nn.Module, shards: Shards, options: Options, world: World) ->
     metadata: dict[str, tuple[float, int]] = {}
     for batch in batches(shards, count, options.batch_size, world, replicated):
         batch = batch.to(world.device)
-        found = _norms(model, batch, options, names)
+        computed = _norms(model, batch, options, names)
         spread = norms.layout_of(batch, options.distribution)
-        _merge(squares, norms.combined(batch.sample_id, found.square, scope, spread))
-        samples = zip(batch.sample_id, found.loss.tolist(), found.n_targets.tolist(), strict=True)
+        _merge(squares, norms.combined(batch.sample_id, computed.square, scope, spread))
+        samples = zip(batch.sample_id, computed.loss.tolist(), computed.n_targets.tolist(), strict=True)
         metadata |= {id_: (loss, valid) for id_, loss, valid in samples if id_}
     for of_rank in ops.gather_objects(metadata):
         metadata |= of_rank
@@ -161,10 +161,10 @@ def _row(id_: str, square: float, loss: float, n_valid: int) -> dict[str, Any]:
     return {"id": id_, "norm": math.sqrt(square), "loss": loss if n_valid else None, "n_valid": n_valid}
 
 
-def _merge(squares: dict[str, float], found: Any) -> None:
+def _merge(squares: dict[str, float], computed: Any) -> None:
     from gradwire.attribution.persample.norms import check_agree
 
-    for id_, value in found.items():
+    for id_, value in computed.items():
         check_agree(id_, squares.setdefault(id_, value), value)
 
 
@@ -184,8 +184,8 @@ def _check(rows: list[dict[str, Any]], shards: Shards, options: Options, world: 
     model = folder.load_finite(options.model_dir).to(world.device)
     for position in sorted(drawn):
         batch = collate([shards[position]], shards.meta["pad_id"], 1).to(world.device)
-        found = loop.gradients(model, batch, options.loss).gradient
-        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in found.values()))
+        gradients = loop.gradients(model, batch, options.loss).gradient
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
         if not abs(norm - rows[position]["norm"]) <= TOLERANCE * norm:
             raise CheckFailed(
                 f"sample {rows[position]['id']!r} has norm {rows[position]['norm']:.6g} on {world.world_size} ranks, "
@@ -200,5 +200,5 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> None:
     from gradwire.base.files import whole
 
     schema = pa.schema([("id", pa.string()), ("norm", pa.float64()), ("loss", pa.float64()), ("n_valid", pa.int64())])
-    with whole(path) as part:
-        pq.write_table(pa.Table.from_pylist(rows, schema), part)
+    with whole(path) as written:
+        pq.write_table(pa.Table.from_pylist(rows, schema), written)

@@ -127,15 +127,15 @@ class Adam:
     def __call__(self, rows: Tensor) -> Tensor:
         """Replace gradients [samples, n] by update directions, in place."""
         for start in range(0, rows.shape[1], CHUNK):
-            part = rows[:, start : start + CHUNK]
+            columns = rows[:, start : start + CHUNK]
             m, v, step = (of[start : start + CHUNK] for of in (self.exp_avg, self.exp_avg_sq, self.step))
-            second = (part.square() * (1 - self.beta2)).add_(self.beta2 * v)
-            part.mul_(1 - self.beta1).add_(self.beta1 * m)
+            second = (columns.square() * (1 - self.beta2)).add_(self.beta2 * v)
+            columns.mul_(1 - self.beta1).add_(self.beta1 * m)
             if self.variant == "less":
-                part.div_(second.add_(LESS_EPS).sqrt_())
+                columns.div_(second.add_(LESS_EPS).sqrt_())
             else:
                 second.div_(1 - self.beta2 ** (step + 1)).sqrt_().add_(self.eps)
-                part.div_(1 - self.beta1 ** (step + 1)).div_(second)
+                columns.div_(1 - self.beta1 ** (step + 1)).div_(second)
         return rows
 
 

@@ -77,9 +77,9 @@ def sample_losses(logits: Tensor, labels: Tensor, reduction: Reduction, weights:
     """
     after = labels.shape[1] - 1
     shifted = pad(labels[:, 1:], (0, logits.shape[1] - after), value=IGNORED)  # a slice of the logits would copy them
-    each = cross_entropy(logits.flatten(0, 1), shifted.flatten(), ignore_index=IGNORED, reduction="none")
-    each = each.view(shifted.shape)[:, :after]
-    totals = (each if weights is None else each * weights[:, 1:]).sum(1)
+    losses = cross_entropy(logits.flatten(0, 1), shifted.flatten(), ignore_index=IGNORED, reduction="none")
+    losses = losses.view(shifted.shape)[:, :after]
+    totals = (losses if weights is None else losses * weights[:, 1:]).sum(1)
     return totals if reduction == "sum" else totals / n_targets(labels).clamp(min=1)
 
 
@@ -124,8 +124,8 @@ def squares(values: Tensor) -> Tensor:
     Parts that stay in the cache are converted one by one, several times as fast as all of ``values`` at once.
     """
     total = values.new_zeros(len(values), dtype=torch.float64)
-    for part in values.split(max(1, PART[values.device.type] // max(1, len(values))), dim=1):
-        exact = part.double()
+    for columns in values.split(max(1, PART[values.device.type] // max(1, len(values))), dim=1):
+        exact = columns.double()
         total += torch.linalg.vecdot(exact, exact)
     return total
 

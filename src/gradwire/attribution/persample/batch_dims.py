@@ -152,4 +152,4 @@ def _probe(model: nn.Module, batch: Batch, marked: int, calls: dict[nn.Module, _
 
 def _rows(mask: Tensor, dim: int) -> list[int]:
     """Return the rows of a dimension in which a mask is set."""
-    return [row for row, part in enumerate(mask.unbind(dim)) if part.any()]
+    return [row for row, values in enumerate(mask.unbind(dim)) if values.any()]

@@ -39,9 +39,9 @@ class OuterProduct:
     def gradient(self) -> Tensor:
         """Form G, ``[B, rows, columns]``."""
         samples, _, columns = self.right.shape
-        found = self.right.new_empty(samples, self.rows, columns)
-        self.write(found)
-        return found
+        formed = self.right.new_empty(samples, self.rows, columns)
+        self.write(formed)
+        return formed
 
     def write(self, out: Tensor, add: bool = False) -> None:
         """Write G into ``out``, or add it there."""
@@ -87,37 +87,37 @@ def square_norm(uses: Sequence[LayerFactor]) -> Tensor:
     if all(isinstance(use, OuterProduct) for use in uses):
         outer = [use for use in uses if isinstance(use, OuterProduct)]
         pairs = [
-            (one, other, 1.0 if i == j else 2.0)
-            for i, one in enumerate(outer)
-            for j, other in enumerate(outer[: i + 1])
+            (left, right, 1.0 if i == j else 2.0)
+            for i, left in enumerate(outer)
+            for j, right in enumerate(outer[: i + 1])
         ]
-        return sum((factor * inner(one, other) for one, other, factor in pairs), torch.zeros(())).clamp(min=0)
+        return sum((factor * inner(left, right) for left, right, factor in pairs), torch.zeros(())).clamp(min=0)
     total = sum((use.gradient() for use in uses[1:]), uses[0].gradient())
     return squares(total.flatten(1))
 
 
-def inner(one: OuterProduct, other: OuterProduct) -> Tensor:
+def inner(use: OuterProduct, second: OuterProduct) -> Tensor:
     """Compute ``⟨G, G'⟩`` of two uses with gradients of equal shape: float64 [B].
 
     Uses Σ_{t,t'} ⟨left_t, left'_t'⟩ ⟨right_t, right'_t'⟩ where that is cheaper than forming G.
     """
-    tokens, columns = one.right.shape[1:]
-    if one is other and not one.one_hot and 2 * tokens**2 > one.rows * columns:
-        return squares(one.gradient().flatten(1))
-    products = _gram(one.left, other.left) * _gram(one.right, other.right)
+    tokens, columns = use.right.shape[1:]
+    if use is second and not use.one_hot and 2 * tokens**2 > use.rows * columns:
+        return squares(use.gradient().flatten(1))
+    products = _gram(use.left, second.left) * _gram(use.right, second.right)
     return products.sum((1, 2), dtype=torch.float64)
 
 
-def _gram(one: Tensor, other: Tensor) -> Tensor:
+def _gram(first: Tensor, second: Tensor) -> Tensor:
     """Compute the inner products of all pairs of tokens, ``[B, T, T']``; ids represent unit vectors."""
-    if one.is_floating_point() and other.is_floating_point():
-        return one @ other.transpose(1, 2)
-    if one.is_floating_point():
-        return _gram(other, one).transpose(1, 2)
-    if other.is_floating_point():
-        wanted = one[:, None, :].expand(-1, other.shape[1], -1)
-        return other.gather(2, wanted).transpose(1, 2)
-    return (one[:, :, None] == other[:, None, :]).float()
+    if first.is_floating_point() and second.is_floating_point():
+        return first @ second.transpose(1, 2)
+    if first.is_floating_point():
+        return _gram(second, first).transpose(1, 2)
+    if second.is_floating_point():
+        wanted = first[:, None, :].expand(-1, second.shape[1], -1)
+        return second.gather(2, wanted).transpose(1, 2)
+    return (first[:, :, None] == second[:, None, :]).float()
 
 
 class SquareNorms:

@@ -63,22 +63,22 @@ def each(
     """
     parameters = {name: p for name, p in trainable(model).items() if names is None or name in names}
     with evaluation(model):
-        for one in batch.split(1):
-            yield _gradient(model, parameters, one, reduction)
+        for sample in batch.split(1):
+            yield _gradient(model, parameters, sample, reduction)
 
 
 def _gradient(
-    model: nn.Module, parameters: dict[str, nn.Parameter], one: Batch, reduction: Reduction
+    model: nn.Module, parameters: dict[str, nn.Parameter], sample: Batch, reduction: Reduction
 ) -> SampleGradient:
-    targets = (one.labels[0, 1:] != IGNORED).nonzero().flatten() + 1
-    (sample_id,) = one.sample_id
+    targets = (sample.labels[0, 1:] != IGNORED).nonzero().flatten() + 1
+    (sample_id,) = sample.sample_id
     if not len(targets):
         return SampleGradient(sample_id, None, 0, {name: torch.zeros_like(p) for name, p in parameters.items()})
     end = int(targets[-1]) + 1  # attention is causal: later tokens do not affect any target
-    used = one.of_tensors(lambda values: values[:, :end])
+    used = sample.of_tensors(lambda values: values[:, :end])
     loss = losses_of(model, used, reduction).squeeze(0)
-    found = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
-    return SampleGradient(sample_id, loss.item(), len(targets), dict(zip(parameters, found, strict=True)))
+    gradients = torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
+    return SampleGradient(sample_id, loss.item(), len(targets), dict(zip(parameters, gradients, strict=True)))
 
 
 def of_sharded(model: nn.Module, batch: Batch, reduction: Reduction = "mean") -> Iterator[tuple[str, Tensor]]:
@@ -95,8 +95,8 @@ def of_sharded(model: nn.Module, batch: Batch, reduction: Reduction = "mean") ->
     with evaluation(model):
         losses_of(model, batch, reduction).sum().backward()
     for name, parameter in trainable(model).items():
-        found, parameter.grad = parameter.grad, None
-        if found is None:
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
             yield name, torch.zeros(1, *parameter.shape, device=parameter.device)
         else:
-            yield name, (found.full_tensor() if isinstance(found, DTensor) else found)[None]
+            yield name, (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient)[None]

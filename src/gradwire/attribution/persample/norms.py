@@ -93,8 +93,8 @@ def norms(
     empty = no_targets(batch)
     if method in OTHERS:
         check_whole(model, method)
-        found = OTHERS[method](model, batch, reduction, wanted)
-        return Norms(zeroed(_squares(found), empty), found.loss, found.n_targets)
+        computed = OTHERS[method](model, batch, reduction, wanted)
+        return Norms(zeroed(_squares(computed), empty), computed.loss, computed.n_targets)
     growing = SquareNorms(len(batch.labels), batch.labels.device)
 
     def take(name: str, use: LayerFactor, last: bool) -> None:
@@ -109,24 +109,24 @@ def norms(
     return Norms(zeroed(total, empty), losses, n_targets(batch.labels))
 
 
-def _squares(found: PerSample) -> Tensor:
+def _squares(computed: PerSample) -> Tensor:
     """Sum squares over all parameters: float64 [B]."""
-    each = [squares(gradient.flatten(1)) for gradient in found.gradient.values()]
-    return sum(each, torch.zeros(len(found.loss), dtype=torch.float64, device=found.loss.device))
+    of_parameters = [squares(gradient.flatten(1)) for gradient in computed.gradient.values()]
+    return sum(of_parameters, torch.zeros(len(computed.loss), dtype=torch.float64, device=computed.loss.device))
 
 
 def _otherwise(model: nn.Module, batch: Batch, reduction: Reduction, names: list[str]) -> PerSample:
     """Compute the gradients of the parameters that hooks miss."""
     of = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if names[3:] else ''}"
     try:
-        found = vmap.gradients(model, batch, reduction, names)
+        computed = vmap.gradients(model, batch, reduction, names)
     except Exception as error:  # torch.func may fail with any exception
         if out_of_memory(error):
             raise
         note(f"computing norms of {of} by the loop: hooks do not see every use of them, and vmap fails: {error}")
         return loop.gradients(model, batch, reduction, names)
     note(f"computing norms of {of} by vmap: hooks do not see every use of them")
-    return found
+    return computed
 
 
 def check_whole(model: nn.Module, method: str) -> None:
@@ -161,13 +161,13 @@ def share(model: nn.Module, rank: int, world: int) -> list[str]:
     """
     cost = {name: sum(parameter.shape) for name, parameter in trainable(model).items()}
     load = [0] * world
-    own = []
+    mine = []
     for name in sorted(cost, key=lambda name: (-cost[name], name)):
         least = load.index(min(load))
         load[least] += cost[name]
         if least == rank:
-            own.append(name)
-    return own
+            mine.append(name)
+    return mine
 
 
 def layout_of(batch: Batch, distribution: Distribution = "auto", group: ops.Group = None) -> SampleLayout:
@@ -190,29 +190,29 @@ def layout_of(batch: Batch, distribution: Distribution = "auto", group: ops.Grou
                     f"sample {id_!r} has different tokens on rank {rank} than on a lower rank: ids must be unique."
                 )
     sets = [frozenset(of_rank) for _, of_rank in ranks]
-    shared = {id_ for i, one in enumerate(sets) for other in sets[:i] for id_ in one & other}
+    shared = {id_ for i, left in enumerate(sets) for right in sets[:i] for id_ in left & right}
     same = all(ids == ranks[0][0] for ids, _ in ranks)
     if shared and not same:
         some = ", ".join(map(repr, sorted(shared)[:3]))
         raise BadInput(
             f"the ranks share {some} ({len(shared)} in all) but not all samples: use identical or disjoint batches."
         )
-    found: SampleLayout = "replicated" if same else "distributed"
-    if distribution not in ("auto", found) and len(ranks) > 1:
-        raise BadInput(f"--distribution {distribution}: the ranks' samples are {found}, as their ids show.")
-    return cast(SampleLayout, distribution) if distribution != "auto" else found
+    detected: SampleLayout = "replicated" if same else "distributed"
+    if distribution not in ("auto", detected) and len(ranks) > 1:
+        raise BadInput(f"--distribution {distribution}: the ranks' samples are {detected}, as their ids show.")
+    return cast(SampleLayout, distribution) if distribution != "auto" else detected
 
 
 def _contents(batch: Batch) -> dict[str, str]:
     """Digest each sample's tokens and labels without padding, by id."""
-    found = {}
+    digests = {}
     for id_, tokens, labels in zip(batch.sample_id, batch.input_ids.cpu(), batch.labels.cpu(), strict=True):
         if id_:
             used = (labels != -100).nonzero()
             end = int(used[-1]) + 1 if len(used) else 0
             row = torch.stack([tokens[:end], labels[:end]])
-            found[id_] = hashlib.sha256(row.numpy().tobytes()).hexdigest()
-    return found
+            digests[id_] = hashlib.sha256(row.numpy().tobytes()).hexdigest()
+    return digests
 
 
 def combined(
@@ -244,27 +244,27 @@ def combined(
     if scope == "partial":
         total = ops.all_reduce(square.clone(), group=group, purpose="control")
         return {id_: value for id_, value in zip(ids, total.tolist(), strict=True) if id_}
-    found: dict[str, float] = {}
+    squares: dict[str, float] = {}
     for of_rank in ops.gather_objects(
         [(id_, value) for id_, value in zip(ids, square.tolist(), strict=True) if id_], group
     ):
         for id_, value in of_rank:
-            known = found.setdefault(id_, value)
+            known = squares.setdefault(id_, value)
             check_agree(id_, known, value)
-    return found
+    return squares
 
 
-def check_agree(id_: str, one: float, other: float) -> None:
+def check_agree(id_: str, first: float, second: float) -> None:
     """Check that two computations of a squared norm agree.
 
     Raises:
         NonFiniteGradient: If one is not finite.
         CheckFailed: If they differ by more than `TOLERANCE`.
     """
-    if not math.isfinite(one + other):
-        raise NonFiniteGradient(f"the gradient of sample {id_!r} is not finite (squared norms {one} and {other}).")
-    if not abs(one - other) <= TOLERANCE * max(one, other):
-        raise CheckFailed(f"two squared norms of sample {id_!r} differ, {one:.6g} and {other:.6g}: they must agree.")
+    if not math.isfinite(first + second):
+        raise NonFiniteGradient(f"the gradient of sample {id_!r} is not finite (squared norms {first} and {second}).")
+    if not abs(first - second) <= TOLERANCE * max(first, second):
+        raise CheckFailed(f"two squared norms of sample {id_!r} differ, {first:.6g} and {second:.6g}: they must agree.")
 
 
 def coefficients(norms: Tensor, max_norm: float) -> Tensor:

@@ -99,8 +99,8 @@ def features(module: nn.Module) -> int:
 
 def epsilon(module: Any) -> float | None:
     """Return the number that an RMS norm adds to the mean square; None if the layer has none."""
-    found = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    return found if isinstance(found, float) else None
+    value = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return value if isinstance(value, float) else None
 
 
 def probed_rule(module: nn.Module) -> Rule | None:
@@ -110,14 +110,14 @@ def probed_rule(module: nn.Module) -> Rule | None:
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     if isinstance(module, nn.Embedding):
         ids, weight = torch.tensor([[1, 4, 0]]), draw(5, module.embedding_dim)
-        found, plain = output_of(module, weight, ids), weight[ids]
-        scale = found.flatten()[0].item() / plain.flatten()[0].item()
-        return partial(scaled_embedding, scale) if same(found, scale * plain) else None
+        output, plain = output_of(module, weight, ids), weight[ids]
+        scale = output.flatten()[0].item() / plain.flatten()[0].item()
+        return partial(scaled_embedding, scale) if same(output, scale * plain) else None
     if module.weight.ndim != 1 or epsilon(module) is None:
         return None
     weight, x = draw(len(module.weight)), 1e-3 * draw(1, 3, len(module.weight))  # so small that epsilon counts
-    found, normalised = output_of(module, weight, x), rms_norm(x, weight.shape, None, epsilon(module))
-    return rms_normalisation if any(same(found, factor * normalised) for factor in (weight, 1 + weight)) else None
+    output, normalised = output_of(module, weight, x), rms_norm(x, weight.shape, None, epsilon(module))
+    return rms_normalisation if any(same(output, factor * normalised) for factor in (weight, 1 + weight)) else None
 
 
 def output_of(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
@@ -132,6 +132,6 @@ def output_of(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
         return torch.tensor(math.nan)
 
 
-def same(found: Tensor, expected: Tensor) -> bool:
+def same(output: Tensor, expected: Tensor) -> bool:
     """Whether two outputs agree to the precision of float32."""
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-5, atol=1e-12)
+    return output.shape == expected.shape and torch.allclose(output, expected, rtol=1e-5, atol=1e-12)

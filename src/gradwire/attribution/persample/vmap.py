@@ -46,16 +46,16 @@ def gradients(
 
     def loss_of(parameters: Mapping[str, Tensor], tokens: Tensor, labels: Tensor, *weights: Tensor) -> Tensor:
         logits = functional_call(model, dict(parameters), (read(tokens[None]),), {"use_cache": False}).logits
-        return sample_losses(logits, labels[None], reduction, *(one[None] for one in weights))[0]
+        return sample_losses(logits, labels[None], reduction, *(values[None] for values in weights))[0]
 
     rows = [batch.input_ids, batch.labels, *([] if batch.weights is None else [batch.weights])]
 
     with evaluation(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels do not support vmap
-        each = vmap(grad_and_value(loss_of), in_dims=(None, *[0] * len(rows)), randomness="error")
-        found, losses = each(parameters, *rows)
+        of_each_sample = vmap(grad_and_value(loss_of), in_dims=(None, *[0] * len(rows)), randomness="error")
+        computed, losses = of_each_sample(parameters, *rows)
     empty = no_targets(batch)
-    for name, gradient in found.items():
+    for name, gradient in computed.items():
         zeroed(gradient, empty)
         if out is not None:
             out[name].copy_(gradient)
-    return PerSample(found if out is None else out, losses, n_targets(batch.labels))
+    return PerSample(computed if out is None else out, losses, n_targets(batch.labels))

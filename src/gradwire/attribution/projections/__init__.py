@@ -52,10 +52,10 @@ def build(projection: str, shapes: Shapes, seed: int) -> Projector:
 
 def by_module(shapes: Shapes) -> dict[str, dict[str, tuple[int, ...]]]:
     """Return the shapes of parameters by the module that owns them, whose parameters follow each other in a model."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    modules: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, shape in shapes.items():
-        found.setdefault(name.rpartition(".")[0], {})[name] = shape
-    return found
+        modules.setdefault(name.rpartition(".")[0], {})[name] = shape
+    return modules
 
 
 def check_width(dims: Sequence[int], entries: int) -> None:

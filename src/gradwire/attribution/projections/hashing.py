@@ -49,9 +49,9 @@ def below(stream: int, counters: Tensor, limit: int) -> Tensor:
     return ((words(stream, counters) >> 32) & 0xFFFFFFFF) * limit >> 32
 
 
-def _signs(found: Tensor) -> Tensor:
+def _signs(bits: Tensor) -> Tensor:
     """Expand words [c, w] to their 64 signs each: float32 [c, 64 w]."""
-    return embedding(found.view(torch.uint8).int(), _byte_signs(found.device)).flatten(1)
+    return embedding(bits.view(torch.uint8).int(), _byte_signs(bits.device)).flatten(1)
 
 
 def _byte_signs(device: torch.device) -> Tensor:
@@ -60,12 +60,12 @@ def _byte_signs(device: torch.device) -> Tensor:
     return 1.0 - 2.0 * (byte >> bit & 1)
 
 
-def _mix(found: Tensor) -> Tensor:
+def _mix(mixed: Tensor) -> Tensor:
     """Apply SplitMix64's output function to int64: products wrap around, shifts are logical."""
     for shift, multiplier in zip((30, 27), MULTIPLIERS, strict=True):
-        found = (found ^ _shift(found, shift)) * multiplier
-    return found ^ _shift(found, 31)
+        mixed = (mixed ^ _shift(mixed, shift)) * multiplier
+    return mixed ^ _shift(mixed, 31)
 
 
-def _shift(found: Tensor, by: int) -> Tensor:
-    return (found >> by) & ((1 << (64 - by)) - 1)
+def _shift(values: Tensor, by: int) -> Tensor:
+    return (values >> by) & ((1 << (64 - by)) - 1)

@@ -51,11 +51,11 @@ class Sjlt(Projector):
         blocks = iter(self.rotations(name))
         for begin, end in tiles(values.shape[1], SLOTS * BLOCKS[values.device.type]):
             signs = self.signs(name, begin, end, values.device)
-            for part, sign in zip(values[:, begin:end].split(SLOTS, dim=1), signs.split(SLOTS), strict=True):
+            for values_of_block, sign in zip(values[:, begin:end].split(SLOTS, dim=1), signs.split(SLOTS), strict=True):
                 turned = next(blocks)
                 fits = min(len(sign), SLOTS - turned)
-                slots[:, turned : turned + fits].addcmul_(part[:, :fits], sign[:fits])
-                slots[:, : len(sign) - fits].addcmul_(part[:, fits:], sign[fits:])
+                slots[:, turned : turned + fits].addcmul_(values_of_block[:, :fits], sign[:fits])
+                slots[:, : len(sign) - fits].addcmul_(values_of_block[:, fits:], sign[fits:])
 
     def rotations(self, name: str) -> list[int]:
         """Return the slot of the first column of each of a parameter's blocks."""
@@ -77,8 +77,8 @@ class Sjlt(Projector):
     def spread(self, slots: Tensor, dim: int) -> Tensor:
         """Map the slots' sums [samples, SLOTS] to rows: float32 [samples, dim]."""
         bags = self._bags(dim, slots.device)
-        found = embedding_bag(bags.slots, slots.T.contiguous(), bags.starts, mode="sum", per_sample_weights=bags.signs)
-        return found.T / math.sqrt(min(NONZEROS, dim))
+        rows = embedding_bag(bags.slots, slots.T.contiguous(), bags.starts, mode="sum", per_sample_weights=bags.signs)
+        return rows.T / math.sqrt(min(NONZEROS, dim))
 
     def fingerprint(self, dim: int) -> str:
         """Return a digest of the second step, of each parameter's first and last sign and of its last rotation."""
@@ -87,7 +87,7 @@ class Sjlt(Projector):
         for part in bags:
             hashed.update(part.numpy().tobytes())
         for name, numel in self.sizes.items():
-            ends = [float(self.signs(name, at, at + 1, torch.device("cpu"))) for at in (0, numel - 1)]
+            ends = [float(self.signs(name, column, column + 1, torch.device("cpu"))) for column in (0, numel - 1)]
             hashed.update(f"{name} {numel} {ends} {self.rotations(name)[-1]}".encode())
         return hashed.hexdigest()
 
@@ -97,7 +97,7 @@ class Sjlt(Projector):
 
     def _bags(self, dim: int, device: torch.device) -> Sorted:
         if (dim, device) not in self._sorted:
-            self._sorted[dim, device] = Sorted(*(part.to(device) for part in self._sort(dim)))
+            self._sorted[dim, device] = Sorted(*(tensor.to(device) for tensor in self._sort(dim)))
         return self._sorted[dim, device]
 
     def _sort(self, dim: int) -> Sorted:

@@ -60,7 +60,7 @@ class Srht(Projector):
         hashed = hashlib.sha256(f"srht dim={dim} {self.order}".encode() + self.rows(dim).numpy().tobytes())
         for name, numel in self.sizes.items():
             stream = hashing.key(self.seed, f"{name} srht")
-            ends = [float(hashing.signs(stream, at, at + 1, torch.device("cpu"))) for at in (0, numel - 1)]
+            ends = [float(hashing.signs(stream, column, column + 1, torch.device("cpu"))) for column in (0, numel - 1)]
             hashed.update(f"{name} {numel} {ends}".encode())
         return hashed.hexdigest()
 

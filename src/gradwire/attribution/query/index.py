@@ -70,8 +70,8 @@ def main(options: Options) -> None:
     from gradwire.attribution.store.row_file import RowFile
 
     faiss = library()
-    found = open_store(options.store)
-    rows = RowFile(found.rows.names.rows)
+    merged = open_store(options.store)
+    rows = RowFile(merged.rows.names.rows)
     index = empty(rows.shape, options)
     if not index.is_trained:
         index.train(sample(rows, options.metric, EACH * (index.nlist if options.kind == "ivf" else CENTROIDS)))
@@ -80,7 +80,7 @@ def main(options: Options) -> None:
     (options.store / NOTE).unlink(missing_ok=True)
     with whole(options.store / FILE) as part, part.open("wb") as stream:  # FAISS's own file ignores errors at its close
         faiss.write_index(index, faiss.PyCallbackIOWriter(stream.write))
-    made = {"kind": options.kind, "metric": options.metric, "store": store_digest(found.manifest)}
+    made = {"kind": options.kind, "metric": options.metric, "store": store_digest(merged.manifest)}
     write_json(options.store / NOTE, {**made, "sha256": sha256_file(options.store / FILE)})
     print(f"{options.kind} index of {rows.shape[0]} rows for {options.metric} in {options.store / FILE}")
 
@@ -145,20 +145,20 @@ class Index:
     """An index that was read.
 
     Args:
-        found: The store beside it.
+        merged: The store that it is of.
 
     Raises:
         BadInput: If FAISS or the index is missing, or the index is damaged or belongs to other rows.
     """
 
-    def __init__(self, found: Store) -> None:
+    def __init__(self, merged: Store) -> None:
         faiss = library()
-        file, note = found.path / FILE, found.path / NOTE
-        again = f"run `gradwire grads index --store {found.path}`"
+        file, note = merged.path / FILE, merged.path / NOTE
+        again = f"run `gradwire grads index --store {merged.path}`"
         if not (file.is_file() and note.is_file()):
-            raise BadInput(f"{found.path} has no complete index: {again}.")
+            raise BadInput(f"{merged.path} has no complete index: {again}.")
         made = read_object(note)
-        if made.get("store") != store_digest(found.manifest):
+        if made.get("store") != store_digest(merged.manifest):
             raise BadInput(f"{file} was built from other rows than those beside it: {again} again.")
         if made.get("sha256") != sha256_file(file):
             raise BadInput(f"{file} is damaged: its SHA-256 differs from that in {note}; {again} again.")
@@ -167,7 +167,7 @@ class Index:
         except (RuntimeError, MemoryError) as error:
             raise BadInput(f"{file} cannot be read by this version of FAISS: {again} again.") from error
         self.kind, self.metric, self._file = made.get("kind"), made.get("metric"), file
-        if (self._index.ntotal, self._index.d) != found.rows.shape:
+        if (self._index.ntotal, self._index.d) != merged.rows.shape:
             raise BadInput(f"{file} does not have the rows beside it: {again} again.")
 
     def near(self, against: NDArray[np.float64], metric: str, count: int) -> NDArray[np.int64] | None:
@@ -190,12 +190,12 @@ class Index:
         norms = np.linalg.norm(against, axis=1, keepdims=True)  # which float32 might not hold
         directions = (against / np.where(norms == 0, 1, norms)).astype(np.float32)
         _, positions = self._index.search(directions, WIDER * count)
-        found = np.unique(positions[positions >= 0])
-        if not len(found):
+        proposed = np.unique(positions[positions >= 0])
+        if not len(proposed):
             raise BadInput(f"{self._file}: the searched lists have no rows; index again with a larger --probe.")
-        if found[-1] >= self._index.ntotal:
-            raise BadInput(f"{self._file} has rows that the store does not have, such as {found[-1]}: index again.")
-        return found
+        if proposed[-1] >= self._index.ntotal:
+            raise BadInput(f"{self._file} has rows that the store does not have, such as {proposed[-1]}: index again.")
+        return proposed
 
 
 def store_digest(made: Manifest) -> str:

@@ -159,10 +159,10 @@ def write_scores(file: Path, ids: Sequence[str], names: Sequence[str], of_groups
 
     columns: dict[str, object] = {"sample_id": ids, "score": of_groups.max(1)}
     if names:
-        columns["subtask"] = [names[at] for at in of_groups.argmax(1)]
-        columns |= {f"subtask:{name}": of_groups[:, at] for at, name in enumerate(names)}
-    with whole(file) as part:
-        pq.write_table(pa.table(columns), part)
+        columns["subtask"] = [names[column] for column in of_groups.argmax(1)]
+        columns |= {f"subtask:{name}": of_groups[:, column] for column, name in enumerate(names)}
+    with whole(file) as path:
+        pq.write_table(pa.table(columns), path)
 
 
 def weighted(
@@ -185,12 +185,12 @@ def weighted(
     from gradwire.attribution.store.row_file import RowFile
 
     at_once = min(block_rows(train.rows.shape[1]) for train, _ in pairs)
-    found = []
+    scores = []
     for train, validation in pairs:
         solve = solver(RowFile(train.rows.names.rows), damping)
         against = target(validation.rows, metric, groups, solve)
-        found.append(similarities(train.rows, against, metric, solve, at_once))
-    for blocks in zip(*found, strict=True):
+        scores.append(similarities(train.rows, against, metric, solve, at_once))
+    for blocks in zip(*scores, strict=True):
         yield sum((weight * block for weight, block in zip(weights, blocks, strict=True)), start=0.0 * blocks[0])
 
 
@@ -219,7 +219,7 @@ def grouped(over: str, ids: Sequence[str], file: Path | None) -> tuple[list[str]
     if over != "subtask":
         return [], groups_of(over, len(ids))
     known = None if file is None else read_object(file)
-    found = []
+    of_samples = []
     for id_ in ids:
         name = document(id_).rpartition("/")[0] if known is None else known.get(id_, known.get(document(id_)))
         if not isinstance(name, str) or not name:
@@ -227,8 +227,8 @@ def grouped(over: str, ids: Sequence[str], file: Path | None) -> tuple[list[str]
                 f"{file} has no subtask (a string)" if file else "--over subtask: no slash ends the subtask in the id"
             )
             raise BadInput(f"{where} of the validation sample {id_!r}{'' if file else ': pass --subtasks FILE'}.")
-        found.append(name)
-    names, groups = np.unique(np.array(found, dtype=object), return_inverse=True)
+        of_samples.append(name)
+    names, groups = np.unique(np.array(of_samples, dtype=object), return_inverse=True)
     return names.tolist(), groups.astype(np.int64)
 
 
@@ -242,13 +242,13 @@ def learning_rate(train: Store) -> float:
 
     file = Path(train.manifest.model_dir) / saved.METADATA
     check_sums(file.parent, (file.name,))
-    found = read_object(file).get(LEARNING_RATE) if file.is_file() else None
-    if not isinstance(found, float) or not found > 0:
+    rate = read_object(file).get(LEARNING_RATE) if file.is_file() else None
+    if not isinstance(rate, float) or not rate > 0:
         raise BadInput(
             f"{file}, of the model of {train.path}, gives no {LEARNING_RATE} (`train --keep_model_every` writes it): "
             "give --weights as numbers."
         )
-    return found
+    return rate
 
 
 def normalised_weights(given: Sequence[float | str] | None, train: int, validation: int) -> list[float]:
@@ -260,7 +260,7 @@ def normalised_weights(given: Sequence[float | str] | None, train: int, validati
     if given and LEARNING_RATE in given:
         raise BadInput(f"--weights: {LEARNING_RATE} applies to all checkpoints; give nothing else with it.")
     try:
-        weights = [float(one) for one in given] if given else [1.0] * train
+        weights = [float(weight) for weight in given] if given else [1.0] * train
     except ValueError:
         raise BadInput(
             f"--weights {' '.join(map(str, given or ()))}: give numbers, or {LEARNING_RATE} alone."
@@ -270,7 +270,7 @@ def normalised_weights(given: Sequence[float | str] | None, train: int, validati
     if not train == validation == len(weights):
         raise BadInput(
             f"--train names {train} stores, --validation {validation} and --weights {len(weights)}: "
-            "give one of each per checkpoint, in the same order."
+            "give weight of each per checkpoint, in the same order."
         )
     return [weight / sum(weights) for weight in weights]
 

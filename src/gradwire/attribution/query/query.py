@@ -121,12 +121,13 @@ def rows_of(searcher: Searcher, options: Options) -> NDArray[np.float32]:
 def table(top: Sequence[Mapping[str, Any]], width: int | None = None) -> str:
     """Format the samples found, one per line of at most ``width`` columns (default: the terminal's)."""
     wide = width or shutil.get_terminal_size((120, 24)).columns
-    ids = [_line(one["sample_id"], WIDEST_ID) for one in top]
+    ids = [_line(sample["sample_id"], WIDEST_ID) for sample in top]
     widest = max(len("sample_id"), *map(len, ids))
     head = f"{'rank':>4}  {'score':>10}  {'sample_id':<{widest}}  text"
     lines = [
-        f"{one['rank']:>4}  {one['score']:>10.4g}  {id_:<{widest}}  {one.get('title', '')} {one.get('text', '')}"
-        for one, id_ in zip(top, ids, strict=True)
+        f"{sample['rank']:>4}  {sample['score']:>10.4g}  {id_:<{widest}}  "
+        f"{sample.get('title', '')} {sample.get('text', '')}"
+        for sample, id_ in zip(top, ids, strict=True)
     ]
     return "\n".join([head, *(_line(line, wide) for line in lines)])
 

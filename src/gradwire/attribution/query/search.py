@@ -50,7 +50,7 @@ def open_store(path: Path) -> Store:
 
 
 def nearest(
-    found: Store,
+    searched: Store,
     against: NDArray[np.float64],
     metric: str,
     count: int,
@@ -63,7 +63,7 @@ def nearest(
     that it returns are verified against their digests.
 
     Args:
-        found: The store.
+        searched: The store.
         against: A `target`, [m, D].
         metric: ``cosine`` or ``dot``.
         count: Number of rows to find.
@@ -73,12 +73,15 @@ def nearest(
     Raises:
         BadInput: If a row found is not what was collected for its id.
     """
-    rows = RowFile(found.rows.names.rows) if among is None else found.rows.take(among)
+    rows = RowFile(searched.rows.names.rows) if among is None else searched.rows.take(among)
     scores = scored(rows, against, metric, solve)
     best = order_of(scores)[:count]
     positions = (best if among is None else among[best]).tolist()
-    found.rows.take(positions)
-    return [Found(at, found.rows.ids[at], score) for at, score in zip(positions, scores[best].tolist(), strict=True)]
+    searched.rows.take(positions)
+    return [
+        Found(position, searched.rows.ids[position], score)
+        for position, score in zip(positions, scores[best].tolist(), strict=True)
+    ]
 
 
 def groups_of(over: str, count: int) -> NDArray[np.int64]:
@@ -103,10 +106,10 @@ def target(
     counts = np.bincount(groups)
     sums, done = np.zeros((len(counts), rows.shape[1])), 0
     for wide in _wide(rows):
-        own = groups[done : done + len(wide)]
-        order = np.argsort(own, kind="stable")
-        found, first = np.unique(own[order], return_index=True)
-        sums[found] += np.add.reduceat(_solved(wide, metric, solve)[order], first)
+        of_block = groups[done : done + len(wide)]
+        order = np.argsort(of_block, kind="stable")
+        present, first = np.unique(of_block[order], return_index=True)
+        sums[present] += np.add.reduceat(_solved(wide, metric, solve)[order], first)
         done += len(wide)
     return sums / counts[:, None]
 
@@ -115,7 +118,7 @@ def scored(
     rows: RowFile | NDArray[np.float32], against: NDArray[np.float64], metric: str, solve: Solve = identity
 ) -> NDArray[np.float64]:
     """Score each row by its largest similarity to the rows of a `target`, in float64: [n]; zero rows score 0."""
-    return np.concatenate([found.max(1) for found in similarities(rows, against, metric, solve)])
+    return np.concatenate([block.max(1) for block in similarities(rows, against, metric, solve)])
 
 
 def similarities(
@@ -135,8 +138,8 @@ def similarities(
         at_once: Rows per block; None for as many as `BLOCK_BYTES` hold.
     """
     for wide in _wide(rows, at_once):
-        found = wide @ against.T
-        yield found / _norms(wide, solve(wide))[:, None] if metric == "cosine" else found
+        products = wide @ against.T
+        yield products / _norms(wide, solve(wide))[:, None] if metric == "cosine" else products
 
 
 def order_of(scores: NDArray[np.float64]) -> NDArray[np.int64]:

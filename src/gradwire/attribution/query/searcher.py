@@ -137,8 +137,8 @@ class Searcher:
         """
         against = target(rows, metric, groups_of(over, len(rows)), self._solve)
         among = self.index.near(against, metric, count) if self.index else None
-        found = nearest(self.store, against, metric, count, self._solve, among)
-        samples = [self.origin.sample_id(one.sample_id) for one in found]
+        hits = nearest(self.store, against, metric, count, self._solve, among)
+        samples = [self.origin.sample_id(hit.sample_id) for hit in hits]
         documents = documents_of(samples, self.corpus) if self.corpus else {}
 
         def text(position: int, id_: str) -> dict[str, Any]:
@@ -146,8 +146,8 @@ class Searcher:
             return whole or ({"text": self.texts.of(position, id_)} if self.texts else {})
 
         return [
-            {"rank": rank, "sample_id": one.sample_id, "score": one.score, **text(one.position, one.sample_id)}
-            for rank, one in enumerate(found, 1)
+            {"rank": rank, "sample_id": hit.sample_id, "score": hit.score, **text(hit.position, hit.sample_id)}
+            for rank, hit in enumerate(hits, 1)
         ]
 
     @cached_property
@@ -232,8 +232,8 @@ def documents_of(ids: Sequence[str], corpus: Path) -> dict[str, dict[str, Any]]:
         BadInput: If a document is missing.
     """
     wanted = {id_: id_ for id_ in ids} | {document(id_): document(id_) for id_ in ids}
-    found = {one.id: corpora.content(one) for one in corpora.documents(corpus) if one.id in wanted}
-    missing = [id_ for id_ in ids if id_ not in found and document(id_) not in found]
+    contents = {one.id: corpora.content(one) for one in corpora.documents(corpus) if one.id in wanted}
+    missing = [id_ for id_ in ids if id_ not in contents and document(id_) not in contents]
     if missing:
         raise BadInput(f"{corpus} has no document of sample {missing[0]!r} ({len(missing)} such samples).")
-    return {id_: found.get(id_) or found[document(id_)] for id_ in ids}
+    return {id_: contents.get(id_) or contents[document(id_)] for id_ in ids}

@@ -121,7 +121,7 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self, body: bytes) -> None:
         try:
             with self.lock:  # the model and its buffers serve one query at a time
-                found = answer(self.searcher, body)
+                top = answer(self.searcher, body)
         except BadInput as error:
             self._complain(HTTPStatus.BAD_REQUEST, str(error))
         except Exception as error:
@@ -129,7 +129,7 @@ class Handler(BaseHTTPRequestHandler):
             if unexpected(error):
                 raise
         else:
-            self._json(HTTPStatus.OK, {"top": found})
+            self._json(HTTPStatus.OK, {"top": top})
 
     def _refused(self, path: str) -> bool:
         """Refuse other hosts and paths; return whether the request was refused."""

@@ -189,8 +189,8 @@ class Merged:
             rows = np.empty((len(places), codec.width), dtype=NUMPY[codec.dtype])
             for source, here, positions in self._shares(places):
                 source.read_into([rows[row].data for row in here], positions)
-            part = slice(first, first + height)
-            yield places, Block(torch.from_numpy(rows), list(self.ids[part]), self.meta[part], codec)
+            chosen = slice(first, first + height)
+            yield places, Block(torch.from_numpy(rows), list(self.ids[chosen]), self.meta[chosen], codec)
 
     def _verified(self, pieces: Iterator[tuple[NDArray[np.int64], Block]]) -> Iterator[NDArray[Any]]:
         for places, block in pieces:
@@ -252,8 +252,8 @@ def starts(sources: Sequence[BoundRows]) -> list[int]:
     return list(accumulate((len(source.ids) for source in sources), initial=0))
 
 
-def _apart(sources: Sequence[BoundRows], one: int, other: int) -> float:
-    return float(least_deviation(*(sources[0].codec.bounds(_stored(sources, place)) for place in (one, other))))
+def _apart(sources: Sequence[BoundRows], left: int, right: int) -> float:
+    return float(least_deviation(*(sources[0].codec.bounds(_stored(sources, place)) for place in (left, right))))
 
 
 def _stored(sources: Sequence[BoundRows], place: int) -> Tensor:
@@ -262,8 +262,8 @@ def _stored(sources: Sequence[BoundRows], place: int) -> Tensor:
     return torch.from_numpy(sources[number].take_stored([place - begins[number]]))
 
 
-def _check_complete(found: Set[str], ids: Sequence[str]) -> None:
-    missing, strange = set(ids) - found, found - set(ids)
+def _check_complete(collected: Set[str], ids: Sequence[str]) -> None:
+    missing, strange = set(ids) - collected, collected - set(ids)
     if missing:
         raise BadInput(f"the ranks have no row for sample {named(missing)}; collect again.")
     if strange:

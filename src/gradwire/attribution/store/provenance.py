@@ -189,13 +189,13 @@ def differences(collection: Path, intended: Provenance) -> list[str]:
     if not (collection / FILE).is_file():
         return [f"{FILE} is missing, but the folder holds gradients"] if begun else []
     try:
-        found, wanted = read(collection).model_dump(), intended.model_dump()
+        noted, wanted = read(collection).model_dump(), intended.model_dump()
     except BadInput as error:
         return [f"{error}".removesuffix(".")]
     return [
-        f"{name} is {found[name]!r} there and {wanted[name]!r} here"
+        f"{name} is {noted[name]!r} there and {wanted[name]!r} here"
         for name in wanted
-        if name not in PLACES and (wanted[name] or name not in FOUND) and found[name] != wanted[name]
+        if name not in PLACES and (wanted[name] or name not in FOUND) and noted[name] != wanted[name]
     ]
 
 

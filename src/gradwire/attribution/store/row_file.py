@@ -69,8 +69,8 @@ class RowFile:
         wanted = np.asarray(positions, dtype=np.int64)
         first, last = int(wanted.min()), int(wanted.max()) + 1
         if last - first <= SPARSE * len(wanted):
-            found = self.stored(first, last)
-            return found if np.array_equal(wanted, np.arange(first, last)) else found[wanted - first]
+            rows = self.stored(first, last)
+            return rows if np.array_equal(wanted, np.arange(first, last)) else rows[wanted - first]
         return np.concatenate([self.stored(int(row), int(row) + 1) for row in wanted])
 
     def read(self, first: int, last: int) -> NDArray[np.float32]:
@@ -84,8 +84,8 @@ class RowFile:
     def stored(self, first: int, last: int) -> NDArray[Any]:
         """The rows of ``range(first, last)`` as they are stored."""
         count, offset = (last - first) * self.codec.width, self._start + first * self.codec.row_bytes
-        found = np.fromfile(self.path, dtype=NUMPY[self.codec.dtype], count=count, offset=offset)
-        return found.reshape(last - first, self.codec.width)
+        numbers = np.fromfile(self.path, dtype=NUMPY[self.codec.dtype], count=count, offset=offset)
+        return numbers.reshape(last - first, self.codec.width)
 
     def read_into(self, rows: Sequence[memoryview], positions: Sequence[int]) -> None:
         """Read the rows at ``positions``, as they are stored and unverified, each into one of ``rows``."""
@@ -126,10 +126,10 @@ class BoundRows(RowFile):
 
     def stored(self, first: int, last: int) -> NDArray[Any]:
         """The rows of ``range(first, last)`` as they are stored."""
-        found = super().stored(first, last)
+        rows = super().stored(first, last)
         meta = self.meta.slice(first, last - first)
-        self.check(store.Block(torch.from_numpy(found), self.ids[first:last], meta, self.codec), range(first, last))
-        return found
+        self.check(store.Block(torch.from_numpy(rows), self.ids[first:last], meta, self.codec), range(first, last))
+        return rows
 
     def check(self, block: store.Block, positions: Sequence[int]) -> None:
         """Check the rows read at ``positions`` against their digests."""

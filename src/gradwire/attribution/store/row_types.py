@@ -40,15 +40,15 @@ class Bounds(NamedTuple):
     largest: Tensor
 
 
-def least_deviation(one: Bounds, other: Bounds) -> Tensor:
+def least_deviation(left: Bounds, right: Bounds) -> Tensor:
     """Bound ``‖x - y‖ / max(‖x‖, ‖y‖)`` from below for rows x, y within these bounds: [n]; 0 for two zero rows.
 
     Exact for float32. A stored row is thus never farther from a recomputed one than the two computations were. Neither
     norms nor largest magnitudes of two rows differ by more than the norm of their difference.
     """
-    gap = torch.maximum(one.low - other.high, other.low - one.high).clamp(min=0)
-    numbers = torch.stack([gap.norm(dim=1), one.norm - other.norm, one.largest - other.largest])
-    return numbers.abs().amax(dim=0) / _or_one(torch.maximum(one.norm, other.norm))
+    gap = torch.maximum(left.low - right.high, right.low - left.high).clamp(min=0)
+    numbers = torch.stack([gap.norm(dim=1), left.norm - right.norm, left.largest - right.largest])
+    return numbers.abs().amax(dim=0) / _or_one(torch.maximum(left.norm, right.norm))
 
 
 class RowCodec(ABC):

@@ -44,7 +44,7 @@ class Tokens:
     def sample_ids(self, count: int) -> list[str]:
         """Return the ids of the samples up to the last one of the first ``count`` targets; of all targets, all ids."""
         samples = len(self.shards) if count == len(self) else self._number(count - 1) + 1
-        return [self.shards[at].sample_id for at in range(samples)]
+        return [self.shards[position].sample_id for position in range(samples)]
 
     def __len__(self) -> int:
         return self._ends[-1]

@@ -136,8 +136,8 @@ def all_names(folder: Path) -> Names:
 
 def parts(folder: Path) -> list[int]:
     """Return every N with at least one block file, in ascending order."""
-    found = (re.fullmatch(r"(?:grads|ids|meta)-(\d+)\.(?:pt|pkl|parquet)", path.name) for path in folder.glob("*-*"))
-    return sorted({int(match[1]) for match in found if match})
+    matches = (re.fullmatch(r"(?:grads|ids|meta)-(\d+)\.(?:pt|pkl|parquet)", path.name) for path in folder.glob("*-*"))
+    return sorted({int(match[1]) for match in matches if match})
 
 
 def row_digests(identity: str, meta: pa.Table, stored: Tensor) -> list[str]:
@@ -161,16 +161,16 @@ def _as_json(meta: pa.Table) -> Iterator[str]:
 
 
 def _digest(text: str, row: NDArray[Any]) -> str:
-    found = hashlib.sha256(text.encode())
-    found.update(row.data)  # without the GIL if it is long, so that threads can share the work
-    return found.hexdigest()
+    hashed = hashlib.sha256(text.encode())
+    hashed.update(row.data)  # without the GIL if it is long, so that threads can share the work
+    return hashed.hexdigest()
 
 
 def mismatched(block: Block, identity: str) -> list[int]:
     """Return the rows of a block that do not match their digests; ``identity`` is the collection's."""
     noted = zip(block.meta["sample_id"].to_pylist(), block.meta["digest"].to_pylist(), strict=True)
-    found = zip(block.ids, row_digests(identity, block.meta, block.stored), strict=True)
-    return [row for row, (one, other) in enumerate(zip(noted, found, strict=True)) if one != other]
+    computed = zip(block.ids, row_digests(identity, block.meta, block.stored), strict=True)
+    return [row for row, (stored, expected) in enumerate(zip(noted, computed, strict=True)) if stored != expected]
 
 
 def unbound(names: Names, block: Block, identity: str, positions: Sequence[int] | None = None) -> list[str]:
@@ -183,11 +183,11 @@ def unbound(names: Names, block: Block, identity: str, positions: Sequence[int] 
         positions: Where these rows are in the files; None for all rows.
     """
     wrong = mismatched(block, identity)
-    at = range(len(block.ids)) if positions is None else positions
+    places = range(len(block.ids)) if positions is None else positions
     files = f"{names.rows} with {names.ids} and {names.meta}"
     if wrong and len(wrong) == len(block.ids):
         return [f"{files}: no row is of this collection: the files belong to another, or its provenance was edited"]
-    return [f"{files}: row {at[row]} is not what was collected for {block.ids[row]!r}" for row in wrong]
+    return [f"{files}: row {places[row]} is not what was collected for {block.ids[row]!r}" for row in wrong]
 
 
 def check_bound(names: Names, block: Block, identity: str, positions: Sequence[int] | None = None) -> None:
@@ -283,10 +283,10 @@ def read_stored(path: Path) -> tuple[Tensor, RowCodec]:
         BadInput: If the file is missing or damaged, or is not exactly one contiguous matrix of a row type.
     """
     try:
-        found = torch.load(path, weights_only=True, mmap=True)
+        loaded = torch.load(path, weights_only=True, mmap=True)
     except Exception as error:  # a damaged archive can raise nearly anything
         raise BadInput(f"{path} cannot be read as a tensor: {_first_line(error)}") from error
-    rows, codec = _typed(path, found)
+    rows, codec = _typed(path, loaded)
     if type(rows) is not Tensor or rows.layout != torch.strided or rows.dtype != codec.dtype or rows.ndim != 2:
         raise BadInput(f"{path} is not a dense {str(codec.dtype).removeprefix('torch.')} matrix.")
     if rows.shape[1] != codec.width:
@@ -298,11 +298,11 @@ def read_stored(path: Path) -> tuple[Tensor, RowCodec]:
     return rows, codec
 
 
-def _typed(path: Path, found: Any) -> tuple[Any, RowCodec]:
+def _typed(path: Path, loaded: Any) -> tuple[Any, RowCodec]:
     """Return the matrix of a file's contents, and the codec that they name."""
-    if type(found) is not dict:
-        return found, Float32(found.shape[-1] if type(found) is Tensor and found.ndim else 0)
-    kind, dim, rows = (found.get(key) for key in ("type", "dim", "rows"))
+    if type(loaded) is not dict:
+        return loaded, Float32(loaded.shape[-1] if type(loaded) is Tensor and loaded.ndim else 0)
+    kind, dim, rows = (loaded.get(key) for key in ("type", "dim", "rows"))
     if not (isinstance(kind, str) and kind in CODECS and kind != Float32.name and type(dim) is int and dim > 0):
         raise BadInput(f"{path} has no rows of a known type: {bounded(f'type {kind!r}, dim {dim!r}')}.")
     return rows, row_types.build(kind, dim)
@@ -369,7 +369,9 @@ def bind(rows: Tensor, records: Sequence[Mapping[str, Any]], origin: Provenance)
     codec = row_types.build(origin.store, rows.shape[1])
     stored = codec.encode(rows)
     meta = pa.Table.from_pylist(records, pa.schema([*META, *_further(origin.metadata)]))
-    return Block(stored, [one["sample_id"] for one in records], with_digests(origin.identity, meta, stored), codec)
+    return Block(
+        stored, [record["sample_id"] for record in records], with_digests(origin.identity, meta, stored), codec
+    )
 
 
 def with_digests(identity: str, meta: pa.Table, stored: Tensor) -> pa.Table:

@@ -170,10 +170,12 @@ class Audit:
 
     def folders(self, dims: Sequence[int] | None) -> None:
         """Check that only the collection's own folders exist, for the given widths or for all."""
-        own = {place / f"dim{dim}" for dim in self.origin.dims for place in (self.collection, *self._ranks())}
+        expected = {place / f"dim{dim}" for dim in self.origin.dims for place in (self.collection, *self._ranks())}
         widths = [f"dim{dim}" for dim in dims] if dims else ["dim*"]
-        found = {path for width in widths for name in (width, f"rank_*/{width}") for path in self.collection.glob(name)}
-        strange = [f"{path} belongs to no rank or width of the collection" for path in sorted(found - own)]
+        present = {
+            path for width in widths for name in (width, f"rank_*/{width}") for path in self.collection.glob(name)
+        }
+        strange = [f"{path} belongs to no rank or width of the collection" for path in sorted(present - expected)]
         self.checks.append(Check("no folders of other ranks or widths", f"{self.collection}", strange))
 
     def rank(self, rank: int, dim: int) -> None:
@@ -228,7 +230,7 @@ class Audit:
             positions: The samples.
         """
         again = maker.blocks(self.shards, positions)
-        places = {id_: at for block in again.values() for at, id_ in enumerate(block.ids)}
+        places = {id_: row_of_sample for block in again.values() for row_of_sample, id_ in enumerate(block.ids)}
         deviations = [
             (stored.names.rows, row, id_, _deviation(again[stored.dim], places[id_], stored.block, row))
             for stored in self.stored
@@ -268,8 +270,8 @@ class Audit:
         bound = {name: getattr(self.origin, name) for name in BOUND}
         return {**bound, "dim": dim, "rows": len(self.ids)}
 
-    def _add(self, name: str, folder: Path, found: Sequence[tuple[str, Iterable[str]]]) -> None:
-        self.checks += [Check(f"{name}: {label}", f"{folder}", list(problems)) for label, problems in found]
+    def _add(self, name: str, folder: Path, labelled: Sequence[tuple[str, Iterable[str]]]) -> None:
+        self.checks += [Check(f"{name}: {label}", f"{folder}", list(problems)) for label, problems in labelled]
 
     def _keep(self, blocks: dict[Names, Block], whole: Names, dim: int) -> None:
         if whole in blocks:
@@ -282,20 +284,20 @@ def _deviation(block: Block, row: int, other: Block, other_row: int) -> float:
 
 def _other_documents(documents: Sequence[str], ids: Sequence[str], to_the_end: bool) -> Iterator[str]:
     """Yield the documents without a sample in ``ids``, and the first sample that belongs to no document."""
-    at = 0
+    position = 0
     for document in documents:
-        if at == len(ids) and not to_the_end:
+        if position == len(ids) and not to_the_end:
             return
-        first = at
-        if ids[at : at + 1] == [document]:
-            at += 1
+        first = position
+        if ids[position : position + 1] == [document]:
+            position += 1
             continue
-        while ids[at : at + 1] == [f"{document}#{at - first}"]:
-            at += 1
-        if at == first:
+        while ids[position : position + 1] == [f"{document}#{position - first}"]:
+            position += 1
+        if position == first:
             yield f"document {document!r} has no sample"
-    if at < len(ids):
-        yield f"sample {ids[at]!r} belongs to no document"
+    if position < len(ids):
+        yield f"sample {ids[position]!r} belongs to no document"
 
 
 def _missing(names: Sequence[Names]) -> list[str]:

@@ -79,7 +79,7 @@ def main(options: Options) -> None:
         "methods": rows,
     }
     write_json(options.output_dir / RESULT, result)
-    print(table([shown_row(one) for one in rows]))
+    print(table([shown_row(row) for row in rows]))
     print(
         "loss of a query: {loss:.3f} nats, with a standard deviation of {loss_spread:.3f} over subsets".format(**result)
     )
@@ -106,48 +106,48 @@ def judged(
     scores: Mapping[str, Scores], members: NDArray[np.float64], losses: NDArray[np.float64], seed: int
 ) -> list[dict[str, Any]]:
     """Judge methods: the rows of the table, each with how far it is behind the best, on the same draws."""
-    predicted = {name: members @ one.values for name, one in scores.items()}
-    found = {name: float(correlations(sums, -losses).mean()) for name, sums in predicted.items()}
+    predicted = {name: members @ of_method.values for name, of_method in scores.items()}
+    scored = {name: float(correlations(sums, -losses).mean()) for name, sums in predicted.items()}
     drawn = {name: resampled(sums, losses, seed) for name, sums in predicted.items()}
-    best = max(found, key=found.__getitem__)
+    best = max(scored, key=scored.__getitem__)
     return [
         {
             "method": name,
-            "lds": found[name],
+            "lds": scored[name],
             "interval": interval(drawn[name]),
-            "behind": found[best] - found[name],
+            "behind": scored[best] - scored[name],
             "behind_interval": interval(drawn[best] - drawn[name]),
-            "seconds": one.seconds,
-            "store_bytes": one.store_bytes,
+            "seconds": of_method.seconds,
+            "store_bytes": of_method.store_bytes,
         }
-        for name, one in scores.items()
+        for name, of_method in scores.items()
     ]
 
 
-def correlations(predicted: NDArray[np.float64], found: NDArray[np.float64]) -> NDArray[np.float64]:
+def correlations(predicted: NDArray[np.float64], measured: NDArray[np.float64]) -> NDArray[np.float64]:
     """Spearman's rank correlation of each column over the rows, ties at their mean rank; 0 for a constant column.
 
     Args:
         predicted: [subsets, queries].
-        found: As many.
+        measured: As many.
 
     Returns:
         [queries].
     """
-    one, other = _centred_ranks(predicted), _centred_ranks(found)
-    size = np.sqrt((one**2).sum(0) * (other**2).sum(0))
-    return np.asarray((one * other).sum(0) / np.where(size == 0, 1, size))
+    left, right = _centred_ranks(predicted), _centred_ranks(measured)
+    size = np.sqrt((left**2).sum(0) * (right**2).sum(0))
+    return np.asarray((left * right).sum(0) / np.where(size == 0, 1, size))
 
 
 def resampled(predicted: NDArray[np.float64], losses: NDArray[np.float64], seed: int) -> NDArray[np.float64]:
     """Return `RESAMPLES` scores of subsets and queries drawn with replacement; equal draws for equal seeds."""
     random = np.random.default_rng(seed)
     count, queries = losses.shape
-    found = np.empty(RESAMPLES)
+    means = np.empty(RESAMPLES)
     for number in range(RESAMPLES):
         drawn = np.ix_(random.integers(count, size=count), random.integers(queries, size=queries))
-        found[number] = correlations(predicted[drawn], -losses[drawn]).mean()
-    return found
+        means[number] = correlations(predicted[drawn], -losses[drawn]).mean()
+    return means
 
 
 def _centred_ranks(values: NDArray[np.float64]) -> NDArray[np.float64]:

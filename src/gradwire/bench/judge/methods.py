@@ -288,13 +288,13 @@ def claim(folder: Path, settings: Mapping[str, Any]) -> None:
         BadInput: If the folder has results of other settings, or other files.
     """
     path = folder / SETTINGS
-    if not path.is_file() and any(not one.name.endswith(".failed.json") for one in folder.glob("*")):
+    if not path.is_file() and any(not file.name.endswith(".failed.json") for file in folder.glob("*")):
         raise BadInput(f"{folder} has files of something else: choose a new --output_dir.")
-    found = read_object(path) if path.is_file() else settings
+    noted = read_object(path) if path.is_file() else settings
     for name in settings:
-        if found.get(name) != settings[name]:
+        if noted.get(name) != settings[name]:
             raise BadInput(
-                f"{folder} has results of another {name}: {found.get(name)!r} there and {settings[name]!r} here; "
+                f"{folder} has results of another {name}: {noted.get(name)!r} there and {settings[name]!r} here; "
                 "choose another --output_dir."
             )
     if not path.is_file():

@@ -77,12 +77,12 @@ def main(options: Options) -> None:
     shards = options.output_dir / "data" / "shards"
     ids = write(shards, train, samples, planted)
     study = attribution.Study(options, shards, len(ids), len(planted))
-    wanted = [frozenset(one.samples) for one in planted]
-    kinds = [one.kind for one in planted]
+    wanted = [frozenset(query.samples) for query in planted]
+    kinds = [query.kind for query in planted]
     rows = []
     for name in options.methods:
         scores = study.scores(name)
-        best = [[ids[at] for at in order_of(column)] for column in scores.values.T]
+        best = [[ids[place] for place in order_of(column)] for column in scores.values.T]
         rows.append(row(name, scores, kinds, recalls(best, wanted, options.top_k), options.seed))
     result = {
         "settings": settings,
@@ -92,13 +92,13 @@ def main(options: Options) -> None:
         "methods": rows,
     }
     write_json(options.output_dir / RESULT, result)
-    print(table([shown_row(one) for one in rows]))
+    print(table([shown_row(of_method) for of_method in rows]))
 
 
 def shown_row(row: Mapping[str, Any]) -> dict[str, str]:
     """Format a method's row of the table."""
-    found = {f"{kind} [95 %]": shown(row[kind]["recall"], row[kind]["interval"]) for kind in KINDS}
-    return {"method": row["method"], **found, **costs(row)}
+    recalls = {f"{kind} [95 %]": shown(row[kind]["recall"], row[kind]["interval"]) for kind in KINDS}
+    return {"method": row["method"], **recalls, **costs(row)}
 
 
 def plant(train: Shards, val: Shards, samples: int, options: Options) -> list[Planted]:
@@ -117,11 +117,11 @@ def plant(train: Shards, val: Shards, samples: int, options: Options) -> list[Pl
         changed[places] = random.choice(pool, len(places))
         return query._replace(tokens=changed.tolist())
 
-    found = []
+    planted = []
     for number in range(2 * options.queries):
         kind, query = KINDS[number // options.queries], encoded_of(val[number])
         copies = [query if kind == "exact" else edited(query) for _ in range(options.copies)]
-        found.append(Planted(kind, query, {f"{kind}/{number}/{k}": copy for k, copy in enumerate(copies)}))
+        planted.append(Planted(kind, query, {f"{kind}/{number}/{k}": copy for k, copy in enumerate(copies)}))
     length = min(LONGEST_TASK, train.meta["max_length"])
     form = random.choice(pool, length)
 
@@ -129,7 +129,7 @@ def plant(train: Shards, val: Shards, samples: int, options: Options) -> list[Pl
         return Encoded(np.where(np.arange(length) % 2 == 0, form, random.choice(pool, length)).tolist())
 
     shared = {f"task/{k}": document() for k in range(options.documents)}
-    return found + [Planted("task", document(), shared) for _ in range(options.queries)]
+    return planted + [Planted("task", document(), shared) for _ in range(options.queries)]
 
 
 def encoded_of(sample: Sample) -> Encoded:
@@ -145,7 +145,7 @@ def write(folder: Path, train: Shards, samples: int, planted: Sequence[Planted])
     from gradwire.lm.data.shards import finalized
     from gradwire.lm.data.writer import SplitWriter, unigram_loss
 
-    added = {id_: copy for one in planted for id_, copy in one.samples.items()}
+    added = {id_: copy for query in planted for id_, copy in query.samples.items()}
     first = [train[position] for position in range(samples)]
     if not (folder.is_dir() and finalized(folder)):
         shutil.rmtree(folder.parent, ignore_errors=True)
@@ -156,8 +156,8 @@ def write(folder: Path, train: Shards, samples: int, planted: Sequence[Planted])
             writers["train"].add(sample.sample_id, encoded_of(sample))
         for id_, copy in added.items():
             writers["train"].add(id_, copy)
-        for number, one in enumerate(planted):
-            writers["val"].add(f"query/{number}", one.query)
+        for number, query in enumerate(planted):
+            writers["val"].add(f"query/{number}", query.query)
         for writer in writers.values():
             writer.flush()
         loss = unigram_loss(writers["train"].targets, writers["val"].targets)
@@ -184,12 +184,12 @@ def recalls(best: Sequence[Sequence[str]], wanted: Sequence[frozenset[str]], top
     return np.array([len(ids & set(order[: top_k or len(ids)])) / len(ids) for order, ids in pairs])
 
 
-def row(name: str, scores: Scores, kinds: Sequence[str], found: NDArray[np.float64], seed: int) -> dict[str, Any]:
+def row(name: str, scores: Scores, kinds: Sequence[str], of_queries: NDArray[np.float64], seed: int) -> dict[str, Any]:
     """Return a method's row of the table: mean recall by kind, and its interval (queries are resampled)."""
     random = np.random.default_rng(seed)
     made: dict[str, Any] = {"method": name}
     for kind in KINDS:
-        own = found[[one == kind for one in kinds]]
-        means = own[random.integers(len(own), size=(RESAMPLES, len(own)))].mean(1)
-        made[kind] = {"recall": float(own.mean()), "interval": interval(means)}
+        of_kind = of_queries[[of_query == kind for of_query in kinds]]
+        means = of_kind[random.integers(len(of_kind), size=(RESAMPLES, len(of_kind)))].mean(1)
+        made[kind] = {"recall": float(of_kind.mean()), "interval": interval(means)}
     return made | {"seconds": scores.seconds, "store_bytes": scores.store_bytes}

@@ -105,11 +105,11 @@ class Subsets(NamedTuple):
         Raises:
             BadInput: If the file is damaged, or of other members or queries.
         """
-        found = read_object(self.path(number))
-        losses = found.get("losses")
-        if found.get("members") != self.members(number) or not isinstance(losses, list) or len(losses) != self.queries:
+        stored = read_object(self.path(number))
+        losses = stored.get("losses")
+        if stored.get("members") != self.members(number) or not isinstance(losses, list) or len(losses) != self.queries:
             raise BadInput(f"{self.path(number)} is not of this subset and these queries: delete it to train again.")
-        return found["members"], losses
+        return stored["members"], losses
 
 
 def run_missing(subsets: Subsets, total: int, workers: int) -> None:
