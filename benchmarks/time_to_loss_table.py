@@ -19,9 +19,9 @@ from tabulate import tabulate
 
 from gradwire.base.files import write_text
 from gradwire.base.units import UNSHAPED
-from gradwire.bench.report.page.figures.files import svg
-from gradwire.bench.report.page.figures.style import looks, styled
-from gradwire.bench.report.page.figures.time_to_loss import plots
+from gradwire.bench.report.page.files import svg
+from gradwire.bench.report.page.style import looks, styled
+from gradwire.bench.report.page.time_to_loss import plots
 from gradwire.bench.report.rows.quality import perplexity_reference
 from gradwire.bench.report.rows.record import BF16, Result
 from gradwire.bench.report.rows.results_file import read_results

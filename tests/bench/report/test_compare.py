@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import ttest_1samp, ttest_rel
 
-from gradwire.bench.report.tables.tables import Table
+from gradwire.bench.report.tables.table import Table
 from gradwire.bench.statistics.seeds import POWER, adjusted, detectable, paired
 from gradwire.cli import main
 

@@ -19,9 +19,9 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from gradwire.bench.report.page.data import read
-from gradwire.bench.report.page.figures.files import save
-from gradwire.bench.report.page.figures.style import styled
+from gradwire.bench.report.page.files import save
 from gradwire.bench.report.page.sections import sections
+from gradwire.bench.report.page.style import styled
 from gradwire.bench.report.rows.record import run_of
 
 LABELS = ["none", "bf16-native", "exchange", "int8", "powersgd"]

@@ -15,7 +15,7 @@ from gradwire.bench.report.rows.record import run_of
 from gradwire.bench.report.tables.cells import cells_of
 from gradwire.bench.report.tables.headline import Known, findings, question
 from gradwire.bench.report.tables.time_to_loss import cells
-from gradwire.bench.report.verbs.page import render
+from gradwire.bench.report.verbs.report import render
 
 LABELS = ["none", "bf16-native", "exchange", "int8", "powersgd"]
 

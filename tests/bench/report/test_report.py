@@ -14,9 +14,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gradwire.bench.report.page.figures import pareto
-from gradwire.bench.report.page.figures.style import looks
-from gradwire.bench.report.rows import gates
+from gradwire.bench.report.page import fronts as pareto
+from gradwire.bench.report.page.style import looks
+from gradwire.bench.report.rows import checks as gates
 from gradwire.bench.report.rows.record import Result
 from gradwire.cli import main
 

@@ -14,10 +14,10 @@ import torch
 from gradwire.base.files import write_json
 from gradwire.bench.config import Run
 from gradwire.bench.report.page.sections import marks
-from gradwire.bench.report.rows.gates import gates
+from gradwire.bench.report.rows.checks import gates
 from gradwire.bench.report.rows.record import RESULT_FIELDS
-from gradwire.bench.report.tables.table import over_seeds
-from gradwire.bench.report.verbs.summarize import collect
+from gradwire.bench.report.rows.runs import collect
+from gradwire.bench.report.tables.summary import over_seeds
 from gradwire.bench.training.environment import environment
 from gradwire.cli import main
 from gradwire.comm.collectives.world import World

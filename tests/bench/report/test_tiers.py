@@ -12,7 +12,7 @@ from gradwire.base.errors import BadInput
 from gradwire.base.files import write_json
 from gradwire.bench.report.rows.quality import PerplexityReference, differences, perplexity_reference, with_quality
 from gradwire.bench.report.rows.record import Result
-from gradwire.bench.report.tables.table import summary
+from gradwire.bench.report.tables.summary import summary
 from gradwire.bench.report.tables.tiers import backend_factors, tiers
 from gradwire.cli import main
 

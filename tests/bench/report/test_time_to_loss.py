@@ -7,8 +7,8 @@ import math
 import pytest
 from links_rows import row
 
-from gradwire.bench.report.page.figures.style import looks, styled
-from gradwire.bench.report.page.figures.time_to_loss import curves, on_front, plots, soonest
+from gradwire.bench.report.page.style import looks, styled
+from gradwire.bench.report.page.time_to_loss import curves, on_front, plots, soonest
 from gradwire.bench.report.rows.quality import PerplexityReference
 from gradwire.bench.report.tables.time_to_loss import cells, loads, records
 

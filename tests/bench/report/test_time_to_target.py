@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from links_rows import row
 
-from gradwire.bench.report.page.figures.style import looks
-from gradwire.bench.report.page.figures.time_to_target import plots
+from gradwire.bench.report.page.style import looks
+from gradwire.bench.report.page.time_to_target import plots
 from gradwire.bench.report.rows.quality import PerplexityReference
 from gradwire.bench.report.tables.time_to_loss import Goal, by_goal, cells
 

@@ -12,9 +12,9 @@ from links_rows import ALPHA, COMPUTE, FACTOR, HOST, LABELS, PARAMETERS, RATES, 
 from scipy.optimize import brentq
 
 from gradwire.bench.report.rows.measurements import measurement_of
-from gradwire.bench.report.verbs.predict import crossover_text, interval_text
+from gradwire.bench.report.tables.predictions import crossover_text, interval_text
+from gradwire.bench.statistics.collective_costs import FLAT, Leg, Sends, hierarchical, levels, two_levels, ways
 from gradwire.bench.statistics.cost_model import GRID, Islands, Model, crossover, leave_one_link_out
-from gradwire.bench.statistics.ways import FLAT, Leg, Sends, hierarchical, levels, two_levels, ways
 from gradwire.cli import main
 
 

@@ -12,9 +12,9 @@ from gradwire.base.errors import BadInput
 from gradwire.base.files import write_json
 from gradwire.bench.config import Run, experiment
 from gradwire.bench.report.rows.quality import PerplexityReference, with_quality
-from gradwire.bench.report.tables.table import summary
+from gradwire.bench.report.rows.runs import collect
+from gradwire.bench.report.tables.summary import summary
 from gradwire.bench.report.tables.time_to_loss import cells, records
-from gradwire.bench.report.verbs.summarize import collect
 from gradwire.bench.statistics.quality import read
 
 RUN = Run("ddp", "none", 2, "none", 0)

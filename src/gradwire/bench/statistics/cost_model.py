@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwire.bench.statistics.collective_costs import Way, inside, parameter_ways, ways
 from gradwire.bench.statistics.measured_run import Measurement
-from gradwire.bench.statistics.ways import Way, inside, parameter_ways, ways
 
 Array = NDArray[np.float64]
 Key = tuple[str, str]

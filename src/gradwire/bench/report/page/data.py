@@ -12,17 +12,17 @@ import pandas as pd
 
 from gradwire.base.errors import BadInput
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.page.figures.style import Look, looks
+from gradwire.bench.report.page.style import Look, looks
 from gradwire.bench.report.rows import curves
 from gradwire.bench.report.rows.quality import PerplexityReference
 from gradwire.bench.report.rows.record import OWN_QUALITY, Result
 from gradwire.bench.report.rows.results_file import read_results
+from gradwire.bench.report.rows.runs import asked_for
 from gradwire.bench.report.tables import time_to_loss
 from gradwire.bench.report.tables.cells import Group, cells_of, groups, of_group
 from gradwire.bench.report.tables.headline import Finding, Known, findings
-from gradwire.bench.report.tables.table import one_by_one
-from gradwire.bench.report.verbs.predict import quality_of
-from gradwire.bench.report.verbs.summarize import asked_for
+from gradwire.bench.report.tables.predictions import quality_of
+from gradwire.bench.report.tables.summary import one_by_one
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from gradwire.bench.report.page.captions import CAPTIONS
-from gradwire.bench.report.page.figures.style import Drawing
-from gradwire.bench.report.rows import gates
+from gradwire.bench.report.page.style import Drawing
+from gradwire.bench.report.rows import checks as gates
 from gradwire.bench.report.rows.record import Result
 from gradwire.bench.report.tables.headline import Finding
-from gradwire.bench.report.tables.tables import Table
+from gradwire.bench.report.tables.table import Table
 
 NO_RESULT = "no run has a result"
 

@@ -14,11 +14,24 @@ import pandas as pd
 from gradwire.base.errors import BadInput
 from gradwire.base.files import read_json
 from gradwire.bench.config import BASELINE
+from gradwire.bench.report.page import (
+    curves as line_plots,
+)
+from gradwire.bench.report.page import (
+    fronts as pareto,
+)
+from gradwire.bench.report.page import (
+    scaling,
+    time_to_loss,
+    winners,
+)
+from gradwire.bench.report.page import (
+    speed as step_time,
+)
 from gradwire.bench.report.page.data import Data
-from gradwire.bench.report.page.figures import line_plots, pareto, scaling, step_time, time_to_loss, winners
-from gradwire.bench.report.page.figures.style import Drawing, timed
-from gradwire.bench.report.page.figures.time_to_target import plots as time_to_target_plots
 from gradwire.bench.report.page.section import NO_RESULT, Section
+from gradwire.bench.report.page.style import Drawing, timed
+from gradwire.bench.report.page.time_to_target import plots as time_to_target_plots
 from gradwire.bench.report.page.validity import environments, stores, validity
 from gradwire.bench.report.rows import curves
 from gradwire.bench.report.rows.measurements import measurement_of, usable
@@ -29,9 +42,9 @@ from gradwire.bench.report.tables import columns
 from gradwire.bench.report.tables.cells import GROUP, command, of_group, on_one_link
 from gradwire.bench.report.tables.columns import Column
 from gradwire.bench.report.tables.headline import Finding
-from gradwire.bench.report.tables.tables import Table
+from gradwire.bench.report.tables.predictions import ppl_percent, unpredictable
+from gradwire.bench.report.tables.table import Table
 from gradwire.bench.report.tables.time_to_loss import by_goal, records
-from gradwire.bench.report.verbs.predict import ppl_percent, unpredictable
 from gradwire.bench.statistics.cost_model import Model, leave_one_link_out
 
 

@@ -11,11 +11,11 @@ from gradwire.base.errors import BadInput
 from gradwire.base.files import digest, read_json
 from gradwire.bench.report.page.data import Data
 from gradwire.bench.report.page.section import Section
-from gradwire.bench.report.rows import gates
+from gradwire.bench.report.rows import checks as gates
 from gradwire.bench.report.rows.notes import privacy
 from gradwire.bench.report.tables import columns
 from gradwire.bench.report.tables.markdown import MISSING
-from gradwire.bench.report.tables.tables import Table
+from gradwire.bench.report.tables.table import Table
 
 
 def validity(data: Data) -> Section:

@@ -15,7 +15,7 @@ import pandas as pd
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.rows.quality import PerplexityReference
 from gradwire.bench.report.rows.record import OWN_QUALITY, Result
-from gradwire.bench.report.tables.table import CELL, PARTS, over_seeds
+from gradwire.bench.report.tables.summary import CELL, PARTS, over_seeds
 from gradwire.bench.statistics.seeds import TOLERANCE, percents
 
 GROUP = ["strategy", "world_size", "link"]

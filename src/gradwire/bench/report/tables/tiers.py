@@ -23,7 +23,7 @@ from gradwire.bench.report.rows.record import Result, run_of
 from gradwire.bench.report.rows.traffic import carriers, counted, sent_by_op
 from gradwire.bench.report.tables import columns
 from gradwire.bench.report.tables.markdown import MISSING, SPREAD, spread
-from gradwire.bench.report.tables.tables import Table
+from gradwire.bench.report.tables.table import Table
 from gradwire.bench.statistics.seeds import Estimate, percents
 from gradwire.comm.topology import between_islands, link_rate
 

@@ -14,7 +14,7 @@ from gradwire.base.errors import BadInput
 from gradwire.base.files import read_json
 from gradwire.base.flags import SECONDS
 from gradwire.bench.config import Run
-from gradwire.bench.report.verbs.summarize import EXPECTED, asked_for
+from gradwire.bench.report.rows.runs import EXPECTED, asked_for
 
 PROGRESS = "progress.json"  # in the folder of a running run; written by training.progress, which imports torch
 CLEAR = "\033[H\033[2J"  # clears a terminal

@@ -1,5 +1,5 @@
 # A table and a page over all runs of the experiment.
-from gradwire.bench.report.verbs.page import template_digests
+from gradwire.bench.report.verbs.report import template_digests
 
 
 rule summarize:
@@ -24,7 +24,7 @@ rule summarize:
     retries: 0
     localrule: True
     params:
-        source=source_digest("gradwire.bench.report.verbs.summarize"),
+        source=source_digest("gradwire.bench.report.rows.runs"),
         targets=EXPERIMENT.targets and EXPERIMENT.targets.model_dump(mode="json"),
     shell:
         f"{SUMMARIZE} > {{log:q}} 2>&1"
@@ -59,7 +59,7 @@ rule report:
     retries: 0
     localrule: True
     params:
-        source=source_digest("gradwire.bench.report.verbs.page"),
+        source=source_digest("gradwire.bench.report.verbs.report"),
         templates=template_digests(),
     shell:
         f"{REPORT} > {{log:q}} 2>&1"

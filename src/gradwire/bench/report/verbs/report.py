@@ -14,7 +14,7 @@ from gradwire.base.files import sha256_file, whole_folder, write_text
 
 if TYPE_CHECKING:
     from gradwire.bench.report.page.data import Data
-    from gradwire.bench.report.page.figures.files import Drawn
+    from gradwire.bench.report.page.files import Drawn
     from gradwire.bench.report.page.section import Section
 
 TEMPLATES = Path(__file__).parents[1] / "page" / "templates"
@@ -41,7 +41,7 @@ def main(args: Namespace) -> None:
     data = read(args.results_dir)
     made = list(sections(data))
     if args.compare_with is not None:
-        from gradwire.bench.report.verbs.compare import section
+        from gradwire.bench.report.tables.comparison import section
 
         made.append(section(data, read(args.compare_with)))
     page = args.results_dir / "report.html"
@@ -58,7 +58,7 @@ def save(made: Sequence[Section], results_dir: Path) -> dict[str, list[Drawn]]:
     Returns:
         The figures for the page, by section key.
     """
-    from gradwire.bench.report.page.figures.files import save_all
+    from gradwire.bench.report.page.files import save_all
 
     with whole_folder(results_dir / "tables") as folder:
         for table in (table for section in made for table in section.tables):

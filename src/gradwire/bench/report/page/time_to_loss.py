@@ -12,8 +12,8 @@ from matplotlib.patches import Patch
 
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.page.figures.pareto import front
-from gradwire.bench.report.page.figures.style import (
+from gradwire.bench.report.page.fronts import front
+from gradwire.bench.report.page.style import (
     INK,
     PAPER,
     Drawing,

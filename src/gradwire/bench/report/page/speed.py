@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-from gradwire.bench.report.page.figures.style import COLOURS, NEUTRAL, PAPER, WIDTH, Plot, axes, group_title, legend
+from gradwire.bench.report.page.style import COLOURS, NEUTRAL, PAPER, WIDTH, Plot, axes, group_title, legend
 from gradwire.bench.report.tables.cells import Group
 
 PARTS = ("compute", "overlapped communication", "exposed communication", "encode", "decode", "parameter codec", "idle")

@@ -22,7 +22,7 @@ from gradwire.bench.report.tables.markdown import number
 if TYPE_CHECKING:
     from gradwire.bench.report.page.data import Data
     from gradwire.bench.report.page.section import Section
-    from gradwire.bench.report.tables.tables import Table
+    from gradwire.bench.report.tables.table import Table
     from gradwire.bench.statistics.seeds import Paired
 
 SIGNIFICANT = 0.05
@@ -194,7 +194,7 @@ def over_cells(quantity: Column, found: Sequence[Difference]) -> list[str]:
 
 def table(quantity: Column, found: Sequence[Difference]) -> Table:
     """One quantity's table."""
-    from gradwire.bench.report.tables.tables import Table
+    from gradwire.bench.report.tables.table import Table
 
     name = quantity.field.replace("_", "-")
     records = [one.record() for one in found]

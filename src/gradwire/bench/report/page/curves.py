@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from matplotlib.ticker import MaxNLocator
 
-from gradwire.bench.report.page.figures.style import Drawing, Look, Plot, axes, group_title, legend, logarithmic
+from gradwire.bench.report.page.style import Drawing, Look, Plot, axes, group_title, legend, logarithmic
 from gradwire.bench.report.rows.curves import Line
 from gradwire.bench.report.tables.cells import Group
 

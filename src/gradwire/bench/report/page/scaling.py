@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.page.figures.style import MUTED, Drawing, Look, Plot, axes, group_title, legend
+from gradwire.bench.report.page.style import MUTED, Drawing, Look, Plot, axes, group_title, legend
 from gradwire.bench.report.tables.cells import slug
 
 

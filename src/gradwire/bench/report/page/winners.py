@@ -11,7 +11,7 @@ from matplotlib.patches import Patch
 from numpy.typing import NDArray
 
 from gradwire.base.units import rate_text
-from gradwire.bench.report.page.figures.style import INK, PAPER, Look, Plot, axes, fills, group_title, legend
+from gradwire.bench.report.page.style import INK, PAPER, Look, Plot, axes, fills, group_title, legend
 from gradwire.bench.report.tables.cells import slug
 from gradwire.bench.statistics.cost_model import GRID
 

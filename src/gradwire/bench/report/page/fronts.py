@@ -13,7 +13,7 @@ from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter
 from matplotlib.transforms import Bbox
 
-from gradwire.bench.report.page.figures.style import (
+from gradwire.bench.report.page.style import (
     INK,
     MUTED,
     PAPER,

@@ -67,7 +67,7 @@ def main(args: Namespace) -> None:
     """Write the results and print the table."""
     from gradwire.bench.report.tables.cells import cells_of
     from gradwire.bench.report.tables.headline import Known, findings
-    from gradwire.bench.report.tables.table import summary
+    from gradwire.bench.report.tables.summary import summary
     from gradwire.bench.report.tables.tiers import tiers
     from gradwire.bench.report.tables.time_to_loss import cells, records
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 
-from gradwire.bench.report.page.figures.style import Drawing, Look, Plot, axes, group_title, legend, logarithmic
+from gradwire.bench.report.page.style import Drawing, Look, Plot, axes, group_title, legend, logarithmic
 from gradwire.bench.report.tables.cells import slug
 from gradwire.bench.report.tables.time_to_loss import Goal
 from gradwire.comm.topology import link_rate
