@@ -21,7 +21,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import made_results
 
-from gradwire.bench.report.tables.markdown import table
+from gradwire.bench.report.tables.table import markdown
 
 STRATEGIES = ("ddp", "fsdp2")
 PLACES = ((2, "none"), (2, "1gbit"), (2, "100mbit"), (4, "none"), (8, "none"))
@@ -65,7 +65,7 @@ def main() -> None:
             *browser(page),
         ]
     load = f"{os.getloadavg()[0]:.1f} processes wanted {os.cpu_count()} cores in the last minute."
-    print(table(lines, ["", "measured", "target: at most"]), load, sep="\n\n")
+    print(markdown(lines, ["", "measured", "target: at most"]), load, sep="\n\n")
 
 
 def browser(page: Path) -> list[list[str]]:

@@ -20,7 +20,7 @@ from scipy.stats import permutation_test, rankdata, spearmanr
 from tabulate import tabulate
 
 from gradwire.bench.report.tables.comparison import same_text
-from gradwire.bench.report.tables.markdown import MISSING, number, spread
+from gradwire.bench.report.tables.table import MISSING, number, spread
 from gradwire.bench.statistics.seeds import Paired, adjusted, paired
 
 ORDERS = 100_000  # of labels that are tried; all of them for up to 8 labels

@@ -23,9 +23,8 @@ from gradwire.bench.report.page.files import svg
 from gradwire.bench.report.page.style import looks, styled
 from gradwire.bench.report.page.time_to_loss import plots
 from gradwire.bench.report.rows.quality import perplexity_reference
-from gradwire.bench.report.rows.record import BF16, Result
-from gradwire.bench.report.rows.results_file import read_results
-from gradwire.bench.report.tables.markdown import MISSING
+from gradwire.bench.report.rows.record import BF16, Result, read_results
+from gradwire.bench.report.tables.table import MISSING
 from gradwire.bench.report.tables.time_to_loss import Cell, cells, loads, ordered
 
 WITHIN = (1.1, 1.5, 2, 5, 20)  # times the soonest label's time

@@ -24,7 +24,7 @@ from gpu.workers import MEAN, Ranks, alone, group
 
 from gradwire.base.files import write_json
 from gradwire.bench.config import Cell, Training
-from gradwire.bench.statistics.peak_memory import peak_memory
+from gradwire.bench.statistics.cost_model import peak_memory
 from gradwire.bench.training import loop
 from gradwire.bench.training.preemption import Preemption
 from gradwire.bench.training.settings import Settings

@@ -20,7 +20,7 @@ from mkdocs.structure.files import File, Files
 
 from gradwire.base.files import write_json
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.rows.results_file import read_results
+from gradwire.bench.report.rows.record import read_results
 from gradwire.bench.workflow.experiment import check, read
 
 ROOT = Path(__file__).parents[2]

@@ -9,13 +9,12 @@ import made_results
 import pytest
 
 from gradwire.bench.report.page.data import read
+from gradwire.bench.report.page.files import render
 from gradwire.bench.report.page.sections import sections
 from gradwire.bench.report.rows.quality import PerplexityReference
-from gradwire.bench.report.rows.record import run_of
 from gradwire.bench.report.tables.cells import cells_of
 from gradwire.bench.report.tables.headline import Known, findings, question
 from gradwire.bench.report.tables.time_to_loss import cells
-from gradwire.bench.report.verbs.report import render
 
 LABELS = ["none", "bf16-native", "exchange", "int8", "powersgd"]
 
@@ -25,7 +24,7 @@ def folder(tmp_path_factory):
     """Two strategies with and without a slow link, one rank alone; runs shared the machine."""
     rows = made_results.rows(LABELS, ["ddp", "fsdp2"], [(1, "none"), (2, "none"), (2, "100mbit")], [0, 1, 2])
     place = made_results.write(tmp_path_factory.mktemp("results") / "demo", rows)
-    listed = [{**run_of(row)._asdict(), "excluded": None, "shared": True} for row in rows]
+    listed = [{**row.run._asdict(), "excluded": None, "shared": True} for row in rows]
     (place / "expected.json").write_text(json.dumps(listed))
     return place
 

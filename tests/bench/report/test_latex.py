@@ -12,7 +12,7 @@ import made_results
 import pytest
 
 from gradwire.base.files import write_json
-from gradwire.bench.report.tables.latex import LINES, latex
+from gradwire.bench.report.tables.table import LINES, latex
 from gradwire.cli import main
 
 ROOT = Path(__file__).parents[3]

@@ -14,9 +14,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gradwire.bench.report.page import fronts as pareto
+from gradwire.bench.report.page.fronts import front
 from gradwire.bench.report.page.style import looks
-from gradwire.bench.report.rows import checks as gates
+from gradwire.bench.report.rows.checks import gates
 from gradwire.bench.report.rows.record import Result
 from gradwire.cli import main
 
@@ -125,7 +125,7 @@ def test_validity_names_failed_and_skipped_runs_with_their_reasons(page):
 
 def test_what_fell_back_to_float32_is_reported_and_marked_only_where_it_was_most(folder, page):
     rows = [Result(**json.loads(line)) for line in (folder / "results.jsonl").read_text().splitlines()]
-    found = {gate.name: gate for gate in gates.gates(rows, None, folder, shared=False)}
+    found = {gate.name: gate for gate in gates(rows, None, folder, shared=False)}
     finite = found["no gradient was non-finite"]
     assert (finite.state, finite.found) == ("marked", "35 of 36 runs; not: ddp/int8/ws2/none/seed1")
     encoded = found["compressors encoded at least half of their elements"]
@@ -136,7 +136,7 @@ def test_what_fell_back_to_float32_is_reported_and_marked_only_where_it_was_most
         and printed in encoded.found
     )
     others = [row for row in rows if row.compressor != "int8"]
-    encoded = {gate.name: gate for gate in gates.gates(others, None, folder, shared=False)}[encoded.name]
+    encoded = {gate.name: gate for gate in gates(others, None, folder, shared=False)}[encoded.name]
     assert encoded.state == "passed" and "ddp/powersgd/ws2 0.9 %" in encoded.found
 
 
@@ -307,7 +307,7 @@ def test_a_second_report_leaves_no_stale_figure(odd):
 def test_the_front_holds_what_nothing_beats():
     draw = np.random.default_rng(0)
     cost, worse = draw.integers(0, 12, 60).astype(float), draw.integers(0, 12, 60).astype(float)
-    best = set(pareto.front(cost, worse).tolist())
+    best = set(front(cost, worse).tolist())
     for i in range(60):
         beaten = (cost <= cost[i]) & (worse <= worse[i]) & ((cost < cost[i]) | (worse < worse[i]))
         assert not (i in best and beaten.any())

@@ -12,7 +12,7 @@ import pytest
 
 from gradwire import cli
 from gradwire.bench.config import Run
-from gradwire.bench.report.verbs.status import duration, look, overview, remaining
+from gradwire.bench.report.rows.status import duration, look, overview, remaining
 from gradwire.bench.training import progress
 
 HERE = {"excluded": None, "quality_from": None, "shared": True}
@@ -93,7 +93,7 @@ def test_watching_goes_on_until_all_runs_ended_and_renews_itself_on_a_terminal(r
 
 
 def test_progress_is_written_while_a_run_goes_on_and_gone_afterwards(tmp_path, monkeypatch):
-    from gradwire.bench.report.verbs import status
+    from gradwire.bench.report.rows import status
 
     assert status.PROGRESS == progress.FILE
     monkeypatch.setattr(progress, "EVERY", 0.0)

@@ -17,7 +17,7 @@ from gradwire.bench.report.page.sections import marks
 from gradwire.bench.report.rows.checks import gates
 from gradwire.bench.report.rows.record import RESULT_FIELDS
 from gradwire.bench.report.rows.runs import collect
-from gradwire.bench.report.tables.summary import over_seeds
+from gradwire.bench.report.tables.cells import over_seeds
 from gradwire.bench.training.environment import environment
 from gradwire.cli import main
 from gradwire.comm.collectives.world import World

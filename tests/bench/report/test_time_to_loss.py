@@ -10,7 +10,7 @@ from links_rows import row
 from gradwire.bench.report.page.style import looks, styled
 from gradwire.bench.report.page.time_to_loss import curves, on_front, plots, soonest
 from gradwire.bench.report.rows.quality import PerplexityReference
-from gradwire.bench.report.tables.time_to_loss import cells, loads, records
+from gradwire.bench.report.tables.time_to_loss import Goal, cells, loads, records
 
 STEPS = {  # to a perplexity of 60, and to the final one of bf16-native, by seed; seed 3 was not judged by targets
     "none": [(50, None), (60, None), (70, 100), None],
@@ -124,3 +124,8 @@ def test_one_link_is_no_figure_and_what_nobody_reaches_is_left_empty(found):
     only = [cell for cell in found if cell.compressor == "int4"]
     _, mapped = (drawing() for drawing in plots(only, looks(LABELS)))
     assert not mapped.figure.axes[0].texts
+
+
+def test_a_target_is_a_perplexity_or_that_of_a_label():
+    assert Goal("45", "ddp", 2).named == "perplexity 45"
+    assert Goal("bf16-native", "ddp", 2).named == "the perplexity of bf16-native"

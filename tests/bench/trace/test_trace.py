@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from traces import event, profile_of, steps, write_trace
 
 from gradwire.base.errors import BadInput
-from gradwire.bench.report.rows import curves
-from gradwire.bench.statistics import quality
+from gradwire.bench.report.page import curves
+from gradwire.bench.report.rows.targets import read_curve
 from gradwire.bench.trace.events import Cover, Span, Trace, op_of, read
 from gradwire.bench.trace.intervals import difference, intersection, intervals, length, near, union
 from gradwire.bench.trace.trace import transfer_ms
@@ -307,9 +307,9 @@ def test_a_damaged_steps_parquet_is_one_clear_message_wherever_it_is_read(tmp_pa
     good = {"step": range(3), "rank": [0] * 3, "profiled": [True] * 3, **dict.fromkeys(floats, numbers)}
     path = tmp_path / "steps.parquet"
     pq.write_table(pa.table(good), path)
-    assert curves.read(path).seconds[-1] == quality.read(path).total_s == pytest.approx(0.0095)
+    assert curves.read(path).seconds[-1] == read_curve(path).total_s == pytest.approx(0.0095)
     spoil(path)
-    for reader in (curves.read, quality.read):
+    for reader in (curves.read, read_curve):
         with pytest.raises(BadInput, match=f"{path} is unusable .*train this run again"):
             reader(path)
     write_trace(tmp_path, 0, RECORDED, world_size=1)

@@ -20,7 +20,7 @@ from test_training import losses, parsed, run, shards, words  # noqa: F401  a fi
 from gradwire.base.errors import BadInput
 from gradwire.base.files import read_json
 from gradwire.bench.config import Run
-from gradwire.bench.report.rows.record import result
+from gradwire.bench.report.rows.runs import result
 from gradwire.bench.training import results
 from gradwire.bench.training import settings as run_settings
 from gradwire.bench.training.build import build

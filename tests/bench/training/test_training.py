@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 from gradwire import cli
 from gradwire.base.errors import BadInput
 from gradwire.bench.config import Run, Training
-from gradwire.bench.report.rows.record import result
-from gradwire.bench.report.rows.traffic import as_computed
+from gradwire.bench.report.rows.runs import result
 from gradwire.bench.training import build, results, totals, train
 from gradwire.bench.training import loop as training_loop
 from gradwire.bench.training import settings as run_settings
@@ -293,7 +292,7 @@ def test_what_a_framework_reduces_by_itself_is_seen_in_its_traces(world, shards,
     untraced = result(tmp_path, Run(strategy, "none", size, "none", 0))
     assert cli.main(["trace", "--run_dir", str(tmp_path)]) == 0
     row = result(tmp_path, Run(strategy, "none", size, "none", 0))
-    assert (row.bytes_source, as_computed(untraced), as_computed(row)) == ("closed_form", None, True)
+    assert (row.bytes_source, untraced.as_computed, row.as_computed) == ("closed_form", None, True)
     numel = row.parameters
     if strategy == "fsdp2":  # rows of every parameter, until three ranks divide them
         model = causal.build("micro", 300, 24, seed=0)

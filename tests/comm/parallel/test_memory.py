@@ -11,7 +11,7 @@ from test_frameworks import STRATEGIES
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from gradwire.bench.statistics.peak_memory import STATES, peak_memory
+from gradwire.bench.statistics.cost_model import STATES, peak_memory
 from gradwire.comm.parallel import replica_bytes, wrap
 from gradwire.lm.models import causal
 

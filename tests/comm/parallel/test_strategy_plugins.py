@@ -18,7 +18,6 @@ from torch import nn
 from gradwire.base import plugins
 from gradwire.base.errors import BadInput
 from gradwire.bench.config import Grid
-from gradwire.bench.report.rows import traffic
 from gradwire.comm.collectives import Reducer
 from gradwire.comm.compressors import build
 from gradwire.comm.parallel import wrap
@@ -86,7 +85,7 @@ def test_train_and_its_record_know_one_that_shards(world, shards, tmp_path):  # 
     assert [record[name] for name in same] == [built_in[name] for name in same]
     for strategy, op in (("fsdp2", "reduce_scatter"), ("ddp", "all_reduce")):
         row = links_rows.row(strategy, "none", "none").model_copy(update={"strategy": "shards"})
-        assert (traffic.gradient_op(row), traffic.sharded(row)) == (op, op == "reduce_scatter")
+        assert (row.gradient_op, row.sharded) == (op, op == "reduce_scatter")
 
 
 def test_an_experiment_names_it():

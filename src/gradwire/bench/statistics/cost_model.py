@@ -34,6 +34,7 @@ Array = NDArray[np.float64]
 Key = tuple[str, str]
 
 WEIGHT_OF_PRIOR = 0.02  # keeps parameters that the measurements do not determine at their initial values
+STATES = 16  # bytes per parameter: itself, its gradient, AdamW's two moments, all float32
 GRID = np.logspace(4, 13, 577)  # bits per second at which crossovers are searched
 
 
@@ -326,3 +327,20 @@ def leave_one_link_out(measurements: Iterable[Measurement]) -> list[LeftOut]:
                 communication = model.communication(measurement)
                 found.append(LeftOut(measurement, float(model.step(measurement, communication)), communication))
     return found
+
+
+def peak_memory(measured: float, sharded: int, world: int, other: int, outer: float = 0.0) -> float:
+    """Peak memory of a rank at another world size, in bytes.
+
+    A rank's share of parameters, gradients, moments and anchors changes with the number of ranks. Activations, buckets
+    and what FSDP gathers of a block stay as they are.
+
+    Args:
+        measured: The peak at ``world`` ranks.
+        sharded: Number of parameters that are divided among the ranks, 0 where each rank has all of them.
+        world: The world size of the measurement, at least 2.
+        other: The world size of the prediction, at least 2.
+        outer: Bytes of anchors and outer momenta in ``measured``; they are divided as parameters are.
+    """
+    divided = STATES * sharded + (world * outer if sharded else 0.0)
+    return measured + divided * (1 / other - 1 / world)

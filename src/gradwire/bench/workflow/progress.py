@@ -12,7 +12,7 @@ from gradwire.base.errors import FAULT, BadInput
 from gradwire.base.failures import failure_file
 from gradwire.base.files import read_json
 from gradwire.bench.config import Run
-from gradwire.bench.report.verbs.status import State, duration, look, remaining
+from gradwire.bench.report.rows.status import State, duration, look, remaining
 
 VERBS = {"tokenizer": "tokenize", "shards": "tokenize"}  # of the rules that do not have their verb's name
 

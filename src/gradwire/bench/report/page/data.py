@@ -12,17 +12,14 @@ import pandas as pd
 
 from gradwire.base.errors import BadInput
 from gradwire.bench.config import BASELINE
+from gradwire.bench.report.page import curves
 from gradwire.bench.report.page.style import Look, looks
-from gradwire.bench.report.rows import curves
-from gradwire.bench.report.rows.quality import PerplexityReference
-from gradwire.bench.report.rows.record import OWN_QUALITY, Result
-from gradwire.bench.report.rows.results_file import read_results
+from gradwire.bench.report.rows.quality import PerplexityReference, reference_of
+from gradwire.bench.report.rows.record import Result, read_results
 from gradwire.bench.report.rows.runs import asked_for
 from gradwire.bench.report.tables import time_to_loss
-from gradwire.bench.report.tables.cells import Group, cells_of, groups, of_group
+from gradwire.bench.report.tables.cells import Group, cells_of, groups, one_by_one
 from gradwire.bench.report.tables.headline import Finding, Known, findings
-from gradwire.bench.report.tables.predictions import quality_of
-from gradwire.bench.report.tables.summary import one_by_one
 
 
 @dataclass(frozen=True)
@@ -81,26 +78,26 @@ class Data:
     @cached_property
     def run_curves(self) -> dict[str, curves.Curves]:
         """The runs' curves from ``steps.parquet``."""
-        found, complaints = curves.read_runs(self.ok, self.results_dir)
+        by_run, complaints = curves.read_runs(self.ok, self.results_dir)
         self.notes.extend(complaints)
-        return found
+        return by_run
 
     def lines(self, column: str) -> dict[Group, dict[str, curves.Line]]:
         """A column of the curves over seeds, by group and label; unmeasured cells are left out."""
-        found: dict[Group, dict[str, curves.Line]] = {}
+        lines: dict[Group, dict[str, curves.Line]] = {}
         for group in self.groups:
             runs: defaultdict[str, list[curves.Curves]] = defaultdict(list)
-            for row in of_group(self.ok, group):
+            for row in group.rows(self.ok):
                 if row.run_name in self.run_curves:
                     runs[row.compressor].append(self.run_curves[row.run_name])
-            ordered = sorted(runs, key=lambda label: (label != BASELINE, label))
-            lines = ((label, curves.line(runs[label], column)) for label in ordered)
-            found[group] = {label: line for label, line in lines if line is not None}
-        return {group: lines for group, lines in found.items() if lines}
+            for label in sorted(runs, key=lambda label: (label != BASELINE, label)):
+                if (line := curves.line(runs[label], column)) is not None:
+                    lines.setdefault(group, {})[label] = line
+        return lines
 
 
 def read(results_dir: Path) -> Data:
-    """An experiment's results.
+    """Read an experiment's results.
 
     Raises:
         BadInput: If there are no results, or this version cannot read them.
@@ -113,7 +110,6 @@ def read(results_dir: Path) -> Data:
     rows, complaints = read_results(path)
     if not rows:
         raise BadInput(complaints[0] if complaints else f"{path} holds no result yet.")
-    elsewhere = any(row.quality_from not in (None, *OWN_QUALITY) for row in rows)
-    quality, doubts = quality_of(rows, path) if elsewhere else (PerplexityReference.of(str(path), rows), [])
-    shared = any(one.shared for one in asked_for(results_dir).values())
+    quality, doubts = reference_of(rows, path)
+    shared = any(request.shared for request in asked_for(results_dir).values())
     return Data(results_dir, rows, quality, shared, [*complaints, *doubts])

@@ -1,4 +1,4 @@
-"""A figure as SVG and PNG files for a paper, and as SVG inside the page."""
+"""The page as one HTML file, its figures as SVG and PNG files for a paper and as SVG inside the page, its tables."""
 
 from __future__ import annotations
 
@@ -8,13 +8,22 @@ import multiprocessing
 import os
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gradwire.base.files import write_text, write_with
-from gradwire.bench.report.page.style import COLOURS, GRID, INK, MUTED, NEUTRAL, PAPER, Drawing, Plot, styled
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
+from gradwire import __version__
+from gradwire.base.files import whole_folder, write_text, write_with
+from gradwire.bench.report.page.data import Data
+from gradwire.bench.report.page.section import Section
+from gradwire.bench.report.page.style import COLOURS, GRID, INK, MUTED, NEUTRAL, PAPER, Drawing, Plot, styled
+from gradwire.bench.report.tables.headline import question
+
+TEMPLATES = Path(__file__).with_name("templates")
 PNG: Any = {"format": "png", "dpi": 200, "pil_kwargs": {"compress_level": 1}}  # a sixth larger, sooner written
 FEW = 4  # figures per process, below which another process does not pay off
 SVG = "http://www.w3.org/2000/svg"
@@ -32,6 +41,45 @@ class Drawn(NamedTuple):
 
     name: str
     svg: str
+
+
+def write(data: Data, sections: Sequence[Section]) -> int:
+    """Write ``report.html``, ``figures/`` and ``tables/``, and return the number of figures."""
+    with whole_folder(data.results_dir / "tables") as folder:
+        for table in (table for section in sections for table in section.tables):
+            table.save(folder)
+    with whole_folder(data.results_dir / "figures") as folder:
+        drawn = iter(save_all([plot for section in sections for plot in section.plots], folder))
+    figures = {section.key: list(islice(drawn, len(section.plots))) for section in sections}
+    write_text(data.results_dir / "report.html", render(data, sections, figures))
+    return sum(map(len, figures.values()))
+
+
+def render(data: Data, sections: Sequence[Section], figures: Mapping[str, Sequence[Drawn]]) -> str:
+    """Render the page; all text from files is escaped.
+
+    Args:
+        data: The experiment.
+        sections: The sections of the page.
+        figures: The figures of each, by its key.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("page.html.j2").render(
+        name=data.results_dir.resolve().name,
+        question=question(data.results_dir, data.cells),
+        version=__version__,
+        sections=sections,
+        notes=data.notes,
+        drawn={key: [(name, Markup(svg)) for name, svg in of] for key, of in figures.items()},
+        style=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
+        script=Markup((TEMPLATES / "page.js").read_text(encoding="utf-8")),
+    )
 
 
 def save_all(drawings: Sequence[Drawing], folder: Path) -> list[Drawn]:
@@ -95,11 +143,11 @@ def inline(text: str, plot: Plot) -> str:
         elif name:
             del element.attrib["id"]
         for attribute, value in element.attrib.items():
-            element.set(attribute, _own(attribute, value, f"#{plot.name}-"))
+            element.set(attribute, _rewritten(attribute, value, f"#{plot.name}-"))
     return ET.tostring(root, encoding="unicode")
 
 
-def _own(attribute: str, value: str, prefix: str) -> str:
+def _rewritten(attribute: str, value: str, prefix: str) -> str:
     """Rewrite an attribute's value for the page."""
     if attribute == HREF:
         return value.replace("#", prefix, 1)

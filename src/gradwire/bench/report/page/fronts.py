@@ -26,7 +26,7 @@ from gradwire.bench.report.page.style import (
     legend,
     logarithmic,
 )
-from gradwire.bench.report.tables.cells import Group, groups, on_one_link
+from gradwire.bench.report.tables.cells import GROUP, Group, groups, on_one_link
 
 COSTS = {
     "bytes": ("sent_mb", "gradient megabytes sent per rank and step"),
@@ -47,17 +47,17 @@ def plots(cost: str, cells: pd.DataFrame, runs: pd.DataFrame, looks: Mapping[str
     Args:
         cost: A key of `COSTS`.
         cells: As from `bench.report.tables.cells.cells_of`.
-        runs: Single runs, as from `bench.report.tables.table.one_by_one`.
+        runs: Single runs, as from `bench.report.tables.cells.one_by_one`.
         looks: How each label is drawn.
     """
     column, _ = COSTS[cost]
     by_group = dict(groups(cells))
     for group in on_one_link(by_group) if cost == "bytes" else by_group:
-        found = by_group[group]
-        known = found[found["worse_percent"].notna() & found[column].notna()]
+        of_group = by_group[group]
+        known = of_group[of_group["worse_percent"].notna() & of_group[column].notna()]
         if len(known) > 1 and known[column].max() > 0:  # one rank sends nothing
-            mine = runs[(runs[["strategy", "world_size", "link"]] == list(group)).all(axis=1)]
-            yield partial(draw, cost, group, known, mine, looks)
+            seeds = runs[(runs[GROUP] == list(group)).all(axis=1)]
+            yield partial(draw, cost, group, known, seeds, looks)
 
 
 def front(cost: np.ndarray, worse: np.ndarray) -> np.ndarray:
@@ -69,7 +69,7 @@ def front(cost: np.ndarray, worse: np.ndarray) -> np.ndarray:
 
 
 def name_points(ax: Axes, points: np.ndarray, names: Mapping[int, str]) -> None:
-    """Write names beside points where they cover no other name and the fewest points; call it when the axes are final.
+    """Write names next to points where they cover no other name and the fewest points; call it when the axes are final.
 
     Args:
         ax: The axes.

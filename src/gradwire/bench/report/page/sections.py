@@ -1,298 +1,417 @@
-"""The sections of the page in order; each has its content, or one line that says why it is empty."""
+"""The sections of the page in order; each has its content, or one line with the reason why it is empty."""
 
 from __future__ import annotations
 
+import json
+import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pandas as pd
 
 from gradwire.base.errors import BadInput
-from gradwire.base.files import read_json
+from gradwire.base.files import digest, read_json
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.page import (
-    curves as line_plots,
-)
-from gradwire.bench.report.page import (
-    fronts as pareto,
-)
-from gradwire.bench.report.page import (
-    scaling,
-    time_to_loss,
-    winners,
-)
-from gradwire.bench.report.page import (
-    speed as step_time,
-)
+from gradwire.bench.report.page import curves, fronts, speed, time_to_loss
 from gradwire.bench.report.page.data import Data
-from gradwire.bench.report.page.section import NO_RESULT, Section
+from gradwire.bench.report.page.section import Content, Section, section
 from gradwire.bench.report.page.style import Drawing, timed
-from gradwire.bench.report.page.time_to_target import plots as time_to_target_plots
-from gradwire.bench.report.page.validity import environments, stores, validity
-from gradwire.bench.report.rows import curves
-from gradwire.bench.report.rows.measurements import measurement_of, usable
-from gradwire.bench.report.rows.notes import mostly_float32
-from gradwire.bench.report.rows.record import Result
-from gradwire.bench.report.rows.traffic import as_computed
-from gradwire.bench.report.tables import columns
-from gradwire.bench.report.tables.cells import GROUP, command, of_group, on_one_link
-from gradwire.bench.report.tables.columns import Column
+from gradwire.bench.report.rows.checks import gates, listed, privacy, validations
+from gradwire.bench.report.rows.measurements import measurement_of, unpredictable, usable
+from gradwire.bench.report.rows.record import BF16, Result
+from gradwire.bench.report.tables.cells import (
+    ALL_BYTES,
+    GROUP,
+    NAMES,
+    PERPLEXITY,
+    RATIO,
+    SEEDS,
+    SPEED_UP,
+    STEP,
+    TOKENS,
+    WORSE,
+    Group,
+    on_one_link,
+)
+from gradwire.bench.report.tables.comparison import QUANTITIES, common, differences, over_cells, table, unlike
 from gradwire.bench.report.tables.headline import Finding
-from gradwire.bench.report.tables.predictions import ppl_percent, unpredictable
-from gradwire.bench.report.tables.table import Table
-from gradwire.bench.report.tables.time_to_loss import by_goal, records
+from gradwire.bench.report.tables.summary import distinct, versions
+from gradwire.bench.report.tables.table import MISSING, Column, Table, text
+from gradwire.bench.report.tables.time_to_loss import TARGETS, records
 from gradwire.bench.statistics.cost_model import Model, leave_one_link_out
+
+NO_RESULT = "no run has a result"
+CELLS = (
+    *NAMES,
+    SEEDS,
+    PERPLEXITY.titled("perplexity", long=True),
+    PERPLEXITY.spread("ppl {spread}"),
+    WORSE,
+    WORSE.spread("vs fp32 {spread}"),
+    ALL_BYTES,
+    RATIO,
+    RATIO.titled(
+        "gradients × bf16",
+        field="compression_ratio_bf16",
+        hint="gradient bytes: a bf16 collective's over those sent",
+        long=True,
+    ),
+    STEP,
+    STEP.spread("step {spread}"),
+    SPEED_UP,
+    SPEED_UP.spread("× fp32 {spread}"),
+    SPEED_UP.titled(
+        "speed × bf16", field="speed_up_bf16", base=BF16, hint=f"step time of {BF16} over this one's", long=True
+    ),
+    TOKENS.titled("tokens/s", long=True),
+    text("marks", "marks").titled("marks", long=True),
+)
+EFFICIENCY = Column(
+    "efficiency", "efficiency_percent", "{:.1f}", " %", hint="tokens/s per rank over those of one rank alone"
+)
+STORES = (text("run", "run"), text("check", "name"), text("result", "result"), text("detail", "detail"))
+ENVIRONMENTS = (Column("ranks", "ranks", "{:d}"), text("of runs", "runs"), text("rank numbers", "numbers"))
 
 
 def sections(data: Data) -> Iterator[Section]:
     """All sections."""
-    for make in (
-        headline,
-        validity,
-        all_cells,
-        fronts,
-        time_to_target,
-        loss,
-        step_times,
-        scaling_section,
-        winners_section,
-        gradient_error,
-        stores,
-        environments,
-    ):
-        yield make(data)
+    yield section("headline", headline(data))
+    yield section("validity", validity(data))
+    yield section("cells", all_cells(data))
+    yield section("pareto", pareto(data))
+    yield section("targets", time_to_target(data))
+    yield section("loss", loss(data))
+    yield section("step-time", step_times(data))
+    yield section("scaling", scaling(data))
+    content, values = winners(data)
+    yield section("winners", content, **values)
+    yield section("gradient-error", gradient_error(data))
+    yield section("stores", stores(data))
+    yield section("environment", environments(data))
 
 
-def headline(data: Data) -> Section:
+def headline(data: Data) -> Content:
     """Which compressor wins in which regime, and quality over what the first number is of."""
-    made = Section.of("headline")
-    made.findings = data.findings
     if data.cells is None:
-        made.absent = NO_RESULT
-    elif not made.findings:
-        made.absent = f"no compressor and {BASELINE} ran on several ranks"
-    else:
-        first = made.findings[0]
-        drawing = next(beside(data, first), None)
-        shared = data.shared and first.cost != "bytes"
-        made.plots = [] if drawing is None else [lambda: timed(drawing, shared)()._replace(name="headline")]
-    return made
+        return NO_RESULT
+    if not data.findings:
+        return f"no compressor and {BASELINE} ran on several ranks"
+    first = data.findings[0]
+    drawing = next(figures_of(data, first), None)
+    if drawing is None:
+        return {"findings": data.findings}
+    shown = timed(drawing, data.shared and first.cost != "bytes")
+    return {"findings": data.findings, "plots": [lambda: shown()._replace(name="headline")]}
 
 
-def beside(data: Data, finding: Finding) -> Iterator[Drawing]:
-    """The figures that a finding's number may have beside it, the best first."""
+def figures_of(data: Data, finding: Finding) -> Iterator[Drawing]:
+    """The figures that may stand next to a finding's number, the best first."""
     group, cost = finding.group, finding.cost
     if cost == "target":
-        yield from time_to_loss.plots([one for one in data.times if one.place[:2] == group[:2]], data.looks)
+        yield from time_to_loss.plots([cell for cell in data.times if cell.place[:2] == group[:2]], data.looks)
         cost = "time"
     if data.cells is not None:
         cells = data.cells[(data.cells[GROUP] == list(group)).all(axis=1)]
-        yield from pareto.plots(cost, cells, data.runs, data.looks)
+        yield from fronts.plots(cost, cells, data.runs, data.looks)
 
 
-def all_cells(data: Data) -> Section:
+def validity(data: Data) -> Content:
+    """What was run, and whether it is valid."""
+    results = data.results
+    measured = [row for row in results if row.status in ("ok", "diverged")]
+    precisions = {row.precision for row in measured}
+    properties = {
+        "runs": f"{len(results)} in {len({row.run_name.rpartition('/')[0] for row in results})} cells",
+        "compressors": distinct(row.compressor for row in results),
+        "strategies": distinct(row.strategy for row in results),
+        "world sizes": distinct(row.world_size for row in results),
+        "links": distinct(row.link for row in results),
+        "seeds": distinct(row.seed for row in results),
+        "model": distinct(
+            f"{row.model} ({row.parameters:,} parameters)" if row.parameters else row.model for row in measured
+        ),
+        "dataset": distinct(row.dataset for row in measured),
+        "training": distinct(
+            f"{row.steps} steps of {row.batch_size} × {row.max_length} tokens per rank, {row.optimizer}"
+            for row in measured
+        ),
+        "precision": ", ".join(sorted(precisions)) if precisions != {"fp32"} else "",
+        "privacy": distinct(map(privacy, measured)),
+        "backend": distinct(f"{row.backend} on {row.device}" for row in measured),
+        "versions": distinct(map(versions, measured), "; "),
+    }
+    return {
+        "properties": [(name, text) for name, text in properties.items() if text],
+        "gates": gates(results, data.cells, data.results_dir, data.shared),
+        "failures": [row for row in results if row.status != "ok"],
+    }
+
+
+def all_cells(data: Data) -> Content:
     """The table of all cells."""
-    made = Section.of("cells")
     if data.cells is None:
-        made.absent = NO_RESULT
-        return made
+        return NO_RESULT
     runs: defaultdict[tuple[str, int, str, str], list[Result]] = defaultdict(list)
     for row in data.ok:
         runs[row.strategy, row.world_size, row.link, row.compressor].append(row)
-    records = data.cells.to_dict("records")
-    of_cell = [runs[cell["strategy"], cell["world_size"], cell["link"], cell["compressor"]] for cell in records]
-    for cell, rows in zip(records, of_cell, strict=True):
+    cells = data.cells.to_dict("records")
+    of_cell = [runs[cell["strategy"], cell["world_size"], cell["link"], cell["compressor"]] for cell in cells]
+    for cell, rows in zip(cells, of_cell, strict=True):
         cell["marks"] = marks(cell, rows, data.shared) or "valid"
-    made.tables = [
-        replace(
-            Table.of("cells", "All cells", records, columns.CELLS).trimmed(),
-            commands=[command(rows, data.results_dir) for rows in of_cell],
-            fails=[bool(cell["gated"]) for cell in records],
-        )
-    ]
-    if (data.cells["n"] < 2).any():
-        made.notes = ["A single seed (n = 1) has no range."]
+    commands = [command(rows, data.results_dir) for rows in of_cell]
+    made = Table.of("cells", "All cells", cells, CELLS).trimmed()
+    notes = ["A single seed (n = 1) has no range."] if (data.cells["n"] < 2).any() else []
     if (data.cells["quality_n"] > data.cells["n"]).any():
         named = sorted({row.quality_from.partition(": ")[0] for row in data.ok if row.quality_from})
         most = int(data.cells["quality_n"].max())
-        made.notes = [
-            *made.notes,
-            f"Perplexities against fp32 are from {', '.join(named)}, over up to {most} seeds; n counts timed runs.",
-        ]
-    return made
+        notes.append(
+            f"Perplexities against fp32 are from {', '.join(named)}, over up to {most} seeds; n counts timed runs."
+        )
+    fails = [bool(cell["gated"]) for cell in cells]
+    return {"tables": [replace(made, commands=commands, fails=fails)], "notes": notes}
 
 
 def marks(cell: Mapping[Any, Any], rows: Sequence[Result], shared: bool = False) -> str:
     """The marks of a cell."""
-    found = {
+    marked = {
         "worse than fp32 + 1 %": cell["gated"],
         "no perplexity": pd.isna(cell["val_ppl"]),
         "one seed": cell["n"] < 2,
         "times shared": shared,
         "meter ≠ trace": any(row.meter_agrees is False for row in rows),
-        "bytes ≠ formula": any(as_computed(row) is False for row in rows),
-        "mostly float32": any(map(mostly_float32, rows)),
+        "bytes ≠ formula": any(row.as_computed is False for row in rows),
+        "mostly float32": any(row.mostly_float32 for row in rows),
         "non-finite": any(row.nonfinite_steps for row in rows),
     }
-    return ", ".join(mark for mark, holds in found.items() if holds)
+    return ", ".join(mark for mark, holds in marked.items() if holds)
 
 
-def fronts(data: Data) -> Section:
+def command(runs: Sequence[Result], results_dir: Path) -> str:
+    """The shell command that repeats a cell's runs, from the folder that has ``results/``."""
+    folder = Path("results") / results_dir.resolve().name
+    config = folder / "config.json" if (results_dir / "config.json").is_file() else Path("CONFIG.yaml")
+    paths = [str(folder / "runs" / row.run_name / "record.json") for row in runs]
+    return shlex.join(["gradwire", "run", str(config), "--", "--force", *paths])
+
+
+def pareto(data: Data) -> Content:
     """Pareto fronts."""
-    made = Section.of("pareto")
     if data.cells is None:
-        made.absent = NO_RESULT
-        return made
-    plots = {cost: pareto.plots(cost, data.cells, data.runs, data.looks) for cost in pareto.COSTS}
-    made.plots = [*plots["bytes"], *(timed(plot, data.shared) for plot in plots["time"])]
-    if not made.plots:
-        made.absent = f"no two cells with a perplexity, one of them {BASELINE}, share strategy, world size and link"
-    return made
+        return NO_RESULT
+    plots = {cost: fronts.plots(cost, data.cells, data.runs, data.looks) for cost in fronts.COSTS}
+    drawings = [*plots["bytes"], *(timed(plot, data.shared) for plot in plots["time"])]
+    absent = f"no two cells with a perplexity, one of them {BASELINE}, share strategy, world size and link"
+    return {"plots": drawings} if drawings else absent
 
 
-def time_to_target(data: Data) -> Section:
+def time_to_target(data: Data) -> Content:
     """Time to the experiment's targets."""
-    made = Section.of("targets")
-    if data.times:
-        made.tables = [Table.of("targets", "Time to target", records(data.times), columns.TARGETS)]
-        drawn = [
-            *time_to_loss.plots(data.times, data.looks),
-            *time_to_target_plots(by_goal(data.times), data.looks),
-        ]
-        made.plots = [timed(plot, data.shared) for plot in drawn]
-    else:
-        made.absent = "the experiment has no target (`targets:` in the configuration)"
-    return made
+    if not data.times:
+        return "the experiment has no target (`targets:` in the configuration)"
+    return {
+        "tables": [Table.of("targets", "Time to target", records(data.times), TARGETS)],
+        "plots": [timed(plot, data.shared) for plot in time_to_loss.plots(data.times, data.looks)],
+    }
 
 
-def loss(data: Data) -> Section:
+def loss(data: Data) -> Content:
     """Training loss over steps and seconds, and validation loss over steps."""
-    made = Section.of("loss", windows=curves.WINDOWS)
-    lines = data.lines("loss")
+    lines, validated = data.lines("loss"), data.lines("val_loss")
     if not lines:
-        made.absent = "no run has a steps.parquet" if data.ok else NO_RESULT
-        return made
-    made.plots = [
-        *line_plots.plots(line_plots.LOSS_STEPS, {group: lines[group] for group in on_one_link(lines)}, data.looks),
-        *(timed(plot, data.shared) for plot in line_plots.plots(line_plots.LOSS_SECONDS, lines, data.looks)),
-    ]
-    validated = data.lines("val_loss")
-    several = {group: validated[group] for group in on_one_link(validated) if evaluated_twice(validated[group])}
-    made.plots += line_plots.plots(line_plots.VALIDATION, several, data.looks)
-    return made
+        return "no run has a steps.parquet" if data.ok else NO_RESULT
+    several = {  # a curve: the loss of a last evaluation alone is in the table
+        group: of_group
+        for group, of_group in validated.items()
+        if any(len(line.steps) > 1 for line in of_group.values())
+    }
+    over_seconds = curves.plots(curves.LOSS_SECONDS, lines, data.looks)
+    return {
+        "plots": [
+            *over_steps(data, curves.LOSS_STEPS, lines),
+            *(timed(plot, data.shared) for plot in over_seconds),
+            *over_steps(data, curves.VALIDATION, several),
+        ]
+    }
 
 
-def evaluated_twice(lines: line_plots.Lines) -> bool:
-    """Whether a group's validation losses make a curve: those of a last evaluation alone are in the table."""
-    return any(len(line.steps) > 1 for line in lines.values())
+def over_steps(data: Data, kind: curves.Kind, lines: Mapping[Group, curves.Lines]) -> Iterator[Drawing]:
+    """Figures over steps, which do not depend on the link, on one link."""
+    return curves.plots(kind, {group: lines[group] for group in on_one_link(lines)}, data.looks)
 
 
-def step_times(data: Data) -> Section:
+def step_times(data: Data) -> Content:
     """Where a step's time goes."""
-    made = Section.of("step-time")
-    profiles = {row.run_name: profile for row in data.ok if (profile := _profile(data, row))}
-    if not profiles:
-        made.absent = "no run has a profile.json with profiled steps" if data.ok else NO_RESULT
-        return made
-    plots, records = [], []
+    parts = {row.run_name: of_run for row in data.ok if (of_run := _step_parts(data, row))}
+    if not parts:
+        return "no run has a profile.json with profiled steps" if data.ok else NO_RESULT
+    plots, lines = [], []
     for group in data.groups:
-        rows = [row for row in of_group(data.ok, group) if row.run_name in profiles]
+        rows = [row for row in group.rows(data.ok) if row.run_name in parts]
         if not rows:
             continue
-        times = pd.DataFrame([step_time.parts(profiles[row.run_name]) for row in rows])
+        times = pd.DataFrame([parts[row.run_name] for row in rows])
         means = times.groupby([row.compressor for row in rows]).mean()
         means = means.loc[means.sum(axis=1).sort_values(kind="stable").index]
-        plots.append(timed(partial(step_time.draw, group, means), data.shared))
-        records += [
-            {**group._asdict(), "compressor": label, **values} for label, values in means.to_dict("index").items()
-        ]
-    parts = [Column(f"{part}, ms", part, "{:,.2f}") for part in step_time.PARTS]
-    table = Table.of("step-time", "Milliseconds of the mean step", records, [*columns.CELL, *parts])
-    made.plots, made.tables = plots, [table]
-    return made
+        plots.append(timed(partial(speed.draw_step, group, means), data.shared))
+        of_labels = means.to_dict("index").items()
+        lines += [{**group._asdict(), "compressor": label, **values} for label, values in of_labels]
+    columns = [Column(f"{part}, ms", part, "{:,.2f}") for part in speed.STEP_PARTS]
+    made = Table.of("step-time", "Milliseconds of the mean step", lines, [*NAMES, *columns])
+    return {"plots": plots, "tables": [made]}
 
 
-def scaling_section(data: Data) -> Section:
-    """Scaling over world sizes."""
-    made = Section.of("scaling")
-    if data.cells is None:
-        made.absent = NO_RESULT
-        return made
-    made.plots = [timed(plot, data.shared) for plot in scaling.plots(data.runs, data.looks)]
-    if not made.plots:
-        made.absent = "no strategy ran at two world sizes"
-        return made
-    known = [row for row in data.ok if row.scaling_efficiency is not None]
-    if known:
-        frame = pd.DataFrame([row.model_dump(include={*CELL_KEYS, "scaling_efficiency"}) for row in known])
-        means = frame.groupby(list(CELL_KEYS), sort=False)["scaling_efficiency"].mean().reset_index()
-        means["efficiency_percent"] = 100 * means["scaling_efficiency"]
-        records = means.to_dict("records")
-        made.tables = [Table.of("scaling", "Tokens/s per rank, in percent of one rank's", records, columns.SCALING)]
-    return made
-
-
-CELL_KEYS = ("strategy", "world_size", "link", "compressor")
-
-
-def winners_section(data: Data) -> Section:
-    """The map of winners."""
-    path = data.results_dir / "results.jsonl"
-    try:
-        chosen = usable([row for row in data.results if unpredictable(row) is None], path)  # without islands
-    except BadInput as error:
-        return replace(Section.of("winners"), absent=str(error).removeprefix(f"{path}: ").removesuffix("."))
-    model = Model(tuple(map(measurement_of, chosen)))
-    errors = [abs(one.errors[0]) for one in leave_one_link_out(model.measurements)]
-    off = f" Predicted from the other links, the median step is {100 * median(errors):.0f} % off." if errors else ""
-    made = Section.of("winners", cells=len(chosen), world=chosen[0].world_size, latency=winners.LATENCY * 1e6, off=off)
-    plots = []
-    for strategy in dict.fromkeys(one.strategy for one in model.measurements):
-        labels = [label for own, label in model.by_label if own == strategy]
-        worse = ppl_percent([row for row in chosen if row.strategy == strategy], data.quality)
-        within = [label for label in labels if worse.get(label, float("inf")) <= 1]
-        plots.append(partial(winners.draw, model, strategy, labels, "any perplexity", data.looks))
-        if len(within) > 1:
-            plots.append(partial(winners.draw, model, strategy, within, "perplexity within 1 %", data.looks))
-    made.plots = [timed(plot, data.shared) for plot in plots]
-    return made
-
-
-def gradient_error(data: Data) -> Section:
-    """Gradient error and residual norm."""
-    made = Section.of("gradient-error")
-    errors, residuals = data.lines("grad_rel_error"), data.lines("residual_norm")
-    made.plots = [
-        *line_plots.plots(
-            line_plots.GRADIENT_ERROR, {group: errors[group] for group in on_one_link(errors)}, data.looks
-        ),
-        *line_plots.plots(
-            line_plots.RESIDUAL, {group: residuals[group] for group in on_one_link(residuals)}, data.looks
-        ),
-    ]
-    if not made.plots:
-        made.absent = "no run sampled its gradients (`eval_every`)" if data.ok else NO_RESULT
-    elif not errors or not residuals:
-        lacking = "gradient error was sampled" if not errors else "run has a residual: none uses error feedback"
-        made.notes = [f"No {lacking}."]
-    return made
-
-
-def _profile(data: Data, row: Result) -> dict[str, Any] | None:
-    """A run's profile, if it has profiled steps."""
+def _step_parts(data: Data, row: Result) -> dict[str, float] | None:
+    """The parts of a run's mean step, if it has profiled steps."""
     path = data.results_dir / "runs" / row.run_name / "profile.json"
     if not path.is_file():
         return None
     try:
-        found: dict[str, Any] = read_json(path)
-        if not found["steps"]:  # ended before a profiled step
-            return None
-        step_time.parts(found)
+        profile = read_json(path)
+        return speed.step_parts(profile) if profile["steps"] else None  # none if it ended before a profiled step
     except (BadInput, KeyError, TypeError) as error:
         data.notes.append(f"{path} is unusable ({error!r}).")
         return None
-    return found
+
+
+def scaling(data: Data) -> Content:
+    """Scaling over world sizes."""
+    if data.cells is None:
+        return NO_RESULT
+    plots = [timed(plot, data.shared) for plot in speed.scaling(data.runs, data.looks)]
+    if not plots:
+        return "no strategy ran at two world sizes"
+    fields = [*GROUP, "compressor", "scaling_efficiency"]
+    frame = pd.DataFrame([[getattr(row, name) for name in fields] for row in data.ok], columns=fields)
+    means = frame.dropna().groupby(fields[:-1], sort=False).mean().reset_index()
+    if means.empty:
+        return {"plots": plots}
+    means["efficiency_percent"] = 100 * means["scaling_efficiency"].astype(float)
+    lines = means.to_dict("records")
+    made = Table.of("scaling", "Tokens/s per rank, in percent of one rank's", lines, [*NAMES, EFFICIENCY])
+    return {"plots": plots, "tables": [made]}
+
+
+def winners(data: Data) -> tuple[Content, dict[str, Any]]:
+    """The map of the fastest compressors, and the numbers in its caption."""
+    path = data.results_dir / "results.jsonl"
+    try:
+        chosen = usable([row for row in data.results if unpredictable(row) is None], path)  # without islands
+    except BadInput as error:
+        return str(error).removeprefix(f"{path}: ").removesuffix("."), {}
+    model = Model(tuple(map(measurement_of, chosen)))
+    errors = [abs(prediction.errors[0]) for prediction in leave_one_link_out(model.measurements)]
+    off = f" Predicted from the other links, the median step is {100 * median(errors):.0f} % off." if errors else ""
+    plots = []
+    for strategy in dict.fromkeys(measurement.strategy for measurement in model.measurements):
+        labels = [label for key, label in model.by_label if key == strategy]
+        worse = data.quality.mean_percent_worse([row for row in chosen if row.strategy == strategy])
+        within = [label for label in labels if worse.get(label, float("inf")) <= 1]
+        plots.append(partial(speed.draw_winners, model, strategy, labels, "any perplexity", data.looks))
+        if len(within) > 1:
+            plots.append(partial(speed.draw_winners, model, strategy, within, "perplexity within 1 %", data.looks))
+    values = {"cells": len(chosen), "world": chosen[0].world_size, "latency": speed.LATENCY * 1e6, "off": off}
+    return {"plots": [timed(plot, data.shared) for plot in plots]}, values
+
+
+def gradient_error(data: Data) -> Content:
+    """Gradient error and residual norm."""
+    errors, residuals = data.lines("grad_rel_error"), data.lines("residual_norm")
+    if not errors and not residuals:
+        return "no run sampled its gradients (`eval_every`)" if data.ok else NO_RESULT
+    plots = [*over_steps(data, curves.GRADIENT_ERROR, errors), *over_steps(data, curves.RESIDUAL, residuals)]
+    lacking = "gradient error was sampled" if not errors else "run has a residual: none uses error feedback"
+    return {"plots": plots, "notes": [] if errors and residuals else [f"No {lacking}."]}
+
+
+def stores(data: Data) -> Content:
+    """The gradient stores' validation."""
+    lines = [
+        {
+            "run": run,
+            "name": check["name"],
+            "result": "passed" if check["passed"] else "FAILED",
+            "detail": str(check.get("detail") or ""),
+        }
+        for run, checks in validations(data.results_dir).items()
+        for check in checks
+    ]
+    if not lines:
+        return "no gradients were collected (`gradients:` in the configuration)"
+    fails = [line["result"] == "FAILED" for line in lines]
+    return {"tables": [replace(Table.of("stores", "Checks of each store", lines, STORES), fails=fails)]}
+
+
+def environments(data: Data) -> Content:
+    """The environment of every rank."""
+    ranks: defaultdict[str, list[tuple[str, int]]] = defaultdict(list)
+    by_digest: dict[str, dict[str, Any]] = {}
+    for row in data.results:
+        for path in sorted((data.results_dir / "runs" / row.run_name / "environment").glob("rank*.json")):
+            try:
+                values = read_json(path)
+                rank = values.pop("rank")
+            except (BadInput, AttributeError, KeyError) as error:
+                data.notes.append(f"{path} is unusable ({error}).")
+                continue
+            values = {
+                name: value for name, value in values.items() if name not in ("clocks", "world_size")
+            }  # they vary
+            by_digest[digest(values)] = values
+            ranks[digest(values)].append((row.run_name, rank))
+    if not by_digest:
+        return "no run left environment/rank<R>.json"
+    first, *others = by_digest.values()
+    shared = {name for name, value in first.items() if all(other.get(name) == value for other in others)}
+    differing = sorted({name for values in by_digest.values() for name in values} - shared)
+    lines = [
+        {name: _text(values.get(name)) or MISSING for name in differing}
+        | {
+            "ranks": len(ranks[key]),
+            "runs": listed(sorted({run for run, _ in ranks[key]})),
+            "numbers": ", ".join(map(str, sorted({rank for _, rank in ranks[key]}))),
+        }
+        for key, values in by_digest.items()
+    ]
+    shown = [*ENVIRONMENTS, *(text(name, name) for name in differing)]
+    return {
+        "properties": [(name, _text(first[name])) for name in first if name in shared and _text(first[name])],
+        "tables": [Table.of("environment", "Environments", lines, shown)],
+    }
+
+
+def _text(value: Any) -> str:
+    """Format a value of an environment."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_text(of)}" for name, of in value.items() if of is not None)
+    return "" if value is None else json.dumps(value) if isinstance(value, bool) else str(value)
+
+
+def comparison(data: Data, other: Data) -> Section:
+    """The differences of another experiment.
+
+    Raises:
+        BadInput: If the experiments share no run with a result.
+    """
+    name, other_name = data.results_dir.as_posix(), other.results_dir.as_posix()
+    pairs = common(data.ok, other.ok)
+    if not pairs:
+        raise BadInput(
+            f"{name} and {other_name} share no run with a result: none has the same strategy, compressor, "
+            "world size, link and seed in both."
+        )
+    cells = {quantity: differences(pairs, quantity) for quantity in QUANTITIES}
+    content: Content = {
+        "tables": [table(quantity, of) for quantity, of in cells.items() if of],
+        "notes": [
+            f"{len(pairs)} runs are in both, {len(data.ok) - len(pairs)} in {name} only, "
+            f"{len(other.ok) - len(pairs)} in {other_name} only.",
+            *unlike(pairs),
+            *(note for quantity, of in cells.items() for note in over_cells(quantity, of)),
+        ],
+    }
+    return section("compare", content, name=name, other=other_name)

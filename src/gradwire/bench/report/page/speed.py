@@ -1,26 +1,60 @@
-"""Where a step's time goes: one bar per compressor, in parts that add up to the profiled step."""
+"""Figures of speed: where a step's time goes, scaling over world sizes, and the map of the fastest compressors."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Iterator, Mapping
+from functools import partial
+from typing import Any
 
+import numpy as np
 import pandas as pd
+from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, NullLocator
+from numpy.typing import NDArray
 
-from gradwire.bench.report.page.style import COLOURS, NEUTRAL, PAPER, WIDTH, Plot, axes, group_title, legend
-from gradwire.bench.report.tables.cells import Group
+from gradwire.base.units import UNSHAPED, rate_text
+from gradwire.bench.config import BASELINE
+from gradwire.bench.report.page.style import (
+    COLOURS,
+    INK,
+    LABEL_BOX,
+    MUTED,
+    NEUTRAL,
+    PAPER,
+    WIDTH,
+    Drawing,
+    Look,
+    Plot,
+    axes,
+    fills,
+    group_title,
+    legend,
+)
+from gradwire.bench.report.tables.cells import Group, slug
+from gradwire.bench.statistics.cost_model import GRID, Model
 
-PARTS = ("compute", "overlapped communication", "exposed communication", "encode", "decode", "parameter codec", "idle")
-LOOKS = dict(zip(PARTS, [COLOURS[2], COLOURS[5], COLOURS[0], COLOURS[1], COLOURS[4], COLOURS[3], NEUTRAL], strict=True))
-FILLS = dict(zip(PARTS, ["", "---", "///", "\\\\\\", "xxx", "+++", ""], strict=True))
+STEP_PARTS = {  # of a step: colour and hatch
+    "compute": (COLOURS[2], ""),
+    "overlapped communication": (COLOURS[5], "---"),
+    "exposed communication": (COLOURS[0], "///"),
+    "encode": (COLOURS[1], "\\\\\\"),
+    "decode": (COLOURS[4], "xxx"),
+    "parameter codec": (COLOURS[3], "+++"),
+    "idle": (NEUTRAL, ""),
+}
+WORLDS = tuple(2**power for power in range(1, 11))
+SLOWEST, HIGHEST = 1e7, 1e11  # bits per second; the map begins at the slowest measured link if that is slower
+LATENCY = 50e-6  # seconds per message
 
 
-def parts(profile: Mapping[str, float]) -> dict[str, float]:
+def step_parts(profile: Mapping[str, float]) -> dict[str, float]:
     """The parts of a ``profile.json``'s mean step in milliseconds.
 
     Computation during communication counts as overlapped communication, so the parts add up to the step.
     """
     overlap = profile["overlap_ms_per_step"]
-    found = [
+    times = [
         profile["compute_ms_per_step"] - overlap,
         overlap,
         profile["exposed_comm_ms"],
@@ -29,45 +63,135 @@ def parts(profile: Mapping[str, float]) -> dict[str, float]:
         profile["parameter_codec_ms_per_step"],
         profile["idle_ms_per_step"],
     ]
-    return dict(zip(PARTS, found, strict=True))
+    return dict(zip(STEP_PARTS, times, strict=True))
 
 
-def draw(group: Group, times: pd.DataFrame) -> Plot:
-    """One group.
+def draw_step(group: Group, times: pd.DataFrame) -> Plot:
+    """Draw where a step's time goes: a bar for each label, in parts that add up to the profiled step.
 
     Args:
         group: The group.
-        times: Mean milliseconds, a column for each of `PARTS`, by label; the first is drawn at the top.
+        times: Mean milliseconds, a column for each of `STEP_PARTS`, by label; the first is drawn at the top.
     """
     longest = max(len(str(label)) for label in times.index)
-    figure, ax = axes(
-        group_title(*group),
-        "ms of the mean profiled step",
-        "",
-        height=0.27 * len(times),
-        left=min(0.25 + 0.075 * longest, WIDTH / 2),
-    )
+    left_inches = min(0.25 + 0.075 * longest, WIDTH / 2)
+    title, height = group_title(*group), 0.27 * len(times)
+    figure, ax = axes(title, "ms of the mean profiled step", "", height=height, left=left_inches)
     ax.grid(visible=False, axis="y")
     left = pd.Series(0.0, times.index)
     tips: dict[str, str] = {}
-    handles, shown = [], []
-    for number, part in enumerate(PARTS):
+    handles = {}
+    for number, (part, (colour, hatch)) in enumerate(STEP_PARTS.items()):
         values = times[part]
         if not (values > 0).any():
             continue
-        bars = ax.barh(
-            range(len(times)), values, 0.7, left, color=LOOKS[part], edgecolor=PAPER, hatch=FILLS[part], lw=0.5
-        )
+        style: dict[str, Any] = {"color": colour, "edgecolor": PAPER, "hatch": hatch, "lw": 0.5}
+        handles[part] = bars = ax.barh(range(len(times)), values, 0.7, left, **style)
         for bar, (label, value) in zip(bars, values.items(), strict=True):
             bar.set_gid(f"bar{number}-{len(tips)}")
             tips[str(bar.get_gid())] = f"{label}: {part} {value:,.1f} ms"
-        handles.append(bars)
-        shown.append(part)
         left = left + values
     ax.set_yticks(range(len(times)), [str(label) for label in times.index])
     ax.set_ylim(len(times) - 0.5, -0.5)
-    legend(figure, handles, shown)
-    alt = f"Where a step's time goes, {group_title(*group)}: " + "; ".join(
-        f"{label} {total:,.0f} ms" for label, total in left.items()
-    )
-    return Plot(f"step-time-{group.slug}", alt, figure, tips)
+    legend(figure, [*handles.values()], [*handles])
+    totals = "; ".join(f"{label} {total:,.0f} ms" for label, total in left.items())
+    return Plot(f"step-time-{group.slug}", f"Where a step's time goes, {title}: {totals}", figure, tips)
+
+
+def scaling(runs: pd.DataFrame, looks: Mapping[str, Look]) -> Iterator[Drawing]:
+    """Yield a figure for each strategy and link with runs of two world sizes or more.
+
+    One rank sends nothing, so its runs are shown on all links of their strategy, and those of the baseline start the
+    line of every label without such runs.
+    """
+    runs = runs[runs["tokens_per_s"].notna()]
+    for strategy, of_strategy in runs.groupby("strategy", sort=False):
+        alone = of_strategy[(of_strategy["world_size"] == 1) & (of_strategy["link"] == UNSHAPED)]
+        for link, measured in of_strategy.groupby("link", sort=False):
+            shown = measured if link == UNSHAPED else pd.concat([alone, measured])
+            if measured["world_size"].max() > 1 and shown["world_size"].nunique() > 1:
+                yield partial(draw_scaling, str(strategy), str(link), shown, looks)
+
+
+def draw_scaling(strategy: str, link: str, runs: pd.DataFrame, looks: Mapping[str, Look]) -> Plot:
+    """Draw tokens per second of one strategy on one link: single seeds as dots, their means joined."""
+    title = group_title(strategy, link=link)
+    figure, ax = axes(title, "world size W", "tokens/s of all ranks", left=0.85)
+    worlds = np.array(sorted(runs["world_size"].unique()))
+    base = runs[runs["compressor"] == BASELINE].groupby("world_size")["tokens_per_s"].mean()
+    handles: dict[str, Any] = {}
+    tips: dict[str, str] = {}
+    if len(base):
+        smallest = base.index[0]
+        (line,) = ax.plot(worlds, base.iloc[0] * worlds / smallest, color=MUTED, lw=1, ls=(0, (2, 2)))
+        handles[f"linear from W = {smallest}"] = line
+    for label, of_label in runs.groupby("compressor", sort=False):
+        look, means = looks[str(label)], of_label.groupby("world_size")["tokens_per_s"].mean()
+        if 1 in base.index and 1 not in means.index:
+            means = pd.concat([base.loc[[1]], means])
+        ax.plot(of_label["world_size"], of_label["tokens_per_s"], ".", color=look.colour, ms=3, alpha=0.55, mew=0)
+        gid = f"line{len(tips)}"
+        (handles[str(label)],) = ax.plot(means.index, means, **look.line, gid=gid)
+        tips[gid] = f"{label}: " + ", ".join(f"W = {world}: {rate:,.0f}" for world, rate in means.items())
+    ax.set_xscale("log", base=2)
+    ax.set_ylim(bottom=0)
+    ax.set_xticks(worlds, [str(world) for world in worlds])
+    ax.xaxis.set_minor_locator(NullLocator())
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    legend(figure, [*handles.values()], [*handles])
+    alt = f"Tokens per second over world sizes, {title}: {', '.join(handles)}."
+    return Plot(f"scaling-{slug(strategy)}-{slug(link)}", alt, figure, tips)
+
+
+def draw_winners(model: Model, strategy: str, labels: Collection[str], limit: str, looks: Mapping[str, Look]) -> Plot:
+    """Draw which of a strategy's labels has the shortest predicted step, over bandwidth and world size.
+
+    Args:
+        model: The fitted cost model.
+        strategy: The strategy.
+        labels: The labels to choose from.
+        limit: How they were chosen, in words.
+        looks: How each label is drawn.
+    """
+    measured = (run for run in model.measurements if run.strategy == strategy and run.world in WORLDS)
+    points = sorted({(run.world, run.rate) for run in measured})
+    slowest = min([SLOWEST, *(0.8 * rate for _, rate in points)])  # with room for the point
+    rates = GRID[(slowest <= GRID) & (GRID <= HIGHEST)][::4]
+    steps = [[model.steps((strategy, label), world, rates, LATENCY)[1].min(0) for world in WORLDS] for label in labels]
+    fastest = np.array(steps).argmin(0)  # index of a label, [worlds, rates]
+    figure, ax = axes(f"{group_title(strategy)}: {limit}", "bandwidth of each rank's link", "world size W")
+    ax.grid(visible=False)
+    x = np.log10(rates)
+    edges = np.append(x, 2 * x[-1] - x[-2]) - (x[1] - x[0]) / 2
+    won = {label: fastest == i for i, label in enumerate(labels) if (fastest == i).any()}
+    filled = fills(won, looks)
+    for label, area in won.items():
+        for row, line in enumerate(area):
+            for start, end in _stretches(line):
+                ax.broken_barh([(edges[start], edges[end] - edges[start])], (row - 0.5, 1), **filled[label])
+        rows, columns = np.nonzero(area)
+        if len(rows) > fastest.size / 12:
+            middle = int(np.median(rows))
+            centre = x[int(np.median(columns[rows == middle]))]
+            ax.text(centre, middle, label, ha="center", va="center", fontsize=8, color=INK, bbox=LABEL_BOX)
+    handles: dict[str, Any] = {label: Patch(**filled[label]) for label in won}
+    for world, rate in points:
+        limited = math.isfinite(rate)
+        style: dict[str, Any] = {"marker": "o" if limited else ">", "color": INK, "mfc": PAPER, "ms": 7, "mew": 1.5}
+        centre = math.log10(rate) if limited else x[-1]
+        (point,) = ax.plot(centre, WORLDS.index(world), clip_on=False, ls="", **style)
+        handles |= {"measured": point} if limited else {}
+    ax.set_xlim(edges[0], edges[-1])
+    ax.set_ylim(-0.5, len(WORLDS) - 0.5)
+    ticks = [power for power in range(4, 12) if edges[0] <= power <= edges[-1]]
+    ax.set_xticks(ticks, [rate_text(10.0**power) for power in ticks])
+    ax.set_yticks(range(len(WORLDS)), [str(world) for world in WORLDS])
+    legend(figure, [*handles.values()], [*handles])
+    alt = f"Fastest compressor over bandwidth and world size, {strategy}, {limit}: {', '.join(won)}."
+    return Plot(f"winners-{slug(strategy)}-{slug(limit)}", alt, figure, {})
+
+
+def _stretches(line: NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Start and end of each stretch of True values."""
+    changes = np.flatnonzero(np.diff(np.concatenate([[False], line, [False]]).astype(int)))
+    return list(zip(changes[::2].tolist(), changes[1::2].tolist(), strict=True))

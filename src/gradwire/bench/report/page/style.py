@@ -28,6 +28,8 @@ SMALL = 8.5  # points: legends and labels of single points
 WIDTH = 4.9  # inches: a column of a paper, readable on a phone
 TICKS = ((1.5, (1, 2, 5)), (0.95, (1, 3)))  # of each decade, if it has more inches than this
 TOP, RIGHT, BOTTOM, LINE = 0.32, 0.25, 0.5, 0.18  # inches around the axes; of a legend's line
+LABEL_BOX: Any = {"fc": PAPER, "ec": "none", "pad": 2, "alpha": 0.9}
+LEGEND: Any = {"handlelength": 2.2, "columnspacing": 1.2, "borderaxespad": 0.3, "labelspacing": 0.35}
 SETTINGS: Any = {
     "svg.fonttype": "none",  # keep text as text
     "text.parse_math": False,  # a label may contain a dollar sign
@@ -62,6 +64,11 @@ class Look(NamedTuple):
     dash: Any
     marker: str
 
+    @property
+    def line(self) -> dict[str, Any]:
+        """The properties of a line with markers."""
+        return {"color": self.colour, "ls": self.dash, "marker": self.marker}
+
 
 class Plot(NamedTuple):
     """A figure with the name of its files and a description.
@@ -80,22 +87,24 @@ Drawing = Callable[[], Plot]  # draws a figure when called, so that all cores ca
 
 def looks(labels: Iterable[str]) -> dict[str, Look]:
     """A style for each label, in the given order; the baseline always has the same."""
-    found = {}
+    styles = {BASELINE: Look(INK, "-", "o")}
     others = [label for label in dict.fromkeys(labels) if label != BASELINE]
     for i, label in enumerate(others):
         dash = DASHES[(i // len(COLOURS)) % len(DASHES)]
-        found[label] = Look(COLOURS[i % len(COLOURS)], dash, MARKERS[(i + 1) % len(MARKERS)])
-    return {BASELINE: Look(INK, "-", "o"), **found}
+        styles[label] = Look(COLOURS[i % len(COLOURS)], dash, MARKERS[(i + 1) % len(MARKERS)])
+    return styles
 
 
 def fills(labels: Iterable[str], looks: Mapping[str, Look]) -> dict[str, dict[str, Any]]:
     """How areas of labels are filled: in their colours, or in free ones where labels of a figure have the same."""
-    found: dict[str, dict[str, Any]] = {}
+    styles: dict[str, dict[str, Any]] = {}
     for order, label in enumerate(labels):
-        taken = [fill["fc"] for fill in found.values()]
-        colour = next((one for one in (looks[label].colour, *COLOURS) if one not in taken), looks[label].colour)
-        found[label] = {"fc": colour, "ec": PAPER, "hatch": HATCHES[order % len(HATCHES)], "lw": 0}
-    return found
+        taken = [style["fc"] for style in styles.values()]
+        colour = next(
+            (colour for colour in (looks[label].colour, *COLOURS) if colour not in taken), looks[label].colour
+        )
+        styles[label] = {"fc": colour, "ec": PAPER, "hatch": HATCHES[order % len(HATCHES)], "lw": 0}
+    return styles
 
 
 @contextmanager
@@ -134,18 +143,17 @@ def panels(number: int, x: str, y: str) -> tuple[Figure, list[Axes]]:
     whole = rows * (height + above)  # each panel has its title above it
     width = (WIDTH - left - RIGHT - gap) / 2
     figure = Figure(figsize=(WIDTH, TOP + whole + BOTTOM))
-    found: list[Axes] = []
+    all_axes: list[Axes] = []
     for i in range(number):
         row, column = divmod(i, 2)
-        box = left + column * (width + gap), whole - (row + 1) * (height + above), width, height
-        across, up = 1 / WIDTH, 1 / whole
-        shared = {"sharex": found[0], "sharey": found[0]} if found else {}
-        place = box[0] * across, box[1] * up, box[2] * across, box[3] * up
-        ax = figure.add_axes(place, **shared)  # type: ignore[call-overload]
+        x0, y0 = left + column * (width + gap), whole - (row + 1) * (height + above)
+        shared = {"sharex": all_axes[0], "sharey": all_axes[0]} if all_axes else {}
+        box = x0 / WIDTH, y0 / whole, width / WIDTH, height / whole
+        ax = figure.add_axes(box, **shared)  # type: ignore[call-overload]
         ax.tick_params(length=3, labelbottom=i + 2 >= number, labelleft=not column)
         ax.set(xlabel=x if i + 2 >= number else "", ylabel="" if column else y)
-        found.append(ax)
-    return figure, found
+        all_axes.append(ax)
+    return figure, all_axes
 
 
 def heading(figure: Figure, title: str) -> None:
@@ -202,13 +210,7 @@ def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> Non
         box = ax.get_position()
         ax.set_position((box.x0, (below + box.y0 * height) / total, box.width, box.height * height / total))
     if handles:
-        place: dict[str, Any] = {
-            "loc": "lower left",
-            "bbox_to_anchor": (0.0, 0.0),
-            "borderaxespad": 0.3,
-            "labelspacing": 0.35,
-        }
-        figure.legend(handles, labels, ncols=columns, handlelength=2.2, columnspacing=1.2, **place)
+        figure.legend(handles, labels, ncols=columns, loc="lower left", bbox_to_anchor=(0.0, 0.0), **LEGEND)
 
 
 def group_title(strategy: str, world: int | None = None, link: str | None = None) -> str:

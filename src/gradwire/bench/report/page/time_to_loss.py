@@ -15,7 +15,7 @@ from gradwire.bench.config import BASELINE
 from gradwire.bench.report.page.fronts import front
 from gradwire.bench.report.page.style import (
     INK,
-    PAPER,
+    LABEL_BOX,
     Drawing,
     Look,
     Plot,
@@ -34,29 +34,28 @@ from gradwire.bench.report.tables.time_to_loss import Cell, Goal, is_perplexity,
 Points = list[tuple[float, float]]  # seconds and perplexity
 
 
-def plots(found: Sequence[Cell], looks: Mapping[str, Look]) -> Iterator[Drawing]:
+def plots(cells: Sequence[Cell], looks: Mapping[str, Look]) -> Iterator[Drawing]:
     """Curves and a map for each strategy and world size that has targets on two links or more."""
-    for place in dict.fromkeys((cell.strategy, cell.world_size) for cell in found):
-        own = [cell for cell in found if (cell.strategy, cell.world_size) == place]
-        if len(ordered(cell.link for cell in own)) > 1:
-            yield partial(draw_curves, own, looks)
-            yield partial(draw_map, own, looks)
+    for place in dict.fromkeys((cell.strategy, cell.world_size) for cell in cells):
+        of_place = [cell for cell in cells if (cell.strategy, cell.world_size) == place]
+        if len(ordered(cell.link for cell in of_place)) > 1:
+            yield partial(draw_curves, of_place, looks)
+            yield partial(draw_map, of_place, looks)
 
 
-def draw_curves(found: Sequence[Cell], looks: Mapping[str, Look]) -> Plot:
+def draw_curves(cells: Sequence[Cell], looks: Mapping[str, Look]) -> Plot:
     """One strategy and world size: on each link the baselines and the labels on the front."""
-    place = found[0].strategy, found[0].world_size
-    links = ordered(cell.link for cell in found)
-    figure, each = panels(len(links), "seconds of training", "validation perplexity")
+    place = cells[0].strategy, cells[0].world_size
+    links = ordered(cell.link for cell in cells)
+    figure, all_axes = panels(len(links), "seconds of training", "validation perplexity")
     handles: dict[str, Any] = {}
     tips: dict[str, str] = {}
-    m = loads(found)
-    for ax, link in zip(each, links, strict=False):
-        lines = on_front({label: points for label, points in curves(found, link).items() if points})
+    m = loads(cells)
+    for ax, link in zip(all_axes, links, strict=True):
+        lines = on_front({label: points for label, points in curves(cells, link).items() if points})
         for label, points in lines.items():
-            look, gid = looks[label], f"line{len(tips)}"
-            style: dict[str, Any] = {"color": look.colour, "ls": look.dash, "marker": look.marker, "ms": 4}
-            (handles[label],) = ax.plot(*zip(*points, strict=True), gid=gid, **style)
+            gid = f"line{len(tips)}"
+            (handles[label],) = ax.plot(*zip(*points, strict=True), **looks[label].line, ms=4, gid=gid)
             tips[gid] = f"{label}, {named(link)}: " + ", ".join(f"{ppl:.4g} at {s:,.0f} s" for s, ppl in points)
         ax.set_title(named(link) + (f", m = {m[link]:.3g}" if link in m and link != UNSHAPED else ""))
         logarithmic(ax, "x")
@@ -67,20 +66,19 @@ def draw_curves(found: Sequence[Cell], looks: Mapping[str, Look]) -> Plot:
     return Plot(f"time-to-loss-{slug(place[0])}-ws{place[1]}", alt, figure, tips)
 
 
-def curves(found: Sequence[Cell], link: str) -> dict[str, Points]:
+def curves(cells: Sequence[Cell], link: str) -> dict[str, Points]:
     """Seconds and perplexity at each target that a label reaches on a link, and at the end of its runs."""
-    mine = [cell for cell in found if cell.link == link]
-    last = {cell.compressor: cell.end()[1] for cell in mine}
+    on_link = [cell for cell in cells if cell.link == link]
+    last = {cell.compressor: cell.end()[1] for cell in on_link}
+
+    def perplexity(target: str) -> float:
+        return float(target) if is_perplexity(target) else last.get(target, math.nan)
+
     lines = {}
-    for cell in mine:
-        points = {(cell.seconds(target), _perplexity(target, last)) for target in cell.targets} | {cell.end()}
-        lines[cell.compressor] = sorted((s, ppl) for s, ppl in points if math.isfinite(s) and math.isfinite(ppl))
+    for cell in on_link:
+        points = {(cell.seconds(target), perplexity(target)) for target in cell.targets} | {cell.end()}
+        lines[cell.compressor] = sorted(point for point in points if all(map(math.isfinite, point)))
     return lines
-
-
-def _perplexity(target: str, last: Mapping[str, float]) -> float:
-    """The perplexity of a target: a number, or the final one of a label."""
-    return float(target) if is_perplexity(target) else last.get(target, math.nan)
 
 
 def on_front(lines: Mapping[str, Points]) -> dict[str, Points]:
@@ -91,45 +89,41 @@ def on_front(lines: Mapping[str, Points]) -> dict[str, Points]:
     return {label: of for label, of in lines.items() if label in kept}
 
 
-def draw_map(found: Sequence[Cell], looks: Mapping[str, Look]) -> Plot:
+def draw_map(cells: Sequence[Cell], looks: Mapping[str, Look]) -> Plot:
     """One strategy and world size: the soonest label at each target on each link, with its seconds."""
-    place = found[0].strategy, found[0].world_size
-    links = ordered(cell.link for cell in found)
-    targets = list(dict.fromkeys(target for cell in found for target in cell.targets))
-    m = loads(found)
+    place = cells[0].strategy, cells[0].world_size
+    links = ordered(cell.link for cell in cells)
+    targets = list(dict.fromkeys(target for cell in cells for target in cell.targets))
+    m = loads(cells)
     title = f"{group_title(*place)}: the soonest at each target"
     figure, ax = axes(title, "", "perplexity", height=0.42 * len(targets), left=1.1)
     ax.grid(visible=False)
-    won = {
-        (row, column): soonest(found, link, target)
+    known = {
+        (row, column): best
         for row, target in enumerate(targets)
         for column, link in enumerate(links)
+        if (best := soonest(cells, link, target)) is not None
     }
-    known = {at: best for at, best in won.items() if best is not None}
     labels = [label for label in looks if label in {label for label, _ in known.values()}]
     filled = fills(labels, looks)
-    box = {"fc": PAPER, "ec": "none", "pad": 2, "alpha": 0.9}
+    answers = []
     for (row, column), (label, seconds) in known.items():
         ax.broken_barh([(column - 0.5, 1)], (row - 0.5, 1), **(filled[label] | {"lw": 1.5}))
-        ax.text(column, row, f"{seconds:,.0f} s", ha="center", va="center", color=INK, bbox=box)
+        ax.text(column, row, f"{seconds:,.0f} s", ha="center", va="center", color=INK, bbox=LABEL_BOX)
+        answers.append(f"{Goal(targets[row], *place).named} on {named(links[column])}: {label}, {seconds:,.0f} s")
     ax.set_xlim(-0.5, len(links) - 0.5)
     ax.set_ylim(len(targets) - 0.5, -0.5)
-    names = [link if link != UNSHAPED else "no limit" for link in links]
-    loaded = [f"{name}\nm = {m[link]:.3g}" if link in m else name for name, link in zip(names, links, strict=True)]
-    ax.set_xticks(range(len(links)), loaded)
+    names = {link: link if link != UNSHAPED else "no limit" for link in links}
+    ax.set_xticks(range(len(links)), [names[link] + (f"\nm = {m[link]:.3g}" if link in m else "") for link in links])
     ax.set_yticks(range(len(targets)), targets)
     legend(figure, [Patch(**filled[label]) for label in labels], labels)
-    answers = [
-        f"{Goal(targets[row], *place).named} on {named(links[column])}: {label}, {seconds:,.0f} s"
-        for (row, column), (label, seconds) in known.items()
-    ]
     alt = f"The soonest label at each target on each link, {group_title(*place)}: {'; '.join(answers)}."
     return Plot(f"soonest-{slug(place[0])}-ws{place[1]}", alt, figure, {})
 
 
-def soonest(found: Sequence[Cell], link: str, target: str) -> tuple[str, float] | None:
+def soonest(cells: Sequence[Cell], link: str, target: str) -> tuple[str, float] | None:
     """The label that reaches a target first on a link, and its seconds; None if none does."""
-    times = [(cell.seconds(target), cell.compressor) for cell in found if cell.link == link and target in cell.targets]
+    times = [(cell.seconds(target), cell.compressor) for cell in cells if cell.link == link and target in cell.targets]
     best = min((time for time in times if math.isfinite(time[0])), default=None)
     return None if best is None else (best[1], best[0])
 

@@ -1,7 +1,8 @@
-"""Checks of a whole experiment that must pass before its numbers count, each with its findings."""
+"""Checks of a whole experiment: what a reader must know before its numbers count, as notes and as gates."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -11,13 +12,88 @@ import pandas as pd
 from gradwire.base.errors import BadInput
 from gradwire.base.files import read_json
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.rows.notes import fallbacks, losses_over_links, machines, mostly_float32
 from gradwire.bench.report.rows.record import Result
-from gradwire.bench.report.rows.traffic import as_computed
 from gradwire.bench.statistics.seeds import LEAST, TOLERANCE
 
 State = Literal["passed", "failed", "marked", "not checked"]
 SHOWN = 12  # names in one sentence
+EQUAL_LOSSES = "losses at every step are equal on all links"
+
+
+def machine(row: Result) -> str:
+    """Describe what a run's times depend on: device, processor, vector instructions, cores, threads and versions."""
+    environment = row.environment or {}
+    device, processor, cores = row.hardware
+    parts = [
+        *dict.fromkeys((row.device, device, processor)),
+        environment.get("cpu_capability"),
+        f"{cores or '?'} cores",
+        f"{environment.get('threads', '?')} threads",
+        f"gradwire {environment.get('gradwire', '?')}",
+        f"torch {environment.get('packages', {}).get('torch', '?')}",
+        environment.get("preloaded"),
+    ]
+    return ", ".join(str(part) for part in parts if part)
+
+
+def privacy(row: Result) -> str:
+    """Describe a private run's guarantee and its settings; empty for other runs."""
+    if row.sampling is None:
+        return ""
+    bound = "no bound: no noise" if row.epsilon is None else f"ε = {row.epsilon:.3g} at δ = {row.delta:.2g}"
+    clipped = "" if row.clipped_fraction is None else f", {100 * row.clipped_fraction:.0f} % of the samples clipped"
+    adjacency = f", {row.adjacency} adjacency" if row.adjacency else ""
+    accountant = f", by {row.accountant.upper()} accountant" if row.accountant else ""
+    return (
+        f"{bound} (noise multiplier {row.noise_multiplier:g}, {row.sampling} sampling{adjacency}{clipped}{accountant})"
+    )
+
+
+def machines(ok: Iterable[Result]) -> list[str]:
+    """List the cells of each machine; empty if all machines are alike."""
+    cells: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for row in ok:
+        cell, _, seed = row.run_name.rpartition("/seed")
+        cells[machine(row)][cell].append(seed)
+    if len(cells) < 2:
+        return []
+    title = "runs of unlike machines: no speed-up is computed between them, and a mean over their seeds mixes them"
+    named = {
+        name: ", ".join(f"{cell} (seed {', '.join(numbers)})" for cell, numbers in of.items())
+        for name, of in cells.items()
+    }
+    return [title, *(f"{name}: {text}" for name, text in named.items())]
+
+
+def fallbacks(ok: Iterable[Result]) -> list[str]:
+    """Describe how much compressors sent as float32, because encoding would not have made it shorter."""
+    cells: defaultdict[str, list[Result]] = defaultdict(list)
+    for row in ok:
+        if row.fallbacks:
+            cells[f"{row.strategy}/{row.compressor}/ws{row.world_size}"].append(row)
+    shares = [
+        f"{cell} {100 * max(row.fallback_fraction or 0 for row in rows):.2g} % of its elements "
+        f"({max(row.fallbacks or 0 for row in rows):,} encodings)"
+        for cell, rows in cells.items()
+    ]
+    return ["sent as float32, because encoding would not have made it shorter: " + "; ".join(shares)] if shares else []
+
+
+def losses_over_links(ok: Iterable[Result]) -> list[str]:
+    """Check that runs which differ only in their link have equal losses at every step, by their digests."""
+    digests: defaultdict[str, dict[str, str]] = defaultdict(dict)
+    for row in ok:
+        if row.loss_digest is not None:
+            run = f"{row.strategy}/{row.compressor}/ws{row.world_size}/seed{row.seed}"
+            digests[run][row.link] = row.loss_digest
+    compared = {run: links for run, links in digests.items() if len(links) > 1}
+    differ = []
+    for run, links in compared.items():
+        alike = [[link for link in links if links[link] == digest] for digest in dict.fromkeys(links.values())]
+        if len(alike) > 1:
+            differ.append(f"losses differ between links: {run}: {' | '.join(map(', '.join, alike))}")
+    counts = [f"{EQUAL_LOSSES}: {len(compared) - len(differ)} of {len(compared)}"] if compared else []
+    return [*counts, *differ]
 
 
 class Gate(NamedTuple):
@@ -36,24 +112,48 @@ class Gate(NamedTuple):
 
 
 def gates(results: Sequence[Result], cells: pd.DataFrame | None, results_dir: Path, shared: bool) -> list[Gate]:
-    """All checks, the most important first."""
+    """All checks, the most important first.
+
+    Args:
+        results: The rows.
+        cells: Statistics over seeds (`bench.report.tables.cells.cells_of`); None if no run has a result.
+        results_dir: The experiment's folder.
+        shared: Whether other runs may have used the machine at the same time.
+    """
     ok = [row for row in results if row.status == "ok"]
+    float32 = of_runs(
+        "compressors encoded at least half of their elements",
+        ok,
+        lambda row: None if row.fallback_fraction is None else not row.mostly_float32,
+    )
+    unlike = machines(ok)
+    others = "others may have run at the same time (no “timing: true”)" if shared else "one run at a time"
     return [
         finished(results),
         quality(cells),
-        of_runs("bytes sent, as metered or traced, are those that the formula gives", ok, as_computed, "failed"),
         of_runs(
-            "the meter and the profiler's trace of the same steps agree within 10 %",
+            "bytes sent, as metered or traced, are those that the formula gives",
             ok,
-            lambda row: row.meter_agrees,
-            "marked",
+            lambda row: row.as_computed,
+            "failed",
+        ),
+        of_runs(
+            "the meter and the profiler's trace of the same steps agree within 10 %", ok, lambda row: row.meter_agrees
         ),
         links(ok),
-        of_runs("no gradient was non-finite", ok, _finite, "marked"),
-        shortened(ok),
-        of_runs("every rank recorded its environment", ok, lambda row: _ranks(row, results_dir), "failed"),
-        one_machine(ok),
-        alone(ok, shared),
+        of_runs(
+            "no gradient was non-finite",
+            ok,
+            lambda row: None if row.nonfinite_steps is None else not row.nonfinite_steps,
+        ),
+        float32._replace(found="; ".join([float32.found, *fallbacks(ok)])),
+        of_runs("every rank recorded its environment", ok, lambda row: _all_ranks(row, results_dir), "failed"),
+        Gate(
+            "all runs ran on like machines",
+            "marked" if unlike else "passed",
+            "; ".join(unlike[1:]) or "one kind of machine, one set of versions",
+        ),
+        Gate("runs did not share the machine", "not checked" if not ok else "marked" if shared else "passed", others),
         seeds(cells),
         stores(results_dir),
     ]
@@ -61,93 +161,65 @@ def gates(results: Sequence[Result], cells: pd.DataFrame | None, results_dir: Pa
 
 def finished(results: Sequence[Result]) -> Gate:
     """Whether every run has a result."""
-    counts = pd.Series([row.status for row in results]).value_counts()
-    summary = ", ".join(f"{count} {status}" for status, count in counts.items())
-    lost = counts.get("failed", 0)
-    state: State = "failed" if lost else "marked" if counts.get("ok", 0) < len(results) else "passed"
+    counts = Counter(row.status for row in results)
+    summary = ", ".join(f"{count} {status}" for status, count in counts.most_common())
+    state: State = "failed" if counts["failed"] else "marked" if counts["ok"] < len(results) else "passed"
     return Gate("every requested run has a result", state, summary)
 
 
 def quality(cells: pd.DataFrame | None) -> Gate:
     """Whether cells pass the quality gate."""
     name = f"mean perplexity at most {TOLERANCE:g} % above that of {BASELINE} (fp32)"
-    known = pd.DataFrame() if cells is None else cells[cells["worse_percent"].notna()]
-    if known.empty:
+    known = None if cells is None else cells[cells["worse_percent"].notna()]
+    if cells is None or known is None or known.empty:
         return Gate(name, "not checked", f"no cell has a perplexity and a cell {BASELINE} to compare with")
     bad = known[known["gated"]]
     named = [f"{cell.strategy}/{cell.compressor}/ws{cell.world_size}/{cell.link}" for cell in bad.itertuples()]
-    unknown = 0 if cells is None else len(cells) - len(known)
-    summary = f"{len(known) - len(bad)} of {len(known)} cells pass" + (
-        f", {unknown} without a comparison" * bool(unknown)
-    )
+    unknown = len(cells) - len(known)
+    summary = f"{len(known) - len(bad)} of {len(known)} cells pass"
+    summary += f", {unknown} without a comparison" if unknown else ""
     return Gate(name, "marked" if named else "passed", summary + (f"; above: {listed(named)}" if named else ""))
 
 
-def of_runs(name: str, ok: Iterable[Result], holds: Callable[[Result], bool | None], bad: State) -> Gate:
+def of_runs(
+    name: str, ok: Iterable[Result], holds: Callable[[Result], bool | None], otherwise: State = "marked"
+) -> Gate:
     """Check a condition for each run; ``holds`` returns None where it does not apply."""
-    found = {row.run_name: holds(row) for row in ok}
-    known = {run: one for run, one in found.items() if one is not None}
+    known = {row.run_name: answer for row in ok if (answer := holds(row)) is not None}
     if not known:
         return Gate(name, "not checked", "no run has data for it")
-    wrong = [run for run, one in known.items() if not one]
+    wrong = [run for run, answer in known.items() if not answer]
     summary = f"{len(known) - len(wrong)} of {len(known)} runs"
-    return Gate(name, bad if wrong else "passed", summary + (f"; not: {listed(wrong)}" if wrong else ""))
-
-
-def shortened(ok: Sequence[Result]) -> Gate:
-    """Whether compressors encoded their input; some send small tensors as float32."""
-    gate = of_runs(
-        "compressors encoded at least half of their elements",
-        ok,
-        lambda row: None if row.fallback_fraction is None else not mostly_float32(row),
-        "marked",
-    )
-    return gate._replace(found="; ".join([gate.found, *fallbacks(ok)]))
+    return Gate(name, otherwise if wrong else "passed", summary + (f"; not: {listed(wrong)}" if wrong else ""))
 
 
 def links(ok: Iterable[Result]) -> Gate:
     """Whether losses are independent of the link, as they must be."""
-    name = "losses at every step are equal on all links"
-    found = losses_over_links(ok)
-    if not found:
-        return Gate(name, "not checked", "no cell ran on two links")
-    return Gate(name, "failed" if len(found) > 1 else "passed", "; ".join(found).removeprefix(f"{name}: "))
-
-
-def one_machine(ok: Iterable[Result]) -> Gate:
-    """Whether times are comparable."""
-    found = machines(ok)
-    summary = "; ".join(found[1:]) if found else "one kind of machine, one set of versions"
-    return Gate("all runs ran on like machines", "marked" if found else "passed", summary)
-
-
-def alone(ok: Sequence[Result], shared: bool) -> Gate:
-    """Whether runs shared the machine."""
-    summary = "others may have run at the same time (no “timing: true”)" if shared else "one run at a time"
-    state: State = "not checked" if not ok else "marked" if shared else "passed"
-    return Gate("runs did not share the machine", state, summary)
+    notes = losses_over_links(ok)
+    if not notes:
+        return Gate(EQUAL_LOSSES, "not checked", "no cell ran on two links")
+    state: State = "failed" if len(notes) > 1 else "passed"
+    return Gate(EQUAL_LOSSES, state, "; ".join(notes).removeprefix(f"{EQUAL_LOSSES}: "))
 
 
 def seeds(cells: pd.DataFrame | None) -> Gate:
     """Whether cells have ranges or intervals."""
     name = "every cell has several seeds, and so a range or an interval"
-    if cells is None or cells.empty:
+    if cells is None:
         return Gate(name, "not checked", "no cell has a result")
-    single = int((cells["n"] < 2).sum())
-    summary = f"{single} of {len(cells)} cells have one seed and neither"
-    enough = f"{int(cells['n'].min())} seeds or more (from {LEAST} on an interval)"
-    return Gate(name, "marked" if single else "passed", summary if single else enough)
+    if single := int((cells["n"] < 2).sum()):
+        return Gate(name, "marked", f"{single} of {len(cells)} cells have one seed and neither")
+    return Gate(name, "passed", f"{int(cells['n'].min())} seeds or more (from {LEAST} on an interval)")
 
 
 def stores(results_dir: Path) -> Gate:
     """Whether the stores of per-sample gradients were validated."""
     name = "stores of per-sample gradients: row i belongs to id i"
-    found = validations(results_dir)
-    if not found:
+    checks = validations(results_dir)
+    if not checks:
         return Gate(name, "not checked", "no gradients were collected")
-    wrong = [run for run, checks in found.items() if not all(check["passed"] for check in checks)]
-    count = sum(map(len, found.values()))
-    summary = f"{len(found) - len(wrong)} of {len(found)} stores pass {count} checks"
+    wrong = [run for run, of in checks.items() if not all(check["passed"] for check in of)]
+    summary = f"{len(checks) - len(wrong)} of {len(checks)} stores pass {sum(map(len, checks.values()))} checks"
     return Gate(name, "failed" if wrong else "passed", summary + (f"; not: {listed(wrong)}" if wrong else ""))
 
 
@@ -169,10 +241,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _finite(row: Result) -> bool | None:
-    return None if row.nonfinite_steps is None else not row.nonfinite_steps
-
-
-def _ranks(row: Result, results_dir: Path) -> bool | None:
+def _all_ranks(row: Result, results_dir: Path) -> bool | None:
+    """Whether every rank of a run recorded its environment; None if none did."""
     folder = results_dir / "runs" / row.run_name / "environment"
     return len(list(folder.glob("rank*.json"))) == row.world_size if folder.is_dir() else None

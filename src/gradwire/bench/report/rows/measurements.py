@@ -11,7 +11,6 @@ from typing import Any
 from gradwire.base.errors import BadInput
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.rows.record import Result
-from gradwire.bench.report.rows.traffic import gradient_op, hooked, parameter_op, sharded
 from gradwire.bench.statistics.measured_run import Flow, Measurement
 from gradwire.comm.communication import preset
 from gradwire.comm.topology import between_islands, link_rate
@@ -25,25 +24,32 @@ def usable(rows: Iterable[Result], path: Path) -> list[Result]:
     Raises:
         BadInput: If the rows have fewer than two rates, or a strategy has no baseline.
     """
-    found = [
+    chosen = [
         row
         for row in rows
         if row.status == "ok" and row.world_size > 1 and row.typical_step_ms and row.measured_steps and row.steps
         if (row.comm_time_ms_by_op and row.exposed_comm_ms is not None) or interval_of(row) != 1
         if unmeasurable(row) is None
     ]
-    known = {(row.strategy, gradient_op(row)) for row in found if interval_of(row) == 1}
-    found = [row for row in found if (row.strategy, gradient_op(row)) in known]
-    world = max((row.world_size for row in found), default=0)
-    found = [row for row in found if row.world_size == world]
-    rates = {row.link for row in found if math.isfinite(link_rate(row.link))}
+    known = {(row.strategy, row.gradient_op) for row in chosen if interval_of(row) == 1}
+    chosen = [row for row in chosen if (row.strategy, row.gradient_op) in known]
+    world = max((row.world_size for row in chosen), default=0)
+    chosen = [row for row in chosen if row.world_size == world]
+    rates = {row.link for row in chosen if math.isfinite(link_rate(row.link))}
     if len(rates) < 2:
         measured = f"only {', '.join(rates)}" if rates else "none"
         raise BadInput(f"{path}: a fit needs profiled cells on links of at least two rates, and has {measured}.")
-    lacking = {row.strategy for row in found} - {row.strategy for row in found if row.compressor == BASELINE}
+    lacking = {row.strategy for row in chosen} - {row.strategy for row in chosen if row.compressor == BASELINE}
     if lacking:
         raise BadInput(f"{path}: no cell `{BASELINE}` of {', '.join(sorted(lacking))} to compare with.")
-    return found
+    return chosen
+
+
+def unpredictable(row: Result, islands: int = 1) -> str | None:
+    """Why a row tells nothing about steps on so many islands; None if it does."""
+    if row.strategy == "hsdp" and islands == 1:
+        return "hsdp has islands: add --islands N"
+    return unmeasurable(row)
 
 
 def unmeasurable(row: Result) -> str | None:
@@ -76,23 +82,12 @@ def measurement_of(row: Result) -> Measurement:
     FSDP's parameters are separated from gradients by their collective; if both use the same one, they count together.
     All other collectives of a step (its loss, its flag) count with the gradients.
     """
-    if row.islands > 1:
-        return measurement_of_islands(row)
     steps, measured = row.steps or 1, row.measured_steps or 1
     times = {op: ms / measured / 1e3 for op, ms in (row.comm_time_ms_by_op or {}).items()}
-    ratio = row.compression_ratio_steady or row.compression_ratio
-    gradients = (row.bytes_raw_total or 0) / ratio / steps / row.world_size if ratio else 0.0
-    gathered = (row.bytes_parameters_total or 0) / steps / row.world_size
-    op, of_parameters = gradient_op(row), parameter_op(row)
-    parameters: Flow | None = None
-    if gathered and of_parameters in times and of_parameters != op:
-        parameters = Flow(of_parameters, gathered, times.pop(of_parameters))
-    else:
-        gradients += gathered
     measurement = Measurement(
         strategy=row.strategy,
         label=row.compressor,
-        sharded=sharded(row),
+        sharded=row.sharded,
         fixed="algorithm" in (row.compress_config or {}),
         world=row.world_size,
         link=row.link,
@@ -100,22 +95,36 @@ def measurement_of(row: Result) -> Measurement:
         step=(row.typical_step_ms or 0.0) / 1e3,
         exposed=(row.exposed_comm_ms or 0.0) / 1e3,
         decode=(row.decompress_time_ms or 0.0) / 1e3,
-        gradients=Flow(op, gradients, sum(times.values())),
-        parameters=parameters,
+        gradients=Flow(row.gradient_op, 0.0, 0.0),
     )
+    if row.islands > 1:
+        return _with_islands(measurement, row, times)
+    ratio = row.compression_ratio_steady or row.compression_ratio
+    gradients = (row.bytes_raw_total or 0) / ratio / steps / row.world_size if ratio else 0.0
+    gathered = (row.bytes_parameters_total or 0) / steps / row.world_size
+    op = row.parameter_op
+    if gathered and op in times and op != row.gradient_op:
+        measurement = replace(measurement, parameters=Flow(op, gathered, times.pop(op)))
+    else:
+        gradients += gathered
     interval = interval_of(row)
-    if interval == 1:
-        return measurement
-    return replace(measurement, interval=interval, exposed=0.0, decode=0.0, gradients=Flow(op, gradients, 0.0))
+    if interval != 1:
+        flow = Flow(row.gradient_op, gradients, 0.0)
+        return replace(measurement, interval=interval, exposed=0.0, decode=0.0, gradients=flow)
+    return replace(measurement, gradients=Flow(row.gradient_op, gradients, sum(times.values())))
 
 
-def measurement_of_islands(row: Result) -> Measurement:
-    """Convert a row of hsdp: shards are reduced between islands, the rest is inside.
+def _with_islands(measurement: Measurement, row: Result, times: dict[str, float]) -> Measurement:
+    """Add the flows of hsdp: shards are reduced between islands, the rest is inside.
 
     A trace has the time of a collective, not that of its groups, so flows of one collective share it by their bytes.
+
+    Args:
+        measurement: The measurement without flows.
+        row: Its row.
+        times: Seconds of a step in each collective.
     """
     ranks, sending = row.world_size // row.islands, row.world_size * (row.steps or 1)
-    times = {op: ms / (row.measured_steps or 1) / 1e3 for op, ms in (row.comm_time_ms_by_op or {}).items()}
     ratio = row.compression_ratio_between_steady or row.compression_ratio_between
     parameters = row.bytes_parameters_total or 0
     sent = {
@@ -123,31 +132,15 @@ def measurement_of_islands(row: Result) -> Measurement:
         "parameters": parameters,
         "scattered": (row.bytes_inside_total or 0) - parameters,
     }
-    ops = {
-        "gradients": gradient_op(row) if hooked(row) else "all_reduce",
-        "parameters": parameter_op(row),
-        "scattered": "reduce_scatter",
-    }
+    reduction = row.gradient_op if row.hooked else "all_reduce"
+    ops = {"gradients": reduction, "parameters": row.parameter_op, "scattered": "reduce_scatter"}
     of_op = {op: sum(sent[name] for name in ops if ops[name] == op) for op in ops.values()}
-    times[ops["gradients"]] = sum(seconds for op, seconds in times.items() if op == ops["gradients"] or op not in of_op)
+    times[reduction] = sum(seconds for op, seconds in times.items() if op == reduction or op not in of_op)
     flows: dict[str, Any] = {
         name: Flow(op, sent[name] / sending, times[op] * sent[name] / of_op[op], inside=name != "gradients")
         for name, op in ops.items()
         if op in times and sent[name]
     }
-    between = between_islands(row.link)
-    return Measurement(
-        strategy=row.strategy,
-        label=row.compressor,
-        sharded=True,
-        fixed="algorithm" in (row.compress_config or {}),
-        world=row.world_size,
-        link=row.link,
-        rate=link_rate(row.link) / (ranks if between else 1),
-        inside_rate=math.inf if between else link_rate(row.link),
-        islands=row.islands,
-        step=(row.typical_step_ms or 0.0) / 1e3,
-        exposed=(row.exposed_comm_ms or 0.0) / 1e3,
-        decode=(row.decompress_time_ms or 0.0) / 1e3,
-        **flows,
-    )
+    between, rate = between_islands(row.link), link_rate(row.link)
+    rates: dict[str, Any] = {"rate": rate / (ranks if between else 1), "inside_rate": math.inf if between else rate}
+    return replace(measurement, sharded=True, islands=row.islands, **rates, **flows)

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, Self
 
 from gradwire.base.errors import BadInput
-from gradwire.bench.report.rows.record import Result
-from gradwire.bench.report.rows.results_file import read_results
-from gradwire.bench.report.rows.targets import on_own_link
-from gradwire.bench.statistics.seeds import percent_worse
+from gradwire.bench.config import BASELINE
+from gradwire.bench.report.rows.record import OWN_QUALITY, Result, read_results
+from gradwire.bench.report.rows.targets import on_link
+from gradwire.bench.statistics.seeds import percent_worse, percents
 
 PREFERRED = "ddp"  # the strategy whose perplexity others use if they have none
 FREE = ("dense_steps", "freeze_step", "lr", "beta2")  # options that change no step time after the warm-up
-SAME = (
+SAME = [
     "compress_config",
     "model",
     "parameters",
@@ -32,7 +32,7 @@ SAME = (
     "precision",
     "optimizer",
     "world_size",
-)
+]
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class PerplexityReference:
     rows: tuple[Result, ...]
 
     @cached_property
-    def by_label(self) -> dict[str, list[Result]]:
+    def by_label(self) -> Mapping[str, list[Result]]:
         """The rows of each label."""
-        found: defaultdict[str, list[Result]] = defaultdict(list)
+        rows: defaultdict[str, list[Result]] = defaultdict(list)
         for row in self.rows:
-            found[row.compressor].append(row)
-        return dict(found)
+            rows[row.compressor].append(row)
+        return rows
 
     @classmethod
     def of(cls, name: str, rows: Iterable[Result]) -> Self:
@@ -73,36 +73,42 @@ class PerplexityReference:
         labelled = self.by_label.get(row.compressor, [])
         if not labelled:
             raise BadInput(f"{self.name} has no perplexity of {row.compressor}")
-        alike = [one for one in labelled if not differences(one, row)]
+        alike = [run for run in labelled if not differences(run, row)]
         if not alike:
             differing = ", ".join(differences(labelled[0], row))
             raise BadInput(f"{self.name} has {row.compressor} with another {differing} ({labelled[0].run_name})")
-        present = sorted({one.strategy for one in alike})
-        wanted = next(one for one in (strategy or row.strategy, PREFERRED, *present) if one in present)
-        return {one.seed: one for one in alike if one.strategy == wanted}
+        present = sorted({run.strategy for run in alike})
+        wanted = next(name for name in (strategy or row.strategy, PREFERRED, *present) if name in present)
+        return {run.seed: run for run in alike if run.strategy == wanted}
 
     def percent_worse(self, row: Result, baseline: Result) -> list[float]:
         """Percent by which a cell's perplexity is above the baseline's, by seed; empty if one is unknown."""
         try:
-            own = self.seeds(row)
-            against = self.seeds(baseline, next(iter(own.values())).strategy)
+            runs = self.seeds(row)
+            against = self.seeds(baseline, next(iter(runs.values())).strategy)
         except BadInput:
             return []
-        return percent_worse(_perplexities(own), _perplexities(against))
+        return percent_worse(*({seed: run.val_ppl or 0.0 for seed, run in of.items()} for of in (runs, against)))
+
+    def mean_percent_worse(self, rows: Sequence[Result]) -> dict[str, float]:
+        """Percent by which each label's mean perplexity is above that of the baseline, where both are known.
+
+        Args:
+            rows: Runs of one strategy, the baseline's among them.
+        """
+        baseline = next(row for row in rows if row.compressor == BASELINE)
+        samples = {row.compressor: self.percent_worse(row, baseline) for row in rows if row.compressor != BASELINE}
+        return {BASELINE: 0.0} | {label: percents([of])[0].mean for label, of in samples.items() if of}
 
 
-def _perplexities(runs: Mapping[int, Result]) -> dict[int, float]:
-    return {seed: run.val_ppl for seed, run in runs.items() if run.val_ppl is not None}
-
-
-def differences(one: Result, other: Result) -> list[str]:
+def differences(first: Result, second: Result) -> list[str]:
     """Fields that differ between two runs and must not for their qualities to be equal."""
-    return [field for field in SAME if _compared(one, field) != _compared(other, field)]
 
+    def compared(row: Result, field: str) -> Any:
+        value = getattr(row, field)
+        return {key: of for key, of in value.items() if key not in FREE} if isinstance(value, dict) else value
 
-def _compared(row: Result, field: str) -> Any:
-    value = getattr(row, field)
-    return {key: of for key, of in value.items() if key not in FREE} if isinstance(value, dict) else value
+    return [field for field in SAME if compared(first, field) != compared(second, field)]
 
 
 def perplexity_reference(path: Path) -> tuple[PerplexityReference, list[str]]:
@@ -111,29 +117,45 @@ def perplexity_reference(path: Path) -> tuple[PerplexityReference, list[str]]:
     return PerplexityReference.of(str(path), rows), complaints
 
 
-def with_quality(results: Sequence[Result], found: PerplexityReference) -> tuple[list[Result], list[str]]:
+def reference_of(rows: Sequence[Result], path: Path) -> tuple[PerplexityReference, list[str]]:
+    """Return all seeds of the runs that rows take their perplexities from, and complaints about their file.
+
+    Args:
+        rows: The rows of an experiment.
+        path: Their file.
+    """
+    sources = [row.quality_from for row in rows if row.quality_from and row.quality_from not in OWN_QUALITY]
+    named = sorted({source.partition(": ")[0] for source in sources})
+    if len(named) == 1 and Path(named[0]).is_file():
+        return perplexity_reference(Path(named[0]))
+    doubts = [f"{name}, the source of perplexities, is missing: {path} has one seed of them" for name in named]
+    return PerplexityReference.of(str(path), rows), doubts
+
+
+def with_quality(results: Sequence[Result], reference: PerplexityReference) -> tuple[list[Result], list[str]]:
     """Fill in missing perplexities by label and seed; return the rows with complaints about those still missing."""
-    joined, complaints = [], []
+    rows, complaints = [], []
     for row in results:
         if row.status == "ok" and row.val_ppl is None:
             try:
-                row = _joined(row, found, results)
+                row = _with_quality(row, reference, results)
             except BadInput as error:
                 complaints.append(f"{row.run_name} has no perplexity: {error}")
-        joined.append(row)
-    return joined, complaints
+        rows.append(row)
+    return rows, complaints
 
 
-def _joined(row: Result, found: PerplexityReference, results: Sequence[Result]) -> Result:
+def _with_quality(row: Result, reference: PerplexityReference, results: Sequence[Result]) -> Result:
     """Fill in the perplexity of the row's own seed, and what it took to reach targets.
 
     Raises:
         BadInput: If that seed has none.
     """
-    seeds = found.seeds(row)
+    seeds = reference.seeds(row)
     if row.seed not in seeds:
-        raise BadInput(f"{found.name} has no seed {row.seed} of {next(iter(seeds.values())).strategy}/{row.compressor}")
+        strategy = next(iter(seeds.values())).strategy
+        raise BadInput(f"{reference.name} has no seed {row.seed} of {strategy}/{row.compressor}")
     source = seeds[row.seed]
     quality: dict[str, Any] = {"val_loss": source.val_loss, "val_ppl": source.val_ppl}
-    quality |= on_own_link(row, source, results)
-    return row.model_copy(update=quality | {"quality_from": f"{found.name}: {source.run_name}"})
+    quality |= on_link(row, source, results)
+    return row.model_copy(update=quality | {"quality_from": f"{reference.name}: {source.run_name}"})

@@ -1,23 +1,19 @@
-"""One run as one row: its record, profile and perplexity merged, or the reason for a missing result."""
+"""One run as one row, and the files of rows: ``results.jsonl`` and ``results.csv``."""
 
 from __future__ import annotations
 
-import sys
+import csv
+import io
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field
+from pydantic import BaseModel, ConfigDict, ValidationError, computed_field
 
 from gradwire.base.errors import BadInput
-from gradwire.base.failures import failure_file
-from gradwire.base.files import read_json
-from gradwire.base.units import UNSHAPED
-from gradwire.bench.config import BASELINE, SCHEMA_VERSION, Run
-from gradwire.bench.statistics import quality
+from gradwire.bench.config import SCHEMA_VERSION, Run
 
-Model = TypeVar("Model", bound=BaseModel)
 Text = str | None
 Count = int | None
 Number = float | None
@@ -25,7 +21,7 @@ BF16 = "bf16-native"  # the label of the second baseline: the collective itself 
 SAME_IN_EVERY_STEP = ("gradient", "onebit_adam", "demo")  # what these send after their dense steps
 OWN_QUALITY = ("train", "perplexity")  # of the same run, so that its steps explain it
 Status = Literal["ok", "failed", "skipped", "diverged"]
-Alone = dict[tuple[str, str], dict[tuple[Any, ...], list[float]]]  # tokens/s by strategy and label, and hardware
+CARRIERS = {"exchange": "all_to_all", "gather": "all_gather"}  # else the framework's own collective, or torch's
 
 
 class Row(BaseModel):
@@ -54,9 +50,9 @@ class Result(Row):
       (else ``none``), without a link, on the same kind of machine: the mean over its seeds.
     - ``mem_residual_gb``, ``mem_replica_gb``, ``mem_outer_gb``: a rank's residuals, replicas of sharded parameters
       (``int4-diff``), and anchors and outer momentum of local updates; parts of the peak.
-    - ``time_to_target_ppl_s``, ``steps_to_target_ppl``, ``ppl_at_fixed_time``: see `bench.statistics.quality`.
+    - ``time_to_target_ppl_s``, ``steps_to_target_ppl``, ``ppl_at_fixed_time``: see `bench.report.rows.targets`.
     - ``steps_to_target``, ``time_to_target_s``, ``bytes_to_target``: target -> value, null where the run never reached
-      it; see `bench.report.rows.targets`.
+      it; see there too.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -180,6 +176,56 @@ class Result(Row):
         same = (self.compress_config or {}).get("comm_optimizer", "gradient") in SAME_IN_EVERY_STEP
         return self.step_time_ms_p50 if same else self.step_time_ms_mean
 
+    @property
+    def hooked(self) -> bool:
+        """Whether a reducer averaged the gradients, not the framework."""
+        return self.bytes_source == "metered"
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the strategy shards the model: replicas gather no parameters, and have no bytes of them."""
+        return self.bytes_parameters_raw_total is not None
+
+    @property
+    def as_computed(self) -> bool | None:
+        """Whether the measured gradient bytes equal the closed form; None if not measured.
+
+        A reducer's messages are counted in all steps, the framework's in the traces of the profiled steps.
+        """
+        measured = self.bytes_compressed_total if self.hooked else self.bytes_traced_total
+        if self.world_size == 1 or measured is None or self.bytes_closed_form_total is None:
+            return None
+        return measured == self.bytes_closed_form_total
+
+    @property
+    def mostly_float32(self) -> bool:
+        """Whether the compressor encoded less than half of its elements."""
+        return (self.fallback_fraction or 0) > 0.5
+
+    @property
+    def gradient_op(self) -> str:
+        """The collective that carries the gradients, or most of them."""
+        if self.bytes_by_op:
+            return max(self.bytes_by_op, key=self.bytes_by_op.__getitem__)
+        native = "reduce_scatter" if self.sharded else "all_reduce"
+        return CARRIERS.get(self.algorithm or "", native) if self.hooked else native
+
+    @property
+    def parameter_op(self) -> str:
+        """The collective that gathers FSDP's parameters."""
+        compressed = (self.compress_config or {}).get("param_compress", "none") != "none"
+        return "all_to_all" if compressed else "all_gather"
+
+    @property
+    def run(self) -> Run:
+        """The run."""
+        return Run(self.strategy, self.compressor, self.world_size, self.link, self.seed, self.islands)
+
+    @property
+    def hardware(self) -> tuple[Any, ...]:
+        """The device, processor and cores, which two runs must share for their times to be comparable."""
+        return tuple((self.environment or {}).get(key) for key in ("device", "processor", "cores"))
+
     @computed_field  # type: ignore[prop-decorator]
     @property
     def all_bytes_ratio(self) -> Number:
@@ -196,191 +242,70 @@ class Result(Row):
 RESULT_FIELDS = (*Result.model_fields, *Result.model_computed_fields)
 
 
-class Record(Result):
-    """The record of ``train``; fields that other verbs measure are null."""
-
-    measured_steps: int
-    moved_from: list[dict[str, Any]] = Field([], exclude=True)  # strategies and ranks that took the first steps
-
-
-class Failure(Row):
-    """The contents of ``<verb>.failed.json``."""
-
-    reason: str
-    exit_code: int
-    last_step: int | None
-
-
-class Profile(Row):
-    """The fields of ``profile.json`` in a row: the mean profiled step."""
-
-    comm_time_ms_per_step: float
-    comm_time_ms_by_op_per_step: dict[str, float]
-    comm_ratio: float
-    transfer_ms_per_step: Number = None
-    compute_ms_per_step: float
-    encode_ms_per_step: float
-    decode_ms_per_step: float
-    exposed_comm_ms: float
-    overlap_ratio: Number
-    reduced_bytes_per_step: Number = None
-    meter_agrees: bool | None = None
-    meter_over_trace: dict[str, float] | None = None
-
-    def fields(self, record: Record) -> dict[str, Any]:
-        """The row's fields."""
-        measured_steps = record.measured_steps
-        return {
-            "comm_time_ms_total": measured_steps * self.comm_time_ms_per_step,
-            "comm_time_ms_by_op": {op: measured_steps * ms for op, ms in self.comm_time_ms_by_op_per_step.items()},
-            "comm_ratio": self.comm_ratio,
-            "transfer_time_ms": self.transfer_ms_per_step,
-            "compute_time_ms": self.compute_ms_per_step,
-            "compress_time_ms": self.encode_ms_per_step or None,  # does not apply without encoding
-            "decompress_time_ms": self.decode_ms_per_step or None,
-            "exposed_comm_ms": self.exposed_comm_ms,
-            "overlap_ratio": self.overlap_ratio,
-            "effective_bw_raw_gbps": self.gbps(record, record.bytes_raw_total, record.bytes_parameters_raw_total),
-            "effective_bw_compressed_gbps": self.gbps(
-                record, record.bytes_compressed_total, record.bytes_parameters_total
-            ),
-            "bytes_traced_total": self.traced(record),
-            "meter_agrees": self.meter_agrees,
-            "meter_over_trace": self.meter_over_trace,
-        }
-
-    def traced(self, record: Record) -> int | None:
-        """Gradient bytes of the whole run by its trace; None if a reducer counted them."""
-        if self.reduced_bytes_per_step is None or record.steps is None or record.bytes_source != "closed_form":
-            return None
-        if record.strategy == "hsdp":  # a trace does not have the group of a collective
-            return None
-        return round(record.steps * self.reduced_bytes_per_step)
-
-    def gbps(self, record: Record, gradients: int | None, parameters: int | None) -> float | None:
-        """Gbit/s of a rank: its share of the run's bytes over the communication time; None without either."""
-        if not gradients or not record.steps or not self.comm_time_ms_per_step:
-            return None
-        bits = 8 * (gradients + (parameters or 0)) / record.world_size / record.steps
-        return bits / (self.comm_time_ms_per_step / 1000) / 1e9
-
-
-class Perplexity(Row):
-    """The fields of ``perplexity.json`` in a row."""
-
-    avg_loss: float
-    ppl: float
-
-    def fields(self) -> dict[str, Any]:
-        """The row's fields; they replace the training run's own evaluation."""
-        return {"val_loss": self.avg_loss, "val_ppl": self.ppl, "quality_from": "perplexity"}
-
-
-def result(folder: Path, run: Run) -> Result:
-    """Read the row of one run; an unusable folder gives a failed row with the reason."""
-    try:
-        return _merged(folder, run)
-    except BadInput as error:
-        return without_measurements(run, "failed", str(error))
-
-
-def compared(results: Sequence[Result], results_dir: Path) -> list[Result]:
-    """Add the fields that need several runs: quality against time, and efficiency against one rank."""
-    curves = {}
-    for row in results:
-        steps = results_dir / "runs" / row.run_name / "steps.parquet"
-        if (row.quality_from in OWN_QUALITY or row.status == "diverged") and steps.exists():
-            try:
-                curves[run_of(row)] = quality.read(steps)
-            except BadInput as error:
-                print(f"gradwire summarize: {row.run_name} has no quality over time: {error}", file=sys.stderr)
-    timed = quality.against_time(curves, {run_of(row) for row in results if row.status == "ok"})
-    alone: Alone = {}
-    for row in results:
-        if (row.status, row.world_size, row.link) == ("ok", 1, UNSHAPED) and row.tokens_per_s:
-            of_cell = alone.setdefault((row.strategy, row.compressor), {})
-            of_cell.setdefault(hardware(row), []).append(row.tokens_per_s)
-    return [
-        row.model_copy(update=timed.get(run_of(row), {}) | {"scaling_efficiency": scaling_efficiency(row, alone)})
-        for row in results
-    ]
-
-
-def scaling_efficiency(row: Result, alone: Alone) -> float | None:
-    """Tokens/s per rank over one rank's on like hardware; None without such a run."""
-    base = alone.get((row.strategy, row.compressor)) or alone.get((row.strategy, BASELINE), {})
-    rates = base.get(hardware(row))
-    if row.status != "ok" or row.world_size == 1 or not row.tokens_per_s or not rates:
-        return None
-    return row.tokens_per_s / row.world_size / fmean(rates)
-
-
-def hardware(row: Result) -> tuple[Any, ...]:
-    """The hardware that two runs must share for their times to be comparable."""
-    return tuple((row.environment or {}).get(key) for key in ("device", "processor", "cores"))
-
-
-def run_of(row: Result) -> Run:
-    """The run of a row."""
-    return Run(row.strategy, row.compressor, row.world_size, row.link, row.seed, row.islands)
-
-
 def without_measurements(run: Run, status: Status, reason: str) -> Result:
-    """The row of a run that has no measurements."""
+    """Return the row of a run that has no measurements."""
     return Result(run_name=run.path, status=status, reason=reason, **run._asdict())
 
 
-def _merged(folder: Path, run: Run) -> Result:
-    """Merge a run's files.
-
-    A diverged run has no perplexity, and failures of other verbs do not count.
+def read_results(path: Path) -> tuple[list[Result], list[str]]:
+    """Read the rows of a ``results.jsonl``; return them with complaints about unusable lines, which are left out.
 
     Raises:
-        BadInput: If the run has no result, with the reason.
-    """
-    _raise_failure_of("train", folder)
-    path = folder / "record.json"
-    if not path.exists():
-        raise BadInput("did not run: record.json is missing")
-    record = _load(Record, path)
-    if run_of(record) != run:
-        raise BadInput(f"{path} is the record of another run, {record.run_name}; delete it and train this run again.")
-    if record.schema_version != SCHEMA_VERSION:
-        raise BadInput(f"{path} has schema version {record.schema_version}, not {SCHEMA_VERSION}; train it again.")
-    if record.moved_from:
-        raise BadInput(
-            f"{path} is of a run that began on other ranks: its bytes and times are of its steps from "
-            f"{record.moved_from[-1]['step']} on only; train this run from its first step."
-        )
-    if record.status == "diverged":
-        return record
-    merged = record.model_dump(exclude=set(Result.model_computed_fields))
-    _raise_failure_of("trace", folder)
-    if (folder / "profile.json").exists():
-        merged |= _load(Profile, folder / "profile.json").fields(record)
-    _raise_failure_of("perplexity", folder)
-    if (folder / "perplexity.json").exists():
-        merged |= _load(Perplexity, folder / "perplexity.json").fields()
-    return Result(**merged)
-
-
-def _raise_failure_of(verb: str, folder: Path) -> None:
-    path = failure_file(folder, verb)
-    if path.exists():
-        failure = _load(Failure, path)
-        after = "" if failure.last_step is None else f" after step {failure.last_step}"
-        raise BadInput(f"{verb} failed{after} (exit {failure.exit_code}): {failure.reason}")
-
-
-def _load(model: type[Model], path: Path) -> Model:
-    """Read and check one JSON file of a run.
-
-    Raises:
-        BadInput: If it is not valid JSON, or a field is missing or of the wrong type.
+        BadInput: If the file cannot be read.
     """
     try:
-        return model.model_validate(read_json(path))
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise BadInput(f"{path}: no results can be read there ({error.strerror}).") from None
+    rows, complaints = [], []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            rows.append(_row(line))
+        except ValueError as error:
+            complaints.append(f"{path}: line {number} is left out: {error}")
+    return rows, complaints
+
+
+def _row(line: bytes) -> Result:
+    """Parse one line.
+
+    Raises:
+        ValueError: If it is not a row, or has another schema version.
+    """
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"it is not valid JSON ({error})") from None
+    version = value.get("schema_version") if isinstance(value, dict) else None
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"its schema version is {json.dumps(version)}, not {SCHEMA_VERSION}")
+    try:
+        return Result.model_validate(value)
     except ValidationError as error:
-        problem = error.errors()[0]
-        field = ".".join(map(str, problem["loc"]))
-        raise BadInput(f"{path} is unusable: {field}: {problem['msg']}; delete it and run its step again.") from None
+        raise ValueError(first_problem(error)) from None
+
+
+def first_problem(error: ValidationError) -> str:
+    """Return the first invalid field of a file, and why it is invalid."""
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+
+
+def jsonl(results: Sequence[Result]) -> str:
+    """Format rows as strict JSON objects, one per line."""
+    return "".join(json.dumps(row.model_dump(), ensure_ascii=False, allow_nan=False) + "\n" for row in results)
+
+
+def csv_text(results: Sequence[Result]) -> str:
+    """Format the same rows as CSV; mappings are JSON, null is empty."""
+
+    def plain(value: Any) -> Any:
+        return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
+
+    text = io.StringIO()
+    writer = csv.DictWriter(text, RESULT_FIELDS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows({field: plain(value) for field, value in row.model_dump().items()} for row in results)
+    return text.getvalue()

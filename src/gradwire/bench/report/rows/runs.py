@@ -1,26 +1,27 @@
-"""The verb ``summarize``: all runs of an experiment as ``results.jsonl``, ``results.csv`` and ``summary.md``."""
+"""The runs of an experiment: which were requested, and the row of each, merged from the files of its verbs."""
 
 from __future__ import annotations
 
-import csv
-import io
-import json
 import sys
-from argparse import ArgumentParser, Namespace
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from statistics import fmean
+from typing import Any, NamedTuple, TypeVar
+
+from pydantic import Field, ValidationError
 
 from gradwire.base.errors import BadInput
-from gradwire.base.files import read_json, write_text
-from gradwire.bench.config import Run, Targets
+from gradwire.base.failures import failure_file
+from gradwire.base.files import read_json
+from gradwire.base.units import UNSHAPED
+from gradwire.bench.config import BASELINE, SCHEMA_VERSION, Run, Targets
 from gradwire.bench.report.rows.quality import PerplexityReference, perplexity_reference, with_quality
-from gradwire.bench.report.rows.record import RESULT_FIELDS, Result, compared, result, without_measurements
-from gradwire.bench.report.rows.targets import with_targets
+from gradwire.bench.report.rows.record import Number, Result, Row, first_problem, without_measurements
+from gradwire.bench.report.rows.targets import against_time, read_curves, to_targets
 
+Model = TypeVar("Model", bound=Row)
 EXPECTED = "expected.json"  # in the experiment's folder: the requested runs
-
-
 SHARED = "times are shared: other runs may have used the machine at the same time (`timing: true` runs one at a time)"
 
 
@@ -40,52 +41,35 @@ class Asked(NamedTuple):
     targets: Targets | None = None
 
 
-def arguments(parser: ArgumentParser) -> None:
-    """Declare the verb's flags."""
-    parser.add_argument("--results_dir", type=Path, required=True, help="the experiment's folder, results/<name>")
-    parser.add_argument(
-        "--experiment",
-        type=Path,
-        help="JSON list of the requested runs; default: RESULTS_DIR/expected.json if it exists",
-    )
-    parser.add_argument(
-        "--quality_from",
-        type=Path,
-        metavar="FILE",
-        help="results.jsonl of another experiment, with perplexities for runs that have none; default: the "
-        "one named in the list of runs",
-    )
-    parser.add_argument("--print_only", action="store_true", help="print the table and write nothing")
+def asked_for(results_dir: Path, experiment: Path | None = None) -> dict[Run, Asked]:
+    """Return the requested runs: those of a list, by default ``expected.json``, or without a list those on disk.
+
+    Raises:
+        BadInput: If the list is unusable.
+    """
+    if experiment is None and (results_dir / EXPECTED).exists():
+        experiment = results_dir / EXPECTED
+    if experiment is None:
+        return dict.fromkeys(runs_on_disk(results_dir), Asked())
+    try:
+        return {
+            Run(**{field: cell[field] for field in Run._fields if field != "islands" or field in cell}): Asked(
+                cell["excluded"],
+                cell.get("quality_from"),
+                cell.get("shared", False),
+                Targets(**cell["targets"]) if cell.get("targets") else None,
+            )
+            for cell in read_json(experiment)
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        fields = ", ".join(Run._fields)
+        raise BadInput(f"{experiment} is not a list of runs with {fields}, excluded ({error!r}).") from None
 
 
-def beside(args: Namespace) -> Path | None:
-    """The experiment's folder, or None if it does not exist."""
-    return args.results_dir if args.results_dir.is_dir() else None
-
-
-def main(args: Namespace) -> None:
-    """Write the results and print the table."""
-    from gradwire.bench.report.tables.cells import cells_of
-    from gradwire.bench.report.tables.headline import Known, findings
-    from gradwire.bench.report.tables.summary import summary
-    from gradwire.bench.report.tables.tiers import tiers
-    from gradwire.bench.report.tables.time_to_loss import cells, records
-
-    results, found, notes = joined(args.results_dir, args.experiment, args.quality_from)
-    for note in notes:
-        print(f"gradwire summarize: {note}", file=sys.stderr)
-    ok = [row for row in results if row.status == "ok"]
-    times = cells(results, found)
-    known = Known(ok, found, times, SHARED in notes)
-    answers = [f"{one.regime}: {one.text}" for one in findings(cells_of(ok, found) if ok else None, known)]
-    name = args.results_dir.resolve().name
-    text = summary(name, results, tiers(results, found), notes, answers, records(times))
-    if not args.print_only:
-        lines, table = jsonl(results), csv_text(results)
-        write_text(args.results_dir / "results.jsonl", lines)
-        write_text(args.results_dir / "results.csv", table)
-        write_text(args.results_dir / "summary.md", text)
-    print(text)
+def runs_on_disk(results_dir: Path) -> list[Run]:
+    """Return the runs that have a folder."""
+    paths = (results_dir / "runs").glob("*/*/ws*/*/seed*")
+    return [run for path in paths if (run := Run.at("/".join(path.parts[-5:])))]
 
 
 def joined(
@@ -105,17 +89,17 @@ def joined(
         BadInput: As `collect`; if a results file cannot be read; if the list names several.
     """
     results = collect(results_dir, experiment)
-    asked = asked_for(results_dir, experiment).values()
-    notes = [SHARED] if any(one.shared for one in asked) else []
-    named = {one.quality_from for one in asked} - {None}
+    requests = asked_for(results_dir, experiment).values()
+    notes = [SHARED] if any(request.shared for request in requests) else []
+    named = {request.quality_from for request in requests} - {None}
     if len(named) > 1 and quality_from is None:
         raise BadInput(f"the runs of {results_dir} name several files for quality_from: {', '.join(map(str, named))}.")
     path = quality_from or next((Path(str(name)) for name in named), None)
     if path is None:
         return results, PerplexityReference.of(str(results_dir), results), notes
-    found, complaints = perplexity_reference(path)
-    results, unmatched = with_quality(results, found)
-    return results, found, [*notes, *complaints, *unmatched]
+    reference, complaints = perplexity_reference(path)
+    results, unmatched = with_quality(results, reference)
+    return results, reference, [*notes, *complaints, *unmatched]
 
 
 def collect(results_dir: Path, experiment: Path | None = None) -> list[Result]:
@@ -130,73 +114,185 @@ def collect(results_dir: Path, experiment: Path | None = None) -> list[Result]:
     Raises:
         BadInput: If there is nothing to summarize, or the list is unusable.
     """
-    folders = run_folders(results_dir)
     asked = asked_for(results_dir, experiment)
     if not asked:
         raise BadInput(f"{results_dir} holds no run (runs/<strategy>/<compressor>/ws<W>/<link>/seed<S>) to summarize.")
-    strangers = sorted(run.path for run in folders if run not in asked)
-    if strangers:
+    if strangers := sorted(run.path for run in runs_on_disk(results_dir) if run not in asked):
         listed = experiment or results_dir / EXPECTED
         print(f"gradwire summarize: not in {listed}, left out: {', '.join(strangers)}", file=sys.stderr)
-    rows = [
-        without_measurements(run, "skipped", one.excluded)
-        if one.excluded
-        else result(results_dir / "runs" / run.path, run)
-        for run, one in sorted(asked.items())
+    folder = results_dir / "runs"
+    results = [
+        without_measurements(run, "skipped", request.excluded) if request.excluded else result(folder / run.path, run)
+        for run, request in sorted(asked.items())
     ]
-    targets = {run: one.targets for run, one in asked.items()}
-    return with_targets(compared(rows, results_dir), results_dir, targets)
+    curves = read_curves(results, results_dir)
+    timed = against_time(curves, {row.run for row in results if row.status == "ok"})
+    efficiencies = scaling_efficiencies(results)
+    results = [
+        row.model_copy(update=timed.get(row.run, {}) | {"scaling_efficiency": efficiencies.get(row.run)})
+        for row in results
+    ]
+
+    def reached(row: Result) -> dict[str, Any]:
+        targets, curve = asked[row.run].targets, curves.get(row.run)
+        if targets is None or curve is None:
+            return {}
+        return to_targets(row, targets, results, curve, folder / row.run_name / "steps.parquet")
+
+    return [row.model_copy(update=reached(row)) for row in results]
 
 
-def asked_for(results_dir: Path, experiment: Path | None = None) -> dict[Run, Asked]:
-    """The runs of the experiment: those of the list, or without a list those on disk."""
-    if experiment is None and (results_dir / EXPECTED).exists():
-        experiment = results_dir / EXPECTED
-    return dict.fromkeys(run_folders(results_dir), Asked()) if experiment is None else expected(experiment)
+def scaling_efficiencies(results: Sequence[Result]) -> dict[Run, float]:
+    """Tokens/s per rank over one rank's on like hardware, of the runs that have one: their own label, or the baseline.
+
+    The rate of one rank is the mean over its seeds.
+    """
+    alone: defaultdict[tuple[str, str], dict[Any, list[float]]] = defaultdict(dict)
+    for row in results:
+        if (row.status, row.world_size, row.link) == ("ok", 1, UNSHAPED) and row.tokens_per_s:
+            alone[row.strategy, row.compressor].setdefault(row.hardware, []).append(row.tokens_per_s)
+    efficiencies = {}
+    for row in results:
+        label = row.compressor if (row.strategy, row.compressor) in alone else BASELINE
+        rates = alone.get((row.strategy, label), {}).get(row.hardware)
+        if row.status == "ok" and row.world_size > 1 and row.tokens_per_s and rates:
+            efficiencies[row.run] = row.tokens_per_s / row.world_size / fmean(rates)
+    return efficiencies
 
 
-def run_folders(results_dir: Path) -> dict[Run, Path]:
-    """The folders of runs on disk."""
-    found = {}
-    for folder in (results_dir / "runs").glob("*/*/ws*/*/seed*"):
-        if run := Run.at("/".join(folder.parts[-5:])):
-            found[run] = folder
-    return found
+class Record(Result):
+    """The record of ``train``; fields that other verbs measure are null."""
+
+    measured_steps: int
+    moved_from: list[dict[str, Any]] = Field([], exclude=True)  # strategies and ranks that took the first steps
 
 
-def expected(path: Path) -> dict[Run, Asked]:
-    """Read the list of requested runs.
+class Failure(Row):
+    """The contents of ``<verb>.failed.json``."""
+
+    reason: str
+    exit_code: int
+    last_step: int | None
+
+
+class Profile(Row):
+    """The fields of ``profile.json`` in a row: the mean profiled step."""
+
+    comm_time_ms_per_step: float
+    comm_time_ms_by_op_per_step: dict[str, float]
+    comm_ratio: float
+    transfer_ms_per_step: Number = None
+    compute_ms_per_step: float
+    encode_ms_per_step: float
+    decode_ms_per_step: float
+    exposed_comm_ms: float
+    overlap_ratio: Number
+    reduced_bytes_per_step: Number = None
+    meter_agrees: bool | None = None
+    meter_over_trace: dict[str, float] | None = None
+
+    def fields(self, record: Record) -> dict[str, Any]:
+        """The row's fields."""
+        measured_steps = record.measured_steps
+        sent = record.bytes_compressed_total, record.bytes_parameters_total
+        return {
+            "comm_time_ms_total": measured_steps * self.comm_time_ms_per_step,
+            "comm_time_ms_by_op": {op: measured_steps * ms for op, ms in self.comm_time_ms_by_op_per_step.items()},
+            "comm_ratio": self.comm_ratio,
+            "transfer_time_ms": self.transfer_ms_per_step,
+            "compute_time_ms": self.compute_ms_per_step,
+            "compress_time_ms": self.encode_ms_per_step or None,  # does not apply without encoding
+            "decompress_time_ms": self.decode_ms_per_step or None,
+            "exposed_comm_ms": self.exposed_comm_ms,
+            "overlap_ratio": self.overlap_ratio,
+            "effective_bw_raw_gbps": self.gbps(record, record.bytes_raw_total, record.bytes_parameters_raw_total),
+            "effective_bw_compressed_gbps": self.gbps(record, *sent),
+            "bytes_traced_total": self.traced(record),
+            "meter_agrees": self.meter_agrees,
+            "meter_over_trace": self.meter_over_trace,
+        }
+
+    def traced(self, record: Record) -> int | None:
+        """Gradient bytes of the whole run by its trace; None if a reducer counted them."""
+        if self.reduced_bytes_per_step is None or record.steps is None or record.bytes_source != "closed_form":
+            return None
+        if record.strategy == "hsdp":  # a trace does not have the group of a collective
+            return None
+        return round(record.steps * self.reduced_bytes_per_step)
+
+    def gbps(self, record: Record, gradients: int | None, parameters: int | None) -> float | None:
+        """Gbit/s of a rank: its share of the run's bytes over the communication time; None without either."""
+        if not gradients or not record.steps or not self.comm_time_ms_per_step:
+            return None
+        bits = 8 * (gradients + (parameters or 0)) / record.world_size / record.steps
+        return bits / (self.comm_time_ms_per_step / 1000) / 1e9
+
+
+class Perplexity(Row):
+    """The fields of ``perplexity.json`` in a row, which replace the training run's own evaluation."""
+
+    avg_loss: float
+    ppl: float
+
+
+def result(folder: Path, run: Run) -> Result:
+    """Return the row of one run; an unusable folder gives a failed row with the reason."""
+    try:
+        return _merged(folder, run)
+    except BadInput as error:
+        return without_measurements(run, "failed", str(error))
+
+
+def _merged(folder: Path, run: Run) -> Result:
+    """Merge a run's files.
+
+    A diverged run has no perplexity, and failures of other verbs do not count.
 
     Raises:
-        BadInput: If the file is not such a list.
+        BadInput: If the run has no result, with the reason.
+    """
+    _raise_failure_of("train", folder)
+    path = folder / "record.json"
+    if not path.exists():
+        raise BadInput("did not run: record.json is missing")
+    record = _load(Record, path)
+    if record.run != run:
+        raise BadInput(f"{path} is the record of another run, {record.run_name}; delete it and train this run again.")
+    if record.schema_version != SCHEMA_VERSION:
+        raise BadInput(f"{path} has schema version {record.schema_version}, not {SCHEMA_VERSION}; train it again.")
+    if record.moved_from:
+        raise BadInput(
+            f"{path} is of a run that began on other ranks: its bytes and times are of its steps from "
+            f"{record.moved_from[-1]['step']} on only; train this run from its first step."
+        )
+    if record.status == "diverged":
+        return record
+    merged = record.model_dump(exclude=set(Result.model_computed_fields))
+    _raise_failure_of("trace", folder)
+    if (folder / "profile.json").exists():
+        merged |= _load(Profile, folder / "profile.json").fields(record)
+    _raise_failure_of("perplexity", folder)
+    if (folder / "perplexity.json").exists():
+        measured = _load(Perplexity, folder / "perplexity.json")
+        merged |= {"val_loss": measured.avg_loss, "val_ppl": measured.ppl, "quality_from": "perplexity"}
+    return Result(**merged)
+
+
+def _raise_failure_of(verb: str, folder: Path) -> None:
+    path = failure_file(folder, verb)
+    if path.exists():
+        failure = _load(Failure, path)
+        after = "" if failure.last_step is None else f" after step {failure.last_step}"
+        raise BadInput(f"{verb} failed{after} (exit {failure.exit_code}): {failure.reason}")
+
+
+def _load(model: type[Model], path: Path) -> Model:
+    """Read and check one JSON file of a run.
+
+    Raises:
+        BadInput: If it is not valid JSON, or a field is missing or of the wrong type.
     """
     try:
-        return {
-            Run(**{field: cell[field] for field in Run._fields if field != "islands" or field in cell}): Asked(
-                cell["excluded"],
-                cell.get("quality_from"),
-                cell.get("shared", False),
-                Targets(**cell["targets"]) if cell.get("targets") else None,
-            )
-            for cell in read_json(path)
-        }
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise BadInput(f"{path} is not a list of runs with {', '.join(Run._fields)}, excluded ({error!r}).") from None
-
-
-def jsonl(results: Sequence[Result]) -> str:
-    """One strict JSON object per line."""
-    return "".join(json.dumps(row.model_dump(), ensure_ascii=False, allow_nan=False) + "\n" for row in results)
-
-
-def csv_text(results: Sequence[Result]) -> str:
-    """The same rows as CSV; mappings are JSON, null is empty."""
-
-    def plain(value: Any) -> Any:
-        return json.dumps(value, ensure_ascii=False) if isinstance(value, dict) else value
-
-    text = io.StringIO()
-    writer = csv.DictWriter(text, RESULT_FIELDS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({field: plain(value) for field, value in row.model_dump().items()} for row in results)
-    return text.getvalue()
+        return model.model_validate(read_json(path))
+    except ValidationError as error:
+        raise BadInput(f"{path} is unusable: {first_problem(error)}; delete it and run its step again.") from None

@@ -1,32 +1,29 @@
-"""The verb ``compare``: differences of cells between two experiments, paired by seed, with tests of significance."""
+"""Differences of cells between two experiments, paired by seed, with tests of significance."""
 
 from __future__ import annotations
 
-import json
-from argparse import ArgumentParser, Namespace
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 from math import isclose
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from statistics import fmean
+from typing import Any, NamedTuple
 
-from gradwire.base.errors import BadInput
-from gradwire.base.flags import output_folder
+import numpy as np
+
 from gradwire.bench.config import Run
-from gradwire.bench.report.rows.notes import machine
-from gradwire.bench.report.rows.record import Result, run_of
-from gradwire.bench.report.tables.columns import QUANTITIES, Column, compared
-from gradwire.bench.report.tables.markdown import number
-
-if TYPE_CHECKING:
-    from gradwire.bench.report.page.data import Data
-    from gradwire.bench.report.page.section import Section
-    from gradwire.bench.report.tables.table import Table
-    from gradwire.bench.statistics.seeds import Paired
+from gradwire.bench.report.rows.checks import machine
+from gradwire.bench.report.rows.record import Result
+from gradwire.bench.report.tables.cells import ALL_BYTES, NAMES, PERPLEXITY, STEP
+from gradwire.bench.report.tables.table import Column, Table, number, text
+from gradwire.bench.statistics.seeds import Paired, adjusted, paired
 
 SIGNIFICANT = 0.05
 LEAST = 6  # cells; with fewer, a signed-rank test cannot reach p < 5 %
+BYTES = Column("gradient bytes", "bytes_compressed_total", "{:,.0f}")
+QUANTITIES = (PERPLEXITY, STEP.titled("step time, ms"), BYTES, ALL_BYTES)
+DIFFERENCE = Column("difference", "difference", "{:+z.2f}", " %")
+
+Pairs = dict[Run, tuple[Result, Result]]
 
 
 class Difference(NamedTuple):
@@ -34,111 +31,59 @@ class Difference(NamedTuple):
 
     Attributes:
         cell: One of its runs; the seed does not matter.
-        one: The first experiment's mean over the seeds that both have.
-        other: The second one's.
-        found: The difference, pair by pair.
+        first: The first experiment's mean over the seeds that both have.
+        second: The second one's.
+        paired: The difference, pair by pair.
         adjusted: Its p-value, adjusted for the number of cells.
     """
 
     cell: Run
-    one: float
-    other: float
-    found: Paired
+    first: float
+    second: float
+    paired: Paired
     adjusted: float
 
     @property
     def verdict(self) -> str:
         """The result of the test in words."""
-        if self.found.n == 1:
-            return "equal" if not self.found.mean else "one pair, no test"
-        if not self.found.mean and self.found.p == 1:
+        if self.paired.n == 1:
+            return "equal" if not self.paired.mean else "one pair, no test"
+        if not self.paired.mean and self.paired.p == 1:
             return "equal"
         if self.adjusted >= SIGNIFICANT:
             return "no difference shown"
-        return "higher" if self.found.mean > 0 else "lower"
+        return "higher" if self.paired.mean > 0 else "lower"
 
     def record(self) -> dict[str, Any]:
         """The row of a table, keyed by column fields."""
         return {
             **self.cell._asdict(),
-            "pairs": self.found.n,
-            "one": self.one,
-            "other": self.other,
-            "difference": self.found.mean,
-            "difference_n": self.found.n,
-            "difference_low": self.found.low,
-            "difference_high": self.found.high,
-            "sees": self.found.sees,
-            "p": self.found.p,
+            "pairs": self.paired.n,
+            "one": self.first,
+            "other": self.second,
+            "difference": self.paired.mean,
+            "difference_n": self.paired.n,
+            "difference_low": self.paired.low,
+            "difference_high": self.paired.high,
+            "sees": self.paired.sees,
+            "p": self.paired.p,
             "adjusted": self.adjusted,
             "verdict": self.verdict,
         }
 
 
-def arguments(parser: ArgumentParser) -> None:
-    """Declare the verb's flags."""
-    parser.add_argument("one", type=Path, metavar="A", help="the first experiment's folder, results/<name>")
-    parser.add_argument("other", type=Path, metavar="B", help="the second one's: differences are of B from A")
-    parser.add_argument(
-        "--tables", type=output_folder, metavar="DIR", help="also write the tables there, as CSV, LaTeX and Markdown"
-    )
-    parser.add_argument("--json", action="store_true", help="print the differences of each quantity as JSON")
-
-
-def main(args: Namespace) -> None:
-    """Print the differences as Markdown or JSON."""
-    from gradwire.bench.report.page.data import read
-
-    one = read(args.one)
-    if args.json:
-        pairs = common(one.ok, read(args.other).ok)
-        found = {quantity.field: [one.record() for one in differences(pairs, quantity)] for quantity in QUANTITIES}
-        print(json.dumps(found, indent=2, ensure_ascii=False))
-        return
-    made = section(one, read(args.other))
-    tables = [f"## {table.caption}\n\n{table.markdown()}" for table in made.tables]
-    print("\n\n".join([f"# {args.other} against {args.one}", made.lead, *made.notes, *tables]))
-    if args.tables is not None:
-        for table in made.tables:
-            table.save(args.tables)
-
-
-def section(one: Data, other: Data) -> Section:
-    """The page's section.
-
-    Raises:
-        BadInput: If the experiments share no run with a result.
-    """
-    from gradwire.bench.report.page.section import Section
-
-    names = {"name": one.results_dir.as_posix(), "other": other.results_dir.as_posix()}
-    pairs = common(one.ok, other.ok)
-    if not pairs:
-        raise BadInput(
-            f"{names['name']} and {names['other']} share no run with a result: none has the same strategy, compressor, "
-            "world size, link and seed in both."
-        )
-    made = Section.of("compare", **names)
-    found = {quantity: differences(pairs, quantity) for quantity in QUANTITIES}
-    notes = [note for quantity, of in found.items() for note in over_cells(quantity, of)]
-    tables = [table(quantity, of) for quantity, of in found.items() if of]
-    counts = f"{len(pairs)} runs are in both, {len(one.ok) - len(pairs)} in {names['name']} only, "
-    notes = [f"{counts}{len(other.ok) - len(pairs)} in {names['other']} only.", *unlike(pairs), *notes]
-    return replace(made, tables=tables, notes=notes)
-
-
-def common(one: Sequence[Result], other: Sequence[Result]) -> dict[Run, tuple[Result, Result]]:
+def common(first: Sequence[Result], second: Sequence[Result]) -> Pairs:
     """Runs of both experiments."""
-    theirs = {run_of(row): row for row in other}
-    return {run_of(row): (row, theirs[run_of(row)]) for row in one if run_of(row) in theirs}
+    others = {row.run: row for row in second}
+    return {row.run: (row, others[row.run]) for row in first if row.run in others}
 
 
-def unlike(pairs: dict[Run, tuple[Result, Result]]) -> list[str]:
+def unlike(pairs: Pairs) -> list[str]:
     """Describe how machines, versions, texts and settings differ."""
-    machines = sorted({(machine(one), machine(other)) for one, other in pairs.values()})
-    differing = "; ".join(f"{one} | {other}" for one, other in machines if one != other)
+    machines = sorted({(machine(first), machine(second)) for first, second in pairs.values()})
+    differing = "; ".join(f"{first} | {second}" for first, second in machines if first != second)
     lines = [f"Machines or versions differ, and times with them: {differing}."] if differing else []
-    texts = dict.fromkeys((one.unigram_ppl, other.unigram_ppl) for one, other in pairs.values())
+    texts = dict.fromkeys((first.unigram_ppl, second.unigram_ppl) for first, second in pairs.values())
     shown = (" | ".join(number(ppl, "{:.8g}") for ppl in text) for text in texts if not same_text(*text))
     if differing := "; ".join(shown):
         lines.append(f"Texts or tokens differ, and perplexities with them (of a unigram model: {differing}).")
@@ -147,40 +92,36 @@ def unlike(pairs: dict[Run, tuple[Result, Result]]) -> list[str]:
     return [*lines, *([f"Settings differ: {', '.join(changed)}."] if changed else [])]
 
 
-def same_text(one: float | None, other: float | None) -> bool:
+def same_text(first: float | None, second: float | None) -> bool:
     """Whether two perplexities of a unigram model are of one text in the same tokens.
 
     The perplexity depends on each token's count in both splits, so it identifies the text. It is a sum in float64,
     whose last bits depend on the processor.
     """
-    return one == other or (one is not None and other is not None and isclose(one, other, rel_tol=1e-12))
+    return first == second or (first is not None and second is not None and isclose(first, second, rel_tol=1e-12))
 
 
-def differences(pairs: dict[Run, tuple[Result, Result]], quantity: Column) -> list[Difference]:
+def differences(pairs: Pairs, quantity: Column) -> list[Difference]:
     """Differences of the cells with positive numbers in both experiments, sorted by name."""
-    from statistics import fmean
-
-    from gradwire.bench.statistics.seeds import adjusted, paired
-
     values: defaultdict[Run, list[tuple[float, float]]] = defaultdict(list)
     for run, rows in sorted(pairs.items()):
-        one, other = (getattr(row, quantity.field) for row in rows)
-        if one and other:
-            values[run._replace(seed=0)].append((float(one), float(other)))
-    found = {cell: paired(*zip(*of, strict=True)) for cell, of in values.items()}
-    corrected = adjusted([of.p for of in found.values()])
+        first, second = (getattr(row, quantity.field) for row in rows)
+        if first and second:
+            values[run._replace(seed=0)].append((float(first), float(second)))
+    samples = {cell: tuple(zip(*of, strict=True)) for cell, of in values.items()}
+    tests = {cell: paired(*of) for cell, of in samples.items()}
+    corrected = adjusted([test.p for test in tests.values()])
     return [
-        Difference(cell, fmean(a for a, _ in values[cell]), fmean(b for _, b in values[cell]), found[cell], p)
-        for cell, p in zip(found, corrected, strict=True)
+        Difference(cell, fmean(samples[cell][0]), fmean(samples[cell][1]), test, p)
+        for (cell, test), p in zip(tests.items(), corrected, strict=True)
     ]
 
 
-def over_cells(quantity: Column, found: Sequence[Difference]) -> list[str]:
+def over_cells(quantity: Column, cells: Sequence[Difference]) -> list[str]:
     """Describe all differences together, with a signed-rank test."""
-    import numpy as np
     from scipy.stats import wilcoxon
 
-    logs = np.log1p([one.found.mean / 100 for one in found])
+    logs = np.log1p([cell.paired.mean / 100 for cell in cells])
     if not len(logs):
         return []
     median = 100 * np.expm1(np.median(logs))
@@ -192,10 +133,19 @@ def over_cells(quantity: Column, found: Sequence[Difference]) -> list[str]:
     return [f"{typical} (Wilcoxon signed-rank test over cells, two-sided: p = {wilcoxon(logs).pvalue:.2g})."]
 
 
-def table(quantity: Column, found: Sequence[Difference]) -> Table:
+def table(quantity: Column, cells: Sequence[Difference]) -> Table:
     """One quantity's table."""
-    from gradwire.bench.report.tables.table import Table
-
+    columns = (
+        *NAMES,
+        Column("pairs", "pairs", "{:d}"),
+        quantity.titled("A", field="one"),
+        quantity.titled("B", field="other"),
+        DIFFERENCE,
+        DIFFERENCE.spread("{spread}"),
+        Column("sees", "sees", "{:.2g}", " %"),
+        Column("p", "p", "{:.2g}"),
+        Column("p adjusted", "adjusted", "{:.2g}"),
+        text("B is", "verdict"),
+    )
     name = quantity.field.replace("_", "-")
-    records = [one.record() for one in found]
-    return Table.of(f"compare-{name}", f"Differences in {quantity.title}", records, compared(quantity))
+    return Table.of(f"compare-{name}", f"Differences in {quantity.title}", (cell.record() for cell in cells), columns)

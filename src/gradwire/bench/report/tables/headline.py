@@ -19,8 +19,8 @@ from gradwire.base.files import read_json
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.rows.quality import PerplexityReference
 from gradwire.bench.report.rows.record import BF16, Result
-from gradwire.bench.report.tables.cells import Group, groups
-from gradwire.bench.report.tables.markdown import MISSING, number, spread
+from gradwire.bench.report.tables.cells import WORSE_PERCENT, Group, groups
+from gradwire.bench.report.tables.table import MISSING, number, spread
 from gradwire.bench.report.tables.time_to_loss import Cell, Goal, is_perplexity
 from gradwire.bench.statistics.seeds import TOLERANCE, Estimate, percents
 from gradwire.comm.communication import preset
@@ -39,7 +39,7 @@ class Finding(NamedTuple):
         regime: Its name.
         number: The number that counts most, such as ``1.31 × faster`` or ``50.3 × sooner``.
         text: The whole finding.
-        cost: What the number is of: ``target``, or a key of `figures.pareto.COSTS`.
+        cost: What the number is of: ``target``, or a key of `page.fronts.COSTS`.
         gain: How many times sooner or faster, at most 1 where it is not clear; 0 where nothing qualifies.
     """
 
@@ -69,7 +69,7 @@ class Known:
 
     def timed(self, group: Group) -> dict[str, Cell]:
         """The cells of a regime that have targets, by label; none if times are shared."""
-        return {} if self.shared else {one.compressor: one for one in self.times if one.place == tuple(group)}
+        return {} if self.shared else {cell.compressor: cell for cell in self.times if cell.place == tuple(group)}
 
 
 def findings(cells: pd.DataFrame | None, known: Known) -> list[Finding]:
@@ -81,12 +81,12 @@ def findings(cells: pd.DataFrame | None, known: Known) -> list[Finding]:
     """
     if cells is None:
         return []
-    found = [
-        finding(group, of, known)
-        for group, of in groups(cells)
-        if group.world_size > 1 and BASELINE in set(of["compressor"]) and len(compressed(of))
+    answers = [
+        finding(group, of_group, known)
+        for group, of_group in groups(cells)
+        if group.world_size > 1 and BASELINE in set(of_group["compressor"]) and len(compressed(of_group))
     ]
-    return sorted(found, key=lambda one: -one.gain)
+    return sorted(answers, key=lambda answer: -answer.gain)
 
 
 def compressed(cells: pd.DataFrame) -> pd.DataFrame:
@@ -99,35 +99,38 @@ def finding(group: Group, cells: pd.DataFrame, known: Known) -> Finding:
 
     The one that is the soonest at a target; else the fastest; if none is faster, the one of fewest bytes.
     """
-    regime = f"{group.strategy}, {group.world_size} ranks, " + (
-        "no shaped link" if group.link == "none" else f"{group.link} links"
-    )
+    link = "no shaped link" if group.link == "none" else f"{group.link} links"
+    regime = f"{group.strategy}, {group.world_size} ranks, {link}"
     compressing = compressed(cells)
     valid = compressing[~compressing["gated"].astype(bool) & compressing["speed_up"].notna()]
     if valid.empty:
-        return Finding(
-            group, regime, MISSING, f"no compressor stays within {TOLERANCE:g} % of {BASELINE}'s perplexity."
-        )
+        reason = f"no compressor stays within {TOLERANCE:g} % of {BASELINE}'s perplexity."
+        return Finding(group, regime, MISSING, reason)
     goal = None
     if (soonest := sooner(group, valid, known)) is not None:
         goal, label, seconds, reference, usual = soonest
-        best, gain, cost = _of(valid, label), usual / seconds, "target"
+        best, gain, cost = valid[valid["compressor"] == label].to_dict("records")[0], usual / seconds, "target"
         number = f"{gain:.3g} × sooner"
-        said = f"{label} reaches {goal.named} in {seconds:,.0f} s, {reference} in {usual:,.0f} s: "
+        begin = f"{label} reaches {goal.named} in {seconds:,.0f} s, {reference} in {usual:,.0f} s: "
         pace = f"steps {best['speed_up']:.2f} × as fast"
     elif len(faster := valid[valid["speed_up_low"].fillna(valid["speed_up"]) > 1]):
         best, cost = _best(faster, "speed_up"), "time"
-        gain, said = best["speed_up"], f"{best['compressor']}: "
+        gain, begin = best["speed_up"], f"{best['compressor']}: "
         number = pace = f"{gain:.2f} × faster"
     else:
         best, cost = _best(valid, "all_bytes_ratio"), "bytes"
-        gain, said = min(best["speed_up"], 1), f"{best['compressor']}: "
+        gain, begin = min(best["speed_up"], 1), f"{best['compressor']}: "
         number = f"{best['all_bytes_ratio']:.1f} × fewer bytes"
         clear = "no clear gain" if best["speed_up"] > 1 else "no faster"
         pace = f"{best['speed_up']:.2f} × the speed of {BASELINE}: {clear}"
     doubts = ["one seed"] * (best["n"] < 2) + ["times shared"] * known.shared
     pace += f" ({', '.join(doubts)})" if doubts else ""
-    return Finding(group, regime, number, f"{said}{saved(best)}, {pace}.{steps(group, best, known, goal)}", cost, gain)
+    worse = Estimate(*(best[column] for column in (WORSE_PERCENT[1], WORSE_PERCENT[0], *WORSE_PERCENT[2:])))
+    saved = (
+        f"{best['compression_ratio']:.1f} × fewer gradient bytes, {best['all_bytes_ratio']:.1f} × fewer in all, "
+        f"perplexity {percent(worse)} against {BASELINE}"
+    )
+    return Finding(group, regime, number, f"{begin}{saved}, {pace}.{steps(group, best, known, goal)}", cost, gain)
 
 
 def sooner(group: Group, valid: pd.DataFrame, known: Known) -> tuple[Goal, str, float, str, float] | None:
@@ -136,11 +139,11 @@ def sooner(group: Group, valid: pd.DataFrame, known: Known) -> tuple[Goal, str, 
     The goal is the final perplexity of a label, compared with that label; else the lowest perplexity that the baseline
     reaches. None if times are shared or no compressor is sooner.
     """
-    mine = known.timed(group)
-    targets = dict.fromkeys(target for one in mine.values() for target in one.targets)
+    timed = known.timed(group)
+    targets = dict.fromkeys(target for cell in timed.values() for target in cell.targets)
     for target in sorted(targets, key=lambda target: (is_perplexity(target), len(target), target)):
         reference = BASELINE if is_perplexity(target) else target
-        times = {label: one.seconds(target) for label, one in mine.items()}
+        times = {label: cell.seconds(target) for label, cell in timed.items()}
         usual = times.get(reference, math.inf)
         reached = {label: times[label] for label in valid["compressor"] if times.get(label, math.inf) < usual}
         if reached and math.isfinite(usual):
@@ -149,48 +152,36 @@ def sooner(group: Group, valid: pd.DataFrame, known: Known) -> tuple[Goal, str, 
     return None
 
 
-def saved(cell: Mapping[Any, Any]) -> str:
-    """What a cell saves, and what it costs in perplexity."""
-    worse = percent(Estimate(*(cell[f"worse_percent{part}"] for part in ("_n", "", "_std", "_low", "_high"))))
-    return (
-        f"{cell['compression_ratio']:.1f} × fewer gradient bytes, {cell['all_bytes_ratio']:.1f} × fewer in all, "
-        f"perplexity {worse} against {BASELINE}"
-    )
-
-
-def percent(of: Estimate) -> str:
+def percent(difference: Estimate) -> str:
     """A difference in percent with its spread over seeds."""
-    ends = spread(of.n, of.low, of.high, "{:+.1f}")
+    ends = spread(difference.n, difference.low, difference.high, "{:+.1f}")
     within = "" if ends == MISSING else f" {ends}" if ends.startswith("[") else f" ({ends})"
-    return number(of.mean, "{:+.1f} %") + within
+    return number(difference.mean, "{:+.1f} %") + within
 
 
 def steps(group: Group, cell: Mapping[Any, Any], known: Known, goal: Goal | None) -> str:
     """A sentence on what a cell costs against its own optimizer, if its steps are not the baseline's; else nothing."""
-    alike = [row for row in known.rows if (row.strategy, row.world_size, row.link) == tuple(group)]
-    row = next(row for row in alike if row.compressor == cell["compressor"])
-    base = next(row for row in alike if row.compressor == BASELINE)
-    own, usual = inner(row), inner(base)
+    rows = {row.compressor: row for row in reversed(group.rows(known.rows))}
+    row = rows[cell["compressor"]]
+    own, usual = inner(row), inner(rows[BASELINE])
     if own == usual:
         return ""
     begin = f" Its steps are {NAMES[own]}'s, those of {BASELINE} {NAMES[usual]}'s: "
-    for other in known.quality.rows:
-        if averages(other) and inner(other) == own and other.world_size == row.world_size:
-            worse = known.quality.percent_worse(row, other)
-            if worse:
-                return (
-                    f"{begin}against {other.compressor}, which averages {NAMES[own]}'s gradients in every step, its "
-                    f"perplexity is {percent(percents([worse])[0])}{longer(group, cell, other, goal, known)}."
-                )
+    for reference in known.quality.rows:
+        alike = averages(reference) and (inner(reference), reference.world_size) == (own, row.world_size)
+        if alike and (worse := known.quality.percent_worse(row, reference)):
+            against = f"{reference.compressor}, which averages {NAMES[own]}'s gradients in every step"
+            ratio = longer(group, cell, reference, goal, known)
+            return f"{begin}against {against}, its perplexity is {percent(percents([worse])[0])}{ratio}."
     return f"{begin}no cell averages gradients with {NAMES[own]} in every step."
 
 
-def longer(group: Group, cell: Mapping[Any, Any], other: Result, goal: Goal | None, known: Known) -> str:
+def longer(group: Group, cell: Mapping[Any, Any], reference: Result, goal: Goal | None, known: Known) -> str:
     """How much longer a cell takes to the goal than another label, if both were timed; else nothing."""
-    mine = known.timed(group)
-    if goal is None or other.compressor not in mine:
+    timed = known.timed(group)
+    if goal is None or reference.compressor not in timed:
         return ""
-    ratio = mine[cell["compressor"]].seconds(goal.target) / mine[other.compressor].seconds(goal.target)
+    ratio = timed[cell["compressor"]].seconds(goal.target) / timed[reference.compressor].seconds(goal.target)
     return f", its time {ratio:.2f} ×" if ratio > 0 else ""
 
 
@@ -213,24 +204,16 @@ def question(results_dir: Path, cells: pd.DataFrame | None) -> str:
         given = None
     if given:
         return str(given)
-    labels: Sequence[str] = []
-    if cells is not None:
-        labels = list(dict.fromkeys(compressed(cells)["compressor"]))
+    labels = [] if cells is None else list(dict.fromkeys(compressed(cells)["compressor"]))
     if not labels:
         return results_dir.resolve().name
-    names = f"{len(labels)} compressors" if len(labels) > NAMED else _listed(labels)
-    return f"What {'does' if len(labels) == 1 else 'do'} {names} save, and at what cost?"
-
-
-def _of(cells: pd.DataFrame, label: str) -> dict[Any, Any]:
-    """The cell of a label."""
-    return cells[cells["compressor"] == label].to_dict("records")[0]
+    *others, last = labels
+    names = (
+        f"{len(labels)} compressors" if len(labels) > NAMED else f"{', '.join(others)} and {last}" if others else last
+    )
+    return f"What {'do' if others else 'does'} {names} save, and at what cost?"
 
 
 def _best(cells: pd.DataFrame, column: str) -> dict[Any, Any]:
     """The cell with the largest value of a column."""
     return cells.sort_values(column).to_dict("records")[-1]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

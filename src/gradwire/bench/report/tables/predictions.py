@@ -1,42 +1,41 @@
-"""The verb ``predict``: which compressor wins at a world size, bandwidth and latency, from cells measured on links.
+"""Predictions as tables: the fastest label at a world size and bandwidth, crossovers, the fit, and its errors.
 
-`bench.statistics.cost_model` is fitted to the rows of ``results.jsonl``, and tested by predicting each link from the
-others.
+The **regret** of a choice is how much more the chosen label costs than the best one, both as measured: what it costs to
+believe the predictions.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import sys
-from argparse import ArgumentParser, Namespace
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 from gradwire.base.errors import BadInput
-from gradwire.base.flags import RANKS
-from gradwire.base.units import UNSHAPED, bits_per_second, rate_text, seconds
+from gradwire.base.units import rate_text
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.rows.choices import TARGET, Choice, Qualities, choices, qualities
-from gradwire.bench.report.rows.measurements import measurement_of, unmeasurable, usable
-from gradwire.bench.report.rows.notes import machines
-from gradwire.bench.report.rows.quality import PerplexityReference, perplexity_reference
+from gradwire.bench.report.rows.checks import machines
+from gradwire.bench.report.rows.quality import PerplexityReference
 from gradwire.bench.report.rows.record import BF16, Result
-from gradwire.bench.report.rows.results_file import read_results
-from gradwire.bench.report.rows.traffic import sharded
-from gradwire.bench.report.tables.markdown import MISSING, number, table
-from gradwire.bench.statistics.seeds import percents
-from gradwire.comm.topology import check_islands, sharded_islands
-
-if TYPE_CHECKING:
-    from gradwire.bench.statistics.cost_model import Islands, LeftOut, Model
+from gradwire.bench.report.tables.table import MISSING, markdown, number
+from gradwire.bench.report.tables.time_to_loss import seconds_to
+from gradwire.bench.statistics.cost_model import (
+    Islands,
+    LeftOut,
+    Model,
+    Prediction,
+    crossover,
+    leave_one_link_out,
+    peak_memory,
+)
+from gradwire.comm.topology import sharded_islands
 
 BASELINES = (BASELINE, BF16)
+LIMITS = (1, 5, 20)  # percent above the perplexity of the baseline
+TARGET = "ppl "  # what the goal of a target begins with
 RESAMPLES = 200
-MOST = 4096
 
 DEFINITIONS = """\
 Each step uses the fastest way of the measured cells; `× none`, `× bf16-native`: how many times shorter than theirs.
@@ -51,181 +50,169 @@ cable, and `--latency` that of messages between islands. A ring passes every cab
 together shares one."""
 
 
-def arguments(parser: ArgumentParser) -> None:
-    """Declare the verb's flags."""
-    parser.add_argument(
-        "--results_dir", type=Path, default=Path("results/links"), help="a folder with results.jsonl of cells on links"
-    )
-    parser.add_argument("--world_size", type=RANKS, required=True, metavar="N", help=f"ranks, 2 to {MOST}")
-    parser.add_argument(
-        "--bandwidth", required=True, metavar="RATE", help="of each rank's link, such as 10gbit, or each island's"
-    )
-    parser.add_argument("--latency", default="50us", metavar="T", help="of each message, such as 50us")
-    parser.add_argument("--islands", type=RANKS, default=1, metavar="N", help="islands of ranks, with a cable each")
-    parser.add_argument(
-        "--bandwidth_inside", default=UNSHAPED, metavar="RATE", help="of each rank's link inside its island"
-    )
-    parser.add_argument("--latency_inside", metavar="T", help="of each message inside an island; default: --latency")
-    parser.add_argument("--json", action="store_true", help="print the predicted steps as JSON")
-    parser.add_argument("--memory", action="store_true", help="predict each rank's peak memory as well")
+class Place(NamedTuple):
+    """What steps are predicted for.
 
-
-def main(args: Namespace) -> None:
-    """Fit, predict and print."""
-    from gradwire.bench.statistics.cost_model import Model, leave_one_link_out
-
-    bandwidth, latency = bits_per_second(args.bandwidth), seconds(args.latency)
-    islands = islands_of(args)
-    if not 2 <= args.world_size <= MOST:
-        raise BadInput(f"--world_size {args.world_size}: a prediction is for 2 to {MOST} ranks.")
-    path = args.results_dir / "results.jsonl"
-    if not path.is_file():
-        raise BadInput(
-            f"{path} does not exist; first run an experiment with links: make run CONFIG=configs/links.yaml."
-        )
-    rows, complaints = read_results(path)
-    for complaint in complaints:
-        print(f"gradwire predict: {complaint}", file=sys.stderr)
-    for reason, count in Counter(unpredictable(row, islands.number) for row in rows).items():
-        if reason is not None:
-            print(f"gradwire predict: left out {count} rows: {reason}.", file=sys.stderr)
-    chosen = usable([row for row in rows if unpredictable(row, islands.number) is None], path)
-    model = Model(tuple(measurement_of(row) for row in chosen))
-    quality, doubts = quality_of(rows, path)
-    for doubt in doubts:
-        print(f"gradwire predict: {doubt}", file=sys.stderr)
-    if args.json:
-        print(json.dumps(records(model, args.world_size, bandwidth, latency, islands), indent=2))
-        return
-    resampled = list(model.resampled(RESAMPLES))
-    parts = [
-        f"# W = {args.world_size}, {rate_text(bandwidth)} and {args.latency} per message{islands_text(args)}",
-        f"From {len(chosen)} cells of {path} at W = {chosen[0].world_size}.",
-        *machines(chosen),
-        DEFINITIONS,
-    ]
-    known = {}
-    for strategy in dict.fromkeys(one.strategy for one in model.measurements):
-        own = [row for row in rows if row.strategy == strategy and row.status == "ok"]
-        measured = [row for row in chosen if row.strategy == strategy]
-        known[strategy] = qualities(measured, ppl_percent(measured, quality), quality)
-        parts += steps(model, strategy, own, known[strategy], args.world_size, bandwidth, latency, islands, args.memory)
-        parts += crossovers(model, resampled, strategy, args.world_size, latency, islands)
-    left_out = leave_one_link_out(model.measurements)
-    parts += [*law(model), *trial(left_out, rows), *regret(choices(left_out, known))]
-    print("\n\n".join(parts))
-
-
-def islands_of(args: Namespace) -> Islands:
-    """The islands that the flags describe.
-
-    Raises:
-        BadInput: If they do not divide the ranks, a rate or time is invalid, or there are links inside without islands.
+    Attributes:
+        world: The number of ranks.
+        bandwidth: Bits per second of each rank's link, or each island's cable.
+        latency: Seconds per message there.
+        islands: The islands.
     """
-    from gradwire.bench.statistics.cost_model import Islands
 
-    if args.islands == 1:
-        if (args.bandwidth_inside, args.latency_inside) != (UNSHAPED, None):
-            raise BadInput("--bandwidth_inside and --latency_inside are for links inside islands: add --islands N.")
-        return Islands()
-    check_islands(args.world_size, args.islands)
-    rate = math.inf if args.bandwidth_inside == UNSHAPED else bits_per_second(args.bandwidth_inside)
-    return Islands(args.islands, rate, seconds(args.latency_inside or args.latency))
+    world: int
+    bandwidth: float
+    latency: float
+    islands: Islands
 
-
-def islands_text(args: Namespace) -> str:
-    """What the title says of islands."""
-    if args.islands == 1:
-        return ""
-    inside = "no limit" if args.bandwidth_inside == UNSHAPED else rate_text(bits_per_second(args.bandwidth_inside))
-    return f" between {args.islands} islands, {inside} and {args.latency_inside or args.latency} inside"
+    def predict(self, model: Model, strategy: str | None = None) -> dict[tuple[str, str], Prediction]:
+        """Predict the step of each strategy and label, or of one strategy's labels."""
+        keys = [key for key in model.by_label if strategy in (None, key[0])]
+        return {key: model.predict(key, self.world, self.bandwidth, self.latency, self.islands) for key in keys}
 
 
-def unpredictable(row: Result, islands: int = 1) -> str | None:
-    """Why a row says nothing of the steps to predict; None if it does."""
-    if row.strategy == "hsdp" and islands == 1:
-        return "hsdp has islands: add --islands N"
-    return unmeasurable(row)
+@dataclass(frozen=True)
+class Qualities:
+    """What is known of the quality of a strategy's labels.
+
+    Args:
+        worse: Percent above the baseline's perplexity, by label.
+        runs: The runs with targets, by target and label, one for each seed.
+    """
+
+    worse: Mapping[str, float]
+    runs: Mapping[str, Mapping[str, Sequence[Result]]] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, rows: Sequence[Result], reference: PerplexityReference) -> Qualities:
+        """The qualities of a strategy's rows, with the targets of all seeds of the runs whose perplexities count."""
+        runs: defaultdict[str, dict[str, Sequence[Result]]] = defaultdict(dict)
+        for row in {row.compressor: row for row in rows}.values():
+            try:
+                seeds = list(reference.seeds(row).values())
+            except BadInput:
+                continue  # without a perplexity
+            for target in dict.fromkeys(name for run in seeds for name in run.steps_to_target or {}):
+                runs[target][row.compressor] = seeds
+        return cls(reference.mean_percent_worse(rows), runs)
+
+    def costs(self, steps: Mapping[str, float]) -> dict[str, dict[str, float]]:
+        """By goal, what each label costs that can reach it: its step, or its time to a target.
+
+        Args:
+            steps: Seconds of a step, by label.
+        """
+        goals = {
+            f"within {limit} %": {
+                label: step for label, step in steps.items() if self.worse.get(label, math.inf) <= limit
+            }
+            for limit in LIMITS
+        }
+        for target, by_label in sorted(self.runs.items()):
+            times = {
+                label: seconds_to(target, runs, steps[label], steps.get(BASELINE))
+                for label, runs in by_label.items()
+                if label in steps
+            }
+            goals[TARGET + target] = {label: time for label, time in times.items() if math.isfinite(time)}
+        return {goal: costs for goal, costs in goals.items() if costs}
 
 
-def records(model: Model, world: int, bandwidth: float, latency: float, islands: Islands) -> list[dict[str, Any]]:
-    """The predicted step of every cell, as JSON has it; times are in milliseconds."""
-    found = {run: model.predict(run, world, bandwidth, latency, islands) for run in model.by_label}
+def predictions(
+    model: Model,
+    rows: Sequence[Result],
+    chosen: Sequence[Result],
+    reference: PerplexityReference,
+    place: Place,
+    memory: bool,
+) -> str:
+    """Format all predictions and their errors as Markdown.
+
+    Args:
+        model: The fitted model.
+        rows: All rows of the experiment.
+        chosen: Those that the model is fitted to.
+        reference: The runs whose perplexities count.
+        place: What to predict for.
+        memory: Whether to predict each rank's peak memory as well.
+    """
+    parts = [*machines(chosen), DEFINITIONS]
+    resampled = list(model.resampled(RESAMPLES))
+    known = {}
+    for strategy in dict.fromkeys(measurement.strategy for measurement in model.measurements):
+        finished = [row for row in rows if row.strategy == strategy and row.status == "ok"]
+        known[strategy] = Qualities.of([row for row in chosen if row.strategy == strategy], reference)
+        parts += steps(model, strategy, finished, known[strategy], place, memory)
+        parts += crossovers([model, *resampled], strategy, place)
+    left_out = leave_one_link_out(model.measurements)
+    return "\n\n".join([*parts, *fit(model), *errors(left_out, rows), *regret(choices(left_out, known))])
+
+
+def records(model: Model, place: Place) -> list[dict[str, Any]]:
+    """The predicted step of every cell, for JSON; times are in milliseconds."""
     return [
         {"strategy": strategy, "compressor": label, "way": way, "step_ms": 1e3 * step, "comm_ms": 1e3 * communication}
-        for (strategy, label), (way, step, communication) in found.items()
+        for (strategy, label), (way, step, communication) in place.predict(model).items()
     ]
 
 
 def steps(
-    model: Model,
-    strategy: str,
-    rows: Sequence[Result],
-    quality: Qualities,
-    world: int,
-    bandwidth: float,
-    latency: float,
-    islands: Islands,
-    memory: bool,
+    model: Model, strategy: str, rows: Sequence[Result], quality: Qualities, place: Place, memory: bool
 ) -> list[str]:
     """The heading, the winners and the table of predicted steps of a strategy, fastest first."""
-    labels = [label for own, label in model.by_label if own == strategy]
-    found = {label: model.predict((strategy, label), world, bandwidth, latency, islands) for label in labels}
+    predicted = {label: prediction for (_, label), prediction in place.predict(model, strategy).items()}
     compute = compute_seconds(rows)
-    ordered = sorted(labels, key=lambda label: found[label].step)
+    ordered = sorted(predicted, key=lambda label: predicted[label].step)
     lines = []
     for label in ordered:
-        way, step, communication = found[label]
-        gains = [f"{found[base].step / step:.3f}" if base in found else MISSING for base in BASELINES]
-        speed_up = MISSING if compute is None else f"{world * compute / step:,.2f}"
+        algorithm, step, communication = predicted[label]
+        gains = [f"{predicted[base].step / step:.3f}" if base in predicted else MISSING for base in BASELINES]
+        speed_up = MISSING if compute is None else f"{place.world * compute / step:,.2f}"
         worse = number(quality.worse.get(label), "{:+.1f} %")
-        line = [label, way, f"{1e3 * step:,.1f}", f"{1e3 * communication:,.1f}", *gains, speed_up, worse]
-        lines.append([*line, memory_text(rows, label, world, islands.number)] if memory else line)
+        line = [label, algorithm, f"{1e3 * step:,.1f}", f"{1e3 * communication:,.1f}", *gains, speed_up, worse]
+        lines.append([*line, memory_text(rows, label, place)] if memory else line)
     winners = [f"Fastest: `{ordered[0]}`"]  # of any perplexity
-    for goal, costs in quality.costs({label: found[label].step for label in ordered}).items():
+    for goal, costs in quality.costs({label: predicted[label].step for label in ordered}).items():
         first = min(costs, key=costs.__getitem__)
         winners.append(f"{goal}: `{first}`" + f" in {costs[first]:,.0f} s" * goal.startswith(TARGET))
     against = [f"× {base}" for base in BASELINES]
     headers = ["compressor", "way", "step ms", "comm ms", *against, "N/(1+α)", "ppl", *["GB"] * memory]
-    return [
-        f"## {strategy}",
-        "; ".join(winners) + ".",
-        table(lines, headers, left=(0, 1)),
+    return [f"## {strategy}", "; ".join(winners) + ".", markdown(lines, headers, left=(0, 1))]
+
+
+def crossovers(models: Sequence[Model], strategy: str, place: Place) -> list[str]:
+    """The table of crossover bandwidths.
+
+    Args:
+        models: The fitted model, then resampled ones.
+        strategy: The strategy.
+        place: What to predict for.
+    """
+    labels = [label for key, label in models[0].by_label if key == strategy]
+    fastest = [
+        {label: model.fastest((strategy, label), place.world, place.latency, place.islands) for label in labels}
+        for model in models
     ]
-
-
-def crossovers(
-    model: Model, resampled: Sequence[Model], strategy: str, world: int, latency: float, islands: Islands
-) -> list[str]:
-    """The table of crossover bandwidths."""
-    from gradwire.bench.statistics.cost_model import crossover
-
-    labels = [label for own, label in model.by_label if own == strategy]
     bases = [base for base in BASELINES if base in labels]
-    found, *drawn = (
-        {label: one.fastest((strategy, label), world, latency, islands) for label in labels}
-        for one in (model, *resampled)
-    )
     lines = []
     for label in labels:
-        if label == BASELINE:
-            continue
         line = [label]
         for base in bases:
             if label == base:
                 line += [MISSING, MISSING]
                 continue
-            rates = sorted(crossover(one[label], one[base]) for one in drawn)
-            ends = rates[int(0.025 * len(rates))], rates[math.ceil(0.975 * len(rates)) - 1]
-            line += [crossover_text(crossover(found[label], found[base])), interval_text(*ends)]
-        lines.append(line)
+            rate, *drawn = (crossover(steps[label], steps[base]) for steps in fastest)
+            drawn = sorted(drawn)
+            ends = drawn[int(0.025 * len(drawn))], drawn[math.ceil(0.975 * len(drawn)) - 1]
+            line += [crossover_text(rate), interval_text(*ends)]
+        lines += [line] if label != BASELINE else []
     headers = [header for base in bases for header in (f"shorter than {base} below", "95 %")]
-    return [table(lines, ["compressor", *headers])] if lines else []
+    return [markdown(lines, ["compressor", *headers])] if lines else []
 
 
-def crossover_text(of: float) -> str:
+def crossover_text(rate: float) -> str:
     """A crossover bandwidth in words, also if there is none."""
-    return "never" if of == 0 else "always" if math.isinf(of) else rate_text(of)
+    return "never" if rate == 0 else "always" if math.isinf(rate) else rate_text(rate)
 
 
 def interval_text(low: float, high: float) -> str:
@@ -234,69 +221,101 @@ def interval_text(low: float, high: float) -> str:
     return ends[0] if ends[0] == ends[1] else f"[{ends[0]}, {ends[1]}]"
 
 
-def law(model: Model) -> list[str]:
+def fit(model: Model) -> list[str]:
     """Tables of the fitted parameters."""
-    fit = model.fit
-    alphas = [[strategy, op, f"{1e3 * of:.2f}"] for (strategy, op), of in fit.alpha.items()]
-    hosts = [[op, rate_text(8 / of), f"{fit.factor[op]:.3f}"] for op, of in fit.host.items()]
+    fitted = model.fit
+    alphas = [[strategy, op, f"{1e3 * seconds:.2f}"] for (strategy, op), seconds in fitted.alpha.items()]
+    hosts = [[op, rate_text(8 / seconds), f"{fitted.factor[op]:.3f}"] for op, seconds in fitted.host.items()]
     return [
         "## The fit",
-        table(alphas, ["strategy", "collective", "α ms per step"], left=(0, 1)),
-        table(hosts, ["collective", "host", "backend's factor"]),
+        markdown(alphas, ["strategy", "collective", "α ms per step"], left=(0, 1)),
+        markdown(hosts, ["collective", "host", "backend's factor"]),
     ]
 
 
-def trial(found: Sequence[LeftOut], rows: Sequence[Result]) -> list[str]:
+def errors(left_out: Sequence[LeftOut], rows: Sequence[Result]) -> list[str]:
     """Errors of predictions from the other links, and each measured α."""
     lines = []
-    for one in found:
-        cell, off = one.measurement, one.errors
+    for prediction in left_out:
+        cell = prediction.measurement
         compute = compute_seconds([row for row in rows if row.strategy == cell.strategy])
-        times = [cell.step, one.step, cell.communication or None, one.communication]  # None: not measured
-        texts = [number(None if of is None else 1e3 * of, "{:,.1f}") for of in times]
-        for place, error in zip((2, 5), off, strict=True):
-            texts.insert(place, number(100 * error, "{:+.0f} %"))
-        alpha = [] if compute is None else [f"{cell.step / compute - 1:.2f}", f"{cell.world * compute / cell.step:.2f}"]
-        lines.append([cell.strategy, cell.label, cell.link, *texts, *(alpha or [MISSING] * 2)])
-    step, communication = (_median(abs(one.errors[i]) for one in found) for i in (0, 1))
-    headers = [
-        "strategy",
-        "compressor",
-        "link",
-        "step ms",
-        "predicted",
-        "off",
-        "comm ms",
-        "predicted",
-        "off",
-        "α",
-        "N/(1+α)",
-    ]
+        pairs = (cell.step, prediction.step), (cell.communication or None, prediction.communication)  # None: unmeasured
+        line = [cell.strategy, cell.label, cell.link]
+        for times, error in zip(pairs, prediction.errors, strict=True):
+            line += [number(None if time is None else 1e3 * time, "{:,.1f}") for time in times]
+            line.append(number(100 * error, "{:+.0f} %"))
+        alphas = MISSING, MISSING
+        if compute is not None:
+            alphas = f"{cell.step / compute - 1:.2f}", f"{cell.world * compute / cell.step:.2f}"
+        lines.append([*line, *alphas])
+    step, communication = (_median(abs(prediction.errors[i]) for prediction in left_out) for i in (0, 1))
+    headers = ["strategy", "compressor", "link", "step ms", "predicted", "off", "comm ms", "predicted", "off"]
     return [
         "## Each link predicted from the others",
         f"Median relative error: {100 * step:.1f} % of the step, {100 * communication:.1f} % of its communication.",
-        table(lines, headers, left=(0, 1, 2)),
+        markdown(lines, [*headers, "α", "N/(1+α)"], left=(0, 1, 2)),
     ]
 
 
-def _median(errors: Iterable[float]) -> float:
+def _median(values: Iterable[float]) -> float:
     """The median of what is not NaN, which is not measured."""
-    known = [error for error in errors if not math.isnan(error)]
+    known = [value for value in values if not math.isnan(value)]
     return median(known) if known else math.nan
 
 
-def regret(found: Sequence[Choice]) -> list[str]:
+class Choice(NamedTuple):
+    """The label chosen for a goal on a link that the predictions did not see.
+
+    Attributes:
+        strategy: The data-parallel strategy.
+        link: The link.
+        goal: A limit of perplexity, or a target.
+        chosen: The label that is best as predicted.
+        best: The label that is best as measured.
+        regret: How much more the chosen label costs than the best one, as measured; 0.1 is 10 % more.
+    """
+
+    strategy: str
+    link: str
+    goal: str
+    chosen: str
+    best: str
+    regret: float
+
+
+def choices(left_out: Sequence[LeftOut], known: Mapping[str, Qualities]) -> list[Choice]:
+    """The choices on each link, made from measurements on the others.
+
+    Args:
+        left_out: Each measured cell with its predicted step.
+        known: The qualities of each strategy's labels.
+    """
+    cells: defaultdict[tuple[str, str], defaultdict[str, list[LeftOut]]] = defaultdict(lambda: defaultdict(list))
+    for run in left_out:
+        cells[run.measurement.strategy, run.measurement.link][run.measurement.label].append(run)
+    made = []
+    for (strategy, link), by_label in cells.items():
+        costs = known[strategy].costs
+        predicted = costs({label: fmean(run.step for run in runs) for label, runs in by_label.items()})
+        measured = costs({label: fmean(run.measurement.step for run in runs) for label, runs in by_label.items()})
+        for goal, of_label in measured.items():
+            chosen, best = (min(by, key=by.__getitem__) for by in (predicted[goal], of_label))
+            made.append(Choice(strategy, link, goal, chosen, best, of_label[chosen] / of_label[best] - 1))
+    return made
+
+
+def regret(made: Sequence[Choice]) -> list[str]:
     """What choosing by predictions costs on links that they did not see; nothing without perplexities."""
-    if not found:
+    if not made:
         return []
-    costs = [one.regret for one in found]
-    lines = [[one.strategy, one.link, one.goal, one.chosen, one.best, f"{100 * one.regret:.1f} %"] for one in found]
+    costs = [choice.regret for choice in made]
+    lines = [[*choice[:-1], f"{100 * choice.regret:.1f} %"] for choice in made]
     return [
         "## What a choice by these predictions costs",
         "Regret: how much longer the chosen label's step, or its time to a target, is than the best one's, "
         "both measured.\n"
         f"Median {100 * median(costs):.1f} %, maximum {100 * max(costs):.1f} %.",
-        table(lines, ["strategy", "link", "goal", "chosen", "best", "regret"], left=(0, 1, 2, 3, 4)),
+        markdown(lines, ["strategy", "link", "goal", "chosen", "best", "regret"], left=(0, 1, 2, 3, 4)),
     ]
 
 
@@ -309,34 +328,14 @@ def compute_seconds(rows: Iterable[Result]) -> float | None:
     return fmean(known) / 1e3 if known else None
 
 
-def quality_of(rows: Sequence[Result], path: Path) -> tuple[PerplexityReference, list[str]]:
-    """Return all seeds of the runs that the rows take their perplexities from, and complaints about their file."""
-    named = sorted({row.quality_from.partition(": ")[0] for row in rows if row.quality_from})
-    if len(named) == 1 and Path(named[0]).is_file():
-        return perplexity_reference(Path(named[0]))
-    doubts = [f"{name}, the source of perplexities, is missing: {path} has one seed of them" for name in named]
-    return PerplexityReference.of(str(path), rows), doubts
-
-
-def ppl_percent(rows: Sequence[Result], quality: PerplexityReference) -> dict[str, float]:
-    """Percent by which each label's mean perplexity is above that of `none`, where both are known."""
-    baseline = next(row for row in rows if row.compressor == BASELINE)
-    found = {row.compressor: quality.percent_worse(row, baseline) for row in rows if row.compressor != BASELINE}
-    return {BASELINE: 0.0} | {label: percents([each])[0].mean for label, each in found.items() if each}
-
-
-def memory_text(rows: Iterable[Result], label: str, world: int, islands: int) -> str:
+def memory_text(rows: Iterable[Result], label: str, place: Place) -> str:
     """Predicted peak memory of a rank in GB; with hsdp, an island holds the model once."""
-    from gradwire.bench.statistics.peak_memory import peak_memory
-
     measured = [row for row in rows if row.compressor == label and row.world_size > 1 and row.mem_peak_alloc_gb]
     if not measured:
         return MISSING
     row = max(measured, key=lambda row: row.mem_peak_alloc_gb or 0)
-    before, ranks = (
-        size // sharded_islands(row.strategy, number)
-        for size, number in ((row.world_size, row.islands), (world, islands))
-    )
-    in_shards = (row.parameters or 0) if sharded(row) else 0
-    measured_gb, outer_gb = row.mem_peak_alloc_gb or 0, row.mem_outer_gb or 0
-    return f"{peak_memory(1e9 * measured_gb, in_shards, before, ranks, 1e9 * outer_gb) / 1e9:.3f}"
+    before = row.world_size // sharded_islands(row.strategy, row.islands)
+    after = place.world // sharded_islands(row.strategy, place.islands.number)
+    in_shards = (row.parameters or 0) if row.sharded else 0
+    peak, outer = 1e9 * (row.mem_peak_alloc_gb or 0), 1e9 * (row.mem_outer_gb or 0)
+    return f"{peak_memory(peak, in_shards, before, after, outer) / 1e9:.3f}"

@@ -6,52 +6,65 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
-import numpy as np
 import pandas as pd
 
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.rows.notes import fallbacks, losses_over_links, machine, machines, privacy
-from gradwire.bench.report.rows.record import BF16, Result, Status
-from gradwire.bench.report.rows.traffic import as_computed
-from gradwire.bench.report.tables import columns
-from gradwire.bench.report.tables.columns import Column
-from gradwire.bench.report.tables.markdown import MISSING, SPREAD, number
-from gradwire.bench.report.tables.table import Table
-from gradwire.bench.statistics.seeds import estimates, gated, percents
-from gradwire.comm.topology import link_rate
+from gradwire.bench.report.rows.checks import fallbacks, losses_over_links, machines, privacy
+from gradwire.bench.report.rows.record import Result, Status
+from gradwire.bench.report.tables.cells import (
+    ALL_BYTES,
+    CELL,
+    PERPLEXITY,
+    RATIO,
+    SPEED_UP,
+    STEP,
+    SUMMARY_CELL,
+    TOKENS,
+    WORSE,
+    over_seeds,
+)
+from gradwire.bench.report.tables.table import MISSING, SPREAD, Column, markdown_of, megabytes, milliseconds, number
+from gradwire.bench.report.tables.time_to_loss import TARGETS
 
-CELL = ["strategy", "world_size", "compressor", "link"]
 STATUSES = get_args(Status)
-MEASURED = [
-    "val_ppl",
-    "unigram_ppl",
-    "all_bytes_ratio",
-    "compression_ratio",
-    "compression_ratio_steady",
-    "compression_ratio_bf16",
-    "bytes_compressed_total",
-    "bytes_closed_form_total",
-    "bytes_parameters_total",
-    "step_time_ms_mean",
-    "tokens_per_s",
-    "comm_time_ms_total",
-    "measured_steps",
-    "comm_ratio",
-    "exposed_comm_ms",
-    "compute_time_ms",
-    "compress_time_ms",
-    "decompress_time_ms",
-]
-ESTIMATED = ["val_ppl", "worse_percent", "step_time_ms_mean", "speed_up", "speed_up_bf16", "sent_mb"]
-PARTS = {
-    "": "mean",
-    "_n": "n",
-    "_std": "std",
-    "_low": "low",
-    "_high": "high",
-}  # of an estimate, by column suffix
-SIGNS = {None: "", True: " =", False: " ≠"}  # bytes against their closed form; the worst sorts last
 WIDTH = 138
+
+QUALITY = (
+    *SUMMARY_CELL,
+    PERPLEXITY.titled("val ppl"),
+    PERPLEXITY.titled("sd", field="val_ppl_std"),
+    PERPLEXITY.spread("{spread}"),
+    WORSE.titled(f"vs {BASELINE}", mark="gate"),
+    WORSE.spread("{spread} of it"),
+    Column("× unigram", "over_unigram", "{:.3f}"),
+)
+SENT = (
+    *SUMMARY_CELL,
+    ALL_BYTES.titled("all bytes ×", form="{:.3f}"),
+    RATIO.titled("gradients ×", form="{:.3f}"),
+    Column("steady", "compression_ratio_steady", "{:.3f}"),
+    megabytes("MB sent", "bytes_compressed_total"),
+    megabytes("MB closed form", "bytes_closed_form_total", mark="sign"),
+    megabytes("MB parameters", "bytes_parameters_total"),
+)
+STEPS = (
+    *SUMMARY_CELL,
+    STEP,
+    STEP.titled("sd", field="step_time_ms_mean_std"),
+    STEP.spread("{spread}"),
+    SPEED_UP.titled(f"vs {BASELINE}", unit=" ×"),
+    SPEED_UP.spread("{spread} of it"),
+    TOKENS,
+)
+TIMES = (
+    *SUMMARY_CELL,
+    milliseconds("comm ms", "comm_ms"),
+    Column("share", "comm_percent", "{:.0f}", " %"),
+    milliseconds("exposed", "exposed_comm_ms"),
+    milliseconds("compute", "compute_time_ms"),
+    milliseconds("encode", "compress_time_ms"),
+    milliseconds("decode", "decompress_time_ms"),
+)
 
 TIME_TO_TARGET = (
     "Medians over seeds until the first evaluation that is as good; ∞: more than half of the seeds never are."
@@ -97,29 +110,30 @@ def summary(
     Returns:
         Markdown of at most about 140 columns, with a line break at the end.
     """
+    parts = [f"# {name}\n\n{header(results)}"]
+
+    def add(title: str, text: str) -> None:
+        if text:
+            parts.append(f"## {title}\n\n{text}")
+
     ok = [row for row in results if row.status == "ok"]
-    parts = [f"# {name}", header(results)]
     if ok:
         cells = over_seeds(ok)
-        parts += ["## In short", "\n".join(map(_item, answers))] if answers else []
         by_speed = cells.sort_values(["strategy", "world_size", "rate", "standing", "step_time_ms_mean"])
-        parts += ["## Quality", _table(cells, columns.QUALITY), "## Bytes", _table(cells, columns.SENT)]
-        parts += [
-            "## Step time",
-            _table(by_speed, columns.STEPS),
-            "## Where a step's time goes",
-            _table(by_speed, columns.TIMES),
-        ]
-        if by_op := op_table(ok, by_speed):
-            parts += ["## Communication by op, ms per step", by_op]
+        add("In short", items(answers))
+        add("Quality", _table(cells, QUALITY))
+        add("Bytes", _table(cells, SENT))
+        add("Step time", _table(by_speed, STEPS))
+        add("Where a step's time goes", _table(by_speed, TIMES))
+        add("Communication by op, ms per step", op_table(ok, by_speed))
         parts += [tiers] if tiers else []
-    if reached:
-        parts += ["## Time to target", Table.of("", "", reached, columns.TARGETS).markdown(), TIME_TO_TARGET]
-    if notes := [*machines(ok), *losses_over_links(ok), *fallbacks(ok), *notes]:
-        parts += ["## Notes", "\n".join(_item(note) for note in notes)]
-    if len(ok) < len(results):
-        parts += ["## Runs without a result", complaints(row for row in results if row.status != "ok")]
-    return "\n\n".join([*parts, "## What the columns mean", DEFINITIONS]) + "\n"
+    add("Time to target", f"{markdown_of(reached, TARGETS)}\n\n{TIME_TO_TARGET}" if reached else "")
+    add("Notes", items([*machines(ok), *losses_over_links(ok), *fallbacks(ok), *notes]))
+    failed = [row for row in results if row.status != "ok"]
+    reasons = (f"{row.status}: {row.run_name}: {row.reason or 'no reason was given'}" for row in failed)
+    add("Runs without a result", items(reasons))
+    add("What the columns mean", DEFINITIONS)
+    return "\n\n".join(parts) + "\n"
 
 
 def header(results: Sequence[Result]) -> str:
@@ -127,73 +141,23 @@ def header(results: Sequence[Result]) -> str:
     statuses = [row.status for row in results]
     counts = ", ".join(f"{statuses.count(status)} {status}" for status in STATUSES if status in statuses)
     measured = [row for row in results if row.status in ("ok", "diverged")]
-    properties = [
-        ("dataset", _distinct(row.dataset for row in measured)),
-        ("model", _distinct(_model(row) for row in measured)),
-        ("training", _distinct(_training(row) for row in measured)),
-        ("privacy", _distinct(privacy(row) for row in measured)),
-        ("device", _distinct(_device(row) for row in measured)),
-        ("versions", _distinct(_versions(row) for row in measured)),
-        ("unigram yardstick", _distinct(number(row.unigram_ppl, "perplexity {:.1f}") for row in measured)),
-    ]
-    lines = [f"runs: {counts}", *(f"{name}: {text}" for name, text in properties if text)]
+    properties = {
+        "dataset": (row.dataset for row in measured),
+        "model": (
+            f"{row.model}{number(row.parameters, ', {:,} parameters').removeprefix(MISSING)}" for row in measured
+        ),
+        "training": (
+            f"{row.steps} steps of {row.batch_size} samples per rank, at most {row.max_length} tokens each, "
+            f"{row.optimizer}"
+            for row in measured
+        ),
+        "privacy": map(privacy, measured),
+        "device": map(_device, measured),
+        "versions": map(versions, measured),
+        "unigram yardstick": (number(row.unigram_ppl, "perplexity {:.1f}") for row in measured),
+    }
+    lines = [f"runs: {counts}", *(f"{name}: {text}" for name, of in properties.items() if (text := distinct(of, "; ")))]
     return "\n".join(textwrap.fill(line, WIDTH, initial_indent="- ", subsequent_indent="  ") for line in lines)
-
-
-def one_by_one(ok: Sequence[Result]) -> pd.DataFrame:
-    """Return one line per run: measurements and comparisons.
-
-    ``worse_percent``: perplexity above that of the baseline with the same seed. ``speed_up``, ``speed_up_bf16``: how
-    many times shorter a step is than that of the baseline, of the cell `BF16`, on the same link and machine.
-    ``sent_mb``: megabytes of gradients that a rank sends in a step.
-    """
-    runs = pd.DataFrame([row.model_dump(include={*CELL, "seed", "steps", *MEASURED}) for row in ok])
-    numbers = ["steps", *MEASURED]
-    runs[numbers] = runs[numbers].astype(float)
-    runs["machine"] = [machine(row) for row in ok]
-    runs["comm_ms"] = runs["comm_time_ms_total"] / runs["measured_steps"]
-    runs["over_unigram"] = runs["val_ppl"] / runs["unigram_ppl"]
-    runs["sign"] = [SIGNS[as_computed(row)] for row in ok]
-    quality = _baseline(runs, "val_ppl", ["strategy", "world_size", "seed"])
-    runs["worse_percent"] = 100 * (runs["val_ppl"] / quality - 1)
-    alike = ["strategy", "world_size", "link", "seed", "machine"]
-    for name, label in (("speed_up", BASELINE), ("speed_up_bf16", BF16)):
-        runs[name] = _baseline(runs, "step_time_ms_mean", alike, label) / runs["step_time_ms_mean"]
-    runs["sent_mb"] = runs["bytes_compressed_total"] / runs["steps"] / runs["world_size"] / 1e6
-    return runs
-
-
-def over_seeds(ok: Sequence[Result]) -> pd.DataFrame:
-    """Return one line per strategy, world size, compressor and link: statistics over seeds, and comparisons.
-
-    Sorted by strategy and world size; then those that pass the quality gate, those without a perplexity, those that do
-    not pass; then perplexity. Numbers that no seed has are NaN.
-    """
-    runs = one_by_one(ok)
-    groups = runs.groupby(CELL)
-    cells = groups[[*MEASURED, "comm_ms", "over_unigram"]].mean()
-    cells["n"] = groups.size()
-    cells["comm_percent"] = 100 * cells["comm_ratio"]
-    cells["sign"] = groups["sign"].max()  # a cell differs if one of its runs does
-    for column in ESTIMATED:
-        samples = [sample.dropna().tolist() for _, sample in groups[column]]
-        of_each = percents if column == "worse_percent" else estimates
-        found = pd.DataFrame(of_each(samples), index=cells.index)
-        cells[[f"{column}{part}" for part in PARTS]] = found[list(PARTS.values())]
-    cells = cells.reset_index()
-    baseline = _baseline(cells, "val_ppl", ["strategy", "world_size"])
-    cells["gated"] = [gated(*pair) for pair in zip(cells["val_ppl"], baseline, strict=True)]
-    cells["gate"] = np.where(cells["gated"], " !", "")
-    cells["standing"] = np.where(cells["val_ppl"].isna(), 1, 2 * cells["gated"])
-    cells["rate"] = [-link_rate(link) for link in cells["link"]]
-    order = ["strategy", "world_size", "standing", "val_ppl", "compressor", "rate"]
-    return cells.sort_values(order, ignore_index=True)
-
-
-def _baseline(lines: pd.DataFrame, column: str, by: list[str], label: str = BASELINE) -> pd.Series[float]:
-    """Each line's baseline: the mean of ``column`` over baseline lines with the same ``by``; NaN without one."""
-    means = lines[lines["compressor"] == label].groupby(by)[column].mean()
-    return lines[by].join(means.rename("baseline"), on=by)["baseline"]
 
 
 def op_table(ok: Sequence[Result], cells: pd.DataFrame) -> str:
@@ -209,40 +173,33 @@ def op_table(ok: Sequence[Result], cells: pd.DataFrame) -> str:
         return ""
     ops = sorted(set(times.columns) - set(CELL))
     means = times.fillna(dict.fromkeys(ops, 0.0)).groupby(CELL)[ops].mean().reset_index()
-    of_ops = [columns.milliseconds(op, op) for op in ops]
-    return _table(cells[[*CELL, "n"]].merge(means, on=CELL), [*columns.SUMMARY_CELL, *of_ops])
+    of_ops = [milliseconds(op, op) for op in ops]
+    return _table(cells[[*CELL, "n"]].merge(means, on=CELL), [*SUMMARY_CELL, *of_ops])
 
 
-def complaints(rows: Iterable[Result]) -> str:
-    """Failed, skipped and diverged runs with their reasons, as a list."""
-    return "\n".join(_item(f"{row.status}: {row.run_name}: {row.reason or 'no reason was given'}") for row in rows)
-
-
-def _item(text: str) -> str:
-    """Wrap an item of a list to the page width."""
-    return textwrap.fill(
-        text, WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+def items(texts: Iterable[str]) -> str:
+    """Format a list, wrapped to the page width."""
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return "\n".join(
+        textwrap.fill(text, WIDTH, initial_indent="- ", subsequent_indent="  ", **options) for text in texts
     )
 
 
-def _table(cells: pd.DataFrame, shown: Sequence[Column]) -> str:
-    return Table.of("", "", cells.to_dict("records"), shown).markdown()
+def distinct(values: Iterable[Any], separator: str = ", ") -> str:
+    """Join the distinct values that are known, in order."""
+    return separator.join(dict.fromkeys(str(value) for value in values if value not in (None, "", MISSING)))
 
 
-def _distinct(texts: Iterable[Any]) -> str:
-    """Join the distinct texts, in order."""
-    return "; ".join(dict.fromkeys(str(text) for text in texts if text and text != MISSING))
+def versions(row: Result) -> str:
+    """The versions of a run's packages."""
+    environment = row.environment or {}
+    packages = environment.get("packages", {})
+    known = {"gradwire": environment.get("gradwire"), **packages, "Python": environment.get("python")}
+    return ", ".join(f"{name} {version}" for name, version in known.items() if version)
 
 
-def _model(row: Result) -> str:
-    size = number(row.parameters, ", {:,} parameters").removeprefix(MISSING)
-    return f"{row.model}{size}"
-
-
-def _training(row: Result) -> str:
-    return (
-        f"{row.steps} steps of {row.batch_size} samples per rank, at most {row.max_length} tokens each, {row.optimizer}"
-    )
+def _table(cells: pd.DataFrame, columns: Sequence[Column]) -> str:
+    return markdown_of(cells.to_dict("records"), columns)
 
 
 def _device(row: Result) -> str:
@@ -250,10 +207,3 @@ def _device(row: Result) -> str:
     return (
         f"{row.device} ({environment.get('device', 'unknown')}, {environment.get('cores', '?')} cores), {row.backend}"
     )
-
-
-def _versions(row: Result) -> str:
-    environment = row.environment or {}
-    packages = environment.get("packages", {})
-    versions = {"gradwire": environment.get("gradwire"), **packages, "Python": environment.get("python")}
-    return ", ".join(f"{name} {version}" for name, version in versions.items() if version)

@@ -1,19 +1,204 @@
-"""Tables for the page, and as CSV, LaTeX and Markdown files."""
+"""Tables of records: their columns, and their text as Markdown, LaTeX and CSV."""
 
 from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import tabulate
 
 from gradwire.base.files import write_text
-from gradwire.bench.report.tables.columns import Column, Entry, Record
-from gradwire.bench.report.tables.latex import latex
-from gradwire.bench.report.tables.markdown import MISSING, table
+from gradwire.bench.statistics.seeds import LEAST
 
-KEYS = ("compressor", "strategy", "world_size", "link")
+MISSING = "–"
+SPREAD = (
+    f"“a … b” is the range of fewer than {LEAST} seeds, “[a, b]” Student's 95 % interval of the mean from {LEAST} on"
+)
+KEYS = ("compressor", "strategy", "world_size", "link")  # fields that name a cell
+tabulate.MIN_PADDING = 0  # headers without padding, so that a dozen columns fit a terminal
+
+LINES = 40  # of a page of LaTeX
+BROKEN = 40  # characters; a longer entry is broken into lines
+PARAGRAPH = r">{\raggedright\arraybackslash}p{20em}"  # about as many characters
+SHRUNK = r"\noindent\resizebox{\ifdim\width>\textwidth\textwidth\else\width\fi}{!}{%"
+COMMANDS = {  # for characters that pdfLaTeX lacks, and for a slash after which a line may end
+    "/": r"\slash{}",
+    "×": r"$\times$",
+    "÷": r"$\div$",
+    "≠": r"$\neq$",
+    "≥": r"$\geq$",
+    "∞": r"$\infty$",
+    "α": r"$\alpha$",
+    "…": r"\ldots{}",
+    "–": "--",
+    "−": "$-$",
+    "“": "``",
+    "”": "''",
+}
+
+Record = Mapping[Any, Any]
+Row = Sequence[str]
+
+
+def number(value: float | None, form: str) -> str:
+    """Format a number; a dash for None and NaN."""
+    return MISSING if value is None or math.isnan(value) else form.format(value)
+
+
+def spread(n: int, low: float, high: float, form: str) -> str:
+    """Format the spread of n seeds: a range ``a … b``, an interval ``[a, b]``, or a dash for one seed."""
+    if math.isnan(low):
+        return MISSING
+    ends = form.format(low), form.format(high)
+    return " … ".join(ends) if n < LEAST else f"[{', '.join(ends)}]"
+
+
+def markdown(rows: Sequence[Row], headers: Row, left: Container[int] = (0,)) -> str:
+    """Format a table as Markdown; columns ``left`` are aligned to the left, all others (numbers) to the right."""
+    align = ["left" if column in left else "right" for column in range(len(headers))]
+    return tabulate.tabulate(rows, headers, tablefmt="pipe", colalign=align if rows else None, disable_numparse=True)
+
+
+def latex(titles: Row, rows: Sequence[Row], numbers: Sequence[bool]) -> str:
+    """Format a table for the LaTeX packages array, booktabs and graphicx, no wider than the text.
+
+    Args:
+        titles: The headings.
+        rows: A text for each heading.
+        numbers: Whether a column is aligned to the right.
+
+    Returns:
+        One tabular, or several with the same headings if the rows do not fit a page.
+    """
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    align = [PARAGRAPH if width > BROKEN else "lr"[number] for width, number in zip(widths, numbers, strict=True)]
+    return "\n\n".join(_tabular(titles, page, align) for page in _pages(rows))
+
+
+def _pages(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Split rows into as many as fit a page; at least one page."""
+    page: list[Row] = []
+    lines = 0
+    for row in rows:
+        height = max(math.ceil(len(text) / BROKEN) for text in row)
+        if page and lines + height > LINES:
+            yield page
+            page, lines = [], 0
+        page.append(row)
+        lines += height
+    yield page
+
+
+def _tabular(titles: Row, rows: Sequence[Row], align: Sequence[str]) -> str:
+    sides = ["right" if side == "r" else "left" for side in align] if rows else None
+    text = tabulate.tabulate(rows, titles, tablefmt="latex_booktabs", colalign=sides, disable_numparse=True)
+    for character, command in COMMANDS.items():
+        text = text.replace(character, command)
+    _, _, body = text.partition("\n")
+    return f"{SHRUNK}\n\\begin{{tabular}}{{{''.join(align)}}}\n{body}%\n}}%"
+
+
+class Entry(NamedTuple):
+    """One entry of a table.
+
+    Attributes:
+        text: The text shown.
+        value: The sort key, with all digits; None sorts first.
+        full: The entry of the CSV file, if that is not the value.
+    """
+
+    text: str
+    value: str | float | None = None
+    full: str = ""
+
+    @property
+    def key(self) -> str:
+        """The value as text, or an empty text."""
+        return "" if self.value is None else str(self.value)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column.
+
+    Args:
+        title: Its heading; ``{spread}`` is replaced by "range", "95 %" or both.
+        field: The field of a record that it shows. A spread also reads ``<field>_n``, ``_low`` and ``_high``.
+        form: Format of its numbers; a column without a format holds text.
+        unit: Text after each number.
+        per: Divisor of the numbers.
+        base: The compressor that others are compared with; it has a dash.
+        mark: The field whose text follows each entry, if any.
+        ends: Whether it shows the spread over seeds, sorted by its lower end, instead of the value.
+        number: Whether its entries are aligned to the right.
+        hint: An explanation of the heading.
+        long: Whether a short table, such as that of a paper, leaves it out.
+    """
+
+    title: str
+    field: str
+    form: str = ""
+    unit: str = ""
+    per: float = 1
+    base: str = ""
+    mark: str = ""
+    ends: bool = False
+    number: bool = True
+    hint: str = ""
+    long: bool = False
+
+    def titled(self, title: str, **changes: Any) -> Column:
+        """Copy the column with another title and other ``changes``."""
+        return replace(self, title=title, **changes)
+
+    def spread(self, title: str) -> Column:
+        """The column of the spreads over seeds."""
+        return replace(self, title=title, ends=True, mark="", hint="", long=True)
+
+    def headed(self, records: Iterable[Record]) -> Column:
+        """The column with its title for these records."""
+        if not self.ends:
+            return self
+        several = [n for record in records if (n := record[f"{self.field}_n"]) > 1]
+        kinds = {"range": any(n < LEAST for n in several) or not several, "95 %": any(n >= LEAST for n in several)}
+        return self.titled(self.title.replace("{spread}", ", ".join(kind for kind, holds in kinds.items() if holds)))
+
+    def entry(self, record: Record) -> Entry:
+        """The record's entry; a dash if its number is None or NaN."""
+        if self.base and record["compressor"] == self.base:
+            return Entry(MISSING)
+        if self.ends:
+            n, low, high = (record[f"{self.field}_{part}"] for part in ("n", "low", "high"))
+            text = spread(n, low, high, self.form)
+            return Entry(text) if text == MISSING else Entry(text, low, spread(n, low, high, "{}"))
+        value = record[self.field]
+        if not self.form:
+            return Entry(value, value)
+        mark = record[self.mark] if self.mark else ""
+        if value is None or math.isnan(value):
+            return Entry(MISSING + mark)
+        value = value / self.per if self.per != 1 else value
+        return Entry(self.form.format(value) + self.unit + mark, value)
+
+
+def text(title: str, field: str) -> Column:
+    """A left-aligned column of text."""
+    return Column(title, field, number=False)
+
+
+def milliseconds(title: str, field: str) -> Column:
+    """A column of times."""
+    return Column(title, field, "{:,.1f}")
+
+
+def megabytes(title: str, field: str, **more: Any) -> Column:
+    """A column of bytes."""
+    return Column(title, field, "{:,.3f}", per=1e6, **more)
 
 
 @dataclass(frozen=True)
@@ -45,9 +230,9 @@ class Table:
 
     def trimmed(self) -> Table:
         """The table without columns that have no entry."""
-        kept = [at for at in range(len(self.columns)) if any(row[at].text != MISSING for row in self.rows)]
+        kept = [i for i in range(len(self.columns)) if any(row[i].text != MISSING for row in self.rows)]
         return replace(
-            self, columns=[self.columns[at] for at in kept], rows=[[row[at] for at in kept] for row in self.rows]
+            self, columns=[self.columns[i] for i in kept], rows=[[row[i] for i in kept] for row in self.rows]
         )
 
     @property
@@ -56,37 +241,33 @@ class Table:
         keys = [column.field in KEYS for column in self.columns]
         return keys.index(False) if False in keys else len(keys)
 
-    @property
-    def texts(self) -> list[list[str]]:
-        """The texts of all entries."""
-        return [[one.text for one in row] for row in self.rows]
-
-    @property
-    def titles(self) -> list[str]:
-        """The headings."""
-        return [column.title for column in self.columns]
-
     def markdown(self) -> str:
         """Format as Markdown."""
         left = [i for i, column in enumerate(self.columns) if not column.number]
-        rows = [[text.replace("|", "\\|") for text in row] for row in self.texts]
-        return table(rows, self.titles, left)
+        rows = [[entry.text.replace("|", "\\|") for entry in row] for row in self.rows]
+        return markdown(rows, [column.title for column in self.columns], left)
 
     def latex(self) -> str:
         """Format as LaTeX, without the columns that a short table leaves out (`Column.long`)."""
-        kept = [at for at, column in enumerate(self.columns) if not column.long]
-        rows = [[row[at] for at in kept] for row in self.texts]
-        return latex([self.titles[at] for at in kept], rows, [self.columns[at].number for at in kept])
+        kept = [i for i, column in enumerate(self.columns) if not column.long]
+        columns = [self.columns[i] for i in kept]
+        rows = [[row[i].text for i in kept] for row in self.rows]
+        return latex([column.title for column in columns], rows, [column.number for column in columns])
 
     def csv(self) -> str:
         """Format as CSV, with all digits."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(self.titles)
-        writer.writerows([one.full or one.key for one in row] for row in self.rows)
+        writer.writerow(column.title for column in self.columns)
+        writer.writerows([entry.full or entry.key for entry in row] for row in self.rows)
         return text.getvalue()
 
     def save(self, folder: Path) -> None:
         """Write all three files."""
         for suffix, text in (("csv", self.csv()), ("tex", self.latex() + "\n"), ("md", self.markdown() + "\n")):
             write_text(folder / f"{self.name}.{suffix}", text)
+
+
+def markdown_of(records: Iterable[Record], columns: Iterable[Column]) -> str:
+    """Format records as Markdown."""
+    return Table.of("", "", records, columns).markdown()

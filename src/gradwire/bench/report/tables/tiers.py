@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 from textwrap import fill
 from typing import Any
@@ -17,18 +17,59 @@ import numpy as np
 
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.rows.notes import machine
+from gradwire.bench.report.rows.checks import machine
 from gradwire.bench.report.rows.quality import PerplexityReference
-from gradwire.bench.report.rows.record import Result, run_of
-from gradwire.bench.report.rows.traffic import carriers, counted, sent_by_op
-from gradwire.bench.report.tables import columns
-from gradwire.bench.report.tables.markdown import MISSING, SPREAD, spread
-from gradwire.bench.report.tables.table import Table
+from gradwire.bench.report.rows.record import Result
+from gradwire.bench.report.tables.cells import COMPRESSOR, LINK, SEEDS, STRATEGY, WORLD, WORSE
+from gradwire.bench.report.tables.table import (
+    MISSING,
+    SPREAD,
+    Column,
+    markdown_of,
+    megabytes,
+    milliseconds,
+    spread,
+    text,
+)
 from gradwire.bench.statistics.seeds import Estimate, percents
 from gradwire.comm.topology import between_islands, link_rate
 
 TIERS = (1, 5, 20)  # percent of perplexity above that of fp32
 WIDTH = 120
+
+TIER = (
+    COMPRESSOR,
+    SEEDS,
+    WORSE.titled("ppl", form="{:+.1f}", mark="ends"),
+    Column("tier", "tier", "{:d}", " %"),
+    Column("fastest", "fastest"),
+    milliseconds("step ms", "step"),
+    Column("speed-up", "speed_up", "{:.2f}", base=BASELINE),
+    Column("ceiling", "ceiling", "{:.2f}", base=BASELINE),
+    Column("of it", "of_ceiling", "{:.0f}", " %", base=BASELINE),
+    milliseconds("transfer ms", "transfer"),
+    Column("×", "shorter", "{:.2f}", base=BASELINE),
+    Column("bytes ×", "fewer", "{:.2f}", base=BASELINE),
+    Column("÷", "quotient", "{:.2f}", base=BASELINE),
+)
+SEED = Column("seed", "seed", "{:d}")
+SEEN = (
+    megabytes("MB counted", "counted"),
+    megabytes("MB interface", "seen"),
+    Column("quotient", "quotient", "{:.3f}"),
+)
+INTERFACES = (
+    STRATEGY,
+    WORLD,
+    COMPRESSOR,
+    LINK,
+    SEED,
+    text("sent by", "carriers"),
+    *SEEN,
+    Column("explained", "explained", "{:.3f}"),
+    Column("rest", "rest_percent", "{:+.1f}", " %"),
+)
+CABLES = (STRATEGY, WORLD, Column("islands", "islands", "{:d}"), COMPRESSOR, LINK, SEED, *SEEN)
 
 TIER_DEFINITIONS = f"""\
 Fastest first. `ppl`: perplexity against that of `{BASELINE}` (fp32), paired by seed, the mean over n seeds:
@@ -40,7 +81,7 @@ sent (gradients and parameters, after the dense steps); `÷`, the first over the
 `ceiling` is Amdahl's, (1 + m) / (1 + m / r) with m = transfer ÷ compute of `{BASELINE}` and r = `bytes ×`; `of it`,
 the share reached."""
 
-WIRE_DEFINITIONS = """\
+INTERFACE_DEFINITIONS = """\
 `counted`: gradients, the flag of each step and parameters, as bandwidth-optimal collectives would send them for the
 framework's own reduction. `interface`: what the ranks' own interfaces sent, protocol headers included. `quotient`:
 the second over the first; `explained`: the quotient by the backend's factors; `rest`: the remaining factor."""
@@ -50,16 +91,21 @@ CABLE_DEFINITIONS = """\
 interfaces sent, protocol headers and each step's scalars included. `quotient`: the second over the first."""
 
 
+Place = tuple[str, int, str, str]  # strategy, world size, link and machine
+
+
 @dataclass(frozen=True)
-class Timed:
-    """One cell on one link, means over its seeds.
+class Gain:
+    """A cell on a link, and its gains over the baseline there; NaN if unknown.
 
     Args:
-        row: One of its runs.
-        step: Median milliseconds of a step; the median ignores occasional other load of the machine.
-        transfer: Milliseconds of communication per step without waiting, NaN if not measured.
-        compute: Milliseconds of computation per step, NaN if not measured.
+        row: One of the cell's runs.
+        step: Median milliseconds of a step, the mean over seeds; the median ignores occasional other load.
+        transfer: Milliseconds of communication per step without waiting, the mean over seeds.
+        compute: Milliseconds of computation per step, the mean over seeds.
         ratio: Float32 bytes over sent ones, gradients and parameters, after the dense steps.
+        worse: Perplexity in percent above the baseline's.
+        baseline: The baseline; None for itself.
     """
 
     row: Result
@@ -67,9 +113,11 @@ class Timed:
     transfer: float
     compute: float
     ratio: float
+    worse: Estimate
+    baseline: Gain | None = None
 
     @classmethod
-    def of(cls, runs: Sequence[Result]) -> Timed:
+    def of(cls, runs: Sequence[Result]) -> Gain:
         """Average runs that differ only in their seed."""
         return cls(
             runs[0],
@@ -77,114 +125,78 @@ class Timed:
             transfer=mean(row.transfer_time_ms for row in runs),
             compute=mean(row.compute_time_ms for row in runs),
             ratio=byte_ratio(runs[0]),
+            worse=Estimate(0),
         )
 
+    def record(self, fastest: Sequence[int]) -> dict[str, Any]:
+        """The row of a tier table, keyed by column fields.
 
-@dataclass(frozen=True)
-class Gain:
-    """Gains of a cell over the baseline with the same link, strategy and world size; NaN if unknown."""
-
-    cell: Timed
-    baseline: Timed
-    worse: Estimate
-
-    @property
-    def tier(self) -> int | None:
-        """The tightest tier that the cell is within, or None."""
-        return next((limit for limit in TIERS if self.worse.mean <= limit), None)
-
-    @property
-    def communication(self) -> float:
-        """Communication time of the baseline over that of the cell, without waiting."""
-        return quotient(self.baseline.transfer, self.cell.transfer)
-
-    @property
-    def bytes(self) -> float:
-        """Bytes of the baseline over those of the cell."""
-        return quotient(self.cell.ratio, self.baseline.ratio)
-
-    @property
-    def speed_up(self) -> float:
-        """Step time of the baseline over that of the cell."""
-        return quotient(self.baseline.step, self.cell.step)
-
-    @property
-    def ceiling(self) -> float:
-        """The speed-up if communication shrank as much as the bytes and the rest stayed equal (Amdahl's law)."""
-        m = quotient(self.baseline.transfer, self.baseline.compute)
-        return (1 + m) / (1 + quotient(m, self.bytes))
+        Args:
+            fastest: The tiers in which it is the fastest.
+        """
+        base, worse = self.baseline or self, self.worse
+        ends = spread(worse.n, worse.low, worse.high, "{:+.1f}")
+        shorter, fewer = quotient(base.transfer, self.transfer), quotient(self.ratio, base.ratio)
+        speed_up, m = quotient(base.step, self.step), quotient(base.transfer, base.compute)
+        ceiling = (1 + m) / (1 + quotient(m, fewer))  # Amdahl: communication as much shorter as the bytes are fewer
+        return {
+            "compressor": self.row.compressor,
+            "n": worse.n or None,
+            "worse_percent": worse.mean,
+            "ends": f", {ends}" if ends != MISSING else "",
+            "tier": next((limit for limit in TIERS if worse.mean <= limit), None),
+            "fastest": ", ".join(map(str, fastest)),
+            "step": self.step,
+            "speed_up": speed_up,
+            "ceiling": ceiling,
+            "of_ceiling": 100 * quotient(speed_up, ceiling),
+            "transfer": self.transfer,
+            "shorter": shorter,
+            "fewer": fewer,
+            "quotient": quotient(shorter, fewer),
+        }
 
 
 def tiers(results: Sequence[Result], quality: PerplexityReference) -> str:
     """The sections on quality tiers and interface bytes as Markdown; empty without a shaped link."""
     ok = [row for row in results if row.status == "ok" and row.world_size > 1]
     parts = []
-    timed = groups(ok)
-    baselines = {key: next(cell for cell in cells if cell.row.compressor == BASELINE) for key, cells in timed.items()}
-    pairs = [(cell, baselines[key]) for key, cells in timed.items() for cell in cells]
-    found = iter(percents([quality.percent_worse(cell.row, baseline.row) for cell, baseline in pairs]))
-    gains = {key: [Gain(cell, baselines[key], next(found)) for cell in cells] for key, cells in timed.items()}
-    if sections := [section(*group) for group in gains.items()]:
+    if sections := [section(*item) for item in gains(ok, quality).items()]:
         parts += ["## Quality tiers on links", TIER_DEFINITIONS, *sections]
     if rows := [row for row in ok if row.bytes_interface_total is not None and counted(row)]:
-        parts += ["## Bytes at the interfaces", WIRE_DEFINITIONS, *wire(rows)]
+        parts += ["## Bytes at the interfaces", INTERFACE_DEFINITIONS, *interfaces(rows)]
     if rows := [row for row in ok if row.bytes_interface_between_total is not None]:
         parts += ["## Bytes between islands", CABLE_DEFINITIONS, cables(rows)]
     return "\n\n".join(parts)
 
 
-def groups(ok: Iterable[Result]) -> dict[tuple[str, int, str, str], list[Timed]]:
-    """Timed cells by strategy, world size, shaped link and machine, if they have a baseline; fast links first."""
-    runs: defaultdict[tuple[str, int, str, str], defaultdict[str, list[Result]]] = defaultdict(
-        lambda: defaultdict(list)
-    )
+def gains(ok: Iterable[Result], quality: PerplexityReference) -> dict[Place, list[Gain]]:
+    """The timed cells on each shaped link, if they have a baseline; fast links and fast cells first."""
+    runs: defaultdict[Place, defaultdict[str, list[Result]]] = defaultdict(lambda: defaultdict(list))
     for row in ok:
         if row.link != UNSHAPED and row.typical_step_ms is not None:
             runs[row.strategy, row.world_size, row.link, machine(row)][row.compressor].append(row)
     ordered = sorted(runs.items(), key=lambda item: (*item[0][:2], -link_rate(item[0][2])))
-    return {key: [Timed.of(cell) for cell in cells.values()] for key, cells in ordered if BASELINE in cells}
+    timed = {
+        place: {label: Gain.of(of) for label, of in cells.items()} for place, cells in ordered if BASELINE in cells
+    }
+    pairs = [(place, cell, cells[BASELINE]) for place, cells in timed.items() for cell in cells.values()]
+    estimates = percents([quality.percent_worse(cell.row, base.row) for _, cell, base in pairs])
+    found: defaultdict[Place, list[Gain]] = defaultdict(list)
+    for (place, cell, base), worse in zip(pairs, estimates, strict=True):
+        found[place].append(replace(cell, worse=worse, baseline=base))
+    return {place: sorted(cells, key=lambda cell: cell.step) for place, cells in found.items()}
 
 
-def section(key: tuple[str, int, str, str], cells: Sequence[Gain]) -> str:
+def section(place: Place, cells: Sequence[Gain]) -> str:
     """One strategy on one link: the fastest cell of each tier, and every cell."""
-    strategy, world, link, _ = key
-    gains = sorted(cells, key=lambda gain: gain.cell.step)
+    strategy, world, link, _ = place
     fastest = {
-        limit: next((gain.cell.row.compressor for gain in gains if gain.worse.mean <= limit), None) for limit in TIERS
+        limit: next((cell.row.compressor for cell in cells if cell.worse.mean <= limit), None) for limit in TIERS
     }
-    tiers = "; ".join(f"within {limit} %: {f'`{label}`' if label else 'none'}" for limit, label in fastest.items())
-    rows = [
-        line(gain, [limit for limit, label in fastest.items() if label == gain.cell.row.compressor]) for gain in gains
-    ]
-    return "\n\n".join(
-        [
-            f"### {strategy}, W = {world}, {link}",
-            f"Fastest {tiers}.",
-            Table.of("", "", rows, columns.TIER).markdown(),
-        ]
-    )
-
-
-def line(gain: Gain, fastest: Sequence[int]) -> dict[str, Any]:
-    """One row of a tier table, keyed by column fields."""
-    worse = gain.worse
-    ends = spread(worse.n, worse.low, worse.high, "{:+.1f}")
-    return {
-        "compressor": gain.cell.row.compressor,
-        "n": worse.n or None,
-        "worse_percent": worse.mean,
-        "ends": f", {ends}" if ends != MISSING else "",
-        "tier": gain.tier,
-        "fastest": ", ".join(map(str, fastest)),
-        "step": gain.cell.step,
-        "speed_up": gain.speed_up,
-        "ceiling": gain.ceiling,
-        "of_ceiling": 100 * quotient(gain.speed_up, gain.ceiling),
-        "transfer": gain.cell.transfer,
-        "shorter": gain.communication,
-        "fewer": gain.bytes,
-        "quotient": quotient(gain.communication, gain.bytes),
-    }
+    answers = "; ".join(f"within {limit} %: {f'`{label}`' if label else 'none'}" for limit, label in fastest.items())
+    records = [cell.record([limit for limit in TIERS if fastest[limit] == cell.row.compressor]) for cell in cells]
+    return f"### {strategy}, W = {world}, {link}\n\nFastest {answers}.\n\n{markdown_of(records, TIER)}"
 
 
 def byte_ratio(row: Result) -> float:
@@ -200,41 +212,64 @@ def byte_ratio(row: Result) -> float:
     return quotient(gradients + parameters, sent + (row.bytes_parameters_total or 0))
 
 
-def wire(rows: Sequence[Result]) -> list[str]:
+def counted(row: Result) -> dict[str, int]:
+    """The counted bytes of all ranks by collective: gradients, parameters, and the flag of each step."""
+    gradients = row.bytes_by_op or {row.gradient_op: row.bytes_compressed_total or 0}
+    flows = [
+        *gradients.items(),
+        ("all_reduce", row.bytes_agreement_total),
+        (row.parameter_op, row.bytes_parameters_total),
+    ]
+    totals: dict[str, int] = {}
+    for op, sent in flows:
+        if sent:
+            totals[op] = totals.get(op, 0) + sent
+    return totals
+
+
+def interfaces(rows: Sequence[Result]) -> list[str]:
     """The backend's factors, and the table of counted and interface bytes.
 
     Factors are per link: on a fast link, packets that leave together share headers until they are sent.
     """
-    of_link: defaultdict[str, list[Result]] = defaultdict(list)
+    by_link: defaultdict[str, list[Result]] = defaultdict(list)
     for row in rows:
-        of_link[row.link].append(row)
-    factors = {
-        link: backend_factors(alike) for link, alike in sorted(of_link.items(), key=lambda item: -link_rate(item[0]))
-    }
+        by_link[row.link].append(row)
+    links = sorted(by_link, key=link_rate, reverse=True)
+    factors = {link: backend_factors(by_link[link]) for link in links}
     ratios = "; ".join(
-        f"{link}: " + ", ".join(f"{op} {factor:.3f}" for op, factor in sorted(found.items()))
-        for link, found in factors.items()
+        f"{link}: " + ", ".join(f"{op} {factor:.3f}" for op, factor in sorted(factors[link].items())) for link in links
     )
-    lines = []
+    records = []
     for row in sorted(rows, key=shown_order):
-        sent, seen = counted(row), row.bytes_interface_total or 0
-        explained = sum(factors[row.link][op] * of for op, of in sent_by_op(row).items()) / sent
-        found = {"carriers": " + ".join(carriers(row)), "counted": sent, "seen": seen, "quotient": seen / sent}
-        rest = {"explained": explained, "rest_percent": 100 * (seen / sent / explained - 1)}
-        lines.append({**run_of(row)._asdict(), **found, **rest})
+        by_op, seen = counted(row), row.bytes_interface_total or 0
+        sent = sum(by_op.values())
+        explained = sum(factors[row.link][op] * of for op, of in by_op.items()) / sent
+        gathers = [row.parameter_op] if row.bytes_parameters_total else []
+        records.append(
+            {
+                **row.run._asdict(),
+                "carriers": " + ".join([*(row.bytes_by_op or [row.gradient_op]), *gathers]),
+                "counted": sent,
+                "seen": seen,
+                "quotient": seen / sent,
+                "explained": explained,
+                "rest_percent": 100 * (seen / sent / explained - 1),
+            }
+        )
     return [
         fill(f"Interface over counted bytes by collective, fitted to these cells, headers included: {ratios}.", WIDTH),
-        Table.of("", "", lines, columns.WIRE).markdown(),
+        markdown_of(records, INTERFACES),
     ]
 
 
 def cables(rows: Iterable[Result]) -> str:
     """The table of counted and interface bytes between islands."""
-    lines = []
+    records = []
     for row in sorted(rows, key=lambda row: (*shown_order(row), row.islands)):
         seen, sent = row.bytes_interface_between_total or 0, row.bytes_between_total
-        lines.append({**run_of(row)._asdict(), "counted": sent, "seen": seen, "quotient": quotient(seen, sent or 0)})
-    return Table.of("", "", lines, columns.CABLES).markdown()
+        records.append({**row.run._asdict(), "counted": sent, "seen": seen, "quotient": quotient(seen, sent or 0)})
+    return markdown_of(records, CABLES)
 
 
 def shown_order(row: Result) -> tuple[str, int, float, str, int]:
@@ -250,10 +285,10 @@ def backend_factors(rows: Sequence[Result]) -> dict[str, float]:
     """
     from scipy.optimize import least_squares
 
-    sent = [sent_by_op(row) for row in rows]
+    sent = [counted(row) for row in rows]
     seen = np.array([row.bytes_interface_total for row in rows], dtype=np.float64)
-    ops = sorted({op for one in sent for op in one})
-    shares = np.array([[one.get(op, 0) for op in ops] for one in sent]) / seen[:, None]
+    ops = sorted({op for by_op in sent for op in by_op})
+    shares = np.array([[by_op.get(op, 0) for op in ops] for by_op in sent]) / seen[:, None]
     carried = shares.max(0) > 0.01  # below 1 % of the bytes everywhere, a factor cannot be determined
     fitted = least_squares(
         lambda factors: shares[:, carried] @ factors + shares[:, ~carried].sum(1) - 1,
@@ -271,6 +306,6 @@ def mean(values: Iterable[float | None]) -> float:
     return fmean(known) if known else math.nan
 
 
-def quotient(one: float, other: float) -> float:
-    """``one / other``, NaN for a zero divisor."""
-    return one / other if other else math.nan
+def quotient(dividend: float, divisor: float) -> float:
+    """The quotient, NaN for a zero divisor."""
+    return dividend / divisor if divisor else math.nan

@@ -15,12 +15,21 @@ from typing import Any, NamedTuple
 from gradwire.base.errors import BadInput
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.rows.choices import seconds_to
 from gradwire.bench.report.rows.quality import PerplexityReference
 from gradwire.bench.report.rows.record import OWN_QUALITY, Result
 from gradwire.bench.report.rows.targets import duration
-from gradwire.bench.report.tables.markdown import MISSING
+from gradwire.bench.report.tables.cells import SUMMARY_CELL
+from gradwire.bench.report.tables.table import MISSING, Column, text
 from gradwire.comm.topology import link_rate
+
+TARGETS = (
+    text("target", "target"),
+    *SUMMARY_CELL,
+    Column("reached", "reached", hint="seeds that reached the target"),
+    Column("steps", "steps"),
+    Column("seconds", "seconds"),
+    Column("MB sent", "megabytes", hint="gradient bytes over all ranks until then"),
+)
 
 
 def is_perplexity(target: str) -> bool:
@@ -93,6 +102,19 @@ class Cell(NamedTuple):
         return _middle(whole), _middle(run.val_ppl for run in self.runs)
 
 
+def seconds_to(target: str, runs: Sequence[Result], step: float, dense_step: float | None) -> float:
+    """Seconds to a target, the median over the seeds that have it; infinite if it is missed, NaN if it is unknown.
+
+    Args:
+        target: Its name.
+        runs: The runs whose steps count.
+        step: Seconds of a step after the dense ones.
+        dense_step: Seconds of a dense step: the baseline's.
+    """
+    steps = [(run, of[target]) for run in runs if target in (of := run.steps_to_target or {})]
+    return _middle(math.inf if n is None else duration(n, run, step, dense_step) for run, n in steps)
+
+
 def cells(results: Iterable[Result], quality: PerplexityReference) -> list[Cell]:
     """The cells that have targets.
 
@@ -106,10 +128,10 @@ def cells(results: Iterable[Result], quality: PerplexityReference) -> list[Cell]
     steps = {key: _typical(of) for key, of in rows.items()}
     found = []
     for key, of in rows.items():
-        own = [row for row in of if row.steps_to_target is not None]
-        if own:
-            composed = own[0].quality_from is not None and own[0].quality_from not in OWN_QUALITY
-            runs = _seeds(own[0], quality) if composed else own
+        judged = [row for row in of if row.steps_to_target is not None]
+        if judged:
+            composed = judged[0].quality_from not in (None, *OWN_QUALITY)
+            runs = _seeds(judged[0], quality) if composed else judged
             found.append(Cell(*key, runs, steps[key], steps.get((*key[:3], BASELINE)), composed))
     return [cell for cell in found if cell.runs]
 
@@ -124,17 +146,6 @@ def _seeds(row: Result, quality: PerplexityReference) -> list[Result]:
         return list(quality.seeds(row).values())
     except BadInput:  # that file has changed since
         return []
-
-
-def by_goal(found: Iterable[Cell]) -> dict[Goal, dict[str, dict[str, float]]]:
-    """Seconds to each goal, by label and link; infinite for misses, and unknown ones are left out."""
-    goals: defaultdict[Goal, defaultdict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
-    for cell in found:
-        for target in cell.targets:
-            each = cell.seconds(target)
-            if not math.isnan(each):
-                goals[Goal(target, cell.strategy, cell.world_size)][cell.compressor][cell.link] = each
-    return {goal: dict(of) for goal, of in goals.items()}
 
 
 def ordered(links: Iterable[str]) -> list[str]:
@@ -168,15 +179,14 @@ def records(found: Iterable[Cell]) -> list[dict[str, Any]]:
 
 def _of_runs(runs: Iterable[Result], field: str, target: str) -> float:
     """The median over runs of what it took to reach a target, with misses infinite; NaN if a value is unknown."""
-
-    known = [getattr(run, field) for run in runs]
-    return _middle(None if of is None else math.inf if of[target] is None else of[target] for of in known)
+    values = [getattr(run, field) for run in runs]
+    return _middle(None if of is None else math.inf if of[target] is None else of[target] for of in values)
 
 
 def _middle(values: Iterable[float | None]) -> float:
     """The median; NaN if there is no value or one is unknown."""
-    each = [math.nan if value is None else value for value in values]
-    return float(median(each)) if each and not any(map(math.isnan, each)) else math.nan
+    known = [math.nan if value is None else value for value in values]
+    return float(median(known)) if known and not any(map(math.isnan, known)) else math.nan
 
 
 def _text(value: float, digits: int = 0) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 import warnings
-from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 from gradwire.base.errors import BadInput, unknown
-from gradwire.bench.report.rows.record import RESULT_FIELDS
-from gradwire.bench.report.rows.results_file import read_results
+from gradwire.base.flags import Positional
+from gradwire.base.strict import Strict
+from gradwire.bench.report.rows.record import RESULT_FIELDS, read_results
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -18,30 +20,31 @@ if TYPE_CHECKING:
 SHOWN = ("run_name", "status", "all_bytes_ratio", "compression_ratio", "val_ppl", "step_time_ms_mean")
 
 
-def arguments(parser: ArgumentParser) -> None:
-    """Define the verb's arguments."""
-    parser.add_argument("results_dir", type=Path, metavar="DIR", help="the experiment's folder, results/<name>")
-    parser.add_argument("--columns", nargs="+", metavar="FIELD", default=SHOWN, help="fields of results.jsonl to show")
-    parser.add_argument("--json", action="store_true", help="print every field as JSON, a list with an object per run")
+class Options(Strict):
+    """Arguments of ``gradwire results``."""
+
+    results_dir: Annotated[Path, Positional("DIR")] = Field(description="the experiment's folder, results/<name>")
+    columns: tuple[str, ...] = Field(SHOWN, description="fields of results.jsonl to show")
+    as_json: bool = Field(False, alias="json", description="print every field as JSON, a list with an object per run")
 
 
-def main(args: Namespace) -> None:
+def main(options: Options) -> None:
     """Print the table.
 
     Raises:
         BadInput: If there are no results, or no such field.
     """
-    for name in args.columns:
+    for name in options.columns:
         if name not in RESULT_FIELDS:
             raise unknown("field", name, RESULT_FIELDS)
     with warnings.catch_warnings(record=True) as complaints:
-        found = load_results(args.results_dir)
+        frame = load_results(options.results_dir)
     for complaint in complaints:
         print(f"gradwire results: {complaint.message}", file=sys.stderr)
-    if args.json:
-        print(found.to_json(orient="records", indent=2, double_precision=15))
+    if options.as_json:
+        print(frame.to_json(orient="records", indent=2, double_precision=15))
     else:
-        print(found[[*args.columns]].to_string(index=False, na_rep="-"))
+        print(frame[[*options.columns]].to_string(index=False, na_rep="-"))
 
 
 def load_results(results_dir: str | Path) -> pd.DataFrame:

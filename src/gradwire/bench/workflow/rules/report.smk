@@ -1,5 +1,9 @@
 # A table and a page over all runs of the experiment.
-from gradwire.bench.report.verbs.report import template_digests
+from importlib.resources import files
+
+from gradwire.base.files import sha256_file
+
+TEMPLATES = files("gradwire.bench.report.page") / "templates"
 
 
 rule summarize:
@@ -24,7 +28,7 @@ rule summarize:
     retries: 0
     localrule: True
     params:
-        source=source_digest("gradwire.bench.report.rows.runs"),
+        source=source_digest("gradwire.bench.report.verbs.summarize"),
         targets=EXPERIMENT.targets and EXPERIMENT.targets.model_dump(mode="json"),
     shell:
         f"{SUMMARIZE} > {{log:q}} 2>&1"
@@ -60,6 +64,6 @@ rule report:
     localrule: True
     params:
         source=source_digest("gradwire.bench.report.verbs.report"),
-        templates=template_digests(),
+        templates={path.name: sha256_file(path) for path in sorted(TEMPLATES.iterdir())},
     shell:
         f"{REPORT} > {{log:q}} 2>&1"

@@ -13,9 +13,9 @@ from gradwire.base.files import write_json
 from gradwire.bench.config import Run, experiment
 from gradwire.bench.report.rows.quality import PerplexityReference, with_quality
 from gradwire.bench.report.rows.runs import collect
+from gradwire.bench.report.rows.targets import read_curve
 from gradwire.bench.report.tables.summary import summary
 from gradwire.bench.report.tables.time_to_loss import cells, records
-from gradwire.bench.statistics.quality import read
 
 RUN = Run("ddp", "none", 2, "none", 0)
 
@@ -78,7 +78,7 @@ def times_to_quality(folder):
 def test_a_curve_is_by_the_slowest_rank_in_the_order_of_steps_and_without_what_the_first_compiles(tmp_path):
     add(tmp_path, RUN, 10, [80.0, 60.0, 50.0])
     compiling(tmp_path, RUN, 9_000)
-    curve = read(tmp_path / "runs" / RUN.path / "steps.parquet")
+    curve = read_curve(tmp_path / "runs" / RUN.path / "steps.parquet")
     assert curve.steps.tolist() == [2, 4, 6]
     assert curve.seconds.tolist() == pytest.approx([0.022, 0.044, 0.066])
     assert [math.exp(loss) for loss in curve.losses] == pytest.approx([80, 60, 50])

@@ -1,0 +1,130 @@
+"""The state of every run of an experiment, from the files in its folder: done, running, failed or pending."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from gradwire.base.errors import BadInput
+from gradwire.base.files import read_json
+from gradwire.bench.config import Run
+from gradwire.bench.report.rows.runs import EXPECTED, asked_for
+
+PROGRESS = "progress.json"  # in the folder of a running run; written by training.progress, which imports torch
+SILENT = 60.0  # seconds without progress after which a run counts as stopped
+ORDER = ("running", "stopped", "failed", "diverged", "done", "waiting", "skipped")
+
+
+class State(NamedTuple):
+    """The state of a run.
+
+    Attributes:
+        name: One of ``ORDER``.
+        text: A description.
+        left: Estimated seconds left; None if unknown.
+    """
+
+    name: str
+    text: str = ""
+    left: float | None = None
+
+
+def look(results_dir: Path, now: float | None = None) -> dict[Run, State]:
+    """Return the state of every requested run.
+
+    Args:
+        results_dir: The experiment's folder.
+        now: Seconds since the epoch; by default the clock's.
+
+    Raises:
+        BadInput: If the folder holds no experiment.
+    """
+    asked = asked_for(results_dir)
+    if not asked:
+        raise BadInput(f"{results_dir} holds no experiment: no {EXPECTED}, and no run. `make run` writes them.")
+    now = time.time() if now is None else now
+    return {
+        run: State("skipped", request.excluded) if request.excluded else state(results_dir / "runs" / run.path, now)
+        for run, request in sorted(asked.items())
+    }
+
+
+def state(folder: Path, now: float) -> State:
+    """Return the state of one run, from the files in its folder."""
+    if (path := folder / "record.json").is_file():
+        record = read_json(path)
+        if record["status"] == "diverged":
+            return State("diverged", record["reason"])
+        quality = "not evaluated" if record["val_ppl"] is None else f"perplexity {record['val_ppl']:.2f}"
+        mean = record.get("step_time_ms_mean")
+        return State("done", quality if mean is None else f"{quality}, {mean:.1f} ms/step")
+    if (path := folder / PROGRESS).is_file():
+        progress, silent = read_json(path), now - path.stat().st_mtime
+        loss = "-" if progress["loss"] is None else f"{progress['loss']:.3f}"
+        ratio = "" if progress["ratio"] is None else f", ratio {progress['ratio']:.2f}"
+        steps = f"step {progress['step']}/{progress['steps']}"
+        text = f"{steps}, loss {loss}, {progress['step_ms']:.0f} ms/step{ratio}"
+        if silent > SILENT + progress["step_ms"] / 1000:
+            return State("stopped", f"{text}; nothing heard for {duration(silent)}")
+        return State("running", f"{text}, {duration(progress['left_s'])} left", progress["left_s"])
+    if paths := sorted(folder.glob("*.failed.json")):
+        failure = read_json(paths[0])
+        return State("failed", f"{paths[0].name.partition('.')[0]}, exit {failure['exit_code']}: {failure['reason']}")
+    return State("waiting")
+
+
+def listing(folder: Path, *, as_json: bool) -> str:
+    """A line for every experiment in ``folder``, or JSON with the states of its runs.
+
+    Raises:
+        BadInput: If there is none.
+    """
+    experiments = {path.parent.name: look(path.parent) for path in sorted(folder.glob(f"*/{EXPECTED}"))}
+    if not experiments:
+        raise BadInput(f"there is no experiment in {folder}/; `gradwire init` and `gradwire run` make one.")
+    if as_json:
+        return json.dumps({name: records(states) for name, states in experiments.items()}, indent=2, ensure_ascii=False)
+    width = max(map(len, experiments))
+    lines = ((name, overview(states, folder / name, quiet=True)) for name, states in experiments.items())
+    return "\n".join(f"{name:<{width}}  {line}" for name, line in lines)
+
+
+def records(states: dict[Run, State]) -> list[dict[str, Any]]:
+    """The runs with their states, as JSON has them."""
+    return [
+        {**run._asdict(), "state": name, "text": text, "left_s": left} for run, (name, text, left) in states.items()
+    ]
+
+
+def overview(states: dict[Run, State], results_dir: Path, *, quiet: bool = False) -> str:
+    """Format a line per run and a summary line."""
+    width = max(len(run.path) for run in states)
+    ordered = sorted(states.items(), key=lambda item: ORDER.index(item[1].name))
+    lines = [] if quiet else [f"{state.name:<8}  {run.path:<{width}}  {state.text}".rstrip() for run, state in ordered]
+    counts = Counter(state.name for state in states.values())
+    sums = ", ".join(f"{counts[name]} {name}" for name in ORDER if counts[name])
+    left = remaining(states, results_dir)
+    return "\n".join([*lines, f"{len(states)} runs: {sums}" + (f"; about {duration(left)} left" if left else "")])
+
+
+def remaining(states: dict[Run, State], results_dir: Path) -> float | None:
+    """Estimate the seconds until the last run ends from the pace since the workflow started; None without a pace."""
+    to_come = sum(state.name in ("waiting", "running") for state in states.values())
+    listed = results_dir / EXPECTED
+    if not to_come or not listed.is_file():
+        return None
+    began = listed.stat().st_mtime
+    records = (results_dir / "runs" / run.path / "record.json" for run, state in states.items() if state.name == "done")
+    ends = [end for end in (record.stat().st_mtime for record in records) if end > began]
+    return (max(ends) - began) / len(ends) * to_come if ends else None
+
+
+def duration(seconds: float) -> str:
+    """Format seconds: ``1 h 05 min``, ``3 min``, ``12 s``."""
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

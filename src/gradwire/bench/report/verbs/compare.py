@@ -1,0 +1,43 @@
+"""The verb ``compare``: differences of cells between two experiments, paired by seed, with tests of significance."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from gradwire.base.flags import Positional, output_folder
+from gradwire.base.strict import Strict
+
+
+class Options(Strict):
+    """Arguments of ``gradwire compare``."""
+
+    first: Annotated[Path, Positional("A")] = Field(description="the first experiment's folder, results/<name>")
+    second: Annotated[Path, Positional("B")] = Field(description="the second one's: differences are of B from A")
+    tables: Annotated[Path, output_folder] | None = Field(
+        None, description="folder for the tables too, as CSV, LaTeX and Markdown"
+    )
+    as_json: bool = Field(False, alias="json", description="print the differences of each quantity as JSON")
+
+
+def main(options: Options) -> None:
+    """Print the differences as Markdown or JSON."""
+    from gradwire.bench.report.page.data import read
+    from gradwire.bench.report.page.sections import comparison
+    from gradwire.bench.report.tables.comparison import QUANTITIES, common, differences
+
+    first, second = read(options.first), read(options.second)
+    if options.as_json:
+        pairs = common(first.ok, second.ok)
+        found = {of.field: [cell.record() for cell in differences(pairs, of)] for of in QUANTITIES}
+        print(json.dumps(found, indent=2, ensure_ascii=False))
+        return
+    section = comparison(first, second)
+    tables = [f"## {table.caption}\n\n{table.markdown()}" for table in section.tables]
+    print("\n\n".join([f"# {options.second} against {options.first}", section.lead, *section.notes, *tables]))
+    if options.tables is not None:
+        for table in section.tables:
+            table.save(options.tables)

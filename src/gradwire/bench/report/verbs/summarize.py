@@ -1,0 +1,60 @@
+"""The verb ``summarize``: all runs of an experiment as ``results.jsonl``, ``results.csv`` and ``summary.md``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pydantic import Field
+
+from gradwire.base.files import write_text
+from gradwire.base.strict import Strict
+
+
+class Options(Strict):
+    """Flags of ``gradwire summarize``."""
+
+    results_dir: Path = Field(description="the experiment's folder, results/<name>")
+    experiment: Path | None = Field(
+        None, description="JSON list of the requested runs; default: RESULTS_DIR/expected.json if it exists"
+    )
+    quality_from: Path | None = Field(
+        None,
+        description="results.jsonl of another experiment, with perplexities for runs that have none; default: the one "
+        "named in the list of runs",
+    )
+    print_only: bool = Field(False, description="print the table and write nothing")
+
+
+def beside(options: Options) -> Path | None:
+    """The experiment's folder, or None if it does not exist."""
+    return options.results_dir if options.results_dir.is_dir() else None
+
+
+def main(options: Options) -> None:
+    """Write the results and print the table."""
+    from gradwire.bench.report.rows.record import csv_text, jsonl
+    from gradwire.bench.report.rows.runs import SHARED, joined
+    from gradwire.bench.report.tables.cells import cells_of
+    from gradwire.bench.report.tables.headline import Known, findings
+    from gradwire.bench.report.tables.summary import summary
+    from gradwire.bench.report.tables.tiers import tiers
+    from gradwire.bench.report.tables.time_to_loss import cells, records
+
+    folder = options.results_dir
+    results, reference, notes = joined(folder, options.experiment, options.quality_from)
+    for note in notes:
+        print(f"gradwire summarize: {note}", file=sys.stderr)
+    ok = [row for row in results if row.status == "ok"]
+    times = cells(results, reference)
+    known = Known(ok, reference, times, SHARED in notes)
+    answers = [f"{answer.regime}: {answer.text}" for answer in findings(cells_of(ok, reference) if ok else None, known)]
+    text = summary(folder.resolve().name, results, tiers(results, reference), notes, answers, records(times))
+    if not options.print_only:
+        for name, content in (
+            ("results.jsonl", jsonl(results)),
+            ("results.csv", csv_text(results)),
+            ("summary.md", text),
+        ):
+            write_text(folder / name, content)
+    print(text)
