@@ -1,17 +1,12 @@
-"""Strategies and the reducer compared with the unmodified frameworks; prints the figures of ``strategies.md``.
+"""Step times of strategies and the reducer against the unmodified frameworks: the first tables of ``strategies.md``.
 
-``python benchmarks/bench_strategies.py speed``     step times of two ranks, interleaved, as ratios
-``python benchmarks/bench_strategies.py bytes``     counted bytes and their closed form, by compressor and strategy
-``python benchmarks/bench_strategies.py link``      an exchange on a shaped link (needs root: network namespaces and tc)
+``python benchmarks/bench_strategies.py`` runs two ranks; the jobs of a round are interleaved, and compared as ratios.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import random
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -27,14 +22,12 @@ from tabulate import tabulate
 from torch import Tensor, nn
 
 from gradwire.comm import parallel
-from gradwire.comm.collectives import Layout, Reducer, ops
-from gradwire.comm.collectives.algorithms import Ranks, exchange
+from gradwire.comm.collectives import Reducer, ops
 from gradwire.comm.collectives.meter import METER, Meter
-from gradwire.comm.compressors import available, build
+from gradwire.comm.compressors import build
 from gradwire.lm.models import causal
 
 VOCABULARY, LENGTH = 1024, 128  # of the default experiment
-STRATEGIES = ("naive", "bucket", "ddp", "fsdp1", "fsdp2")
 CONTROL = {"algorithm": "exchange"}
 
 
@@ -205,134 +198,13 @@ def speed(args: argparse.Namespace) -> None:
     print(tabulate(meter, ["step", "calls of the meter", "us each", "of the step"], tablefmt="pipe", floatfmt=".1f"))
 
 
-def counted(rank: int, world: int, methods: list[str], strategies: list[str]) -> list[list[Any]]:
-    """Bytes over all ranks of one step for each method and strategy, and the closed form."""
-    batch = torch.randint(0, VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(rank))
-    rows = []
-    for method in methods:
-        for strategy in strategies:
-            reducer = Reducer(build(method), nonfinite="propagate")
-            Trainee(strategy, reducer, batch).step()
-            traffic = reducer.traffic
-            raw, sent = (sum(ops.gather_objects(traffic[key])) for key in ("raw", "sent"))
-            rows.append([method, strategy, reducer.algorithm, raw, sent, traffic["closed_form"]])
-    return rows
-
-
-def count(args: argparse.Namespace) -> None:
-    """Print the table of bytes."""
-    rows = []
-    for method, strategy, algorithm, raw, sent, closed in spawn(args.world_size, counted, args.methods, STRATEGIES):
-        predicted = "depends on the data" if closed is None else f"{closed:,}"
-        verdict = "–" if closed is None else "equal" if closed == sent else "NOT EQUAL"
-        share = raw / sent if sent else None
-        rows.append([method, strategy, algorithm, f"{raw:,}", f"{sent:,}", predicted, verdict, share])
-    headers = ["method", "strategy", "algorithm", "float32", "counted", "closed form", "", "ratio"]
-    right = ("left", "left", "left", "right", "right", "right", "left", "right")
-    print(f"bytes of one step over all ranks, W = {args.world_size}, tiny\n")
-    print(tabulate(rows, headers, tablefmt="pipe", floatfmt=".3f", missingval="–", colalign=right))
-
-
-def exchanged_on_a_link(rank: int, world: int, numel: int, method: str, rounds: int) -> dict[str, Any]:
-    """Seconds of each exchange of an encoded gradient, of gloo's own all-to-all, and of a barrier."""
-    codec = build(method)
-    layout = Layout.cut([("gradient", (numel,))], world)
-    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
-    outgoing = [codec.encode(gradient[piece.place]) for piece in layout.pieces]
-    sizes = [[codec.wire_bytes((piece.numel,))] for piece in layout.pieces]
-    ranks = Ranks(None, world, rank, Meter())
-    message = torch.cat(outgoing)
-    splits = [wire.numel() for wire in outgoing]
-    lengths = [[split] for split in splits]
-    received = torch.empty(world * splits[rank], dtype=torch.uint8)
-    jobs = {
-        "exchange": lambda: exchange(message, lengths, sizes, [sizes[rank]] * world, ranks, bulk=True),
-        "gloo's all_to_all_single": lambda: dist.all_to_all_single(received, message, [splits[rank]] * world, splits),
-    }
-    times: dict[str, list[float]] = {name: [] for name in jobs}
-    for _ in range(rounds):
-        for name, job in jobs.items():
-            dist.barrier()
-            began = time.perf_counter()
-            job()
-            times[name].append(time.perf_counter() - began)
-    sent = message.numel() - splits[rank]
-    return {"times": {n: np.array(ops.gather_objects(own)).max(0) for n, own in times.items()}, "sent": sent}
-
-
-def link(args: argparse.Namespace) -> None:
-    """Two namespaces joined by a shaped veth pair, a rank in each; print times as multiples of bytes ÷ rate."""
-    names, addresses = ("gradwire-bench-0", "gradwire-bench-1"), ("10.231.0.1", "10.231.0.2")
-    try:
-        for name in names:
-            shell(f"ip netns add {name}")
-        shell(f"ip link add gwb0 netns {names[0]} type veth peer name gwb1 netns {names[1]}")
-        for index, (name, address) in enumerate(zip(names, addresses, strict=True)):
-            shell(f"ip -n {name} addr add {address}/24 dev gwb{index}")
-            shell(f"ip -n {name} link set gwb{index} up")
-            shell(f"ip -n {name} link set lo up")
-            shaping = f"rate {args.rate:g}mbit burst 256kb latency 50ms"
-            shell(f"ip netns exec {name} tc qdisc add dev gwb{index} root tbf {shaping}")
-        command = [sys.executable, __file__, "link-rank", *sys.argv[2:], "--address", addresses[0], "--rank"]
-        ranks = [
-            subprocess.Popen(["ip", "netns", "exec", name, *command, str(index)]) for index, name in enumerate(names)
-        ]
-        if any(rank.wait() for rank in ranks):
-            sys.exit("a rank failed")
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "del", name], check=False)
-
-
-def link_rank(args: argparse.Namespace) -> None:
-    """One rank on the shaped link."""
-    torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = f"gwb{args.rank}"
-    dist.init_process_group("gloo", init_method=f"tcp://{args.address}:29511", rank=args.rank, world_size=2)
-    rows = []
-    for numel in args.numels:
-        found = exchanged_on_a_link(args.rank, 2, numel, args.method, args.rounds)
-        ideal = 8 * found["sent"] / (args.rate * 1e6)
-        for name, times in found["times"].items():
-            low, middle, high = (float(np.percentile(times, q)) / ideal for q in (0, 50, 100))
-            rows.append([f"{numel:,}", f"{found['sent']:,}", 1e3 * ideal, name, middle, f"{low:.2f} - {high:.2f}"])
-    if args.rank == 0:
-        print(f"{args.method}, {args.rate:g} Mbit/s, W = 2, {args.rounds} rounds\n")
-        headers = ["elements", "bytes each way", "bytes ÷ rate, ms", "what", "median x", "range x"]
-        print(tabulate(rows, headers, tablefmt="pipe", floatfmt=".2f"))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def shell(command: str) -> None:
-    """Run a command; raise if it fails."""
-    subprocess.run(command.split(), check=True)
-
-
 def main() -> None:
     """Parse the arguments and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    timing = verbs.add_parser("speed")
-    timing.add_argument("--rounds", type=int, default=300)
-    timing.add_argument("--warmup", type=int, default=10)
-    timing.add_argument("--batch_size", type=int, default=8)
-    timing.set_defaults(run=speed)
-    counting = verbs.add_parser("bytes")
-    counting.add_argument("--world_size", type=int, default=2)
-    counting.add_argument("--methods", nargs="+", default=[*available(), "topk+int8", "randomk+qsgd"])
-    counting.set_defaults(run=count)
-    for name, action in (("link", link), ("link-rank", link_rank)):
-        shaped = verbs.add_parser(name)
-        shaped.add_argument("--rate", type=float, default=100, help="Mbit/s")
-        shaped.add_argument("--method", default="int8")
-        shaped.add_argument("--numels", type=int, nargs="+", default=[2**19, 2**22, 2**24])
-        shaped.add_argument("--rounds", type=int, default=11)
-        shaped.add_argument("--rank", type=int)
-        shaped.add_argument("--address")
-        shaped.set_defaults(run=action)
-    args = parser.parse_args()
-    args.run(args)
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--batch_size", type=int, default=8)
+    speed(parser.parse_args())
 
 
 if __name__ == "__main__":
