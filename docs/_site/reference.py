@@ -17,7 +17,7 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from gradwire import cli
+from gradwire import HOMES, cli
 from gradwire.bench import config
 from gradwire.bench.report.rows.record import Result
 from gradwire.comm.communication import Communication
@@ -26,13 +26,13 @@ from gradwire.comm.compressors.listing import MATRIX, kind, shown, taken
 
 NUMEL = math.prod(MATRIX)
 PYTHON = {
-    "In a training script": (
+    "Library: in a training script": (
         "gradwire.comm.collectives.Reducer",
         "gradwire.comm.parallel",
         "gradwire.comm.compressors.build",
         "gradwire.comm.huggingface",
     ),
-    "Compressors": (
+    "Library: compressors": (
         "gradwire.comm.compressors.base",
         "gradwire.comm.compressors.sparse",
         "gradwire.comm.compressors.rounds",
@@ -40,25 +40,25 @@ PYTHON = {
         "gradwire.comm.compressors.feedback",
         "gradwire.comm.compressors.reduction",
     ),
-    "Collectives": (
+    "Library: collectives": (
         "gradwire.comm.collectives.layout",
         "gradwire.comm.collectives.meter",
         "gradwire.comm.collectives.world",
     ),
-    "Strategies": ("gradwire.comm.parallel.strategy",),
-    "Data": (
+    "Library: strategies": ("gradwire.comm.parallel.strategy",),
+    "Attribution: corpora and tokens": (
         "gradwire.lm.data.sources",
         "gradwire.lm.data.corpus",
         "gradwire.lm.data.shards",
         "gradwire.lm.data.batches",
     ),
-    "Per-sample gradients": (
+    "Attribution: per-sample gradients": (
         "gradwire.attribution.persample.batch",
         "gradwire.attribution.persample.norms",
         "gradwire.attribution.projections.base",
         "gradwire.attribution.store.store",
     ),
-    "Measurement": (
+    "Benchmark": (
         "gradwire.bench.trace.trace",
         "gradwire.bench.statistics.seeds",
         "gradwire.bench.statistics.measured_run",
@@ -190,7 +190,8 @@ def results() -> str:
 
 def python() -> str:
     """The package's public parts, for mkdocstrings to fill in."""
-    parts = ["# Python", "`from gradwire import Reducer, accumulation, build, clip_grad_norm, hook, wrap`"]
+    extras = "`gradwire[attribution]` installs what the parts on attribution need, `gradwire[bench]` the benchmark's."
+    parts = ["# Python", f"`from gradwire import {', '.join(HOMES)}`", extras]
     for title, names in PYTHON.items():
         parts.append(f"## {title}")
         for name in names:
