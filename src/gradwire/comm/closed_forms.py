@@ -6,12 +6,16 @@ up to the total exactly, also if the number of ranks does not divide the buffer.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
+N = TypeVar("N", int, float)
+
 FLOAT32_BYTES = 4
 PASSES = {"reduce_scatter": 1, "all_gather": 1, "all_to_all": 1, "all_reduce": 2}
 """How often a collective sends its buffer to or from ``world - 1`` ranks."""
 
 
-def total_bytes(op: str, nbytes: int, world: int) -> int:
+def total_bytes(op: str, nbytes: N, world: int) -> N:
     """Return the bytes over all ranks of a collective.
 
     Args:

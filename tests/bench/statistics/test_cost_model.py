@@ -8,12 +8,13 @@ from itertools import product
 
 import numpy as np
 import pytest
+from gradwire.bench.statistics.ways import Leg, Sends, collective, hierarchical, levels, two_levels, ways
 from links_rows import ALPHA, COMPUTE, FACTOR, HOST, LABELS, PARAMETERS, RATES, STEPS, experiment, islands_row, row
 from scipy.optimize import brentq
 
 from gradwire.bench.report.rows.measurements import measurement_of
 from gradwire.bench.report.tables.predictions import crossover_text, interval_text
-from gradwire.bench.statistics.collective_costs import FLAT, Leg, Sends, hierarchical, levels, two_levels, ways
+from gradwire.bench.statistics.collective_costs import Leg, Sends, hierarchical, levels, two_levels, ways
 from gradwire.bench.statistics.cost_model import GRID, Islands, Model, crossover, leave_one_link_out
 from gradwire.cli import main
 
@@ -173,10 +174,10 @@ def ring(size, world, laps):
 @pytest.mark.parametrize("world", [2, 3, 12])
 def test_closed_forms_are_those_of_simulated_messages(world):
     size = 1260.0
-    assert FLAT["reduce_scatter"](size, world) == pytest.approx(ring(size, world, 1))
-    assert FLAT["all_reduce"](size, world) == pytest.approx(ring(size, world, 2))
-    assert FLAT["all_gather"](size, world) == pytest.approx(ring(size * world, world, 1))
-    assert FLAT["all_to_all"](size, world) == pytest.approx((size / world * (world - 1), world - 1))
+    assert collective("reduce_scatter", size, world) == pytest.approx(ring(size, world, 1))
+    assert collective("all_reduce", size, world) == pytest.approx(ring(size, world, 2))
+    assert collective("all_gather", size, world) == pytest.approx(ring(size * world, world, 1))
+    assert collective("all_to_all", size, world) == pytest.approx((size / world * (world - 1), world - 1))
 
 
 @pytest.mark.parametrize("world", [6, 16, 30])
@@ -202,7 +203,7 @@ def test_an_all_to_all_in_two_levels_delivers_and_sends_what_is_counted(world):
 
 def test_two_levels_send_the_same_bytes_in_fewer_messages():
     for op in ("all_reduce", "reduce_scatter", "all_gather"):
-        flat, two = FLAT[op](1000.0, 64), hierarchical(op, 1000.0, 64)
+        flat, two = collective(op, 1000.0, 64), hierarchical(op, 1000.0, 64)
         assert two.bytes == flat.bytes
         assert two.messages == flat.messages * 14 / 63
     assert [two_levels(world) for world in (7, 64, 4096)] == [(1, 7), (8, 8), (64, 64)]
@@ -245,7 +246,7 @@ def test_what_islands_send_is_that_of_simulated_messages(exact, islands, ranks):
 def test_levels_send_what_a_flat_collective_does():
     for op in ("all_reduce", "reduce_scatter", "all_gather"):
         within, between = levels(op, 840.0, 5, 4)
-        assert within.bytes + between.bytes == pytest.approx(FLAT[op](840.0, 20).bytes)
+        assert within.bytes + between.bytes == pytest.approx(collective(op, 840.0, 20).bytes)
 
 
 def law(op, *legs):

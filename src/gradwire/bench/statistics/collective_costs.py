@@ -14,6 +14,7 @@ import math
 from typing import NamedTuple
 
 from gradwire.bench.statistics.measured_run import Flow, Measurement
+from gradwire.comm.closed_forms import PASSES, total_bytes
 
 WAYS = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "all-gather", "all_to_all": "all-to-all"}
 
@@ -25,25 +26,16 @@ class Sends(NamedTuple):
     messages: int
 
 
-def reduce_scatter(size: float, world: int) -> Sends:
-    """A ring: W − 1 messages, each 1/W of a buffer of ``size`` bytes."""
-    return Sends((world - 1) / world * size, world - 1)
+def collective(op: str, size: float, world: int) -> Sends:
+    """Return what a rank sends in a ring, or in an all-to-all.
 
-
-def all_reduce(size: float, world: int) -> Sends:
-    """A ring: a reduce-scatter, then an all-gather of the shards."""
-    half = reduce_scatter(size, world)
-    return Sends(2 * half.bytes, 2 * half.messages)
-
-
-def all_gather(size: float, world: int) -> Sends:
-    """A ring: W − 1 messages of ``size`` bytes, each rank's contribution."""
-    return Sends((world - 1) * size, world - 1)
-
-
-def all_to_all(size: float, world: int) -> Sends:
-    """1/W of a buffer of ``size`` bytes to each of W − 1 ranks."""
-    return Sends((world - 1) / world * size, world - 1)
+    Args:
+        op: The collective.
+        size: Bytes of a rank's input: of an all-gather its contribution.
+        world: Number of ranks.
+    """
+    buffer = world * size if op == "all_gather" else size
+    return Sends(total_bytes(op, buffer, world) / world, PASSES[op] * (world - 1))
 
 
 def two_levels(world: int) -> tuple[int, int]:
@@ -58,19 +50,15 @@ def levels(op: str, size: float, group: int, groups: int) -> tuple[Sends, Sends]
     Together the bytes equal those of the flat collective, except for an all-to-all, which sends data leaving a group
     twice.
     """
-    collective = FLAT[op]
     if op == "all_gather":  # contributions travel between groups first, then all of them within
-        return collective(groups * size, group), collective(size, groups)
-    return collective(size, group), collective(size if op == "all_to_all" else size / group, groups)
+        return collective(op, groups * size, group), collective(op, size, groups)
+    return collective(op, size, group), collective(op, size if op == "all_to_all" else size / group, groups)
 
 
 def hierarchical(op: str, size: float, world: int) -> Sends:
     """A collective within groups and one between groups of equal ranks, which needs fewer messages."""
     within, between = levels(op, size, *two_levels(world))
     return Sends(within.bytes + between.bytes, within.messages + between.messages)
-
-
-FLAT = {"all_reduce": all_reduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather, "all_to_all": all_to_all}
 
 
 class Leg(NamedTuple):
@@ -115,11 +103,11 @@ def ways(measurement: Measurement, world: int, islands: int = 1) -> list[Way]:
         peers, size = measurement.islands, sent * measurement.world / measurement.islands / sharing
         world, islands = islands, 1
     elif measurement.sharded:
-        return _ways(op, sent / all_to_all(1, peers).bytes, world, islands)
+        return _ways(op, sent / collective("all_to_all", 1, peers).bytes, world, islands)
     if op == "all_reduce":
-        found = _ways(op, size / all_reduce(1, peers).bytes, world, islands)
+        found = _ways(op, size / collective("all_reduce", 1, peers).bytes, world, islands)
     else:
-        size /= (all_gather if op == "all_gather" else all_reduce)(1, peers).bytes  # of one encoded buffer
+        size /= collective("all_gather" if op == "all_gather" else "all_reduce", 1, peers).bytes  # of an encoded buffer
         both = [
             *_ways("all_to_all", size, world, islands, halves=2),
             *_ways("all_gather", size, world, islands, decodings=world),
@@ -130,14 +118,14 @@ def ways(measurement: Measurement, world: int, islands: int = 1) -> list[Way]:
 
 def parameter_ways(flow: Flow, measured: int, world: int, islands: int = 1) -> list[Way]:
     """Ways to communicate a step's parameters between ``world`` ranks, each of which holds a shard."""
-    size = flow.bytes / all_to_all(1, measured).bytes
+    size = flow.bytes / collective("all_to_all", 1, measured).bytes
     return _ways(flow.op, size / world if flow.op == "all_gather" else size, world, islands)
 
 
 def inside(flow: Flow, measured: int, ranks: int) -> Way:
     """How the ``ranks`` of an island communicate what those of a measured one did: parameters, or their gradients."""
-    size = flow.bytes / all_to_all(1, measured).bytes
-    sends = FLAT[flow.op](size / ranks if flow.op == "all_gather" else size, ranks)
+    size = flow.bytes / collective("all_to_all", 1, measured).bytes
+    sends = collective(flow.op, size / ranks if flow.op == "all_gather" else size, ranks)
     return Way(WAYS[flow.op], flow.op, (Leg(sends, "inside"),), 0)
 
 
@@ -145,7 +133,7 @@ def _ways(op: str, size: float, world: int, islands: int, halves: int = 1, decod
     """A flat collective and, if the ranks form groups, a hierarchical one; each runs ``halves`` times."""
     name = WAYS[op]
     if islands == 1:
-        found: dict[str, tuple[Leg, ...]] = {name: (Leg(FLAT[op](size, world)),)}
+        found: dict[str, tuple[Leg, ...]] = {name: (Leg(collective(op, size, world)),)}
         if min(two_levels(world)) > 1:
             found[f"{name}, hierarchical"] = (Leg(hierarchical(op, size, world)),)
     else:
@@ -160,7 +148,7 @@ def _ways(op: str, size: float, world: int, islands: int, halves: int = 1, decod
 def _flat(op: str, size: float, world: int, ranks: int) -> tuple[Leg, ...]:
     """A flat collective of islands of ``ranks``: a ring, or a message from each rank to each other one."""
     if op != "all_to_all":
-        return (Leg(FLAT[op](size, world), "ring"),)
+        return (Leg(collective(op, size, world), "ring"),)
     near, far = ranks - 1, world - ranks
     return Leg(Sends(near / world * size, near), "inside"), Leg(Sends(far / world * size, far), sharing=ranks)
 

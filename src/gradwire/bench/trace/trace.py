@@ -42,14 +42,11 @@ from gradwire.base.flags import output_file
 from gradwire.bench.trace.crosscheck import against_meter
 from gradwire.bench.trace.events import OPS, Span, Trace, read
 from gradwire.bench.trace.intervals import Intervals, difference, intersection, intervals, length, near, union
+from gradwire.comm.closed_forms import raw_bytes
 
 SCHEMA_VERSION = 1
 CODEC = ("encode", "decode")
-REDUCTIONS = {
-    "all_reduce": 2,
-    "reduce_scatter": 1,
-}  # lower bound on bytes sent per rank, in multiples of (W - 1) / W of the buffer
-FLOAT32 = 4  # bytes
+REDUCTIONS = ("all_reduce", "reduce_scatter")
 RUNS_AS = {"reduce_scatter": "all_reduce"}  # gloo's substitute for an op
 PATTERN = "rank[0-9]*.pt.trace.json.gz"
 
@@ -302,8 +299,8 @@ def reduced_bytes(traces: Sequence[Trace]) -> float | None:
             if call.name in REDUCTIONS and within_steps(trace, call) and purpose_of(call, own) == "payload":
                 if call.numel is None:
                     return None
-                found.append(REDUCTIONS[call.name] * FLOAT32 * call.numel)
-    return (world - 1) * sum(found) / world / len(traces[0].steps) if found else None
+                found.append(raw_bytes(call.name, call.numel, world))
+    return sum(found) / world / len(traces[0].steps) if found else None
 
 
 def within_steps(trace: Trace, span: Span) -> bool:
