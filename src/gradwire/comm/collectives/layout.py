@@ -254,7 +254,8 @@ class Table(NamedTuple):
     @property
     def total(self) -> int | None:
         """Bytes of all encodings; None if one depends on the data."""
-        return known_sum(size for row in self.sizes for size in row)
+        known = [size for row in self.sizes for size in row if size is not None]
+        return sum(known) if len(known) == sum(map(len, self.sizes)) else None
 
     def decode(self, messages: Tensor, lengths: Sequence[Sequence[int]], out: Tensor, onto: Onto) -> None:
         """Decode messages, one after the other in ``messages``, into a buffer, or add them to it in order.
@@ -315,9 +316,3 @@ def adjacent(pieces: Iterable[Piece]) -> list[tuple[Piece, ...]]:
         else:
             groups.append((piece,))
     return groups
-
-
-def known_sum(values: Iterable[int | None]) -> int | None:
-    """Return a sum; None if a value is unknown."""
-    known = [*values]
-    return None if None in known else sum(value for value in known if value is not None)

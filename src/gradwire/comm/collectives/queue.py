@@ -12,7 +12,6 @@ import gc
 import os
 import socket
 import threading
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -20,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -62,10 +61,9 @@ class Handle:
         self._future.add_done_callback(lambda future: call() if future.exception() else None)
 
 
-class ReductionQueue(ABC):
-    """Runs tasks in the order of `begin`."""
+class ReductionQueue:
+    """Runs a task in the thread that begins it, which waits; subclasses do not wait, and keep the order of `begin`."""
 
-    @abstractmethod
     def begin(self, task: Task, flat: Tensor) -> Handle:
         """Run a task after all earlier ones.
 
@@ -74,27 +72,16 @@ class ReductionQueue(ABC):
             flat: The input; not to be changed before the task has finished.
 
         Raises:
-            Exception: What an earlier task raised in the meantime.
+            Exception: What an earlier task raised in the meantime; without overlap what this one raises.
         """
+        return finished(task())
 
-    @abstractmethod
     def synchronize(self) -> None:
         """Wait for all tasks: on the host, or with the current CUDA stream.
 
         Raises:
             Exception: What a task raised.
         """
-
-
-class CallerQueue(ReductionQueue):
-    """Runs a task in the thread that begins it, which waits: no overlap."""
-
-    def begin(self, task: Task, flat: Tensor) -> Handle:
-        """Run the task; what it raises, this raises."""
-        return finished(task())
-
-    def synchronize(self) -> None:
-        """Return: `begin` waited."""
 
 
 class StreamQueue(ReductionQueue):
@@ -115,8 +102,8 @@ class StreamQueue(ReductionQueue):
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
-class Worker:
-    """A thread that runs the tasks of all queues of a group in one order; it ends with this object.
+class WorkerThread(Thread):
+    """A thread that runs tasks until it gets None.
 
     It is a daemon, so that a process which fails or is interrupted does not wait for its collectives.
 
@@ -124,22 +111,29 @@ class Worker:
         sockets: File descriptors of the connections that the tasks' collectives use.
     """
 
-    def __init__(self, sockets: Collection[int] = ()) -> None:
+    def __init__(self, sockets: Collection[int]) -> None:
+        super().__init__(name="gradwire-reducer", daemon=True)
         self.items: SimpleQueue[Item | None] = SimpleQueue()
-        threads, started = torch.get_num_threads(), Event()
-        WorkerThread(self.items, started, sockets).start()
-        started.wait()
-        torch.set_num_threads(threads)  # later threads of this process take the last number that any thread set
-        finalize(self, self.items.put, None)
-
-
-class WorkerThread(Thread):
-    """The thread of a `Worker`."""
-
-    def __init__(self, items: SimpleQueue[Item | None], started: Event, sockets: Collection[int]) -> None:
-        super().__init__(target=serve, args=(items, started), name="gradwire-reducer", daemon=True)
-        self.items = items
         self.sockets = sockets
+        self.ready = Event()
+
+    def run(self) -> None:
+        """Compute with one thread, since the rank's others are at work in the backward pass."""
+        torch.get_num_threads()  # otherwise torch sets the process's number at this thread's first operation
+        torch.set_num_threads(1)
+        self.ready.set()
+        with torch.no_grad():
+            while (item := self.items.get()) is not None:
+                future, task, faults = item
+                try:
+                    if faults:
+                        raise faults[0]
+                    future.set_result(task())
+                except BaseException as error:
+                    if not faults:
+                        faults.append(error)
+                    future.set_exception(error)
+                del item, future, task, faults  # they would keep the last reduction's buffers until the next
 
     def end(self) -> bool:
         """End the thread, also in mid-collective: gloo stops one only if it loses its connections.
@@ -155,6 +149,24 @@ class WorkerThread(Thread):
             shut_down(descriptor)
         self.join(ABORTED_S)
         return False
+
+
+class Worker:
+    """A thread that runs the tasks of all queues of a group in one order; it ends with this object.
+
+    Args:
+        group: The process group of the tasks' collectives.
+        sockets: File descriptors of its connections.
+    """
+
+    def __init__(self, group: Group = None, sockets: Collection[int] = ()) -> None:
+        self.group = group
+        threads, thread = torch.get_num_threads(), WorkerThread(sockets)
+        thread.start()
+        thread.ready.wait()
+        torch.set_num_threads(threads)  # later threads of this process take the last number that any thread set
+        self.items = thread.items
+        finalize(self, self.items.put, None)
 
 
 @atexit.register
@@ -213,28 +225,6 @@ class ThreadQueue(ReductionQueue):
             self._begun.popleft()
 
 
-def serve(items: SimpleQueue[Item | None], started: Event) -> None:
-    """Run tasks until None comes; the thread of a `Worker`.
-
-    It computes with one thread, since the rank's others are at work in the backward pass.
-    """
-    torch.get_num_threads()  # otherwise torch sets the process's number at this thread's first operation
-    torch.set_num_threads(1)
-    started.set()
-    with torch.no_grad():
-        while (item := items.get()) is not None:
-            future, task, faults = item
-            try:
-                if faults:
-                    raise faults[0]
-                future.set_result(task())
-            except BaseException as error:
-                if not faults:
-                    faults.append(error)
-                future.set_exception(error)
-            del item, future, task, faults  # they would keep the last reduction's buffers until the next
-
-
 def finished(mean: Tensor, record: Callable[[], torch.cuda.Event] | None = None) -> Handle:
     """Return the handle of a reduction that has run, or was launched before the event that ``record`` returns."""
     future: Future[Tensor] = Future()
@@ -242,16 +232,9 @@ def finished(mean: Tensor, record: Callable[[], torch.cuda.Event] | None = None)
     return Handle(future, record and record())
 
 
-class Lane(NamedTuple):
-    """What the overlapping reducers of a group share: a thread, and the process group of its collectives."""
-
-    worker: Worker
-    group: dist.ProcessGroup
-
-
-# One per group, for as long as the group exists. A group of each reducer's own could not be destroyed with it: torch
-# names new groups by how many there are, and the ranks free a reducer at different times.
-LANES: WeakKeyDictionary[dist.ProcessGroup, Lane] = WeakKeyDictionary()
+# One per group, for as long as the group exists. A copy of the group for each reducer could not be destroyed with it:
+# torch names new groups by how many there are, and the ranks free a reducer at different times.
+WORKERS: WeakKeyDictionary[dist.ProcessGroup, Worker] = WeakKeyDictionary()
 
 
 def build_queue(group: Group, device: torch.device, overlap: bool) -> tuple[ReductionQueue, Group]:
@@ -263,20 +246,20 @@ def build_queue(group: Group, device: torch.device, overlap: bool) -> tuple[Redu
         overlap: Whether tasks run beside the caller.
     """
     if overlap and device.type == "cpu":
-        own = group or dist.group.WORLD
-        assert own is not None
-        if own not in LANES:
+        ranks = group or dist.group.WORLD
+        assert ranks is not None
+        if ranks not in WORKERS:
             before = open_sockets()
-            copy = copied(own)
-            LANES[own] = Lane(Worker(open_sockets() - before), copy)
-        return ThreadQueue(LANES[own].worker), LANES[own].group
+            copy = copied(ranks)
+            WORKERS[ranks] = Worker(copy, open_sockets() - before)
+        return ThreadQueue(WORKERS[ranks]), WORKERS[ranks].group
     if overlap and dist.get_backend(group) == "nccl":
         return StreamQueue(device), group
-    return CallerQueue(), group
+    return ReductionQueue(), group
 
 
 def copied(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a new gloo group of the same ranks, with the same timeout."""
     ranks = dist.get_process_group_ranks(group)
-    part = len(ranks) < dist.get_world_size()  # the other ranks do not take part then
-    return dist.new_group(ranks, timeout=timeout_of(group), backend="gloo", use_local_synchronization=part)
+    some = len(ranks) < dist.get_world_size()  # the other ranks do not take part then
+    return dist.new_group(ranks, timeout=timeout_of(group), backend="gloo", use_local_synchronization=some)

@@ -28,7 +28,7 @@ from gradwire.comm.collectives.codec import Codec
 from gradwire.comm.collectives.compression_error import Reduced
 from gradwire.comm.collectives.layout import Kind, Layout
 from gradwire.comm.collectives.meter import METER, Meter, Traffic
-from gradwire.comm.collectives.queue import CallerQueue, Handle, ReductionQueue, build_queue, finished
+from gradwire.comm.collectives.queue import Handle, ReductionQueue, build_queue, finished
 from gradwire.comm.collectives.world import check_initialized
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
@@ -127,7 +127,6 @@ class Reducer:
         self.world = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.algorithm: str = checked.algorithm
-        self.overlap = checked.overlap
         self.nonfinite = checked.nonfinite
         self.loss_scale = 1.0
         self._watches: list[Watch] = []
@@ -138,8 +137,7 @@ class Reducer:
         self._traffic = Traffic(self.meter)
         self.codec = Codec(schedule, checked, counts=self._traffic.counts, seed=seed, rank=dist.get_rank())
         self._ranks = Ranks(group, self.world, self.rank, self.meter)
-        self._queue: ReductionQueue = CallerQueue()  # until the first reduction
-        self._device: torch.device | None = None  # of the first reduction
+        self._queue: ReductionQueue | None = None  # from the first reduction on
         self._kept: list[Reduced] | None = None  # of a `keeping` that has not ended
 
     @property
@@ -235,7 +233,8 @@ class Reducer:
         Raises:
             Exception: What one of them raised.
         """
-        self._queue.synchronize()
+        if self._queue is not None:
+            self._queue.synchronize()
 
     def skip(self, layout: Layout) -> None:
         """Count a buffer that is not reduced in this step, in the place of `all_reduce`: raw bytes, and none sent."""
@@ -385,8 +384,11 @@ class Reducer:
 
     def _begin(self, kind: Kind, flat: Tensor, layout: Layout | str, then: Then | None, extra: bool = False) -> Handle:
         """Add a reduction to the queue."""
-        numel = flat.numel()
-        flat, layout = self._buffer(flat.detach(), layout)
+        numel, flat = flat.numel(), flat.detach()
+        if isinstance(layout, str):
+            layout = Layout.cut([(layout, (numel,))], self.world)
+            flat = pad(flat, (0, layout.numel - numel))
+        layout.check(flat)
         if self.world == 1:
             mean = flat.to(torch.float32)
             if then is not None:
@@ -395,9 +397,8 @@ class Reducer:
         for watch in self._watches:
             watch.begun(layout)
         self.prepare(kind, sum(piece.numel for piece in layout.pieces))
-        if self._device is None:
-            self._device = flat.device
-            self._queue, group = build_queue(self.group, flat.device, self.overlap)
+        if self._queue is None:
+            self._queue, group = build_queue(self.group, flat.device, self.codec.options.overlap)
             self._ranks = self._ranks._replace(group=group)
         task = partial(self._reduce, kind, flat, layout, numel, self.loss_scale, self._kept, then, extra)
         return self._queue.begin(task, flat)
@@ -458,14 +459,6 @@ class Reducer:
             return "gather" if self.world == 2 else "exchange"
         small = (self.world - 1) * size <= SMALL and self.world * size <= 2 * FLOAT32_BYTES * numel
         return "gather" if small else "exchange"
-
-    def _buffer(self, flat: Tensor, layout: Layout | str) -> tuple[Tensor, Layout]:
-        """The buffer and its layout; one that goes by a name alone is padded to whole rows."""
-        if isinstance(layout, str):
-            layout = Layout.cut([(layout, (flat.numel(),))], self.world)
-            flat = pad(flat, (0, layout.numel - flat.numel()))
-        layout.check(flat)
-        return flat, layout
 
     def _unreduced(self) -> list[str]:
         """End the watched model's step: the parameters whose gradients this rank should not use.
