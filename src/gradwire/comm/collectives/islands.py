@@ -136,7 +136,7 @@ class IslandReducer(Reducer):
         if wait:
             self.synchronize()
         if self.inside is not None:
-            self.inside.advance()
+            self.inside.codec.step += 1
             if self.inside.codec.flag is not None:
                 self.codec.note(self.inside.codec.flag)
                 self.inside.codec.flag.zero_()

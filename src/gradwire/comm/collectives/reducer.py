@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from enum import IntEnum
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ from gradwire.comm.closed_forms import FLOAT32_BYTES, rank_bytes
 from gradwire.comm.collectives import ops, state
 from gradwire.comm.collectives.algorithms import ALGORITHMS, Algorithm, Ranks
 from gradwire.comm.collectives.codec import Codec
-from gradwire.comm.collectives.compression_error import Reduced
 from gradwire.comm.collectives.layout import Kind, Layout
 from gradwire.comm.collectives.meter import METER, Meter, Traffic
 from gradwire.comm.collectives.queue import Handle, ReductionQueue, build_queue, finished
@@ -72,6 +71,22 @@ def takes_options(function: F) -> F:
     options = inspect.signature(ReducerOptions).parameters.values()
     function.__signature__ = signature.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
     return function
+
+
+class Reduced(NamedTuple):
+    """The input and output of a reduction on one rank.
+
+    Attributes:
+        kind: ``reduce_scatter`` or ``all_reduce``.
+        flat: This rank's gradients: [world * row_numel].
+        layout: The layout of ``flat``.
+        mean: The delivered mean: float32 [row_numel], or [world * row_numel] for an all-reduce.
+    """
+
+    kind: Kind
+    flat: Tensor
+    layout: Layout
+    mean: Tensor
 
 
 class Watch(Protocol):
@@ -154,10 +169,6 @@ class Reducer:
     def topology(self) -> Any:
         """The ranks that a state belongs to."""
         return self.world
-
-    def advance(self) -> None:
-        """Go on to the next optimizer step; `finish` does."""
-        self.codec.step += 1
 
     def prepare(self, kind: Kind, numel: int) -> None:
         """Resolve ``auto``, once; the first reduction does it with its buffer where nobody called this before.
@@ -291,7 +302,7 @@ class Reducer:
             self.synchronize()
         finished = self.step
         unreduced = self._unreduced()
-        self.advance()
+        self.codec.step += 1
         if self.world == 1:
             return True
         met = self._agreed(total, unreduced)

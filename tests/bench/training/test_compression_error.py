@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gradwire.bench.training.sampling import compression_error
 from gradwire.comm.collectives import Layout, Reducer
-from gradwire.comm.collectives.compression_error import compression_error
 from gradwire.comm.collectives.meter import METER
 from gradwire.comm.compressors import build
 
