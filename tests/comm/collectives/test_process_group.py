@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from gradwire.base.errors import BadInput
 from gradwire.base.rank_env import LOCAL_WORLD_SIZE, RankEnv, add_rank_arguments, rank_env, rank_options, ranks_here
-from gradwire.comm.collectives.world import choose, host_store, process_group, runs_on
+from gradwire.comm.collectives.world import choose, host_store, process_group
 
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "2345"}
 
@@ -123,22 +123,13 @@ def test_a_process_group_meets_at_its_address_only():
         socket.create_connection(("127.0.0.1", port)).close()
 
 
-@pytest.mark.parametrize(
-    ("capability", "built", "expected"),
-    [
-        ((9, 0), ["sm_80", "sm_90"], True),
-        ((8, 9), ["sm_75", "sm_80"], True),  # a later minor version
-        ((8, 0), ["sm_86", "sm_90"], False),  # an earlier one
-        ((7, 0), ["sm_75", "sm_80", "sm_90"], False),
-        ((12, 0), ["sm_80", "sm_100"], False),
-        ((12, 0), ["sm_80", "compute_90"], True),  # compiled by the driver
-        ((7, 5), ["compute_80"], False),
-        ((9, 3), ["sm_90a"], False),  # a suffix: this one only
-        ((9, 0), ["sm_90a"], True),
-    ],
-)
-def test_a_gpu_runs_what_torch_was_built_for(capability, built, expected):
-    assert runs_on(capability, built) is expected
+def first_kernel(message):
+    """Stand in for `torch.zeros` on a GPU."""
+
+    def fail(*size, device):
+        raise RuntimeError(message)
+
+    return fail
 
 
 def test_a_gpu_that_torch_was_not_built_for_is_refused(monkeypatch):
@@ -146,7 +137,11 @@ def test_a_gpu_that_torch_was_not_built_for_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (5, 2))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla M40")
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80", "sm_90"])
+    monkeypatch.setattr(torch, "zeros", first_kernel("CUDA error: no kernel image is available for execution"))
     with pytest.raises(BadInput, match=r"built for sm_80, sm_90, and Tesla M40 has compute capability 5\.2"):
+        process_group(device="cuda").__enter__()
+    monkeypatch.setattr(torch, "zeros", first_kernel("CUDA error: unknown error"))
+    with pytest.raises(RuntimeError, match="unknown error"):
         process_group(device="cuda").__enter__()
     assert not dist.is_initialized()
 

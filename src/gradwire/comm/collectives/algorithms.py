@@ -253,28 +253,21 @@ class Native(Algorithm):
         answers: dict[int, Tensor] = {}
         for (op, _, by_row), members in groups.items():
             tensors = [asks[i].tensor for i in members]
-            if by_row:
-                received = self._sum_rows([talks[i] for i in members], tensors)
-            elif op == "gather":
-                received = self._gather(tensors)
-            else:
-                received = self._reduce(tensors, op)
+            received = self._sum_rows([talks[i] for i in members], tensors) if by_row else self._fused(op, tensors)
             answers.update(zip(members, received, strict=True))
         return answers
 
-    def _reduce(self, tensors: Sequence[Tensor], op: str) -> list[Tensor]:
-        """All-reduce tensors in one collective."""
-        group, _, _, meter = self.ranks
-        fused = ops.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), op, group, "payload", meter)
-        parts = fused.split([tensor.numel() for tensor in tensors])
-        return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
-
-    def _gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Gather tensors in one collective: each [world, ...]."""
+    def _fused(self, op: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Reduce tensors in one collective; or gather them, each to [world, ...]."""
         group, world, _, meter = self.ranks
-        fused = ops.all_gather(torch.cat([tensor.reshape(-1) for tensor in tensors]), group, "payload", meter)
-        parts = fused.split([tensor.numel() for tensor in tensors], dim=1)
-        return [part.reshape(world, *tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        fused = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        leading: tuple[int, ...] = ()
+        if op == "gather":
+            fused, leading = ops.all_gather(fused, group, "payload", meter), (world,)
+        else:
+            ops.all_reduce(fused, op, group, "payload", meter)
+        parts = fused.split([tensor.numel() for tensor in tensors], dim=-1)
+        return [part.reshape(*leading, *tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
     def _sum_rows(self, talks: Sequence[Talk], tensors: Sequence[Tensor]) -> list[Tensor]:
         """Reduce-scatter tensors in one collective, padded to the longest row; return this rank's parts as vectors."""

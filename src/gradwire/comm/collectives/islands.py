@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.base.errors import BadInput
-from gradwire.comm.collectives import ops, state
+from gradwire.comm.collectives import state
 from gradwire.comm.collectives.reducer import Given, Reducer, takes_options
 from gradwire.comm.collectives.world import timeout_of
 from gradwire.comm.topology import check_islands
@@ -103,11 +103,8 @@ class IslandReducer(Reducer):
         if inside is not None and inside.group is not islands.inside:
             raise BadInput("the reducer inside an island needs the group Islands.inside.")
         self.islands = islands
-
-    @property
-    def everyone(self) -> ops.Group:
-        """All ranks."""
-        return None
+        self.everyone = None
+        self.topology = f"{islands.number} x {islands.ranks}"
 
     @property
     def loss_scale(self) -> float:  # type: ignore[override]
@@ -119,11 +116,6 @@ class IslandReducer(Reducer):
         self._loss_scale = value
         if self.inside is not None:
             self.inside.loss_scale = value
-
-    @property
-    def topology(self) -> Any:
-        """Islands x ranks per island."""
-        return f"{self.islands.number} x {self.islands.ranks}"
 
     def synchronize(self) -> None:
         """Wait for all reductions that have begun, on both levels."""

@@ -11,7 +11,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -37,6 +36,7 @@ Given: TypeAlias = Compressor | str | Mapping[str, Any]
 Then: TypeAlias = Callable[[Tensor], object]  # what to do with a mean
 F = TypeVar("F", bound=Callable[..., Any])
 FREE = ("overlap", "nonfinite")  # options that a resumed run may change
+FINITE, NONFINITE, UNREDUCED = range(3)  # what a rank met in a step: the flag of `Codec`, and an unreduced parameter
 SMALL = 2**16  # bytes: up to here a collective's latency weighs more than what it carries
 
 
@@ -103,14 +103,6 @@ class Watch(Protocol):
         """End the step; return the parameters that need a reduction and had none, or None if nothing was reduced."""
 
 
-class Met(IntEnum):
-    """The worst that a rank met in an optimizer step."""
-
-    NOTHING = 0
-    NONFINITE = 1
-    UNREDUCED = 2
-
-
 class Reducer:
     """Reduces flat gradient buffers; one per run and rank, and every rank makes the same calls in the same order.
 
@@ -125,6 +117,8 @@ class Reducer:
         options: The fields of `ReducerOptions`, such as ``error_feedback=True``.
 
     Attributes:
+        everyone: The ranks that `finish` agrees over.
+        topology: The ranks that a state belongs to.
         loss_scale: What the loss of the present step is multiplied by, as by `torch.amp.GradScaler`; 1 at first. Set it
             before the backward pass. What is encoded and kept are gradients of the unscaled loss, so it may change
             from step to step; the means that the framework gets back are scaled again.
@@ -141,6 +135,8 @@ class Reducer:
         self.group = group
         self.world = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
+        self.everyone = group
+        self.topology: int | str = self.world
         self.algorithm: str = checked.algorithm
         self.nonfinite = checked.nonfinite
         self.loss_scale = 1.0
@@ -159,16 +155,6 @@ class Reducer:
     def step(self) -> int:
         """Optimizer steps finished."""
         return self.codec.step
-
-    @property
-    def everyone(self) -> ops.Group:
-        """The ranks that `finish` agrees over."""
-        return self.group
-
-    @property
-    def topology(self) -> Any:
-        """The ranks that a state belongs to."""
-        return self.world
 
     def prepare(self, kind: Kind, numel: int) -> None:
         """Resolve ``auto``, once; the first reduction does it with its buffer where nobody called this before.
@@ -305,10 +291,10 @@ class Reducer:
         self.codec.step += 1
         if self.world == 1:
             return True
-        met = self._agreed(total, unreduced)
-        if met == Met.UNREDUCED:
+        met = self._agreed(total, bool(unreduced))
+        if met == UNREDUCED:
             raise RunFault(self._described(unreduced), step=finished)
-        if met == Met.NOTHING:
+        if met == FINITE:
             return True
         self._traffic.add(nonfinite_steps=1)
         if self.nonfinite == "raise":
@@ -490,23 +476,22 @@ class Reducer:
             )
         return unreduced
 
-    def _agreed(self, total: Tensor | None, unreduced: list[str]) -> Met:
-        """The worst that any rank met since the last call; the same answer on all ranks."""
+    def _agreed(self, total: Tensor | None, unreduced: bool) -> int:
+        """Return the worst that any rank met since the last call; the same answer on all ranks."""
         flag = self.codec.flag
         if flag is None:  # no gradient was reduced yet
             device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
             flag = torch.zeros(1, dtype=torch.uint8, device=device if total is None else total.device)
-        own = flag.clone()  # 1 is `Met.NONFINITE`
+        met = flag.clone()
         flag.zero_()
         if total is None:
-            if unreduced:
-                own.fill_(Met.UNREDUCED)
-            return Met(int(ops.all_reduce(own, "max", self.everyone, "agreement", self.meter)))
-        many = dist.get_world_size(self.everyone) + 1  # more than all ranks' flags
-        summed = torch.cat([own.float() + many * bool(unreduced), total])
-        summed = ops.all_reduce(summed, "sum", self.everyone, "agreement", self.meter)
+            met += UNREDUCED * unreduced
+            return min(int(ops.all_reduce(met, "max", self.everyone, "agreement", self.meter)), UNREDUCED)
+        ranks = dist.get_world_size(self.everyone)  # the largest sum of flags
+        summed = torch.cat([met.float() + (ranks + 1) * unreduced, total])
+        ops.all_reduce(summed, "sum", self.everyone, "agreement", self.meter)
         total.copy_(summed[1:])
-        return Met(min(int(summed[0]), Met.NONFINITE)) if summed[0] < many else Met.UNREDUCED
+        return UNREDUCED if summed[0] > ranks else min(int(summed[0]), NONFINITE)
 
     def _described(self, unreduced: list[str]) -> str:
         """The message about parameters that were not reduced, from all ranks; every rank calls this."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -78,34 +78,22 @@ def choose(backend: str, device: str, ranks: int, gpus: int) -> Choice:
 
 
 def check_architecture(device: torch.device) -> None:
-    """Check that this build of torch has code for a GPU; else its first kernel would fail, with a less clear message.
+    """Check that this build of torch runs on a GPU, by a kernel; the message of the first one in a run is less clear.
 
     Raises:
-        BadInput: If it has none.
+        BadInput: If it has no code for the GPU.
     """
-    capability, built = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
-    if not runs_on(capability, built):
+    try:
+        torch.zeros(1, device=device)
+    except RuntimeError as error:
+        if "no kernel image" not in str(error):
+            raise
         raise BadInput(
-            f"torch {torch.__version__} is built for {', '.join(built)}, and {torch.cuda.get_device_name(device)} has "
-            f"compute capability {'.'.join(map(str, capability))}; install another build of torch, or use --device cpu."
-        )
-
-
-def runs_on(capability: tuple[int, int], built: Sequence[str]) -> bool:
-    """Whether code for the architectures ``built`` runs on a GPU of that compute capability.
-
-    Code for ``sm_XY`` runs on X.Y and later minor versions of X, with a suffix only on X.Y; ``compute_XY`` is compiled
-    by the driver for X.Y and everything later.
-    """
-    for name in built:
-        kind, _, number = name.partition("_")
-        digits = number.rstrip("abcdefghijklmnopqrstuvwxyz")
-        of = int(digits[:-1]), int(digits[-1])
-        if kind == "compute" and of <= capability:
-            return True
-        if kind == "sm" and (of == capability if number != digits else of[0] == capability[0] and of <= capability):
-            return True
-    return False
+            f"torch {torch.__version__} is built for {', '.join(torch.cuda.get_arch_list())}, and "
+            f"{torch.cuda.get_device_name(device)} has compute capability "
+            f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}; install another build of torch, or use "
+            f"--device cpu."
+        ) from error
 
 
 @contextmanager

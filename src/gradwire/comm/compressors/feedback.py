@@ -62,7 +62,9 @@ class Feedback:
     @property
     def residual(self) -> Tensor:
         """The error so far: float32 of ``shape``, a copy."""
-        return self._stored.clone() if self._store is None else self._read()
+        if self._store is None:
+            return self._stored.clone()
+        return self._store.decoded(self._stored, self.shape).view(self.shape)
 
     @property
     def in_place(self) -> bool:
@@ -111,12 +113,11 @@ class Feedback:
         self._corrected = residual.add_(gradient.detach())
         return self._corrected
 
-    def update(self, sent: Tensor, lost: Tensor | None = None) -> None:
+    def update(self, sent: Tensor) -> None:
         """Keep what of the compensated gradient was not sent.
 
         Args:
             sent: What the receivers take for it: float32 of ``shape``, neither changed nor kept.
-            lost: float32 of ``shape``; what storing the residual loses is added to it (nothing, for float32).
 
         Raises:
             ValueError: If ``sent`` has another shape.
@@ -126,9 +127,7 @@ class Feedback:
             raise RuntimeError("update has nothing to compare with what was sent: call compensate first")
         self._check("sent tensor", sent)
         corrected, self._corrected = self._corrected, None
-        error = self._keep(corrected - sent)  # corrected stays as it is: the wire that travels may share its memory
-        if lost is not None and self._store is not None:
-            lost += error.sub_(self._read())
+        self._keep(corrected - sent)  # corrected stays as it is: the wire that travels may share its memory
 
     def drop(self, where: Tensor | None = None) -> None:
         """Forget the residual and the compensated gradient: both may hold what is not finite.
@@ -160,17 +159,11 @@ class Feedback:
         for key, kept in own.items():
             kept.copy_(state[key])
 
-    def _keep(self, error: Tensor) -> Tensor:
-        """Store an error, averaged with the residual, and return it so; it may be changed."""
+    def _keep(self, error: Tensor) -> None:
+        """Store an error, averaged with the residual; changes it."""
         if self.average:
             error.mul_(1 - self.average).add_(self.residual.mul_(self.average))
         self._stored = self._stored.copy_(error) if self._store is None else self._store.coded(error, None)[0]
-        return error
-
-    def _read(self) -> Tensor:
-        """Decode a residual that is not stored as float32."""
-        assert self._store is not None
-        return self._store.decoded(self._stored, self.shape).view(self.shape)
 
     def _check(self, what: str, tensor: Tensor) -> None:
         """Check a shape: another one could be broadcast."""
