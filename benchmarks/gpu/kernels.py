@@ -26,7 +26,7 @@ from torch import Tensor
 
 from gradwire.comm.compressors import build, kernels
 from gradwire.comm.compressors.base import Compressor
-from gradwire.comm.compressors.chain import Chain
+from gradwire.comm.compressors.sparse import Chain
 
 SHAPES: list[Any] = [0, 1, 2, 3, 31, 255, 256, 257, 4095, 4096, 4097, 5003, 65_537, 1_000_003, 2**20]
 SHAPES += [(1, 1), (7, 11), (64, 129), (1000, 1001)]

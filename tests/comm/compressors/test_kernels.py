@@ -12,7 +12,6 @@ from gradwire.base.errors import BadInput
 from gradwire.comm.compressors import build, kernels
 from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.compressors.segments import Segments
-from gradwire.comm.compressors.sparse import Sparsifier
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,7 +22,7 @@ def fused(kind: str) -> list[str]:
     return [module.name for module in pkgutil.iter_modules(folder)]
 
 
-CASES = [(name, options) for name, options in METHODS if name in fused("cuda")]
+CASES = [(name, options) for name, options in METHODS if kernels.load("cuda", name) is not kernels.PLAIN]
 
 
 @pytest.mark.parametrize(("name", "options"), CASES, ids=str)
@@ -35,32 +34,20 @@ def test_the_cuda_form_has_the_plain_forms_bytes(name, options, shape):
         pytest.skip("these options have no CUDA form")
     x = normal(shape).to(DEVICE)
     form = (shape,) if isinstance(shape, int) else shape
-    if isinstance(compressor, Sparsifier):
-        plain_head, plain_values = compressor.pick(x, generator(3, DEVICE))
-        head, values, bad = module.pick(compressor, x, generator(3, DEVICE))
-        assert torch.equal(head, plain_head) and torch.equal(values, plain_values)
-        message = torch.cat([head, values.view(torch.uint8)])
-        places, used = module.places(compressor, message, shape)
-        plain_places, plain_used = compressor.places(message, shape)
-        assert torch.equal(places, plain_places) and used == plain_used
-        placed = module.place(compressor, values, places, shape)
-        assert torch.equal(placed, compressor.place(values, places, shape))
-    else:
-        wire, bad = kernels.coded(module, compressor, x, generator(3, DEVICE))
-        assert torch.equal(wire, compressor.to_wire(x, generator(3, DEVICE)))
-        assert torch.equal(kernels.decoded(module, compressor, wire, form), compressor.from_wire(wire, form))
+    wire, bad = module.encode(compressor, x, generator(3, DEVICE))
+    assert torch.equal(wire, compressor.to_wire(x, generator(3, DEVICE)))
+    assert torch.equal(module.decode(compressor, wire, form), compressor.from_wire(wire, form))
     assert not bad.any()
 
 
 FORMS = [(257,), (7, 11), (0,), (1,), (5003,), (64, 65)]
-MANY = [(name, options) for name, options in CASES if hasattr(kernels.load("cuda", name), "encode_many")]
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize(
     "apart", [pytest.param(True, id="scattered"), pytest.param(False, id="aligned", marks=pytest.mark.sweep)]
 )
-@pytest.mark.parametrize(("name", "options"), MANY, ids=str)
+@pytest.mark.parametrize(("name", "options"), CASES, ids=str)
 def test_a_launch_for_many_tensors_has_the_bits_of_one_for_each(name, options, apart):
     """Scattered encodings lie at odd bytes, where a GPU cannot read or write a number at once."""
     compressor = build(name, **options)
@@ -112,11 +99,7 @@ def test_the_cuda_form_flags_what_is_not_finite(name, options, value):
         pytest.skip("these options have no CUDA form")
     x = normal(5003).to(DEVICE)
     x[4097] = value
-    drawn = generator(3, DEVICE)
-    if isinstance(compressor, Sparsifier):
-        assert module.pick(compressor, x, drawn)[-1].any()
-    else:
-        assert kernels.coded(module, compressor, x, drawn)[-1].any()
+    assert module.encode(compressor, x, generator(3, DEVICE))[-1].any()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -132,12 +115,12 @@ def test_a_gpu_older_than_the_kernels_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "Tesla T4")
     device = torch.device("cuda", 93)  # of no other test: what is found is kept
-    assert kernels.find(build("none"), device) is None, "what has no kernel needs no such GPU"
+    assert kernels.find(build("none"), device) is kernels.PLAIN, "what has no kernel needs no such GPU"
     with pytest.raises(BadInput, match=r"int8: .* 8\.0 or later .* Tesla T4 has 7\.5; use --device cpu"):
         kernels.find(build("int8"), device)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_every_fused_form_belongs_to_a_method(kind):
-    forms = {name for name in fused(kind) if hasattr(kernels.load(kind, name), "covers")}
-    assert forms and forms <= {name for name, _ in METHODS}
+    forms = {name for name in fused(kind) if kernels.load(kind, name) is not kernels.PLAIN}
+    assert len(forms) >= 7 and forms <= {name for name, _ in METHODS}

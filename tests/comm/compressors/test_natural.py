@@ -121,12 +121,12 @@ def test_fused_forms_agree_on_every_magnitude(kind, options):
     exponents[1::3] = torch.randint(0, 254, (1667,), generator=generator(1))
     x = (exponents << 23 | torch.randint(0, 2**23, (5000,), generator=generator(2))).to(torch.int32).view(torch.float32)
     x = (x * normal(5000).sign()).to(device)
-    wire, bad = kernels.coded(fused, compressor, x, generator(4, device))
+    wire, bad = fused.encode(compressor, x, generator(4, device))
     assert torch.equal(wire, compressor.to_wire(x, generator(4, device))) and not bad.any()
     anything = torch.randint(0, 256, wire.shape, generator=generator(5)).to(torch.uint8).to(device)
     for message in (wire, anything):
         plain = compressor.from_wire(message, (5000,))
-        assert torch.equal(kernels.decoded(fused, compressor, message, (5000,)), plain)
+        assert torch.equal(fused.decode(compressor, message, (5000,)), plain)
 
 
 @both

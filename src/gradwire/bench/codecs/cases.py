@@ -16,11 +16,11 @@ from torch import Tensor
 
 from gradwire.comm.compressors import kernels, registry
 from gradwire.comm.compressors.base import Compressor, Shape, numel
-from gradwire.comm.compressors.chain import Chain
 from gradwire.comm.compressors.methods.gradiveq import GradiVeQ
 from gradwire.comm.compressors.methods.powersgd import PowerSGD
 from gradwire.comm.compressors.methods.randomk import RandomK
 from gradwire.comm.compressors.rotation import Rotated
+from gradwire.comm.compressors.sparse import Chain
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "int8": [{"rounding": "stochastic"}, {"num_bits": 4}],
@@ -111,7 +111,9 @@ class Case:
             parts = [self.codec.sparsifier, self.codec.quantizer]
         elif isinstance(self.codec, Rotated):
             parts = [self.codec.rotation, self.codec.quantizer]
-        return "+".join(dict.fromkeys("fused" if kernels.find(part, device) else "plain" for part in parts))
+        return "+".join(
+            dict.fromkeys("plain" if kernels.find(part, device) is kernels.PLAIN else "fused" for part in parts)
+        )
 
     def target(self, kind: str) -> Target | None:
         """The target on a kind of device, if any."""

@@ -199,9 +199,9 @@ class Compressor(BaseModel, ABC):
         if flags is not None and flags.shape != (len(segments),):
             raise ValueError(f"{self.name}: the flags of {len(segments)} segments have shape {tuple(flags.shape)}")
         bad = torch.zeros(len(segments), dtype=torch.uint8, device=values.device)
-        fused = kernels.find(self, values.device)
-        if fused is not None and hasattr(fused, "encode_many") and segments.fixed:
-            fused.encode_many(self, values, segments, wire, given, bad, residual)
+        encode_many = kernels.find(self, values.device).encode_many
+        if encode_many and segments.fixed:
+            encode_many(self, values, segments, wire, given, bad, residual)
         else:
             wire, segments = self._encode_each(values, segments, wire, given, bad, residual)
         self._report(bad, flags)
@@ -229,25 +229,21 @@ class Compressor(BaseModel, ABC):
         wires = wire if wire.ndim == 2 and wire.is_contiguous() else wire.unsqueeze(0)
         check_buffer("wire", wires[0] if len(wires) else wire, segments.nbytes, torch.uint8)
         check_buffer("sum", out, segments.numel, torch.float32)
-        fused = kernels.find(self, wire.device)
-        if fused is not None and hasattr(fused, "decode_add") and segments.fixed:
-            fused.decode_add(self, wires, segments, out, onto)
-            return
-        self._decode_each(wires, segments, out, onto)
+        decode_add = kernels.find(self, wire.device).decode_add
+        if decode_add and segments.fixed:
+            decode_add(self, wires, segments, out, onto)
+        else:
+            self._decode_each(wires, segments, out, onto)
 
     def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """`to_wire` in its fastest form for x's device, and whether x is not representable (bool or integer, [1])."""
-        fused = kernels.find(self, x.device)
-        return (
-            kernels.coded(fused, self, x, generator)
-            if fused
-            else (self.to_wire(x, generator), self.not_representable(x))
-        )
+        fused = kernels.find(self, x.device).encode(self, x, generator)
+        return fused or (self.to_wire(x, generator), self.not_representable(x))
 
     def decoded(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
         """`from_wire` in its fastest form for the wire's device."""
-        fused = kernels.find(self, wire.device)
-        return kernels.decoded(fused, self, wire, shape) if fused else self.from_wire(wire, shape)
+        fused = kernels.find(self, wire.device).decode(self, wire, shape)
+        return self.from_wire(wire, shape) if fused is None else fused
 
     def _encode_each(
         self,

@@ -151,8 +151,8 @@ def build(name: str, **given: Any) -> Compressor:
             made.append(kind(**own))
         except ValidationError as error:
             raise bad_option(kind.name, error) from None
-    from gradwire.comm.compressors.chain import Chain
     from gradwire.comm.compressors.rotation import Rotated, Rotation
+    from gradwire.comm.compressors.sparse import Chain
 
     first, *second = stages(made)
     if second and isinstance(first, Rotation):

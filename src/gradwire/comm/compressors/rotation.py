@@ -31,14 +31,13 @@ class Rotation(Compressor):
 
     def rotated(self, x: Tensor) -> Tensor:
         """`rotate` in its fastest form for x's device."""
-        fused = kernels.find(self, x.device)
-        return fused.rotate(self, x) if fused else self.rotate(x)
+        return self.rotated_many(x, kernels.alone(self, tuple(x.shape)))
 
     def rotated_many(self, values: Tensor, segments: Segments) -> Tensor:
         """A new buffer like ``values`` (float32 [n]), with each segment rotated; the rest of it has no meaning."""
-        fused = kernels.find(self, values.device)
-        if fused:
-            return fused.rotate_many(self, values, segments)
+        rotate_many = kernels.find(self, values.device).rotate_many
+        if rotate_many:
+            return rotate_many(self, values, segments)
         out = torch.empty_like(values)
         for segment in segments:
             out[segment.elements] = self.rotate(values[segment.elements])

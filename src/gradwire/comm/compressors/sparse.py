@@ -6,14 +6,15 @@ Wire: the head, which says the places, then the values' own wire.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gradwire.comm.compressors import kernels
+from gradwire.comm.compressors import indices, kernels
 from gradwire.comm.compressors.base import Compressor, Quantizer, Section, Shape, numel
 from gradwire.comm.compressors.methods.none import Uncompressed
+from gradwire.comm.compressors.packing import pack, packed_bytes, unpack
 
 FLOAT32 = Uncompressed()
 
@@ -58,8 +59,78 @@ class Picked(NamedTuple):
     bad: Tensor
 
 
-class Sparsifier(Compressor):
+class Sparse(Compressor):
+    """An encoding of chosen elements: the sparsifier's head, then the quantizer's encoding of their values."""
+
+    if TYPE_CHECKING:  # a chain has them as options, a sparsifier is its own and sends float32
+        sparsifier: ClassVar[Sparsifier]
+        quantizer: ClassVar[Quantizer]
+
+    def wire_bytes(self, shape: Shape) -> int | None:
+        """Head and values; None where either depends on the data."""
+        head, kept = self.sparsifier.head_bytes(shape), self.sparsifier.kept(shape)
+        values = None if kept is None else self.quantizer.wire_bytes(kept)
+        return None if head is None or values is None else head + values
+
+    def index_bytes(self, wire: Tensor, shape: Shape) -> int:
+        """The head's bytes."""
+        size = self.sparsifier.head_bytes(shape)
+        return self.sparsifier.places(wire, shape)[1] if size is None else size
+
+    def sections(self, wire: Tensor, shape: Shape) -> list[Section]:
+        """The head, and the sections of the values' encoding."""
+        head, kept = self.index_bytes(wire, shape), self.sent_elements(shape, wire)
+        assert kept is not None
+        return [Section(head, 1, True), *self.quantizer.sections(wire[head:], kept)]
+
+    def sent_elements(self, shape: Shape, wire: Tensor | None = None) -> int | None:
+        """As many as are kept."""
+        kept = self.sparsifier.kept(shape)
+        return self.sparsifier.places(wire, shape)[0].numel() if kept is None and wire is not None else kept
+
+    def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Head and values; both draw from one generator, the sparsifier first."""
+        head, values = self.sparsifier.pick(x, generator)
+        return torch.cat([head, self.quantizer.to_wire(values, generator)])
+
+    def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """`to_wire` in its fastest form, and whether x or a chosen value is not representable."""
+        head, values, bad = self.sparsifier.picked(x, generator)
+        wire, bad_values = self.quantizer.coded(values, generator)
+        return torch.cat([head, wire]), bad.to(torch.bool) | bad_values.to(torch.bool)
+
+    def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The values at their places."""
+        places, head = self.sparsifier.places(wire, shape)
+        values = self.quantizer.from_wire(self._values(wire[head:], places), (places.numel(),))
+        return self.sparsifier.place(values, places, shape)
+
+    def decoded(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """`from_wire` in its fastest form."""
+        places, head = self.sparsifier.found(wire, shape)
+        values = self.quantizer.decoded(self._values(wire[head:], places), (places.numel(),))
+        return self.sparsifier.placed(values, places, shape)
+
+    def _values(self, wire: Tensor, places: Tensor) -> Tensor:
+        """The values' encoding, whose size is checked where it is known."""
+        expected = self.quantizer.wire_bytes(places.numel())
+        if expected not in (None, wire.numel()):
+            raise ValueError(
+                f"invalid payload: {self.name} takes {expected} bytes for the values of {places.numel()} elements, "
+                f"got {wire.numel()}"
+            )
+        return wire
+
+
+class Sparsifier(Sparse):
     """A compressor that sends some elements; the others decode to 0."""
+
+    quantizer: ClassVar[Quantizer] = FLOAT32
+
+    @property
+    def sparsifier(self) -> Sparsifier:  # type: ignore[override]
+        """Itself."""
+        return self
 
     @property
     def growth(self) -> float:
@@ -101,109 +172,111 @@ class Sparsifier(Compressor):
 
     def picked(self, x: Tensor, generator: torch.Generator | None) -> Picked:
         """`pick` in its fastest form for x's device, with the check for values that are not finite."""
-        fused = kernels.find(self, x.device)
+        pick = kernels.find(self, x.device).pick
         return (
-            Picked(*fused.pick(self, x, generator))
-            if fused
-            else Picked(*self.pick(x, generator), self.not_representable(x))
+            Picked(*pick(self, x, generator)) if pick else Picked(*self.pick(x, generator), self.not_representable(x))
         )
 
     def found(self, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
         """`places` in its fastest form for the wire's device."""
-        fused = kernels.find(self, wire.device)
-        return (fused or type(self)).places(self, wire, shape)
+        return (kernels.find(self, wire.device).places or type(self).places)(self, wire, shape)
 
     def placed(self, values: Tensor, places: Tensor, shape: Shape) -> Tensor:
         """`place` in its fastest form for the values' device."""
-        fused = kernels.find(self, values.device)
-        return (fused or type(self)).place(self, values, places, shape)
-
-    def wire_bytes(self, shape: Shape) -> int | None:
-        """The head, and four bytes per sent element."""
-        return wire_bytes(self, FLOAT32, shape)
-
-    def index_bytes(self, wire: Tensor, shape: Shape) -> int:
-        """The head's bytes."""
-        size = self.head_bytes(shape)
-        return self.places(wire, shape)[1] if size is None else size
-
-    def sections(self, wire: Tensor, shape: Shape) -> list[Section]:
-        """Head and values."""
-        return sections(self, FLOAT32, wire, shape)
-
-    def sent_elements(self, shape: Shape, wire: Tensor | None = None) -> int | None:
-        """As many as are kept."""
-        kept = self.kept(shape)
-        return self.places(wire, shape)[0].numel() if kept is None and wire is not None else kept
-
-    def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Head and values."""
-        return to_wire(self, FLOAT32, x, generator)
-
-    def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The values at their places."""
-        return from_wire(self, FLOAT32, wire, shape)
-
-    def coded(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """`to_wire` in its fastest form, and whether x is not representable."""
-        return coded(self, FLOAT32, x, generator)
-
-    def decoded(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """`from_wire` in its fastest form."""
-        return decoded(self, FLOAT32, wire, shape)
+        return (kernels.find(self, values.device).place or type(self).place)(self, values, places, shape)
 
 
-def wire_bytes(sparsifier: Sparsifier, quantizer: Quantizer, shape: Shape) -> int | None:
-    """Head and values; None where either depends on the data."""
-    head, kept = sparsifier.head_bytes(shape), sparsifier.kept(shape)
-    values = None if kept is None else quantizer.wire_bytes(kept)
-    return None if head is None or values is None else head + values
+class Chain(Sparse):
+    """A sparsifier whose values a quantizer shortens: ``sparsifier+quantizer``, for any pair of methods.
+
+    As in Basu et al., "Qsparse-local-SGD" (NeurIPS 2019).
+    """
+
+    sparsifier: Sparsifier  # type: ignore[misc]
+    quantizer: Quantizer  # type: ignore[misc]
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """Both names, as in ``topk+int8``."""
+        return f"{self.sparsifier.name}+{self.quantizer.name}"
+
+    @property
+    def unbiased(self) -> bool:
+        """If both members are: the quantizer draws independently of the choice."""
+        return self.sparsifier.unbiased and self.quantizer.unbiased
+
+    @property
+    def overflow(self) -> float:  # type: ignore[override]
+        """The quantizer's; what the sparsifier leaves out need not be small enough for it."""
+        return min(self.sparsifier.overflow, self.quantizer.overflow / self.sparsifier.growth)
 
 
-def sections(sparsifier: Sparsifier, quantizer: Quantizer, wire: Tensor, shape: Shape) -> list[Section]:
-    """The head, and the sections of the values' encoding."""
-    head, kept = sparsifier.index_bytes(wire, shape), sparsifier.sent_elements(shape, wire)
-    assert kept is not None
-    return [Section(head, 1, True), *quantizer.sections(wire[head:], kept)]
+class Chunked(Sparsifier):
+    """Sends as many elements of each chunk; of equal magnitudes, those of lower index. NaN counts as the largest.
 
+    Wire: for each chunk in turn the places inside it in ascending order, of ``ceil(log2(chunk))`` bits each, packed;
+    then the values in the same order. The last chunk may be shorter, and sends as much of its elements as the others
+    of theirs.
+    """
 
-def to_wire(sparsifier: Sparsifier, quantizer: Quantizer, x: Tensor, generator: torch.Generator | None) -> Tensor:
-    """The plain form of a sparsifier with a quantizer for its values."""
-    head, values = sparsifier.pick(x, generator)
-    return torch.cat([head, quantizer.to_wire(values, generator)])
+    @property
+    @abstractmethod
+    def density(self) -> float:
+        """Part of a chunk's elements that are sent."""
 
+    @abstractmethod
+    def length(self, shape: Shape) -> int:
+        """Elements of a whole chunk."""
 
-def coded(
-    sparsifier: Sparsifier, quantizer: Quantizer, x: Tensor, generator: torch.Generator | None
-) -> tuple[Tensor, Tensor]:
-    """The fastest form, and whether x or a chosen value is not representable."""
-    head, values, bad = sparsifier.picked(x, generator)
-    wire, bad_values = quantizer.coded(values, generator)
-    return torch.cat([head, wire]), bad.to(torch.bool) | bad_values.to(torch.bool)
+    def chunked(self, x: Tensor) -> Tensor:
+        """What the chunks follow each other in: float32 [n]."""
+        return x.view(-1)
 
+    def of_chunk(self, length: int) -> int:
+        """Elements that a chunk of ``length`` sends."""
+        return min(length, share(self.density, length))
 
-def from_wire(sparsifier: Sparsifier, quantizer: Quantizer, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The plain form of decoding."""
-    places, values = _parts(sparsifier, quantizer, wire, sparsifier.places(wire, shape))
-    return sparsifier.place(quantizer.from_wire(values, (places.numel(),)), places, shape)
+    def kept(self, shape: Shape) -> int:
+        """Those of the whole chunks and of the last one."""
+        length = self.length(shape)
+        whole, rest = divmod(numel(shape), length)
+        return whole * self.of_chunk(length) + self.of_chunk(rest)
 
+    def bits(self, shape: Shape) -> int:
+        """Bits of a place inside a chunk."""
+        return max(1, (min(self.length(shape), numel(shape)) - 1).bit_length())
 
-def decoded(sparsifier: Sparsifier, quantizer: Quantizer, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The fastest form of decoding."""
-    places, values = _parts(sparsifier, quantizer, wire, sparsifier.found(wire, shape))
-    return sparsifier.placed(quantizer.decoded(values, (places.numel(),)), places, shape)
+    def head_bytes(self, shape: Shape) -> int:
+        """The packed places."""
+        return packed_bytes(self.kept(shape), self.bits(shape))
 
+    def starts(self, shape: Shape, device: torch.device) -> Tensor:
+        """Where the chunk of each sent element begins: int64 [kept]."""
+        length = self.length(shape)
+        whole = numel(shape) // length
+        order = torch.arange(whole, device=device).repeat_interleave(self.of_chunk(length))
+        rest = order.new_full((self.kept(shape) - order.numel(),), whole)
+        return torch.cat([order, rest]) * length
 
-def _parts(
-    sparsifier: Sparsifier, quantizer: Quantizer, wire: Tensor, found: tuple[Tensor, int]
-) -> tuple[Tensor, Tensor]:
-    """The places and the values' wire, whose size is checked where it is known."""
-    places, head = found
-    values = wire[head:]
-    expected = quantizer.wire_bytes(places.numel())
-    if expected not in (None, values.numel()):
-        raise ValueError(
-            f"{sparsifier.name}: expected {expected} bytes for the values of {places.numel()} elements, "
-            f"got {values.numel()}"
-        )
-    return places, values
+    def pick(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """Sort each chunk by magnitude, then by index."""
+        values, shape = self.chunked(x), tuple(x.shape)
+        order = magnitudes(values)
+        length = self.length(shape)
+        cut = order.numel() - order.numel() % length
+        parts = [order[:cut].view(-1, length), order[cut:].view(1, -1)]
+        chosen = [
+            part.argsort(dim=1, descending=True, stable=True)[:, : self.of_chunk(part.shape[1])].sort(dim=1).values
+            for part in parts
+        ]
+        inside = torch.cat([part.reshape(-1) for part in chosen])
+        places = inside + self.starts(shape, x.device)
+        return pack(inside, self.bits(shape)), values[places]
+
+    def places(self, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
+        """Unpack the places."""
+        head, kept = self.head_bytes(shape), self.kept(shape)
+        if wire.numel() < head:
+            raise ValueError(f"{wire.numel()} bytes do not hold {kept} places of {self.name}")
+        inside = unpack(wire[:head], self.bits(shape), kept).to(torch.int64)
+        return indices.checked(inside + self.starts(shape, wire.device), numel(shape)), head

@@ -1,32 +1,17 @@
 """Fused forms of the methods, for a CPU core (numba) and for CUDA (Triton); the plain form stays the definition.
 
-``cpu/<method>.py`` and ``cuda/<method>.py`` hold three functions:
-
-- ``covers(method) -> bool``: whether this build of the method, with its options, has a fused form here;
-- ``encode_many(method, values, segments, wire, generators, bad, residual)``: what `Compressor.encode_many` does, with
-  all checks made and sizes known; sets ``bad`` (integers, zeros [tensors]) where a tensor is not representable, whose
-  bytes may differ from the plain form's but still decode to something not finite;
-- ``decode_add(method, wires, segments, out, onto)``: what `Compressor.decode_add` does, for uint8 [messages, b].
-
-Or, for one tensor at a time, and for encodings whose size depends on the data:
-
-- ``to_wire(method, x, generator) -> (wire, bad)``: the same bytes as ``method.to_wire(x, generator)``, and whether x is
-  not representable (bool [1]);
-- ``from_wire(method, wire, shape)``: the same numbers as ``method.from_wire(wire, shape)``.
-
-A sparsifier's file has ``pick(method, x, generator) -> (head, values, bad)``, ``places(method, wire, shape)`` and
-``place(method, values, places, shape)`` in the stead of these two (`gradwire.comm.compressors.sparse`). A rotation's
-has ``rotate(method, x)`` and ``rotate_many(method, values, segments)`` (`gradwire.comm.compressors.rotation`).
+``cpu/<method>.py`` and ``cuda/<method>.py`` hold a `Kernel` named ``KERNEL``; a method declares nothing.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from types import ModuleType
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -34,7 +19,7 @@ from torch import Tensor
 from gradwire.base.errors import BadInput
 from gradwire.comm.compressors.segments import Segment, Segments
 
-OLDEST = (8, 0)  # compute capability that Triton compiles for, and the kernels' casts need
+OLDEST = (8, 0)  # compute capability that Triton compiles for
 
 
 class Method(Protocol):
@@ -49,18 +34,68 @@ class Method(Protocol):
         """The size of an encoding."""
 
 
-def find(method: Method, device: torch.device) -> ModuleType | None:
-    """The module with the fused form of ``method`` for ``device``; None where the plain form is the only one.
+@dataclass(frozen=True)
+class Kernel:
+    """The fused operations of a method on one kind of device; None: only the plain form has it.
+
+    Each takes the method first, and gives the bytes or numbers of the plain form. What it needs is checked before.
+
+    Attributes:
+        covers: ``(method) -> bool``: whether there is a fused form for these options.
+        encode_many: ``(method, values, segments, wire, generators, bad, residual)``, as `Compressor.encode_many`, for
+            sizes that the shape gives. It sets ``bad`` (uint8, zeros [tensors]) where a tensor is not representable,
+            whose bytes may differ from the plain form's but still decode to something not finite.
+        decode_add: ``(method, wires, segments, out, onto)``, as `Compressor.decode_add`, for uint8 [messages, b].
+        pick: ``(method, x, generator) -> (head, values, bad)``, as `Sparsifier.pick`, and whether x is not
+            representable (bool [1]).
+        places: ``(method, wire, shape)``, as `Sparsifier.places`.
+        place: ``(method, values, places, shape)``, as `Sparsifier.place`.
+        rotate_many: ``(method, values, segments)``, as `Rotation.rotated_many`.
+    """
+
+    covers: Callable[[Any], bool] = lambda method: True
+    encode_many: Callable[..., None] | None = None
+    decode_add: Callable[..., None] | None = None
+    pick: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
+    places: Callable[..., tuple[Tensor, int]] | None = None
+    place: Callable[..., Tensor] | None = None
+    rotate_many: Callable[..., Tensor] | None = None
+
+    def encode(self, method: Method, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor] | None:
+        """The encoding of one tensor, and whether it is not representable (uint8 [1]); None: the plain form has it."""
+        shape = tuple(x.shape)
+        if self.encode_many is None or (size := method.wire_bytes(shape)) is None:
+            return None
+        wire = torch.empty(size, dtype=torch.uint8, device=x.device)
+        bad = torch.zeros(1, dtype=torch.uint8, device=x.device)
+        self.encode_many(method, x.view(-1), alone(method, shape), wire, [generator], bad, None)
+        return wire, bad
+
+    def decode(self, method: Method, wire: Tensor, shape: tuple[int, ...]) -> Tensor | None:
+        """float32 with as many elements as ``shape`` has; None: the plain form has it."""
+        if self.decode_add is None or method.wire_bytes(shape) is None:
+            return None
+        segments = alone(method, shape)
+        out = torch.empty(segments.numel, device=wire.device)
+        self.decode_add(method, wire.unsqueeze(0), segments, out, "blank")
+        return out
+
+
+PLAIN = Kernel()
+
+
+def find(method: Method, device: torch.device) -> Kernel:
+    """The fused operations of ``method`` on ``device``.
 
     Raises:
         BadInput: If the device is a GPU older than the kernels support.
     """
-    module = load(device.type, method.name)
-    if module is None or not module.covers(method):
-        return None
+    kernel = load(device.type, method.name)
+    if kernel is PLAIN or not kernel.covers(method):
+        return PLAIN
     if device.type == "cuda":
         check_capability(method.name, device.index)
-    return module
+    return kernel
 
 
 @cache
@@ -70,44 +105,24 @@ def check_capability(name: str, index: int | None) -> None:
     Raises:
         BadInput: If it is not.
     """
-    found = torch.cuda.get_device_capability(index)
-    if found < OLDEST:
+    capability = torch.cuda.get_device_capability(index)
+    if capability < OLDEST:
         raise BadInput(
             f"{name}: the CUDA kernels need compute capability {'.'.join(map(str, OLDEST))} or later (A100, H100), and "
-            f"{torch.cuda.get_device_name(index)} has {'.'.join(map(str, found))}; use --device cpu."
+            f"{torch.cuda.get_device_name(index)} has {'.'.join(map(str, capability))}; use --device cpu."
         )
 
 
 @cache
-def load(kind: str, name: str) -> ModuleType | None:
-    """The module ``kernels/<kind>/<name>.py``, if there is one and what it is built on is installed."""
+def load(kind: str, name: str) -> Kernel:
+    """The fused operations in ``kernels/<kind>/<name>.py``, if there is such a file and its compiler is installed."""
     if kind not in ("cpu", "cuda") or find_spec(f"{__name__}.{kind}.{name}") is None:
-        return None
+        return PLAIN
     if kind == "cuda" and find_spec("triton") is None:
         warnings.warn(f"triton is not installed: {name} runs on CUDA in its plain, slow form", stacklevel=4)
-        return None
-    return import_module(f"{__name__}.{kind}.{name}")
-
-
-def coded(fused: ModuleType, method: Method, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """The encoding of one tensor, and whether it is not representable (bool or integer [1])."""
-    size = method.wire_bytes(tuple(x.shape))
-    if size is None or not hasattr(fused, "encode_many"):
-        return fused.to_wire(method, x, generator)
-    wire = torch.empty(size, dtype=torch.uint8, device=x.device)
-    bad = torch.zeros(1, dtype=torch.uint8, device=x.device)
-    fused.encode_many(method, x.view(-1), alone(method, tuple(x.shape)), wire, [generator], bad, None)
-    return wire, bad
-
-
-def decoded(fused: ModuleType, method: Method, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """What the encoding of one tensor represents: float32 with as many elements as ``shape`` has."""
-    if method.wire_bytes(shape) is None or not hasattr(fused, "decode_add"):
-        return fused.from_wire(method, wire, shape)
-    segments = alone(method, tuple(shape))
-    out = torch.empty(segments.numel, device=wire.device)
-    fused.decode_add(method, wire.unsqueeze(0), segments, out, "blank")
-    return out
+        return PLAIN
+    kernel: Kernel = vars(import_module(f"{__name__}.{kind}.{name}")).get("KERNEL", PLAIN)  # helpers have none
+    return kernel
 
 
 @lru_cache(4096)

@@ -1,7 +1,9 @@
 """Top-k of every chunk: the k elements of the largest magnitude among each so many consecutive ones.
 
 As in SparseLoCo (Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", arXiv:2508.15706, 2025). It
-cuts matrices into tiles of 64 x 64; here a chunk is as many consecutive elements. Wire: that of `chunks`.
+cuts matrices into tiles of 64 x 64; here a chunk is as many consecutive elements.
+
+Wire: that of `gradwire.comm.compressors.sparse.Chunked`.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from gradwire.comm.compressors.base import Block, Count, Shape
-from gradwire.comm.compressors.chunks import Chunked
+from gradwire.comm.compressors.sparse import Chunked
 
 
 class ChunkTopK(Chunked):

@@ -6,7 +6,7 @@ orthonormal DCT-II along both dimensions. Where 64 does not divide a dimension, 
 below it that does. A vector is a matrix of one row. Of a smaller tile the same part is sent, where the authors' code
 sends k of every tile. Sums are float64, rounded once to float32.
 
-Wire: that of `chunks`, of the coefficients, tile after tile.
+Wire: that of `gradwire.comm.compressors.sparse.Chunked`, of the coefficients, tile after tile.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pydantic import Field
 from torch import Tensor
 
 from gradwire.comm.compressors.base import Count, Shape
-from gradwire.comm.compressors.chunks import Chunked
+from gradwire.comm.compressors.sparse import Chunked
 
 
 class DCTTopK(Chunked):

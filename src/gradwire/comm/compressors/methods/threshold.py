@@ -82,10 +82,6 @@ class Threshold(Sparsifier):
         found, used = indices.decode(wire[COUNT:], numel(shape), self.count(wire, shape), self.indices)
         return found, COUNT + used
 
-    def sent_elements(self, shape: Shape, wire: Tensor | None = None) -> int | None:
-        """The number in the wire; None without one."""
-        return None if wire is None else self.count(wire, shape)
-
     def count(self, wire: Tensor, shape: Shape) -> int:
         """Read how many places there are.
 

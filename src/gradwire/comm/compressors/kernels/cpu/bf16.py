@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from gradwire.comm.compressors.kernels import Kernel
 from gradwire.comm.compressors.kernels.cpu import INFINITY, SIGNLESS, compiled
 from gradwire.comm.compressors.kernels.cpu.segments import Segmented
 from gradwire.comm.compressors.methods.bf16 import BF16
@@ -11,11 +12,6 @@ from gradwire.comm.compressors.methods.bf16 import BF16
 HALF = np.uint32(16)  # bits that are dropped
 OVERFLOW = np.float32(BF16.overflow).view(np.uint32)
 NAN = np.uint16(0x7FC0)
-
-
-def covers(method: BF16) -> bool:
-    """There are no options."""
-    return True
 
 
 def settings(method: BF16) -> tuple[int]:
@@ -55,4 +51,4 @@ def decode(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: 
 
 
 form = Segmented(__name__, encode, decode, settings, lambda method: 1)
-encode_many, decode_add = form.encode_many, form.decode_add
+KERNEL = Kernel(encode_many=form.encode_many, decode_add=form.decode_add)

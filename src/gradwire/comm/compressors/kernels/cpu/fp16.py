@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from gradwire.comm.compressors.kernels import Kernel
 from gradwire.comm.compressors.kernels.cpu import INFINITY, SIGNLESS, compiled
 from gradwire.comm.compressors.kernels.cpu.bf16 import put_nan, settings
-from gradwire.comm.compressors.kernels.cpu.floats import narrow
 from gradwire.comm.compressors.kernels.cpu.segments import Segmented
+from gradwire.comm.compressors.kernels.cpu.shared import narrow
 from gradwire.comm.compressors.methods.fp16 import FP16
 
 MANTISSA, BIAS = np.uint32(10), np.uint32(15)
@@ -15,11 +16,6 @@ DROPPED = np.uint32(23 - MANTISSA)
 OVERFLOW = np.float32(FP16.overflow).view(np.uint32)
 TOP, NAN = np.uint32(0x7C00), np.uint16(0x7E00)  # infinity, and a NaN
 UNIT = np.float32(2.0**112)  # what float32's exponents are larger by
-
-
-def covers(method: FP16) -> bool:
-    """There are no options."""
-    return True
 
 
 @compiled
@@ -52,4 +48,4 @@ def decode(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: 
 
 
 form = Segmented(__name__, encode, decode, settings, lambda method: 1)
-encode_many, decode_add = form.encode_many, form.decode_add
+KERNEL = Kernel(encode_many=form.encode_many, decode_add=form.decode_add)

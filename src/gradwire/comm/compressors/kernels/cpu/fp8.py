@@ -5,18 +5,14 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from gradwire.comm.compressors.kernels import Kernel
 from gradwire.comm.compressors.kernels.cpu import INFINITY, SIGNLESS, compiled, largest
-from gradwire.comm.compressors.kernels.cpu.floats import narrow
 from gradwire.comm.compressors.kernels.cpu.segments import NUMEL, Segmented, blocks_and
+from gradwire.comm.compressors.kernels.cpu.shared import narrow
 from gradwire.comm.compressors.methods.fp8 import FP8, SMALLEST_SCALE
 
 TINY = np.float32(SMALLEST_SCALE)
 FORMATS = {"e4m3": (np.uint32(3), np.uint32(7)), "e5m2": (np.uint32(2), np.uint32(15))}  # mantissa bits, bias
-
-
-def covers(method: FP8) -> bool:
-    """All options."""
-    return True
 
 
 def settings(method: FP8) -> tuple:
@@ -70,4 +66,4 @@ def look_up(codes: np.ndarray, values: np.ndarray, scale: np.float32, out: np.nd
 
 
 form = Segmented(__name__, encode, decode, settings, blocks_and(1))
-encode_many, decode_add = form.encode_many, form.decode_add
+KERNEL = Kernel(encode_many=form.encode_many, decode_add=form.decode_add)

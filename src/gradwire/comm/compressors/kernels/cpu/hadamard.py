@@ -6,15 +6,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gradwire.comm.compressors.kernels import Kernel
 from gradwire.comm.compressors.kernels.cpu import compiled
 from gradwire.comm.compressors.kernels.cpu.segments import NUMEL, START
 from gradwire.comm.compressors.methods.hadamard import GROUP, Hadamard
 from gradwire.comm.compressors.segments import Segments
-
-
-def covers(method: Hadamard) -> bool:
-    """All options."""
-    return True
 
 
 @compiled
@@ -56,15 +52,11 @@ def transform_all(table: np.ndarray, values: np.ndarray, out: np.ndarray) -> Non
         transform(values[row[START] : end], out[row[START] : end])
 
 
-def rotate(method: Hadamard, x: Tensor) -> Tensor:
-    """See `Rotation.rotate`."""
-    out = torch.empty_like(x)
-    transform(x.numpy(), out.numpy())
-    return out
-
-
 def rotate_many(method: Hadamard, values: Tensor, segments: Segments) -> Tensor:
     """See `Rotation.rotated_many`."""
     out = torch.empty_like(values)
     transform_all(segments.table(values.device).numpy(), values.numpy(), out.numpy())
     return out
+
+
+KERNEL = Kernel(rotate_many=rotate_many)

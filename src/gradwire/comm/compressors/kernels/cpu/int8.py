@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from gradwire.comm.compressors.kernels import Kernel
 from gradwire.comm.compressors.kernels.cpu import INFINITY, compiled, largest
-from gradwire.comm.compressors.kernels.cpu.packing import TILE, pack_tile, unpack_tile
-from gradwire.comm.compressors.kernels.cpu.philox import fill_words, uniform
 from gradwire.comm.compressors.kernels.cpu.segments import NUMEL, Segmented, blocks_and
+from gradwire.comm.compressors.kernels.cpu.shared import TILE, fill_words, pack_tile, uniform, unpack_tile
 from gradwire.comm.compressors.methods.int8 import SMALLEST_SCALE, Int8
 
 TINY = np.float32(SMALLEST_SCALE)
 ROUNDER = np.float32(1.5 * 2**23)  # adding and subtracting it rounds to an integer, ties to even
-
-
-def covers(method: Int8) -> bool:
-    """All options."""
-    return True
 
 
 def draws(method: Int8) -> bool:
@@ -104,4 +99,4 @@ def multiply(codes: np.ndarray, unused: np.int32, scale: np.float32, out: np.nda
 
 
 form = Segmented(__name__, encode, decode, settings, blocks_and(TILE), draws)
-encode_many, decode_add = form.encode_many, form.decode_add
+KERNEL = Kernel(encode_many=form.encode_many, decode_add=form.decode_add)

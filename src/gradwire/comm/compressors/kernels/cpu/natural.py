@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from gradwire.comm.compressors.kernels import Kernel
 from gradwire.comm.compressors.kernels.cpu import SIGNLESS, compiled, largest
-from gradwire.comm.compressors.kernels.cpu.packing import TILE, pack_tile, unpack_tile
-from gradwire.comm.compressors.kernels.cpu.philox import fill_words
 from gradwire.comm.compressors.kernels.cpu.segments import NUMEL, Segmented, always, blocks_and
+from gradwire.comm.compressors.kernels.cpu.shared import TILE, fill_words, pack_tile, unpack_tile
 from gradwire.comm.compressors.methods import natural
 from gradwire.comm.compressors.methods.natural import Natural
 
@@ -16,11 +16,6 @@ POWERS, NOT_FINITE = np.uint32(natural.POWERS), np.uint32(natural.NOT_FINITE)
 SIGN, BYTE_SIGN = np.uint32(31), np.uint32(7)  # where floats, and codes of 8 bits, have it
 HIGHEST = np.uint32(254) << MANTISSA  # 2^127, the largest magnitude that stays finite
 SCALES = np.array(natural.SCALES, np.float32)
-
-
-def covers(method: Natural) -> bool:
-    """All options."""
-    return True
 
 
 def settings(method: Natural) -> tuple[int, int]:
@@ -146,4 +141,4 @@ def put9(exponents: np.ndarray, minus: np.ndarray, out: np.ndarray) -> None:
 
 
 form = Segmented(__name__, encode, decode, settings, blocks_and(TILE), always)
-encode_many, decode_add = form.encode_many, form.decode_add
+KERNEL = Kernel(encode_many=form.encode_many, decode_add=form.decode_add)

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from gradwire.comm.compressors.kernels import Kernel
 from gradwire.comm.compressors.kernels.cpu import compiled, summing
-from gradwire.comm.compressors.kernels.cpu.packing import TILE, pack_tile, unpack_tile
 from gradwire.comm.compressors.kernels.cpu.segments import COLUMNS, NUMEL, WHOLE, Segmented, blocks_and
+from gradwire.comm.compressors.kernels.cpu.shared import TILE, pack_tile, unpack_tile
 from gradwire.comm.compressors.kernels.cpu.signsgd import choose, mark_negative
 from gradwire.comm.compressors.methods.onebit import OneBit
-
-
-def covers(method: OneBit) -> bool:
-    """All options."""
-    return True
 
 
 def settings(method: OneBit) -> tuple[bool, int]:
@@ -187,4 +183,4 @@ def choose_each(codes: np.ndarray, zero: np.ndarray, one: np.ndarray, out: np.nd
 
 
 form = Segmented(__name__, encode, decode, settings, chunk)
-encode_many, decode_add = form.encode_many, form.decode_add
+KERNEL = Kernel(encode_many=form.encode_many, decode_add=form.decode_add)

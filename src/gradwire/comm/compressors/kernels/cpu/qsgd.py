@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from gradwire.comm.compressors.kernels import Kernel
 from gradwire.comm.compressors.kernels.cpu import INFINITY, SIGNLESS, compiled, largest
 from gradwire.comm.compressors.kernels.cpu.int8 import multiply, round_randomly
-from gradwire.comm.compressors.kernels.cpu.packing import TILE, pack_tile, unpack_tile
-from gradwire.comm.compressors.kernels.cpu.philox import fill_words
 from gradwire.comm.compressors.kernels.cpu.segments import NUMEL, Segmented, always, blocks_and
+from gradwire.comm.compressors.kernels.cpu.shared import TILE, fill_words, pack_tile, unpack_tile
 from gradwire.comm.compressors.methods.qsgd import QSGD, SMALLEST_STEP
 
 TINY = np.float32(SMALLEST_STEP)
@@ -89,4 +89,4 @@ def decode(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: 
 
 
 form = Segmented(__name__, encode, decode, settings, blocks_and(TILE), always)
-encode_many, decode_add = form.encode_many, form.decode_add
+KERNEL = Kernel(covers, encode_many=form.encode_many, decode_add=form.decode_add)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from gradwire.comm.compressors.kernels import Kernel
 from gradwire.comm.compressors.kernels.cpu import INFINITY, compiled, largest, summing
-from gradwire.comm.compressors.kernels.cpu.packing import TILE, pack_tile, unpack_tile
 from gradwire.comm.compressors.kernels.cpu.segments import NUMEL, WHOLE, Segmented, blocks_and
+from gradwire.comm.compressors.kernels.cpu.shared import TILE, pack_tile, unpack_tile
 from gradwire.comm.compressors.methods.signsgd import SignSGD
-
-
-def covers(method: SignSGD) -> bool:
-    """All options."""
-    return True
 
 
 def settings(method: SignSGD) -> tuple[bool, int]:
@@ -124,4 +120,4 @@ def choose(codes: np.ndarray, zero: np.float32, one: np.float32, out: np.ndarray
 
 
 form = Segmented(__name__, encode, decode, settings, chunk)
-encode_many, decode_add = form.encode_many, form.decode_add
+KERNEL = Kernel(encode_many=form.encode_many, decode_add=form.decode_add)

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from gradwire.comm.compressors.kernels import Kernel
 from gradwire.comm.compressors.kernels.cpu import INFINITY, compiled, largest
 from gradwire.comm.compressors.kernels.cpu.int8 import multiply
-from gradwire.comm.compressors.kernels.cpu.packing import pack_tile, unpack_tile
-from gradwire.comm.compressors.kernels.cpu.philox import fill_words, uniform
 from gradwire.comm.compressors.kernels.cpu.qsgd import square_sum
 from gradwire.comm.compressors.kernels.cpu.segments import NUMEL, Segmented, always, blocks_and
+from gradwire.comm.compressors.kernels.cpu.shared import fill_words, pack_tile, uniform, unpack_tile
 from gradwire.comm.compressors.methods.terngrad import SMALLEST_SCALE, TernGrad
 from gradwire.comm.compressors.packing import TRITS
 
 TINY = np.float32(SMALLEST_SCALE)
 TILE = 1280  # elements in a tile; bytes of either packing, and calls of Philox, end with it
 VALUES = np.array([[byte // 3**lane % 3 - 1 for lane in range(TRITS)] for byte in range(256)], np.int8).view(np.uint8)
-
-
-def covers(method: TernGrad) -> bool:
-    """All options."""
-    return True
 
 
 def settings(method: TernGrad) -> tuple[int, float, bool]:
@@ -114,4 +109,4 @@ def unpack_trits(packed: np.ndarray, count: int, digits: np.ndarray) -> None:
 
 
 form = Segmented(__name__, encode, decode, settings, blocks_and(TILE), always)
-encode_many, decode_add = form.encode_many, form.decode_add
+KERNEL = Kernel(encode_many=form.encode_many, decode_add=form.decode_add)

@@ -9,16 +9,10 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.compressors.base import Shape, numel
+from gradwire.comm.compressors.kernels import Kernel
 from gradwire.comm.compressors.kernels.cpu import INFINITY, indices, largest, summing
 from gradwire.comm.compressors.kernels.cpu.selection import collected, count, place
 from gradwire.comm.compressors.methods.threshold import COUNT, Threshold
-
-__all__ = ["covers", "pick", "place", "places"]
-
-
-def covers(method: Threshold) -> bool:
-    """All options."""
-    return True
 
 
 def pick(method: Threshold, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,3 +49,6 @@ def places(method: Threshold, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
     """Read the number and the code of the places."""
     found, used = indices.decode(wire[COUNT:], numel(shape), method.count(wire, shape), method.indices)
     return found, COUNT + used
+
+
+KERNEL = Kernel(pick=pick, places=places, place=place)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.compressors.base import Shape, numel
+from gradwire.comm.compressors.kernels import Kernel
 from gradwire.comm.compressors.kernels.cpu import compiled, indices
 from gradwire.comm.compressors.kernels.cpu.indices import read, write
 from gradwire.comm.compressors.kernels.cpu.segments import (
@@ -23,13 +24,7 @@ from gradwire.comm.compressors.kernels.cpu.segments import (
 from gradwire.comm.compressors.kernels.cpu.selection import largest_places, place
 from gradwire.comm.compressors.methods.topk import TopK
 
-__all__ = ["covers", "decode_add", "encode_many", "pick", "place", "places"]
 KEPT, CODE, LOW, LOWER, HEAD = range(COLUMNS + 1, COLUMNS + 6)  # of a row: k, and what `indices.fixed` says
-
-
-def covers(method: TopK) -> bool:
-    """All options."""
-    return True
 
 
 def pick(method: TopK, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,4 +91,4 @@ def decode_all(settings: tuple, table: np.ndarray, chunk: int, wires: np.ndarray
 
 
 form = Segmented(__name__, encode, decode, lambda method: (0,), lambda method: WHOLE, row=row, decoder=decode_all)
-encode_many, decode_add = form.encode_many, form.decode_add
+KERNEL = Kernel(encode_many=form.encode_many, decode_add=form.decode_add, pick=pick, places=places, place=place)

@@ -9,7 +9,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.comm.compressors.kernels.cuda.segments import Segmented, load_floats, past, place, put, store_floats
+from gradwire.comm.compressors.kernels import Kernel
+from gradwire.comm.compressors.kernels.cuda.segments import (
+    Segmented,
+    fills_tiles,
+    load_floats,
+    past,
+    place,
+    put,
+    store_floats,
+)
 from gradwire.comm.compressors.kernels.cuda.shared import INFINITY, SIGNLESS
 from gradwire.comm.compressors.methods.fp8 import FP8, SMALLEST_SCALE
 
@@ -20,7 +29,7 @@ FORMATS = {"e4m3": (3, 7, 0x7F), "e5m2": (2, 15, 0x7C)}  # mantissa bits, bias, 
 
 def covers(method: FP8) -> bool:
     """Blocks of a size that Triton has."""
-    return 32 <= method.block <= 16384 and method.block & (method.block - 1) == 0
+    return fills_tiles(method.block)
 
 
 def tile(method: FP8) -> int:
@@ -44,19 +53,9 @@ def decoding(method: FP8) -> dict:
 
 @triton.jit
 def encode(
-    x,
-    table,
-    tiles,
-    seeds,
-    wire,
-    bad,
-    ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    TOP: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    BIAS: tl.constexpr,
-):
+    x, table, tiles, seeds, wire, bad, ALIGN: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    TOP: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
     """The scales (float32) and codes of some blocks; sets ``bad`` where a scale is not finite."""
     ROWS: tl.constexpr = TILE // BLOCK
     segment, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
@@ -77,7 +76,7 @@ def encode(
 def narrow(level, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """float32 below where the format overflows as its codes, int32; to nearest, ties to even.
 
-    `gradwire.comm.compressors.kernels.cpu.floats.narrow` says how.
+    `gradwire.comm.compressors.kernels.cpu.shared.narrow` says how.
     """
     DROPPED: tl.constexpr = 23 - MANTISSA
     LOWEST: tl.constexpr = (128 - BIAS) << 23
@@ -91,18 +90,9 @@ def narrow(level, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
 
 @triton.jit
 def decode(
-    wire,
-    table,
-    tiles,
-    out,
-    ALIGN: tl.constexpr,
-    ONTO: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    MANTISSA: tl.constexpr,
-    UNIT: tl.constexpr,
-    NO_NUMBER: tl.constexpr,
-):
+    wire, table, tiles, out, ALIGN: tl.constexpr, ONTO: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    MANTISSA: tl.constexpr, UNIT: tl.constexpr, NO_NUMBER: tl.constexpr,
+):  # fmt: skip
     """The numbers of some blocks: a code's bits, moved to where float32 has them, and a power of two, exactly."""
     ROWS: tl.constexpr = TILE // BLOCK
     _, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
@@ -118,4 +108,4 @@ def decode(
 
 
 form = Segmented(encode, decode, lambda method, n: 4 * method.blocks(n), encoding, decoding)
-encode_many, decode_add = form.encode_many, form.decode_add
+KERNEL = Kernel(covers, encode_many=form.encode_many, decode_add=form.decode_add)

@@ -6,7 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.comm.compressors.kernels.cuda.segments import Segmented, load_floats, past, place, put, store_floats
+from gradwire.comm.compressors.kernels import Kernel
+from gradwire.comm.compressors.kernels.cuda.segments import (
+    Segmented,
+    fills_tiles,
+    load_floats,
+    past,
+    place,
+    put,
+    store_floats,
+)
 from gradwire.comm.compressors.kernels.cuda.shared import (
     INFINITY,
     SIGNLESS,
@@ -23,7 +32,7 @@ TILE = 4096  # elements in a program's tile, or one block if that is larger
 
 def covers(method: Int8) -> bool:
     """Blocks that fill a tile evenly."""
-    return 32 <= method.block <= 16384 and method.block & (method.block - 1) == 0
+    return fills_tiles(method.block)
 
 
 def draws(method: Int8) -> bool:
@@ -43,18 +52,9 @@ def encoding(method: Int8, x: Tensor) -> dict:
 
 @triton.jit
 def encode(
-    x,
-    table,
-    tiles,
-    seeds,
-    wire,
-    bad,
-    ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    BITS: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
+    x, table, tiles, seeds, wire, bad, ALIGN: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    BITS: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
     """A tile's scales (float32) and codes; sets ``bad`` where a scale is not finite."""
     ROWS: tl.constexpr = TILE // BLOCK
     TOP: tl.constexpr = (1 << (BITS - 1)) - 1
@@ -81,16 +81,9 @@ def encode(
 
 @triton.jit
 def decode(
-    wire,
-    table,
-    tiles,
-    out,
-    ALIGN: tl.constexpr,
-    ONTO: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    wire, table, tiles, out, ALIGN: tl.constexpr, ONTO: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     BITS: tl.constexpr,
-):
+):  # fmt: skip
     """A tile of numbers."""
     ROWS: tl.constexpr = TILE // BLOCK
     SIGN: tl.constexpr = 1 << (BITS - 1)
@@ -104,4 +97,4 @@ def decode(
 
 
 form = Segmented(encode, decode, lambda method, n: 4 * method.blocks(n), encoding, constants, draws)
-encode_many, decode_add = form.encode_many, form.decode_add
+KERNEL = Kernel(covers, encode_many=form.encode_many, decode_add=form.decode_add)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from gradwire.comm.compressors.kernels.cuda.segments import Segmented, past, place, put
+from gradwire.comm.compressors.kernels import Kernel
+from gradwire.comm.compressors.kernels.cuda.segments import Segmented, fills_tiles, past, place, put
 from gradwire.comm.compressors.kernels.cuda.shared import SIGNLESS, load_packed, random_words, store_packed
 from gradwire.comm.compressors.methods import natural
 from gradwire.comm.compressors.methods.natural import Natural
@@ -20,7 +21,7 @@ TILE = 4096  # elements in a program's tile, or one block if that is larger
 
 def covers(method: Natural) -> bool:
     """Blocks that fill a tile evenly; 9 bits have none."""
-    return method.bits == 9 or (32 <= method.block <= 16384 and method.block & (method.block - 1) == 0)
+    return method.bits == 9 or fills_tiles(method.block)
 
 
 def head(method: Natural, n: int) -> int:
@@ -43,17 +44,9 @@ def exponents(magnitudes, seed, tile, TILE: tl.constexpr):
 
 @triton.jit
 def encode(
-    x,
-    table,
-    tiles,
-    seeds,
-    wire,
-    bad,
-    ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    x, table, tiles, seeds, wire, bad, ALIGN: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     NINE: tl.constexpr,
-):
+):  # fmt: skip
     """A tile's lowest exponents and codes, or exponents and signs; sets ``bad`` where a magnitude is too large."""
     ROWS: tl.constexpr = TILE // BLOCK
     segment, tile, start, left, n, first = place(table, tiles, ALIGN, TILE)
@@ -86,16 +79,9 @@ def encode(
 
 @triton.jit
 def decode(
-    wire,
-    table,
-    tiles,
-    out,
-    ALIGN: tl.constexpr,
-    ONTO: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    wire, table, tiles, out, ALIGN: tl.constexpr, ONTO: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     NINE: tl.constexpr,
-):
+):  # fmt: skip
     """A tile of numbers."""
     ROWS: tl.constexpr = TILE // BLOCK
     _, tile, start, left, n, first = place(table, tiles, ALIGN, TILE)
@@ -114,4 +100,4 @@ def decode(
 
 
 form = Segmented(encode, decode, head, lambda method, x: constants(method), constants, draws=lambda method: True)
-encode_many, decode_add = form.encode_many, form.decode_add
+KERNEL = Kernel(covers, encode_many=form.encode_many, decode_add=form.decode_add)

@@ -6,7 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.comm.compressors.kernels.cuda.segments import Segmented, load_floats, past, place, put, store_floats
+from gradwire.comm.compressors.kernels import Kernel
+from gradwire.comm.compressors.kernels.cuda.segments import (
+    Segmented,
+    fills_tiles,
+    load_floats,
+    past,
+    place,
+    put,
+    store_floats,
+)
 from gradwire.comm.compressors.kernels.cuda.shared import INFINITY, SIGNLESS, store_packed
 from gradwire.comm.compressors.methods.onebit import OneBit
 
@@ -16,7 +25,7 @@ WARP = 2048  # elements that a warp encodes, or part of one block: blocks within
 
 def covers(method: OneBit) -> bool:
     """Blocks that fill a tile evenly."""
-    return method.means == "block" and 32 <= method.block <= 16384 and method.block & (method.block - 1) == 0
+    return method.means == "block" and fills_tiles(method.block)
 
 
 def encoding(method: OneBit, x: Tensor) -> dict:
@@ -78,4 +87,4 @@ def decode(wire, table, tiles, out, ALIGN: tl.constexpr, ONTO: tl.constexpr, BLO
 
 
 form = Segmented(encode, decode, lambda method, n: 8 * method.groups(n), encoding, decoding)
-encode_many, decode_add = form.encode_many, form.decode_add
+KERNEL = Kernel(covers, encode_many=form.encode_many, decode_add=form.decode_add)

@@ -6,7 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.comm.compressors.kernels.cuda.segments import Segmented, load_floats, past, place, put, store_floats
+from gradwire.comm.compressors.kernels import Kernel
+from gradwire.comm.compressors.kernels.cuda.segments import (
+    Segmented,
+    fills_tiles,
+    load_floats,
+    past,
+    place,
+    put,
+    store_floats,
+)
 from gradwire.comm.compressors.kernels.cuda.shared import INFINITY, SIGNLESS, load_packed, store_packed, uniforms
 from gradwire.comm.compressors.methods.qsgd import QSGD, SMALLEST_STEP
 
@@ -16,8 +25,7 @@ TILE = 4096  # elements in a program's tile, or one bucket if that is larger
 
 def covers(method: QSGD) -> bool:
     """Numbers of 8, 4 or 2 bits in buckets that fill a tile evenly; Elias coding happens on the host."""
-    fits = 32 <= method.block <= 16384 and method.block & (method.block - 1) == 0
-    return fits and method.coding == "dense" and method.num_bits in (8, 4, 2)
+    return fills_tiles(method.block) and method.coding == "dense" and method.num_bits in (8, 4, 2)
 
 
 def encoding(method: QSGD, x: Tensor) -> dict:
@@ -33,19 +41,9 @@ def decoding(method: QSGD) -> dict:
 
 @triton.jit
 def encode(
-    x,
-    table,
-    tiles,
-    seeds,
-    wire,
-    bad,
-    ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    BITS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    L2: tl.constexpr,
-):
+    x, table, tiles, seeds, wire, bad, ALIGN: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    BITS: tl.constexpr, LEVELS: tl.constexpr, L2: tl.constexpr,
+):  # fmt: skip
     """A tile's norms (float32) and numbers; sets ``bad`` where a norm is not finite."""
     ROWS: tl.constexpr = TILE // BLOCK
     segment, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
@@ -79,17 +77,9 @@ def step_of(norm, LEVELS: tl.constexpr):
 
 @triton.jit
 def decode(
-    wire,
-    table,
-    tiles,
-    out,
-    ALIGN: tl.constexpr,
-    ONTO: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    BITS: tl.constexpr,
-    LEVELS: tl.constexpr,
-):
+    wire, table, tiles, out, ALIGN: tl.constexpr, ONTO: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    BITS: tl.constexpr, LEVELS: tl.constexpr,
+):  # fmt: skip
     """A tile of numbers."""
     ROWS: tl.constexpr = TILE // BLOCK
     SIGN: tl.constexpr = 1 << (BITS - 1)
@@ -103,4 +93,4 @@ def decode(
 
 
 form = Segmented(encode, decode, lambda method, n: 4 * method.blocks(n), encoding, decoding, draws=lambda method: True)
-encode_many, decode_add = form.encode_many, form.decode_add
+KERNEL = Kernel(covers, encode_many=form.encode_many, decode_add=form.decode_add)

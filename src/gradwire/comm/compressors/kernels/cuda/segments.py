@@ -27,6 +27,11 @@ BLANK, ZERO, SUM, LESS = (tl.constexpr(number) for number in range(4))
 ONTO = {"blank": BLANK, "zero": ZERO, "sum": SUM, "less": LESS}
 
 
+def fills_tiles(block: int) -> bool:
+    """Whether blocks of that size fill a tile evenly."""
+    return 32 <= block <= 16384 and block & (block - 1) == 0
+
+
 @triton.jit
 def place(table, tiles, ALIGN: tl.constexpr, TILE: tl.constexpr):
     """This program's segment, tile in it, first element, elements left (int32, at most TILE), and all elements.

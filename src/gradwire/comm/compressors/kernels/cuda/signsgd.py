@@ -6,7 +6,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.comm.compressors.kernels.cuda.segments import Segmented, load_floats, past, place, put, store_floats
+from gradwire.comm.compressors.kernels import Kernel
+from gradwire.comm.compressors.kernels.cuda.segments import (
+    Segmented,
+    fills_tiles,
+    load_floats,
+    past,
+    place,
+    put,
+    store_floats,
+)
 from gradwire.comm.compressors.kernels.cuda.shared import INFINITY, SIGNLESS, store_packed
 from gradwire.comm.compressors.methods.signsgd import SignSGD
 from gradwire.comm.compressors.segments import Segments
@@ -17,7 +26,7 @@ WARP = 2048  # elements that a warp encodes, or part of one block: blocks within
 
 def covers(method: SignSGD) -> bool:
     """Blocks that fill a tile evenly, and no blocks at all."""
-    return method.scale == "none" or (32 <= method.block <= 16384 and method.block & (method.block - 1) == 0)
+    return method.scale == "none" or fills_tiles(method.block)
 
 
 def encoding(method: SignSGD, x: Tensor) -> dict:
@@ -41,17 +50,9 @@ def finish(method: SignSGD, segments: Segments, wire: Tensor, bad: Tensor, optio
 
 @triton.jit
 def encode(
-    x,
-    table,
-    tiles,
-    seeds,
-    wire,
-    bad,
-    ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    x, table, tiles, seeds, wire, bad, ALIGN: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     SCALED: tl.constexpr,
-):
+):  # fmt: skip
     """A tile's scales (float32, if SCALED) and signs; sets ``bad`` where an element is not finite."""
     ROWS: tl.constexpr = TILE // BLOCK
     segment, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
@@ -75,16 +76,9 @@ def encode(
 
 @triton.jit
 def decode(
-    wire,
-    table,
-    tiles,
-    out,
-    ALIGN: tl.constexpr,
-    ONTO: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    wire, table, tiles, out, ALIGN: tl.constexpr, ONTO: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     SCALED: tl.constexpr,
-):
+):  # fmt: skip
     """A tile of numbers; a byte holds the signs of eight elements of one block."""
     _, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
     bytes = tl.arange(0, TILE // 8)
@@ -103,4 +97,4 @@ def decode(
 
 
 form = Segmented(encode, decode, lambda method, n: method.head_bytes(n), encoding, decoding, finish=finish)
-encode_many, decode_add = form.encode_many, form.decode_add
+KERNEL = Kernel(covers, encode_many=form.encode_many, decode_add=form.decode_add)

@@ -7,8 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gradwire.comm.compressors.kernels import Kernel
 from gradwire.comm.compressors.kernels.cuda.segments import (
     Segmented,
+    fills_tiles,
     launch,
     load_floats,
     past,
@@ -29,7 +31,7 @@ BYTES = 1024  # bytes of five digits in a program's tile
 
 def covers(method: TernGrad) -> bool:
     """Blocks that fill a tile evenly."""
-    return 32 <= method.block <= 16384 and method.block & (method.block - 1) == 0
+    return fills_tiles(method.block)
 
 
 def constants(method: TernGrad) -> dict:
@@ -53,20 +55,9 @@ def finish(method: TernGrad, segments: Segments, wire: Tensor, bad: Tensor, opti
 
 @triton.jit
 def encode(
-    x,
-    table,
-    tiles,
-    seeds,
-    wire,
-    bad,
-    clip,
-    digits,
-    ALIGN: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-    CLIP: tl.constexpr,
-    BASE3: tl.constexpr,
-):
+    x, table, tiles, seeds, wire, bad, clip, digits, ALIGN: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    CLIP: tl.constexpr, BASE3: tl.constexpr,
+):  # fmt: skip
     """A tile's scales (float32) and digits, two's complement; sets ``bad`` where a block is not finite."""
     ROWS: tl.constexpr = TILE // BLOCK
     segment, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
@@ -108,16 +99,9 @@ def pack_trits(digits, table, tiles, wire, BLOCK: tl.constexpr, TILE: tl.constex
 
 @triton.jit
 def decode(
-    wire,
-    table,
-    tiles,
-    out,
-    ALIGN: tl.constexpr,
-    ONTO: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
+    wire, table, tiles, out, ALIGN: tl.constexpr, ONTO: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
     BASE3: tl.constexpr,
-):
+):  # fmt: skip
     """A tile of numbers."""
     ROWS: tl.constexpr = TILE // BLOCK
     _, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
@@ -147,4 +131,4 @@ form = Segmented(
     draws=lambda method: True,
     finish=finish,
 )
-encode_many, decode_add = form.encode_many, form.decode_add
+KERNEL = Kernel(covers, encode_many=form.encode_many, decode_add=form.decode_add)
