@@ -23,6 +23,8 @@ from gradwire.attribution.collect.rows import RowMaker
 from gradwire.attribution.persample import loop
 from gradwire.attribution.persample import norms as of_batch
 from gradwire.attribution.persample.batch import losses_of
+from gradwire.attribution.persample.norms import norms
+from gradwire.attribution.store import store
 from gradwire.attribution.store.provenance import FORMAT, Provenance
 from gradwire.lm.data.batches import collate
 from gradwire.lm.data.shards import Sample
@@ -217,7 +219,7 @@ def enlarge(source: Path, folder: Path, count: int) -> None:
     import pyarrow as pa
 
     from gradwire.attribution.query.search import open_store
-    from gradwire.attribution.store import provenance, row_file, store
+    from gradwire.attribution.store import provenance, row_file
     from gradwire.base.files import sha256_file
 
     real = open_store(source)

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # On a machine with a GPU, from anywhere, nothing installed: everything that claims CUDA, checked and timed.
 #
-#   benchmarks/gpu.sh [PART ...]     kernels codecs strategies (8 minutes), model gradients quality (10 minutes)
+#   benchmarks/gpu.sh [PART ...]     codecs strategies (7 minutes), model quality (8 minutes)
 #
 #   PYTHON=python3                   with torch, triton, transformers, numba, numpy, pydantic, perhaps through PYTHONPATH
-#   OUT=results/gpu                  a table and a JSON of each part; environment.json; summary.md
+#   OUT=results/gpu                  a table and a JSON of each part; summary.md
 #   DEVICE=cpu                       tries the whole script where there is no GPU, at a small size (SIZE=full: at its own)
 #   FRESH=1                          repeats what is finished; else a finished part is skipped and an unfinished one goes on
 #   LIMIT=SECONDS                    of each part, in place of its own
@@ -22,15 +22,15 @@ export TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-lo} NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-lo} # all ranks are here
 [ "$DEVICE" != cpu ] || export SIZE=${SIZE:-small}
 python=${PYTHON:-python3}
-declare -A limits=([kernels]=180 [codecs]=110 [strategies]=105 [model]=120 [gradients]=80 [quality]=300)
+declare -A limits=([codecs]=290 [strategies]=105 [model]=120 [quality]=300)
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(kernels codecs strategies model gradients quality)
+[ ${#parts[@]} -gt 0 ] || parts=(codecs strategies model quality)
 for part in "${parts[@]}"; do
     [ -n "${limits[$part]:-}" ] || { echo "gpu.sh: no part $part; there are: ${!limits[*]}" >&2; exit 2; }
 done
 
 mkdir -p "$OUT"
-timeout 120 "$python" -m gpu.environment || exit 2
+timeout 120 "$python" -m gpu.part environment || exit 2
 
 for part in "${parts[@]}"; do
     if [ -z "${FRESH:-}" ] && grep -q '"finished": true' "$OUT/$part.json" 2>/dev/null; then
@@ -50,5 +50,5 @@ for part in "${parts[@]}"; do
 done
 
 echo "== summary"
-"$python" -m gpu.summary "${parts[@]}" | tee "$OUT/summary.md"
+"$python" -m gpu.part summary "${parts[@]}" | tee "$OUT/summary.md"
 exit "${PIPESTATUS[0]}"

@@ -1,7 +1,7 @@
 """Training steps of the 62M model at 1,024 tokens: ``python -m gpu.model``.
 
-Tokens per second, the share of the GPU's peak (MFU), memory, what a wrapped model costs beside the bare one, what
-encoding the gradient costs, and where the time goes by the trace.
+Tokens per second, the share of a square product's speed, memory, what a wrapped model costs compared with the bare one,
+and what reducing the gradient costs.
 """
 
 from __future__ import annotations
@@ -26,14 +26,9 @@ from gradwire.comm.compressors import build
 from gradwire.lm.models import causal
 
 PRESET, VOCABULARY, LENGTH = ("micro", 512, 64) if SMALL else ("62m", 50257, 1024)
-BATCH, MOST = (2, 4) if SMALL else (32, 128)
+BATCH = 2 if SMALL else 32
 STEPS = 2 if SMALL else 8
 PRODUCT = 256 if SMALL else 8192  # rows of the square product that gives the measured peak
-NOMINAL = {
-    "H100": {"bf16": 989e12, "tf32": 494e12, "fp32": 67e12},
-    "H200": {"bf16": 989e12, "tf32": 494e12, "fp32": 67e12},
-}
-NOMINAL |= {"A100": {"bf16": 312e12, "tf32": 156e12, "fp32": 19.5e12}}  # dense, from the data sheets
 CODECS = {"int8": {}, "topk": {"density": 0.01}, "powersgd": {"rank": 4}, "onebit": {}}
 
 
@@ -108,8 +103,8 @@ def milliseconds(action: Callable[[], Any], steps: int = STEPS, warmup: int = 2)
 
 
 def peaks(_: None) -> Row:
-    """FLOPs per second of a large square product by precision, and the state of TF32."""
-    found: Row = {"tf32_by_default": torch.backends.cuda.matmul.allow_tf32, "gpu": name_of_gpu()}
+    """FLOPs per second of a large square product by precision."""
+    found: Row = {}
     for mode in ("bf16", "tf32", "fp32"):
         dtype = torch.bfloat16 if mode == "bf16" else torch.float32
         square = torch.randn(PRODUCT, PRODUCT, device=DEVICE, dtype=dtype)
@@ -117,11 +112,6 @@ def peaks(_: None) -> Row:
             ms = milliseconds(lambda square=square: square @ square, 5)
         found[f"{mode}_tflops"] = 2e-9 * PRODUCT**3 / ms
     return found
-
-
-def name_of_gpu() -> str:
-    """Its name."""
-    return torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu"
 
 
 def bare(_: None, mode: str, batch_size: int, compiled: bool = False) -> Row:
@@ -142,19 +132,6 @@ def speed(trainee: Trainee, ms: float, batch_size: int) -> Row:
     if DEVICE == "cuda":
         found["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
     return found
-
-
-def largest(_: None, mode: str) -> Row:
-    """The largest batch, by doubling, of which a step fits in memory."""
-    fits, batch_size = 0, BATCH
-    while batch_size <= MOST:
-        try:
-            with precision(mode) as context:
-                Trainee(batch_size).step(context)
-        except torch.cuda.OutOfMemoryError:
-            break
-        fits, batch_size = batch_size, 2 * batch_size
-    return {"batch": fits}
 
 
 def codecs(world: World, method: str, options: dict[str, Any]) -> Row:
@@ -179,32 +156,6 @@ def wrapped(world: World, strategy: str, method: str | None, mode: str, batch_si
     return speed(trainee, ms, batch_size)
 
 
-def traced(world: World, strategy: str, mode: str, batch_size: int) -> Row:
-    """The GPU's time of a step by kernel: the ten that take the most, and NCCL's."""
-    from torch.profiler import ProfilerActivity, profile
-
-    trainee = Trainee(batch_size, world, strategy=strategy)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if DEVICE == "cuda" else [])]
-    with precision(mode) as context:
-        for _ in range(2):
-            trainee.step(context)
-        synchronize()
-        began = time.perf_counter()
-        with profile(activities=activities) as profiler:
-            trainee.step(context)
-            synchronize()
-        wall = 1e6 * (time.perf_counter() - began)
-    key = "self_device_time_total" if DEVICE == "cuda" else "self_cpu_time_total"
-    averages = sorted(profiler.key_averages(), key=lambda one: -getattr(one, key))
-    kernels = [one for one in averages if DEVICE == "cpu" or "CUDA" in str(one.device_type)]
-    total = sum(getattr(one, key) for one in kernels)
-    return {
-        "busy_share": total / wall,
-        "top": {one.key[:60]: round(getattr(one, key) / total, 3) for one in kernels[:10]},
-        "nccl_us": sum(getattr(one, key) for one in kernels if "nccl" in one.key.lower()),
-    }
-
-
 def main() -> int:
     """Measure everything."""
     part = Part("model")
@@ -220,14 +171,12 @@ def main() -> int:
     peak = ask("peak of a square product", single, 40, peaks)
     for mode in ("bf16", "fp32", "tf32"):
         ask(f"{mode}", single, 60, bare, mode, BATCH)
-    ask("largest batch, bf16", single, 40, largest, "bf16")
     if not SMALL:
         ask("bf16, compiled blocks", single, 60, bare, "bf16", BATCH, True, optional=True)
     single.end()
     for strategy in ("ddp", "fsdp2"):
         ask(f"{strategy} W = 1, bf16", member, 40, wrapped, strategy, None, "bf16", BATCH)
         ask(f"{strategy} W = 1 none, bf16", member, 40, wrapped, strategy, "none", "bf16", BATCH)
-        ask(f"trace of {strategy} W = 1, bf16", member, 40, traced, strategy, "bf16", BATCH)
     for method, options in CODECS.items():
         ask(f"{method} alone, W = 1", member, 40, codecs, method, options)
     member.end()
@@ -237,27 +186,16 @@ def main() -> int:
         ask(name, pair, 60, wrapped, strategy, method, "bf16", batch_size)
     pair.end()
     shares(part, peak)
-    columns = ["batch", "step_ms", "tokens_per_s", "model_tflops", "mfu_nominal", "mfu_measured", "peak_gb"]
-    return part.finish([*columns, "all_reduce_ms", "reduce_scatter_ms", "busy_share", "nccl_us"])
+    columns = ["batch", "step_ms", "tokens_per_s", "model_tflops", "of_the_product", "peak_gb"]
+    return part.finish([*columns, "all_reduce_ms", "reduce_scatter_ms"])
 
 
 def shares(part: Part, peak: Row | None) -> None:
-    """Add MFU against the data sheet and against the measured product, and the targets' overheads."""
+    """Add each step's share of the measured product's FLOPs per second."""
     for row in part.rows:
-        if peak is None or "model_tflops" not in row or "W = 2" in row["name"]:
-            continue
-        mode = next(mode for mode in ("bf16", "tf32", "fp32") if mode in row["name"])
-        nominal = next((by for name, by in NOMINAL.items() if name in peak["gpu"]), None)
-        row["mfu_measured"] = row["model_tflops"] / peak[f"{mode}_tflops"]
-        row["mfu_nominal"] = 1e12 * row["model_tflops"] / nominal[mode] if nominal else None
-    plain, hooked = part.row("bf16"), part.row("ddp W = 1 none, bf16")
-    if plain and hooked:
-        print(f"\nddp on one rank takes {hooked['step_ms'] / plain['step_ms']:.3f} of the bare model's step")
-    for method in CODECS:
-        alone_, whole = part.row(f"{method} alone, W = 1"), part.row("bf16")
-        if alone_ and whole:
-            share = alone_["all_reduce_ms"] / whole["step_ms"]
-            print(f"{method}: encoding and decoding the gradient takes {share:.3f} of a step of batch {BATCH}")
+        if peak is not None and "model_tflops" in row and "W = 2" not in row["name"]:
+            mode = next(mode for mode in ("bf16", "tf32", "fp32") if mode in row["name"])
+            row["of_the_product"] = row["model_tflops"] / peak[f"{mode}_tflops"]
 
 
 if __name__ == "__main__":

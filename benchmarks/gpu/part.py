@@ -1,9 +1,14 @@
-"""A part of the GPU check: its rows, its targets and its time, written to a JSON file after every row."""
+"""A part of the GPU check: its rows, its targets and its time, written to a JSON file after every row.
+
+``python -m gpu.part environment`` and ``summary PART ...`` begin and end the script.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import platform
 import sys
 import time
 import traceback
@@ -14,6 +19,7 @@ from typing import Any
 DEVICE = os.environ.get("DEVICE", "cuda")
 SMALL = os.environ.get("SIZE") == "small"
 OUT = Path(os.environ.get("OUT", "results/gpu"))
+NEEDED = ("torch", "triton", "transformers", "numba", "numpy", "pydantic")
 Row = dict[str, Any]
 
 
@@ -105,18 +111,50 @@ class Part:
         whole.replace(self.file)
 
     def finish(self, columns: list[str] | None = None) -> int:
-        """Print the tables and write the file for the last time; the exit code, 1 if anything failed."""
-        good = [row for row in self.rows if "error" not in row]
-        rows = [{key: short(row[key]) for key in ["name", *(columns or [])] if key in row} for row in good]
-        if rows := [row for row in rows if len(row) > 1]:
-            print("\n" + table(rows))
-        if self.targets:
-            print("\n" + table([verdict(target) for target in self.targets]))
+        """Write the file and its tables for the last time; the exit code, 1 if anything failed."""
         wrong = [row for row in self.rows if failed(row)]
-        for row in wrong:
-            print(f"\nFAILED {row['name']}: {row.get('error') or row['wrong']}")
+        rows = [{key: short(row[key]) for key in ["name", *(columns or [])] if key in row} for row in self.rows]
+        text = [table([row for row in rows if len(row) > 1]), table([verdict(target) for target in self.targets])]
+        text += [f"FAILED {row['name']}: {row.get('error') or row['wrong']}" for row in wrong]
+        page = "\n\n".join(filter(None, text))
+        self.file.with_suffix(".md").write_text(f"## {self.name}\n\n{page}\n")
+        print("\n" + page)
         self.write(finished=not self.skipped and not wrong)
         return 1 if wrong else 0
+
+
+def summary(parts: list[str]) -> int:
+    """Print a line for each part, and the tables of all; the exit code, 1 if a part failed or did not finish."""
+    lines, pages = [], []
+    for part in parts:
+        file = OUT / f"{part}.json"
+        result = json.loads(file.read_text()) if file.exists() else {"finished": False, "failed": [], "rows": []}
+        outcome = "failed" if result["failed"] else "ok" if result["finished"] else "not finished"
+        missed = [target["name"] for target in result.get("targets", []) if not target["met"]]
+        cells = {"part": part, "outcome": outcome, "rows": len(result["rows"]), "failed": result["failed"]}
+        cells |= {"no time for": len(result.get("skipped", [])), "targets missed": len(missed)}
+        lines.append({key: short(value) for key, value in cells.items()})
+        if file.with_suffix(".md").exists():
+            pages.append(file.with_suffix(".md").read_text())
+    print("\n\n".join([table(lines), *pages]))
+    return 0 if all(line["outcome"] == "ok" for line in lines) else 1
+
+
+def environment() -> int:
+    """Print the machine and the versions; 2 where nothing can run."""
+    absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if absent:
+        print(f"gpu.sh: {sys.executable} has no {', '.join(absent)}; put it on PYTHONPATH", file=sys.stderr)
+        return 2
+    import torch
+
+    if DEVICE == "cuda" and not torch.cuda.is_available():
+        print("gpu.sh: torch sees no GPU; DEVICE=cpu tries the script without one", file=sys.stderr)
+        return 2
+    print(f"Python {platform.python_version()}, torch {torch.__version__}, {os.cpu_count()} cores")
+    if DEVICE == "cuda":
+        print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}")
+    return 0
 
 
 def failed(row: Row) -> bool:
@@ -142,17 +180,17 @@ def short(value: Any) -> str:
     """A value for a table."""
     if isinstance(value, float):
         return f"{value:,.3f}" if abs(value) < 1000 else f"{value:,.0f}"
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return f"{len(value)} lines"
     if isinstance(value, list):
-        return f"[{', '.join(short(one) for one in value[:6])}{', ...' if len(value) > 6 else ''}]"
+        return ", ".join(map(short, value[:6])) + (", ..." if len(value) > 6 else "")
     if isinstance(value, dict):
-        return ", ".join(f"{key} {short(one)}" for key, one in value.items())
+        return ", ".join(f"{key} {short(item)}" for key, item in value.items())
     return str(value)
 
 
 def table(rows: list[dict[str, str]]) -> str:
     """Rows as a Markdown table; a cell that a row lacks is empty."""
+    if not rows:
+        return ""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     cells = [columns, *([row.get(column, "") for column in columns] for row in rows)]
     widths = [max(len(line[at]) for line in cells) for at in range(len(columns))]
@@ -167,3 +205,7 @@ def run(main: Callable[[], int]) -> None:
     """Exit with the code of a part's main function."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     sys.exit(main())
+
+
+if __name__ == "__main__":
+    sys.exit(summary(sys.argv[2:]) if sys.argv[1] == "summary" else environment())

@@ -8,8 +8,6 @@ of the host for the GPU is an error.
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
 import shutil
 import warnings
@@ -24,7 +22,6 @@ from gpu.workers import MEAN, Ranks, alone, group
 
 from gradwire.base.files import write_json
 from gradwire.bench.config import Cell, Training
-from gradwire.bench.statistics.cost_model import peak_memory
 from gradwire.bench.training import loop
 from gradwire.bench.training.preemption import Preemption
 from gradwire.bench.training.settings import Settings
@@ -46,23 +43,8 @@ CELLS: dict[str, dict[str, Any]] = {
 }
 TOLERANCE = {"none": 1e-3, "none, hooked": 1e-3, "int8": 2e-3, "powersgd": 2e-2}  # relative; else OTHERS
 OTHERS = 1e-2  # PowerSGD's first factors are drawn by the device's generator
-STEPS, PROFILED = 6, 2
-WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-WORDS = [
-    "gradient",
-    "rank",
-    "wire",
-    "tensor",
-    "shard",
-    "token",
-    "byte",
-    "sum",
-    "mean",
-    "row",
-    "column",
-    "scale",
-    "sign",
-]
+STEPS = 6
+WORDS = ("gradient", "rank", "wire", "tensor", "shard", "token", "byte", "sum", "mean", "row", "column")
 
 
 def corpus(folder: Path) -> Path:
@@ -129,7 +111,7 @@ def trained(
         "eval_every": 0,
         "lr": 1e-3,
     }
-    given |= {"profile": device == "cuda", "profile_steps": PROFILED} | (training or {})
+    given |= training or {}
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
@@ -146,26 +128,6 @@ def trained(
         "diverged": outcome.diverged,
         "val_loss": outcome.quality.loss if outcome.quality else None,
     }
-    trace = folder / "profiler" / f"rank{world.rank}.pt.trace.json.gz"
-    if trace.exists():
-        found["waits"] = waits(trace)
-    return found
-
-
-def waits(trace: Path) -> dict[str, int]:
-    """How often the host waited for the GPU within the package's ranges (``gradwire/step`` is all of them), by call."""
-    with gzip.open(trace, "rt") as file:
-        events = [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
-    ranges = [e for e in events if e["name"].startswith("gradwire/") and e.get("cat") == "user_annotation"]
-    found: dict[str, int] = {}
-    for event in events:
-        if event["name"] not in WAITS:
-            continue
-        for span in ranges:
-            inside = span["ts"] <= event["ts"] <= span["ts"] + span["dur"]
-            if inside and span["tid"] == event["tid"]:
-                key = f"{span['name']} {event['name']}"
-                found[key] = found.get(key, 0) + 1
     return found
 
 
@@ -225,9 +187,6 @@ def compared(part: Part, name: str, label: str, here: list[Row], there: list[Row
     for step, (bytes_, form) in enumerate(zip(counted, closed, strict=True)):
         if bytes_ is not None and form is not None and bytes_ != form:
             wrong.append(f"step {step} sent {bytes_} bytes, the closed form is {form}")
-    codec_waits = {key: n for rank in here for key, n in rank.get("waits", {}).items() if "/codec/" in key}
-    if codec_waits:
-        wrong.append(f"the host waits inside the codec: {codec_waits}")
     part.record(
         name,
         {
@@ -238,7 +197,6 @@ def compared(part: Part, name: str, label: str, here: list[Row], there: list[Row
             "step_ms": min(here[0]["step_ms"], default=None),
             "peak_mb": max(rank["peak_bytes"] for rank in here) / 1e6,
             "numel": here[0]["numel"],
-            "waits": here[0].get("waits", {}),
             "wrong": wrong,
         },
     )
@@ -248,19 +206,6 @@ def sent_bytes(ranks: list[Row]) -> list[int | None]:
     """Bytes of each step over all ranks; None without a reducer."""
     steps = zip(*(rank["sent"] for rank in ranks), strict=True)
     return [None if None in each else sum(each) for each in steps]
-
-
-def memory(part: Part) -> None:
-    """Hold the peak of two ranks against what the peak of one predicts."""
-    for strategy in STRATEGIES:
-        one, two = (part.row(f"{strategy}, none, W = {world}") for world in (1, 2))
-        if one is None or two is None or DEVICE == "cpu":
-            continue
-        sharded = one["numel"] if strategy.startswith("fsdp") else 0
-        predicted = peak_memory(1e6 * one["peak_mb"], sharded, 1, 2) / 1e6
-        found = {"predicted_mb": predicted, "measured_mb": two["peak_mb"], "ratio": predicted / two["peak_mb"]}
-        wrong = [] if 0.7 < found["ratio"] < 1.3 else ["prediction and measurement are more than 30 % apart"]
-        part.measure(f"memory, {strategy}", lambda found=found, wrong=wrong: {**found, "wrong": wrong})
 
 
 def count_gpus(_: None) -> int:
@@ -309,10 +254,7 @@ def main() -> int:
                 part.measure(name, reduction)
         here.end()
         there.end()
-    memory(part)
-    return part.finish(
-        ["loss", "apart", "bytes_per_step", "closed_form", "step_ms", "peak_mb", "ms", "host_waits", "ratio"]
-    )
+    return part.finish(["loss", "apart", "bytes_per_step", "closed_form", "step_ms", "peak_mb", "ms", "host_waits"])
 
 
 def one(part: Part, name: str, label: str, here: Ranks, there: Ranks, shards: Path, strategy: str) -> None:

@@ -13,8 +13,7 @@ from gradwire import cli
 from gradwire.bench.codecs import cases as bench_cases
 from gradwire.bench.codecs import sample_gradient, table, verb
 from gradwire.bench.codecs.cases import CHAINS, TARGETS, VARIANTS, Case, cases, size, torch_cases
-from gradwire.bench.codecs.memory import peak_bytes, resident_peak
-from gradwire.bench.codecs.records import Record, Speed, judge, prepare
+from gradwire.bench.codecs.measure import Record, Speed, judge, peak_bytes, prepare, resident_peak
 from gradwire.comm.compressors import available, build
 from gradwire.comm.compressors.methods.none import Uncompressed
 

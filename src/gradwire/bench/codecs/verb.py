@@ -19,17 +19,19 @@ import math
 import os
 import platform
 import sys
-from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
 
 from gradwire import __version__
 from gradwire.base.errors import FAULT, BadInput
 from gradwire.base.files import write_json
 from gradwire.base.flags import COUNT, ELEMENTS, SEED, output_file
 from gradwire.base.machine import installed, processor
+from gradwire.base.strict import Strict
 from gradwire.bench.codecs.table import report
 
 if TYPE_CHECKING:
@@ -43,33 +45,32 @@ NUMEL = {"cpu": 2**22, "cuda": 2**26}
 PACKAGES = ("torch", "numpy", "numba", "triton")
 
 
-def arguments(parser: ArgumentParser) -> None:
-    """Declare the verb's flags."""
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run; auto: CUDA where there is one"
-    )
-    parser.add_argument(
-        "--numel",
-        type=ELEMENTS,
-        help="elements of the timed tensor, a matrix as square as can be (rounded down to fill it); "
+class Options(Strict):
+    """Flags of ``gradwire bench compressors``."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where to run; auto: CUDA where there is one")
+    numel: Annotated[int, ELEMENTS] | None = Field(
+        None,
+        description="elements of the timed tensor, a matrix as square as can be (rounded down to fill it); "
         "by default 2^22 on a CPU core, 2^26 on CUDA",
     )
-    parser.add_argument("--methods", nargs="+", help="methods and chains to time; by default all, and PyTorch's own")
-    parser.add_argument("--repeats", type=COUNT, default=15, help="rounds")
-    parser.add_argument("--seed", type=SEED, default=0, help="of the timed tensor, the codes and the sample gradient")
-    parser.add_argument(
-        "--gradient",
-        type=Path,
-        help="tensor saved by torch.save, whose relative error is shown; by default a small model's gradient",
+    methods: tuple[str, ...] | None = Field(
+        None, description="methods and chains to time; by default all, and PyTorch's own"
     )
-    parser.add_argument("--json", type=output_file, help="file to write the results to")
+    repeats: Annotated[int, COUNT] = Field(15, description="rounds")
+    seed: Annotated[int, SEED] = Field(0, description="of the timed tensor, the codes and the sample gradient")
+    gradient: Path | None = Field(
+        None,
+        description="tensor saved by torch.save, whose relative error is shown; by default a small model's gradient",
+    )
+    output: Annotated[Path, output_file] | None = Field(None, alias="json", description="file to write the results to")
 
 
-def main(args: Namespace) -> int | None:
+def main(options: Options) -> int | None:
     """Measure, print the table and write the JSON."""
-    result = bench(args.device, args.numel, args.methods, args.repeats, args.seed, args.gradient)
-    if args.json:
-        write_json(args.json, result)
+    result = bench(options.device, options.numel, options.methods, options.repeats, options.seed, options.gradient)
+    if options.output:
+        write_json(options.output, result)
     print(report(result))
     failed = [record["method"] for record in result["records"] if record["error"] and record["form"] != "torch"]
     if failed:
@@ -91,7 +92,7 @@ def bench(
         BadInput: For a missing device, an unknown name, or a file without a gradient.
     """
     from gradwire.bench.codecs.cases import cases
-    from gradwire.bench.codecs.timing import one_thread
+    from gradwire.bench.codecs.measure import one_thread
 
     found = cases(methods)
     where = chosen_device(device)
@@ -107,8 +108,7 @@ def times(
     """Measure any cases on a matrix of at most ``numel`` elements, and their errors on ``matrices``, if any."""
     import torch
 
-    from gradwire.bench.codecs.records import judge, measure, prepare
-    from gradwire.bench.codecs.timing import kept_memory, one_thread
+    from gradwire.bench.codecs.measure import judge, kept_memory, measure, one_thread, prepare
 
     rows = math.isqrt(numel)
     shape = (rows, numel // rows)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import Field
+
+from gradwire.base.flags import Positional
+from gradwire.base.strict import Strict
 from gradwire.comm.compressors import registry
 
 if TYPE_CHECKING:
@@ -16,15 +19,18 @@ if TYPE_CHECKING:
 MATRIX = (1024, 1024)  # the shape that wire sizes are given for, here and in the documentation
 
 
-def arguments(parser: ArgumentParser) -> None:
-    """Declare the verb's arguments."""
-    parser.add_argument("names", nargs="*", metavar="NAME", help="methods and chains; all methods by default")
-    parser.add_argument("--json", action="store_true", help="print the methods with the JSON schema of their options")
+class Options(Strict):
+    """Flags of ``gradwire compressors``."""
+
+    names: Annotated[tuple[str, ...], Positional("NAME")] = Field(
+        (), description="methods and chains; all methods by default"
+    )
+    as_json: bool = Field(False, alias="json", description="print the methods with the JSON schema of their options")
 
 
-def main(args: Namespace) -> None:
+def main(options: Options) -> None:
     """Print the list."""
-    print(json.dumps(records(args.names), indent=2) if args.json else listing(args.names))
+    print(json.dumps(records(options.names), indent=2) if options.as_json else listing(options.names))
 
 
 def records(names: Sequence[str] = ()) -> list[dict[str, Any]]:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import random
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from gradwire.bench.codecs.cases import Case, Target, Work, size
-from gradwire.bench.codecs.memory import peak_bytes
-from gradwire.bench.codecs.timing import stopwatch
 
+T = TypeVar("T")
+
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+FLUSH = 2**28  # bytes, more than the caches of any GPU of today
+AHEAD = 4_000_000  # GPU cycles, about 2 ms: the GPU waits while Python prepares the call that is timed
 COPIES = 5  # in a round
 PRODUCT = 1024  # rows of the square product that measures FLOPs per second
 
@@ -169,3 +176,94 @@ def judge(case: Case, record: Record, shape: tuple[int, int], speed: Speed, targ
         held = record.encode_x_kept if target.kept else record.encode_x_floor
         record.target = target.encode, target.decode
         record.met = held is not None and held <= target.encode and record.decode_x_floor <= target.decode
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch's own operations on one core, like the fused forms."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def kept_memory() -> Iterator[None]:
+    """Make glibc keep freed blocks of up to 32 MB; without glibc do nothing."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallopt"):
+        yield
+        return
+    library.mallopt(M_MMAP_THRESHOLD, 2**25)
+    library.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    try:
+        yield
+    finally:
+        for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD):
+            library.mallopt(option, 2**17)  # the default
+        library.malloc_trim(0)
+
+
+def stopwatch(device: torch.device) -> Callable[[Callable[[], T]], tuple[T, float]]:
+    """Return a function that runs an action and measures its milliseconds on the device."""
+    if device.type == "cpu":
+
+        def cpu(action: Callable[[], T]) -> tuple[T, float]:
+            began = time.process_time()
+            result = action()
+            return result, (time.process_time() - began) * 1e3
+
+        return cpu
+
+    flush = torch.empty(FLUSH, dtype=torch.uint8, device=device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+    def cuda(action: Callable[[], T]) -> tuple[T, float]:
+        flush.zero_()
+        torch.cuda._sleep(AHEAD)
+        begin.record()
+        result = action()
+        end.record()
+        end.synchronize()
+        return result, begin.elapsed_time(end)
+
+    return cuda
+
+
+def peak_bytes(action: Callable[[], object], device: torch.device) -> int | None:
+    """Peak memory of ``action`` beyond the memory in use before, including its result.
+
+    From the allocator on CUDA, from the resident set on Linux (in pages); None elsewhere.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        action()
+        return torch.cuda.max_memory_allocated() - before
+    try:
+        return resident_peak(action)
+    except OSError:
+        return None
+
+
+def resident_peak(action: Callable[[], object]) -> int:
+    """Growth of the process's resident set during ``action``, in bytes.
+
+    Raises:
+        OSError: If the kernel does not report it.
+    """
+
+    def read(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None:
+        raise OSError("no malloc_trim: cannot distinguish freed memory from used memory")
+    trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = read("VmRSS:")
+    action()
+    return max(0, read("VmHWM:") - before)
