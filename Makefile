@@ -9,7 +9,7 @@
 # make test-container                    the smoke experiment in the image, which is built for it
 # make nightly                           all of these, one after another
 # make train ARGS="--data_path ... --output_dir ..." [RANKS=2]   one run by hand: what is here, then its log, shown and kept
-# make gpu [DEVICE=cpu] [PARTS="kernels codecs"]   what claims CUDA, checked and timed on a GPU: results/gpu
+# make gpu [DEVICE=cpu] [PARTS="codecs model"]     what claims CUDA, checked and timed on a GPU: results/gpu
 # make tensorboard [RESULTS=results]     TensorBoard over all runs, on a free port
 # make lint                              ruff, mypy, import-linter, snakefmt, codespell, snakemake --lint
 # make docs                              the documentation into site/, strictly: warnings and broken links are errors
