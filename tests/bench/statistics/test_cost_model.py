@@ -8,13 +8,12 @@ from itertools import product
 
 import numpy as np
 import pytest
-from gradwire.bench.statistics.ways import Leg, Sends, collective, hierarchical, levels, two_levels, ways
 from links_rows import ALPHA, COMPUTE, FACTOR, HOST, LABELS, PARAMETERS, RATES, STEPS, experiment, islands_row, row
 from scipy.optimize import brentq
 
 from gradwire.bench.report.rows.measurements import measurement_of
 from gradwire.bench.report.tables.predictions import crossover_text, interval_text
-from gradwire.bench.statistics.collective_costs import Leg, Sends, hierarchical, levels, two_levels, ways
+from gradwire.bench.statistics.collective_costs import Leg, Sends, collective, hierarchical, levels, two_levels, ways
 from gradwire.bench.statistics.cost_model import GRID, Islands, Model, crossover, leave_one_link_out
 from gradwire.cli import main
 

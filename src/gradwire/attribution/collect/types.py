@@ -20,7 +20,6 @@ from gradwire.attribution.persample.batch import shapes
 from gradwire.attribution.store.provenance import Provenance
 from gradwire.base.errors import BadInput
 from gradwire.lm.models import optimizer
-from gradwire.lm.models.moments import Moments
 from gradwire.lm.models.optimizer import Moments
 
 LESS_BETAS, LESS_EPS = (0.9, 0.999), 1e-8  # constants of LESS's code, independent of the training's
