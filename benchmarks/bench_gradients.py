@@ -23,7 +23,6 @@ from gradwire.attribution.collect.rows import RowMaker
 from gradwire.attribution.persample import loop
 from gradwire.attribution.persample import norms as of_batch
 from gradwire.attribution.persample.batch import losses_of
-from gradwire.attribution.persample.norms import norms
 from gradwire.attribution.store import store
 from gradwire.attribution.store.provenance import FORMAT, Provenance
 from gradwire.lm.data.batches import collate

@@ -36,7 +36,7 @@ from gradwire.base.units import UNSHAPED
 from gradwire.bench.launch import links
 from gradwire.bench.launch.ranks import environment, start
 from gradwire.bench.trace import trace
-from gradwire.bench.training.profiling import recorder_options
+from gradwire.bench.training.monitor import recorder_options
 from gradwire.comm import parallel
 from gradwire.comm.collectives import Reducer, ops
 from gradwire.comm.collectives.world import World, process_group

@@ -23,8 +23,8 @@ from gpu.workers import MEAN, Ranks, alone, group
 from gradwire.base.files import write_json
 from gradwire.bench.config import Cell, Training
 from gradwire.bench.training import loop
-from gradwire.bench.training.preemption import Preemption
 from gradwire.bench.training.settings import Settings
+from gradwire.bench.training.step import Preemption
 from gradwire.comm.collectives import Layout, Reducer
 from gradwire.comm.collectives.world import World
 from gradwire.comm.compressors import build, kernels

@@ -188,7 +188,7 @@ def transfer(folder: Path) -> None:
     """Average a megabyte five times, then send one from rank 0; note the fastest, and what the interface sent."""
     import torch
 
-    from gradwire.bench.training import link
+    from gradwire.bench.training import measure
     from gradwire.comm.collectives.world import process_group
 
     with process_group(device="cpu") as world:
@@ -196,16 +196,16 @@ def transfer(folder: Path) -> None:
         for _ in range(5):
             values = torch.full((2**18 + 1,), 1.0 + world.rank)
             torch.distributed.barrier()
-            before, began = link.transmitted(), time.perf_counter()
+            before, began = measure.transmitted(), time.perf_counter()
             torch.distributed.all_reduce(values)
             times.append(time.perf_counter() - began)
             assert values.eq(values[0]).all() and values[0] == 3.0
         torch.distributed.barrier()  # what is still on its way out is sent before
-        found = {"link": link.link(), "seconds": min(times), "bytes": link.transmitted_since(before)}
-        before = link.transmitted()
+        found = {"link": measure.link_name(), "seconds": min(times), "bytes": measure.transmitted_since(before)}
+        before = measure.transmitted()
         torch.distributed.broadcast(values, 0)
         torch.distributed.barrier()
-        found["broadcast"] = link.transmitted_since(before)
+        found["broadcast"] = measure.transmitted_since(before)
         write_json(folder / f"transfer{world.rank}.json", found)
 
 
@@ -213,25 +213,25 @@ def cross(folder: Path, islands: int) -> None:
     """Average a megabyte inside each island, then between the islands; note what the interface sent for each."""
     import torch
 
-    from gradwire.bench.training import link
+    from gradwire.bench.training import measure
     from gradwire.comm.collectives.islands import build_islands
     from gradwire.comm.collectives.world import process_group
 
     with process_group(device="cpu") as world:
         groups = build_islands(islands, "cpu")
-        found: dict[str, Any] = {"link": link.link()}
+        found: dict[str, Any] = {"link": measure.link_name()}
         for name, group in {"inside": groups.inside, "between": groups.between}.items():
             peers = torch.distributed.get_process_group_ranks(group)
             warm = torch.zeros(1)
             torch.distributed.all_reduce(warm, group=group)  # connects them
             torch.distributed.barrier()
-            before = link.transmitted()
+            before = measure.transmitted()
             values = torch.full((2**18 + 1,), 1.0 + world.rank)
             torch.distributed.barrier()  # before the other rank of the island sends
             torch.distributed.all_reduce(values, group=group)
             assert values.eq(sum(1.0 + peer for peer in peers)).all()
             torch.distributed.barrier()
-            found[name] = link.transmitted_since(before)
+            found[name] = measure.transmitted_since(before)
         write_json(folder / f"islands{world.rank}.json", found)
 
 

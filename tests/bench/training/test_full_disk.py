@@ -14,7 +14,7 @@ from test_training import shards, words  # noqa: F401
 from gradwire import cli
 from gradwire.base.errors import RunFault
 from gradwire.bench.config import Training
-from gradwire.bench.training import profiling
+from gradwire.bench.training import monitor
 
 
 @contextmanager
@@ -69,11 +69,11 @@ def test_a_trace_that_was_broken_off_is_not_kept(tmp_path, written, monkeypatch)
         def __exit__(self, *_):
             return None
 
-    monkeypatch.setattr(profiling, "profile", Profile)
+    monkeypatch.setattr(monitor, "profile", Profile)
     world = type("World", (), {"device": type("Device", (), {"type": "cpu"})})
     with (
         pytest.raises(RunFault, match="did not complete its own file"),
-        profiling.profiling(Training(steps=9), 0, tmp_path / "trace.gz", world),
+        monitor.profiling(Training(steps=9), 0, tmp_path / "trace.gz", world),
     ):
         pass
     assert not [*tmp_path.iterdir()]

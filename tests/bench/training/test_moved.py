@@ -24,7 +24,7 @@ from gradwire.bench.report.rows.runs import result
 from gradwire.bench.training import results
 from gradwire.bench.training import settings as run_settings
 from gradwire.bench.training.build import build
-from gradwire.bench.training.state import RunState
+from gradwire.bench.training.checkpoint import RunState
 from gradwire.comm.collectives.world import World
 from gradwire.comm.parallel import optimizers
 from gradwire.comm.parallel.verify import first_difference

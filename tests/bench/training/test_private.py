@@ -27,13 +27,10 @@ from gradwire.attribution.persample.norms import coefficients
 from gradwire.base.errors import BadInput
 from gradwire.bench.config import Cell, Training, check_private
 from gradwire.bench.training import settings as run_settings
-from gradwire.bench.training.clock import Clock
-from gradwire.bench.training.feed import Feed, micro_batches
-from gradwire.bench.training.noise import _derived, noisy
-from gradwire.bench.training.objective import Private
-from gradwire.bench.training.preemption import Preemption
+from gradwire.bench.training.measure import Clock
+from gradwire.bench.training.objective import Private, _derived, noisy
 from gradwire.bench.training.privacy import Guarantee, guarantee
-from gradwire.bench.training.step import Stepper
+from gradwire.bench.training.step import Feed, Preemption, Stepper, micro_batches
 from gradwire.comm.collectives import Reducer
 from gradwire.comm.collectives.world import World
 from gradwire.comm.communication import LOCAL

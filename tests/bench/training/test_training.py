@@ -21,7 +21,7 @@ from gradwire.bench.training import build, results, totals, train
 from gradwire.bench.training import loop as training_loop
 from gradwire.bench.training import settings as run_settings
 from gradwire.bench.training.environment import same_machine
-from gradwire.bench.training.preemption import Preemption
+from gradwire.bench.training.step import Preemption
 from gradwire.comm.collectives.world import World
 from gradwire.comm.parallel.buckets import FEWEST
 from gradwire.comm.topology import STRATEGIES

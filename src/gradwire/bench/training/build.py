@@ -1,9 +1,10 @@
-"""The parts of a run: its model, reducer, optimizer and objective."""
+"""The parts of a run: its model, reducer, optimizer and objective; and its results in memory."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +14,10 @@ from gradwire.base.machine import multiplies_bf16
 from gradwire.bench.config import Cell, Training
 from gradwire.bench.training import privacy
 from gradwire.bench.training.environment import PeakMemory
+from gradwire.bench.training.evaluate import Quality
+from gradwire.bench.training.measure import Row
 from gradwire.bench.training.objective import Plain, Private
-from gradwire.bench.training.outcome import Outcome
+from gradwire.bench.training.privacy import Guarantee
 from gradwire.bench.training.settings import Settings
 from gradwire.comm import parallel
 from gradwire.comm.collectives import IslandReducer, Reducer, build_islands
@@ -29,6 +32,44 @@ SLOW_BF16 = (
     "gradwire train: NOTE: PyTorch multiplies bf16 matrices slowly on this processor, so a step may take ten times as "
     "long as with precision fp32."
 )
+
+
+@dataclass
+class Outcome:
+    """The results of a run in memory.
+
+    Args:
+        rows: This rank's rows of ``steps.parquet``, from the step on at which the run came to these ranks.
+        moved_from: The strategies and ranks that took steps before, each with the step that it stopped at.
+        config: The model's configuration.
+        numel: Number of trainable parameters; tied ones count once.
+        reduced_numel: Elements that the framework's own reduction handles in a step, including padding.
+        dense_steps: Number of first steps in which everything travels as float32.
+        algorithm: The reducer's algorithm, with ``auto`` resolved; None if nothing was reduced.
+        residual_bytes: Memory of this rank's residuals; None without error feedback.
+        memory: Peak memory.
+        quality: The last evaluation; None if the run diverged or was not evaluated.
+        diverged: Why the run diverged, or None.
+        guarantee: The privacy guarantee of private training.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    moved_from: list[Row] = field(default_factory=list)
+    config: Any = None
+    numel: int = 0
+    reduced_numel: int = 0
+    dense_steps: int = 0
+    algorithm: str | None = None
+    residual_bytes: int | None = None
+    memory: PeakMemory = field(default_factory=PeakMemory)
+    quality: Quality | None = None
+    diverged: str | None = None
+    guarantee: Guarantee | None = None
+
+    @property
+    def step(self) -> int:
+        """Number of optimizer steps that the run has taken, on whatever ranks."""
+        return len(self.rows) + (self.moved_from[-1]["step"] if self.moved_from else 0)
 
 
 class Parts(NamedTuple):

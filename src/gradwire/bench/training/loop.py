@@ -13,22 +13,23 @@ from torch import nn
 from torch.profiler import record_function
 
 from gradwire.base.errors import NonFiniteGradient, Stopped
-from gradwire.bench.training import link, results
-from gradwire.bench.training.build import Parts, build
-from gradwire.bench.training.clock import Clock
-from gradwire.bench.training.counters import Counters
+from gradwire.bench.training import results
+from gradwire.bench.training.build import Outcome, Parts, build
+from gradwire.bench.training.checkpoint import RunState
 from gradwire.bench.training.evaluate import Quality, evaluate
-from gradwire.bench.training.feed import Feed, micro_batches
-from gradwire.bench.training.learning_rate import set_learning_rate
-from gradwire.bench.training.outcome import Outcome, Row
-from gradwire.bench.training.preemption import Preemption
-from gradwire.bench.training.profiling import profiled_range, profiling
-from gradwire.bench.training.progress import progress
+from gradwire.bench.training.measure import Clock, Counters, Row, transmitted, transmitted_since
+from gradwire.bench.training.monitor import profiled_range, profiling, progress, scalars
 from gradwire.bench.training.sampling import sampled
-from gradwire.bench.training.scalars import scalars
 from gradwire.bench.training.settings import Settings
-from gradwire.bench.training.state import RunState
-from gradwire.bench.training.step import Diverged, Stepper, check_finite
+from gradwire.bench.training.step import (
+    Diverged,
+    Feed,
+    Preemption,
+    Stepper,
+    check_finite,
+    micro_batches,
+    set_learning_rate,
+)
 from gradwire.comm import parallel
 from gradwire.comm.collectives import Reducer, ops
 from gradwire.comm.collectives.meter import METER
@@ -141,13 +142,13 @@ class Loop:
         lr = set_learning_rate(self.parts.optimizer, training, step)
         self._sync.before(step)
         self._counters.start()
-        transmitted = link.transmitted()
+        before = transmitted()
         profiled = step in self._profiled
         measured = METER.measuring() if profiled else nullcontext()
         with sampled(reducer if self._evaluated(step) and averages else None, self.outcome.memory) as sample:
             with measured, record_function("gradwire/step"):
                 row = self._stepper.take(step)
-            row["bytes_interface"] = link.transmitted_since(transmitted)
+            row["bytes_interface"] = transmitted_since(before)
         if self._saves(step) and reducer is not None:
             reducer.synchronize()  # a message in flight is counted before its checkpoint
         row |= sample | self._counters.stop(timed=self.world.device.type == "cpu" or profiled)

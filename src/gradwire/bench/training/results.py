@@ -17,10 +17,10 @@ from torch import nn
 
 from gradwire.base.files import write_json, write_with
 from gradwire.bench.config import SCHEMA_VERSION, Run
-from gradwire.bench.training import link, link_classes, totals
-from gradwire.bench.training.build import Parts
+from gradwire.bench.training import totals
+from gradwire.bench.training.build import Outcome, Parts
 from gradwire.bench.training.environment import environment, same_machine
-from gradwire.bench.training.outcome import Outcome, Row
+from gradwire.bench.training.measure import Row, link_name
 from gradwire.bench.training.settings import Settings
 from gradwire.comm import parallel
 from gradwire.comm.collectives import ops
@@ -90,7 +90,7 @@ def write(
 
 def run_of(settings: Settings, world: World) -> Run:
     """The run's place in an experiment."""
-    return Run(settings.strategy, settings.cell.label, world.world_size, link.link(), settings.seed, settings.islands)
+    return Run(settings.strategy, settings.cell.label, world.world_size, link_name(), settings.seed, settings.islands)
 
 
 def save_model(
@@ -169,7 +169,7 @@ def measured(settings: Settings, run: Run, world: World, outcome: Outcome, ranks
         **totals.times(rows),
         **totals.traffic(settings, world, outcome, rows),
         **(parameters := totals.parameter_traffic(settings, outcome, rows)),
-        **link_classes.fields(settings, outcome, rows, parameters),
+        **totals.link_classes(settings, outcome, rows, parameters),
         **totals.interface_traffic(run, rows),
         **totals.codec(settings, rows),
         **totals.compression_error(outcome),

@@ -1,25 +1,124 @@
-"""One optimizer step over its micro-batches."""
+"""One optimizer step over its micro-batches, which all ranks agree to take, or to stop after."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
 
 from gradwire.bench.config import Training
-from gradwire.bench.training.clock import Clock
-from gradwire.bench.training.feed import Feed
+from gradwire.bench.training.measure import Clock, Row
 from gradwire.bench.training.objective import Plain
-from gradwire.bench.training.outcome import Row
-from gradwire.bench.training.preemption import Preemption
+from gradwire.bench.training.settings import Settings
 from gradwire.comm import parallel
 from gradwire.comm.collectives import Reducer, ops
 from gradwire.comm.collectives.world import World
 from gradwire.comm.parallel import optimizers
-from gradwire.lm.data.batches import Batch
+from gradwire.lm.data.batches import Batch, grouped, poisson_steps, prefetch, train_batches
+from gradwire.lm.data.shards import Shards
+
+
+def micro_batches(settings: Settings, split: Shards, world: World, start: int) -> Iterator[list[Batch]]:
+    """Yield this rank's micro-batches of each optimizer step from ``start`` on, indefinitely."""
+    training, place = settings.training, (world.rank, world.world_size, settings.seed)
+    per_step = training.grad_accum_steps
+    if training.private and training.dp_sampling == "poisson":
+        expected = training.batch_size * per_step * world.world_size
+        return poisson_steps(split, training.batch_size, expected, *place, start=start)
+    return grouped(train_batches(split, training.batch_size, *place, start=start * per_step), per_step)
+
+
+class Feed:
+    """Prefetches the next step's micro-batches; their target count is reduced together with the current step's loss.
+
+    For a GPU they wait in pinned memory, so that nothing here waits for the device.
+
+    Args:
+        steps: Endless iterator of this rank's micro-batches, one list per step.
+        device: The device to move them to.
+    """
+
+    def __init__(self, steps: Iterator[list[Batch]], device: torch.device) -> None:
+        if device.type == "cuda":
+            steps = (pinned(batches, device) for batches in steps)
+        self._steps, self._device = prefetch(steps), device
+        self._coming = next(self._steps)
+        self.n_targets = ops.all_reduce(self.coming_targets(), purpose="control")  # of all ranks in the next step
+
+    def take(self) -> list[Batch]:
+        """Return the current step's micro-batches on the device, and read the next step's."""
+        taken, self._coming = self._coming, next(self._steps)
+        return [batch.to(self._device) for batch in taken]
+
+    @property
+    def own_targets(self) -> int:
+        """This rank's number of targets in the next step."""
+        return sum(batch.n_targets for batch in self._coming)
+
+    def coming_targets(self) -> Tensor:
+        """The same on the device."""
+        return torch.full((), float(self.own_targets), device=self._device)
+
+
+def pinned(batches: list[Batch], device: torch.device) -> list[Batch]:
+    """Copies of the batches in pinned memory; in any thread, the context is that of ``device``."""
+    with torch.cuda.device(device):
+        return [batch.pinned() for batch in batches]
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)  # from a scheduler, and Ctrl-C
+
+
+class Preemption:
+    """Stop request: ``requested`` on this rank, ``agreed`` once all ranks know of a request."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.agreed = False
+
+    def note(self, number: int, frame: FrameType | None) -> None:
+        """Record a signal; a second Ctrl-C raises KeyboardInterrupt at once."""
+        if self.requested and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+@contextmanager
+def preemption() -> Iterator[Preemption]:
+    """Record termination signals instead of exiting on them; main thread only.
+
+    After a signal the handlers stay installed, because the process is about to exit.
+    """
+    asked = Preemption()
+    before = {number: signal.signal(number, asked.note) for number in SIGNALS}
+    try:
+        yield asked
+    finally:
+        if not asked.requested:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, training: Training, step: int) -> float:
+    """Set and return the learning rate of ``step``, a function of the step only, so resuming needs no state."""
+    lr = learning_rate(training, step)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    return lr
+
+
+def learning_rate(training: Training, step: int) -> float:
+    """Linear warm-up to ``lr``, then cosine decay to a tenth of it."""
+    if step < training.lr_warmup_steps:
+        return training.lr * (step + 1) / training.lr_warmup_steps
+    done = (step - training.lr_warmup_steps) / max(1, training.steps - training.lr_warmup_steps)
+    return training.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
 class Diverged(Exception):

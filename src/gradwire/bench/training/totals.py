@@ -8,20 +8,29 @@ from __future__ import annotations
 import math
 from collections import Counter
 from statistics import fmean
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradwire.base.files import digest
 from gradwire.bench.config import Run
-from gradwire.bench.training import link_classes
-from gradwire.bench.training.counters import COUNTED
-from gradwire.bench.training.outcome import Outcome, Row
+from gradwire.bench.training.build import Outcome
+from gradwire.bench.training.measure import COUNTED, Row
 from gradwire.bench.training.privacy import ADJACENCY
 from gradwire.bench.training.sampling import COLUMNS
 from gradwire.bench.training.settings import Settings
 from gradwire.comm import parallel
 from gradwire.comm.collectives.world import World
 from gradwire.comm.topology import between_islands
+
+CODEC = (
+    *("extra_collectives", "extra_collective_time_ms", "padding_bytes", "density", "sparsity", "residual_norm"),
+    *("exempt_fraction", "fallbacks", "fallback_fraction"),
+)
+PRIVACY = (
+    *("epsilon", "delta", "noise_multiplier", "noise_multiplier_accounted", "clipped_fraction", "sampling"),
+    *("adjacency", "accountant"),
+)
 
 
 def times(rows: list[Row]) -> Row:
@@ -33,17 +42,12 @@ def times(rows: list[Row]) -> Row:
             slowest[row["step"]] = max(slowest.get(row["step"], 0.0), row["step_ms"])
             tokens[row["step"]] = tokens.get(row["step"], 0) + row["tokens"]
     measured = np.array(list(slowest.values()))
-    if not measured.size:
-        fields = ("step_time_ms_mean", "step_time_ms_p50", "step_time_ms_p90", "step_time_ms_p95", "tokens_per_s")
-        return dict.fromkeys(fields) | {"measured_steps": 0}
-    p50, p90, p95 = np.percentile(measured, (50, 90, 95))
+    percentiles = {name: float(np.percentile(measured, int(name[1:]))) for name in ("p50", "p90", "p95") if slowest}
     return {
-        "measured_steps": len(measured),
-        "step_time_ms_mean": float(measured.mean()),
-        "step_time_ms_p50": float(p50),
-        "step_time_ms_p90": float(p90),
-        "step_time_ms_p95": float(p95),
-        "tokens_per_s": float(sum(tokens.values()) / (measured.sum() / 1000)),
+        "measured_steps": len(slowest),
+        "step_time_ms_mean": float(measured.mean()) if slowest else None,
+        **{f"step_time_ms_{name}": percentiles.get(name) for name in ("p50", "p90", "p95")},
+        "tokens_per_s": float(sum(tokens.values()) / (measured.sum() / 1000)) if slowest else None,
     }
 
 
@@ -60,35 +64,32 @@ def traffic(settings: Settings, world: World, outcome: Outcome, rows: list[Row])
         outcome: Rank 0's measurements.
         rows: All ranks' rows.
     """
-    if settings.cell.hooked:
-        raw, sent, agreement = (sum(row[f"bytes_{what}"] for row in rows) for what in ("raw", "sent", "agreement"))
-        steps = [row["bytes_closed_form"] for row in outcome.rows]
-        closed, source = None if None in steps else sum(steps), "metered"
-        steady = ratio(after_dense_steps(outcome, rows))
+    hooked, later = settings.cell.hooked, after_dense_steps(outcome, rows)
+    if settings.strategy == "hsdp":
+        total, steady = (gradients_by_link(settings, outcome, part).both for part in (rows, later))
+    elif hooked:
+        closed = known_sum([row["bytes_closed_form"] for row in outcome.rows])
+        total = Bytes(total_of(rows, "bytes_raw"), total_of(rows, "bytes_sent"), closed)
+        steady = Bytes(total_of(later, "bytes_raw"), total_of(later, "bytes_sent"), None)
     else:
         raw, sent = (
             len(outcome.rows) * parallel.traffic_unhooked(numel, settings.strategy, world.world_size, settings.islands)
             for numel in (outcome.numel, outcome.reduced_numel)
         )
-        agreement, source, closed = 0, "closed_form", sent
-        steady = raw / sent if sent else None
-    if settings.strategy == "hsdp":
-        raw, sent, closed = link_classes.gradients(settings, outcome, rows).both
-        steady = link_classes.gradients(settings, outcome, after_dense_steps(outcome, rows)).both.ratio
-    index = sum(row["bytes_index"] for row in rows) if settings.cell.hooked else None
-    overall = raw / sent if sent else None
+        total = steady = Bytes(raw, sent, sent)
+    index = total_of(rows, "bytes_index") if hooked else None
     return {
-        "bytes_raw_total": raw,
-        "bytes_compressed_total": sent,
-        "bytes_closed_form_total": closed,
-        "bytes_agreement_total": agreement,
+        "bytes_raw_total": total.raw,
+        "bytes_compressed_total": total.sent,
+        "bytes_closed_form_total": total.closed_form,
+        "bytes_agreement_total": total_of(rows, "bytes_agreement") if hooked else 0,
         "index_bytes": index,
-        "index_share": index / sent if index is not None and sent else None,
-        "bytes_by_op": by_op(rows) if settings.cell.hooked else None,
-        "bytes_source": source,
-        "compression_ratio": overall,
-        "compression_ratio_steady": steady,
-        "compression_ratio_bf16": None if overall is None else overall / 2,
+        "index_share": index / total.sent if index is not None and total.sent else None,
+        "bytes_by_op": by_op(rows) if hooked else None,
+        "bytes_source": "metered" if hooked else "closed_form",
+        "compression_ratio": total.ratio,
+        "compression_ratio_steady": steady.ratio,
+        "compression_ratio_bf16": None if total.ratio is None else total.ratio / 2,
     }
 
 
@@ -104,20 +105,16 @@ def codec(settings: Settings, rows: list[Row]) -> Row:
         settings: The run.
         rows: All ranks' rows.
     """
-    fields = (
-        *("extra_collectives", "extra_collective_time_ms", "padding_bytes", "density", "sparsity", "residual_norm"),
-        *("exempt_fraction", "fallbacks", "fallback_fraction"),
-    )
-    if not settings.cell.hooked or not sum(row["bytes_raw"] for row in rows):
-        return dict.fromkeys(fields)
+    if not settings.cell.hooked or not total_of(rows, "bytes_raw"):
+        return dict.fromkeys(CODEC)
     times = [row["extra_ms"] for row in rows if not row["warmup"] and not row["profiled"]]
-    total = {name: sum(row[name] for row in rows) for name in COUNTED}
+    total = {name: total_of(rows, name) for name in COUNTED}
     chosen, among, encoded = (total[f"{which}_elements"] for which in ("chosen", "sparse", "encoded"))
     norms = [row["residual_norm"] for row in rows if row["step"] == rows[-1]["step"]]
     values = (
         sum(row["extra_collectives"] for row in rows if row["rank"] == 0),
         fmean(times) if times and None not in times else None,
-        sum(row["bytes_padding"] for row in rows),
+        total_of(rows, "bytes_padding"),
         chosen / among if among else None,
         1 - chosen / among if among else None,
         None if None in norms else math.sqrt(fmean(norm * norm for norm in norms)),
@@ -125,14 +122,14 @@ def codec(settings: Settings, rows: list[Row]) -> Row:
         total["fallbacks"],
         total["fallback_elements"] / encoded if encoded else None,
     )
-    return dict(zip(fields, values, strict=True))
+    return dict(zip(CODEC, values, strict=True))
 
 
 def compression_error(outcome: Outcome) -> Row:
     """Means over the sampled steps after the dense ones; null if no step was sampled."""
-    steady = [row for row in outcome.rows if row["step"] >= outcome.dense_steps]
-    found = {name: [row[name] for row in steady if row[name] is not None] for name in COLUMNS}
-    return {name: fmean(values) if values else None for name, values in found.items()}
+    steady = after_dense_steps(outcome, outcome.rows)
+    sampled = {name: [row[name] for row in steady if row[name] is not None] for name in COLUMNS}
+    return {name: fmean(values) if values else None for name, values in sampled.items()}
 
 
 def private(settings: Settings, outcome: Outcome) -> Row:
@@ -141,20 +138,10 @@ def private(settings: Settings, outcome: Outcome) -> Row:
     ``noise_multiplier`` is that of the sum over ranks; ε is computed from ``noise_multiplier_accounted``. The step in
     which a run diverged has no row but counts, because it may have changed the weights.
     """
-    fields = (
-        "epsilon",
-        "delta",
-        "noise_multiplier",
-        "noise_multiplier_accounted",
-        "clipped_fraction",
-        "sampling",
-        "adjacency",
-        "accountant",
-    )
     training, guarantee = settings.training, outcome.guarantee
     if guarantee is None:
-        return dict.fromkeys(fields)
-    samples, clipped = (sum(row[name] for row in outcome.rows) for name in ("samples", "clipped_samples"))
+        return dict.fromkeys(PRIVACY)
+    samples, clipped = (total_of(outcome.rows, name) for name in ("samples", "clipped_samples"))
     values = (
         guarantee.epsilon(len(outcome.rows) + (outcome.diverged is not None)),
         guarantee.delta,
@@ -165,7 +152,7 @@ def private(settings: Settings, outcome: Outcome) -> Row:
         ADJACENCY,
         guarantee.accountant,
     )
-    return dict(zip(fields, values, strict=True))
+    return dict(zip(PRIVACY, values, strict=True))
 
 
 def by_op(rows: list[Row]) -> dict[str, int]:
@@ -182,15 +169,12 @@ def parameter_traffic(settings: Settings, outcome: Outcome, rows: list[Row]) -> 
     The framework's own gathers are float32, in closed form. Replicas gather nothing, so both are null. Muon's gathers
     of momenta are in bf16 and count in both.
     """
-    each = [row["bytes_parameters_raw"] for row in outcome.rows]  # over all ranks
-    if None in each:
+    raw = known_sum([row["bytes_parameters_raw"] for row in outcome.rows])  # over all ranks
+    if raw is None:
         return dict.fromkeys(("bytes_parameters_raw_total", "bytes_parameters_total"))
-    momenta = sum(row["bytes_momenta"] for row in rows)
-    counted = settings.cell.param_compress != "none"
-    return {
-        "bytes_parameters_raw_total": sum(each) + momenta,
-        "bytes_parameters_total": (sum(row["bytes_parameters"] for row in rows) if counted else sum(each)) + momenta,
-    }
+    sent = total_of(rows, "bytes_parameters") if settings.cell.param_compress != "none" else raw
+    momenta = total_of(rows, "bytes_momenta")
+    return {"bytes_parameters_raw_total": raw + momenta, "bytes_parameters_total": sent + momenta}
 
 
 def interface_traffic(run: Run, rows: list[Row]) -> Row:
@@ -200,18 +184,17 @@ def interface_traffic(run: Run, rows: list[Row]) -> Row:
     """
     between = between_islands(run.link)
     ranks = run.world_size // run.islands if between else 1
-    each = [row["bytes_interface"] for row in rows if row["rank"] % ranks == 0]
-    total = None if not each or None in each else sum(each)
+    read = [row["bytes_interface"] for row in rows if row["rank"] % ranks == 0]
+    total = known_sum(read) if read else None
     return {
         "bytes_interface_total": None if between else total,
         "bytes_interface_between_total": total if between else None,
     }
 
 
-def ratio(rows: list[Row]) -> float | None:
-    """Float32 bytes over bytes sent in ``rows``; None if nothing was sent."""
-    sent = sum(row["bytes_sent"] for row in rows)
-    return sum(row["bytes_raw"] for row in rows) / sent if sent else None
+def total_of(rows: list[Row], name: str) -> Any:
+    """The sum of a column."""
+    return sum(row[name] for row in rows)
 
 
 def after_dense_steps(outcome: Outcome, rows: list[Row]) -> list[Row]:
@@ -228,4 +211,105 @@ def quality(outcome: Outcome) -> Row:
         "val_ppl": outcome.quality.ppl if outcome.quality else None,
         "quality_from": "train" if outcome.quality else None,
         "loss_digest": digest([row["loss"] for row in outcome.rows]),
+    }
+
+
+class Bytes(NamedTuple):
+    """Bytes of gradient reduction over all ranks.
+
+    Attributes:
+        raw: As float32, by bandwidth-optimal collectives of the same kind.
+        sent: As sent.
+        closed_form: ``sent`` by its formula; None if it depends on the data.
+    """
+
+    raw: int
+    sent: int
+    closed_form: int | None
+
+    @property
+    def ratio(self) -> float | None:
+        """``raw`` over ``sent``; None if nothing was sent."""
+        return self.raw / self.sent if self.sent else None
+
+
+class Gradients(NamedTuple):
+    """Bytes of gradients by class of link: inside islands and between them (strategy ``hsdp``)."""
+
+    inside: Bytes
+    between: Bytes
+
+    @property
+    def both(self) -> Bytes:
+        """Their sums."""
+        forms = [each.closed_form for each in self]
+        return Bytes(sum(each.raw for each in self), sum(each.sent for each in self), known_sum(forms))
+
+
+def gradients_by_link(settings: Settings, outcome: Outcome, rows: list[Row]) -> Gradients:
+    """The bytes of some optimizer steps.
+
+    A reducer counts its own. Those of the framework are closed forms that include its padding, as for other strategies.
+
+    Args:
+        settings: The run.
+        outcome: Rank 0's measurements.
+        rows: All ranks' rows of these steps.
+    """
+    steps, world = len({row["step"] for row in rows}), 1 + max((row["rank"] for row in rows), default=0)
+    raw, sent = (
+        parallel.unhooked_by_link(numel, world, settings.islands) for numel in (outcome.numel, outcome.reduced_numel)
+    )
+    inside, between = (Bytes(steps * one, steps * two, steps * two) for one, two in zip(raw, sent, strict=True))
+    if not settings.cell.hooked:
+        return Gradients(inside, between)
+    ranks = world // settings.islands
+    forms = [row for row in rows if row["rank"] < ranks]  # a closed form is over the ranks of a shard: of every shard
+    both = Bytes(
+        total_of(rows, "bytes_raw"),
+        total_of(rows, "bytes_sent"),
+        known_sum([row["bytes_closed_form"] for row in forms]),
+    )
+    if settings.cell.inside is None:
+        return Gradients(inside, both)
+    parts = [Bytes(**row["inside"]) for row in rows]
+    # inside, a closed form is over an island's ranks: of every island
+    of_islands = [part.closed_form for row, part in zip(rows, parts, strict=True) if row["rank"] % ranks == 0]
+    inside = Bytes(sum(part.raw for part in parts), sum(part.sent for part in parts), known_sum(of_islands))
+    part = known_sum([row["inside"]["closed_form"] for row in forms])
+    form = None if part is None or both.closed_form is None else both.closed_form - part
+    return Gradients(inside, Bytes(both.raw - inside.raw, both.sent - inside.sent, form))
+
+
+def known_sum(values: list[int | None]) -> int | None:
+    """The sum; None if a value is unknown."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def link_classes(settings: Settings, outcome: Outcome, rows: list[Row], parameters: Row) -> Row:
+    """The record's fields by class of link; none for a strategy without islands.
+
+    Those inside islands include FSDP's all-gathers of parameters.
+
+    Args:
+        settings: The run.
+        outcome: Rank 0's measurements.
+        rows: All ranks' rows.
+        parameters: The record's fields of parameters.
+    """
+    if settings.strategy != "hsdp":
+        return {}
+    inside, between = gradients_by_link(settings, outcome, rows)
+    later = gradients_by_link(settings, outcome, after_dense_steps(outcome, rows))
+    raw, sent = (parameters[f"bytes_parameters{which}_total"] for which in ("_raw", ""))
+    return {
+        "bytes_inside_raw_total": inside.raw + raw,
+        "bytes_inside_total": inside.sent + sent,
+        "bytes_inside_closed_form_total": known_sum([inside.closed_form, sent]),
+        "bytes_between_raw_total": between.raw,
+        "bytes_between_total": between.sent,
+        "bytes_between_closed_form_total": between.closed_form,
+        "compression_ratio_between": between.ratio,
+        "compression_ratio_between_steady": later.between.ratio,
     }

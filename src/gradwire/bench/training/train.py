@@ -141,15 +141,15 @@ def main(args: argparse.Namespace) -> None:
 
     from gradwire.bench.training import results
     from gradwire.bench.training import settings as run_settings
-    from gradwire.bench.training.link import link
     from gradwire.bench.training.loop import train
-    from gradwire.bench.training.preemption import preemption
+    from gradwire.bench.training.measure import link_name
+    from gradwire.bench.training.step import preemption
     from gradwire.comm.collectives.world import process_group
     from gradwire.lm.data.shards import Shards
 
     settings = run_settings.from_arguments(args)
     with process_group(**rank_options(args)) as world:
-        settings = settings.shared_out(world.world_size, link())
+        settings = settings.shared_out(world.world_size, link_name())
         folder = shards_folder(args, world.rank)
         splits = Shards(folder, "train"), Shards(folder, "val")
         run_settings.check_enough_data(len(splits[0]), settings.training.batch_size, world.world_size)

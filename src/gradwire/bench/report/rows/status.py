@@ -13,7 +13,7 @@ from gradwire.base.files import read_json
 from gradwire.bench.config import Run
 from gradwire.bench.report.rows.runs import EXPECTED, asked_for
 
-PROGRESS = "progress.json"  # in the folder of a running run; written by training.progress, which imports torch
+PROGRESS = "progress.json"  # in the folder of a running run; written by training.monitor, which imports torch
 SILENT = 60.0  # seconds without progress after which a run counts as stopped
 ORDER = ("running", "stopped", "failed", "diverged", "done", "waiting", "skipped")
 

@@ -1,17 +1,88 @@
-"""Bytes, elements and times of one step on this rank, as differences of counters that grow over the run."""
+"""Measurements of one step on this rank: times, bytes and elements.
+
+Bytes and elements are differences of counters that grow over the run.
+"""
 
 from __future__ import annotations
 
+import os
+import time
+from pathlib import Path
 from typing import Any
 
-from gradwire.bench.training.outcome import Row
+import torch
+
+from gradwire.base.errors import RunFault
+from gradwire.base.units import UNSHAPED
+from gradwire.bench.launch.links import INTERFACE, LINK
 from gradwire.comm.collectives import Reducer
 from gradwire.comm.collectives.meter import METER
 
+Row = dict[str, Any]  # one rank's row of steps.parquet
+
+INTERFACES = Path("/proc/self/net/dev")  # of this process's network namespace
+TRANSMITTED = 8  # index of the bytes sent among the columns after the interface's name
 COUNTED = (  # counters of `Reducer.traffic`, recorded per step
     *(f"{which}_elements" for which in ("chosen", "sparse", "encoded", "fallback", "exempt")),
     *("elements", "fallbacks", "extra_collectives"),
 )
+
+
+class Clock:
+    """Times of one step in milliseconds. Phases are timed on CPU only: on CUDA they would need a synchronization.
+
+    A step ends by reading a number from the device, so its wall time is correct on every device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._phases = device.type == "cpu"
+        self._origin = time.perf_counter()
+        self.times: Row = {}
+        self.started_s = 0.0
+
+    def start(self) -> None:
+        """Start a step."""
+        self._started = self._last = time.perf_counter()
+        self.started_s = self._started - self._origin
+        self.times = dict.fromkeys(("data_ms", "forward_ms", "backward_ms", "optimizer_ms"))
+
+    def lap(self, phase: str) -> None:
+        """Add the time since the last lap to ``phase``."""
+        now = time.perf_counter()
+        if self._phases:
+            self.times[phase] = (self.times[phase] or 0.0) + 1000 * (now - self._last)
+        self._last = now
+
+    def stop(self) -> None:
+        """End the step and record ``step_ms``."""
+        self.times["step_ms"] = 1000 * (time.perf_counter() - self._started)
+
+
+def link_name() -> str:
+    """The name of the link, ``100mbit`` or ``between-100mbit``, or ``none``."""
+    return os.environ.get(LINK, UNSHAPED)
+
+
+def transmitted() -> int | None:
+    """Bytes sent so far by the interface of this rank or its island, headers included; None without a link.
+
+    Raises:
+        RunFault: If the interface does not exist.
+    """
+    interface = os.environ.get(INTERFACE)
+    if interface is None:
+        return None
+    for line in INTERFACES.read_text(encoding="ascii").splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == interface:
+            return int(counters.split()[TRANSMITTED])
+    raise RunFault(f"{INTERFACE} is {interface}, but {INTERFACES} has no such interface.")
+
+
+def transmitted_since(before: int | None) -> int | None:
+    """Bytes sent since `transmitted` returned ``before``; None without a link."""
+    now = transmitted()
+    return None if now is None or before is None else now - before
 
 
 class Counters:

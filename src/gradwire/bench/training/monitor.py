@@ -1,0 +1,245 @@
+"""What shows a running run: a progress bar, ``progress.json``, scalars and a profile of some steps.
+
+Scalars are the columns of ``steps.parquet`` as train/…, bytes/… and time/…. They go to TensorBoard, and to Weights &
+Biases if ``--log wandb`` asks for it. The profile has one trace per rank, for TensorBoard and Perfetto.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile, schedule
+from tqdm import tqdm
+
+from gradwire.base.errors import BadInput, RunFault
+from gradwire.base.files import whole, write_json, writing
+from gradwire.bench.config import Training
+from gradwire.bench.training.settings import Settings
+from gradwire.comm.collectives.world import World
+
+QUIET_LOG = "6"  # above every level of the profiler's own log, which goes to stderr
+
+
+def profiled_range(training: Training, start: int) -> range:
+    """The profiled steps, after the run's warm-up; ``start`` is the first step of this process."""
+    first = max(training.warmup_steps, start)
+    return range(first, min(first + training.profiled_steps, training.steps))
+
+
+def trace_file(run_folder: Path, world: World) -> Path:
+    """Path of this rank's trace."""
+    return run_folder / "profiler" / f"rank{world.rank}.pt.trace.json.gz"
+
+
+class Profiler:
+    """Records the steps of `profiled_range`; call `step` after every optimizer step."""
+
+    def __init__(self, recorder: profile | None) -> None:
+        self._recorder = recorder
+
+    def step(self) -> None:
+        """Mark the end of an optimizer step."""
+        if self._recorder is not None:
+            self._recorder.step()
+
+
+def recorder_options(activities: list[ProfilerActivity]) -> dict[str, Any]:
+    """Options of torch's profiler for a trace that `bench.trace.trace` can read: the reducer's thread is recorded."""
+    config = _ExperimentalConfig(profile_all_threads=True)
+    return {"activities": activities, "record_shapes": True, "experimental_config": config}
+
+
+@contextmanager
+def profiling(training: Training, start: int, path: Path, world: World) -> Iterator[Profiler]:
+    """Profile the steps of `profiled_range` and write the trace to ``path``."""
+    steps = profiled_range(training, start)
+    if len(steps) < 2:  # the profiler's warm-up step alone records nothing
+        yield Profiler(None)
+        return
+
+    def save(recorder: profile) -> None:
+        with whole(path) as part, gzip.open(part, "wb") as compressed, TemporaryDirectory() as folder:
+            plain = Path(folder) / "trace.json"
+            recorder.export_chrome_trace(str(plain))
+            if not _complete(plain):  # the profiler logs the reason, which is switched off, and raises nothing
+                raise RunFault(
+                    f"{path} cannot be written: the profiler did not complete its own file in {Path(folder).parent}. "
+                    "That disk is full, or the limit on the size of a file too low: make room, set TMPDIR to another "
+                    "disk, or train with --no-profile."
+                )
+            with plain.open("rb") as trace:
+                shutil.copyfileobj(trace, compressed)
+
+    if world.device.type == "cpu":  # on a GPU it says what CUPTI cannot record
+        os.environ.setdefault("KINETO_LOG_LEVEL", QUIET_LOG)
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (world.device.type == "cuda")
+    timetable = schedule(skip_first=steps.start - start, wait=0, warmup=1, active=len(steps) - 1, repeat=1)
+    with profile(schedule=timetable, on_trace_ready=save, **recorder_options(activities)) as recorder:
+        yield Profiler(recorder)
+
+
+def _complete(trace: Path) -> bool:
+    """Whether a trace ends as a JSON object does; one that was broken off may be missing."""
+    if not trace.is_file():
+        return False
+    with trace.open("rb") as stream:
+        stream.seek(max(0, trace.stat().st_size - 100))
+        return stream.read().rstrip().endswith(b"}")
+
+
+PROGRESS = "progress.json"  # in the run's folder while it runs
+WRITE_EVERY_S = 1.0  # seconds between writes
+
+
+@contextmanager
+def progress(folder: Path, steps: int, start: int, world: World) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yield a function that takes each step's row; on ranks other than 0 it does nothing.
+
+    Args:
+        folder: The run's folder.
+        steps: Optimizer steps of the whole run.
+        start: First step of this process.
+        world: The process group and this rank's position in it.
+    """
+    if world.rank != 0:
+        yield lambda row: None
+        return
+    raw = sent = 0
+    began = written = time.monotonic()
+
+    def show(row: dict[str, Any]) -> None:
+        nonlocal raw, sent, written
+        raw, sent = raw + (row["bytes_raw"] or 0), sent + (row["bytes_sent"] or 0)
+        loss = row["loss"]
+        bar.set_postfix(loss="-" if loss is None else f"{loss:.3f}", ms=f"{row['step_ms']:.0f}", refresh=False)
+        bar.update()
+        now, done = time.monotonic(), row["step"] + 1
+        if now - written >= WRITE_EVERY_S:
+            written = now
+            left = (now - began) / (done - start) * (steps - done)
+            state = {"step": done, "steps": steps, "loss": loss, "step_ms": row["step_ms"]}
+            write_json(folder / PROGRESS, state | {"ratio": raw / sent if sent else None, "left_s": left})
+
+    try:
+        with tqdm(total=steps, initial=start, unit="step", dynamic_ncols=True, disable=None) as bar:
+            yield show
+    finally:
+        (folder / PROGRESS).unlink(missing_ok=True)
+
+
+UNLOGGED = ("step", "rank", "warmup", "profiled")
+
+Write = Callable[[Mapping[str, float], int], None]
+
+
+def tag(column: str) -> str:
+    """Return a column's name, which TensorBoard and Weights & Biases fold up to the slash."""
+    if column.endswith(("_ms", "_s")):
+        return f"time/{column}"
+    return f"bytes/{column}" if column.startswith("bytes_") else f"train/{column}"
+
+
+@contextmanager
+def scalars(
+    settings: Settings, rows: Sequence[dict[str, Any]], world: World
+) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yield a function that logs a row's numbers at the row's ``step``; on ranks other than 0 it does nothing.
+
+    Args:
+        settings: The run; what it has logged before is replaced.
+        rows: Rows of the steps of earlier processes.
+        world: The process group and this rank's position in it.
+    """
+    if world.rank != 0:
+        yield lambda row: None
+        return
+    wanted = [_tensorboard, _wandb] if settings.training.log == "wandb" else [_tensorboard]
+    with ExitStack() as stack:
+        writers = [stack.enter_context(writer(settings)) for writer in wanted]
+
+        def log(row: dict[str, Any]) -> None:
+            numbers = {
+                tag(name): value
+                for name, value in row.items()
+                if isinstance(value, (int, float)) and name not in UNLOGGED
+            }
+            for write in writers:
+                write(numbers, row["step"])
+
+        for row in rows:
+            log(row)
+        yield log
+
+
+@contextmanager
+def _tensorboard(settings: Settings) -> Iterator[Write]:
+    """Write event files.
+
+    Raises:
+        RunFault: If the disk is full or broken.
+    """
+    from torch.utils.tensorboard import SummaryWriter
+
+    folder = settings.output_dir / "logs" / "tensorboard"
+    shutil.rmtree(folder, ignore_errors=True)
+    with writing(folder):
+        writer = SummaryWriter(log_dir=str(folder))
+
+    def write(numbers: Mapping[str, float], step: int) -> None:
+        with writing(folder):
+            for name, value in numbers.items():
+                writer.add_scalar(name, value, step)
+
+    with _silent_thread():
+        try:
+            yield write
+        finally:
+            with writing(folder):
+                writer.close()
+
+
+@contextmanager
+def _silent_thread() -> Iterator[None]:
+    """Print no traceback of a disk's errors in the writer's thread: its next call raises the same error."""
+    usual = threading.excepthook
+    threading.excepthook = lambda args: None if issubclass(args.exc_type, OSError) else usual(args)
+    try:
+        yield
+    finally:
+        threading.excepthook = usual
+
+
+@contextmanager
+def _wandb(settings: Settings) -> Iterator[Write]:
+    """Write a run of Weights & Biases, whose own variables, such as ``WANDB_MODE``, apply.
+
+    Raises:
+        BadInput: If it cannot start a run, for want of a key or of a network.
+    """
+    import wandb
+
+    folder = settings.output_dir / "logs"
+    shutil.rmtree(folder / "wandb", ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    project = os.environ.get("WANDB_PROJECT", "gradwire")
+    given = {"strategy": settings.strategy, "model": settings.model, "seed": settings.seed}
+    options = {"cell": settings.cell.flat(), "training": settings.training.model_dump(mode="json")}
+    quiet = wandb.Settings(console="off", x_disable_stats=True)
+    try:
+        made = wandb.init(
+            project=project, name=str(settings.output_dir), dir=folder, config=given | options, settings=quiet
+        )
+    except wandb.errors.Error as error:
+        raise BadInput(f"--log wandb: {error} Set WANDB_MODE=offline to log without an account.") from None
+    with made as run:
+        yield lambda numbers, step: run.log(dict(numbers), step=step)
