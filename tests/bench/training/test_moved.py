@@ -79,7 +79,7 @@ def contents(path):
 def arrived(rank, world_size, group, arguments):
     """What a rank has after it has loaded a checkpoint, whose model the ranks save; and what it printed."""
     args = parsed(arguments)
-    settings = run_settings.from_arguments(args)
+    settings = run_settings.settings_of(args)
     world = World(rank, rank, world_size, "gloo", torch.device("cpu"))
     split = Shards(Path(args.data_path), "train")
     parts, outcome = build(settings, split, world)

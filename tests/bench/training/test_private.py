@@ -258,7 +258,7 @@ class ZeroedOut(Shards):
 
 def messages(rank, world, flags, split, cell, steps) -> list[torch.Tensor]:
     """What this rank hands to its reducer in each step, in units of C, with weights that stay as they are."""
-    settings = run_settings.from_arguments(parsed(flags))
+    settings = run_settings.settings_of(parsed(flags))
     training, place = settings.training, World(rank, rank, world, "gloo", torch.device("cpu"))
     model = causal.build("micro", split.meta["vocab_size"], split.meta["max_length"], seed=0)
     method, options = cell

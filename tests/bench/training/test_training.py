@@ -1,6 +1,5 @@
 """The training loop on real ranks: what must not depend on the world size, bytes, resuming, divergence, bad input."""
 
-import argparse
 import json
 import math
 import shutil
@@ -67,18 +66,17 @@ def words(shards: Path, folder: Path, *more: str, **changes) -> list[str]:
     return [word for name, value in flags.items() for word in (f"--{name}", str(value))] + switch + list(more)
 
 
-def parsed(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    train.arguments(parser)
-    return parser.parse_args(arguments)
+def parsed(arguments: list[str]) -> run_settings.Options:
+    _, module, args = cli.parse(["train", *arguments])
+    return cli.options_of(module, args)
 
 
 def run(rank: int, world_size: int, group: object, arguments: list[str]) -> tuple[list[dict], dict | None]:
     """One rank of ``gradwire train``, inside the test's process group; rank 0 returns the record too."""
     args = parsed(arguments)
-    settings = run_settings.from_arguments(args)
+    settings = run_settings.settings_of(args)
     world = World(rank, rank, world_size, "gloo", torch.device("cpu"))
-    splits = Shards(Path(args.data_path), "train"), Shards(Path(args.data_path), "val")
+    splits = Shards(args.data_path, "train"), Shards(args.data_path, "val")
     identity = settings.identity(world_size, splits[0].digest)
     model, optimizer, outcome = training_loop.train(settings, splits, world, identity, Preemption())
     results.write(settings, identity, splits, world, model, optimizer, outcome)
@@ -158,7 +156,7 @@ def test_a_strategy_that_cannot_compress_parameters_is_refused(shards, tmp_path,
 
 def test_a_global_batch_is_shared_out_evenly_or_not_at_all(shards, tmp_path, capsys):
     given = {"global_batch_size": 12, "grad_accum_steps": 2}
-    settings = run_settings.from_arguments(parsed(words(shards, tmp_path, **given)))
+    settings = run_settings.settings_of(parsed(words(shards, tmp_path, **given)))
     assert [settings.shared_out(world, None).training.batch_size for world in (1, 2, 3)] == [6, 3, 2]
     arguments = words(shards, tmp_path, **given, world_size=4, rank=0, master_port=1)
     assert cli.main(["train", *arguments]) == 2
@@ -765,7 +763,7 @@ def test_a_corpus_file_is_tokenized_into_the_cache(shards, tmp_path):
     assert train.shards_folder(args, rank=1) == folder
     for length in (0, 2):  # neither is taken for "none given", and of 2 tokens a sample may be left with one
         with pytest.raises(BadInput, match=rf"--max_length {length} is too small; at least 3"):
-            train.shards_folder(parsed([*arguments, "--max_length", str(length)]), rank=0)
+            train.shards_folder(args.model_copy(update={"max_length": length}), rank=0)
 
 
 def test_every_field_of_training_is_a_flag_with_a_description():

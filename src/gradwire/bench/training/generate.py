@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
 
 from gradwire.base.errors import BadInput
 from gradwire.base.flags import COUNT, NOT_NEGATIVE, SEED, SHARE
-from gradwire.base.rank_env import DEVICES
+from gradwire.base.rank_env import Device
+from gradwire.base.strict import Strict
 
 COLDEST = 1e-6  # temperature; logits divided by much less overflow
 
@@ -22,24 +24,22 @@ if TYPE_CHECKING:
     from gradwire.lm.data.tokenizer import Tokenizer
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the verb's flags."""
-    parser.add_argument("--model_dir", type=Path, required=True, help="folder of a saved model, with its tokenizer")
-    parser.add_argument("--max_new_tokens", type=COUNT, default=50, help="maximum number of tokens to generate")
-    parser.add_argument(
-        "--temperature", type=NOT_NEGATIVE, default=0.8, help="divides the logits; 0 takes the most likely token"
+class Options(Strict):
+    """Flags of ``gradwire generate``."""
+
+    model_dir: Path = Field(description="folder of a saved model, with its tokenizer")
+    max_new_tokens: Annotated[int, COUNT] = Field(50, description="maximum number of tokens to generate")
+    temperature: Annotated[float, NOT_NEGATIVE] = Field(
+        0.8, description="divides the logits; 0 takes the most likely token"
     )
-    parser.add_argument(
-        "--top_p",
-        type=SHARE,
-        default=0.95,
-        help="sample from the most likely tokens with this total probability",
+    top_p: Annotated[float, SHARE] = Field(
+        0.95, description="sample from the most likely tokens with this total probability"
     )
-    parser.add_argument("--seed", type=SEED, default=0, help="seed of the sampling")
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one")
+    seed: Annotated[int, SEED] = Field(0, description="seed of the sampling")
+    device: Device = Field("auto", description="auto: a GPU if there is one")
 
 
-def main(args: argparse.Namespace) -> None:
+def main(options: Options) -> None:
     """Load the model and print the continuation of each prompt."""
     import torch
 
@@ -47,15 +47,15 @@ def main(args: argparse.Namespace) -> None:
     from gradwire.lm.data import tokenizer
     from gradwire.lm.models import folder
 
-    device = world.choose("auto", args.device, 1, world.detect_gpus()).device_type
-    model = folder.load_finite(args.model_dir).to(device)
-    vocabulary = tokenizer.load(args.model_dir)
+    device = world.choose("auto", options.device, 1, world.detect_gpus()).device_type
+    model = folder.load_finite(options.model_dir).to(device)
+    vocabulary = tokenizer.load(options.model_dir)
 
     def answer(prompt: str) -> str:
-        return continuation(model, vocabulary, prompt, args.max_new_tokens, args.temperature, args.top_p)
+        return continuation(model, vocabulary, prompt, options.max_new_tokens, options.temperature, options.top_p)
 
     with torch.random.fork_rng():
-        torch.manual_seed(args.seed)
+        torch.manual_seed(options.seed)
         _answer_prompts(answer)
 
 

@@ -1,24 +1,80 @@
-"""Settings of one training run: the parsed arguments of ``gradwire train``, checked against the data."""
+"""Settings of one training run: the flags of ``gradwire train``, checked against the data."""
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import digest, read_json
-from gradwire.base.model_flags import from_flags
+from gradwire.base.flags import NATURAL, RANKS, SEED, output_folder
 from gradwire.base.parsing import parse_json
+from gradwire.base.rank_env import RankEnvOptions
 from gradwire.base.source_digest import source_digest
+from gradwire.base.strict import Strict
 from gradwire.bench.config import FLAGS, Cell, Strategy, Training, check_private
+from gradwire.comm.communication import CommOptimizer
+from gradwire.comm.compressors.parameter_encoding import ParamCompress
 from gradwire.comm.compressors.registry import sources
 from gradwire.comm.topology import STRATEGIES, check_topology
+from gradwire.lm.data.defaults import LENGTH, MAX_LENGTH, VOCAB_SIZE, VOCABULARY
 from gradwire.lm.models import presets
 
+if TYPE_CHECKING:
+    StrategyName = str
+else:  # those of other packages included
+    StrategyName = Literal[tuple(STRATEGIES.available())]
+
 UNIDENTIFYING = {"checkpoint_every", "keep_checkpoints", "keep_model_every", "log"}  # they change no result
+
+
+class CorpusOptions(Strict):
+    """Flags for a corpus file."""
+
+    group: ClassVar = ("corpus", "how to tokenize a corpus file; shards are already tokenized")
+
+    tokenizer: str = Field("bpe", description="bpe: train one; or a folder: load its")
+    vocab_size: Annotated[int, VOCABULARY] = Field(VOCAB_SIZE, description="vocabulary size of bpe")
+    max_length: Annotated[int, LENGTH] | None = Field(
+        None, description=f"maximum tokens per sample (default: the shards', else {MAX_LENGTH})"
+    )
+    cache_dir: Path | None = Field(None, description="folder for the shards (default: the user's cache)")
+
+
+class Options(CorpusOptions, Training, RankEnvOptions):
+    """Flags of ``gradwire train``."""
+
+    data_path: Path = Field(description="a shards folder, or a corpus file (JSON or .jsonl)")
+    output_dir: Annotated[Path, output_folder] = Field(description="the run's folder")
+    model: str = Field("tiny", description=f"{presets.MEANING}; or options as JSON: architecture, ...")
+    strategy: StrategyName = Field("fsdp2", description="data-parallel strategy")
+    islands: Annotated[int, RANKS] = Field(1, description="islands of ranks, for strategy hsdp or a link between them")
+    comm_compress: str | None = Field(None, description="gradient compressor (default: the cell's, else none)")
+    comm_config_json: str = Field("{}", description="the compressor's and the reducer's options, a JSON object")
+    comm_optimizer: CommOptimizer | None = Field(
+        None, description="what is averaged: gradients, or an optimizer's momenta (default: the cell's, else gradient)"
+    )
+    param_compress: ParamCompress | None = Field(
+        None, description="compression of fsdp2's parameter all-gathers (default: the cell's, else none)"
+    )
+    label: str | None = Field(None, description="the cell's name in tables (default: the compressor's name)")
+    seed: Annotated[int, SEED] = Field(0, description="seed of the model, the data order and the compressor")
+    resume: bool = Field(False, description="resume from the newest valid checkpoint in --output_dir, if any")
+    restart: bool = Field(
+        False, description="with --resume: start over if the checkpoint has another configuration or source"
+    )
+    verify_sync: Annotated[int, NATURAL] = Field(
+        0, description="every K steps, report ranks that are missing or whose parameters differ; 0: never"
+    )
+
+    @property
+    def training(self) -> Training:
+        """The flags that are settings of a training."""
+        return Training(**{name: getattr(self, name) for name in Training.model_fields})
 
 
 @dataclass(frozen=True)
@@ -118,43 +174,33 @@ def modules(cell: Cell, strategy: str = "") -> list[str]:
     return ["gradwire.bench.training.train", *named]
 
 
-def from_arguments(args: argparse.Namespace) -> Settings:
-    """Build the settings from the command line.
+def settings_of(options: Options) -> Settings:
+    """Build the settings from the flags.
 
     Raises:
-        BadInput: For an unknown compressor or option, JSON that is not an object, a value out of range, options that
-            contradict each other or the strategy, or a logger that is not installed.
+        BadInput: For an unknown compressor or option, JSON that is not an object, options that contradict each other or
+            the strategy, or a logger that is not installed.
     """
+    text = options.comm_config_json
     try:
-        options: Any = parse_json(args.comm_config_json)
+        keys: Any = parse_json(text)
     except ValueError as error:
-        raise BadInput(f"--comm_config_json is not valid JSON ({error}): {args.comm_config_json[:80]}") from None
-    if not isinstance(options, dict):
-        raise BadInput(f"--comm_config_json must be a JSON object such as {{}}, got {args.comm_config_json[:80]}.")
+        raise BadInput(f"--comm_config_json is not valid JSON ({error}): {text[:80]}") from None
+    if not isinstance(keys, dict):
+        raise BadInput(f"--comm_config_json must be a JSON object such as {{}}, got {text[:80]}.")
     for name, key in FLAGS.items():
-        flag = getattr(args, name)
-        if flag is not None and options.setdefault(key, flag) != flag:
-            raise BadInput(f"--{name} is {flag}, and --comm_config_json has {options[key]!r}; omit one of them.")
-    method = options.setdefault("method", "none")
-    cell = Cell.parse(args.label or str(method), options)
-    cell.check_strategy(args.strategy)
-    training = cell.own(from_flags(Training, args))
+        flag = getattr(options, name)
+        if flag is not None and keys.setdefault(key, flag) != flag:
+            raise BadInput(f"--{name} is {flag}, and --comm_config_json has {keys[key]!r}; omit one of them.")
+    method = keys.setdefault("method", "none")
+    cell = Cell.parse(options.label or str(method), keys)
+    cell.check_strategy(options.strategy)
+    training = cell.own(options.training)
     if training.log == "wandb" and find_spec("wandb") is None:
         raise BadInput("--log wandb needs Weights & Biases: pip install 'gradwire[wandb]'.")
-    check_private(training, cell, args.strategy)
-    return Settings(
-        training=training,
-        cell=cell,
-        strategy=args.strategy,
-        model=args.model,
-        seed=args.seed,
-        data_path=Path(args.data_path),
-        output_dir=Path(args.output_dir),
-        resume=args.resume,
-        verify_sync=args.verify_sync,
-        restart=args.restart,
-        islands=args.islands,
-    )
+    check_private(training, cell, options.strategy)
+    taken = ("strategy", "model", "seed", "data_path", "output_dir", "resume", "verify_sync", "restart", "islands")
+    return Settings(training=training, cell=cell, **{name: getattr(options, name) for name in taken})
 
 
 def check_enough_data(n_samples: int, batch_size: int, world_size: int) -> None:
