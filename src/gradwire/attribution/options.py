@@ -38,7 +38,7 @@ class LossOptions(Strict):
 
 
 class RowOptions(LossOptions):
-    """What `grads collect`, the experiment's ``gradients:`` and the provenance of a store say of rows."""
+    """Options of rows that `grads collect`, the experiment's ``gradients:`` and the provenance of a store share."""
 
     grad_type: RowGradient = Field(
         "sgd",

@@ -317,7 +317,7 @@ def code_for_a_manifest(path):
 def a_file_elsewhere(path):
     names = json.loads((path / "manifest.json").read_text())["sha256"]
     edit(path / "manifest.json", sha256={**names, "../../../etc/passwd": "0"})
-    return "lists '../../../etc/passwd', which is not the name of a file beside it"
+    return "lists '../../../etc/passwd', which is not the name of a file in that folder"
 
 
 def another_width(path):

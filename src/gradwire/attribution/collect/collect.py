@@ -195,7 +195,7 @@ def collect(
 
     Args:
         collection: The collection folder.
-        intended: What to collect; `provenance.FOUND` is filled in from the loaded model.
+        intended: The provenance of the rows; `provenance.FOUND` is filled in from the loaded model.
         world: The process group.
         batch_size: Samples per forward pass; None for as many as fit.
         check: Called before each file; raises to stop the collection.

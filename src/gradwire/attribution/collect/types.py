@@ -1,7 +1,7 @@
 """Gradient types: transformations of per-sample gradients before projection.
 
 ``sgd`` is the gradient, ``sign`` its signs, and ``adam`` the next Adam update for this sample alone, without the
-learning rate, from the saved moments of training (``lm.models.optimizer``); ``ekfac`` is in a module of its own.
+learning rate, from the saved moments of training (``lm.models.optimizer``); ``ekfac`` is in `ekfac`.
 """
 
 from __future__ import annotations

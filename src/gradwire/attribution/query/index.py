@@ -1,7 +1,8 @@
 """The verb ``grads index``: a FAISS index of a store's rows, for ``grads query --index`` and ``serve --index``.
 
-``index.faiss`` lies beside the rows. ``index.json`` binds it to them: the digest of the store that it was built from,
-its own checksum, and how it was built. FAISS reads the file only after both have been compared.
+``index.faiss`` is in the folder of the rows. ``index.json`` binds it to them: it has the digest of the store that the
+index was built from, the checksum of the index, and how it was built. FAISS reads the file only after both have been
+compared.
 
 | kind | holds | finds |
 |:--|:--|:--|
@@ -61,7 +62,7 @@ def beside(options: Options) -> Path:
 
 
 def main(options: Options) -> None:
-    """Build the index and write it beside the rows.
+    """Build the index and write it to the folder of the rows.
 
     Raises:
         BadInput: If FAISS is not installed, the store is invalid, or a flag does not fit the kind or the store.
@@ -159,7 +160,7 @@ class Index:
             raise BadInput(f"{merged.path} has no complete index: {again}.")
         made = read_object(note)
         if made.get("store") != store_digest(merged.manifest):
-            raise BadInput(f"{file} was built from other rows than those beside it: {again} again.")
+            raise BadInput(f"{file} was built from other rows than those of its folder: {again} again.")
         if made.get("sha256") != sha256_file(file):
             raise BadInput(f"{file} is damaged: its SHA-256 differs from that in {note}; {again} again.")
         try:
@@ -168,13 +169,13 @@ class Index:
             raise BadInput(f"{file} cannot be read by this version of FAISS: {again} again.") from error
         self.kind, self.metric, self._file = made.get("kind"), made.get("metric"), file
         if (self._index.ntotal, self._index.d) != merged.rows.shape:
-            raise BadInput(f"{file} does not have the rows beside it: {again} again.")
+            raise BadInput(f"{file} does not have the rows of its folder: {again} again.")
 
     def near(self, against: NDArray[np.float64], metric: str, count: int) -> NDArray[np.int64] | None:
         """Return the positions, ascending, of rows that may be among the ``count`` nearest; None for all rows.
 
         Args:
-            against: A `search.target`, [m, D]; each of its rows proposes rows of its own.
+            against: A `search.target`, [m, D]; each of its rows proposes separate rows.
             metric: ``cosine`` or ``dot``.
             count: Number of rows to find.
 

@@ -41,8 +41,8 @@ class Provenance(RowOptions):
         world_size: Number of ranks.
         dims: Widths of the rows, ascending.
         seed: Seed of the projection.
-        row_of: What a row is the gradient of: a ``sample``, a ``token`` that it predicts, or a sample with respect to a
-            ``module``'s parameters.
+        row_of: Unit of a row, of whose loss it is the gradient: a ``sample``, a ``token`` that it predicts, or a sample
+            with respect to a ``module``'s parameters.
         strategy: ``ddp``: every rank holds the full model; ``fsdp2``: its weights are sharded.
         optimizer_dir: Folder of Adam's moments, or of EK-FAC's factors; None for that of the adapter or the model.
         optimizer_digest: Their digest; None unless ``grad_type`` is ``adam`` or ``ekfac``.
@@ -234,7 +234,7 @@ def differing(folder: Path, manifest: Manifest) -> list[str]:
     there = {name for name in FURTHER if (folder / name).exists()}
     unnamed = sorted({*FILES, *there} - set(manifest.sha256))
     if elsewhere := [name for name in manifest.sha256 if Path(name).name != name]:
-        return [f"{folder / MANIFEST} lists {elsewhere[0]!r}, which is not the name of a file beside it"]
+        return [f"{folder / MANIFEST} lists {elsewhere[0]!r}, which is not the name of a file in that folder"]
     return [f"{folder / name} is not listed in {folder / MANIFEST}" for name in unnamed] + [
         f"{folder / name} does not match {folder / MANIFEST}: its SHA-256 differs"
         for name, checksum in manifest.sha256.items()

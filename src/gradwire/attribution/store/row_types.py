@@ -1,4 +1,4 @@
-"""Row types: how the store writes a row, and what its bytes say of the numbers.
+"""Row types: how the store writes a row, and the bounds on its numbers that its bytes give.
 
 ``float32`` writes the numbers themselves. The other types write bytes: two float32 numbers, scale s and largest
 magnitude m of the row, and then one code per entry. A code is the value v nearest to x · top / m, and x is read as
@@ -30,7 +30,7 @@ HALF_ULP, SUBNORMAL = 2.0**-11, 2.0**-25  # of float16: rounding error, relative
 
 
 class Bounds(NamedTuple):
-    """What is known of rows from their bytes, in float64: the interval of each entry, [n, D]; norms and largest
+    """Bounds on rows by their bytes, in float64: the interval of each entry, [n, D]; norms and largest
     magnitudes, [n].
     """
 

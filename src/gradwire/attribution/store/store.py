@@ -103,7 +103,7 @@ class Block(NamedTuple):
         )
 
     def bounds(self, row: int) -> Bounds:
-        """What one row's bytes say of its numbers."""
+        """Bounds on the numbers of a row by its bytes."""
         return self.codec.bounds(self.stored[row : row + 1])
 
 

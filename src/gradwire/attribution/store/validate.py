@@ -119,7 +119,7 @@ NAMED = 3  # problems listed per check
 
 
 class Check(NamedTuple):
-    """One check. It passes if it found no problem; ``scope`` says what it checked."""
+    """One check. It passes if it found no problem; ``scope`` names the object of the check."""
 
     name: str
     scope: str
@@ -369,11 +369,11 @@ def _not_from(blocks: dict[Names, Block], ranks: Sequence[Block]) -> Iterator[st
 
 def _denied(folder: Path, expected: dict[str, Any]) -> Iterator[str]:
     try:
-        said = provenance.read_manifest(folder)
+        merged = provenance.read_manifest(folder)
     except BadInput as error:
         yield str(error)
         return
     for key, value in expected.items():
-        if getattr(said, key) != value:
-            yield f"{folder / provenance.MANIFEST} says {key} {getattr(said, key)!r}, not {value!r}"
-    yield from provenance.differing(folder, said)
+        if getattr(merged, key) != value:
+            yield f"{folder / provenance.MANIFEST} has {key} {getattr(merged, key)!r}, not {value!r}"
+    yield from provenance.differing(folder, merged)

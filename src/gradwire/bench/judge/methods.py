@@ -234,7 +234,7 @@ def seconds_of(folder: Path) -> float:
     """Return what making a folder took.
 
     Raises:
-        BadInput: If its file does not say.
+        BadInput: If its file does not have it.
     """
     seconds = read_object(folder / COST).get("seconds")
     if not isinstance(seconds, float):
