@@ -12,7 +12,7 @@ N = TypeVar("N", int, float)
 
 FLOAT32_BYTES = 4
 PASSES = {"reduce_scatter": 1, "all_gather": 1, "all_to_all": 1, "all_reduce": 2}
-"""How often a collective sends its buffer to or from ``world - 1`` ranks."""
+"""Times that a collective sends its buffer to or from ``world - 1`` ranks."""
 
 
 def total_bytes(op: str, nbytes: N, world: int) -> N:
@@ -40,6 +40,6 @@ def share(amount: int, world: int, rank: int) -> int:
 def rank_bytes(op: str, nbytes: int, mine: int, world: int) -> int:
     """Return the bytes that one rank, whose part of the buffer has ``mine`` bytes, sends in a reduction.
 
-    It sends the other parts to their owners, and in an all-reduce the mean of its own to each of them.
+    It sends the other parts to their owners, and in an all-reduce the mean of its part to each of them.
     """
     return nbytes - mine + ((world - 1) * mine if op == "all_reduce" else 0)

@@ -53,12 +53,12 @@ def check_topology(strategy: str, world: int, islands: int, link: str | None) ->
 
 
 def sharded_islands(strategy: str, islands: int) -> int:
-    """The number of islands that hold the model in shards, each by itself: all of ``hsdp``, 1 for other strategies."""
+    """Return the number of islands that hold the model in shards: all of ``hsdp``, 1 for other strategies."""
     return islands if strategy == "hsdp" else 1
 
 
 def between_islands(link: str) -> bool:
-    """Whether a link is one cable per island, not per rank."""
+    """Return whether a link is one cable per island, not per rank."""
     return link.startswith(BETWEEN)
 
 
@@ -81,7 +81,7 @@ def link_rate(link: str) -> float:
 
 
 def link_of_classes(classes: Mapping[str, Any]) -> str:
-    """The name of a link by class: ``between-100mbit`` for ``{"inside": "none", "between": "100mbit"}``.
+    """Return the name of a link by class: ``between-100mbit`` for ``{"inside": "none", "between": "100mbit"}``.
 
     Raises:
         BadInput: If a class is unknown or missing, the one inside islands is limited, or the one between them is not.

@@ -76,14 +76,14 @@ class Exchange(Algorithm):
         """Encode all rows and send them to their owners; decode and average this rank's row."""
         codec, ranks = self.codec, self.ranks
         plan = codec.plan(layout, "scatter")
-        own = plan.rows[ranks.rank]
+        row = plan.rows[ranks.rank]
         with ranks.meter.span("encode", "codec", device=flat.device):
             message, lengths = codec.encode(flat, plan.whole, "scatter", lambda row: int(row != ranks.rank))
         sizes = plan.whole.sizes
-        incoming, lengths = exchange(message, lengths, sizes, [*own.sizes] * ranks.world, ranks, bulk=bulk(sizes))
+        incoming, lengths = exchange(message, lengths, sizes, [*row.sizes] * ranks.world, ranks, bulk=bulk(sizes))
         with ranks.meter.span("decode", "codec", device=flat.device):
             mean = torch.zeros(layout.row_numel, dtype=torch.float32, device=flat.device)
-            own.decode(incoming, lengths, mean, "zero")  # summed in rank order
+            row.decode(incoming, lengths, mean, "zero")  # summed in rank order
             return mean.div_(ranks.world)
 
     def mean_everywhere(self, flat: Tensor, layout: Layout) -> Tensor:
@@ -192,11 +192,11 @@ class Native(Algorithm):
         summed = gathered = 0
         rows: defaultdict[int, list[int]] = defaultdict(lambda: [0] * world)  # by size of an element
         for pieces in layout.parameters.values():
-            piece = whole(pieces)
-            cost = self.codec.of(piece, "scatter").round_cost(piece.form, self.codec.method_step)
+            parameter = whole(pieces)
+            cost = self.codec.of(parameter, "scatter").round_cost(parameter.form, self.codec.method_step)
             summed, gathered = summed + cost.summed, gathered + cost.gathered
-            for part in pieces:
-                rows[cost.rows // piece.numel][part.row] += part.numel
+            for piece in pieces:
+                rows[cost.rows // parameter.numel][piece.row] += piece.numel
         by_row = sum(
             total_bytes(kind, size * (sum(numels) if kind == "all_reduce" else world * max(numels)), world)
             for size, numels in rows.items()
@@ -224,18 +224,18 @@ class Native(Algorithm):
 
     def _begun(self, flat: Tensor, pieces: tuple[Piece, ...]) -> Talk:
         """Start a parameter's rounds, with its residual added."""
-        codec, piece, feedback = self.codec, whole(pieces), None
-        compressor = codec.of(piece, "scatter")
-        values = torch.cat([flat[part.place] for part in pieces]).to(torch.float32)
+        codec, parameter, feedback = self.codec, whole(pieces), None
+        compressor = codec.of(parameter, "scatter")
+        values = torch.cat([flat[piece.place] for piece in pieces]).to(torch.float32)
         if codec.options.feedback is not None and compressor is not FLOAT32:
-            feedback = codec.feedback(piece, "scatter", flat.device)
+            feedback = codec.feedback(parameter, "scatter", flat.device)
             values = feedback.compensate(values)
         bad = compressor.not_representable(values).to(torch.uint8).view(1)
         codec.note(bad)
-        codec.count(compressor, piece.form)
-        state = codec.state(piece.name, piece.form) if compressor is codec.schedule.at(codec.step) else {}
-        context = Context(piece.name, piece.form, codec.step, self.ranks.world, codec.seed)
-        return Talk(pieces, compressor.rounds(values.view(piece.form), state, context), bad, feedback)
+        codec.count(compressor, parameter.form)
+        state = codec.state(parameter.name, parameter.form) if compressor is codec.schedule.at(codec.step) else {}
+        context = Context(parameter.name, parameter.form, codec.step, self.ranks.world, codec.seed)
+        return Talk(pieces, compressor.rounds(values.view(parameter.form), state, context), bad, feedback)
 
     def _update(self, talk: Talk, sent: Tensor) -> None:
         """Keep what of a compensated parameter was not sent."""
@@ -266,8 +266,8 @@ class Native(Algorithm):
             fused, leading = ops.all_gather(fused, group, "payload", meter), (world,)
         else:
             ops.all_reduce(fused, op, group, "payload", meter)
-        parts = fused.split([tensor.numel() for tensor in tensors], dim=-1)
-        return [part.reshape(*leading, *tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+        answers = fused.split([tensor.numel() for tensor in tensors], dim=-1)
+        return [answer.reshape(*leading, *tensor.shape) for answer, tensor in zip(answers, tensors, strict=True)]
 
     def _sum_rows(self, talks: Sequence[Talk], tensors: Sequence[Tensor]) -> list[Tensor]:
         """Reduce-scatter tensors in one collective, padded to the longest row; return this rank's parts as vectors."""
@@ -383,5 +383,5 @@ def swap_sizes(
 
 
 def bulk(sizes: Sizes) -> bool:
-    """Whether messages between two ranks are large on average; all ranks know all sizes, so they agree."""
+    """Return whether messages between two ranks are large on average; all ranks know all sizes, so they agree."""
     return sum(size or 0 for row in sizes for size in row) > len(sizes) * ops.CHUNK

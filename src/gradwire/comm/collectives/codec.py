@@ -1,4 +1,4 @@
-"""What one rank does to the pieces of a gradient: choose their compressor, encode with error feedback, decode.
+"""One rank's side of a reduction: the compressor of each piece, and encoding with error feedback.
 
 Everything that a rank keeps between steps lives here, by parameter and phase: generators, residuals, and the states of
 `rounds`. None of it depends on how a framework groups the parameters.
@@ -225,7 +225,7 @@ class Codec:
         return sum(feedback.nbytes for feedback in self._feedbacks.values())
 
     def state_dict(self) -> dict[str, Any]:
-        """What this rank keeps, as plain data and tensors."""
+        """Return what this rank keeps, as plain data and tensors."""
         current = {key: generator.get_state() for key, generator in self._generators.items()}
         residuals = {key: feedback.state_dict() for key, feedback in self._feedbacks.items()}
         return {
@@ -313,7 +313,7 @@ class Codec:
         return FLOAT32 if as_float32 else current
 
     def _generator(self, name: str, phase: Phase, device: torch.device) -> torch.Generator:
-        """The generator of one parameter and phase on this rank."""
+        """Return the generator of one parameter and phase on this rank."""
         key = (name, phase)
         self._meet(name, phase)
         if key not in self._generators:

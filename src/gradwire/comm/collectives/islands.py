@@ -170,8 +170,9 @@ class IslandReducer(Reducer):
             self.inside.load_state_dict(part["inside"])
 
 
-def _sum(one: Any, other: Any) -> Any:
+def _sum(between: Any, inside: Any) -> Any:
     """Sum two totals; None if one is unknown."""
-    if isinstance(one, dict):
-        return {**one, **other, **{key: _sum(one[key], other[key]) for key in one.keys() & other.keys()}}
-    return None if one is None or other is None else one + other
+    if isinstance(between, dict):
+        both = between.keys() & inside.keys()
+        return {**between, **inside, **{key: _sum(between[key], inside[key]) for key in both}}
+    return None if between is None or inside is None else between + inside

@@ -128,7 +128,7 @@ class Layout:
 
     @cached_property
     def parameters(self) -> dict[str, tuple[Piece, ...]]:
-        """Each parameter's pieces, in the order of its own elements."""
+        """The pieces of each parameter, in the order of its elements."""
         by_name: dict[str, list[Piece]] = {piece.name: [] for piece in self.pieces}
         for piece in sorted(self.pieces, key=lambda piece: piece.at):
             by_name[piece.name].append(piece)
@@ -176,7 +176,8 @@ class Batch(NamedTuple):
         pieces: The pieces of each tensor: one; adjacent ones that are sent as float32; or with ``granularity="row"``
             all compressed ones of a row.
         order: The place of each encoding among all of the message.
-        places: With ``granularity="row"``, where the values lie in the buffer; otherwise they are read in it.
+        places: With ``granularity="row"``, the values' positions in the buffer, from which they are copied; otherwise
+            None, and they are read in the buffer.
     """
 
     compressor: Compressor
@@ -228,7 +229,7 @@ class Table(NamedTuple):
         by_row = granularity == "row" and compressor is not FLOAT32
         tensors: tuple[list[tuple[Segment, tuple[Piece, ...], int]], ...] = ([], [])  # compressed, float32
         sizes: list[list[int | None]] = []
-        at = count = gathered = 0
+        end = count = gathered = 0  # bytes and encodings of the message so far, and elements gathered
         for row in rows:
             exact = [compressor is FLOAT32 or exempt.covers(piece.name, piece.shape) for piece in row]
             coded = tuple(piece for piece, dense in zip(row, exact, strict=True) if not dense)
@@ -240,9 +241,9 @@ class Table(NamedTuple):
                 form = group[0].form if len(group) == 1 and not dense else (numel,)
                 size = (FLOAT32 if dense else compressor).wire_bytes(form)
                 start = gathered if by_row and not dense else group[0].start - shift
-                tensors[dense].append((Segment(start, form, at, size), group, count))
+                tensors[dense].append((Segment(start, form, end, size), group, count))
                 sizes[-1].append(size)
-                at, count, gathered = at + (size or 0), count + 1, gathered + (0 if dense else numel)
+                end, count, gathered = end + (size or 0), count + 1, gathered + (0 if dense else numel)
         batches = []
         for drafts, coder, gathers in zip(tensors, (compressor, FLOAT32), (by_row, False), strict=True):
             if drafts:
@@ -270,11 +271,11 @@ class Table(NamedTuple):
             for batch in self.batches:
                 batch.decode(messages.view(len(lengths), -1), batch.segments, out, onto)
             return
-        for message, own in zip(messages.split([sum(own) for own in lengths]), lengths, strict=True):
-            wires = message.split(list(own))
+        for message, sizes in zip(messages.split([sum(sizes) for sizes in lengths]), lengths, strict=True):
+            wires = message.split(list(sizes))
             for batch in self.batches:
                 wire = torch.cat([wires[i] for i in batch.order])
-                placed = batch.segments.placed([own[i] for i in batch.order])
+                placed = batch.segments.placed([sizes[i] for i in batch.order])
                 batch.decode(wire.unsqueeze(0), placed, out, onto)
             onto = "sum"
 

@@ -32,7 +32,7 @@ def nbytes(x: Tensor) -> int:
 
 @contextmanager
 def called(meter: Meter, op: str, purpose: str, sent: int = 0, **span: Any) -> Iterator[None]:
-    """Meter a collective in the context; one that times out says what users can do about it.
+    """Meter a collective in the context; the error of one that times out has the remedy.
 
     Raises:
         RunFault: If another rank did not take part in time.
@@ -105,10 +105,10 @@ def all_gather(
 
 def reduce_scatter(x: Tensor, group: Group = None, purpose: str = "control", meter: Meter = METER) -> Tensor:
     """Sum this rank's row of ``x`` over the ranks: ``[world, n]`` to ``[n]``, in the precision of ``x``."""
-    own = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
-    with called(meter, "reduce_scatter", purpose, (x.shape[0] - 1) * nbytes(own), device=x.device):
-        dist.reduce_scatter_tensor(own, x.view(-1), group=group)
-    return own
+    row = torch.empty(x.shape[1:], dtype=x.dtype, device=x.device)
+    with called(meter, "reduce_scatter", purpose, (x.shape[0] - 1) * nbytes(row), device=x.device):
+        dist.reduce_scatter_tensor(row, x.view(-1), group=group)
+    return row
 
 
 def all_to_all(

@@ -1,8 +1,8 @@
-"""The queue of a reducer: reductions run in the order in which they were begun, beside the thread that began them.
+"""The queue of a reducer: reductions run in the order in which they were begun, while the caller goes on.
 
-On the CPU a thread runs those of all reducers of a group, through a process group of its own: a collective that another
+On the CPU a thread runs those of all reducers of a group, through a separate process group: a collective that another
 thread starts in between, such as FSDP's all-gather of parameters, cannot take the place of one of the queue's. With
-NCCL they are launched on a stream of their own, and nothing waits on the host.
+NCCL they are launched on a separate stream, and nothing waits on the host.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class ReductionQueue:
 
 
 class StreamQueue(ReductionQueue):
-    """Launches tasks on a CUDA stream of its own."""
+    """Launches tasks on a separate CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -243,7 +243,7 @@ def build_queue(group: Group, device: torch.device, overlap: bool) -> tuple[Redu
     Args:
         group: The ranks.
         device: Where the gradients are. gloo's collectives of CUDA tensors block the host and do not overlap.
-        overlap: Whether tasks run beside the caller.
+        overlap: Whether tasks run while the caller goes on.
     """
     if overlap and device.type == "cpu":
         ranks = group or dist.group.WORLD

@@ -67,7 +67,7 @@ def check_options(
 def takes_options(function: F) -> F:
     """Show the fields of `ReducerOptions` in a function's signature, in the place of its ``**options``."""
     signature = inspect.signature(function)
-    named = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+    named = [keyword for keyword in signature.parameters.values() if keyword.kind is not keyword.VAR_KEYWORD]
     options = inspect.signature(ReducerOptions).parameters.values()
     function.__signature__ = signature.replace(parameters=[*named, *options])  # type: ignore[attr-defined]
     return function
@@ -189,11 +189,11 @@ class Reducer:
         self._watches.append(watch)
 
     def reduce_scatter(self, flat: Tensor, layout: Layout | str) -> Tensor:
-        """This rank's row of the mean over the ranks: `begin_reduce_scatter`, and wait."""
+        """Return this rank's row of the mean over the ranks: `begin_reduce_scatter`, and wait."""
         return self.begin_reduce_scatter(flat, layout).wait()
 
     def all_reduce(self, flat: Tensor, layout: Layout | str) -> Tensor:
-        """The mean over the ranks, bit-equal on all of them: `begin_all_reduce`, and wait."""
+        """Return the mean over the ranks, bit-equal on all of them: `begin_all_reduce`, and wait."""
         return self.begin_all_reduce(flat, layout).wait()
 
     def begin_reduce_scatter(self, flat: Tensor, layout: Layout | str, then: Then | None = None) -> Handle:
@@ -202,7 +202,7 @@ class Reducer:
         Args:
             flat: Vector of any float type, `layout.numel` elements; not to be changed before the reduction has
                 finished.
-            layout: What lies where in ``flat``; a name represents one vector that is cut anywhere.
+            layout: The pieces of ``flat``; a name represents one vector that is cut anywhere.
             then: Called with the mean in the queue's thread or stream, before ``wait`` returns.
 
         Returns:
@@ -220,7 +220,7 @@ class Reducer:
         """Begin to reduce a buffer to the mean over the ranks, bit-equal on all of them.
 
         Its handle's ``wait`` returns float32 of ``flat``'s shape; else as `begin_reduce_scatter`. ``extra`` is for what
-        is sent besides what takes the gradient's place: its bytes are counted as sent, and not as raw ones.
+        is sent in addition to gradients: its bytes are counted as sent, and not as raw ones.
         """
         return self._begin("all_reduce", flat, layout, then, extra)
 
@@ -240,7 +240,7 @@ class Reducer:
 
     @contextmanager
     def plain(self) -> Iterator[None]:
-        """What is reduced in here travels as float32, as in the first ``dense_steps``."""
+        """Send as float32 what is reduced in this context, as in the first ``dense_steps``."""
         self.synchronize()
         self.codec.plain = True
         try:
@@ -251,7 +251,7 @@ class Reducer:
 
     @contextmanager
     def keeping(self) -> Iterator[list[Reduced]]:
-        """Keep what every reduction in here is given and what it delivers, for the sampled gradient error.
+        """Keep the input and the output of every reduction in this context, for the sampled gradient error.
 
         Nothing is copied: the buffers live as long as the list, and nobody may write into them.
         """
@@ -273,7 +273,7 @@ class Reducer:
                 later step, and counts its bytes there.
 
         Returns:
-            Whether the caller shall take the optimizer step. With one rank nothing was looked at, and it always is.
+            Whether the caller takes the optimizer step; always with one rank, where nothing is checked.
 
         Raises:
             BadInput: If ``total`` is no vector.
@@ -314,12 +314,12 @@ class Reducer:
         return {**self._traffic.totals(), "residuals_dropped": self.codec.residuals_dropped}
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
-        """Payload in bytes, summed over the ranks, of one call at the present step; None if it depends on the data."""
+        """Return the payload bytes over all ranks of one call at the present step; None if they depend on the data."""
         self.prepare(kind, sum(piece.numel for piece in layout.pieces))
         return self._reduction.closed_form(layout, kind)
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, in the form of `comm.collectives.state`: with it a resumed run equals an unbroken one.
+        """Return this rank's state, in the form of `comm.collectives.state`; a run that resumes equals an unbroken one.
 
         Every rank has its own, for a file or for `torch.distributed.checkpoint`. Its tensors are not copies.
         """
@@ -352,7 +352,7 @@ class Reducer:
         self.codec.begin(step)
 
     def _rank_state(self) -> dict[str, Any]:
-        """What this rank keeps, and what it depends on."""
+        """Return what this rank keeps, and what it depends on."""
         return {"options": self._options, "algorithm": self.algorithm, **self.codec.state_dict()}
 
     def _check_state(self, part: Mapping[str, Any]) -> None:
@@ -431,23 +431,25 @@ class Reducer:
 
     def _count(self, layout: Layout, kind: Kind) -> None:
         """Count a buffer's elements, and the bytes that this rank would send as float32."""
-        numel, own = (sum(piece.numel for piece in pieces) for pieces in (layout.pieces, layout.rows[self.rank]))
+        numel, in_row = (sum(piece.numel for piece in pieces) for pieces in (layout.pieces, layout.rows[self.rank]))
         exempt = self.codec.options.exempt
         self._traffic.add(
-            raw=FLOAT32_BYTES * rank_bytes(kind, numel, own, self.world),
+            raw=FLOAT32_BYTES * rank_bytes(kind, numel, in_row, self.world),
             elements=numel,
             exempt_elements=sum(p.numel for p in layout.pieces if exempt.covers(p.name, p.shape)),
         )
 
     @property
     def _reduction(self) -> Algorithm:
-        """What `algorithm` says; nothing is kept of it that could say something else."""
+        """The algorithm; it has no state."""
         return ALGORITHMS[self.algorithm](self.codec, self._ranks)
 
     def _chosen(self, kind: Kind, numel: int) -> str:
-        """What ``auto`` resolves to."""
+        """Return what ``auto`` resolves to."""
         used = self.codec.schedule.plateaus
-        if self.codec.options.granularity == "piece" and all(each.linear and each.has_rounds for each in used):
+        if self.codec.options.granularity == "piece" and all(
+            compressor.linear and compressor.has_rounds for compressor in used
+        ):
             return "native"
         if kind == "reduce_scatter":
             return "exchange"
@@ -463,10 +465,9 @@ class Reducer:
         Raises:
             RunFault: If nothing was reduced; as ranks reduce together, this is so on all of them.
         """
-        parts = [watch.finish() for watch in self._watches] if self.world > 1 else []
-        unreduced = [name for part in parts for name in part or ()]
-        if None in parts:
-            which = "" if len(parts) == 1 else f" of {parts.count(None)} of the {len(parts)} models of this reducer"
+        models = [watch.finish() for watch in self._watches] if self.world > 1 else []
+        if None in models:
+            which = "" if len(models) == 1 else f" of {models.count(None)} of the {len(models)} models of this reducer"
             raise RunFault(
                 f"finish() of optimizer step {self.step + 1}, but no gradient{which} was reduced since the step "
                 f"before: call it once per optimizer step, after a backward pass through the model that has the "
@@ -474,7 +475,7 @@ class Reducer:
                 f"converting it. Models that take their steps in turn need a reducer each.",
                 step=self.step,
             )
-        return unreduced
+        return [name for names in models for name in names or ()]
 
     def _agreed(self, total: Tensor | None, unreduced: bool) -> int:
         """Return the worst that any rank met since the last call; the same answer on all ranks."""
@@ -494,7 +495,7 @@ class Reducer:
         return UNREDUCED if summed[0] > ranks else min(int(summed[0]), NONFINITE)
 
     def _described(self, unreduced: list[str]) -> str:
-        """The message about parameters that were not reduced, from all ranks; every rank calls this."""
+        """Return the message about parameters that were not reduced, from all ranks; every rank calls this."""
         by_rank = {rank: names for rank, names in enumerate(ops.gather_objects(unreduced, self.everyone)) if names}
         rank, names = next(iter(by_rank.items()))
         return (

@@ -84,7 +84,7 @@ def taken(state: Any, rank: int, topology: Any, whose: str) -> Taken:
 
 
 def is_part(name: Any, entry: Any) -> bool:
-    """Whether an entry is a rank's part of a state."""
+    """Return whether an entry is a rank's part of a state."""
     return (
         isinstance(name, str)
         and name.startswith(RANK)
@@ -128,7 +128,7 @@ def check_keys(state: Any, keys: set[str], whose: str) -> None:
 
 
 def whole(value: Any) -> bool:
-    """Whether a value is an integer from 0 on."""
+    """Return whether a value is an integer from 0 on."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

@@ -36,7 +36,7 @@ class Feedback:
         shape: The parameter's.
         decay: What the residual is multiplied by before it is added; 1 forgets nothing.
         average: Weight of the old residual in the new one; 0 keeps the last error only.
-        device: Where its gradients lie.
+        device: The device of its gradients.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Feedback:
 
     @property
     def residual(self) -> Tensor:
-        """The error so far: float32 of ``shape``, a copy."""
+        """Error so far: float32 of ``shape``, a copy."""
         if self._store is None:
             return self._stored.clone()
         return self._store.decoded(self._stored, self.shape).view(self.shape)

@@ -1,4 +1,4 @@
-"""How parameters are encoded for an all-gather, by the name in ``param_compress``."""
+"""Encodings of parameters for an all-gather, by the name in ``param_compress``."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Exempt(BaseModel):
     )
 
     def covers(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether the parameter of that name and whole shape is exempt."""
+        """Return whether the parameter of that name and whole shape is exempt."""
         return (
             (self.max_numel is not None and math.prod(shape) <= self.max_numel)
             or (self.max_ndim is not None and len(shape) <= self.max_ndim)
@@ -41,7 +41,7 @@ class Exempt(BaseModel):
 
 
 def by_step(values: Any) -> Any:
-    """A schedule's values by step; JSON has steps as strings."""
+    """Return a schedule's values by step; JSON has steps as strings."""
     if not isinstance(values, Mapping):
         return values
     steps = [int(key) if isinstance(key, str) and key.isdecimal() else key for key in values]
@@ -54,7 +54,7 @@ ByStep = Annotated[dict[int, Any], BeforeValidator(by_step)]
 
 
 class ReducerOptions(BaseModel):
-    """How gradients are reduced: the keywords of `comm.collectives.Reducer`, and keys of a cell."""
+    """Options of a reduction: the keywords of `comm.collectives.Reducer`, and keys of a cell."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -72,7 +72,7 @@ class ReducerOptions(BaseModel):
     second: Literal["encoded", "float32"] = Field("encoded", description="second half of an all-reduce")
     exempt: Exempt = Field(Exempt(), description="tensors sent as float32")
     dense_steps: Annotated[int, NATURAL] = Field(0, description="first steps without compression")
-    overlap: bool = Field(True, description="reduce beside the backward pass")
+    overlap: bool = Field(True, description="reduce during the backward pass")
     nonfinite: Literal["raise", "skip", "propagate"] = Field("raise", description="what a NaN or infinity does")
     schedule: dict[str, ByStep] = Field(
         {}, description="values of an option from given steps on, as {density: {0: 0.25, 20: 0.05}}"
@@ -99,7 +99,7 @@ class ReducerOptions(BaseModel):
 
     @property
     def feedback(self) -> ResidualDtype | None:
-        """How a compressor's error is kept and added to the next gradient; None: it is lost."""
+        """Type in which a compressor's error is kept and added to the next gradient; None: it is lost."""
         return self.residual_dtype if self.error_feedback else None
 
 

@@ -32,7 +32,7 @@ class Ask(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What all ranks know alike about the parameter and the step.
+    """Values that are equal on all ranks: the parameter and the step.
 
     Attributes:
         name: The parameter's name.
