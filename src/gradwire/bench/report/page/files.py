@@ -19,11 +19,10 @@ from markupsafe import Markup
 from gradwire import __version__
 from gradwire.base.files import whole_folder, write_text, write_with
 from gradwire.bench.report.page.data import Data
-from gradwire.bench.report.page.section import Section
+from gradwire.bench.report.page.section import TEMPLATES, Section
 from gradwire.bench.report.page.style import COLOURS, GRID, INK, MUTED, NEUTRAL, PAPER, Drawing, Plot, styled
 from gradwire.bench.report.tables.headline import question
 
-TEMPLATES = Path(__file__).with_name("templates")
 PNG: Any = {"format": "png", "dpi": 200, "pil_kwargs": {"compress_level": 1}}  # a sixth larger, sooner written
 FEW = 4  # figures per process, below which another process does not pay off
 SVG = "http://www.w3.org/2000/svg"

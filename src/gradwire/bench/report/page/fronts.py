@@ -13,19 +13,8 @@ from matplotlib.text import Annotation
 from matplotlib.ticker import FuncFormatter
 from matplotlib.transforms import Bbox
 
-from gradwire.bench.report.page.style import (
-    INK,
-    MUTED,
-    PAPER,
-    SMALL,
-    Drawing,
-    Look,
-    Plot,
-    axes,
-    group_title,
-    legend,
-    logarithmic,
-)
+from gradwire.bench.report.page import style
+from gradwire.bench.report.page.style import Drawing, Look, Plot, axes, group_title, legend, logarithmic
 from gradwire.bench.report.tables.cells import GROUP, Group, groups, on_one_link
 
 COSTS = {
@@ -82,7 +71,9 @@ def name_points(ax: Axes, points: np.ndarray, names: Mapping[int, str]) -> None:
     marks = ax.transData.transform(points)
     taken: list[Bbox] = []
     for i, name in names.items():
-        label = ax.annotate(name, points[i], xytext=(0, 0), textcoords="offset points", fontsize=SMALL, color=INK)
+        label = ax.annotate(
+            name, points[i], xytext=(0, 0), textcoords="offset points", fontsize=style.SMALL, color=style.INK
+        )
         room: list[tuple[int, int, tuple[int, int, str, str], Bbox]] = []
         for place in AROUND:
             box = _placed(label, *place).get_window_extent(renderer)
@@ -113,8 +104,8 @@ def draw(cost: str, group: Group, cells: pd.DataFrame, runs: pd.DataFrame, looks
     def colours(of: pd.DataFrame) -> list[str]:
         return [looks[label].colour for label in of["compressor"]]
 
-    ax.axhline(1, color=MUTED, lw=0.8, ls=(0, (2, 2)))
-    ax.step(x[best], y[best], where="post", color=MUTED, lw=1)
+    ax.axhline(1, color=style.MUTED, lw=0.8, ls=(0, (2, 2)))
+    ax.step(x[best], y[best], where="post", color=style.MUTED, lw=1)
     seeds = runs[runs["compressor"].isin(cells["compressor"])]
     ax.scatter(seeds[column], seeds["worse_percent"], s=6, c=colours(seeds), alpha=0.55, lw=0)
     wide = cells.dropna(subset=f"{column}_low")  # one seed has no spread
@@ -124,7 +115,7 @@ def draw(cost: str, group: Group, cells: pd.DataFrame, runs: pd.DataFrame, looks
     tips, handles = {}, []
     for i, cell in enumerate(cells.to_dict("records")):
         look, gid = looks[cell["compressor"]], f"point{i}"
-        face = look.colour if i in best else PAPER
+        face = look.colour if i in best else style.PAPER
         (handle,) = ax.plot(x[i], y[i], color=look.colour, marker=look.marker, mfc=face, mew=1.3, ls="none", gid=gid)
         handles.append(handle)
         tips[gid] = f"{cell['compressor']}: {y[i]:+.2f} %, {x[i]:,.4g} {label}, n = {cell['n']}"

@@ -23,21 +23,8 @@ from gradwire.bench.report.page.section import Content, Section, section
 from gradwire.bench.report.page.style import Drawing, timed
 from gradwire.bench.report.rows.checks import gates, listed, privacy, validations
 from gradwire.bench.report.rows.measurements import measurement_of, unpredictable, usable
-from gradwire.bench.report.rows.record import BF16, Result
-from gradwire.bench.report.tables.cells import (
-    ALL_BYTES,
-    GROUP,
-    NAMES,
-    PERPLEXITY,
-    RATIO,
-    SEEDS,
-    SPEED_UP,
-    STEP,
-    TOKENS,
-    WORSE,
-    Group,
-    on_one_link,
-)
+from gradwire.bench.report.rows.record import Result
+from gradwire.bench.report.tables.cells import ALL_CELLS, EFFICIENCY, GROUP, NAMES, Group, on_one_link
 from gradwire.bench.report.tables.comparison import QUANTITIES, common, differences, over_cells, table, unlike
 from gradwire.bench.report.tables.headline import Finding
 from gradwire.bench.report.tables.summary import distinct, versions
@@ -46,34 +33,6 @@ from gradwire.bench.report.tables.time_to_loss import TARGETS, records
 from gradwire.bench.statistics.cost_model import Model, leave_one_link_out
 
 NO_RESULT = "no run has a result"
-CELLS = (
-    *NAMES,
-    SEEDS,
-    PERPLEXITY.titled("perplexity", long=True),
-    PERPLEXITY.spread("ppl {spread}"),
-    WORSE,
-    WORSE.spread("vs fp32 {spread}"),
-    ALL_BYTES,
-    RATIO,
-    RATIO.titled(
-        "gradients × bf16",
-        field="compression_ratio_bf16",
-        hint="gradient bytes: a bf16 collective's over those sent",
-        long=True,
-    ),
-    STEP,
-    STEP.spread("step {spread}"),
-    SPEED_UP,
-    SPEED_UP.spread("× fp32 {spread}"),
-    SPEED_UP.titled(
-        "speed × bf16", field="speed_up_bf16", base=BF16, hint=f"step time of {BF16} over this one's", long=True
-    ),
-    TOKENS.titled("tokens/s", long=True),
-    text("marks", "marks").titled("marks", long=True),
-)
-EFFICIENCY = Column(
-    "efficiency", "efficiency_percent", "{:.1f}", " %", hint="tokens/s per rank over those of one rank alone"
-)
 STORES = (text("run", "run"), text("check", "name"), text("result", "result"), text("detail", "detail"))
 ENVIRONMENTS = (Column("ranks", "ranks", "{:d}"), text("of runs", "runs"), text("rank numbers", "numbers"))
 
@@ -164,7 +123,7 @@ def all_cells(data: Data) -> Content:
     for cell, rows in zip(cells, of_cell, strict=True):
         cell["marks"] = marks(cell, rows, data.shared) or "valid"
     commands = [command(rows, data.results_dir) for rows in of_cell]
-    made = Table.of("cells", "All cells", cells, CELLS).trimmed()
+    made = Table.of("cells", "All cells", cells, ALL_CELLS).trimmed()
     notes = ["A single seed (n = 1) has no range."] if (data.cells["n"] < 2).any() else []
     if (data.cells["quality_n"] > data.cells["n"]).any():
         named = sorted({row.quality_from.partition(": ")[0] for row in data.ok if row.quality_from})

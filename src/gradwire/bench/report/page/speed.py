@@ -15,33 +15,19 @@ from numpy.typing import NDArray
 
 from gradwire.base.units import UNSHAPED, rate_text
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.page.style import (
-    COLOURS,
-    INK,
-    LABEL_BOX,
-    MUTED,
-    NEUTRAL,
-    PAPER,
-    WIDTH,
-    Drawing,
-    Look,
-    Plot,
-    axes,
-    fills,
-    group_title,
-    legend,
-)
+from gradwire.bench.report.page import style
+from gradwire.bench.report.page.style import Drawing, Look, Plot, axes, fills, group_title, legend
 from gradwire.bench.report.tables.cells import Group, slug
 from gradwire.bench.statistics.cost_model import GRID, Model
 
 STEP_PARTS = {  # of a step: colour and hatch
-    "compute": (COLOURS[2], ""),
-    "overlapped communication": (COLOURS[5], "---"),
-    "exposed communication": (COLOURS[0], "///"),
-    "encode": (COLOURS[1], "\\\\\\"),
-    "decode": (COLOURS[4], "xxx"),
-    "parameter codec": (COLOURS[3], "+++"),
-    "idle": (NEUTRAL, ""),
+    "compute": (style.COLOURS[2], ""),
+    "overlapped communication": (style.COLOURS[5], "---"),
+    "exposed communication": (style.COLOURS[0], "///"),
+    "encode": (style.COLOURS[1], "\\\\\\"),
+    "decode": (style.COLOURS[4], "xxx"),
+    "parameter codec": (style.COLOURS[3], "+++"),
+    "idle": (style.NEUTRAL, ""),
 }
 WORLDS = tuple(2**power for power in range(1, 11))
 SLOWEST, HIGHEST = 1e7, 1e11  # bits per second; the map begins at the slowest measured link if that is slower
@@ -74,7 +60,7 @@ def draw_step(group: Group, times: pd.DataFrame) -> Plot:
         times: Mean milliseconds, a column for each of `STEP_PARTS`, by label; the first is drawn at the top.
     """
     longest = max(len(str(label)) for label in times.index)
-    left_inches = min(0.25 + 0.075 * longest, WIDTH / 2)
+    left_inches = min(0.25 + 0.075 * longest, style.WIDTH / 2)
     title, height = group_title(*group), 0.27 * len(times)
     figure, ax = axes(title, "ms of the mean profiled step", "", height=height, left=left_inches)
     ax.grid(visible=False, axis="y")
@@ -85,8 +71,8 @@ def draw_step(group: Group, times: pd.DataFrame) -> Plot:
         values = times[part]
         if not (values > 0).any():
             continue
-        style: dict[str, Any] = {"color": colour, "edgecolor": PAPER, "hatch": hatch, "lw": 0.5}
-        handles[part] = bars = ax.barh(range(len(times)), values, 0.7, left, **style)
+        look: dict[str, Any] = {"color": colour, "edgecolor": style.PAPER, "hatch": hatch, "lw": 0.5}
+        handles[part] = bars = ax.barh(range(len(times)), values, 0.7, left, **look)
         for bar, (label, value) in zip(bars, values.items(), strict=True):
             bar.set_gid(f"bar{number}-{len(tips)}")
             tips[str(bar.get_gid())] = f"{label}: {part} {value:,.1f} ms"
@@ -123,7 +109,7 @@ def draw_scaling(strategy: str, link: str, runs: pd.DataFrame, looks: Mapping[st
     tips: dict[str, str] = {}
     if len(base):
         smallest = base.index[0]
-        (line,) = ax.plot(worlds, base.iloc[0] * worlds / smallest, color=MUTED, lw=1, ls=(0, (2, 2)))
+        (line,) = ax.plot(worlds, base.iloc[0] * worlds / smallest, color=style.MUTED, lw=1, ls=(0, (2, 2)))
         handles[f"linear from W = {smallest}"] = line
     for label, of_label in runs.groupby("compressor", sort=False):
         look, means = looks[str(label)], of_label.groupby("world_size")["tokens_per_s"].mean()
@@ -173,13 +159,13 @@ def draw_winners(model: Model, strategy: str, labels: Collection[str], limit: st
         if len(rows) > fastest.size / 12:
             middle = int(np.median(rows))
             centre = x[int(np.median(columns[rows == middle]))]
-            ax.text(centre, middle, label, ha="center", va="center", fontsize=8, color=INK, bbox=LABEL_BOX)
+            ax.text(centre, middle, label, ha="center", va="center", fontsize=8, color=style.INK, bbox=style.LABEL_BOX)
     handles: dict[str, Any] = {label: Patch(**filled[label]) for label in won}
+    point_style: dict[str, Any] = {"color": style.INK, "mfc": style.PAPER, "ms": 7, "mew": 1.5, "ls": ""}
     for world, rate in points:
         limited = math.isfinite(rate)
-        style: dict[str, Any] = {"marker": "o" if limited else ">", "color": INK, "mfc": PAPER, "ms": 7, "mew": 1.5}
-        centre = math.log10(rate) if limited else x[-1]
-        (point,) = ax.plot(centre, WORLDS.index(world), clip_on=False, ls="", **style)
+        centre, marker = (math.log10(rate), "o") if limited else (x[-1], ">")
+        (point,) = ax.plot(centre, WORLDS.index(world), marker=marker, clip_on=False, **point_style)
         handles |= {"measured": point} if limited else {}
     ax.set_xlim(edges[0], edges[-1])
     ax.set_ylim(-0.5, len(WORLDS) - 0.5)

@@ -12,10 +12,9 @@ from matplotlib.patches import Patch
 
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.config import BASELINE
+from gradwire.bench.report.page import style
 from gradwire.bench.report.page.fronts import front
 from gradwire.bench.report.page.style import (
-    INK,
-    LABEL_BOX,
     Drawing,
     Look,
     Plot,
@@ -109,7 +108,7 @@ def draw_map(cells: Sequence[Cell], looks: Mapping[str, Look]) -> Plot:
     answers = []
     for (row, column), (label, seconds) in known.items():
         ax.broken_barh([(column - 0.5, 1)], (row - 0.5, 1), **(filled[label] | {"lw": 1.5}))
-        ax.text(column, row, f"{seconds:,.0f} s", ha="center", va="center", color=INK, bbox=LABEL_BOX)
+        ax.text(column, row, f"{seconds:,.0f} s", ha="center", va="center", color=style.INK, bbox=style.LABEL_BOX)
         answers.append(f"{Goal(targets[row], *place).named} on {named(links[column])}: {label}, {seconds:,.0f} s")
     ax.set_xlim(-0.5, len(links) - 0.5)
     ax.set_ylim(len(targets) - 0.5, -0.5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -13,33 +14,15 @@ import pandas as pd
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.rows.checks import machine
 from gradwire.bench.report.rows.quality import PerplexityReference
-from gradwire.bench.report.rows.record import BF16, OWN_QUALITY, Result
+from gradwire.bench.report.rows.record import BF16, OWN_QUALITY, Count, Number, Result
 from gradwire.bench.report.tables.table import Column, milliseconds, text
 from gradwire.bench.statistics.seeds import TOLERANCE, estimates, gated, percents
 from gradwire.comm.topology import link_rate
 
 CELL = ["strategy", "world_size", "compressor", "link"]
 GROUP = ["strategy", "world_size", "link"]
-MEASURED = [
-    "val_ppl",
-    "unigram_ppl",
-    "all_bytes_ratio",
-    "compression_ratio",
-    "compression_ratio_steady",
-    "compression_ratio_bf16",
-    "bytes_compressed_total",
-    "bytes_closed_form_total",
-    "bytes_parameters_total",
-    "step_time_ms_mean",
-    "tokens_per_s",
-    "comm_time_ms_total",
-    "measured_steps",
-    "comm_ratio",
-    "exposed_comm_ms",
-    "compute_time_ms",
-    "compress_time_ms",
-    "decompress_time_ms",
-]
+NUMBERS = (name for name, field in Result.model_fields.items() if field.annotation in (Number, Count))
+MEASURED = [*NUMBERS, "all_bytes_ratio"]
 ESTIMATED = ["val_ppl", "worse_percent", "step_time_ms_mean", "speed_up", "speed_up_bf16", "sent_mb"]
 PARTS = {"": "mean", "_n": "n", "_std": "std", "_low": "low", "_high": "high"}  # of an estimate, by column suffix
 WORSE_PERCENT = [f"worse_percent{part}" for part in PARTS]
@@ -62,6 +45,30 @@ RATIO = Column("gradients ×", "compression_ratio", "{:.2f}", hint=RATIO_HINT)
 STEP = milliseconds("step ms", "step_time_ms_mean")
 SPEED_UP = Column("speed × fp32", "speed_up", "{:.3f}", base=BASELINE, hint="step time of none over this one's")
 TOKENS = Column("tokens/s", "tokens_per_s", "{:,.0f}")
+BF16_HINT = "gradient bytes: a bf16 collective's over those sent"
+RATIO_BF16 = Column("gradients × bf16", "compression_ratio_bf16", "{:.2f}", hint=BF16_HINT, long=True)
+SPEED_HINT = f"step time of {BF16} over this one's"
+SPEED_UP_BF16 = Column("speed × bf16", "speed_up_bf16", "{:.3f}", base=BF16, hint=SPEED_HINT, long=True)
+ALL_CELLS = (
+    *NAMES,
+    SEEDS,
+    replace(PERPLEXITY, long=True),
+    PERPLEXITY.spread("ppl {spread}"),
+    WORSE,
+    WORSE.spread("vs fp32 {spread}"),
+    ALL_BYTES,
+    RATIO,
+    RATIO_BF16,
+    STEP,
+    STEP.spread("step {spread}"),
+    SPEED_UP,
+    SPEED_UP.spread("× fp32 {spread}"),
+    SPEED_UP_BF16,
+    replace(TOKENS, long=True),
+    replace(text("marks", "marks"), long=True),
+)
+EFFICIENCY_HINT = "tokens/s per rank over those of one rank alone"
+EFFICIENCY = Column("efficiency", "efficiency_percent", "{:.1f}", " %", hint=EFFICIENCY_HINT)
 
 
 def one_by_one(ok: Sequence[Result]) -> pd.DataFrame:
@@ -71,9 +78,8 @@ def one_by_one(ok: Sequence[Result]) -> pd.DataFrame:
     many times shorter a step is than that of the baseline, of the cell `BF16`, on the same link and machine.
     ``sent_mb``: megabytes of gradients that a rank sends in a step.
     """
-    runs = pd.DataFrame([row.model_dump(include={*CELL, "seed", "steps", *MEASURED}) for row in ok])
-    numbers = ["steps", *MEASURED]
-    runs[numbers] = runs[numbers].astype(float)
+    runs = pd.DataFrame([row.model_dump(include={*CELL, "seed", *MEASURED}) for row in ok])
+    runs = runs.astype(dict.fromkeys(MEASURED, float))
     runs["machine"] = [machine(row) for row in ok]
     runs["comm_ms"] = runs["comm_time_ms_total"] / runs["measured_steps"]
     runs["over_unigram"] = runs["val_ppl"] / runs["unigram_ppl"]
@@ -96,13 +102,15 @@ def over_seeds(ok: Sequence[Result]) -> pd.DataFrame:
     runs = one_by_one(ok)
     by_cell = runs.groupby(CELL)
     cells = by_cell[[*MEASURED, "comm_ms", "over_unigram"]].mean()
+    estimated = []
+    for column in ESTIMATED:
+        samples = [sample.dropna().tolist() for _, sample in by_cell[column]]
+        parts = pd.DataFrame((percents if column == "worse_percent" else estimates)(samples), index=cells.index)
+        estimated.append(parts[[*PARTS.values()]].set_axis([f"{column}{part}" for part in PARTS], axis=1))
+    cells = pd.concat([cells.drop(columns=ESTIMATED, errors="ignore"), *estimated], axis=1)
     cells["n"] = by_cell.size()
     cells["comm_percent"] = 100 * cells["comm_ratio"]
     cells["sign"] = by_cell["sign"].max()  # a cell differs if one of its runs does
-    for column in ESTIMATED:
-        samples = [sample.dropna().tolist() for _, sample in by_cell[column]]
-        estimated = percents(samples) if column == "worse_percent" else estimates(samples)
-        cells[[f"{column}{part}" for part in PARTS]] = pd.DataFrame(estimated, index=cells.index)[[*PARTS.values()]]
     cells = cells.reset_index()
     baseline = _baseline(cells, "val_ppl", ["strategy", "world_size"])
     cells["gated"] = [gated(*pair) for pair in zip(cells["val_ppl"], baseline, strict=True)]
