@@ -13,7 +13,15 @@ from scipy.optimize import brentq
 
 from gradwire.bench.report.rows.measurements import measurement_of
 from gradwire.bench.report.tables.predictions import crossover_text, interval_text
-from gradwire.bench.statistics.collective_costs import Leg, Sends, collective, hierarchical, levels, two_levels, ways
+from gradwire.bench.statistics.collective_costs import (
+    Leg,
+    Sends,
+    collective,
+    gradient_algorithms,
+    hierarchical,
+    levels,
+    two_levels,
+)
 from gradwire.bench.statistics.cost_model import GRID, Islands, Model, crossover, leave_one_link_out
 from gradwire.cli import main
 
@@ -224,7 +232,8 @@ def test_what_islands_send_is_that_of_simulated_messages(exact, islands, ranks):
     world, size = islands * ranks, 4.0 * PARAMETERS
     everyone = range(world)
     (_, (ring,), _), (_, (within, between), _) = (
-        (way.name, way.legs, way.op) for way in ways(exact.by_label["ddp", "none"][0], world, islands)
+        (algorithm.name, algorithm.legs, algorithm.op)
+        for algorithm in gradient_algorithms(exact.by_label["ddp", "none"][0], world, islands)
     )
     laps = [(r, (r + 1) % world, size / world) for r in everyone for _ in range(2 * (world - 1))]
     (cable,), _ = carried(laps, ranks)
@@ -235,7 +244,7 @@ def test_what_islands_send_is_that_of_simulated_messages(exact, islands, ranks):
     assert (within.links, within.sends) == ("inside", pytest.approx((own, 2 * (ranks - 1))))
     assert (between.links, between.sharing) == ("between", ranks)
     assert between.sends == pytest.approx((cable / ranks, 2 * (islands - 1)))
-    near, far = ways(exact.by_label["ddp", "exchange"][0], world, islands)[0].legs
+    near, far = gradient_algorithms(exact.by_label["ddp", "exchange"][0], world, islands)[0].legs
     parts = [(r, to, 2 * size / world) for r in everyone for to in everyone if r != to]
     (cable,), (own,) = carried(parts, ranks)
     assert near == Leg(pytest.approx((own, 2 * (ranks - 1))), "inside")
@@ -349,8 +358,8 @@ def test_an_algorithm_that_was_chosen_by_hand_is_kept(exact):
 
 def test_many_ranks_scatter_encodings_instead_of_gathering_them(exact):
     key = "ddp", "int8"
-    assert exact.predict(key, 2, 1e8, 0.0).way == "all-gather"
-    assert exact.predict(key, 64, 1e8, 0.0).way.startswith("all-to-all")
+    assert exact.predict(key, 2, 1e8, 0.0).algorithm == "all-gather"
+    assert exact.predict(key, 64, 1e8, 0.0).algorithm.startswith("all-to-all")
     names, steps, _ = exact.steps(key, 64, np.array([math.inf]), 0.0)
     decode = LABELS["int8"][4]
     by_way = dict(zip(names, steps[:, 0], strict=True))

@@ -1,4 +1,4 @@
-"""Ways to communicate: collectives, flat and in two levels, and the bytes and messages that a rank sends.
+"""Costs of collectives, flat and in two levels: the bytes and messages that a rank sends.
 
 Ranks may form islands, with links inside and one cable to each. A ring passes every cable once, so its slowest link
 counts; what all ranks of an island send at the same time shares the cable.
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from gradwire.bench.statistics.measured_run import Flow, Measurement
 from gradwire.comm.closed_forms import PASSES, total_bytes
 
-WAYS = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "all-gather", "all_to_all": "all-to-all"}
+NAMES = {"all_reduce": "ring", "reduce_scatter": "ring", "all_gather": "all-gather", "all_to_all": "all-to-all"}
 
 
 class Sends(NamedTuple):
@@ -75,8 +75,8 @@ class Leg(NamedTuple):
     sharing: int = 1
 
 
-class Way(NamedTuple):
-    """One way to communicate gradients or parameters.
+class Algorithm(NamedTuple):
+    """One algorithm to communicate gradients or parameters.
 
     Attributes:
         name: Name of the algorithm.
@@ -91,8 +91,8 @@ class Way(NamedTuple):
     decodings: int
 
 
-def ways(measurement: Measurement, world: int, islands: int = 1) -> list[Way]:
-    """Ways to communicate gradients between ``world`` ranks: reductions of summable data, else encodings.
+def gradient_algorithms(measurement: Measurement, world: int, islands: int = 1) -> list[Algorithm]:
+    """Algorithms to communicate gradients between ``world`` ranks: reductions of summable data, else encodings.
 
     A measurement with islands reduces shards between them, and the same on the islands asked for.
     """
@@ -103,35 +103,38 @@ def ways(measurement: Measurement, world: int, islands: int = 1) -> list[Way]:
         peers, size = measurement.islands, sent * measurement.world / measurement.islands / sharing
         world, islands = islands, 1
     elif measurement.sharded:
-        return _ways(op, sent / collective("all_to_all", 1, peers).bytes, world, islands)
+        return _algorithms(op, sent / collective("all_to_all", 1, peers).bytes, world, islands)
     if op == "all_reduce":
-        found = _ways(op, size / collective("all_reduce", 1, peers).bytes, world, islands)
+        found = _algorithms(op, size / collective("all_reduce", 1, peers).bytes, world, islands)
     else:
         size /= collective("all_gather" if op == "all_gather" else "all_reduce", 1, peers).bytes  # of an encoded buffer
         both = [
-            *_ways("all_to_all", size, world, islands, halves=2),
-            *_ways("all_gather", size, world, islands, decodings=world),
+            *_algorithms("all_to_all", size, world, islands, halves=2),
+            *_algorithms("all_gather", size, world, islands, decodings=world),
         ]
-        found = [way for way in both if way.op == op or not measurement.fixed]
-    return [way._replace(legs=tuple(leg._replace(sharing=leg.sharing * sharing) for leg in way.legs)) for way in found]
+        found = [algorithm for algorithm in both if algorithm.op == op or not measurement.fixed]
+    return [
+        algorithm._replace(legs=tuple(leg._replace(sharing=leg.sharing * sharing) for leg in algorithm.legs))
+        for algorithm in found
+    ]
 
 
-def parameter_ways(flow: Flow, measured: int, world: int, islands: int = 1) -> list[Way]:
-    """Ways to communicate a step's parameters between ``world`` ranks, each of which holds a shard."""
+def parameter_algorithms(flow: Flow, measured: int, world: int, islands: int = 1) -> list[Algorithm]:
+    """Algorithms to communicate a step's parameters between ``world`` ranks, each of which holds a shard."""
     size = flow.bytes / collective("all_to_all", 1, measured).bytes
-    return _ways(flow.op, size / world if flow.op == "all_gather" else size, world, islands)
+    return _algorithms(flow.op, size / world if flow.op == "all_gather" else size, world, islands)
 
 
-def inside(flow: Flow, measured: int, ranks: int) -> Way:
+def inside(flow: Flow, measured: int, ranks: int) -> Algorithm:
     """How the ``ranks`` of an island communicate what those of a measured one did: parameters, or their gradients."""
     size = flow.bytes / collective("all_to_all", 1, measured).bytes
     sends = collective(flow.op, size / ranks if flow.op == "all_gather" else size, ranks)
-    return Way(WAYS[flow.op], flow.op, (Leg(sends, "inside"),), 0)
+    return Algorithm(NAMES[flow.op], flow.op, (Leg(sends, "inside"),), 0)
 
 
-def _ways(op: str, size: float, world: int, islands: int, halves: int = 1, decodings: int = 2) -> list[Way]:
+def _algorithms(op: str, size: float, world: int, islands: int, halves: int = 1, decodings: int = 2) -> list[Algorithm]:
     """A flat collective and, if the ranks form groups, a hierarchical one; each runs ``halves`` times."""
-    name = WAYS[op]
+    name = NAMES[op]
     if islands == 1:
         found: dict[str, tuple[Leg, ...]] = {name: (Leg(collective(op, size, world)),)}
         if min(two_levels(world)) > 1:
@@ -142,7 +145,9 @@ def _ways(op: str, size: float, world: int, islands: int, halves: int = 1, decod
             name: _flat(op, size, world, world // islands),
             f"{name}, hierarchical": (Leg(within, "inside"), Leg(between, sharing=world // islands)),
         }
-    return [Way(name, op, tuple(_repeated(leg, halves) for leg in legs), decodings) for name, legs in found.items()]
+    return [
+        Algorithm(name, op, tuple(_repeated(leg, halves) for leg in legs), decodings) for name, legs in found.items()
+    ]
 
 
 def _flat(op: str, size: float, world: int, ranks: int) -> tuple[Leg, ...]:

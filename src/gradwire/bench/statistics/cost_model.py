@@ -11,7 +11,7 @@ Local updates send their bytes once in H steps, so a step has 1/H of α. They ar
 what the model of the others leaves over.
 
 After Hockney's model ("The communication challenge for MPP: Intel Paragon and Meiko CS-2", Parallel Computing 20,
-1994). Bytes and messages of the collectives are those of `ways`.
+1994). Bytes and messages of the collectives are those of `collective_costs`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwire.bench.statistics.collective_costs import Way, inside, parameter_ways, ways
+from gradwire.bench.statistics.collective_costs import Algorithm, gradient_algorithms, inside, parameter_algorithms
 from gradwire.bench.statistics.measured_run import Measurement
 
 Array = NDArray[np.float64]
@@ -57,16 +57,16 @@ class Fit:
         """Fit the measurements' times by robust least squares of relative errors (soft L1 loss)."""
         from scipy.optimize import least_squares
 
-        points = [(one, op, flows) for one in measurements for op, flows in one.by_op.items()]
-        flows = [(point, one, flow) for point, (one, _, flows) in enumerate(points) for flow in flows]
-        keys = sorted({(one.strategy, op) for one, op, _ in points})
+        points = [(run, op, flows) for run in measurements for op, flows in run.by_op.items()]
+        flows = [(point, run, flow) for point, (run, _, flows) in enumerate(points) for flow in flows]
+        keys = sorted({(run.strategy, op) for run, op, _ in points})
         ops = sorted({op for _, op, _ in points})
-        a = np.array([keys.index((one.strategy, op)) for one, op, _ in points])
+        a = np.array([keys.index((run.strategy, op)) for run, op, _ in points])
         seconds = np.array([sum(flow.seconds for flow in flows) for _, _, flows in points])
         of = np.array([point for point, _, _ in flows])  # the point of each flow
         o = np.array([ops.index(flow.op) for _, _, flow in flows])
         size = np.array([flow.bytes for _, _, flow in flows])
-        wire = 8 / np.array([one.rate_of(flow) for _, one, flow in flows])  # seconds per byte
+        wire = 8 / np.array([run.rate_of(flow) for _, run, flow in flows])  # seconds per byte
         n, m = len(keys), len(ops)
         lines = np.arange(len(points))
         start = np.concatenate(
@@ -122,9 +122,9 @@ NO_ISLANDS = Islands()
 
 
 class Prediction(NamedTuple):
-    """A predicted step: the way of communicating, seconds per step and seconds of communication."""
+    """A predicted step: the collective algorithm, seconds per step and seconds of communication."""
 
-    way: str
+    algorithm: str
     step: float
     communication: float
 
@@ -184,7 +184,7 @@ class Model:
     def steps(
         self, key: Key, world: int, rates: Array, latency: float, islands: Islands = NO_ISLANDS
     ) -> tuple[list[str], Array, Array]:
-        """Names of the ways, and their step and communication seconds ``[ways, rates]``.
+        """Names of the algorithms, and their step and communication seconds ``[algorithms, rates]``.
 
         Args:
             key: Strategy and label.
@@ -198,41 +198,45 @@ class Model:
         peers = measurement.islands if measurement.islands > 1 else measurement.world
         decodings = peers if measurement.gradients.op == "all_gather" else 2
         names, steps, times = [], [], []
-        for way in ways(measurement, world, islands.number):
-            if (measurement.strategy, way.op) not in self.fit.alpha:
+        for algorithm in gradient_algorithms(measurement, world, islands.number):
+            if (measurement.strategy, algorithm.op) not in self.fit.alpha:
                 continue
-            sending = [self._sending(one, rates, latency, islands) for one in _inside(measurement, world, islands)]
+            sending = [self._sending(flow, rates, latency, islands) for flow in _inside(measurement, world, islands)]
             if measurement.parameters is not None and not measurement.parameters.inside:
-                gathers = parameter_ways(measurement.parameters, measurement.world, world, islands.number)
-                sending.append(np.min([self._sending(one, rates, latency, islands) for one in gathers], axis=0))
-            ops = {way.op, *(flow.op for name, flow in measurement.named_flows.items() if name != "gradients")}
+                gathers = parameter_algorithms(measurement.parameters, measurement.world, world, islands.number)
+                sending.append(np.min([self._sending(gather, rates, latency, islands) for gather in gathers], axis=0))
+            ops = {algorithm.op, *(flow.op for name, flow in measurement.named_flows.items() if name != "gradients")}
             startup = sum(self.fit.alpha[measurement.strategy, op] for op in ops) / measurement.interval
-            each = startup + self._sending(way, rates, latency, islands, measurement.interval) + sum(sending)
-            names.append(way.name)
-            times.append(each)
-            steps.append(self.step(measurement, each) + decode * (way.decodings / decodings - 1))
+            communication = (
+                startup + self._sending(algorithm, rates, latency, islands, measurement.interval) + sum(sending)
+            )
+            names.append(algorithm.name)
+            times.append(communication)
+            steps.append(self.step(measurement, communication) + decode * (algorithm.decodings / decodings - 1))
         return names, np.array(steps), np.array(times)
 
-    def _sending(self, way: Way, rates: Array, latency: float, islands: Islands, interval: float = 1.0) -> Any:
-        """Seconds per step of a way without its startup time, with messages in every ``interval``-th step."""
+    def _sending(
+        self, algorithm: Algorithm, rates: Array, latency: float, islands: Islands, interval: float = 1.0
+    ) -> Any:
+        """Seconds per step of an algorithm without its startup time, with messages in every ``interval``-th step."""
         total: Any = np.zeros(len(rates))
-        for (sent, messages), links, sharing in way.legs:
+        for (sent, messages), links, sharing in algorithm.legs:
             rate, wait = {
                 "between": (rates / sharing, latency),
                 "inside": (islands.rate, islands.latency),
                 "ring": (np.minimum(rates, islands.rate), max(latency, islands.latency)),
             }[links]
-            total = total + sent * self.fit.per_byte(way.op, rate) + wait * messages / interval
+            total = total + sent * self.fit.per_byte(algorithm.op, rate) + wait * messages / interval
         return total
 
     def predict(self, key: Key, world: int, rate: float, latency: float, islands: Islands = NO_ISLANDS) -> Prediction:
-        """Predict the step of a strategy and label with the fastest way."""
+        """Predict the step of a strategy and label with the fastest algorithm."""
         names, steps, times = self.steps(key, world, np.array([rate]), latency, islands)
         best = int(steps[:, 0].argmin())
         return Prediction(names[best], float(steps[best, 0]), float(times[best, 0]))
 
     def fastest(self, key: Key, world: int, latency: float, islands: Islands = NO_ISLANDS) -> Array:
-        """Seconds of a step with the fastest way, at every rate of `GRID`."""
+        """Seconds of a step with the fastest algorithm, at every rate of `GRID`."""
         return self.steps(key, world, GRID, latency, islands)[1].min(0)
 
     def resampled(self, times: int, seed: int = 0) -> Iterator[Model]:
@@ -278,7 +282,7 @@ def shares(runs: Sequence[Measurement]) -> Array:
     return weights / weights.sum()
 
 
-def _inside(measurement: Measurement, world: int, islands: Islands) -> list[Way]:
+def _inside(measurement: Measurement, world: int, islands: Islands) -> list[Algorithm]:
     """How a measurement's flows inside islands are communicated inside these."""
     measured, ranks = measurement.world // measurement.islands, world // islands.number
     return [inside(flow, measured, ranks) for flow in measurement.flows if flow.inside]

@@ -17,9 +17,13 @@ from gradwire.base.errors import BadInput
 from gradwire.bench.trace.steps import read
 
 TOLERANCE = 0.1  # of the trace's time
-QUANTITIES = {"communication": "comm_ms", "encode": "encode_ms", "decode": "decode_ms"}  # columns of steps.parquet
+QUANTITIES = {  # columns of steps.parquet, and times of a breakdown
+    "communication": ("comm_ms", "payload_ms_per_step"),
+    "encode": ("encode_ms", "encode_ms_per_step"),
+    "decode": ("decode_ms", "decode_ms_per_step"),
+}
 AROUND = "around_ms"  # time to open and close the ranges
-Times = Mapping[str, float]  # milliseconds by quantity
+Times = Mapping[str, Any]  # a breakdown of a step: milliseconds
 
 
 def against_meter(steps: Path, traced: Mapping[int, list[Times]]) -> dict[str, Any]:
@@ -27,7 +31,7 @@ def against_meter(steps: Path, traced: Mapping[int, list[Times]]) -> dict[str, A
 
     Args:
         steps: A run's ``steps.parquet``, which may be missing.
-        traced: The reducer's times in the trace, for each rank's recorded steps in order.
+        traced: The breakdowns of each rank's recorded steps in order.
 
     Returns:
         ``meter_over_trace``: for each quantity that occurred, the ranks' quotient furthest from 1. ``meter_agrees``:
@@ -41,19 +45,22 @@ def against_meter(steps: Path, traced: Mapping[int, list[Times]]) -> dict[str, A
     quotients: dict[str, list[float]] = {}
     agrees = True
     for rank, recorded in traced.items() if metered else ():
-        own = metered.get(rank, [])[-len(recorded) :]  # the profiler's own warm-up step comes first
-        if len(own) < len(recorded):
-            raise BadInput(f"{steps} has {len(own)} profiled steps of rank {rank}, its trace {len(recorded)}.")
-        around = sum(row[AROUND] or 0.0 for row in own)
-        for quantity, column in QUANTITIES.items():
-            there = sum(times[quantity] for times in recorded)
-            here = [row[column] for row in own]
-            if None not in here and (there or any(here)):
-                quotients.setdefault(quantity, []).append(sum(here) / there if there else float("inf"))
-                agrees &= sum(here) - TOLERANCE * there <= there <= sum(here) + around + TOLERANCE * there
+        rows = metered.get(rank, [])[-len(recorded) :]  # the profiler's own warm-up step comes first
+        if len(rows) < len(recorded):
+            raise BadInput(f"{steps} has {len(rows)} profiled steps of rank {rank}, its trace {len(recorded)}.")
+        around = sum(row[AROUND] or 0.0 for row in rows)
+        for quantity, (column, time) in QUANTITIES.items():
+            in_trace = sum(times[time] for times in recorded)
+            values = [row[column] for row in rows]
+            if None in values or not (in_trace or any(values)):
+                continue
+            in_meter = sum(values)
+            quotients.setdefault(quantity, []).append(in_meter / in_trace if in_trace else float("inf"))
+            slack = TOLERANCE * in_trace
+            agrees &= in_meter - slack <= in_trace <= in_meter + around + slack
     if not quotients:
         return {"meter_agrees": None, "meter_over_trace": None}
-    worst = {quantity: max(found, key=lambda quotient: abs(quotient - 1)) for quantity, found in quotients.items()}
+    worst = {quantity: max(of_ranks, key=lambda of: abs(of - 1)) for quantity, of_ranks in quotients.items()}
     return {
         "meter_agrees": agrees,
         "meter_over_trace": {quantity: min(quotient, 1e9) for quantity, quotient in worst.items()},
@@ -62,9 +69,9 @@ def against_meter(steps: Path, traced: Mapping[int, list[Times]]) -> dict[str, A
 
 def profiled_steps(path: Path) -> dict[int, list[dict[str, Any]]]:
     """Profiled rows by rank, in step order."""
-    table = read(path, ["step", "rank", "profiled", *QUANTITIES.values(), AROUND])
-    found: dict[int, list[dict[str, Any]]] = {}
-    for row in sorted(table.to_pylist(), key=lambda row: row["step"]):
+    columns = ["step", "rank", "profiled", *(column for column, _ in QUANTITIES.values()), AROUND]
+    rows: dict[int, list[dict[str, Any]]] = {}
+    for row in sorted(read(path, columns).to_pylist(), key=lambda row: row["step"]):
         if row["profiled"]:
-            found.setdefault(row["rank"], []).append(row)
-    return found
+            rows.setdefault(row["rank"], []).append(row)
+    return rows

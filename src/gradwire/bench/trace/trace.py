@@ -26,19 +26,21 @@ A collective whose end is missing from the trace ends with its step; such events
 from __future__ import annotations
 
 import re
-from argparse import ArgumentParser, Namespace
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count, zip_longest
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from gradwire.base.errors import BadInput
 from gradwire.base.failures import diverged
 from gradwire.base.files import write_json
 from gradwire.base.flags import output_file
+from gradwire.base.strict import Strict
 from gradwire.bench.trace.crosscheck import against_meter
 from gradwire.bench.trace.events import OPS, Span, Trace, read
 from gradwire.bench.trace.intervals import Intervals, difference, intersection, intervals, length, near, union
@@ -47,6 +49,8 @@ from gradwire.comm.closed_forms import raw_bytes
 SCHEMA_VERSION = 1
 CODEC = ("encode", "decode")
 REDUCTIONS = ("all_reduce", "reduce_scatter")
+BY_OP = "comm_time_ms_by_op_per_step"
+Times = dict[str, Any]  # a breakdown of a step, or of the mean step: milliseconds
 RUNS_AS = {"reduce_scatter": "all_reduce"}  # gloo's substitute for an op
 PATTERN = "rank[0-9]*.pt.trace.json.gz"
 
@@ -65,67 +69,37 @@ class Activity:
     def near(self, step: Span) -> Activity:
         """The intervals that may overlap a step."""
 
-        def part(one: Intervals) -> Intervals:
-            return near(one, step.start, step.end)
+        def cut(intervals: Intervals) -> Intervals:
+            return near(intervals, step.start, step.end)
 
         return Activity(
-            {op: part(time) for op, time in self.communication.items()},
-            *map(part, (self.compute, self.encode, self.decode, self.parameter_codec, self.payload)),
+            {op: cut(time) for op, time in self.communication.items()},
+            *map(cut, (self.compute, self.encode, self.decode, self.parameter_codec, self.payload)),
         )
 
 
-@dataclass(frozen=True)
-class Breakdown:
-    """Time breakdown of a step or of the mean step, in milliseconds."""
+class Options(Strict):
+    """Flags of ``gradwire trace``."""
 
-    step_ms: float
-    comm_time_ms_per_step: float
-    comm_time_ms_by_op_per_step: dict[str, float]
-    compute_ms_per_step: float
-    encode_ms_per_step: float
-    decode_ms_per_step: float
-    parameter_codec_ms_per_step: float
-    payload_ms_per_step: float
-    overlap_ms_per_step: float
-    exposed_comm_ms: float
-    idle_ms_per_step: float
-
-    def metered(self) -> dict[str, float]:
-        """The times that the meter also measures."""
-        return {
-            "communication": self.payload_ms_per_step,
-            "encode": self.encode_ms_per_step,
-            "decode": self.decode_ms_per_step,
-        }
-
-    def as_dict(self) -> dict[str, Any]:
-        """The times and their ratios; ``overlap_ratio`` is None without communication."""
-        communication = self.comm_time_ms_per_step
-        return asdict(self) | {
-            "comm_ratio": communication / self.step_ms,
-            "overlap_ratio": self.overlap_ms_per_step / communication if communication else None,
-        }
+    run_dir: Path = Field(description="a run's folder, with profiler/")
+    output: Annotated[Path, output_file] | None = Field(
+        None, description="file to write (default: RUN_DIR/profile.json)"
+    )
 
 
-def arguments(parser: ArgumentParser) -> None:
-    """Define the verb's flags."""
-    parser.add_argument("--run_dir", type=Path, required=True, help="a run's folder, with profiler/")
-    parser.add_argument("--output", type=output_file, help="file to write (default: RUN_DIR/profile.json)")
-
-
-def beside(args: Namespace) -> Path | None:
+def beside(options: Options) -> Path | None:
     """The run's folder, or None if it does not exist."""
-    return args.run_dir if args.run_dir.is_dir() else None
+    return options.run_dir if options.run_dir.is_dir() else None
 
 
-def main(args: Namespace) -> None:
+def main(options: Options) -> None:
     """Read all ranks' traces and write the profile."""
-    output = args.output or args.run_dir / "profile.json"
-    if diverged(args.run_dir):  # a result, not a fault; its steps are incomplete
+    output = options.output or options.run_dir / "profile.json"
+    if diverged(options.run_dir):  # a result, not a fault; its steps are incomplete
         write_json(output, {"schema_version": SCHEMA_VERSION, "steps": 0, "ranks": {}})
         print(f"{output}: the run diverged; its steps are not analyzed")
         return
-    result = profile(args.run_dir)
+    result = profile(options.run_dir)
     write_json(output, result)
     print(
         f"{output}: {result['step_ms']:.1f} ms per step, communication {result['comm_time_ms_per_step']:.1f} ms "
@@ -148,21 +122,20 @@ def profile(run_dir: Path) -> dict[str, Any]:
             "train this run again."
         )
     steps = {rank: breakdowns(trace) for rank, trace in traces.items()}
-    means = {rank: mean(own.values()) for rank, own in steps.items()}
+    means = {rank: mean(of_rank.values()) for rank, of_rank in steps.items()}
     return {
         "schema_version": SCHEMA_VERSION,
         "world_size": expected,
         "steps": len(steps[0]),
-        **mean(means.values()).as_dict(),
+        **with_ratios(mean(means.values())),
         "transfer_ms_per_step": transfer_ms([*traces.values()]),
         "reduced_bytes_per_step": reduced_bytes([*traces.values()]),
         "unfinished": sum(trace.unfinished for trace in traces.values()),
-        **against_meter(
-            run_dir / "steps.parquet", {rank: [one.metered() for one in own.values()] for rank, own in steps.items()}
-        ),
+        **against_meter(run_dir / "steps.parquet", {rank: [*of_rank.values()] for rank, of_rank in steps.items()}),
         "ranks": {
-            str(rank): means[rank].as_dict() | {"per_step": {name: one.as_dict() for name, one in own.items()}}
-            for rank, own in steps.items()
+            str(rank): with_ratios(means[rank])
+            | {"per_step": {name: with_ratios(times) for name, times in of_rank.items()}}
+            for rank, of_rank in steps.items()
         },
     }
 
@@ -181,7 +154,7 @@ def trace_files(run_dir: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def breakdowns(trace: Trace) -> dict[str, Breakdown]:
+def breakdowns(trace: Trace) -> dict[str, Times]:
     """Breakdowns of the profiled steps by step name, in order."""
     when = activity(trace)
     steps = sorted(trace.steps, key=lambda step: step.start)
@@ -189,38 +162,42 @@ def breakdowns(trace: Trace) -> dict[str, Breakdown]:
     return {step.name: breakdown(when.near(step), intersection(inside, covered([step]))) for step in steps}
 
 
-def breakdown(when: Activity, step: Intervals) -> Breakdown:
-    """Break down the time of one step on one rank."""
+def breakdown(when: Activity, step: Intervals) -> Times:
+    """Break down the time of one step on one rank, in milliseconds."""
 
     def ms(time: Intervals) -> float:
         return length(intersection(time, step)) / 1e6
 
     communication = union(*when.communication.values())
     busy = union(communication, when.compute, when.encode, when.decode, when.parameter_codec)
-    return Breakdown(
-        step_ms=ms(step),
-        comm_time_ms_per_step=ms(communication),
-        comm_time_ms_by_op_per_step={op: ms(time) for op, time in when.communication.items()},
-        compute_ms_per_step=ms(when.compute),
-        encode_ms_per_step=ms(when.encode),
-        decode_ms_per_step=ms(when.decode),
-        parameter_codec_ms_per_step=ms(when.parameter_codec),
-        payload_ms_per_step=ms(when.payload),
-        overlap_ms_per_step=ms(intersection(when.compute, communication)),
-        exposed_comm_ms=ms(difference(communication, when.compute)),
-        idle_ms_per_step=ms(difference(step, busy)),
-    )
+    return {
+        "step_ms": ms(step),
+        "comm_time_ms_per_step": ms(communication),
+        BY_OP: {op: ms(time) for op, time in when.communication.items()},
+        "compute_ms_per_step": ms(when.compute),
+        "encode_ms_per_step": ms(when.encode),
+        "decode_ms_per_step": ms(when.decode),
+        "parameter_codec_ms_per_step": ms(when.parameter_codec),
+        "payload_ms_per_step": ms(when.payload),
+        "overlap_ms_per_step": ms(intersection(when.compute, communication)),
+        "exposed_comm_ms": ms(difference(communication, when.compute)),
+        "idle_ms_per_step": ms(difference(step, busy)),
+    }
 
 
-def mean(those: Iterable[Breakdown]) -> Breakdown:
+def mean(breakdowns: Iterable[Times]) -> Times:
     """The mean of breakdowns; a missing op counts as zero."""
-    rows = [asdict(one) for one in those]
-    by_op = [row.pop("comm_time_ms_by_op_per_step") for row in rows]
-    ops = sorted({op for times in by_op for op in times})
-    return Breakdown(
-        comm_time_ms_by_op_per_step={op: fmean(times.get(op, 0.0) for times in by_op) for op in ops},
-        **{key: fmean(row[key] for row in rows) for key in rows[0]},
-    )
+    rows = list(breakdowns)
+    ops = sorted({op for row in rows for op in row[BY_OP]})
+    by_op = {op: fmean(row[BY_OP].get(op, 0.0) for row in rows) for op in ops}
+    return {key: by_op if key == BY_OP else fmean(row[key] for row in rows) for key in rows[0]}
+
+
+def with_ratios(times: Times) -> Times:
+    """Add the ratios to a breakdown; ``overlap_ratio`` is None without communication."""
+    communication = times["comm_time_ms_per_step"]
+    overlap = times["overlap_ms_per_step"] / communication if communication else None
+    return times | {"comm_ratio": communication / times["step_ms"], "overlap_ratio": overlap}
 
 
 def activity(trace: Trace) -> Activity:

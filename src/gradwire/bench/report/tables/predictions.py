@@ -151,8 +151,14 @@ def predictions(
 def records(model: Model, place: Place) -> list[dict[str, Any]]:
     """The predicted step of every cell, for JSON; times are in milliseconds."""
     return [
-        {"strategy": strategy, "compressor": label, "way": way, "step_ms": 1e3 * step, "comm_ms": 1e3 * communication}
-        for (strategy, label), (way, step, communication) in place.predict(model).items()
+        {
+            "strategy": strategy,
+            "compressor": label,
+            "way": algorithm,
+            "step_ms": 1e3 * step,
+            "comm_ms": 1e3 * communication,
+        }
+        for (strategy, label), (algorithm, step, communication) in place.predict(model).items()
     ]
 
 
