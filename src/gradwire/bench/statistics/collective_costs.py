@@ -45,7 +45,7 @@ def two_levels(world: int) -> tuple[int, int]:
 
 
 def levels(op: str, size: float, group: int, groups: int) -> tuple[Sends, Sends]:
-    """What a rank sends within its group, and between groups.
+    """Bytes and messages that a rank sends within its group, and between groups.
 
     Together the bytes equal those of the flat collective, except for an all-to-all, which sends data leaving a group
     twice.
@@ -62,7 +62,7 @@ def hierarchical(op: str, size: float, world: int) -> Sends:
 
 
 class Leg(NamedTuple):
-    """What a rank sends on one class of links.
+    """Bytes and messages of a rank on one class of links.
 
     Attributes:
         sends: Bytes and messages.
@@ -105,17 +105,17 @@ def gradient_algorithms(measurement: Measurement, world: int, islands: int = 1) 
     elif measurement.sharded:
         return _algorithms(op, sent / collective("all_to_all", 1, peers).bytes, world, islands)
     if op == "all_reduce":
-        found = _algorithms(op, size / collective("all_reduce", 1, peers).bytes, world, islands)
+        algorithms = _algorithms(op, size / collective("all_reduce", 1, peers).bytes, world, islands)
     else:
         size /= collective("all_gather" if op == "all_gather" else "all_reduce", 1, peers).bytes  # of an encoded buffer
         both = [
             *_algorithms("all_to_all", size, world, islands, halves=2),
             *_algorithms("all_gather", size, world, islands, decodings=world),
         ]
-        found = [algorithm for algorithm in both if algorithm.op == op or not measurement.fixed]
+        algorithms = [algorithm for algorithm in both if algorithm.op == op or not measurement.fixed]
     return [
         algorithm._replace(legs=tuple(leg._replace(sharing=leg.sharing * sharing) for leg in algorithm.legs))
-        for algorithm in found
+        for algorithm in algorithms
     ]
 
 
@@ -136,17 +136,17 @@ def _algorithms(op: str, size: float, world: int, islands: int, halves: int = 1,
     """A flat collective and, if the ranks form groups, a hierarchical one; each runs ``halves`` times."""
     name = NAMES[op]
     if islands == 1:
-        found: dict[str, tuple[Leg, ...]] = {name: (Leg(collective(op, size, world)),)}
+        by_name: dict[str, tuple[Leg, ...]] = {name: (Leg(collective(op, size, world)),)}
         if min(two_levels(world)) > 1:
-            found[f"{name}, hierarchical"] = (Leg(hierarchical(op, size, world)),)
+            by_name[f"{name}, hierarchical"] = (Leg(hierarchical(op, size, world)),)
     else:
         within, between = levels(op, size, world // islands, islands)
-        found = {
+        by_name = {
             name: _flat(op, size, world, world // islands),
             f"{name}, hierarchical": (Leg(within, "inside"), Leg(between, sharing=world // islands)),
         }
     return [
-        Algorithm(name, op, tuple(_repeated(leg, halves) for leg in legs), decodings) for name, legs in found.items()
+        Algorithm(name, op, tuple(_repeated(leg, halves) for leg in legs), decodings) for name, legs in by_name.items()
     ]
 
 

@@ -94,9 +94,9 @@ class Fit:
             np.add.at(slope, (of, n + m + o), size * link**2 / each / seconds[of])
             return np.concatenate([slope, WEIGHT_OF_PRIOR * np.eye(len(x))])
 
-        found = np.exp(least_squares(errors, start, slopes, loss="soft_l1", f_scale=0.1).x).tolist()
-        alpha = dict(zip(keys, found[:n], strict=True))
-        host, factor = (dict(zip(ops, part, strict=True)) for part in (found[n : n + m], found[n + m :]))
+        fitted = np.exp(least_squares(errors, start, slopes, loss="soft_l1", f_scale=0.1).x).tolist()
+        alpha = dict(zip(keys, fitted[:n], strict=True))
+        host, factor = (dict(zip(ops, values, strict=True)) for values in (fitted[n : n + m], fitted[n + m :]))
         return cls(alpha, host, factor)
 
     def per_byte(self, op: str, rate: Any) -> Any:
@@ -152,10 +152,10 @@ class Model:
     @cached_property
     def by_label(self) -> dict[Key, list[Measurement]]:
         """The measurements by strategy and label."""
-        found: defaultdict[Key, list[Measurement]] = defaultdict(list)
+        measured: defaultdict[Key, list[Measurement]] = defaultdict(list)
         for measurement in self.measurements:
-            found[measurement.strategy, measurement.label].append(measurement)
-        return dict(found)
+            measured[measurement.strategy, measurement.label].append(measurement)
+        return dict(measured)
 
     def communication(self, measurement: Measurement) -> float:
         """Seconds of communication that the fit predicts for a measurement."""
@@ -288,19 +288,19 @@ def _inside(measurement: Measurement, world: int, islands: Islands) -> list[Algo
     return [inside(flow, measured, ranks) for flow in measurement.flows if flow.inside]
 
 
-def crossover(own: Array, baseline: Array) -> float:
+def crossover(steps: Array, baseline: Array) -> float:
     """The rate below which a step is shorter than the baseline's; both arrays are over `GRID`.
 
     Returns:
         Bits per second; 0 if never shorter, infinite if always shorter (between 10 kbit/s and 10 Tbit/s).
     """
-    slower = own >= baseline
+    slower = steps >= baseline
     if not slower.any():
         return math.inf
     first = int(slower.argmax())
     if first == 0:
         return 0.0
-    before, after = (own - baseline)[first - 1 : first + 1]
+    before, after = (steps - baseline)[first - 1 : first + 1]
     low, high = np.log(GRID[first - 1 : first + 1])
     return float(np.exp(low + (high - low) * before / (before - after)))
 
@@ -322,15 +322,15 @@ class LeftOut(NamedTuple):
 def leave_one_link_out(measurements: Iterable[Measurement]) -> list[LeftOut]:
     """Predict each measurement on a rate-limited link from the measurements on all other links."""
     measurements = list(measurements)
-    found = []
+    predictions = []
     for link in dict.fromkeys(measurement.link for measurement in measurements if math.isfinite(measurement.rate)):
         model = Model(tuple(measurement for measurement in measurements if measurement.link != link))
         for measurement in measurements:
             known = {(measurement.strategy, flow.op) for flow in measurement.flows} <= model.fit.alpha.keys()
             if measurement.link == link and known and (measurement.strategy, measurement.label) in model.by_label:
                 communication = model.communication(measurement)
-                found.append(LeftOut(measurement, float(model.step(measurement, communication)), communication))
-    return found
+                predictions.append(LeftOut(measurement, float(model.step(measurement, communication)), communication))
+    return predictions
 
 
 def peak_memory(measured: float, sharded: int, world: int, other: int, outer: float = 0.0) -> float:

@@ -1,4 +1,4 @@
-"""What the cost model needs of one measured run."""
+"""One measured run, as the cost model reads it."""
 
 from __future__ import annotations
 

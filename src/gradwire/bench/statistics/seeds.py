@@ -46,7 +46,7 @@ def estimates(samples: Sequence[Sequence[float]]) -> list[Estimate]:
     """Estimate each sample; samples of equal size are vectorized."""
     from scipy.special import stdtrit
 
-    found = [Estimate(len(sample), *sample) if len(sample) < 2 else None for sample in samples]
+    estimated = [Estimate(len(sample), *sample) if len(sample) < 2 else None for sample in samples]
     by_size: defaultdict[int, list[int]] = defaultdict(list)
     for i, sample in enumerate(samples):
         by_size[len(sample)].append(i)
@@ -57,8 +57,8 @@ def estimates(samples: Sequence[Sequence[float]]) -> list[Estimate]:
             half = stdtrit(size - 1, (1 + CONFIDENCE) / 2) * std / math.sqrt(size)
             ends = (values.min(1), values.max(1)) if size < LEAST else (mean - half, mean + half)
             for i, *numbers in zip(members, *(column.tolist() for column in (mean, std, *ends)), strict=True):
-                found[i] = Estimate(size, *numbers)
-    return [one for one in found if one is not None]
+                estimated[i] = Estimate(size, *numbers)
+    return [estimate for estimate in estimated if estimate is not None]
 
 
 def percents(samples: Sequence[Sequence[float]]) -> list[Estimate]:
@@ -66,9 +66,9 @@ def percents(samples: Sequence[Sequence[float]]) -> list[Estimate]:
 
     A difference and its inverse then have the same size, and the result does not depend on which of two is the base.
     """
-    found = estimates([np.log1p(np.divide(sample, 100)).tolist() for sample in samples])
-    ends = [[100 * math.expm1(log) for log in (one.mean, one.low, one.high)] for one in found]
-    return [Estimate(one.n, mean, 100 * one.std, low, high) for one, (mean, low, high) in zip(found, ends, strict=True)]
+    logs = estimates([np.log1p(np.divide(sample, 100)).tolist() for sample in samples])
+    ends = [[100 * math.expm1(log) for log in (of.mean, of.low, of.high)] for of in logs]
+    return [Estimate(of.n, mean, 100 * of.std, low, high) for of, (mean, low, high) in zip(logs, ends, strict=True)]
 
 
 def percent_worse(values: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
@@ -106,19 +106,19 @@ class Paired(NamedTuple):
     sees: float = math.nan
 
 
-def paired(one: Sequence[float], other: Sequence[float]) -> Paired:
-    """Compare ``other`` with ``one``, both positive, pair by pair; NaN without pairs."""
+def paired(first: Sequence[float], second: Sequence[float]) -> Paired:
+    """Compare ``second`` with ``first``, both positive, pair by pair; NaN without pairs."""
     from scipy.stats import ttest_rel
 
-    logs = np.log(other) - np.log(one)
-    found = estimate(logs.tolist())
-    mean, low, high = (100 * math.expm1(log) for log in (found.mean, found.low, found.high))
-    if found.n < 2:
-        return Paired(found.n, mean)
+    logs = np.log(second) - np.log(first)
+    estimated = estimate(logs.tolist())
+    mean, low, high = (100 * math.expm1(log) for log in (estimated.mean, estimated.low, estimated.high))
+    if estimated.n < 2:
+        return Paired(estimated.n, mean)
     if np.ptp(logs) == 0:  # no spread, so no t
-        return Paired(found.n, mean, mean, mean, 0.0 if mean else 1.0, 0.0)
-    p = float(ttest_rel(np.log(other), np.log(one)).pvalue)
-    return Paired(found.n, mean, low, high, p, 100 * math.expm1(detectable(found.n, found.std)))
+        return Paired(estimated.n, mean, mean, mean, 0.0 if mean else 1.0, 0.0)
+    p = float(ttest_rel(np.log(second), np.log(first)).pvalue)
+    return Paired(estimated.n, mean, low, high, p, 100 * math.expm1(detectable(estimated.n, estimated.std)))
 
 
 def detectable(n: int, std: float) -> float:
@@ -133,11 +133,11 @@ def detectable(n: int, std: float) -> float:
 
     critical = t.ppf((1 + CONFIDENCE) / 2, n - 1)
 
-    def found(shift: float) -> float:
+    def power(shift: float) -> float:
         """Probability of finding a mean of ``shift`` standard errors, with the right sign."""
         return float(nct.sf(critical, n - 1, shift))
 
-    return brentq(lambda shift: found(shift) - POWER, 0, 3 * critical) * std / math.sqrt(n)
+    return brentq(lambda shift: power(shift) - POWER, 0, 3 * critical) * std / math.sqrt(n)
 
 
 def adjusted(p: Sequence[float]) -> list[float]:
@@ -147,9 +147,9 @@ def adjusted(p: Sequence[float]) -> list[float]:
     whatever the dependence of the tests; cells that share a baseline are dependent.
     Holm, "A Simple Sequentially Rejective Multiple Test Procedure", Scandinavian Journal of Statistics 6, 1979.
     """
-    found = np.array(p, dtype=np.float64)
-    tested = np.flatnonzero(~np.isnan(found))
-    order = tested[np.argsort(found[tested], kind="stable")]
-    scaled = found[order] * np.arange(len(order), 0, -1)
-    found[order] = np.minimum(np.maximum.accumulate(scaled), 1.0)
-    return [float(value) for value in found]
+    values = np.array(p, dtype=np.float64)
+    tested = np.flatnonzero(~np.isnan(values))
+    order = tested[np.argsort(values[tested], kind="stable")]
+    scaled = values[order] * np.arange(len(order), 0, -1)
+    values[order] = np.minimum(np.maximum.accumulate(scaled), 1.0)
+    return [float(value) for value in values]

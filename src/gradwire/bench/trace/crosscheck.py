@@ -35,7 +35,7 @@ def against_meter(steps: Path, traced: Mapping[int, list[Times]]) -> dict[str, A
 
     Returns:
         ``meter_over_trace``: for each quantity that occurred, the ranks' quotient furthest from 1. ``meter_agrees``:
-        whether every trace time lies between the meter's time and that plus ``around_ms``, within `TOLERANCE`. Both are
+        whether every trace time is between the meter's time and that plus ``around_ms``, within `TOLERANCE`. Both are
         None if nothing was metered.
 
     Raises:

@@ -131,9 +131,9 @@ class Trace:
             elif name == STEP:
                 self.windows.append(Span(name, lane, start, end))
             elif name.startswith(OWN):
-                self.ranges.append(own(name, lane, start, end))
+                self.ranges.append(own_range(name, lane, start, end))
         elif category == "gpu_user_annotation" and name.startswith(OWN) and name != STEP:
-            self.device_ranges.append(own(name, lane, start, end))
+            self.device_ranges.append(own_range(name, lane, start, end))
 
 
 def numel(shapes: list[Any]) -> int | None:
@@ -142,11 +142,11 @@ def numel(shapes: list[Any]) -> int | None:
     Args:
         shapes: For each argument, a tensor's shape, a list of tensors' shapes, or ``[]``.
     """
-    tensors = [one if isinstance(one[0], list) else [one] for one in shapes if one]
+    tensors = [shape if isinstance(shape[0], list) else [shape] for shape in shapes if shape]
     return max((sum(map(math.prod, shapes)) for shapes in tensors), default=None)
 
 
-def own(name: str, lane: Any, start: int, end: int) -> Span:
+def own_range(name: str, lane: Any, start: int, end: int) -> Span:
     """Parse one of the package's ranges."""
     purpose, _, what = name.removeprefix(OWN).rpartition("/")
     return Span(what, lane, start, end, purpose)

@@ -21,7 +21,7 @@ def intervals(pairs: Iterable[tuple[int, int]]) -> Intervals:
 
 def union(*sets: Intervals) -> Intervals:
     """The time covered by at least one of ``sets``."""
-    return _covered([(1, one) for one in sets], level=1)
+    return _covered([(1, times) for times in sets], level=1)
 
 
 def intersection(first: Intervals, second: Intervals) -> Intervals:
@@ -34,22 +34,22 @@ def difference(first: Intervals, second: Intervals) -> Intervals:
     return _covered([(1, union(first)), (-1, union(second))], level=1)
 
 
-def near(one: Intervals, start: int, end: int) -> Intervals:
+def near(times: Intervals, start: int, end: int) -> Intervals:
     """The intervals of a sorted, disjoint set that overlap [start, end), as a view."""
-    return one[np.searchsorted(one[:, 1], start, "right") : np.searchsorted(one[:, 0], end, "left")]
+    return times[np.searchsorted(times[:, 1], start, "right") : np.searchsorted(times[:, 0], end, "left")]
 
 
-def length(one: Intervals) -> int:
+def length(times: Intervals) -> int:
     """The total length of a set in nanoseconds."""
-    merged = union(one)
+    merged = union(times)
     return int((merged[:, 1] - merged[:, 0]).sum())
 
 
 def _covered(weighted: list[tuple[int, Intervals]], level: int) -> Intervals:
     """Where the weights of the covering intervals sum to ``level`` or more, by one sweep over all edges."""
-    edges = np.concatenate([np.empty(0, np.int64), *(one.ravel() for _, one in weighted)])
+    edges = np.concatenate([np.empty(0, np.int64), *(times.ravel() for _, times in weighted)])
     changes = np.concatenate(
-        [np.empty(0, np.int64), *(np.tile([weight, -weight], len(one)) for weight, one in weighted)]
+        [np.empty(0, np.int64), *(np.tile([weight, -weight], len(times)) for weight, times in weighted)]
     )
     order = np.argsort(edges, kind="stable")
     edges, sums = edges[order], np.cumsum(changes[order])

@@ -54,8 +54,8 @@ def durations(step: NDArray[np.int64], ms: NDArray[np.float64]) -> NDArray[np.fl
     """
     import numpy as np
 
-    found = np.zeros(int(step.max()) + 1 if len(step) else 0)
-    np.maximum.at(found, step, ms)
-    if len(found) > 1:
-        found[0] = min(found[0], np.median(found[1:]))
-    return found
+    longest = np.zeros(int(step.max()) + 1 if len(step) else 0)
+    np.maximum.at(longest, step, ms)
+    if len(longest) > 1:
+        longest[0] = min(longest[0], np.median(longest[1:]))
+    return longest

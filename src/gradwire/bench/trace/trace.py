@@ -146,12 +146,12 @@ def trace_files(run_dir: Path) -> dict[int, Path]:
     Raises:
         BadInput: If there are none.
     """
-    found = {int(re.findall(r"\d+", path.name)[0]): path for path in (run_dir / "profiler").glob(PATTERN)}
-    if not found:
+    paths = {int(re.findall(r"\d+", path.name)[0]): path for path in (run_dir / "profiler").glob(PATTERN)}
+    if not paths:
         raise BadInput(
             f"{run_dir / 'profiler'} holds no trace (rank<R>.pt.trace.json.gz); train this run with --profile."
         )
-    return dict(sorted(found.items()))
+    return dict(sorted(paths.items()))
 
 
 def breakdowns(trace: Trace) -> dict[str, Times]:
@@ -235,8 +235,8 @@ def collectives(trace: Trace, gloo: list[Span]) -> list[Span]:
         return []
     if trace.nccl:
         return [*trace.nccl, *gloo]
-    own = [span for span in trace.ranges if span.name in OPS]
-    return [*own, *gloo_collectives(trace.calls, gloo, own)]
+    ranges = [span for span in trace.ranges if span.name in OPS]
+    return [*ranges, *gloo_collectives(trace.calls, gloo, ranges)]
 
 
 def transfer_ms(traces: Sequence[Trace]) -> float | None:
@@ -263,21 +263,21 @@ def reduced_bytes(traces: Sequence[Trace]) -> float | None:
     """Gradient bytes per step over all ranks, from the shapes passed to reductions.
 
     They are counted as bandwidth-optimal float32 collectives, like the closed form of a framework's own reduction;
-    encodings are not float32 and are metered instead. Calls for other purposes lie in the package's ranges.
+    encodings are not float32 and are metered instead. Calls for other purposes are inside the package's ranges.
 
     Returns:
         The bytes, or None if the trace has no shapes or no reduction.
     """
     world = len(traces)
-    found = []
+    sent = []
     for trace in traces:
-        own = [span for span in trace.ranges if span.name in OPS]
+        ranges = [span for span in trace.ranges if span.name in OPS]
         for call in trace.calls:
-            if call.name in REDUCTIONS and within_steps(trace, call) and purpose_of(call, own) == "payload":
+            if call.name in REDUCTIONS and within_steps(trace, call) and purpose_of(call, ranges) == "payload":
                 if call.numel is None:
                     return None
-                found.append(raw_bytes(call.name, call.numel, world))
-    return sum(found) / world / len(traces[0].steps) if found else None
+                sent.append(raw_bytes(call.name, call.numel, world))
+    return sum(sent) / world / len(traces[0].steps) if sent else None
 
 
 def within_steps(trace: Trace, span: Span) -> bool:
@@ -285,9 +285,9 @@ def within_steps(trace: Trace, span: Span) -> bool:
     return any(step.start <= span.start < step.end for step in trace.windows or trace.steps)
 
 
-def purpose_of(call: Span, own: list[Span]) -> str:
+def purpose_of(call: Span, ranges: list[Span]) -> str:
     """The purpose of the package's range around a call; without one, the call is the framework's, for gradients."""
-    around = range_around(call, own)
+    around = range_around(call, ranges)
     return "payload" if around is None else around.purpose
 
 
@@ -297,17 +297,17 @@ def collectives_of_steps(trace: Trace) -> list[dict[tuple[str, str, int], Span]]
     Those of one purpose have the same order on all ranks; those of two may run in two threads.
     """
     spans = sorted(collectives(trace, [span for span in trace.gloo if span.name in OPS]), key=lambda span: span.start)
-    found = []
+    by_step = []
     for step in sorted(trace.steps, key=lambda step: step.start):
         numbers: defaultdict[tuple[str, str], count[int]] = defaultdict(count)
         within = [window for window in trace.windows or [step] if step.start <= window.start < step.end]
         inside = [span for span in spans if any(window.start <= span.start < window.end for window in within)]
         kinds = [(span.name, span.purpose) for span in inside]
-        found.append({(*kind, next(numbers[kind])): span for kind, span in zip(kinds, inside, strict=True)})
-    return found
+        by_step.append({(*kind, next(numbers[kind])): span for kind, span in zip(kinds, inside, strict=True)})
+    return by_step
 
 
-def gloo_collectives(calls: list[Span], events: list[Span], own: list[Span]) -> list[Span]:
+def gloo_collectives(calls: list[Span], events: list[Span], ranges: list[Span]) -> list[Span]:
     """Spans from each collective's call to the end of gloo's event, named by the requested op.
 
     gloo starts collectives in the order of their calls, so the k-th event of an op belongs to its k-th call. An event
@@ -316,19 +316,19 @@ def gloo_collectives(calls: list[Span], events: list[Span], own: list[Span]) -> 
     waiting: dict[str, deque[Span]] = defaultdict(deque)
     for call in sorted(calls, key=lambda call: call.start):
         waiting[RUNS_AS.get(call.name, call.name)].append(call)
-    found = []
+    spans = []
     for event in sorted(events, key=lambda event: event.start):
         queue = waiting[RUNS_AS.get(event.name, event.name)]
         known = event.name in OPS and queue and queue[0].start <= event.start
         call = queue.popleft() if known else event
-        asked = range_around(call, own) or call
-        found.append(Span(asked.name, call.lane, call.start, max(call.end, event.end), asked.purpose))
-    return found
+        asked = range_around(call, ranges) or call
+        spans.append(Span(asked.name, call.lane, call.start, max(call.end, event.end), asked.purpose))
+    return spans
 
 
-def range_around(call: Span, own: list[Span]) -> Span | None:
+def range_around(call: Span, ranges: list[Span]) -> Span | None:
     """The package's range around a call."""
-    return next((span for span in own if span.lane == call.lane and span.start <= call.start < span.end), None)
+    return next((span for span in ranges if span.lane == call.lane and span.start <= call.start < span.end), None)
 
 
 def covered(spans: Iterable[Span]) -> Intervals:

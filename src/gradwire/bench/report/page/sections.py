@@ -80,7 +80,7 @@ def figures_of(data: Data, finding: Finding) -> Iterator[Drawing]:
 
 
 def validity(data: Data) -> Content:
-    """What was run, and whether it is valid."""
+    """The runs and their settings, and whether they are valid."""
     results = data.results
     measured = [row for row in results if row.status in ("ok", "diverged")]
     precisions = {row.precision for row in measured}

@@ -174,8 +174,8 @@ class Decades(LogLocator):
         """The ticks between two values."""
         inches = self.ax.get_window_extent().transformed(self.ax.figure.dpi_scale_trans.inverted())
         room = inches.width if self.which == "x" else 3 * inches.height  # a label is wider than high
-        each = room / math.log10(vmax / vmin)
-        self.set_params(subs=next((subs for least, subs in TICKS if each > least), (1,)))
+        inches_per_decade = room / math.log10(vmax / vmin)
+        self.set_params(subs=next((subs for least, subs in TICKS if inches_per_decade > least), (1,)))
         return super().tick_values(vmin, vmax)
 
 
@@ -216,4 +216,4 @@ def legend(figure: Figure, handles: Sequence[Any], labels: Sequence[str]) -> Non
 def group_title(strategy: str, world: int | None = None, link: str | None = None) -> str:
     """``fsdp2, W = 2, 100mbit``."""
     parts = [strategy, None if world is None else f"W = {world}"]
-    return ", ".join(part for part in [*parts, None if link in (None, "none") else link] if part)
+    return ", ".join(text for text in [*parts, None if link in (None, "none") else link] if text)

@@ -225,14 +225,14 @@ def stores(results_dir: Path) -> Gate:
 
 def validations(results_dir: Path) -> dict[str, list[dict[str, Any]]]:
     """The checks of each gradient store by run; an unreadable file is a failed check."""
-    found = {}
+    by_run = {}
     for path in sorted((results_dir / "gradients").glob("*/*/*/*/*/validation.json")):
         try:
             checks = read_json(path)["checks"]
         except (BadInput, KeyError, TypeError) as error:
             checks = [{"name": "validation.json can be read", "passed": False, "detail": str(error)}]
-        found[path.parent.relative_to(results_dir / "gradients").as_posix()] = checks
-    return found
+        by_run[path.parent.relative_to(results_dir / "gradients").as_posix()] = checks
+    return by_run
 
 
 def listed(names: Sequence[str]) -> str:

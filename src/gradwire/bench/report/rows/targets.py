@@ -128,7 +128,7 @@ def target_losses(targets: Targets, row: Result, results: Sequence[Result]) -> d
 
 
 def to_targets(row: Result, targets: Targets, results: Sequence[Result], curve: Curve, path: Path) -> dict[str, Any]:
-    """What it took a run to reach its targets, as the fields of its row.
+    """Steps, seconds and bytes that a run took to reach its targets, as fields of its row.
 
     Args:
         row: The run.

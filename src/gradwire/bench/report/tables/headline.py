@@ -53,7 +53,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Known:
-    """What findings are made of.
+    """The runs that findings are made of.
 
     Args:
         rows: The runs with a result.
@@ -163,17 +163,17 @@ def steps(group: Group, cell: Mapping[Any, Any], known: Known, goal: Goal | None
     """A sentence on what a cell costs against its own optimizer, if its steps are not the baseline's; else nothing."""
     rows = {row.compressor: row for row in reversed(group.rows(known.rows))}
     row = rows[cell["compressor"]]
-    own, usual = inner(row), inner(rows[BASELINE])
-    if own == usual:
+    optimizer, usual = inner(row), inner(rows[BASELINE])
+    if optimizer == usual:
         return ""
-    begin = f" Its steps are {NAMES[own]}'s, those of {BASELINE} {NAMES[usual]}'s: "
+    begin = f" Its steps are {NAMES[optimizer]}'s, those of {BASELINE} {NAMES[usual]}'s: "
     for reference in known.quality.rows:
-        alike = averages(reference) and (inner(reference), reference.world_size) == (own, row.world_size)
+        alike = averages(reference) and (inner(reference), reference.world_size) == (optimizer, row.world_size)
         if alike and (worse := known.quality.percent_worse(row, reference)):
-            against = f"{reference.compressor}, which averages {NAMES[own]}'s gradients in every step"
+            against = f"{reference.compressor}, which averages {NAMES[optimizer]}'s gradients in every step"
             ratio = longer(group, cell, reference, goal, known)
             return f"{begin}against {against}, its perplexity is {percent(percents([worse])[0])}{ratio}."
-    return f"{begin}no cell averages gradients with {NAMES[own]} in every step."
+    return f"{begin}no cell averages gradients with {NAMES[optimizer]} in every step."
 
 
 def longer(group: Group, cell: Mapping[Any, Any], reference: Result, goal: Goal | None, known: Known) -> str:

@@ -51,7 +51,7 @@ together shares one."""
 
 
 class Place(NamedTuple):
-    """What steps are predicted for.
+    """A place to predict steps for: ranks and links.
 
     Attributes:
         world: The number of ranks.
@@ -73,7 +73,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Qualities:
-    """What is known of the quality of a strategy's labels.
+    """The known quality of a strategy's labels.
 
     Args:
         worse: Percent above the baseline's perplexity, by label.
@@ -311,7 +311,7 @@ def choices(left_out: Sequence[LeftOut], known: Mapping[str, Qualities]) -> list
 
 
 def regret(made: Sequence[Choice]) -> list[str]:
-    """What choosing by predictions costs on links that they did not see; nothing without perplexities."""
+    """The costs of choosing by predictions, on links that they did not see; nothing without perplexities."""
     if not made:
         return []
     costs = [choice.regret for choice in made]

@@ -173,7 +173,7 @@ class Column:
         if self.base and record["compressor"] == self.base:
             return Entry(MISSING)
         if self.ends:
-            n, low, high = (record[f"{self.field}_{part}"] for part in ("n", "low", "high"))
+            n, low, high = (record[f"{self.field}_{end}"] for end in ("n", "low", "high"))
             text = spread(n, low, high, self.form)
             return Entry(text) if text == MISSING else Entry(text, low, spread(n, low, high, "{}"))
         value = record[self.field]

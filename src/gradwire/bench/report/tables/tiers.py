@@ -182,10 +182,10 @@ def gains(ok: Iterable[Result], quality: PerplexityReference) -> dict[Place, lis
     }
     pairs = [(place, cell, cells[BASELINE]) for place, cells in timed.items() for cell in cells.values()]
     estimates = percents([quality.percent_worse(cell.row, base.row) for _, cell, base in pairs])
-    found: defaultdict[Place, list[Gain]] = defaultdict(list)
+    cells_of: defaultdict[Place, list[Gain]] = defaultdict(list)
     for (place, cell, base), worse in zip(pairs, estimates, strict=True):
-        found[place].append(replace(cell, worse=worse, baseline=base))
-    return {place: sorted(cells, key=lambda cell: cell.step) for place, cells in found.items()}
+        cells_of[place].append(replace(cell, worse=worse, baseline=base))
+    return {place: sorted(cells, key=lambda cell: cell.step) for place, cells in cells_of.items()}
 
 
 def section(place: Place, cells: Sequence[Gain]) -> str:

@@ -126,14 +126,14 @@ def cells(results: Iterable[Result], quality: PerplexityReference) -> list[Cell]
     for row in results:
         rows[row.strategy, row.world_size, row.link, row.compressor].append(row)
     steps = {key: _typical(of) for key, of in rows.items()}
-    found = []
+    made = []
     for key, of in rows.items():
         judged = [row for row in of if row.steps_to_target is not None]
         if judged:
             composed = judged[0].quality_from not in (None, *OWN_QUALITY)
             runs = _seeds(judged[0], quality) if composed else judged
-            found.append(Cell(*key, runs, steps[key], steps.get((*key[:3], BASELINE)), composed))
-    return [cell for cell in found if cell.runs]
+            made.append(Cell(*key, runs, steps[key], steps.get((*key[:3], BASELINE)), composed))
+    return [cell for cell in made if cell.runs]
 
 
 def _typical(rows: Iterable[Result]) -> float | None:
@@ -153,17 +153,17 @@ def ordered(links: Iterable[str]) -> list[str]:
     return sorted(dict.fromkeys(links), key=link_rate, reverse=True)
 
 
-def loads(found: Iterable[Cell]) -> dict[str, float]:
+def loads(cells: Iterable[Cell]) -> dict[str, float]:
     """Communication over computation of the baseline on each link: how much longer its step is than unshaped."""
-    steps = {cell.link: cell.step for cell in found if cell.compressor == BASELINE and cell.step}
+    steps = {cell.link: cell.step for cell in cells if cell.compressor == BASELINE and cell.step}
     alone = steps.get(UNSHAPED)
     return {link: step / alone - 1 for link, step in steps.items()} if alone else {}
 
 
-def records(found: Iterable[Cell]) -> list[dict[str, Any]]:
+def records(cells: Iterable[Cell]) -> list[dict[str, Any]]:
     """One line per cell and target: medians over seeds, with misses infinite, fastest first."""
     lines = []
-    for cell in found:
+    for cell in cells:
         for target in cell.targets:
             runs, time = cell.asked(target), cell.seconds(target)
             steps, sent = (_of_runs(runs, field, target) for field in ("steps_to_target", "bytes_to_target"))
