@@ -212,7 +212,7 @@ def options_of(module: ModuleType, args: argparse.Namespace) -> Any:
 
 
 def main(words: Sequence[str]) -> int:
-    """Run a command and return its exit code; a failure is printed once and written beside the verb's outputs."""
+    """Run a command and return its exit code; a failure is printed once and written next to the verb's outputs."""
     program, module_name = "gradwire", ""
     folder = None
     try:

@@ -64,7 +64,7 @@ class Stopped(GradwireError):
 def nearest(word: str, known: Iterable[str], most: int = 2) -> list[str]:
     """Return the names that are close to a word, closest first; upper and lower case are the same."""
     lowered = {name.lower(): name for name in known}
-    return [lowered[found] for found in difflib.get_close_matches(word.lower(), lowered, n=most, cutoff=0.5)]
+    return [lowered[match] for match in difflib.get_close_matches(word.lower(), lowered, n=most, cutoff=0.5)]
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

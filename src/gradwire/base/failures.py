@@ -1,4 +1,4 @@
-"""Failure reports: a file beside the verb's outputs, and a message from each rank to its launcher."""
+"""Failure reports: a file next to the verb's outputs, and a message from each rank to its launcher."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def where(error: BaseException) -> str:
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether ``error`` or its cause only says that another rank did not respond; this is never the root cause."""
+    """Whether ``error`` or its cause is only that another rank did not respond; this is never the root cause."""
     return any(sign in f"{type(link).__name__}: {link}" for link in _chain(error) for sign in LOST_PEER)
 
 
@@ -101,10 +101,10 @@ def refuse_again(folder: Path, verb: str) -> None:
 
 
 def diverged(run_folder: Path) -> bool:
-    """Whether a run's record says that it diverged: a result, not a failure."""
+    """Whether a run has diverged, by its record: a result, not a failure."""
     record = Path(run_folder) / "record.json"
-    found = read_json(record) if record.is_file() else None
-    return isinstance(found, dict) and found.get("status") == "diverged"
+    content = read_json(record) if record.is_file() else None
+    return isinstance(content, dict) and content.get("status") == "diverged"
 
 
 def report_rank_failure(error: BaseException) -> bool:

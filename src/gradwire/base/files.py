@@ -106,17 +106,17 @@ def _check(path: Path, folder: Path, longest: Path, name: str) -> None:
     """
     missing = []
     try:
-        for each in (folder, *folder.parents):
-            if os.path.lexists(each):
+        for parent in (folder, *folder.parents):
+            if os.path.lexists(parent):
                 break
-            missing.append(each)
+            missing.append(parent)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder), suppress(FileNotFoundError):
             os.lstat(longest)
     except OSError as error:
-        for each in missing:
+        for parent in missing:
             with suppress(OSError):
-                each.rmdir()
+                parent.rmdir()
         blocked = isinstance(error, FileExistsError | NotADirectoryError)
         reason = f"{_said(path, name)} cannot be written: {'a file is in the way' if blocked else error.strerror}"
         raise (
@@ -332,10 +332,10 @@ def read_object(path: Path) -> dict[str, Any]:
     Raises:
         BadInput: As in `read_json`, and if the file does not hold an object.
     """
-    found = read_json(path)
-    if not isinstance(found, dict):
-        raise BadInput(f"{path} must hold a JSON object, such as {{}}; it holds {json.dumps(found)[:60]}.")
-    return found
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise BadInput(f"{path} must hold a JSON object, such as {{}}; it holds {json.dumps(content)[:60]}.")
+    return content
 
 
 def write_with(path: Path, write: Callable[[Path], object]) -> None:

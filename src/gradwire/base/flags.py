@@ -163,6 +163,6 @@ def _given(args: argparse.Namespace) -> Iterator[tuple[str, Any, Any]]:
     """Yield flag, type and value of every flag that has a value."""
     for action in args.parser._actions:
         value = getattr(args, action.dest, None)
-        for each in value if isinstance(value, list) else [value]:
-            if each is not None:
-                yield action.option_strings[0] if action.option_strings else action.dest, action.type, each
+        for item in value if isinstance(value, list) else [value]:
+            if item is not None:
+                yield action.option_strings[0] if action.option_strings else action.dest, action.type, item

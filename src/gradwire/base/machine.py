@@ -1,4 +1,4 @@
-"""What a process runs on: the processor's name, what it multiplies, and the versions of packages."""
+"""The machine of a process: its processor, and the versions of packages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def multiplies_bf16(device: str) -> bool:
 
 
 def text(path: Path) -> str | None:
-    """What a file of the kernel says, if this one may read it."""
+    """The text of a file of the kernel; None if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -50,12 +50,12 @@ def parse_yaml(text: str) -> Any:
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in mapping:
             raise ValueError(f"the key {key!r} is given twice in one object")
-        found[key] = value
-    return found
+        mapping[key] = value
+    return mapping
 
 
 def _values(loader: yaml.SafeLoader, node: Node, known: dict[Node, float]) -> float:
@@ -68,14 +68,14 @@ def _values(loader: yaml.SafeLoader, node: Node, known: dict[Node, float]) -> fl
         known[node] = math.inf  # until it is counted
         if node.id == "mapping":
             _check_keys(loader, [key for key, _ in node.value])
-        known[node] = 1 + sum(_values(loader, part, known) for part in _parts(node))
+        known[node] = 1 + sum(_values(loader, child, known) for child in _parts(node))
     return known[node]
 
 
 def _parts(node: Node) -> list[Node]:
     """The direct children of a node."""
     if node.id == "mapping":
-        return [part for pair in node.value for part in pair]
+        return [child for pair in node.value for child in pair]
     return node.value if node.id == "sequence" else []
 
 

@@ -20,7 +20,7 @@ PACKAGE = Path(__file__).parents[1]
 
 @cache
 def entry_points(group: str) -> tuple[EntryPoint, ...]:
-    """What installed packages offer to a group; read once, as every package's metadata is looked at for it."""
+    """The entry points of a group in all installed packages; read once, since it reads every package's metadata."""
     return tuple(metadata.entry_points(group=group))
 
 
@@ -57,12 +57,12 @@ class Plugins:
         Raises:
             BadInput: If one of them has the name of a built-in plug-in.
         """
-        found = {entry.name: entry for entry in entry_points(self.group)}
-        for name in set(self.built_in()) & set(found):
+        entries = {entry.name: entry for entry in entry_points(self.group)}
+        for name in set(self.built_in()) & set(entries):
             raise BadInput(
-                f"entry point {found[name].value!r} takes the built-in {self.kind}'s name {name!r}; rename it."
+                f"entry point {entries[name].value!r} takes the built-in {self.kind}'s name {name!r}; rename it."
             )
-        return found
+        return entries
 
     def available(self) -> list[str]:
         """Every plug-in's name, sorted."""
@@ -78,7 +78,7 @@ class Plugins:
             raise unknown(self.kind, name, self.available())
 
     def offered(self, name: str) -> Any:
-        """What another package's entry point leads to.
+        """The object of another package's entry point.
 
         Raises:
             BadInput: If it cannot be loaded.
@@ -99,9 +99,9 @@ class Plugins:
         if name in self.built_in():
             origin = f"{self.package}.{name}"
             values = vars(import_module(origin)).values()
-            found = next((value for value in values if getattr(value, "name", None) == name), None)
+            kind = next((value for value in values if getattr(value, "name", None) == name), None)
         else:
-            origin, found = self.third_party()[name].value, self.offered(name)
-        if not (isinstance(found, type) and issubclass(found, base) and getattr(found, "name", None) == name):
+            origin, kind = self.third_party()[name].value, self.offered(name)
+        if not (isinstance(kind, type) and issubclass(kind, base) and getattr(kind, "name", None) == name):
             raise BadInput(f"{origin} holds no {base.__name__} class whose name is {name!r}.")
-        return found
+        return kind

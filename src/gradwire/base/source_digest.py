@@ -36,19 +36,19 @@ def closure(modules: tuple[str, ...], package: Path = PACKAGE) -> dict[str, byte
     Raises:
         BadInput: If a module does not exist.
     """
-    found: dict[str, bytes] = {}
+    sources: dict[str, bytes] = {}
     pending = list(modules)
     while pending:
         name = pending.pop()
-        if name in found:
+        if name in sources:
             continue
         file = module_file(name, package)
         if file is None:
             raise BadInput(f"there is no module {name!r} in {package}.")
-        found[name] = file.read_bytes()
+        sources[name] = file.read_bytes()
         parent = name.rpartition(".")[0]
-        pending += [target for target in {*imports(found[name]), parent} if module_file(target, package)]
-    return found
+        pending += [target for target in {*imports(sources[name]), parent} if module_file(target, package)]
+    return sources
 
 
 def module_file(name: str, package: Path = PACKAGE) -> Path | None:

@@ -54,7 +54,7 @@ def explain(model: type[BaseModel], error: ValidationError) -> str:
     """All problems of ``error`` on one line; a key that is missing because it is misspelt is one problem."""
     problems: list[Any] = [*error.errors()]
     strangers = [problem["loc"] for problem in problems if problem["type"] == "extra_forbidden"]
-    problems = [problem for problem in problems if not any(_inside(other, problem) for other in problems)]
+    problems = [problem for problem in problems if not any(_inside(outer, problem) for outer in problems)]
     reasons = [_explain(model, problem) for problem in problems if not _misspelt(problem, strangers)]
     return "; ".join(dict.fromkeys(reasons))
 
@@ -66,20 +66,20 @@ def short(text: str) -> str:
 
 def _inside(inner: Any, outer: Any) -> bool:
     """Whether a problem is inside of the value of another, and its reason."""
-    whole, part = outer["loc"], inner["loc"]
-    return bool(whole) and len(part) > len(whole) and part[: len(whole)] == whole
+    whole, place = outer["loc"], inner["loc"]
+    return bool(whole) and len(place) > len(whole) and place[: len(whole)] == whole
 
 
 def _misspelt(problem: Any, strangers: list[tuple[int | str, ...]]) -> bool:
-    """Whether a key is missing beside an unknown one that is close to it."""
+    """Whether a key is missing where an unknown one is close to it."""
     *parents, key = problem["loc"] or ("",)
-    beside = [str(loc[-1]) for loc in strangers if [*loc[:-1]] == parents]
-    return problem["type"] == "missing" and bool(difflib.get_close_matches(str(key), beside, cutoff=0.5))
+    unknown_keys = [str(loc[-1]) for loc in strangers if [*loc[:-1]] == parents]
+    return problem["type"] == "missing" and bool(difflib.get_close_matches(str(key), unknown_keys, cutoff=0.5))
 
 
 def _explain(model: type[BaseModel], problem: Any) -> str:
     kind, given = problem["type"], problem["input"]
-    place = ".".join(short(str(part)) for part in problem["loc"])
+    place = ".".join(short(str(key)) for key in problem["loc"])
     if kind == "extra_forbidden":
         *parents, key = problem["loc"]
         inside = f" in {'.'.join(map(str, parents))}" if parents else ""
@@ -121,9 +121,9 @@ def _home(model: type[BaseModel], key: str, parents: Sequence[str | int]) -> str
 
 def _fields(model: type[BaseModel], path: Sequence[str | int]) -> Iterable[str]:
     """Names of the fields of the model that a path of keys and positions leads to inside ``model``."""
-    for part in path:
-        if isinstance(part, str):
-            annotation = model.model_fields[part].annotation
+    for key in path:
+        if isinstance(key, str):
+            annotation = model.model_fields[key].annotation
             model = next(kind for kind in _models(annotation))
     return model.model_fields
 

@@ -50,5 +50,5 @@ def seconds(text: str) -> float:
 
 def _read(text: str, units: Mapping[str, float]) -> float | None:
     """Parse a number with its unit; None if it is invalid."""
-    found = re.fullmatch(rf"(\d+(?:\.\d+)?|\.\d+)\s*({'|'.join(units)})", text.strip().lower(), re.ASCII)
-    return float(found[1]) * units[found[2]] if found and len(text) <= LONGEST else None
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?|\.\d+)\s*({'|'.join(units)})", text.strip().lower(), re.ASCII)
+    return float(match[1]) * units[match[2]] if match and len(text) <= LONGEST else None

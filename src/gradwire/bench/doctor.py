@@ -49,13 +49,13 @@ def main(options: Options) -> None:
     Raises:
         CheckFailed: If a step fails, with its message.
     """
-    found = list(findings())
+    all_findings = list(findings())
     if options.as_json:
-        print(json.dumps([finding._asdict() for finding in found], indent=2))
+        print(json.dumps([finding._asdict() for finding in all_findings], indent=2))
         return
-    for name, text, _ in found:
+    for name, text, _ in all_findings:
         print(f"{name:<12} {text}")
-    if missing := [finding for finding in found if finding.advice]:
+    if missing := [finding for finding in all_findings if finding.advice]:
         print("\noptional, not found")
         for name, _, advice in missing:
             print(f"  {name:<12} {advice}")

@@ -69,7 +69,7 @@ def check_apptainer() -> None:
     """Check that Apptainer is installed.
 
     Raises:
-        BadInput: If not; the message says how to install it.
+        BadInput: If not; the message has the command that installs it.
     """
     if shutil.which("apptainer") is None:
         raise BadInput(
@@ -82,14 +82,14 @@ def check_image(variant: str, folder: Path = CONTAINERS) -> None:
     """Check that rules can run in an image.
 
     Raises:
-        BadInput: If Apptainer or the image is missing; the message says how to get it.
+        BadInput: If Apptainer or the image is missing; the message has the command that makes it.
     """
     check_apptainer()
     if not folder.is_dir():
         raise BadInput("images are built and used in a checkout of gradwire, not by an installed package.")
     file = image_file(variant, folder)
     if not file.is_file():
-        others = ", ".join(sorted(found.name for found in file.parent.glob(f"gradwire-{variant}-*.sif")))
+        others = ", ".join(sorted(image.name for image in file.parent.glob(f"gradwire-{variant}-*.sif")))
         raise BadInput(
             f"{file} is missing: run `make image VARIANT={variant}`."
             + (f" Found images of other recipes or locks: {others}." if others else "")

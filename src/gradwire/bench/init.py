@@ -23,7 +23,7 @@ HEAD = """\
 # An experiment. Run it with
 #     gradwire run {file}
 # Every field with its default; fields without a default, or off by default, are commented out.
-name: {name} # {says}
+name: {name} # {meaning_of_name}
 model: tiny # {model}
 dataset:
 {dataset}
@@ -84,7 +84,7 @@ def template(name: str, file: Path) -> str:
     return HEAD.format(
         file=file,
         name=json.dumps(name),
-        says=fields["name"].description,
+        meaning_of_name=fields["name"].description,
         model=fields["model"].description,
         dataset=indent(f"{commented(Dataset)}\n{source_options()}", "  "),
         training=indent(commented(Training), "  "),

@@ -135,7 +135,7 @@ def test_an_experiment_extends_another(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{extends: base.yaml}", "give it a name of its own"),
+        ("{extends: base.yaml}", "give it another name"),
         ("{extends: [base.yaml], name: b}", "takes the path of a file"),
         ("{extends: nowhere.yaml, name: b}", "there is no file .*nowhere.yaml"),
         ("{extends: mine.yaml, name: b}", "extends this file itself"),

@@ -40,7 +40,7 @@ def read(path: Path, extended_by: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not isinstance(base, str):
         raise BadInput(f"{path}: {EXTENDS} takes the path of a file, relative to this one.")
     if "name" not in given:
-        raise BadInput(f"{path}: give it a name of its own; that of {base} is the folder of that experiment's results.")
+        raise BadInput(f"{path}: give it another name; that of {base} is the folder of that experiment's results.")
     chain = (*extended_by, path.resolve())
     if (path.parent / base).resolve() in chain:
         raise BadInput(f"{path}: {EXTENDS}: {base} extends this file itself.")
@@ -53,13 +53,13 @@ def merged(base: Mapping[str, Any], given: Mapping[str, Any], where: str) -> dic
     Raises:
         BadInput: If an empty mapping is to replace one with keys.
     """
-    found = dict(base)
+    result = dict(base)
     for key, value in given.items():
-        both = isinstance(value, Mapping) and isinstance(found.get(key), Mapping)
-        if both and found[key] and not value:
+        both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
+        if both and result[key] and not value:
             raise BadInput(f"{where}: {key}: {{}} changes nothing, as mappings are merged; null removes a section.")
-        found[key] = merged(found[key], value, f"{where}: {key}") if both else value
-    return found
+        result[key] = merged(result[key], value, f"{where}: {key}") if both else value
+    return result
 
 
 def check(mapping: Mapping[str, Any]) -> Experiment:

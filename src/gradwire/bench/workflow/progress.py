@@ -47,20 +47,20 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, job: Job, event: Mapping[str, Any]) -> Failure:
-        """The failure that an event reports, with the reason that the verb wrote beside its outputs."""
+        """The failure that an event reports, with the reason that the verb wrote next to its outputs."""
         verb = VERBS.get(job.rule, job.rule)
         files = (failure_file(folder, verb) for path in event["output"] for folder in Path(path).parents)
         if (file := next((file for file in files if file.is_file()), None)) is None:
             return cls(job, f"see {', '.join(event['log'])}", FAULT)
-        found = read_json(file)
-        return cls(job, found["reason"], found["exit_code"])
+        failure = read_json(file)
+        return cls(job, failure["reason"], failure["exit_code"])
 
     def __str__(self) -> str:
         return f"{self.job}: {self.reason}"
 
 
 def said(job: Job, states: Mapping[Run, State]) -> str:
-    """What is known of a training: its step and step time while it runs, its result when it is done."""
+    """The state of a training: its step and step time while it runs, its result when it is done."""
     state = states.get(job.run) if job.rule == "train" and job.run is not None else None
     return f": {state.text}" if state is not None and state.text else ""
 

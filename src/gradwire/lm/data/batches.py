@@ -137,9 +137,9 @@ def poisson_steps(
     for step in count(start):
         indices = drawn(len(shards), expected / len(shards), seed, step)
         ranks = indices % world
-        own, most = indices[ranks == rank].tolist(), int(np.bincount(ranks).max(initial=0))
+        local, most = indices[ranks == rank].tolist(), int(np.bincount(ranks).max(initial=0))
         yield [
-            collate([shards[index] for index in own[first : first + batch_size]], shards.meta["pad_id"], batch_size)
+            collate([shards[index] for index in local[first : first + batch_size]], shards.meta["pad_id"], batch_size)
             for first in range(0, max(most, 1), batch_size)
         ]
 

@@ -2,7 +2,7 @@
 
 A document is an object with ``id`` (a string or a number; default: ``sample_<index>``), ``title`` and ``text``. Instead
 of ``text`` it may have ``prompt`` and ``completion``, or ``messages`` (a list of ``role`` and ``content``): then only
-the completion, or what the assistant says, is to be predicted. ``target_spans`` name such characters of a ``text``.
+the completion, or the assistant's messages are to be predicted. ``target_spans`` name such characters of a ``text``.
 ``weight``, also of a message, and ``target_weights``, one per span, multiply the loss of what is predicted.
 Positions in messages count from 0, as in ``sample_<index>``.
 """
@@ -55,7 +55,7 @@ class Document(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What ``write`` wrote, and whether ``max_bytes`` cut it off before the last document."""
+    """Counts of what ``write`` wrote, and whether ``max_bytes`` cut it off before the last document."""
 
     documents: int
     bytes: int
@@ -189,12 +189,12 @@ def write(path: Path, documents: Iterable[Document], max_bytes: int | None = Non
 
 def content(document: Document) -> dict[str, Any]:
     """Return a document as an object of a corpus file, but for its id."""
-    found: dict[str, Any] = {"title": document.title, "text": document.body}
+    keys: dict[str, Any] = {"title": document.title, "text": document.body}
     if document.spans is not None:
-        found["target_spans"] = document.spans
+        keys["target_spans"] = document.spans
     if document.weights is not None:
-        found |= {"weight": document.weights[0]} if document.spans is None else {"target_weights": document.weights}
-    return found
+        keys |= {"weight": document.weights[0]} if document.spans is None else {"target_weights": document.weights}
+    return keys
 
 
 def _document(value: Any, position: int, where: str, id_of: IdOf) -> Document:

@@ -63,13 +63,13 @@ def blocks(text: str, form: str) -> list[Block]:
 
 def whole(text: str, form: str) -> Iterator[Section]:
     """Yield the text as one section; a heading that begins it becomes the title. Nothing is yielded for blank text."""
-    found = [*blocks(text, form)]
-    while found and not found[0].text.strip():
-        del found[0]
-    if found and found[0].title is not None and (body := _joined(found[1:])).strip():
-        yield Section(1, found[0].title, body)
-    elif found:
-        yield Section(1, "", _joined(found))
+    lines = [*blocks(text, form)]
+    while lines and not lines[0].text.strip():
+        del lines[0]
+    if lines and lines[0].title is not None and (body := _joined(lines[1:])).strip():
+        yield Section(1, lines[0].title, body)
+    elif lines:
+        yield Section(1, "", _joined(lines))
 
 
 def split(text: str, form: str) -> Iterator[Section]:
@@ -78,54 +78,54 @@ def split(text: str, form: str) -> Iterator[Section]:
     A heading without text before the next one is joined to that one's title: ``Chapter / Section``. Nothing is yielded
     for blank text.
     """
-    found = blocks(text, form)
-    starts = sorted({0, len(found), *(at for at, block in enumerate(found) if block.title is not None)})
+    lines = blocks(text, form)
+    starts = sorted({0, len(lines), *(position for position, block in enumerate(lines) if block.title is not None)})
     waiting: list[Block] = []  # headings without text
     for start, end in pairwise(starts):
-        head = [found[start]] if found[start].title is not None else []
-        body = _joined(found[start + len(head) : end])
+        head = [lines[start]] if lines[start].title is not None else []
+        body = _joined(lines[start + len(head) : end])
         waiting += head
         if body.strip():
-            yield Section((waiting or found[start:])[0].line, " / ".join(b.title or "" for b in waiting), body)
+            yield Section((waiting or lines[start:])[0].line, " / ".join(b.title or "" for b in waiting), body)
             waiting = []
     if waiting:
         yield Section(waiting[0].line, "", _joined(waiting))
 
 
-def _joined(found: list[Block]) -> str:
-    return "\n".join(block.text for block in found).strip("\n")
+def _joined(lines: list[Block]) -> str:
+    return "\n".join(block.text for block in lines).strip("\n")
 
 
 def _markdown(lines: list[str]) -> Iterator[Block]:
-    fenced, at = False, 0
-    while at < len(lines):
-        line, below = lines[at], lines[at + 1] if at + 1 < len(lines) else ""
+    fenced, position = False, 0
+    while position < len(lines):
+        line, below = lines[position], lines[position + 1] if position + 1 < len(lines) else ""
         fenced ^= FENCE.match(line) is not None
         heading = None if fenced else ATX.match(line)
         if heading and heading[1]:
-            yield Block(at + 1, line, heading[1].strip())
+            yield Block(position + 1, line, heading[1].strip())
         elif not fenced and line.strip() and SETEXT.match(below) and not SETEXT.match(line):
-            yield Block(at + 1, f"{line}\n{below}", line.strip())
-            at += 1
+            yield Block(position + 1, f"{line}\n{below}", line.strip())
+            position += 1
         else:
-            yield Block(at + 1, line)
-        at += 1
+            yield Block(position + 1, line)
+        position += 1
 
 
 def _rst(lines: list[str]) -> Iterator[Block]:
-    at = 0
-    while at < len(lines):
-        above, title, below = [*lines[at : at + 3], "", ""][:3]
-        after_blank = at == 0 or not lines[at - 1].strip()
+    position = 0
+    while position < len(lines):
+        above, title, below = [*lines[position : position + 3], "", ""][:3]
+        after_blank = position == 0 or not lines[position - 1].strip()
         if after_blank and above == below and ADORNMENT.match(above) and _titled(title, below):
-            yield Block(at + 1, f"{above}\n{title}\n{below}", title.strip())
-            at += 3
+            yield Block(position + 1, f"{above}\n{title}\n{below}", title.strip())
+            position += 3
         elif after_blank and not above.startswith((" ", "\t")) and _titled(above, title):
-            yield Block(at + 1, f"{above}\n{title}", above.strip())
-            at += 2
+            yield Block(position + 1, f"{above}\n{title}", above.strip())
+            position += 2
         else:
-            yield Block(at + 1, above)
-            at += 1
+            yield Block(position + 1, above)
+            position += 1
 
 
 def _titled(title: str, adornment: str) -> bool:

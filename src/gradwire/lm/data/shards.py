@@ -110,7 +110,7 @@ class Shards(Dataset[Sample]):
 
 
 def meta(folder: Path, split: str) -> dict[str, Any]:
-    """Return the metadata of a split as ``tokenize`` wrote it; ``finalized`` says whether the split is complete.
+    """Return the metadata of a split as ``tokenize`` wrote it; ``finalized`` is whether the split is complete.
 
     Raises:
         BadInput: If it is missing or invalid.
@@ -118,10 +118,10 @@ def meta(folder: Path, split: str) -> dict[str, Any]:
     path = Path(folder) / split / META
     if not path.exists():
         raise BadInput(f"{path} is missing: {folder} is not a shards folder; run `gradwire tokenize` to make one.")
-    found = read(path)
-    if problem := _wrong_meta(found, split):
+    metadata = read(path)
+    if problem := _wrong_meta(metadata, split):
         raise BadInput(f"{path} is unusable: {problem}; run `gradwire tokenize` into a new folder or with --restart.")
-    return found
+    return metadata
 
 
 def _wrong_meta(meta: Any, split: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Which characters of a document are targets and what they weigh, from its columns, and which tokens these are."""
+"""Characters of a document that are targets, their weights, and the tokens that hold them."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def of_completion(value: Mapping[str, Any]) -> tuple[str, Spans]:
 
 
 def of_messages(messages: Any) -> tuple[str, Spans]:
-    r"""Return the text of a chat, and the spans of what the assistant says.
+    r"""Return the text of a chat, and the spans of the assistant's messages.
 
     A message is ``<|role|>``, a line break and its content; a line break ends all but the last one. That of an
     assistant's message is a target too: it ends the turn, as the end-of-text token ends the last one.
 
     Raises:
-        ValueError: If it is not a list of objects with a string role and content, or the assistant says nothing.
+        ValueError: If it is not a list of objects with a string role and content, or no message is the assistant's.
     """
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         raise ValueError("needs 'messages' that are a list of objects with 'role' and 'content'")
@@ -94,20 +94,23 @@ def weights_of(value: Mapping[str, Any], spans: Spans | None) -> Weights | None:
     Raises:
         ValueError: If a weight is not a finite number, or the number of ``target_weights`` is not that of spans.
     """
-    parts = [1.0] * (1 if spans is None else len(spans))
+    factors = [1.0] * (1 if spans is None else len(spans))
     if value.get("target_weights") is not None:
         given = value["target_weights"]
         if value.get("text") is None or spans is None:
             raise ValueError("has 'target_weights' without 'target_spans' and a text: give both")
         if not isinstance(given, list) or len(given) != len(spans):
             raise ValueError(f"needs 'target_weights' that are a list of {len(spans)}, one for each of 'target_spans'")
-        parts = [_number(one, f"weight of span {at}") for at, one in enumerate(given)]
+        factors = [_number(weight, f"weight of span {position}") for position, weight in enumerate(given)]
     elif value.get("text") is None and value.get("messages") is not None:
-        own = [(at, one["weight"] if one.get("weight") is not None else 1) for at, one in enumerate(value["messages"])]
-        parts = [_number(one, f"weight of message {at}") for at, one in own if _answers(value["messages"][at])]
+        answers = [(number, message) for number, message in enumerate(value["messages"]) if _answers(message)]
+        factors = [
+            1.0 if message.get("weight") is None else _number(message["weight"], f"weight of message {number}")
+            for number, message in answers
+        ]
     whole = _number(value["weight"], "weight") if "weight" in value else 1.0
-    found = tuple(_number(whole * part, "weight") for part in parts)
-    return None if set(found) == {1.0} else found
+    weights = tuple(_number(whole * factor, "weight") for factor in factors)
+    return None if set(weights) == {1.0} else weights
 
 
 def _answers(message: Mapping[str, Any]) -> bool:
@@ -136,11 +139,11 @@ def _answered(chat: Any) -> bool:
     """Whether a chat has a message of the assistant, or is malformed, which `of_messages` reports."""
     if not isinstance(chat, list) or not all(isinstance(message, dict) for message in chat):
         return chat is not None
-    return any(one.get("role") == ASSISTANT and not _blank(one.get("content")) for one in chat)
+    return any(message.get("role") == ASSISTANT and not _blank(message.get("content")) for message in chat)
 
 
-def _blank(part: Any) -> bool:
-    return isinstance(part, str) and not part.strip()
+def _blank(text: Any) -> bool:
+    return isinstance(text, str) and not text.strip()
 
 
 def span_of(places: Sequence[tuple[int, int]], spans: Spans) -> NDArray[np.int64]:
@@ -151,7 +154,7 @@ def span_of(places: Sequence[tuple[int, int]], spans: Spans) -> NDArray[np.int64
         spans: The targets' characters in the text.
     """
     starts, ends = np.array(places, dtype=np.int64).reshape(-1, 2).T
-    found = np.full(len(starts), -1)
+    spans_of_tokens = np.full(len(starts), -1)
     for number, (start, end) in reversed([*enumerate(spans)]):
-        found[(starts < end) & (ends > start)] = number
-    return found
+        spans_of_tokens[(starts < end) & (ends > start)] = number
+    return spans_of_tokens

@@ -171,8 +171,8 @@ def read(path: Path, encoding: str | None = None) -> Text:
         if path.suffix.lower() == ".zst" and error.errno is None:
             raise BadInput(f"{path} is not a whole zstd file ({error}): restore or remove it.") from None
         raise BadInput(f"cannot read {path}: {error.strerror or error}.") from None
-    found = _decoded(data, path, encoding)
-    return found._replace(text=found.text.replace("\r\n", "\n").replace("\r", "\n"))
+    decoded = _decoded(data, path, encoding)
+    return decoded._replace(text=decoded.text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def _decompressed(path: Path) -> bytes:
@@ -286,7 +286,7 @@ def _matching(folder: Path, parts: tuple[str, ...], left_out: Counter[str]) -> I
 def _fixed(pattern: Path) -> Path:
     """The folders of a glob before its first wildcard."""
     parts = pattern.parts
-    wild = next((at for at, part in enumerate(parts) if WILD.search(part)), len(parts))
+    wild = next((position for position, part in enumerate(parts) if WILD.search(part)), len(parts))
     return Path(*parts[:wild])
 
 

@@ -149,7 +149,7 @@ def check_fit(folder: Path, tokenizer: str, max_length: int | None) -> None:
     """Check that shards have samples of at most ``max_length`` tokens and the vocabulary of ``tokenizer``.
 
     Raises:
-        BadInput: If they do not; the message says how to make shards that do.
+        BadInput: If they do not; the message has the command that makes shards that do.
     """
     longest = meta(folder, splits(folder)[0])["max_length"]
     if max_length is not None and longest > max_length:

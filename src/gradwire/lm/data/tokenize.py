@@ -52,6 +52,6 @@ def main(options: Options) -> None:
     if options.tokenizer_only:
         return
     train, val = (meta(options.output_dir / "shards", split) for split in SPLITS)
-    for each in (train, val):
-        print("{split}: {processed_documents} documents, {processed_samples} samples, {tokens} tokens".format(**each))
+    for split in (train, val):
+        print("{split}: {processed_documents} documents, {processed_samples} samples, {tokens} tokens".format(**split))
     print(f"unigram model on val: perplexity {val['unigram_ppl']:.2f}")

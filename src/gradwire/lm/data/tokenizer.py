@@ -66,8 +66,8 @@ class Tokenizer:
     def encode_places(self, texts: Sequence[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
         """Encode each text as `encode_batch` does; return token ids, and each token's characters [start, end)."""
         with _encoding():
-            found = self._untrimmed.encode_batch(texts, add_special_tokens=False)
-        return [(encoding.ids, encoding.offsets) for encoding in found]
+            encodings = self._untrimmed.encode_batch(texts, add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
     @cached_property
     def _untrimmed(self) -> tokenizers.Tokenizer:
@@ -79,10 +79,10 @@ class Tokenizer:
 
     @cached_property
     def unknown_id(self) -> int | None:
-        """The id of the token that stands for any text without a token; None if there is none."""
+        """The id of the token that represents any text without a token; None if there is none."""
         model = json.loads(self.backend.to_str())["model"]
-        found = model["unk_id"] if "unk_id" in model else self.backend.token_to_id(model.get("unk_token") or "")
-        return None if found in (self.eos_id, self.pad_id) else found
+        token_id = model["unk_id"] if "unk_id" in model else self.backend.token_to_id(model.get("unk_token") or "")
+        return None if token_id in (self.eos_id, self.pad_id) else token_id
 
     @cached_property
     def may_drop(self) -> bool:
@@ -94,7 +94,7 @@ class Tokenizer:
     def dropped(self, characters: Iterable[str]) -> list[str]:
         """Return those of the characters, other than white space, that encode to nothing."""
         visible = sorted(character for character in characters if not character.isspace())
-        return [each for each, ids in zip(visible, self.encode_batch(visible), strict=True) if not ids]
+        return [character for character, ids in zip(visible, self.encode_batch(visible), strict=True) if not ids]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Decode token ids, without special tokens."""
@@ -129,8 +129,8 @@ def load(folder: Path) -> Tokenizer:
 
 def alike(first: Path, second: Path) -> bool:
     """Whether the tokenizers of two folders give every token the same id; added special tokens are ignored."""
-    one, other = (backend_of(folder).get_vocab(with_added_tokens=False) for folder in (first, second))
-    return one == other
+    first_ids, second_ids = (backend_of(folder).get_vocab(with_added_tokens=False) for folder in (first, second))
+    return first_ids == second_ids
 
 
 def prepare(choice: str, folder: Path, corpus_path: Path, vocab_size: int) -> Tokenizer:
@@ -149,10 +149,10 @@ def prepare(choice: str, folder: Path, corpus_path: Path, vocab_size: int) -> To
         return load(folder)
     wanted = origin(choice, corpus_path, vocab_size)
     if (folder / TOKENIZER).exists():
-        found = read_object(folder / ORIGIN)
-        if found != wanted:
+        existing = read_object(folder / ORIGIN)
+        if existing != wanted:
             raise BadInput(
-                f"{folder} holds another tokenizer ({_listed(found)}) than the requested one ({_listed(wanted)}); "
+                f"{folder} holds another tokenizer ({_listed(existing)}) than the requested one ({_listed(wanted)}); "
                 "use another --output_dir or remove that folder."
             )
     else:
@@ -196,7 +196,7 @@ def _train(corpus_path: Path, vocab_size: int) -> tokenizers.Tokenizer:
 
 
 class Texts:
-    """Yields texts and says what it has yielded; time grows with the square of the longest run without white space."""
+    """Yields texts and counts them; time grows with the square of the longest run without white space."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = texts
@@ -211,7 +211,7 @@ class Texts:
 
     @property
     def read(self) -> str:
-        """What was yielded, such as ``1,000 documents``."""
+        """The number of texts so far, such as ``1,000 documents``."""
         long = f", with {self._longest:,} characters in one word, which takes long" if self._longest > LONG else ""
         return f"{self._count:,} documents{long}"
 
@@ -266,7 +266,7 @@ def _special_tokens(folder: Path) -> dict[str, str]:
         BadInput: If the file is not a JSON object, or a special token is anything else.
     """
     config = read_object(folder / CONFIG) if (folder / CONFIG).exists() else {}
-    found = {}
+    tokens = {}
     for role in ROLES:
         token = config.get(role)
         content = token.get("content") if isinstance(token, dict) else token
@@ -277,8 +277,8 @@ def _special_tokens(folder: Path) -> dict[str, str]:
                 f"{folder / CONFIG}: {role} must be a string, or an object with a string as `content`; it is "
                 f"{json.dumps(token)[:60]}."
             )
-        found[role] = content
-    return found
+        tokens[role] = content
+    return tokens
 
 
 def _is_text(content: str) -> bool:

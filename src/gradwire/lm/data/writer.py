@@ -128,20 +128,20 @@ class SplitWriter:
         for shard in shards:
             self.targets += target_counts(shard, self.meta["vocab_size"], self.meta["pad_id"])
 
-    def add(self, document_id: str, found: Encoded) -> None:
+    def add(self, document_id: str, encoding: Encoded) -> None:
         """Add the document's samples that are not written yet; write each full shard."""
-        row = np.asarray(found.tokens, dtype=self._tokens.dtype)
-        chosen = np.ones(len(row), dtype=bool) if found.is_target is None else np.asarray(found.is_target, dtype=bool)
-        weights = np.ones(len(row)) if found.weights is None else np.asarray(found.weights)
+        row = np.asarray(encoding.tokens, dtype=self._tokens.dtype)
+        is_target = np.ones(len(row), bool) if encoding.is_target is None else np.asarray(encoding.is_target, bool)
+        weights = np.ones(len(row)) if encoding.weights is None else np.asarray(encoding.weights)
         places = cuts(len(row), self.meta["max_length"])
         ids = sample_ids(document_id, len(places))
         for k in range(self._partial, len(places)):
             start, end = places[k]
             self._tokens[len(self._ids), : end - start] = row[start:end]
-            self._is_target[len(self._ids), : end - start] = chosen[start:end]
+            self._is_target[len(self._ids), : end - start] = is_target[start:end]
             self._weights[len(self._ids), : end - start] = weights[start:end]
-            self._partly |= found.is_target is not None
-            self._weighted |= found.weights is not None
+            self._partly |= encoding.is_target is not None
+            self._weighted |= encoding.weights is not None
             self._lengths.append(end - start)
             self._ids.append(ids[k])
             last = k + 1 == len(places)
@@ -231,8 +231,8 @@ def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokeni
     documents = NamedLikeParts(noted(corpus.checked(corpus_path), corpus_path, tokenizer.template))
     waiting = remaining(documents, done, val_fraction)
     characters: set[str] = set()
-    for split, document, found in encoded(waiting, tokenizer, characters if tokenizer.may_drop else None):
-        writers[split].add(document.id, found)
+    for split, document, encoding in encoded(waiting, tokenizer, characters if tokenizer.may_drop else None):
+        writers[split].add(document.id, encoding)
     for split, writer in writers.items():
         writer.flush()
         if not writer.meta["shards"]:
@@ -362,23 +362,23 @@ def _encode(tokenizer: Tokenizer, batch: Waiting) -> list[Encoded]:
     """
     whole = iter(tokenizer.encode_batch([document.text for _, document in batch if document.spans is None]))
     partly = iter(tokenizer.encode_places([document.text for _, document in batch if document.spans is not None]))
-    found: list[Encoded] = []
+    encodings: list[Encoded] = []
     for _, document in batch:
         if document.spans is None:
             tokens = [*next(whole), tokenizer.eos_id]
-            found.append(Encoded(tokens, None, document.weights and document.weights * len(tokens)))
+            encodings.append(Encoded(tokens, None, document.weights and document.weights * len(tokens)))
         else:
             tokens, places = next(partly)
             ends = document.spans[-1][1] == len(document.text)
             span = np.append(span_of(places, document.spans), len(document.spans) - 1 if ends else -1)
             weights = document.weights and np.append(document.weights, 1.0)[span].tolist()  # -1 is the last
-            found.append(Encoded([*tokens, tokenizer.eos_id], (span >= 0).tolist(), weights))
-    return found
+            encodings.append(Encoded([*tokens, tokenizer.eos_id], (span >= 0).tolist(), weights))
+    return encodings
 
 
 def _finished(batch: Waiting, result: Future[list[Encoded]]) -> Iterator[tuple[str, Document, Encoded]]:
-    for (split, document), found in zip(batch, result.result(), strict=True):
-        yield split, document, found
+    for (split, document), encoding in zip(batch, result.result(), strict=True):
+        yield split, document, encoding
 
 
 def _batches(waiting: Iterable[tuple[str, Document]]) -> Iterator[Waiting]:
@@ -396,21 +396,21 @@ def _batches(waiting: Iterable[tuple[str, Document]]) -> Iterator[Waiting]:
 def _resumed(folder: Path, settings: dict[str, Any], restart: bool) -> dict[str, Any] | None:
     """Return the metadata of an earlier writer; without any, delete the folder and return None."""
     try:
-        found = meta(folder.parent, folder.name) if (folder / META).exists() else None
+        existing = meta(folder.parent, folder.name) if (folder / META).exists() else None
     except BadInput:
         if not restart:
             raise
-        found = None
-    other = [key for key, value in settings.items() if found is not None and found.get(key) != value]
-    if found is None or (other and restart):
+        existing = None
+    changed = [key for key, value in settings.items() if existing is not None and existing.get(key) != value]
+    if existing is None or (changed and restart):
         shutil.rmtree(folder, ignore_errors=True)
         return None
-    for key in other:
+    for key in changed:
         raise BadInput(
-            f"{folder} holds shards made with {key} {found.get(key)}, not {settings[key]}; use another --output_dir, "
-            "or --restart to replace them."
+            f"{folder} holds shards made with {key} {existing.get(key)}, not {settings[key]}; use another "
+            "--output_dir, or --restart to replace them."
         )
-    return found
+    return existing
 
 
 def _save(path: Path, value: dict[str, Any]) -> None:

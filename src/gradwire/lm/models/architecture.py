@@ -135,7 +135,7 @@ def configuration(options: Mapping[str, Any], vocab_size: int, max_length: int) 
 
 
 def refused(architecture: str, error: Exception) -> BadInput:
-    """What an architecture says of its options, in one line."""
+    """The error that an architecture raises for its options, in one line."""
     return BadInput(f"architecture {architecture}: {' '.join(str(error).split()).rstrip('.')}.")
 
 
@@ -159,8 +159,8 @@ def of_folder(folder: Path, vocab_size: int, max_length: int) -> PretrainedConfi
 
 def positions(config: PretrainedConfig) -> int | None:
     """The largest number of tokens that a model can read; None if it has no limit."""
-    found = getattr(config, "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
+    limit = getattr(config, "max_position_embeddings", None)
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def check_fit(config: PretrainedConfig, vocab_size: int, max_length: int, where: str) -> None:

@@ -92,12 +92,12 @@ def check_causal(model: nn.Module, where: str) -> None:
     tokens = torch.arange(PROBED)[None]
     changed = torch.cat([tokens[:, :-1], tokens[:, :1]], 1)
     try:
-        one, other = (probe(model, ids) for ids in (tokens, changed))
+        logits, changed_logits = (probe(model, ids) for ids in (tokens, changed))
     except Exception as error:  # any model's code may run
         raise BadInput(f"model {where} cannot be run as a language model of tokens: {error!r}") from error
     finally:
         model.train(training)
-    if not torch.allclose(one, other, rtol=1e-4, atol=1e-5, equal_nan=True):
+    if not torch.allclose(logits, changed_logits, rtol=1e-4, atol=1e-5, equal_nan=True):
         raise BadInput(
             f"model {where} is not causal: a token changes the predictions before it. Choose a decoder; some "
             "architectures become one with the option is_decoder: true."

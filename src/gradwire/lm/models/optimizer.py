@@ -108,11 +108,11 @@ def _load(path: Path) -> Moments:
     try:
         with safe_open(path, framework="pt") as stream:
             settings = json.loads((stream.metadata() or {})["adam"])
-            found: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
+            moments: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
             for key in stream.keys():  # noqa: SIM118  # not a mapping
                 kind, _, name = key.partition("/")
-                found[kind][name] = stream.get_tensor(key)
-        first, second = (found[kind] for kind in KINDS)
+                moments[kind][name] = stream.get_tensor(key)
+        first, second = (moments[kind] for kind in KINDS)
         alike = all(first[name].shape == second[name].shape and second[name].is_floating_point() for name in first)
         if first.keys() != second.keys() or not alike:
             raise ValueError("first and second moments do not match")
@@ -161,21 +161,21 @@ def names(
         orders = [[group["param_names"] for group in groups]]
     else:
         orders = [*_orders(model, [*shapes])]
-    found: list[dict[int, str]] = []
+    matches: list[dict[int, str]] = []
     for order in orders:
         if [len(group) for group in order] == sizes:
             given = dict(zip(numbers, (name for group in order for name in group), strict=True))
             named = {number: given[number] for number in state}
             fits = all(of[kind].shape == shapes.get(named[number]) for number, of in state.items() for kind in KINDS)
-            found += [named] if fits and named not in found else []
-    if len(found) != 1:
-        reason = "several orders fit" if found else "no order of Trainer or of a single group fits"
+            matches += [named] if fits and named not in matches else []
+    if len(matches) != 1:
+        reason = "several orders fit" if matches else "no order of Trainer or of a single group fits"
         raise BadInput(
             f"{path} numbers {len(numbers)} parameters in groups of {' and '.join(map(str, sizes))}, the model has "
             f"{len(shapes)} trainable ones, and {reason}: save the optimizer's state with names (torch.optim takes "
             "model.named_parameters())."
         )
-    return found[0]
+    return matches[0]
 
 
 def _orders(model: nn.Module, trainable: Sequence[str]) -> Iterator[list[list[str]]]:
@@ -200,8 +200,8 @@ def _orders(model: nn.Module, trainable: Sequence[str]) -> Iterator[list[list[st
 def _read_numbered(path: Path) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]]]:
     """Read the groups and the state of each number; the file's code is never executed."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        groups, state = found["param_groups"], found["state"]
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        groups, state = saved["param_groups"], saved["state"]
         numbers = {number for group in groups for number in group["params"]}
         whole = bool(groups) and state.keys() <= numbers
         tensors = all(isinstance(of[kind], Tensor) for of in state.values() for kind in KINDS if kind in of)

@@ -43,8 +43,8 @@ def weights(path: Path) -> list[Path]:
     index = Path(path) / INDEX
     if (Path(path) / WEIGHTS).is_file() or not index.is_file():
         return [Path(path) / WEIGHTS]
-    found = files.read_json(index)
-    named = found.get("weight_map") if isinstance(found, dict) else None
+    content = files.read_json(index)
+    named = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(named, dict) or not named:
         raise BadInput(f"{index} has no weight_map, which lists the weight files.")
     for name in named.values():
@@ -71,10 +71,10 @@ def has_code(path: Path) -> bool:
 def _of_config(path: Path, key: str) -> Any:
     """An entry of a folder's configuration; None if it is not there, or the configuration is damaged."""
     try:
-        found = files.read_json(Path(path) / CONFIG)
+        config = files.read_json(Path(path) / CONFIG)
     except BadInput:
         return None
-    return found.get(key) if isinstance(found, dict) else None
+    return config.get(key) if isinstance(config, dict) else None
 
 
 def experts(path: Path) -> int:
@@ -87,9 +87,9 @@ def experts(path: Path) -> int:
 
 
 def _experts(config: Mapping[str, Any]) -> int:
-    parts = [_experts(value) for value in config.values() if isinstance(value, dict)]
+    nested = [_experts(value) for value in config.values() if isinstance(value, dict)]
     counts = [value for key, value in config.items() if EXPERTS.fullmatch(key) and isinstance(value, int) and value > 1]
-    return max([0, *parts, *counts])
+    return max([0, *nested, *counts])
 
 
 def entries(path: Path) -> int:

@@ -62,9 +62,9 @@ class Source(BaseModel, ABC):
         """
 
     def content(self) -> Any:
-        """What the documents depend on, as JSON; corpora of equal content share a folder. Default: the options.
+        """Settings and digests that the documents depend on, as JSON; corpora of equal content share a folder.
 
-        A source that reads local files uses their digests instead of their paths.
+        Default: the options. A source that reads local files uses their digests instead of their paths.
 
         Raises:
             BadInput: If the source cannot be read.
@@ -110,11 +110,11 @@ def build(name: str, options: Mapping[str, Any]) -> Source:
 
 def options() -> dict[str, dict[str, FieldInfo]]:
     """The options of all sources: for each, its field in every source that has it."""
-    found: dict[str, dict[str, FieldInfo]] = {}
+    fields: dict[str, dict[str, FieldInfo]] = {}
     for name in SOURCES.available():
         for option, field in source_class(name).model_fields.items():
-            found.setdefault(option, {})[name] = field
-    return found
+            fields.setdefault(option, {})[name] = field
+    return fields
 
 
 def meaning(fields: Mapping[str, FieldInfo]) -> str:

@@ -70,8 +70,8 @@ class Datasets(Source):
 
     @property
     def _where(self) -> str:
-        parts = (str(self.data_path), self.configuration, f"split {self.split}")
-        return ", ".join(part for part in parts if part)
+        names = (str(self.data_path), self.configuration, f"split {self.split}")
+        return ", ".join(name for name in names if name)
 
     def _on_hub(self) -> tuple[Any, str | None]:
         check_regular(self.data_path, "data_path")
@@ -79,10 +79,10 @@ class Datasets(Source):
             raise BadInput(f"data_path: {self.data_path} is a file; give the folder that `save_to_disk` wrote.")
         if self.data_path.is_absolute() or len(self.data_path.parts) > 2:
             raise BadInput(f"data_path: {self.data_path} is neither a folder nor a dataset's name on the Hub.")
-        found = commit(str(self.data_path), self.revision, WITHOUT_NETWORK)
-        options = {"name": self.configuration, "split": self.split, "revision": found}
+        revision = commit(str(self.data_path), self.revision, WITHOUT_NETWORK)
+        options = {"name": self.configuration, "split": self.split, "revision": revision}
         try:
-            return streamed(path=str(self.data_path), **options), found
+            return streamed(path=str(self.data_path), **options), revision
         except ValueError as error:  # such as an unknown configuration or split
             raise BadInput(f"{self._where}: {str(error).splitlines()[0].rstrip('.')}.") from None
 

@@ -60,9 +60,9 @@ class Text(Source):
             text, encoding = text_files.read(file.path, self.encoding)
             metadata["files"] += 1
             metadata[f"files_in_{encoding}"] += 1
-            found = list(cut(text, file.format))
-            metadata["files_without_text"] += not found
-            for line, title, body in found:
+            documents = list(cut(text, file.format))
+            metadata["files_without_text"] += not documents
+            for line, title, body in documents:
                 id_ = f"{file.id}:{line}" if self.split_at == "headings" else file.id
                 yield {"id": id_, "title": title or file.path.name, "text": body}
 

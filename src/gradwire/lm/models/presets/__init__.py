@@ -51,15 +51,15 @@ def inline(text: str) -> dict[str, Any]:
         raise BadInput(f"--model is not valid JSON ({error}): {text[:80]}") from None
 
 
-def checked(found: Any, where: str) -> dict[str, Any]:
+def checked(options: Any, where: str) -> dict[str, Any]:
     """Return ``found`` if it is a mapping with an ``architecture``.
 
     Raises:
         BadInput: If it is not.
     """
-    if not isinstance(found, Mapping) or not isinstance(found.get("architecture"), str):
+    if not isinstance(options, Mapping) or not isinstance(options.get("architecture"), str):
         raise BadInput(f"{where}: options of a model need an architecture, as in {{architecture: llama, ...}}.")
-    return dict(found)
+    return dict(options)
 
 
 def text(model: str | Mapping[str, Any]) -> str:
@@ -68,7 +68,7 @@ def text(model: str | Mapping[str, Any]) -> str:
 
 
 def content(model: str) -> Any:
-    """What a model's name represents: its inline options, or a folder's path."""
+    """The inline options that a model's name represents, or a folder's path."""
     return options(model) or model
 
 
