@@ -76,7 +76,7 @@ def test_long_gaps_and_dense_numbers():
     ],
 )
 def test_what_is_no_stream_is_refused(stream, count):
-    with pytest.raises(ValueError, match="not an Elias-coded stream"):
+    with pytest.raises(ValueError, match="by Elias's code"):
         decoded(stream, count, top=5)
 
 

@@ -129,7 +129,7 @@ def test_another_number_of_places_is_refused(form, code):
         form.decode(wire[:-1], n, 3, code)
     with pytest.raises(ValueError):
         form.decode(wire, n, 101, code)
-    with pytest.raises(ValueError, match="in code 3, not in bitmap" if code == "rice" else "in code"):
+    with pytest.raises(ValueError, match="in code 3, expected bitmap" if code == "rice" else "in code"):
         form.decode(torch.cat([wire, wire.new_zeros(99)]), n, 3, "bitmap" if code == "rice" else "rice")
 
 

@@ -101,9 +101,9 @@ def test_a_count_that_cannot_be_is_refused():
     wire = compressor.encode(normal(100)).clone()
     for count in (-1, 101, 2**62):
         wire[:8] = torch.tensor([count]).view(torch.uint8)
-        with pytest.raises(ValueError, match=f"no number of places .*{count}"):
+        with pytest.raises(ValueError, match=f"cannot encode {count} places"):
             compressor.decode(wire, 100)
-    with pytest.raises(ValueError, match="7 bytes say no number"):
+    with pytest.raises(ValueError, match="7 bytes cannot encode"):
         compressor.decode(wire[:7], 100)
 
 

@@ -147,8 +147,8 @@ class Compressor(BaseModel, ABC):
         expected = self.wire_bytes(shape)
         if wire.dtype != torch.uint8 or wire.ndim != 1 or expected not in (None, wire.numel()):
             raise ValueError(
-                f"{self.name}: {wire.numel()} elements of {wire.dtype} are not an encoding of shape {shape}, "
-                f"which takes {'another number of' if expected is None else expected} bytes"
+                f"invalid payload: {wire.numel()} elements of {wire.dtype} cannot encode shape {shape} by {self.name}, "
+                f"which takes {'a vector of' if expected is None else expected} bytes (uint8)"
             )
         return self.decoded(wire, (shape,) if isinstance(shape, int) else tuple(shape)).view(shape)
 

@@ -46,7 +46,9 @@ def decode(stream: Tensor, count: int, top: int) -> Tensor:
     """
     numbers = np.zeros(count, np.int16)
     if not read_stream(stream.cpu().numpy(), top, numbers):
-        raise ValueError(f"{stream.numel()} bytes are not an Elias-coded stream of {count} numbers up to {top}")
+        raise ValueError(
+            f"invalid payload: {stream.numel()} bytes cannot encode {count} numbers up to {top} by Elias's code"
+        )
     return torch.from_numpy(numbers).to(stream.device)
 
 

@@ -51,10 +51,10 @@ def choose(n: int, k: int, code: CodeName) -> str:
     """The code that ``code`` represents.
 
     Raises:
-        BadInput: If it cannot say an index below n.
+        BadInput: If it cannot encode an index below n.
     """
     if code == "int32" and n > 2**31:
-        raise BadInput(f"indices of 32 bits say places below {2**31:,}, not below {n:,}; use rice or auto.")
+        raise BadInput(f"indices of 32 bits reach below {2**31:,}, not below {n:,}; use rice or auto.")
     return smallest(n, k) if code == "auto" else code
 
 
@@ -72,7 +72,7 @@ def coded_bytes(n: int, k: int, code: CodeName = "auto") -> int | None:
 
 
 def encode(indices: Tensor, n: int, code: CodeName = "auto") -> Tensor:
-    """The bytes that stand for ``indices``.
+    """The bytes that represent ``indices``.
 
     Args:
         indices: int64 [k], ascending, distinct, below n.
@@ -83,7 +83,7 @@ def encode(indices: Tensor, n: int, code: CodeName = "auto") -> Tensor:
         uint8 [coded_bytes] on the indices' device.
 
     Raises:
-        BadInput: If the code cannot say an index below n.
+        BadInput: If the code cannot encode an index below n.
     """
     chosen = choose(n, indices.numel(), code)
     return with_header(chosen, CODES[chosen].encode(indices, n))
@@ -107,7 +107,7 @@ def decode(wire: Tensor, n: int, k: int, code: CodeName = "auto") -> tuple[Tenso
         int64 [k], and the bytes of the encoding.
 
     Raises:
-        ValueError: If these bytes do not say k ascending, distinct indices below n. On CUDA nothing synchronises to
+        ValueError: If these bytes do not encode k ascending, distinct indices below n. On CUDA nothing synchronises to
             see that (but for ``varint``): what is corrupt decodes to some indices below n.
     """
     chosen, body = without_header(wire, n, k, code)
@@ -120,9 +120,9 @@ def without_header(wire: Tensor, n: int, k: int, code: CodeName) -> tuple[str, T
     chosen = choose(n, k, code)
     least = CODES[chosen].size(n, k)
     if not 0 <= k <= n or wire.numel() < HEADER + (k if least is None else least):
-        raise ValueError(f"{wire.numel()} bytes do not hold {k} indices below {n} as {chosen}")
+        raise ValueError(f"invalid payload: {wire.numel()} bytes cannot encode {k} indices below {n} as {chosen}")
     if not wire.is_cuda and wire[0] != list(CODES).index(chosen):
-        raise ValueError(f"the indices are written in code {int(wire[0])}, not in {chosen}")
+        raise ValueError(f"invalid payload: the indices are in code {int(wire[0])}, expected {chosen}")
     return chosen, wire[HEADER:]
 
 
@@ -131,7 +131,7 @@ def checked(indices: Tensor, n: int) -> Tensor:
     if indices.is_cuda:
         return indices.clamp_(0, max(n - 1, 0))
     if indices.numel() and not (indices[0] >= 0 and indices[-1] < n and (indices[1:] > indices[:-1]).all()):
-        raise ValueError(f"the indices are not ascending, distinct and below {n}")
+        raise ValueError(f"invalid payload: the indices are not ascending, distinct and below {n}")
     return indices
 
 
@@ -140,10 +140,10 @@ def set_bits(packed: Tensor, count: int, k: int) -> Tensor:
     bits = unpack(packed, 1, count)
     if packed.is_cuda:
         return bits.nonzero_static(size=k, fill_value=0).view(-1)
-    found = bits.nonzero().view(-1)
-    if found.numel() != k:
-        raise ValueError(f"{found.numel()} bits are set for {k} indices")
-    return found
+    places = bits.nonzero().view(-1)
+    if places.numel() != k:
+        raise ValueError(f"invalid payload: {places.numel()} bits are set for {k} indices")
+    return places
 
 
 def bits_at(places: Tensor, count: int) -> Tensor:
@@ -179,16 +179,16 @@ def _encode_varint(indices: Tensor, n: int) -> Tensor:
 def _decode_varint(body: Tensor, n: int, k: int) -> tuple[Tensor, int]:
     ends = (body[: k * _longest(n)] < 0x80).nonzero().view(-1)[:k]
     if ends.numel() < k:
-        raise ValueError(f"{ends.numel()} of {k} indices are there")
+        raise ValueError(f"invalid payload: {ends.numel()} of {k} indices")
     used = int(ends[-1]) + 1 if k else 0
     lengths = torch.diff(ends, prepend=ends.new_full((1,), -1))
     if (lengths > _longest(n)).any():
-        raise ValueError(f"a gap takes more bytes than any below {n}")
+        raise ValueError(f"invalid payload: a gap takes more bytes than any below {n}")
     owner = torch.repeat_interleave(lengths)
     shift = 7 * (torch.arange(used, device=body.device) - (ends - lengths + 1)[owner])
     gaps = torch.zeros_like(ends).index_add_(0, owner, (body[:used].to(torch.int64) & 0x7F) << shift)
     if ((gaps < 0) | (gaps >= n)).any():
-        raise ValueError(f"a gap is not below {n}")
+        raise ValueError(f"invalid payload: a gap is not below {n}")
     return (gaps + 1).cumsum(0) - 1, used
 
 

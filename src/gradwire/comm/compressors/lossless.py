@@ -73,11 +73,11 @@ def decode(code: np.ndarray, nbytes: int | None) -> np.ndarray:
         ValueError: If these bytes are not the code of such a message.
     """
     if not np.array_equal(code[:CHECKED], check(code[CHECKED:])):
-        raise ValueError(f"{code.size} bytes are not a lossless code: the check of their content fails")
+        raise ValueError(f"invalid payload: the checksum of a lossless code of {code.size} bytes does not match")
     parts, at = described(code)
     size = sum(part.section.nbytes for part in parts)
     if nbytes not in (None, size):
-        raise ValueError(f"a lossless code of {size} bytes, where one of {nbytes} was expected")
+        raise ValueError(f"invalid payload: a lossless code of {size} bytes, expected one of {nbytes}")
     message = []
     for section, codes in parts:
         own = []
@@ -112,12 +112,12 @@ def described(code: np.ndarray) -> tuple[list[Part], int]:
             parts.append(Part(Section(nbytes, abs(width), width < 0), tuple(islice(words, abs(width)))))
             used += 2 + abs(width)
     except StopIteration:
-        raise ValueError(f"the head of a lossless code is longer than its {code.size} bytes") from None
+        raise ValueError(f"invalid payload: the head of a lossless code is longer than its {code.size} bytes") from None
     sizes = [part.section.nbytes for part in parts] + [size for part in parts for size in part.codes]
     total = used * WORD + sum(sum(part.codes) for part in parts)
     whole = all(width in (1, 2, 4) and nbytes % width == 0 and nbytes <= MOST for (nbytes, width, _), _ in parts)
     if not whole or min(sizes, default=0) < 0 or total > code.size or code[total:].any():
-        raise ValueError(f"the head of a lossless code does not describe its {code.size} bytes")
+        raise ValueError(f"invalid payload: the head of a lossless code does not describe its {code.size} bytes")
     return parts, used * WORD
 
 

@@ -249,5 +249,5 @@ def decode(code: np.ndarray, count: int) -> np.ndarray:
             words.copy().view(np.uint16), decoder(frequency), states.copy().view("<u4").astype(np.int64), data
         )
     ):
-        raise ValueError(f"{code.size} bytes are not a range code of {count} bytes")
+        raise ValueError(f"invalid payload: {code.size} bytes cannot encode {count} bytes by the range coder")
     return data

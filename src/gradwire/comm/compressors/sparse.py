@@ -277,6 +277,6 @@ class Chunked(Sparsifier):
         """Unpack the places."""
         head, kept = self.head_bytes(shape), self.kept(shape)
         if wire.numel() < head:
-            raise ValueError(f"{wire.numel()} bytes do not hold {kept} places of {self.name}")
+            raise ValueError(f"invalid payload: {wire.numel()} bytes cannot encode {kept} places of {self.name}")
         inside = unpack(wire[:head], self.bits(shape), kept).to(torch.int64)
         return indices.checked(inside + self.starts(shape, wire.device), numel(shape)), head

@@ -137,10 +137,14 @@ class Entropy(Compressor):
         size = self.inner.wire_bytes(shape)
         if size is None and wire.numel() >= SHORTEST:
             if wire[0] > 1:
-                raise ValueError(f"{self.name}: {wire.numel()} bytes do not say whether they are coded")
+                raise ValueError(
+                    f"invalid payload: the first byte for {self.name} is {int(wire[0])}; it must be 0 or 1"
+                )
             return bool(wire[0]), wire[1:]
         if size is not None and wire.numel() > size:
-            raise ValueError(f"{self.name}: {wire.numel()} bytes are more than the {size} of shape {shape}")
+            raise ValueError(
+                f"invalid payload: {wire.numel()} bytes for {self.name}, at most {size} encode shape {shape}"
+            )
         return size is not None and wire.numel() < size, wire
 
 

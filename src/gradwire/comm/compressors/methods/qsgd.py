@@ -101,7 +101,9 @@ class QSGD(BlockQuantizer):
         """Multiply each number by its bucket's step."""
         head = 4 * self.blocks(shape)
         if wire.numel() < head:
-            raise ValueError(f"{self.name}: {wire.numel()} bytes hold no {self.blocks(shape)} norms")
+            raise ValueError(
+                f"invalid payload: {wire.numel()} bytes cannot encode {self.blocks(shape)} norms of {self.name}"
+            )
         norms, rest = as_numbers(wire[:head], torch.float32), wire[head:]
         if self.coding == "elias":
             numbers = elias.decode(rest, numel(shape), self.levels)

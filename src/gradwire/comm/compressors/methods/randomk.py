@@ -84,7 +84,7 @@ class RandomK(Sparsifier):
             ValueError: If the wire is too short.
         """
         if wire.numel() < SEED:
-            raise ValueError(f"{self.name}: {wire.numel()} bytes hold no seed of {SEED}")
+            raise ValueError(f"invalid payload: {wire.numel()} bytes cannot encode the {SEED}-byte seed of {self.name}")
         return as_numbers(wire[:SEED], torch.int64)
 
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:

@@ -90,5 +90,7 @@ class Threshold(Sparsifier):
         """
         count = int(as_numbers(wire[:COUNT], torch.int64)) if wire.numel() >= COUNT else -1
         if not 0 <= count <= numel(shape):
-            raise ValueError(f"{self.name}: {wire.numel()} bytes say no number of places in shape {shape} ({count})")
+            raise ValueError(
+                f"invalid payload: {wire.numel()} bytes cannot encode {count} places of shape {shape} by {self.name}"
+            )
         return count

@@ -1,4 +1,4 @@
-"""`gradwire.comm.compressors.indices` on a CPU core: ``rice`` in one loop; the others are fast enough as they are."""
+"""`gradwire.comm.compressors.indices` on a CPU core, but for ``varint``."""
 
 from __future__ import annotations
 
@@ -13,36 +13,34 @@ from gradwire.comm.compressors.indices import (
     CodeName,
     choose,
     rice_planes,
-    with_header,
     without_header,
 )
 from gradwire.comm.compressors.kernels.cpu import compiled
 
 WIDEST = 32  # low bits that the loops' 64-bit buffers have room for
-INT32, BITMAP, RICE = (list(CODES).index(code) for code in ("int32", "bitmap", "rice"))
+INT32, VARINT, RICE = (list(CODES).index(code) for code in ("int32", "varint", "rice"))
 
 
 def encode(places: Tensor, n: int, code: CodeName) -> Tensor:
     """The same bytes as `indices.encode`."""
-    low, lower, upper = rice_planes(n, places.numel())
-    if choose(n, places.numel(), code) != "rice" or low > WIDEST:
+    chosen, low, lower, size = fixed(n, places.numel(), code)
+    if chosen == VARINT or low > WIDEST:
         return indices.encode(places, n, code)
-    body = torch.zeros(lower + upper, dtype=torch.uint8)
-    write_rice(places.numpy(), low, body[:lower].numpy(), body[lower:].numpy())
-    return with_header("rice", body)
+    wire = torch.empty(size, dtype=torch.uint8)
+    write(places.numpy(), chosen, low, lower, wire.numpy())
+    return wire
 
 
 def decode(wire: Tensor, n: int, k: int, code: CodeName) -> tuple[Tensor, int]:
     """The same indices as `indices.decode`, or its errors."""
-    low, lower, upper = rice_planes(n, k)
-    chosen, body = without_header(wire, n, k, code)
-    if chosen != "rice" or low > WIDEST:
+    chosen, low, lower, size = fixed(n, k, code)
+    without_header(wire, n, k, code)
+    if chosen == VARINT or low > WIDEST:
         return indices.decode(wire, n, k, code)
     places = torch.empty(k, dtype=torch.int64)
-    found = read_rice(body[:lower].numpy(), body[lower : lower + upper].numpy(), low, n, places.numpy())
-    if found != k:
-        raise ValueError(f"the bytes say {max(found, 0)} ascending, distinct indices below {n}, not {k}")
-    return places, HEADER + lower + upper
+    if not read(wire[:size].numpy(), chosen, low, lower, n, places.numpy()):
+        raise ValueError(f"invalid payload: the indices are not ascending, distinct and below {n}, or not {k}")
+    return places, size
 
 
 @compiled

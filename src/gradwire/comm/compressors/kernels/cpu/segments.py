@@ -202,7 +202,9 @@ class Segmented:
         """See `gradwire.comm.compressors.kernels`."""
         failed = self._decode_all(*self._plan(method, segments), wires.numpy(), ONTO[onto], out.numpy())
         if failed >= 0:
-            raise ValueError(f"the bytes of segment {failed} are not an encoding of shape {segments[failed].form}")
+            raise ValueError(
+                f"invalid payload: the bytes of segment {failed} cannot encode shape {segments[failed].form}"
+            )
 
     def _plan(self, method: Any, segments: Segments) -> tuple[tuple, np.ndarray, int]:
         """The settings, the table with the method's own columns, and the elements of a chunk."""
