@@ -98,7 +98,7 @@ def _explain(model: type[BaseModel], problem: Any) -> str:
         return f"{place} must be a rate such as 100mbit, or none, or between-100mbit for islands, got {shown}"
     if kind == "string_pattern_mismatch":
         return f"{place} must be made of letters, digits and . _ + - and start with a letter or digit, got {shown}"
-    message = problem["msg"].removeprefix("Value error, ")
+    message = problem["msg"].removeprefix("Value error, ").rstrip(".")
     if message.startswith(BOUND):
         return f"{place} must be {message.removeprefix(BOUND)}, got {shown}"
     named = isinstance(given, Mapping) or message.startswith("unknown ")  # the message has the value already

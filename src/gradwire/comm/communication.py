@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
 from gradwire.base.errors import BadInput
 from gradwire.base.flags import COUNT, NATURAL
@@ -88,8 +88,8 @@ def _interval(value: Any) -> Any:
     return value
 
 
-Count = Annotated[int, Field(**COUNT.limits)]
-Natural = Annotated[int, Field(**NATURAL.limits)]
+Count = Annotated[int, COUNT]
+Natural = Annotated[int, NATURAL]
 Interval = Annotated[Count | dict[Natural, Count], BeforeValidator(_interval)]
 
 
@@ -101,41 +101,35 @@ class Outer(Strict):
     nesterov: bool = Field(True, description="Nesterov momentum, as in DiLoCo")
 
 
-class Streaming(BaseModel):
+class Streaming(Strict, strict=True):
     """How local updates send the model in fragments while training goes on; ``comm.parallel.optimizers.streaming``."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
-
     fragments: Count = Field(description="number of fragments; one is in flight at a time")
-    delay: int = Field(1, **NATURAL.limits, description="steps from sending a fragment to receiving it")
+    delay: Natural = Field(1, description="steps from sending a fragment to receiving it")
     alpha: float = Field(
         0.5, ge=0, lt=1, description="part of the own parameters in the mixture with the received ones"
     )
 
 
-class Communication(BaseModel):
+class Communication(Strict, strict=True):
     """What travels, as a cell says; ``comm.parallel.optimizers`` explains the options.
 
     A field that is None has the default of its optimizer.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
-
     comm_optimizer: CommOptimizer = Field(
         "gradient", description="what travels: gradients, an optimizer's momenta, or the outcome of local updates"
     )
-    freeze_step: int | None = Field(None, **COUNT.limits, description="0/1 Adam updates the variance until here")
+    freeze_step: Count | None = Field(None, description="0/1 Adam updates the variance until here")
     variance_kappa: Count = Field(16, description="updates before their interval doubles")
-    local_doubling: int | None = Field(
-        None, **COUNT.limits, description="steps before the local steps' interval doubles"
-    )
+    local_doubling: Count | None = Field(None, description="steps before the local steps' interval doubles")
     max_local_steps: Count = Field(16, description="largest interval between synchronisations")
     H: Interval | None = Field(None, description="local steps of a round, or a schedule: {0: 1, 100: 5}")
     H_momentum: Interval | None = Field(None, description="steps between averages of desloc's first moment; 3 H")
     H_variance: Interval | None = Field(None, description="steps between averages of desloc's second moment; 6 H")
     outer_lr: float | None = Field(None, gt=0, description="learning rate of the outer step")
     outer_momentum: float | None = Field(None, ge=0, lt=1, description="Nesterov momentum of the outer step")
-    dense_rounds: int = Field(0, **NATURAL.limits, description="first rounds without compression")
+    dense_rounds: Natural = Field(0, description="first rounds without compression")
     inner: Inner | None = Field(None, description="the optimizer of a rank's steps")
     streaming: Streaming | None = Field(None, description="send in fragments, beside the training")
 

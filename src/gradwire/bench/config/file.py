@@ -11,16 +11,70 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from gradwire.base.errors import BadInput, unknown
-from gradwire.base.files import read_yaml
+from gradwire.base.files import digest, read_yaml
 from gradwire.base.strict import Strict, checked
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.config.cell import Cell, check_private
-from gradwire.bench.config.dataset import Dataset
 from gradwire.bench.config.grid import Exclusion, Gradients, Grids, Run, Selection
 from gradwire.bench.config.training import Training
-from gradwire.bench.config.values import BASELINE, ModelOption, Name
+from gradwire.bench.config.values import BASELINE, Count, ModelOption, Name
 from gradwire.comm.topology import check_topology
+from gradwire.lm.data import sources
+from gradwire.lm.data.defaults import LENGTH, MAX_LENGTH, SHARD_SIZE, VAL_FRACTION, VOCAB_SIZE, VOCABULARY, check_shard
 from gradwire.lm.models import presets
+
+
+class Dataset(Strict, extra="allow"):
+    """The source of the text and its division into samples.
+
+    Other keys are options of the source (`gradwire.lm.data.sources`), which checks them.
+    """
+
+    source: str = Field("pydocs", description="source of the corpus; its options are keys beside it")
+    max_mb: float | None = Field(None, gt=0, description="MB of text after which the download stops")
+    tokenizer: str = Field("bpe", description="`bpe` trains one on the corpus; else a tokenizer folder such as GPT-2's")
+    vocab_size: Annotated[int, VOCABULARY] = Field(VOCAB_SIZE, description="vocabulary of a trained tokenizer")
+    max_length: Annotated[int, LENGTH] = Field(MAX_LENGTH, description="largest number of tokens in a sample")
+    shard_size: Count = Field(SHARD_SIZE, description="samples per shard file")
+    val_fraction: float = Field(VAL_FRACTION, gt=0, lt=1, description="share of the documents held out for validation")
+
+    @model_validator(mode="after")
+    def _the_source_takes_its_options(self) -> Self:
+        known = sources.source_class(self.source).model_fields
+        for key in self.source_options.keys() - known.keys():
+            raise unknown(f"key of a dataset with source {self.source}", key, [*Dataset.model_fields, *known])
+        sources.build(self.source, self.source_options)
+        return self
+
+    @model_validator(mode="after")
+    def _a_shard_fits_into_memory(self) -> Self:
+        check_shard(self.max_length, self.shard_size)
+        return self
+
+    @property
+    def source_options(self) -> dict[str, Any]:
+        """The options of the source, as given."""
+        return self.model_extra or {}
+
+    @property
+    def built(self) -> sources.Source:
+        """The source with its options."""
+        return sources.build(self.source, self.source_options)
+
+    @property
+    def corpus_folder(self) -> str:
+        """``<label of the source>/<digest of the corpus settings>``, below ``results/data/``.
+
+        Raises:
+            BadInput: If the source cannot be read.
+        """
+        source = self.built
+        return f"{source.label}/{digest([self.source, source.content(), self.max_mb])}"
+
+    @property
+    def tokens_folder(self) -> str:
+        """Digest of the tokenizer and sample settings; a folder below the corpus's."""
+        return digest([self.tokenizer, self.vocab_size, self.max_length, self.shard_size, self.val_fraction])
 
 
 class Targets(Strict):

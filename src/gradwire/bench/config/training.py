@@ -7,7 +7,6 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from gradwire.base.errors import BadInput
-from gradwire.base.flags import COUNT
 from gradwire.base.strict import Strict
 from gradwire.bench.config.values import Count, Natural, Precision
 
@@ -16,8 +15,8 @@ class Training(Strict):
     """Training settings of all runs. Each field is also a flag of ``gradwire train``."""
 
     batch_size: Count = Field(8, description="samples per rank and micro-batch")
-    global_batch_size: int | None = Field(
-        None, **COUNT.limits, description="samples of all ranks per optimizer step; sets batch_size if given"
+    global_batch_size: Count | None = Field(
+        None, description="samples of all ranks per optimizer step; sets batch_size if given"
     )
     grad_accum_steps: Count = Field(1, description="micro-batches per optimizer step")
     steps: Count = Field(60, description="optimizer steps")

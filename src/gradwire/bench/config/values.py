@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from gradwire.base.errors import BadInput
 from gradwire.base.flags import COUNT, NATURAL, RANKS, SEED
 from gradwire.base.strict import Strict
 from gradwire.base.units import UNSHAPED
@@ -22,40 +21,28 @@ Precision = Literal["fp32", "bf16"]
 
 def _strategy(name: str) -> str:
     """Check a strategy's name."""
-    try:
-        STRATEGIES.check(name)
-    except BadInput as error:
-        raise ValueError(str(error).rstrip(".")) from None
+    STRATEGIES.check(name)
     return name
 
 
 def _link(given: Any) -> Any:
     """The name of a link that is given by class, such as ``{inside: none, between: 100mbit}``."""
-    try:
-        return link_of_classes(given) if isinstance(given, Mapping) else given
-    except BadInput as error:
-        raise ValueError(str(error).rstrip(".")) from None
+    return link_of_classes(given) if isinstance(given, Mapping) else given
 
 
 def _rate(link: str) -> str:
     """Check that `tc` accepts a link's rate."""
-    try:
-        link_rate(link)
-    except BadInput as error:
-        raise ValueError(str(error).rstrip(".")) from None
+    link_rate(link)
     return link
 
 
 def _known_model(model: str | dict[str, Any]) -> str | dict[str, Any]:
     """Check a model's name, or the names of its options."""
-    try:
-        options = presets.options(presets.text(model))
-        if isinstance(model, dict) and options is not None:  # imports transformers, so only if necessary
-            from gradwire.lm.models.architecture import check_options
+    options = presets.options(presets.text(model))
+    if isinstance(model, dict) and options is not None:  # imports transformers, so only if necessary
+        from gradwire.lm.models.architecture import check_options
 
-            check_options(options)
-    except BadInput as error:
-        raise ValueError(str(error).rstrip(".")) from None
+        check_options(options)
     return model
 
 
@@ -74,7 +61,7 @@ class LinkClasses(Strict):
 
 
 Link = Annotated[LinkName, AfterValidator(_rate), BeforeValidator(_link, json_schema_input_type=LinkName | LinkClasses)]
-Count = Annotated[int, Field(**COUNT.limits)]
-Natural = Annotated[int, Field(**NATURAL.limits)]
-Seed = Annotated[int, Field(**SEED.limits)]
-Ranks = Annotated[int, Field(**RANKS.limits)]
+Count = Annotated[int, COUNT]
+Natural = Annotated[int, NATURAL]
+Seed = Annotated[int, SEED]
+Ranks = Annotated[int, RANKS]
