@@ -22,7 +22,7 @@ OVERLAP = "--links 100mbit --strategies ddp --cells int8 onebit_adam --rounds 2"
 
 
 @pytest.mark.full
-@pytest.mark.skipif(links.probe().way is None, reason="needs network namespaces")
+@pytest.mark.skipif(links.probe().options is None, reason="needs network namespaces")
 def test_the_benchmark_on_links_prints_its_table():
     environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, str(ROOT / "benchmarks/bench_overlap.py"), *OVERLAP.split()]

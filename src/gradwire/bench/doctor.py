@@ -84,7 +84,7 @@ def findings() -> Iterator[Finding]:
     usable = {"nccl": dist.is_nccl_available() and bool(gpus), "gloo": dist.is_gloo_available()}
     yield Finding("backends", ", ".join(name for name, there in usable.items() if there) or "none")
     offer = links.probe()
-    if offer.way is None:
+    if offer.options is None:
         yield Finding("links", f"no: {offer.reason}", "the tools named above, and root or user namespaces.")
     else:
         yield Finding("links", "any rate by tc tbf" + (", any delay by netem" if offer.delay else ", without delay"))

@@ -18,7 +18,7 @@ from gradwire.bench.launch import links
 
 MEGABYTE = 4 * (2**18 + 1)
 OFFER = links.probe()
-needs_links = pytest.mark.skipif(OFFER.way is None, reason=f"no links here: {OFFER.reason}")
+needs_links = pytest.mark.skipif(OFFER.options is None, reason=f"no links here: {OFFER.reason}")
 ISLANDS = ("--strategy", "hsdp", "--islands", "2")
 POWERLESS = ("setpriv", "--bounding-set=-sys_admin,-net_admin")  # root in name only: no namespace, no interface
 

@@ -135,7 +135,7 @@ def on_cables(folder: Path, data: Path, **changes) -> dict:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(OFFER.way is None, reason=f"no links here: {OFFER.reason}")
+@pytest.mark.skipif(OFFER.options is None, reason=f"no links here: {OFFER.reason}")
 @pytest.mark.parametrize("cell", [{}, INT8], ids=["none", "int8"])
 def test_the_cables_of_islands_carry_the_bytes_between_them(shards, tmp_path, cell):  # noqa: F811
     record = on_cables(tmp_path, shards, strategy="hsdp", comm_config_json=json.dumps(cell))
@@ -144,7 +144,7 @@ def test_the_cables_of_islands_carry_the_bytes_between_them(shards, tmp_path, ce
 
 
 @pytest.mark.full
-@pytest.mark.skipif(OFFER.way is None, reason=f"no links here: {OFFER.reason}")
+@pytest.mark.skipif(OFFER.options is None, reason=f"no links here: {OFFER.reason}")
 def test_flat_shards_send_parameters_and_gradients_over_the_cables(world, shards, tmp_path):  # noqa: F811
     flat = on_cables(tmp_path / "flat", shards, strategy="fsdp2")
     changes = {"model": json.dumps(LARGER), "eval_every": 0, "strategy": "fsdp2"}

@@ -181,7 +181,7 @@ def experiment(mapping: Mapping[str, Any]) -> Experiment:
     """
     made = checked(Experiment, mapping, "configuration")
     cells = made.cells()
-    selections: dict[str, Selection] = {f"exclude.{at}": exclusion for at, exclusion in enumerate(made.exclude)}
+    selections: dict[str, Selection] = {f"exclude.{index}": exclusion for index, exclusion in enumerate(made.exclude)}
     if made.gradients is not None:
         selections["gradients"] = made.gradients
     for where, selection in selections.items():
@@ -207,10 +207,10 @@ def check_one_topology(runs: Iterable[Run]) -> None:
     Raises:
         BadInput: If they do not: the report compares cells by strategy and world size, and would average them.
     """
-    found: dict[tuple[str, int, str | None], int] = {}
+    numbers: dict[tuple[str, int, str | None], int] = {}
     for run in runs:
         link = None if run.strategy == "hsdp" else run.link
-        islands = found.setdefault((run.strategy, run.world_size, link), run.islands)
+        islands = numbers.setdefault((run.strategy, run.world_size, link), run.islands)
         if islands != run.islands:
             raise BadInput(
                 f"grid: {run.world_size} ranks form {islands} and {run.islands} islands under {run.strategy}; a report "

@@ -101,7 +101,7 @@ def serve(channel: socket.socket, modules: Sequence[str]) -> None:
     os.environ.clear()
     os.environ.update(job["environment"], **{PARENT: str(os.getpid())})
     context = get_context("fork")
-    ranks = [context.Process(target=_run, args=(channel, job["command"][1:], own)) for own in job["ranks"]]
+    ranks = [context.Process(target=_run, args=(channel, job["command"][1:], variables)) for variables in job["ranks"]]
     try:
         for rank in ranks:
             rank.start()

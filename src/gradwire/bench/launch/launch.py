@@ -162,9 +162,11 @@ def _check_size(args: argparse.Namespace, child: argparse.Namespace) -> None:
             f"{args.world_size} ranks need a GPU each and {args.gpus} were granted: raise the limit "
             "(snakemake --resources gpu=N) if the machine has more, else use a smaller world size."
         )
-    own = getattr(child, "world_size", None)
-    if own not in (None, args.world_size):
-        raise BadInput(f"`launch --world_size {args.world_size}` but --world_size {own} for the verb: omit the second.")
+    given = getattr(child, "world_size", None)
+    if given not in (None, args.world_size):
+        raise BadInput(
+            f"`launch --world_size {args.world_size}` but --world_size {given} for the verb: omit the second."
+        )
 
 
 def _check_nodes(args: argparse.Namespace) -> None:

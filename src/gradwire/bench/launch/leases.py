@@ -114,8 +114,8 @@ def folder() -> Path:
         return path
     path = Path("/tmp") / f"gradwire-{os.getuid()}"  # not TMPDIR, which Snakemake and Slurm set per job
     path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise BadInput(f"{path} is not this user's own folder; remove it, or set {FOLDER} to a folder for locks.")
     return path
 

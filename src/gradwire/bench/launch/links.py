@@ -27,7 +27,7 @@ from gradwire.comm.topology import between_islands, link_rate
 LINK, INTERFACE = "GRADWIRE_LINK", "GRADWIRE_INTERFACE"  # a rank's link and network interface
 INSIDE = "GRADWIRE_TESTBED"  # set once the launcher has moved
 TOOLS = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "tc": "iproute2"}
-WAYS: tuple[list[str], ...] = ([], ["--user", "--map-root-user"])  # as root, and rootless
+UNSHARE: tuple[list[str], ...] = ([], ["--user", "--map-root-user"])  # as root, and rootless
 DEVICE = "eth0"  # in each namespace
 SWITCH, FIRST = IPv4Address("10.231.255.254"), IPv4Address("10.231.0.1")
 PORT = 29500  # free in an empty namespace
@@ -46,12 +46,12 @@ class Offer(NamedTuple):
     """Support for links on this machine.
 
     Attributes:
-        way: Permitted options of ``unshare``; None if links are not supported.
+        options: Permitted options of ``unshare``; None if links are not supported.
         reason: Why links are not supported; empty if they are.
         delay: Whether the kernel also supports delays (``netem``).
     """
 
-    way: list[str] | None
+    options: list[str] | None
     reason: str
     delay: bool
 
@@ -62,17 +62,17 @@ def probe() -> Offer:
     if missing:
         return Offer(None, f"{', '.join(missing)} not installed", False)
     reasons = []
-    for way in WAYS:
-        tried = _inside(way, TRY)
+    for options in UNSHARE:
+        tried = _inside(options, TRY)
         if tried.returncode == 0:
-            netem = _inside(way, f"{TRY}tc qdisc add dev port root netem delay 1ms")
-            return Offer(way, "", netem.returncode == 0)
+            netem = _inside(options, f"{TRY}tc qdisc add dev port root netem delay 1ms")
+            return Offer(options, "", netem.returncode == 0)
         reasons.append((tried.stderr.strip().splitlines() or ["no reason given"])[-1])
     return Offer(None, "; rootless: ".join(reasons), False)
 
 
-def _inside(way: Sequence[str], script: str) -> subprocess.CompletedProcess[str]:
-    command = ["unshare", *way, "--net", "--mount", "sh", "-ec", script]
+def _inside(options: Sequence[str], script: str) -> subprocess.CompletedProcess[str]:
+    command = ["unshare", *options, "--net", "--mount", "sh", "-ec", script]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
@@ -86,16 +86,16 @@ def enter(link: str) -> None:
     if INSIDE in os.environ:
         return
     offer = probe()
-    if offer.way is None:
+    if offer.options is None:
         raise BadInput(
             f"--link {link}: this machine does not permit network namespaces ({offer.reason}); run as root or "
             "where user namespaces are permitted, or omit --link."
         )
     delay = "netem is available for delays" if offer.delay else "without netem in this kernel, no delays"
-    how = "user namespace" if offer.way else "root"
+    how = "user namespace" if offer.options else "root"
     print(f"gradwire launch: links of {link} by tc tbf ({how}; {delay})", file=sys.stderr, flush=True)
     sys.stdout.flush()
-    command = ["unshare", *offer.way, "--net", "--mount", sys.executable, *sys.orig_argv[1:]]
+    command = ["unshare", *offer.options, "--net", "--mount", sys.executable, *sys.orig_argv[1:]]
     os.execvpe(command[0], command, os.environ | {INSIDE: link})
 
 

@@ -180,9 +180,9 @@ def agent(command: list[str], ranks: int, endpoint: str, nodes: int = 1, **rende
 def _address_towards(endpoint: str) -> str:
     """The local address of the route to ``address:port``; nothing is sent."""
     host, port = endpoint.rsplit(":", 1)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as way:
-        way.connect((host, int(port)))
-        return way.getsockname()[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, int(port)))
+        return probe.getsockname()[0]
 
 
 LAUNCHERS: dict[str, Callable[[list[str], int, str, int], Ended]] = {"torchrun": torchrun, "spawn": spawn}

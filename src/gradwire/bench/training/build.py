@@ -139,8 +139,8 @@ def build_reducer(settings: Settings, world: World) -> Reducer | None:
     islands = build_islands(settings.islands, world.device.type)
     inside = None
     if cell.inside is not None:
-        own = build_compressor(cell.inside.method, **cell.inside.options)
-        inside = Reducer(own, islands.inside, seed=seed, **reducer_options(cell.inside))
+        inner = build_compressor(cell.inside.method, **cell.inside.options)
+        inside = Reducer(inner, islands.inside, seed=seed, **reducer_options(cell.inside))
     return IslandReducer(compressor, islands, inside=inside, seed=seed, **reducer_options(cell))
 
 

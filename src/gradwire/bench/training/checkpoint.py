@@ -79,21 +79,21 @@ class RunState:
             if self._world.rank == 0:
                 shutil.rmtree(self._settings.output_dir / results.MODELS, ignore_errors=True)  # of an earlier run
             return 0
-        own = self._checkpoints.resume(model, optimizer, restart=self._settings.restart)
-        if own is None:
+        saved = self._checkpoints.resume(model, optimizer, restart=self._settings.restart)
+        if saved is None:
             return 0
-        self._outcome.moved_from = own["moved_from"]
-        if own["topology"] != self.topology:
-            return self._move(own["topology"], own["step"])
-        self._outcome.rows = own["rows"]
-        set_generators(own["generators"], self._world)
+        self._outcome.moved_from = saved["moved_from"]
+        if saved["topology"] != self.topology:
+            return self._move(saved["topology"], saved["step"])
+        self._outcome.rows = saved["rows"]
+        set_generators(saved["generators"], self._world)
         if isinstance(optimizer, optimizers.Communicating):  # whose state holds the reducer's
-            optimizer.load_rank_state(own["optimizer"])
+            optimizer.load_rank_state(saved["optimizer"])
         elif reducer is not None:
-            reducer.load_state_dict(own["reducer"])
-        if own["trace"] is not None and not self.trace.exists():
-            write_with(self.trace, lambda part: part.write_bytes(own["trace"].numpy().tobytes()))
-        return own["step"]
+            reducer.load_state_dict(saved["reducer"])
+        if saved["trace"] is not None and not self.trace.exists():
+            write_with(self.trace, lambda part: part.write_bytes(saved["trace"].numpy().tobytes()))
+        return saved["step"]
 
     def _move(self, topology: dict[str, Any], step: int) -> int:
         """Go on at ``step`` with the model and the optimizer of another topology."""
@@ -114,14 +114,16 @@ class RunState:
         """Write a checkpoint after ``step`` steps."""
         model, optimizer, reducer, *_ = self._parts
         trace = self.trace
-        own = {"step": step, "rows": self._outcome.rows, "generators": generators(self._world)}
-        own |= {"topology": self.topology, "moved_from": self._outcome.moved_from}
-        own["trace"] = torch.frombuffer(bytearray(trace.read_bytes()), dtype=torch.uint8) if trace.exists() else None
+        rank_state = {"step": step, "rows": self._outcome.rows, "generators": generators(self._world)}
+        rank_state |= {"topology": self.topology, "moved_from": self._outcome.moved_from}
+        rank_state["trace"] = (
+            torch.frombuffer(bytearray(trace.read_bytes()), dtype=torch.uint8) if trace.exists() else None
+        )
         if isinstance(optimizer, optimizers.Communicating):
-            own["optimizer"] = optimizer.rank_state()
+            rank_state["optimizer"] = optimizer.rank_state()
         elif reducer is not None:
-            own["reducer"] = reducer.state_dict()
-        self._checkpoints.save(step, model, optimizer, own)
+            rank_state["reducer"] = reducer.state_dict()
+        self._checkpoints.save(step, model, optimizer, rank_state)
 
 
 def generators(world: World) -> dict[str, Tensor]:
@@ -168,14 +170,14 @@ class Checkpoints:
         self.world = world
         self.keep = keep
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, own: dict[str, Any]) -> None:
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, rank_state: dict[str, Any]) -> None:
         """Write ``step<N>`` and remove old checkpoints.
 
         Args:
             step: Number of completed optimizer steps.
             model: The wrapped model.
             optimizer: Its optimizer.
-            own: State of this rank only: tensors and plain data.
+            rank_state: State of this rank only: tensors and plain data.
 
         Raises:
             RunFault: If a file cannot be written; the partial checkpoint is removed.
@@ -188,7 +190,7 @@ class Checkpoints:
         self._barrier()
         try:
             name = f"rank{self.world.rank}.pt"
-            files = {name: _write(part / name, own)}
+            files = {name: _write(part / name, rank_state)}
             with optimizers.synchronized(optimizer):  # the rank's own parameters are in its own state
                 name, state = self._state_name(model), parallel.checkpoint_state(model, optimizer)
                 if name != "state.pt" or self.world.rank == 0:
@@ -271,10 +273,10 @@ class Checkpoints:
         """The problem with this rank's files, or None."""
         try:
             manifest = read_json(checkpoint / MANIFEST)
-            written, (own, states) = manifest["sha256"], self._files(manifest, model)
+            written, (rank_file, states) = manifest["sha256"], self._files(manifest, model)
         except (BadInput, KeyError, TypeError) as error:
             return f"{checkpoint / MANIFEST} cannot be read ({error})"
-        for name in (own, *states):
+        for name in (rank_file, *states):
             path = checkpoint / name
             if name in written and not path.is_file():
                 return f"{path} is missing"
@@ -309,21 +311,23 @@ class Checkpoints:
     def _load(
         self, checkpoint: Path, manifest: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        own, states = self._files(manifest, model)
+        rank_file, states = self._files(manifest, model)
         state = parallel.checkpoint_state(model, optimizer)
         saved = [_read(checkpoint / name, "cpu", mmap=True) for name in states]
         if manifest["topology"] == self.topology:
             state = parallel.filled(state, saved[0])
         else:
-            state = {key: parallel.joined(state[key], [part[key] for part in saved]) for key in ("model", "optimizer")}
+            state = {
+                key: parallel.joined(state[key], [shard[key] for shard in saved]) for key in ("model", "optimizer")
+            }
         parallel.load_checkpoint_state(model, optimizer, state)
-        return _read(checkpoint / own, self.world.device)
+        return _read(checkpoint / rank_file, self.world.device)
 
     def _prune(self, newest: Path) -> None:
         """Keep ``keep`` checkpoints up to ``newest``; later ones are damaged: the run did not resume from them."""
         names = self._names()
-        at = names.index(newest.name) + 1
-        for name in names[: max(0, at - self.keep)] + names[at:]:
+        end = names.index(newest.name) + 1
+        for name in names[: max(0, end - self.keep)] + names[end:]:
             shutil.rmtree(self.folder / name)
 
     def _agreed(self, value: Any) -> Any:

@@ -72,7 +72,7 @@ def environment(world: World) -> dict[str, Any]:
 
 def same_machine(environments: list[dict[str, Any]]) -> bool:
     """Whether all ranks report the same hardware."""
-    return all(one[key] == environments[0][key] for one in environments for key in MACHINE)
+    return all(rank[key] == environments[0][key] for rank in environments for key in MACHINE)
 
 
 def distribution() -> str | None:
@@ -85,11 +85,11 @@ def distribution() -> str | None:
 
 def libraries(cuda: bool) -> dict[str, str]:
     """Versions of the libraries that torch was built with or loads."""
-    found = dict(re.findall(r"(oneAPI Math Kernel Library|MKL-DNN) (?:Version |v)(\S+)", torch.__config__.show()))
+    versions = dict(re.findall(r"(oneAPI Math Kernel Library|MKL-DNN) (?:Version |v)(\S+)", torch.__config__.show()))
     if cuda:
-        found["cudnn"] = str(torch.backends.cudnn.version())
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    return found
+        versions["cudnn"] = str(torch.backends.cudnn.version())
+        versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return versions
 
 
 def clocks() -> dict[str, str | None]:
@@ -105,7 +105,7 @@ def clocks() -> dict[str, str | None]:
 def gpu(device: torch.device) -> dict[str, str]:
     """The device's properties, with driver and clocks if ``nvidia-smi`` reports them."""
     properties = torch.cuda.get_device_properties(device)
-    found = {
+    reported = {
         "name": properties.name,
         "capability": f"{properties.major}.{properties.minor}",
         "memory_gb": f"{properties.total_memory / 1e9:.1f}",
@@ -119,8 +119,8 @@ def gpu(device: torch.device) -> dict[str, str]:
     try:
         output = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        return found
-    return found | dict(zip(NVIDIA_SMI.values(), (value.strip() for value in output.split(",")), strict=False))
+        return reported
+    return reported | dict(zip(NVIDIA_SMI.values(), (value.strip() for value in output.split(",")), strict=False))
 
 
 class PeakMemory:

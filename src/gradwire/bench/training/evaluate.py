@@ -30,10 +30,10 @@ def loss_sum(model: nn.Module, batch: Batch) -> Tensor:
     Samples are right-padded and attention is causal, so no target sees padding and no attention mask is needed.
     """
     logits = model(batch.input_ids, use_cache=False).logits  # [B, T, vocabulary]
-    each, labels = logits[:, :-1].flatten(0, 1).float(), batch.labels[:, 1:].flatten()
+    predicted, labels = logits[:, :-1].flatten(0, 1).float(), batch.labels[:, 1:].flatten()
     if batch.weights is None:
-        return F.cross_entropy(each, labels, ignore_index=-100, reduction="sum")
-    losses = F.cross_entropy(each, labels, ignore_index=-100, reduction="none")
+        return F.cross_entropy(predicted, labels, ignore_index=-100, reduction="sum")
+    losses = F.cross_entropy(predicted, labels, ignore_index=-100, reduction="none")
     return (losses * batch.weights[:, 1:].flatten()).sum()
 
 

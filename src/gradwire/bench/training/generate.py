@@ -98,14 +98,14 @@ def continuation(
     while len(tokens) < end and (len(tokens) == start or tokens[-1] != tokenizer.eos_id):
         window = torch.tensor([tokens[-limit:]], device=model.device)
         room = limit + 1 - window.shape[1]
-        found = model.generate(
+        generated = model.generate(
             window,
             attention_mask=torch.ones_like(window),
             max_new_tokens=min(room, end - len(tokens)),
             logits_processor=LogitsProcessorList([_numbers]),
             **options,
         )
-        tokens += found[0, window.shape[1] :].tolist()
+        tokens += generated[0, window.shape[1] :].tolist()
     return tokenizer.decode(tokens[start:])
 
 

@@ -170,8 +170,8 @@ class Loop:
         """Bytes of the framework's own parameter gathers in ``step``."""
         before = step > self.start and due(self.training.eval_every, step - 1)
         cell, islands = self.settings.cell, self.settings.islands
-        other = cell.param_compress != "none" or cell.communication.comm_optimizer in LOCAL  # than evaluated weights
-        sizes, world, evaluated = self.parts.block_sizes, self.world.world_size, before and not other
+        changed = cell.param_compress != "none" or cell.communication.comm_optimizer in LOCAL  # the evaluated weights
+        sizes, world, evaluated = self.parts.block_sizes, self.world.world_size, before and not changed
         return parallel.parameters_unhooked(
             self.settings.strategy, sizes, world, passes, evaluated=evaluated, islands=islands
         )

@@ -107,10 +107,10 @@ class Private(Plain):
         """Compute every sample's norm and clipping coefficient, before any gradient accumulates."""
         self._step = step
         inner = getattr(model, "module", model)  # DDP's own forward would wait for gradients
-        found = [norms(inner, batch).square.sqrt() for batch in micro_batches]
-        self._coefficients = deque(coefficients(norm, self.max_norm) for norm in found)
+        sample_norms = [norms(inner, batch).square.sqrt() for batch in micro_batches]
+        self._coefficients = deque(coefficients(norm, self.max_norm) for norm in sample_norms)
         real = torch.tensor([id_ != "" for batch in micro_batches for id_ in batch.sample_id])
-        of_samples = torch.cat(found)[real.to(found[0].device)]
+        of_samples = torch.cat(sample_norms)[real.to(sample_norms[0].device)]
         counts = (real.sum(), (of_samples > self.max_norm).sum(), of_samples.sum())
         self._totals = torch.stack([count.to(of_samples.device, torch.float32) for count in counts])
 
@@ -172,14 +172,16 @@ def noisy(model: nn.Module, std: float, seed: int, step: int, rank: int) -> Iter
     def after(module: nn.Module, _: Any, output: Any) -> Any:
         leaves, structure = tree_flatten(output)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        own = owned[module]
+        names = owned[module]
         if not places:
             raise BadInput(
-                f"{', '.join(own.values())}: the layer that owns them returns a {type(output).__name__} without a "
+                f"{', '.join(names.values())}: the layer that owns them returns a {type(output).__name__} without a "
                 "tensor, so private training cannot add noise. Freeze them, or return a tensor, tuple, list or dict."
             )
-        parameters = [getattr(module, local) for local in own]  # unsharded at this point under FSDP2
-        added = _Added.apply(draw, tuple(own.values()), len(places), *(leaves[place] for place in places), *parameters)
+        parameters = [getattr(module, local) for local in names]  # unsharded at this point under FSDP2
+        added = _Added.apply(
+            draw, tuple(names.values()), len(places), *(leaves[place] for place in places), *parameters
+        )
         for place, values in zip(places, added, strict=True):
             leaves[place] = values
         return tree_unflatten(leaves, structure)
@@ -223,12 +225,12 @@ class _Added(torch.autograd.Function):
 def _owned(model: nn.Module) -> dict[nn.Module, dict[str, str]]:
     """Names of the trainable parameters, by each layer that owns them and their local name in it."""
     names = {id(parameter): name for name, parameter in trainable(model).items()}
-    found: dict[nn.Module, dict[str, str]] = {}
+    owned: dict[nn.Module, dict[str, str]] = {}
     for module in model.modules():
-        own = {local: names[id(p)] for local, p in module.named_parameters(recurse=False) if id(p) in names}
-        if own:
-            found[module] = own
-    return found
+        local_names = {local: names[id(p)] for local, p in module.named_parameters(recurse=False) if id(p) in names}
+        if local_names:
+            owned[module] = local_names
+    return owned
 
 
 def _derived(*words: object) -> int:

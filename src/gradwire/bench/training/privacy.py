@@ -65,8 +65,8 @@ class Guarantee:
         accountant: Any = PRVAccountant() if self.accountant == "prv" else RDPAccountant()
         accountant.history = [(self.multiplier, rate, times)]
         with np.errstate(divide="ignore", over="ignore"):  # log(1 - rate) with a rate of 1
-            found = float(accountant.get_epsilon(delta=self.delta))
-        return found if math.isfinite(found) else None
+            epsilon = float(accountant.get_epsilon(delta=self.delta))
+        return epsilon if math.isfinite(epsilon) else None
 
 
 def guarantee(training: Training, cell: Cell, samples: int, world_size: int) -> Guarantee:

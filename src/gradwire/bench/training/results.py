@@ -67,10 +67,10 @@ def write(
     write_json(folder / "environment" / f"rank{world.rank}.json", here)
     (folder / "profiler").mkdir(parents=True, exist_ok=True)
     allocated, reserved = outcome.memory.gb()
-    own = {"rows": outcome.rows, "allocated": allocated, "reserved": reserved, "residual": outcome.residual_bytes}
-    own |= {"replica": parallel.replica_bytes(model), "environment": here}
-    own["outer"] = optimizer.outer_bytes if isinstance(optimizer, optimizers.Communicating) else None
-    ranks = ops.gather_objects(own)
+    kept = {"rows": outcome.rows, "allocated": allocated, "reserved": reserved, "residual": outcome.residual_bytes}
+    kept |= {"replica": parallel.replica_bytes(model), "environment": here}
+    kept["outer"] = optimizer.outer_bytes if isinstance(optimizer, optimizers.Communicating) else None
+    ranks = ops.gather_objects(kept)
     run = run_of(settings, world)
     save_model(folder / "final_model", splits[0], model, optimizer, outcome, {"run": run.path, "identity": identity})
     if world.rank != 0:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any, NamedTuple
 
@@ -66,7 +67,7 @@ def traffic(settings: Settings, world: World, outcome: Outcome, rows: list[Row])
     """
     hooked, later = settings.cell.hooked, after_dense_steps(outcome, rows)
     if settings.strategy == "hsdp":
-        total, steady = (gradients_by_link(settings, outcome, part).both for part in (rows, later))
+        total, steady = (gradients_by_link(settings, outcome, steps).both for steps in (rows, later))
     elif hooked:
         closed = known_sum([row["bytes_closed_form"] for row in outcome.rows])
         total = Bytes(total_of(rows, "bytes_raw"), total_of(rows, "bytes_sent"), closed)
@@ -242,8 +243,9 @@ class Gradients(NamedTuple):
     @property
     def both(self) -> Bytes:
         """Their sums."""
-        forms = [each.closed_form for each in self]
-        return Bytes(sum(each.raw for each in self), sum(each.sent for each in self), known_sum(forms))
+        inside, between = self
+        form = known_sum([inside.closed_form, between.closed_form])
+        return Bytes(inside.raw + between.raw, inside.sent + between.sent, form)
 
 
 def gradients_by_link(settings: Settings, outcome: Outcome, rows: list[Row]) -> Gradients:
@@ -260,7 +262,9 @@ def gradients_by_link(settings: Settings, outcome: Outcome, rows: list[Row]) -> 
     raw, sent = (
         parallel.unhooked_by_link(numel, world, settings.islands) for numel in (outcome.numel, outcome.reduced_numel)
     )
-    inside, between = (Bytes(steps * one, steps * two, steps * two) for one, two in zip(raw, sent, strict=True))
+    inside, between = (
+        Bytes(steps * raw_of, steps * sent_of, steps * sent_of) for raw_of, sent_of in zip(raw, sent, strict=True)
+    )
     if not settings.cell.hooked:
         return Gradients(inside, between)
     ranks = world // settings.islands
@@ -276,12 +280,12 @@ def gradients_by_link(settings: Settings, outcome: Outcome, rows: list[Row]) -> 
     # inside, a closed form is over an island's ranks: of every island
     of_islands = [part.closed_form for row, part in zip(rows, parts, strict=True) if row["rank"] % ranks == 0]
     inside = Bytes(sum(part.raw for part in parts), sum(part.sent for part in parts), known_sum(of_islands))
-    part = known_sum([row["inside"]["closed_form"] for row in forms])
-    form = None if part is None or both.closed_form is None else both.closed_form - part
+    form_inside = known_sum([row["inside"]["closed_form"] for row in forms])
+    form = None if form_inside is None or both.closed_form is None else both.closed_form - form_inside
     return Gradients(inside, Bytes(both.raw - inside.raw, both.sent - inside.sent, form))
 
 
-def known_sum(values: list[int | None]) -> int | None:
+def known_sum(values: Sequence[int | None]) -> int | None:
     """The sum; None if a value is unknown."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None

@@ -390,27 +390,27 @@ class ZeroOneAdam(CommunicatingAdam):
             "momenta": {name: self.kept(self.parameters[name], "exp_avg") for name in self.drifts},
         }
 
-    def check_round_state(self, part: Mapping[str, Any]) -> None:
+    def check_round_state(self, saved: Mapping[str, Any]) -> None:
         """Check names and shapes."""
-        state.check_keys(part, {"local_steps", "drifts", "parameters", "momenta"}, "ZeroOneAdam")
-        drifts = part["drifts"]
+        state.check_keys(saved, {"local_steps", "drifts", "parameters", "momenta"}, "ZeroOneAdam")
+        drifts = saved["drifts"]
         drifted = self.shards if drifts else {}  # all of them, or none
         for key in ("start", "momentum"):
             state.check_tensors({name: drift[key] for name, drift in drifts.items()}, drifted, f"drifts ({key})")
         for key in ("parameters", "momenta"):
-            state.check_tensors(part[key], drifted, key)
+            state.check_tensors(saved[key], drifted, key)
 
-    def load_round_state(self, part: Mapping[str, Any]) -> None:
+    def load_round_state(self, saved: Mapping[str, Any]) -> None:
         """Copy the drifts, and the parameters and momenta that have drifted."""
-        self.local_steps = part["local_steps"]
+        self.local_steps = saved["local_steps"]
         self.drifts = {
             name: Drift(**{**drift, "start": drift["start"].clone(), "momentum": drift["momentum"].clone()})
-            for name, drift in part["drifts"].items()
+            for name, drift in saved["drifts"].items()
         }
         with torch.no_grad():
             for name in self.drifts:
-                self.shards[name].copy_(part["parameters"][name])
-                self.kept(self.parameters[name], "exp_avg").copy_(part["momenta"][name])
+                self.shards[name].copy_(saved["parameters"][name])
+                self.kept(self.parameters[name], "exp_avg").copy_(saved["momenta"][name])
 
     def _mean(self, name: str, momentum: Tensor) -> Tensor:
         """Return the mean momentum since the last synchronisation, this step included, weighted by learning rates."""

@@ -239,8 +239,8 @@ class Communicating(Optimizer):
         itself (`torch.distributed.checkpoint.state_dict.get_state_dict`) needs it separately.
         """
         reducer = self.reducer
-        part = {"reducer": reducer.state_dict(), **self.round_state()}
-        return state.stored(reducer.codec.rank, reducer.step, reducer.topology, part)
+        kept = {"reducer": reducer.state_dict(), **self.round_state()}
+        return state.stored(reducer.codec.rank, reducer.step, reducer.topology, kept)
 
     def load_rank_state(self, rank_state: Mapping[str, Any]) -> None:
         """Load a `rank_state` of the same rank, after parameters and torch's state are loaded.
@@ -251,8 +251,8 @@ class Communicating(Optimizer):
             BadInput: If it is no such state, another rank's, or of another model or reducer; nothing has changed.
         """
         whose = f"{type(self).__name__}"
-        step, topology, part = state.taken(rank_state, self.reducer.codec.rank, self.reducer.topology, whose)
-        if part is None:
+        step, topology, saved = state.taken(rank_state, self.reducer.codec.rank, self.reducer.topology, whose)
+        if saved is None:
             warnings.warn(
                 f"the optimizer's state is of {topology} ranks and this run has {self.reducer.topology}: a round "
                 f"begins, and residuals, compressor states and generators are reset",
@@ -261,25 +261,25 @@ class Communicating(Optimizer):
             self.reducer.begin(step)
             self.restart()
             return
-        state.check_keys(part, {"reducer"}, whose)
-        self.check_round_state(part)
-        self.reducer.load_state_dict(part["reducer"])
+        state.check_keys(saved, {"reducer"}, whose)
+        self.check_round_state(saved)
+        self.reducer.load_state_dict(saved["reducer"])
         self.reducer.codec.check_names(self.parameters)
-        self.load_round_state(part)
+        self.load_round_state(saved)
         self._taken = None
 
     def round_state(self) -> dict[str, Any]:
         """Return what this rank keeps of its rounds: tensors, not copies, and plain data."""
         return {}
 
-    def check_round_state(self, part: Mapping[str, Any]) -> None:
+    def check_round_state(self, saved: Mapping[str, Any]) -> None:
         """Check what `load_round_state` is given.
 
         Raises:
             BadInput: If names or shapes differ.
         """
 
-    def load_round_state(self, part: Mapping[str, Any]) -> None:
+    def load_round_state(self, saved: Mapping[str, Any]) -> None:
         """Copy what `round_state` returned."""
 
     def state_dict(self) -> dict[str, Any]:

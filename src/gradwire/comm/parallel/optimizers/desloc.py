@@ -91,9 +91,9 @@ class DesLoc(DiLoCo):
         super().discard()
         self.received = {}
 
-    def load_round_state(self, part: Mapping[str, Any]) -> None:
+    def load_round_state(self, saved: Mapping[str, Any]) -> None:
         """As `DiLoCo.load_round_state`."""
-        super().load_round_state(part)
+        super().load_round_state(saved)
         self.received = {}
 
     def _moment(self, key: str, name: str) -> Tensor:

@@ -203,12 +203,12 @@ class DiLoCo(Communicating):
     def synchronized(self) -> Iterator[None]:
         """As `Communicating.synchronized`: inside, the parameters are the anchors."""
         with torch.no_grad():
-            own, strategy = {name: p.clone() for name, p in self.trained.items()}, strategy_of(self.model)
+            trained, strategy = {name: p.clone() for name, p in self.trained.items()}, strategy_of(self.model)
             self.return_to_anchors()
             strategy.changed(self.model)
             yield
             for name, p in self.trained.items():
-                p.copy_(own[name])
+                p.copy_(trained[name])
             strategy.changed(self.model)
 
     def shared(self) -> Iterator[tuple[str, Tensor]]:
@@ -231,31 +231,31 @@ class DiLoCo(Communicating):
             "groups": [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups],
         }
 
-    def check_round_state(self, part: Mapping[str, Any]) -> None:
+    def check_round_state(self, saved: Mapping[str, Any]) -> None:
         """Check names and shapes."""
-        state.check_keys(part, {"parameters", "anchors", "momenta", "inner", "groups"}, type(self).__name__)
-        state.check_tensors(part["parameters"], self.trained, "parameters")
-        state.check_tensors(part["anchors"], self.anchors, "anchors")
-        state.check_tensors(part["momenta"], self.momenta, "outer momenta")
-        state.check_keys(part["inner"], set(self.parameters), f"{type(self).__name__} (inner)")
-        if len(part["groups"]) != len(self.param_groups):
+        state.check_keys(saved, {"parameters", "anchors", "momenta", "inner", "groups"}, type(self).__name__)
+        state.check_tensors(saved["parameters"], self.trained, "parameters")
+        state.check_tensors(saved["anchors"], self.anchors, "anchors")
+        state.check_tensors(saved["momenta"], self.momenta, "outer momenta")
+        state.check_keys(saved["inner"], set(self.parameters), f"{type(self).__name__} (inner)")
+        if len(saved["groups"]) != len(self.param_groups):
             raise BadInput(
-                f"the state has {len(part['groups'])} parameter groups, and this one {len(self.param_groups)}."
+                f"the state has {len(saved['groups'])} parameter groups, and this one {len(self.param_groups)}."
             )
 
     @torch.no_grad()
-    def load_round_state(self, part: Mapping[str, Any]) -> None:
+    def load_round_state(self, saved: Mapping[str, Any]) -> None:
         """Copy what `round_state` returned."""
         for name, p in self.parameters.items():
-            self.trained[name].copy_(part["parameters"][name])
-            self.anchors[name].copy_(part["anchors"][name])
+            self.trained[name].copy_(saved["parameters"][name])
+            self.anchors[name].copy_(saved["anchors"][name])
             before = dict(state_of(self.inner, p))
-            moments = part["inner"][name].items()
+            moments = saved["inner"][name].items()
             self.inner.state[p] = {key: copied(value, before.get(key), p) for key, value in moments}
-        for group, saved in zip(self.param_groups, part["groups"], strict=True):
-            group |= copy.deepcopy(saved)
+        for group, options in zip(self.param_groups, saved["groups"], strict=True):
+            group |= copy.deepcopy(options)
         for name, momentum in self.momenta.items():
-            momentum.copy_(part["momenta"][name])
+            momentum.copy_(saved["momenta"][name])
         self.delivered = {}
         self.anchored = True
 
@@ -331,8 +331,8 @@ class Rounds:
         """Whether optimizer step ``step``, counted from 0, is the last one of a round."""
         if step + 1 in (self._steps, *self._starts):
             return True
-        at = bisect_right(self._starts, step) - 1
-        return (step + 1 - self._starts[at]) % self._lengths[at] == 0
+        interval = bisect_right(self._starts, step) - 1
+        return (step + 1 - self._starts[interval]) % self._lengths[interval] == 0
 
     def began(self, number: int) -> int:
         """The first optimizer step of round ``number``, counted from 0."""

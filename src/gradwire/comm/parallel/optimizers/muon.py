@@ -83,12 +83,12 @@ class Muon(AdamW):
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 self.state[p]["step"] = torch.zeros((), dtype=torch.float32)  # AdamW looks for it in a loaded state
             self.state[p]["step"] += 1
-            own, momentum = local(gradient), local(self.state[p]["momentum_buffer"])
-            momentum.lerp_(own, 1 - MOMENTUM)
-            way = step_direction(own.lerp(momentum, MOMENTUM), p)
+            shard_gradient, momentum = local(gradient), local(self.state[p]["momentum_buffer"])
+            momentum.lerp_(shard_gradient, 1 - MOMENTUM)
+            direction = step_direction(shard_gradient.lerp(momentum, MOMENTUM), p)
             shard = local(p)
             shard.mul_(1 - group["lr"] * group["weight_decay"])
-            shard.add_(way, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
+            shard.add_(direction, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -90,8 +90,8 @@ class StreamingDiLoCo(DiLoCo):
 
     def sends(self, step: int) -> int | None:
         """The fragment that a step sends, or None."""
-        at = step % self.ends[-1] + 1
-        return self.ends.index(at) if at in self.ends else None
+        taken = step % self.ends[-1] + 1  # steps of the round
+        return self.ends.index(taken) if taken in self.ends else None
 
     def receives(self, step: int) -> bool:
         """Whether a step receives the fragment in flight."""
@@ -144,21 +144,21 @@ class StreamingDiLoCo(DiLoCo):
         flying = self.in_flight and {"fragment": self.in_flight[0], "mean": self.in_flight[1].wait()}
         return super().round_state() | {"in_flight": flying}
 
-    def check_round_state(self, part: Mapping[str, Any]) -> None:
+    def check_round_state(self, saved: Mapping[str, Any]) -> None:
         """Check names and shapes."""
-        super().check_round_state(part)
-        state.check_keys(part, {"in_flight"}, type(self).__name__)
-        flying = part["in_flight"]
+        super().check_round_state(saved)
+        state.check_keys(saved, {"in_flight"}, type(self).__name__)
+        flying = saved["in_flight"]
         if flying is not None:
             if not 0 <= flying["fragment"] < len(self.fragments):
                 raise BadInput(f"the state has fragment {flying['fragment']} in flight, of {len(self.fragments)}.")
             numel = self.fragments[flying["fragment"]].numel
             state.check_tensors({"mean": flying["mean"]}, {"mean": torch.empty(numel, device="meta")}, "means")
 
-    def load_round_state(self, part: Mapping[str, Any]) -> None:
+    def load_round_state(self, saved: Mapping[str, Any]) -> None:
         """Copy the base class's state, and what is in flight."""
-        super().load_round_state(part)
-        flying = part["in_flight"]
+        super().load_round_state(saved)
+        flying = saved["in_flight"]
         self.in_flight = None if flying is None else (flying["fragment"], finished(flying["mean"].clone()))
 
     def _layout(self, names: Iterable[str]) -> Layout:
@@ -182,7 +182,9 @@ def divided(model: nn.Module, trained: Mapping[str, Tensor], count: int) -> list
     """
     of_block = {p: i % count for i, block in enumerate(blocks(model)) for p in block.parameters()}
     chosen = {name: of_block[p] for name, p in trained.items() if p in of_block}
-    sizes = [sum(trained[name].numel() for name, one in chosen.items() if one == number) for number in range(count)]
+    sizes = [
+        sum(trained[name].numel() for name, fragment in chosen.items() if fragment == number) for number in range(count)
+    ]
     for name in sorted(trained.keys() - chosen.keys(), key=lambda name: (-trained[name].numel(), name)):
         chosen[name] = sizes.index(min(sizes))
         sizes[chosen[name]] += trained[name].numel()
