@@ -1,4 +1,4 @@
-"""What travels in a cell: gradients, or what an optimizer that communicates sends instead; with its options."""
+"""The tensors that travel in a cell: gradients, or those of an optimizer that communicates; with its options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOMENTUM = ("onebit_adam", "zero_one_adam")  # freeze the variance after a warm-
 
 
 class Preset(NamedTuple):
-    """What a cell with such an optimizer has if it does not say otherwise.
+    """Defaults of a cell with an optimizer that communicates.
 
     Attributes:
         options: The optimizer's options.
@@ -112,7 +112,7 @@ class Streaming(Strict, strict=True):
 
 
 class Communication(Strict, strict=True):
-    """What travels, as a cell says; ``comm.parallel.optimizers`` explains the options.
+    """The tensors that travel, as given in a cell; ``comm.parallel.optimizers`` explains the options.
 
     A field that is None has the default of its optimizer.
     """
@@ -131,7 +131,7 @@ class Communication(Strict, strict=True):
     outer_momentum: float | None = Field(None, ge=0, lt=1, description="Nesterov momentum of the outer step")
     dense_rounds: Natural = Field(0, description="first rounds without compression")
     inner: Inner | None = Field(None, description="the optimizer of a rank's steps")
-    streaming: Streaming | None = Field(None, description="send in fragments, beside the training")
+    streaming: Streaming | None = Field(None, description="send in fragments while training goes on")
 
     @property
     def averages_gradients(self) -> bool:

@@ -59,7 +59,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Run the command on all ranks; a failure is written beside the verb's outputs.
+    """Run the command on all ranks; a failure is written into the folder of the verb's outputs.
 
     Raises:
         GradwireError: If a check fails, or with the message and exit code of the first rank that failed.

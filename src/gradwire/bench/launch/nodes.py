@@ -1,12 +1,11 @@
 """Ranks on several nodes: ``gradwire launch --nodes N`` in a Slurm allocation.
 
 The launcher hosts the c10d store for the rendezvous, and ``srun`` starts this module once per node as torchrun's agent
-for that node's ranks. Each node writes how its ranks ended to a file beside the ranks' messages, in a shared folder.
+for that node's ranks. Each node writes how its ranks ended to a file next to the ranks' messages, in a shared folder.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import signal
@@ -126,21 +125,19 @@ def _cause(end: End, folder: Path) -> GradwireError:
 
 
 def main(words: Sequence[str]) -> int:
-    """Start this node's ranks, wait for them, and write how they ended."""
-    parser = argparse.ArgumentParser(prog="python -m gradwire.bench.launch.nodes")
-    parser.add_argument("ranks", type=int, help="ranks on this node")
-    parser.add_argument("nodes", type=int, help="number of nodes")
-    parser.add_argument("port", type=int, help="port of the launcher's store")
-    parser.add_argument("command", nargs=argparse.REMAINDER, help="the command line of a rank")
-    args = parser.parse_args(words)
+    """Start this node's ranks, wait for them, and write how they ended.
+
+    Args:
+        words: Ranks on this node, number of nodes, port of the launcher's store, and the command line of a rank.
+    """
+    ranks_here, nodes, port, *command = words
     folder = Path(os.environ[RANK_FAILURES])
     if os.environ["SLURM_NODEID"] == "0":
         write_text(folder / STEP, f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}")
-    endpoint = f"{os.environ['SLURM_LAUNCH_NODE_IPADDR']}:{args.port}"
-    with environment({PARENT: str(os.getpid()), **rank_variables(args.ranks)}):
-        ended = agent(
-            args.command, args.ranks, endpoint, args.nodes, rdzv_backend="c10d", rdzv_configs={"is_host": "false"}
-        )
+    endpoint = f"{os.environ['SLURM_LAUNCH_NODE_IPADDR']}:{port}"
+    with environment({PARENT: str(os.getpid()), **rank_variables(int(ranks_here))}):
+        options = {"rdzv_backend": "c10d", "rdzv_configs": {"is_host": "false"}}
+        ended = agent(command, int(ranks_here), endpoint, int(nodes), **options)
     write_json(
         folder / f"node{os.environ['SLURM_NODEID']}.json", {"codes": dict(ended.codes), "stopped": ended.stopped}
     )

@@ -274,7 +274,7 @@ def _listed(ranks: Sequence[int]) -> str:
 def _precedence(message: Mapping[str, Any] | None, code: int) -> tuple[int, float]:
     """Sort key: root causes before their consequences, each kind by time.
 
-    The kinds are: ranks with an error of their own; killed ranks; ranks that lost a peer or left no message; ranks that
+    The kinds are: ranks with their own error; killed ranks; ranks that lost a peer or left no message; ranks that
     the launcher terminated after a failure elsewhere and that saved a checkpoint; those that did not.
     """
     if message is None:

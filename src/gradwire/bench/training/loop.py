@@ -113,14 +113,14 @@ class Loop:
         self.parts.model.train()
         with (
             progress(folder, training.steps, self.start, self.world) as show,
-            profiling(training, self.start, self.state.trace, self.world) as profiler,
+            profiling(training, self.start, self.state.trace, self.world) as end_step,
             scalars(self.settings, outcome.rows, self.world) as log,
         ):
             try:
                 for step in range(self.start, training.steps):
                     row = self._measured_step(step)
                     outcome.rows.append(row)
-                    profiler.step()
+                    end_step()
                     self._evaluate_during(step, row)
                     log(row)
                     show(row)

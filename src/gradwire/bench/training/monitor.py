@@ -1,4 +1,4 @@
-"""What shows a running run: a progress bar, ``progress.json``, scalars and a profile of some steps.
+"""Displays of a running run: a progress bar, ``progress.json``, scalars and a profile of some steps.
 
 Scalars are the columns of ``steps.parquet`` as train/…, bytes/… and time/…. They go to TensorBoard, and to Weights &
 Biases if ``--log wandb`` asks for it. The profile has one trace per rank, for TensorBoard and Perfetto.
@@ -41,18 +41,6 @@ def trace_file(run_folder: Path, world: World) -> Path:
     return run_folder / "profiler" / f"rank{world.rank}.pt.trace.json.gz"
 
 
-class Profiler:
-    """Records the steps of `profiled_range`; call `step` after every optimizer step."""
-
-    def __init__(self, recorder: profile | None) -> None:
-        self._recorder = recorder
-
-    def step(self) -> None:
-        """Mark the end of an optimizer step."""
-        if self._recorder is not None:
-            self._recorder.step()
-
-
 def recorder_options(activities: list[ProfilerActivity]) -> dict[str, Any]:
     """Options of torch's profiler for a trace that `bench.trace.trace` can read: the reducer's thread is recorded."""
     config = _ExperimentalConfig(profile_all_threads=True)
@@ -60,11 +48,11 @@ def recorder_options(activities: list[ProfilerActivity]) -> dict[str, Any]:
 
 
 @contextmanager
-def profiling(training: Training, start: int, path: Path, world: World) -> Iterator[Profiler]:
-    """Profile the steps of `profiled_range` and write the trace to ``path``."""
+def profiling(training: Training, start: int, path: Path, world: World) -> Iterator[Callable[[], None]]:
+    """Profile the steps of `profiled_range` and write the trace to ``path``; yield what ends each optimizer step."""
     steps = profiled_range(training, start)
     if len(steps) < 2:  # the profiler's warm-up step alone records nothing
-        yield Profiler(None)
+        yield lambda: None
         return
 
     def save(recorder: profile) -> None:
@@ -80,12 +68,12 @@ def profiling(training: Training, start: int, path: Path, world: World) -> Itera
             with plain.open("rb") as trace:
                 shutil.copyfileobj(trace, compressed)
 
-    if world.device.type == "cpu":  # on a GPU it says what CUPTI cannot record
+    if world.device.type == "cpu":  # on a GPU the log has what CUPTI cannot record
         os.environ.setdefault("KINETO_LOG_LEVEL", QUIET_LOG)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (world.device.type == "cuda")
     timetable = schedule(skip_first=steps.start - start, wait=0, warmup=1, active=len(steps) - 1, repeat=1)
     with profile(schedule=timetable, on_trace_ready=save, **recorder_options(activities)) as recorder:
-        yield Profiler(recorder)
+        yield recorder.step
 
 
 def _complete(trace: Path) -> bool:

@@ -100,7 +100,7 @@ def save_model(
 
     Args:
         folder: The folder to write.
-        split: A split of the data, beside whose shards the tokenizer is.
+        split: A split of the data; the tokenizer is next to its shards.
         model: The wrapped model.
         optimizer: Its optimizer.
         outcome: Has the model's configuration.

@@ -1,4 +1,4 @@
-"""DeMo: every rank keeps a momentum of its own, and the ranks average what moves most in it; the step is its sign.
+"""DeMo: every rank keeps its own momentum, and the ranks average what moves most in it; the step is its sign.
 
 Peng et al., "DeMo: Decoupled Momentum Optimization" (arXiv:2411.19870, 2024, Algorithm 1). A rank's momentum is its
 residual of error feedback: the reducer adds ``lr * gradient`` to it, sends the largest coefficients of its cosine

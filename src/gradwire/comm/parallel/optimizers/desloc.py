@@ -1,9 +1,9 @@
-"""DES-LOC: local Adam whose parameters and moments the ranks average, each at an interval of its own.
+"""DES-LOC: local Adam whose parameters and moments the ranks average, each at its own interval.
 
 Iacob et al., "DES-LOC: Desynced Low Communication Adaptive Optimizers for Training Foundation Models"
 (arXiv:2505.22549, 2025, Algorithm 1). The slower a moment decays, the less often it is averaged. Parameters travel as
 in `diloco`, through the cell's compressor and error feedback; moments as float32, because Adam divides by one of them:
-what a compressor makes of a small variance, or of a momentum beside one, is a huge step.
+the error of a small variance, or of a momentum over one, is a huge step.
 
 The paper averages a moment at the beginning of a step, here it is averaged at the end of the step before.
 """
