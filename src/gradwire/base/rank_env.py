@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from collections.abc import Mapping
 from ipaddress import ip_address
@@ -54,30 +53,15 @@ class RankOptions(RankEnvOptions):
     device: Device = Field("auto", description="auto: cuda with a GPU, else cpu")
 
 
-def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `RankOptions`, for a verb without ``Options``."""
-    from gradwire.base.model_flags import add_flags
-
-    add_flags(parser, RankOptions)
-
-
-def add_rank_env_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `RankEnvOptions`, for a verb without ``Options``."""
-    from gradwire.base.model_flags import add_flags
-
-    add_flags(parser, RankEnvOptions)
-
-
-def rank_options(args: Any) -> dict[str, Any]:
-    """Keyword arguments for :func:`gradwire.comm.collectives.world.process_group` from a verb's
-    options or parsed arguments.
+def rank_options(options: Any) -> dict[str, Any]:
+    """Keyword arguments for :func:`gradwire.comm.collectives.world.process_group` from a verb's options.
 
     Raises:
         BadInput: If the flags disagree with torchrun's environment, are incomplete or out of range.
     """
-    given = {name: getattr(args, name) for name in RankEnv._fields}
+    given = {name: getattr(options, name) for name in RankEnv._fields}
     here = rank_env(given, os.environ)
-    return {"backend": args.backend, "device": args.device, "here": here, "timeout": args.timeout}
+    return {"backend": options.backend, "device": options.device, "here": here, "timeout": options.timeout}
 
 
 def rank_env(given: Mapping[str, Any], environment: Mapping[str, str]) -> RankEnv:

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire.base.errors import BadInput
-from gradwire.base.rank_env import LOCAL_WORLD_SIZE, RankEnv, add_rank_arguments, rank_env, rank_options, ranks_here
+from gradwire.base.model_flags import add_flags
+from gradwire.base.rank_env import LOCAL_WORLD_SIZE, RankEnv, RankOptions, rank_env, rank_options, ranks_here
 from gradwire.comm.collectives.world import choose, host_store, process_group
 
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "2345"}
@@ -50,7 +51,7 @@ def test_ranks_started_by_hand():
 
 def test_rank_flags_reach_the_seat():
     parser = argparse.ArgumentParser()
-    add_rank_arguments(parser)
+    add_flags(parser, RankOptions)
     args = parser.parse_args(["--world_size", "2", "--rank", "1", "--master_port", "77", "--device", "cpu"])
     here = RankEnv(1, 1, 2, "127.0.0.1", 77)
     assert rank_options(args) == {"backend": "auto", "device": "cpu", "here": here, "timeout": 60.0}
