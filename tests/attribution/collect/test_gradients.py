@@ -660,13 +660,6 @@ def swap_part_ids(run):
     return path
 
 
-def swap_rank_ids_everywhere(run):
-    for name in ("ids-4.pkl", "all_ids.pkl"):
-        path = run / "rank_0" / "dim64" / name
-        rewrite(path, swapped(store.read_ids(path)))
-    return path
-
-
 def swap_merged_ids(run):
     path = run / "dim64" / "all_ids.pkl"
     rewrite(path, swapped(store.read_ids(path)))
@@ -682,15 +675,6 @@ def swap_merged_ids_and_sign(run):
 def swap_merged_rows_and_bind_again(run):
     names, block = store.all_names(run / "dim64"), merged(run)
     put_bound(run, names, block.rows[swapped(range(SAMPLES))], block)
-    sign_again(run)
-    return names.rows
-
-
-def alter_row(run):
-    names, block = store.all_names(run / "dim64"), merged(run)
-    rows = block.rows.clone()
-    rows[5] *= 1.1
-    put(names, rows, block)
     sign_again(run)
     return names.rows
 
@@ -714,10 +698,6 @@ def keep(run, positions):
 
 def drop_row(run):
     return keep(run, [0, 1, 2, 3, 5, 6, 7, 8, 9, 10])
-
-
-def duplicate_row(run):
-    return keep(run, [0, 1, 2, 3, 3, 5, 6, 7, 8, 9, 10])
 
 
 def reorder_rows(run):
@@ -778,17 +758,6 @@ def forge_manifest(run):
 def remove_merged(run):
     shutil.rmtree(run / "dim64")
     return run / "dim64" / "all_ids.pkl"
-
-
-def mix_runs(run):
-    """A rank's files of the same run with another seed."""
-    other = run.parent / "other"
-    model, data = (json.loads((run / "collect.json").read_text())[key] for key in ("model_dir", "data_path"))
-    words = ["--model_dir", model, "--data_path", data, "--output_path", str(other), "--dim", "64", "--seed", "9"]
-    assert cli.main(["grads", "collect", *words, "--max_samples", "6", "--save_interval", "4"]) == 0
-    shutil.rmtree(run / "rank_0" / "dim64")
-    shutil.copytree(other / "rank_0" / "dim64", run / "rank_0" / "dim64")
-    return run / "rank_0" / "dim64" / "all_ids.pkl"
 
 
 def shrink_row_and_bind_again(run):
@@ -879,28 +848,9 @@ def save_with_offset(run):
     return path
 
 
-def save_sparse(run):
-    path = run / "dim64" / "all_orig.pt"
-    torch.save(merged(run).rows.clone().to_sparse(), path)
-    return path
-
-
-def list_manifest(run):
-    path = run / "dim64" / "manifest.json"
-    path.write_text(f"[{path.read_text()}]")
-    return path
-
-
 def number_as_string(run):
     path = run / "dim64" / "manifest.json"
     path.write_text(path.read_text().replace('"rows": 11', '"rows": "11"'))
-    return path
-
-
-def checksums_of_a_list(run):
-    path = run / "dim64" / "manifest.json"
-    stored = json.loads(path.read_text())
-    path.write_text(json.dumps({**stored, "sha256": list(stored["sha256"])}))
     return path
 
 
@@ -912,20 +862,13 @@ FAULTS = [
     unlisted_normalized,
     unlisted_file,
     save_with_offset,
-    save_sparse,
-    list_manifest,
     number_as_string,
-    checksums_of_a_list,
     swap_rank_ids,
     swap_part_ids,
-    swap_rank_ids_everywhere,
-    swap_merged_ids,
     swap_merged_ids_and_sign,
     swap_merged_rows_and_bind_again,
-    alter_row,
     alter_rank_row,
     drop_row,
-    duplicate_row,
     reorder_rows,
     add_id,
     truncate,
@@ -936,7 +879,6 @@ FAULTS = [
     other_type,
     forge_manifest,
     remove_merged,
-    mix_runs,
     shrink_row_and_bind_again,
 ]
 
@@ -955,9 +897,7 @@ def test_validation_finds_the_fault_and_names_the_file(pair, tmp_path, capsys, p
     assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "100"]) == 0
 
 
-@pytest.mark.parametrize(
-    "changes", [{"seed": 1}, {"projection": "normal"}, {"grad_type": "sign"}, {"model_digest": "other"}, {"lora": "x"}]
-)
+@pytest.mark.parametrize("changes", [{"seed": 1}, {"lora": "x"}])
 def test_an_edited_provenance_is_not_that_of_the_rows(pair, tmp_path, capsys, changes):
     run = tmp_path / "run"
     shutil.copytree(pair, run)
@@ -984,16 +924,11 @@ def test_a_matrix_of_another_width_beside_the_runs_is_found(pair, tmp_path, caps
     ("change", "message"),
     [
         (lambda stored: [stored], "object"),
-        (lambda stored: None, "object"),
         (lambda stored: {**stored, "samples": "11"}, "samples: Input should be a valid integer"),
         (lambda stored: {**stored, "samples": 1000}, "has 1000 samples on 2 ranks"),
         (lambda stored: {**stored, "world_size": 12}, "has 11 samples on 12 ranks"),
         (lambda stored: {**stored, "save_interval": 0}, "save_interval: Input should be greater than or equal to 1"),
-        (lambda stored: {**stored, "dims": []}, "dims: List should have at least 1 item"),
         (lambda stored: {**stored, "dims": [64, "100"]}, "dims.1: Input should be a valid integer"),
-        (lambda stored: {**stored, "split": ["train"]}, "split: Input should be 'train', 'val' or 'all'"),
-        (lambda stored: {**stored, "projection": "none such"}, "projection: Input should be"),
-        (lambda stored: {**stored, "seed": 2**80}, "seed: Input should be less than"),
         (
             lambda stored: {name: stored[name] for name in stored if name != "format"},
             "written by another version of gradwire",
