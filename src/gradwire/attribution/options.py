@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from gradwire.base.flags import COUNT
+from gradwire.base.rank_env import Device
 from gradwire.base.strict import Strict
 from gradwire.lm.data.defaults import LENGTH, Split
 
@@ -65,6 +66,15 @@ class RowOptions(LossOptions):
         description="loop: one backward pass per sample; vmap: torch.func; hooks: per layer; auto: hooks, else vmap",
     )
     save_interval: Count = Field(64, description="samples (or tokens) per file")
+
+
+class PlaceOptions(Strict):
+    """Where the model of a store is now, and the device that it is loaded to."""
+
+    model_dir: Path | None = Field(None, description="current folder of the model (default: as collected)")
+    optimizer_dir: Path | None = Field(None, description="current folder of Adam's moments (default: as collected)")
+    lora_dir: Path | None = Field(None, description="current folder of the LoRA adapter (default: as collected)")
+    device: Device = Field("auto", description="auto: a GPU if there is one")
 
 
 class SampleOptions(Strict):

@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from gradwire.attribution.options import Count, Metric, SampleOptions
+from gradwire.attribution.options import Count, Metric, PlaceOptions, SampleOptions
 from gradwire.attribution.query.curvature import CurvatureOptions
 from gradwire.attribution.store.provenance import PLACES
 from gradwire.base.files import write_json
 from gradwire.base.flags import output_folder
-from gradwire.base.rank_env import Device
 from gradwire.lm.data.defaults import Split
 
 if TYPE_CHECKING:
@@ -33,17 +32,13 @@ ASKED = ("prompt", "data_path", "sample_id")
 WIDEST_ID = 40  # characters of an id in the table
 
 
-class StoreOptions(CurvatureOptions):
+class StoreOptions(CurvatureOptions, PlaceOptions):
     """Flags of a store and of the places of what it was collected from."""
 
     store: Path = Field(description="a merged store (dim<N>/)")
     index: bool = Field(False, description="score only what the index of `grads index` proposes; it may miss samples")
     corpus: Path | None = Field(None, description="corpus file; shows whole documents instead of samples")
-    model_dir: Path | None = Field(None, description="current folder of the model (default: as collected)")
     shards: Path | None = Field(None, description="current folder of the store's shards (default: as collected)")
-    optimizer_dir: Path | None = Field(None, description="current folder of Adam's moments (default: as collected)")
-    lora_dir: Path | None = Field(None, description="current folder of the LoRA adapter (default: as collected)")
-    device: Device = Field("auto", description="auto: a GPU if there is one")
 
     def searcher(self) -> Searcher:
         """Open the store.

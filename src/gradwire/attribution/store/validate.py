@@ -16,7 +16,7 @@ from pydantic import Field
 from gradwire.attribution import projections
 from gradwire.attribution.collect.rows import RowMaker
 from gradwire.attribution.collect.types import TOLERANCE
-from gradwire.attribution.options import Count
+from gradwire.attribution.options import Count, PlaceOptions
 from gradwire.attribution.projections.base import Band
 from gradwire.attribution.store import provenance, store
 from gradwire.attribution.store.aggregate import check_asked
@@ -27,8 +27,6 @@ from gradwire.attribution.store.store import Block, Names
 from gradwire.base.errors import BadInput, CheckFailed, bounded
 from gradwire.base.files import write_json
 from gradwire.base.flags import NATURAL, RANKS, SEED
-from gradwire.base.rank_env import Device
-from gradwire.base.strict import Strict
 from gradwire.comm.collectives import world
 from gradwire.lm.data import corpus
 from gradwire.lm.data.shards import Shards
@@ -37,7 +35,7 @@ from gradwire.lm.data.writer import split_of
 RESULT = "validation.json"
 
 
-class Options(Strict):
+class Options(PlaceOptions):
     """Flags of ``gradwire grads validate``."""
 
     output_dir: Path = Field(description="the collection folder; gets validation.json")
@@ -51,12 +49,8 @@ class Options(Strict):
         0, description="number of random rows to recompute if all other checks pass"
     )
     seed: Annotated[int, SEED] = Field(0, description="seed of the choice of --recompute")
-    model_dir: Path | None = Field(None, description="current folder of the model (default: as collected)")
     data_path: Path | None = Field(None, description="current folder of the shards (default: as collected)")
     corpus: Path | None = Field(None, description="current path of the corpus file (default: as collected)")
-    optimizer_dir: Path | None = Field(None, description="current folder of Adam's moments (default: as collected)")
-    lora_dir: Path | None = Field(None, description="current folder of the LoRA adapter (default: as collected)")
-    device: Device = Field("auto", description="for --recompute; auto: a GPU if there is one")
 
 
 def beside(options: Options) -> Path:
