@@ -98,26 +98,35 @@ def test_the_sum_of_int8_codes_does_not_overflow(world, value):
     torch.testing.assert_close(torch.cat([row for *_, row in results]), results[0][0], rtol=1e-6, atol=0)
 
 
-def poisoned_once(rank, world, group, residual_dtype):
+def poisoned_once(rank, world, group, options):
+    """Of three steps, the second with NaN on rank 0: the answers, the last mean, and residuals after the second."""
     layout = Layout.dim0(SHAPES, world)
-    reducer = Reducer(
-        build("int8"), group, algorithm="exchange", error_feedback=True, nonfinite="skip", residual_dtype=residual_dtype
-    )
-    flat = buffer(layout, rank)
-    if rank == 0:
-        flat[0] = math.nan
-    reducer.reduce_scatter(flat, layout)
-    first = reducer.finish()
-    result = reducer.reduce_scatter(buffer(layout, rank, 1), layout)
-    return first, reducer.finish(), result, reducer.traffic["residuals_dropped"]
+    reducer = Reducer(build("int8"), group, algorithm="exchange", error_feedback=True, nonfinite="skip", **options)
+    finite, residuals = [], {}
+    for step in range(3):
+        flat = buffer(layout, rank, step)
+        if (rank, step) == (0, 1):
+            flat[0] = math.nan
+        mean = reducer.reduce_scatter(flat, layout)
+        finite.append(reducer.finish())
+        if step == 1:
+            kept = {key: feedback.residual for key, feedback in reducer.codec._feedbacks.items()}
+            residuals = {key: bool(residual.any()) for key, residual in kept.items() if residual.numel() > 1}
+    return finite, mean, reducer.traffic["residuals_dropped"], residuals
 
 
-@pytest.mark.parametrize("residual_dtype", ["float32", "bf16", "int8"])
-def test_a_residual_is_dropped_where_the_gradient_was_not_finite(world, residual_dtype):
-    results = world(2).run(poisoned_once, residual_dtype)
-    assert [result[:2] for result in results] == [(False, True)] * 2
-    assert [result[3] for result in results] == [1, 0]
-    assert all(result[2].isfinite().all() for result in results)
+@pytest.mark.parametrize(
+    "options", [*({"residual_dtype": dtype} for dtype in ("float32", "bf16", "int8")), {"ef_average": 0.5}], ids=str
+)
+def test_a_residual_is_dropped_where_the_gradient_was_not_finite(world, options):
+    results = world(2).run(poisoned_once, options)
+    assert [result[0] for result in results] == [[True, False, True]] * 2
+    assert all(result[1].isfinite().all() for result in results)
+    assert [result[2] for result in results] == [1, 0]
+    for rank, (*_, residuals) in enumerate(results):
+        assert {key for key, kept in residuals.items() if not kept} == (
+            {("matrix", "scatter", 0)} if rank == 0 else set()
+        )
 
 
 @pytest.mark.parametrize(

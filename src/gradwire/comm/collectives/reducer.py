@@ -447,9 +447,7 @@ class Reducer:
     def _chosen(self, kind: Kind, numel: int) -> str:
         """Return what ``auto`` resolves to."""
         used = self.codec.schedule.plateaus
-        if self.codec.options.granularity == "piece" and all(
-            compressor.linear and compressor.has_rounds for compressor in used
-        ):
+        if self.codec.options.granularity == "piece" and all(method.linear and method.has_rounds for method in used):
             return "native"
         if kind == "reduce_scatter":
             return "exchange"

@@ -89,7 +89,7 @@ class Feedback:
         """Keep the error of an encoding, in the place that `open` was given; nothing where ``bad`` is set."""
         if not self.in_place:
             self._keep(error)
-            self.drop(where=bad)
+            self.drop(where=bad)  # an average still has the old residual
 
     def compensate(self, gradient: Tensor) -> Tensor:
         """Return the residual plus the gradient, to be encoded in the gradient's place; nothing synchronises.

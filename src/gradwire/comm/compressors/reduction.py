@@ -59,21 +59,32 @@ class ReducerOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     error_feedback: bool = Field(False, description="add what an encoding lost to the next gradient")
-    ef_decay: float = Field(1.0, gt=0, le=1, description="what is lost is multiplied by this before it is added")
-    ef_average: float = Field(0.0, ge=0, lt=1, description="weight of the old residual in the new one")
+    ef_decay: float = Field(1.0, gt=0, le=1, description="factor of residuals before they are added; 1 forgets nothing")
+    ef_average: float = Field(
+        0.0, ge=0, lt=1, description="weight of the old residual in the new one; 0 keeps the last error only"
+    )
     ef_reset: Annotated[int, NATURAL] = Field(
         0, description="optimizer steps after which residuals are dropped; 0: never"
     )
-    residual_dtype: ResidualDtype = Field("float32", description="how that is stored")
+    residual_dtype: ResidualDtype = Field("float32", description="type of stored residuals")
     algorithm: Literal["auto", "exchange", "gather", "native"] = Field(
-        "auto", description="which collectives carry the encodings"
+        "auto",
+        description="encodings go to the owner of their row (exchange) or to all ranks (gather), or collectives sum "
+        "the compressor's rounds (native); auto chooses once",
     )
-    granularity: Literal["piece", "row"] = Field("piece", description="what is encoded at once")
-    second: Literal["encoded", "float32"] = Field("encoded", description="second half of an all-reduce")
+    granularity: Literal["piece", "row"] = Field(
+        "piece", description="encode a piece of one parameter at once, or all of a row"
+    )
+    second: Literal["encoded", "float32"] = Field(
+        "encoded", description="an all-reduce sends means encoded again, or as float32"
+    )
     exempt: Exempt = Field(Exempt(), description="tensors sent as float32")
     dense_steps: Annotated[int, NATURAL] = Field(0, description="first steps without compression")
-    overlap: bool = Field(True, description="reduce during the backward pass")
-    nonfinite: Literal["raise", "skip", "propagate"] = Field("raise", description="what a NaN or infinity does")
+    overlap: bool = Field(True, description="reduce during the backward pass; the means are the same, bit for bit")
+    nonfinite: Literal["raise", "skip", "propagate"] = Field(
+        "raise",
+        description="on NaN or infinity finish raises on all ranks, or returns False (skip) or True (propagate)",
+    )
     schedule: dict[str, ByStep] = Field(
         {}, description="values of an option from given steps on, as {density: {0: 0.25, 20: 0.05}}"
     )
