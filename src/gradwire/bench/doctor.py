@@ -120,10 +120,11 @@ def multi_gpu(options: Options) -> None:
         corpus, run, rows = (f"{folder}/{name}" for name in ("corpus.json", "run", "rows"))
         texts = [f"document number {number} says {number * number} and no more" for number in range(SAMPLES + 4)]
         write_json(Path(corpus), [{"id": f"doc{n}", "title": f"{n}", "text": text} for n, text in enumerate(texts)])
-        train = f"train --data_path {corpus} --output_dir {run} --model micro --vocab_size 290 --max_length 64"
-        train += " --steps 2 --warmup_steps 0 --lr_warmup_steps 1 --batch_size 2 --no-profile"
-        collect = f"grads collect --model_dir {run}/final_model --data_path {corpus} --output_path {rows}"
-        collect += f" --dim {DIM} --max_samples {SAMPLES} --save_interval 3"
+        shared = f"--data_path {corpus} --cache_dir {folder}/tokens --max_length 64"
+        train = f"train {shared} --output_dir {run} --model micro --vocab_size 290 --batch_size 2 --steps 2"
+        train += " --warmup_steps 0 --lr_warmup_steps 1 --no-profile"
+        collect = f"grads collect {shared} --model_dir {run}/final_model --output_path {rows} --dim {DIM}"
+        collect += f" --max_samples {SAMPLES} --save_interval 3"
         step(f"train a model on {RANKS} ranks", [*launch, "--", *train.split()])
         step(f"collect {SAMPLES} gradients on {RANKS} ranks", [*launch, "--", *collect.split()])
         step("merge their rows", f"grads aggregate --base_path {rows} --dim {DIM}".split())

@@ -75,7 +75,7 @@ def tokenize(
             "max_length": max_length,
             "shard_size": shard_size,
             "val_fraction": val_fraction,
-            "source": source_digest("gradwire.lm.data.tokenization"),
+            "source": source(),
         }
         write_shards(shards, data_path, ready, settings, restart)
     except BadInput:
@@ -165,11 +165,16 @@ def check_fit(folder: Path, tokenizer: str, max_length: int | None) -> None:
 
 
 def default_cache(data_path: Path, tokenizer: str, max_length: int, vocab_size: int, val_fraction: float) -> Path:
-    """Return the folder in the user's cache for exactly this corpus, tokenizer, length and split."""
+    """Return the folder in the user's cache for exactly this corpus, tokenizer, length, split and source code."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     origin = tokenizers.origin(tokenizer, data_path, vocab_size)
     cut = [max_length, SHARD_SIZE, val_fraction]
-    return cache / "gradwire" / digest([data_path.stem, corpus.sha256(data_path), origin, *cut])
+    return cache / "gradwire" / digest([data_path.stem, corpus.sha256(data_path), origin, *cut, source()])
+
+
+def source() -> str:
+    """Return the digest of the source code that determines shards."""
+    return source_digest("gradwire.lm.data.tokenization")
 
 
 @contextmanager
