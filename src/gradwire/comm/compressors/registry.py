@@ -23,31 +23,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 COMPRESSORS = Plugins("compressor", "gradwire.comm.compressors.methods", "gradwire.compressors")
 ALIASES = {"nc": "natural", "thresholdv": "threshold", "1bit": "onebit"}
-CLASSES = {
-    "BF16": "bf16",
-    "Bins": "bins",
-    "ChunkTopK": "chunktopk",
-    "DCTTopK": "dcttopk",
-    "Entropy": "entropy",
-    "FP16": "fp16",
-    "FP8": "fp8",
-    "GradiVeQ": "gradiveq",
-    "Hadamard": "hadamard",
-    "Int8": "int8",
-    "Natural": "natural",
-    "OneBit": "onebit",
-    "PowerSGD": "powersgd",
-    "QSGD": "qsgd",
-    "RandomK": "randomk",
-    "SignSGD": "signsgd",
-    "Sketch": "sketch",
-    "TernGrad": "terngrad",
-    "Threshold": "threshold",
-    "TopK": "topk",
-    "Uncompressed": "none",
-    "Zero": "zero",
-}
-"""The public classes, ``gradwire.Int8`` and so on, and the file of ``methods/`` that holds each."""
 LAST = "entropy"  # ends any chain
 HERE = Path(__file__).parent
 
@@ -180,7 +155,7 @@ def as_compressor(given: Compressor | str | Mapping[str, Any]) -> Compressor:
         return build(given["method"], **{key: value for key, value in given.items() if key != "method"})
     raise BadInput(
         f"the compressor is {given!r}: pass a name, such as 'int8', a mapping with its method and options, such as "
-        f"{{'method': 'int8', 'block': 128}}, or a compressor, such as gradwire.comm.compressors.build('int8')."
+        f"{{'method': 'int8', 'block': 128}}, or a compressor, such as gradwire.Int8(block=128)."
     )
 
 
