@@ -16,7 +16,7 @@ from typing import Any
 
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401  imported before the ranks are forked
 from gpu.part import DEVICE, OUT, SMALL, Part, Row, run
-from gpu.strategies import corpus, sent_bytes, trained
+from gpu.strategies import corpus, sent_bytes, tokenized, trained
 from gpu.workers import Failed, Ranks, group
 
 MODEL = os.environ.get("MODEL") or ("micro" if SMALL else "62m")
@@ -52,33 +52,7 @@ def shards() -> Path:
     gradwire = [sys.executable, "-m", "gradwire"]
     file = str(folder / "corpus.json")
     subprocess.run([*gradwire, "download", "--source", "pydocs", "--output", file], check=True, timeout=120)
-    from gradwire.lm.data.tokenization import tokenize
-
-    tokenize(
-        Path(file),
-        folder,
-        tokenizer="bpe",
-        vocab_size=VOCABULARY,
-        max_length=LENGTH,
-        shard_size=4096,
-        val_fraction=0.05,
-        dataset="pydocs",
-    )
-    return folder / "shards"
-
-
-def training(steps: int) -> dict[str, Any]:
-    """The training options."""
-    warm = max(1, steps // 20)
-    return {
-        "batch_size": BATCH,
-        "steps": steps,
-        "warmup_steps": 1,
-        "lr": 1e-3,
-        "lr_warmup_steps": warm,
-        "evaluate": True,
-        "profile": False,
-    }
+    return tokenized(folder, vocab_size=VOCABULARY, max_length=LENGTH, shard_size=4096)
 
 
 def main() -> int:
@@ -90,19 +64,20 @@ def main() -> int:
 
     def train(name: str, steps: int, seconds: float) -> list[Row]:
         try:
-            return ranks.run(seconds, trained, data, folder, "ddp", cells(steps)[name], MODEL, training(steps))
+            options = {"batch_size": BATCH, "steps": steps, "lr_warmup_steps": max(1, steps // 20), "evaluate": True}
+            return ranks.run(seconds, trained, data, folder, "ddp", cells(steps)[name], MODEL, options)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
     def calibrated() -> Row:
-        found: dict[str, float] = {}
+        step_ms: dict[str, float] = {}
         for name in CALIBRATED:
             try:
-                found[name] = train(name, CALIBRATION, 60)[0]["step_ms"][-1]
+                step_ms[name] = train(name, CALIBRATION, 60)[0]["step_ms"][-1]
             except Failed as error:  # it fails again below, where it counts
                 print(f"calibration of {name}: {error}", flush=True)
         share = 0.7 * part.left / len(cells(CALIBRATION))  # the rest for slower cells and evaluation
-        return {"step_ms": found, "steps": max(CALIBRATION, min(MOST, int(1e3 * share / max(found.values()))))}
+        return {"step_ms": step_ms, "steps": max(CALIBRATION, min(MOST, int(1e3 * share / max(step_ms.values()))))}
 
     chosen = part.measure("calibration", calibrated)
     if chosen is None:

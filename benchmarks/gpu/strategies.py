@@ -12,6 +12,8 @@ import random
 import shutil
 import warnings
 from contextlib import nullcontext
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from gradwire.comm.collectives import Layout, Reducer
 from gradwire.comm.collectives.world import World
 from gradwire.comm.compressors import build, kernels
 from gradwire.lm.data.shards import Shards
+from gradwire.lm.data.tokenization import tokenize
 from gradwire.lm.models import causal
 
 STRATEGIES = ("naive", "bucket", "ddp", "fsdp1", "fsdp2")
@@ -49,8 +52,6 @@ WORDS = ("gradient", "rank", "wire", "tensor", "shard", "token", "byte", "sum", 
 
 def corpus(folder: Path) -> Path:
     """Shards of made-up documents."""
-    from gradwire.lm.data.tokenization import tokenize
-
     draw = random.Random(0)
     documents = [
         {"id": f"made/{n}", "title": f"{n}", "text": " ".join(draw.choices(WORDS, k=draw.randint(40, 90)))}
@@ -59,34 +60,13 @@ def corpus(folder: Path) -> Path:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     write_json(folder / "corpus.json", documents)
-    tokenize(
-        folder / "corpus.json",
-        folder,
-        tokenizer="bpe",
-        vocab_size=320,
-        max_length=64,
-        shard_size=64,
-        val_fraction=0.1,
-        dataset="made up",
-    )
+    return tokenized(folder, vocab_size=320, max_length=64, shard_size=64)
+
+
+def tokenized(folder: Path, **sizes: int) -> Path:
+    """Shards of the documents in ``corpus.json``."""
+    tokenize(folder / "corpus.json", folder, tokenizer="bpe", val_fraction=0.1, dataset="gpu", **sizes)
     return folder / "shards"
-
-
-def settings(
-    shards: Path, folder: Path, strategy: str, cell: dict[str, Any], device: str, model: str, training: dict[str, Any]
-) -> Settings:
-    """The settings of a run."""
-    return Settings(
-        training=Training(device=device, **training),  # type: ignore[arg-type]
-        cell=Cell.parse("cell", cell),
-        strategy=strategy,  # type: ignore[arg-type]
-        model=model,
-        seed=0,
-        data_path=shards,
-        output_dir=folder,
-        resume=False,
-        verify_sync=2,
-    )
 
 
 def trained(
@@ -103,22 +83,24 @@ def trained(
     device = world.device.type
     if DEVICE == "cuda" and device == "cpu":
         kernels.find = lambda method, where: kernels.PLAIN  # plain forms: nothing to compile
-    given: dict[str, Any] = {
-        "batch_size": 4,
-        "steps": STEPS,
-        "warmup_steps": 1,
-        "evaluate": False,
-        "eval_every": 0,
-        "lr": 1e-3,
-    }
-    given |= training or {}
+    given: dict[str, Any] = {"batch_size": 4, "steps": STEPS, "evaluate": False, "eval_every": 0} | (training or {})
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    run_settings = settings(shards, folder, strategy, cell, device, model, given)
+    settings = Settings(
+        training=Training(device=device, warmup_steps=1, lr=1e-3, **given),
+        cell=Cell.parse("cell", cell),
+        strategy=strategy,  # type: ignore[arg-type]
+        model=model,
+        seed=0,
+        data_path=shards,
+        output_dir=folder,
+        resume=False,
+        verify_sync=2,
+    )
     splits = Shards(shards, "train"), Shards(shards, "val")
-    _, _, outcome = loop.train(run_settings, splits, world, "gpu-check", Preemption())
-    found: Row = {
+    _, _, outcome = loop.train(settings, splits, world, "gpu-check", Preemption())
+    return {
         "losses": [row["loss"] for row in outcome.rows],
         "sent": [row["bytes_sent"] for row in outcome.rows],
         "closed_form": [row.get("bytes_closed_form") for row in outcome.rows],
@@ -128,7 +110,6 @@ def trained(
         "diverged": outcome.diverged,
         "val_loss": outcome.quality.loss if outcome.quality else None,
     }
-    return found
 
 
 def reduced(world: World, cell: dict[str, Any], kind: str) -> Row:
@@ -165,41 +146,31 @@ def reduced(world: World, cell: dict[str, Any], kind: str) -> Row:
     return found | {"ms": begin.elapsed_time(end) / 5}
 
 
-def compared(part: Part, name: str, label: str, here: list[Row], there: list[Row] | None) -> None:
-    """Record a cell: what the ranks measured on the device, and how it differs from the CPU's ranks."""
+def compared(label: str, here: list[Row], there: list[Row]) -> Row:
+    """What the ranks measured on the device, and how it differs from the CPU's ranks and from the closed form."""
     wrong = []
-    losses = [rank["losses"] for rank in here]
-    apart = None
-    if there is None:
-        wrong.append("no losses of the CPU to compare with")
-    else:
-        apart = max(abs(a - b) / abs(b) for a, b in zip(losses[0], there[0]["losses"], strict=True))
-        if not apart <= TOLERANCE.get(label, OTHERS):
-            wrong.append(f"losses {losses[0]} are not the CPU's {there[0]['losses']}")
-        if sent_bytes(here) != sent_bytes(there):
-            wrong.append(f"bytes {sent_bytes(here)} are not the CPU's {sent_bytes(there)}")
-    if any(other != losses[0] for other in losses):
+    losses, expected = here[0]["losses"], there[0]["losses"]
+    apart = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+    if not apart <= TOLERANCE.get(label, OTHERS):
+        wrong.append(f"losses {losses} are not the CPU's {expected}")
+    sent, closed = sent_bytes(here), here[0]["closed_form"]
+    if sent != sent_bytes(there):
+        wrong.append(f"bytes {sent} are not the CPU's {sent_bytes(there)}")
+    if any(rank["losses"] != losses for rank in here):
         wrong.append("ranks report different losses")
     if any(rank["diverged"] for rank in here):
         wrong.append(f"diverged: {here[0]['diverged']}")
-    counted = sent_bytes(here)
-    closed = here[0]["closed_form"]
-    for step, (bytes_, form) in enumerate(zip(counted, closed, strict=True)):
-        if bytes_ is not None and form is not None and bytes_ != form:
-            wrong.append(f"step {step} sent {bytes_} bytes, the closed form is {form}")
-    part.record(
-        name,
-        {
-            "loss": losses[0][-1],
-            "apart": apart,
-            "bytes_per_step": counted[-1],
-            "closed_form": closed[-1],
-            "step_ms": min(here[0]["step_ms"], default=None),
-            "peak_mb": max(rank["peak_bytes"] for rank in here) / 1e6,
-            "numel": here[0]["numel"],
-            "wrong": wrong,
-        },
-    )
+    if any(None not in pair and pair[0] != pair[1] for pair in zip(sent, closed, strict=True)):
+        wrong.append(f"sent {sent} bytes, the closed form is {closed}")
+    return {
+        "loss": losses[-1],
+        "apart": apart,
+        "bytes_per_step": sent[-1],
+        "closed_form": closed[-1],
+        "step_ms": min(here[0]["step_ms"], default=None),
+        "peak_mb": max(rank["peak_bytes"] for rank in here) / 1e6,
+        "wrong": wrong,
+    }
 
 
 def sent_bytes(ranks: list[Row]) -> list[int | None]:
@@ -220,59 +191,36 @@ def main() -> int:
     counting = Ranks(lambda: [alone])
     gpus = counting.run(60, count_gpus)[0]
     counting.end()
-    worlds = [1, 2, *([gpus] if gpus > 2 else [])]
     strategies = ("ddp", "fsdp2") if SMALL else STRATEGIES
     labels = ("none", "int8", "onebit_adam") if SMALL else tuple(CELLS)
-    for world in worlds:
-        backend = "auto"  # NCCL with a GPU for each rank, gloo where they share one
-        here = Ranks(lambda world=world, backend=backend: group(world, backend, DEVICE))
+    for world in [1, 2, *([gpus] if gpus > 2 else [])]:
+        # NCCL with a GPU for each rank, gloo where they share one
+        here = Ranks(lambda world=world: group(world, "auto", DEVICE))
         there = Ranks(lambda world=world: group(world, "gloo", "cpu"))
-        for strategy in strategies:
-            for label in labels:
-                if label == "onebit_adam" and strategy not in REPLICAS:
-                    continue
-                name = f"{strategy}, {label}, W = {world}"
-                if part.row(name) is not None:
-                    continue
-                if part.left <= 0:
-                    part.skip(name)
-                    continue
-                one(part, name, label, here, there, shards, strategy)
-        for label in labels:
-            if label in ("none", "onebit_adam"):
-                continue
-            for kind in ("all_reduce", "reduce_scatter"):
-                name = f"{label} alone, {kind}, W = {world}"
 
-                def reduction(
-                    label: str = label, kind: str = kind, here: Ranks = here, nccl: bool = world <= gpus
-                ) -> Row:
-                    found = here.run(part.at_most(40), reduced, CELLS[label], kind)[0]
-                    waits = found.get("host_waits", 0) if nccl else 0  # gloo copies through the host
-                    return found | {"wrong": [f"the host waits {waits} times"] if waits else []}
+        def cell(strategy: str, label: str, here: Ranks = here, there: Ranks = there) -> Row:
+            folder, seconds = OUT / "runs" / strategy / label.replace(", ", "-"), part.at_most(60)
+            try:
+                expected = there.run(seconds, trained, shards, folder / "cpu", strategy, CELLS[label])
+                measured = here.run(seconds, trained, shards, folder / "device", strategy, CELLS[label])
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+            return compared(label, measured, expected)
 
-                part.measure(name, reduction)
+        def reduction(label: str, kind: str, here: Ranks = here, nccl: bool = world <= gpus) -> Row:
+            result = here.run(part.at_most(40), reduced, CELLS[label], kind)[0]
+            waits = result.get("host_waits", 0) if nccl else 0  # gloo copies through the host
+            return result | {"wrong": [f"the host waits {waits} times"] if waits else []}
+
+        for strategy, label in product(strategies, labels):
+            if label != "onebit_adam" or strategy in REPLICAS:
+                part.measure(f"{strategy}, {label}, W = {world}", partial(cell, strategy, label))
+        for label, kind in product(labels, ("all_reduce", "reduce_scatter")):
+            if label not in ("none", "onebit_adam"):
+                part.measure(f"{label} alone, {kind}, W = {world}", partial(reduction, label, kind))
         here.end()
         there.end()
     return part.finish(["loss", "apart", "bytes_per_step", "closed_form", "step_ms", "peak_mb", "ms", "host_waits"])
-
-
-def one(part: Part, name: str, label: str, here: Ranks, there: Ranks, shards: Path, strategy: str) -> None:
-    """Train one cell on the CPU and on the device."""
-    folder = OUT / "runs" / name.replace(", ", "-").replace(" ", "")
-    seconds = part.at_most(60)
-    try:
-        expected = there.run(seconds, trained, shards, folder / "cpu", strategy, CELLS[label])
-    except Exception as error:
-        print(f"{name}: on the CPU: {error}", flush=True)
-        expected = None
-    try:
-        found = here.run(seconds, trained, shards, folder / "device", strategy, CELLS[label])
-    except Exception as error:
-        part.record(name, {"error": str(error)})
-    else:
-        compared(part, name, label, found, expected)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -106,13 +106,13 @@ class Case:
         """``fused``, ``plain`` or, for a chain of both, ``fused+plain``; ``torch`` for PyTorch's own operations."""
         if not isinstance(self.codec, Compressor):
             return "torch"
-        parts: list[Compressor] = [self.codec]
+        stages: list[Compressor] = [self.codec]
         if isinstance(self.codec, Chain):
-            parts = [self.codec.sparsifier, self.codec.quantizer]
+            stages = [self.codec.sparsifier, self.codec.quantizer]
         elif isinstance(self.codec, Rotated):
-            parts = [self.codec.rotation, self.codec.quantizer]
+            stages = [self.codec.rotation, self.codec.quantizer]
         return "+".join(
-            dict.fromkeys("plain" if kernels.find(part, device) is kernels.PLAIN else "fused" for part in parts)
+            dict.fromkeys("plain" if kernels.find(stage, device) is kernels.PLAIN else "fused" for stage in stages)
         )
 
     def target(self, kind: str) -> Target | None:
@@ -157,12 +157,12 @@ def cases(names: Sequence[str] | None = None) -> list[Case]:
         methods = registry.available()
         chains = [chain for chain in CHAINS if set(chain.split("+")) <= set(methods)]
     else:
-        found = dict.fromkeys("+".join(registry.members(name)) for name in names)
-        methods, chains = [name for name in found if "+" not in name], [name for name in found if "+" in name]
+        chosen = dict.fromkeys("+".join(registry.members(name)) for name in names)
+        methods, chains = [name for name in chosen if "+" not in name], [name for name in chosen if "+" in name]
     builds = [(name, options) for name in methods for options in ({}, *VARIANTS.get(name, []))]
     builds += [(chain, {}) for chain in chains]
-    own = [Case(name, registry.build(name, **options), options) for name, options in builds]
-    return own if names is not None else [*own, *torch_cases()]
+    ours = [Case(name, registry.build(name, **options), options) for name, options in builds]
+    return ours if names is not None else [*ours, *torch_cases()]
 
 
 def torch_cases() -> list[Case]:
@@ -263,5 +263,5 @@ class LowRank:
 
 def size(wire: Any) -> int:
     """Bytes of an encoding."""
-    parts = wire if isinstance(wire, tuple) else (wire,)
-    return sum(part.numel() * part.element_size() for part in parts)
+    tensors = wire if isinstance(wire, tuple) else (wire,)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -4,7 +4,7 @@ A call's **floor** is (bytes that it cannot avoid to read + bytes that it cannot
 bandwidth is that of ``y.copy_(x)`` for a tensor of the same size in the same run, read and written bytes alike. To
 encode is to read x once and to write the wire, to decode is to read the wire and to write the tensor, even where an
 algorithm needs more. Methods of matrix products count more passes, and their floor is the larger of this and
-FLOPs / FLOPs per second of a square product (`cases.Case.work` says what is counted).
+FLOPs / FLOPs per second of a square product (`cases.Case.work` has what is counted).
 
 Times are medians over rounds. In each round every case runs once, in a new random order, so that drift is shared;
 compilation happens before. On a CPU everything runs on one core and processor time is measured, so that other processes
@@ -94,16 +94,16 @@ def bench(
     from gradwire.bench.codecs.cases import cases
     from gradwire.bench.codecs.measure import one_thread
 
-    found = cases(methods)
+    timed = cases(methods)
     where = chosen_device(device)
     with one_thread():
         matrices = gradient_matrices(gradient, seed)
-    result = times(found, where, numel or NUMEL[where.type], repeats, seed, matrices)
+    result = times(timed, where, numel or NUMEL[where.type], repeats, seed, matrices)
     return {**result, "gradient": str(gradient) if gradient else "a byte-level language model"}
 
 
 def times(
-    found: Sequence[Case], where: torch.device, numel: int, repeats: int, seed: int, matrices: Sequence[Tensor]
+    timed: Sequence[Case], where: torch.device, numel: int, repeats: int, seed: int, matrices: Sequence[Tensor]
 ) -> dict[str, Any]:
     """Measure any cases on a matrix of at most ``numel`` elements, and their errors on ``matrices``, if any."""
     import torch
@@ -116,8 +116,8 @@ def times(
     with one_thread(), kept_memory():
         matrices = [matrix.to(where) for matrix in matrices]
         x = torch.randn(shape, generator=generator, device=where)
-        records = [prepare(case, x, matrices, seed) for case in found]
-        running = [(case, record) for case, record in zip(found, records, strict=True) if not record.error]
+        records = [prepare(case, x, matrices, seed) for case in timed]
+        running = [(case, record) for case, record in zip(timed, records, strict=True) if not record.error]
         speed = measure(running, x, repeats, seed)
         environment = describe(where)
     for case, record in running:

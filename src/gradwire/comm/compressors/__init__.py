@@ -1,4 +1,4 @@
-"""Tensor ⇄ bytes: pure local maths. ``methods/`` has one file per method; the machinery is beside it.
+"""Tensor ⇄ bytes: pure local maths. ``methods/`` has one file per method; the rest is machinery.
 
 Importing this room does not import torch; building a compressor does.
 """

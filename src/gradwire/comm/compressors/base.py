@@ -1,4 +1,4 @@
-"""What every compressor is: options as typed data, and a pair of functions between a tensor and its bytes.
+"""The base of compressors: options as typed data, and a pair of functions between a tensor and its bytes.
 
 A method implements `to_wire`, `from_wire` and `wire_bytes` in plain torch; that is its definition. The checks that all
 methods share are here, once, and so is the choice between that plain form and a fused one (`kernels/`).
@@ -46,7 +46,7 @@ class Section(NamedTuple):
     Attributes:
         nbytes: How many bytes.
         width: Bytes of a number.
-        indices: Whether they say where the sent values lie.
+        indices: Whether they encode the places of the sent values.
     """
 
     nbytes: int
@@ -70,7 +70,7 @@ def check_buffer(what: str, buffer: Tensor, least: int, dtype: torch.dtype | Non
 
 
 def as_numbers(wire: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes (uint8, contiguous) as numbers of ``dtype``; copied only where they do not lie aligned in memory."""
+    """Bytes (uint8, contiguous) as numbers of ``dtype``; copied only where they are not aligned in memory."""
     aligned = wire.storage_offset() % dtype.itemsize == 0
     return (wire if aligned else wire.clone()).view(dtype)
 
@@ -94,7 +94,7 @@ class Compressor(BaseModel, ABC):
     overflow: ClassVar[float] = math.inf
     """The smallest magnitude that the wire can no longer carry as a finite number."""
     number_bytes: ClassVar[int] = 1
-    """Bytes of the numbers that an encoding consists of, where it does not say more by `sections`."""
+    """Bytes of the numbers that an encoding consists of, where it does not override `sections`."""
     linear: ClassVar[bool] = False
     """Whether `rounds` gives what one worker with the mean would get: then ``algorithm: auto`` prefers them."""
 
@@ -170,12 +170,12 @@ class Compressor(BaseModel, ABC):
 
         Args:
             values: Float vector of at least ``segments.numel`` elements, on any device.
-            segments: Where the tensors lie in it, and their encodings in the wire.
+            segments: The positions of the tensors in it, and of their encodings in the wire.
             wire: uint8 vector of at least ``segments.nbytes``, contiguous, on the values' device; a new one by default.
                 No other bytes of it change. Of no use where a size depends on the data.
             generators: A source of randomness for each tensor, as in `encode`.
             flags: uint8 [tensors], as in `encode`.
-            residual: float32, contiguous, where each tensor's residual lies as the tensor does in ``values``; changed
+            residual: float32, contiguous, each tensor's residual at the position of the tensor in ``values``; changed
                 in place.
 
         Returns:
@@ -215,7 +215,7 @@ class Compressor(BaseModel, ABC):
         Args:
             wire: uint8 [b], contiguous, as `encode_many` made it, on any device; or [messages, b], for several that
                 are added one after the other, which reads and writes ``out`` once.
-            segments: Where the encodings lie in a message, and the tensors in ``out``.
+            segments: The positions of the encodings in a message, and of the tensors in ``out``.
             out: float32, contiguous, of at least ``segments.numel`` elements; others do not change.
             onto: What the first message's tensors are added to: what ``out`` holds, a ``sum`` that began at ``zero``;
                 ``zero``, so that a -0.0 becomes 0.0 as in any sum from 0; or nothing: a ``blank`` buffer takes the
@@ -315,7 +315,7 @@ class Compressor(BaseModel, ABC):
         """Exact size of an encoding in bytes; None only where it depends on the data."""
 
     def index_bytes(self, wire: Tensor, shape: Shape) -> int:
-        """How many of the bytes of ``wire`` say where the sent values lie; 0 for a method that sends every place."""
+        """Bytes of ``wire`` that encode the places of the sent values; 0 for a method that sends every place."""
         return 0
 
     def sections(self, wire: Tensor, shape: Shape) -> list[Section]:
@@ -338,7 +338,7 @@ class Compressor(BaseModel, ABC):
         """Decode to float32 with as many elements as ``shape`` has."""
 
     def new_state(self, shape: Shape, seed: int) -> State:
-        """What `rounds` keeps of one parameter between steps; the caller owns it, and checkpoints it."""
+        """The state of `rounds` for one parameter between steps; the caller owns it, and checkpoints it."""
         return {}
 
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:

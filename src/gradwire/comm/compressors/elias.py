@@ -9,8 +9,8 @@ distance from the previous one (the first counts from before the vector), its si
 distance to the place after the vector closes the stream; zero bits fill its last byte. The first bit of a byte is the
 lowest one.
 
-Such a stream can only be read from its start, one code after the other: it is written and read on the host, wherever
-the tensor lies.
+Such a stream can only be read from its start, one code after the other: it is written and read on the host, whatever
+the device of the tensor.
 """
 
 from __future__ import annotations
@@ -71,60 +71,60 @@ def code(number: int | np.int64) -> tuple[np.uint64, int]:
 @compiled
 def write_stream(numbers: np.ndarray, stream: np.ndarray) -> int:
     """Write the stream of ``numbers`` (int16 [n]) as far as ``stream`` (uint8, zeros) reaches; return its bits."""
-    at, last = 0, -1
+    position, last = 0, -1
     for i in range(numbers.size):
         if numbers[i]:
-            at = append(*code(i - last), at, stream)
-            at = append(np.uint64(numbers[i] < 0), 1, at, stream)
-            at = append(*code(abs(np.int64(numbers[i]))), at, stream)
+            position = append(*code(i - last), position, stream)
+            position = append(np.uint64(numbers[i] < 0), 1, position, stream)
+            position = append(*code(abs(np.int64(numbers[i]))), position, stream)
             last = i
-    return append(*code(numbers.size - last), at, stream)
+    return append(*code(numbers.size - last), position, stream)
 
 
 @compiled
-def append(bits: np.uint64, length: int, at: int, stream: np.ndarray) -> int:
+def append(bits: np.uint64, length: int, position: int, stream: np.ndarray) -> int:
     """Write bits from bit ``at`` on, the lowest first; return the bit after them."""
     for bit in range(length):
-        if at >> 3 < stream.size:
-            stream[at >> 3] |= np.uint8((bits >> np.uint64(bit)) & np.uint64(1)) << (at & 7)
-        at += 1
-    return at
+        if position >> 3 < stream.size:
+            stream[position >> 3] |= np.uint8((bits >> np.uint64(bit)) & np.uint64(1)) << (position & 7)
+        position += 1
+    return position
 
 
 @compiled
-def read_code(stream: np.ndarray, at: int) -> tuple[np.int64, int]:
+def read_code(stream: np.ndarray, position: int) -> tuple[np.int64, int]:
     """The number whose code begins at bit ``at``, 0 if there is none, and the bit after it."""
     end = 8 * stream.size
     number = np.int64(1)
-    while at < end:
-        if not stream[at >> 3] >> (at & 7) & 1:
-            return number, at + 1
+    while position < end:
+        if not stream[position >> 3] >> (position & 7) & 1:
+            return number, position + 1
         digits = int(number) + 1
-        if digits > min(LONGEST, end - at):
+        if digits > min(LONGEST, end - position):
             break
         number = np.int64(0)
-        for k in range(at, at + digits):
+        for k in range(position, position + digits):
             number = number << 1 | np.int64(stream[k >> 3] >> (k & 7) & 1)
-        at += digits
+        position += digits
     return np.int64(0), end
 
 
 @compiled
 def read_stream(stream: np.ndarray, top: int, numbers: np.ndarray) -> bool:
     """Fill ``numbers`` (int16 [n], zeros); whether ``stream`` (uint8) is one of n numbers up to ``top``."""
-    i, at = -1, 0
+    i, position = -1, 0
     while True:
-        distance, at = read_code(stream, at)
+        distance, position = read_code(stream, position)
         if not 1 <= distance <= numbers.size - i:
             return False
         i += int(distance)
         if i == numbers.size:
             break
-        if at >= 8 * stream.size:
+        if position >= 8 * stream.size:
             return False
-        minus = stream[at >> 3] >> (at & 7) & 1
-        magnitude, at = read_code(stream, at + 1)
+        minus = stream[position >> 3] >> (position & 7) & 1
+        magnitude, position = read_code(stream, position + 1)
         if not 1 <= magnitude <= top:
             return False
         numbers[i] = -magnitude if minus else magnitude
-    return stream.size == (at + 7) >> 3 and (at & 7 == 0 or stream[at >> 3] >> (at & 7) == 0)
+    return stream.size == (position + 7) >> 3 and (position & 7 == 0 or stream[position >> 3] >> (position & 7) == 0)

@@ -6,7 +6,7 @@ The first byte names the code, its body follows:
 - ``bitmap`` (1): one bit per element, set where it is sent, the first element in the lowest bit.
 - ``varint`` (2): the gaps (first index; then index - previous - 1) in LEB128: 7 bits to a byte, the lowest first, the
   top bit set where more follow. The only one whose size depends on the data.
-- ``rice`` (3): Golomb-Rice with remainders and quotients in planes of their own, over the indices themselves: the low
+- ``rice`` (3): Golomb-Rice with remainders and quotients in separate planes, over the indices themselves: the low
   ``l`` bits of each, packed; then the rest in unary: of ``k + ((n - 1) >> l)`` bits, those at ``i + (index[i] >> l)``
   are set. That is the Elias-Fano code (Elias, "Efficient Storage and Retrieval by Content and Address of Static
   Files", JACM 1974). n and k give its size and the best l; it takes about half a bit per index more than the entropy
@@ -38,7 +38,7 @@ class Code(NamedTuple):
     Attributes:
         size: Its bytes by n and k; None where they depend on the indices.
         encode: Indices and n to bytes.
-        decode: Bytes (as many as `size` says, or more), n and k to indices that may still be out of order, and the
+        decode: Bytes (`size` of them, or more), n and k to indices that may still be out of order, and the
             bytes used.
     """
 

@@ -106,8 +106,8 @@ def kind(method: type[Compressor]) -> str:
     from gradwire.comm.compressors.sparse import Sparsifier
 
     kinds = {"sparsifier": Sparsifier, "rotation": Rotation, "quantizer": Quantizer}
-    found = [name for name, base in kinds.items() if issubclass(method, base)] or ["alone"]
-    return ", ".join([*found, *(["rounds"] if method.rounds is not Compressor.rounds else [])])
+    roles = [name for name, base in kinds.items() if issubclass(method, base)] or ["alone"]
+    return ", ".join([*roles, *(["rounds"] if method.rounds is not Compressor.rounds else [])])
 
 
 def taken(option: dict[str, Any]) -> str:

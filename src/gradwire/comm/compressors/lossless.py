@@ -1,4 +1,4 @@
-"""Lossless code of a message: each kind of its bytes goes through the range coder with a table of its own.
+"""Lossless code of a message: each kind of its bytes goes through the range coder with a separate table.
 
 Bytes of one kind are alike: exponents of bfloat16 numbers, those of float32 scales, packed codes, gaps of indices. A
 message is given as sections of numbers of 1, 2 or 4 bytes. A section longer than 65,536 bytes counts as several,
@@ -25,7 +25,7 @@ from gradwire.comm.compressors.base import Section
 
 WORD = 8  # bytes of a number in the head
 CHECKED = WORD  # where the bytes begin that the check covers
-MOST = 2**16  # bytes of a section with tables of its own
+MOST = 2**16  # bytes of a section with separate tables
 
 
 class Part(NamedTuple):
@@ -46,13 +46,17 @@ def encode(message: np.ndarray, sections: Sequence[Section], least: int = 0) -> 
     Returns:
         uint8 vector.
     """
-    head, codes, at = [0], [], 0
+    head, codes, position = [0], [], 0
     for section in divided(sections):
-        own = [rans.encode(kind) for kind in kinds(message[at : at + section.nbytes], section.width)]
-        head += [-section.width if section.indices else section.width, section.nbytes, *(code.size for code in own)]
+        coded = [rans.encode(kind) for kind in kinds(message[position : position + section.nbytes], section.width)]
+        head += [
+            -section.width if section.indices else section.width,
+            section.nbytes,
+            *(code.size for code in coded),
+        ]
         head[0] += 1
-        codes += own
-        at += section.nbytes
+        codes += coded
+        position += section.nbytes
     parts = [np.array(head, "<i8").view(np.uint8), *codes]
     filling = np.zeros(max(0, least - CHECKED - sum(part.size for part in parts)), np.uint8)
     body = np.concatenate([*parts, filling])
@@ -74,17 +78,17 @@ def decode(code: np.ndarray, nbytes: int | None) -> np.ndarray:
     """
     if not np.array_equal(code[:CHECKED], check(code[CHECKED:])):
         raise ValueError(f"invalid payload: the checksum of a lossless code of {code.size} bytes does not match")
-    parts, at = described(code)
+    parts, position = described(code)
     size = sum(part.section.nbytes for part in parts)
     if nbytes not in (None, size):
         raise ValueError(f"invalid payload: a lossless code of {size} bytes, expected one of {nbytes}")
     message = []
     for section, codes in parts:
-        own = []
+        coded = []
         for used in codes:
-            own.append(rans.decode(code[at : at + used], section.nbytes // section.width))
-            at += used
-        message.append(together(own, section.width))
+            coded.append(rans.decode(code[position : position + used], section.nbytes // section.width))
+            position += used
+        message.append(together(coded, section.width))
     return np.concatenate([np.empty(0, np.uint8), *message])
 
 
@@ -124,9 +128,9 @@ def described(code: np.ndarray) -> tuple[list[Part], int]:
 def divided(sections: Sequence[Section]) -> list[Section]:
     """The sections in pieces of at most `MOST` bytes."""
     return [
-        section._replace(nbytes=min(section.nbytes - at, MOST))
+        section._replace(nbytes=min(section.nbytes - position, MOST))
         for section in sections
-        for at in range(0, section.nbytes, MOST)
+        for position in range(0, section.nbytes, MOST)
     ]
 
 
@@ -139,12 +143,12 @@ def kinds(numbers: np.ndarray, width: int) -> list[np.ndarray]:
     return [np.ascontiguousarray(rotated[i::width]) for i in range(width)]
 
 
-def together(found: Sequence[np.ndarray], width: int) -> np.ndarray:
+def together(kinds_of_bytes: Sequence[np.ndarray], width: int) -> np.ndarray:
     """Undo `kinds`."""
     if width == 1:
-        return found[0]
-    numbers = np.empty(width * found[0].size, np.uint8)
-    for i, kind in enumerate(found):
+        return kinds_of_bytes[0]
+    numbers = np.empty(width * kinds_of_bytes[0].size, np.uint8)
+    for i, kind in enumerate(kinds_of_bytes):
         numbers[i::width] = kind
     values = numbers.view(f"<u{width}")
     return (values >> 1 | values << (8 * width - 1)).view(np.uint8)

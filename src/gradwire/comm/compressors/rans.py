@@ -4,13 +4,13 @@ Duda, "Asymmetric numeral systems: entropy coding combining speed of Huffman cod
 coding" (arXiv:1311.2540, 2013); interleaved states and division by a reciprocal as in Giesen, "Interleaved entropy
 coders" (arXiv:1402.3392, 2014).
 
-A code is: 32 bytes of bits that say which bytes occur, the first one lowest; the frequency of each of those less 1, in
+A code is: 32 bytes of bits that mark which bytes occur, the first one lowest; the frequency of each of those less 1, in
 LEB128; the four states as uint32; then words as uint16. Frequencies add up to 4,096. Byte i belongs to state i mod 4. A
 state x begins at 2^15. A byte of frequency f makes it ``x // f * 4096 + c + x % f``, where c is the sum of the
 frequencies of smaller bytes; where that would reach 2^31, x first gives its low 16 bits to the code, as a word. Bytes
 are encoded from the last to the first and words are read in order, so the decoder ends where the encoder began.
 
-It can only be written and read one byte after the other: on the host, wherever a tensor lies.
+It can only be written and read one byte after the other: on the host, whatever the device of a tensor.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ TOTAL = 1 << BITS  # of all frequencies
 LOW = 1 << 15  # states are from here to below 2^31
 STATES = 4
 WORD = 16  # bits
-PRESENT = 32  # bytes of the bits that say which bytes occur
+PRESENT = 32  # bytes of the bits that mark which bytes occur
 RECIPROCAL = 32  # bits
 
 
 @compiled
 def occurrences(data: np.ndarray) -> np.ndarray:
     """How often each byte occurs in ``data`` (uint8 [n]): int64 [256]."""
-    found = np.zeros((4, 256), np.int64)  # four tables: runs of one byte do not wait for each other
+    counts = np.zeros((4, 256), np.int64)  # four tables: runs of one byte do not wait for each other
     for i in range(0, data.size - data.size % 4, 4):
-        found[0, data[i]] += 1
-        found[1, data[i + 1]] += 1
-        found[2, data[i + 2]] += 1
-        found[3, data[i + 3]] += 1
+        counts[0, data[i]] += 1
+        counts[1, data[i + 1]] += 1
+        counts[2, data[i + 2]] += 1
+        counts[3, data[i + 3]] += 1
     for i in range(data.size - data.size % 4, data.size):
-        found[0, data[i]] += 1
-    return found.sum(axis=0)
+        counts[0, data[i]] += 1
+    return counts.sum(axis=0)
 
 
 @compiled
 def frequencies(occurring: np.ndarray) -> np.ndarray:
     """Frequencies that add up to TOTAL, at least 1 for each byte that occurs (int64 [256], not all 0): int64 [256]."""
     count = occurring.sum()
-    found = np.zeros(256, np.int64)
+    frequency = np.zeros(256, np.int64)
     for byte in range(256):
         if occurring[byte]:
-            found[byte] = max(1, int(occurring[byte] / count * TOTAL + 0.5))
-    left = TOTAL - found.sum()
+            frequency[byte] = max(1, int(occurring[byte] / count * TOTAL + 0.5))
+    left = TOTAL - frequency.sum()
     while left:  # rounding is made good at the most frequent bytes, where it costs least
-        most = found.argmax()
-        change = left if left > 0 else max(left, -(found[most] // 8 + 1))
-        found[most] += change
+        most = frequency.argmax()
+        change = left if left > 0 else max(left, -(frequency[most] // 8 + 1))
+        frequency[most] += change
         left -= change
-    return found
+    return frequency
 
 
 @compiled
@@ -74,39 +74,39 @@ def estimate(occurring: np.ndarray, frequency: np.ndarray) -> int:
 def write_table(frequency: np.ndarray, code: np.ndarray) -> int:
     """Write the frequencies; returns their bytes."""
     code[:PRESENT] = 0
-    at = PRESENT
+    position = PRESENT
     for byte in range(256):
         rest = frequency[byte] - 1
         if rest >= 0:
             code[byte >> 3] |= 1 << (byte & 7)
             if rest >= 128:
-                code[at] = 128 | (rest & 127)
+                code[position] = 128 | (rest & 127)
                 rest >>= 7
-                at += 1
-            code[at] = rest
-            at += 1
-    return at
+                position += 1
+            code[position] = rest
+            position += 1
+    return position
 
 
 @compiled
 def read_table(code: np.ndarray) -> tuple[np.ndarray, int]:
     """The frequencies, and their bytes; 0 bytes if they are not there or do not add up."""
     frequency = np.zeros(256, np.int64)
-    at = PRESENT
-    if code.size < at:
+    position = PRESENT
+    if code.size < position:
         return frequency, 0
     for byte in range(256):
         if code[byte >> 3] >> (byte & 7) & 1:
             shift = 0
-            while at < code.size and code[at] >= 128 and shift < BITS:
-                frequency[byte] |= np.int64(code[at] & 127) << shift
+            while position < code.size and code[position] >= 128 and shift < BITS:
+                frequency[byte] |= np.int64(code[position] & 127) << shift
                 shift += 7
-                at += 1
-            if at == code.size:
+                position += 1
+            if position == code.size:
                 return frequency, 0
-            frequency[byte] = (frequency[byte] | np.int64(code[at]) << shift) + 1
-            at += 1
-    return frequency, at if frequency.sum() == TOTAL else 0
+            frequency[byte] = (frequency[byte] | np.int64(code[position]) << shift) + 1
+            position += 1
+    return frequency, position if frequency.sum() == TOTAL else 0
 
 
 @compiled
@@ -129,13 +129,13 @@ def encoder(frequency: np.ndarray) -> np.ndarray:
 
 
 @compiled
-def put(x: int, byte: int, table: np.ndarray, words: np.ndarray, at: int) -> tuple[int, int]:
-    """The state after a byte, and where the last word lies."""
-    words[at - 1] = x & 0xFFFF
+def put(x: int, byte: int, table: np.ndarray, words: np.ndarray, position: int) -> tuple[int, int]:
+    """The state after a byte, and the position of the last word."""
+    words[position - 1] = x & 0xFFFF
     if x >= table[byte, 0]:
         x >>= WORD
-        at -= 1
-    return x + table[byte, 3] + (x * table[byte, 1] >> table[byte, 2]) * table[byte, 4], at
+        position -= 1
+    return x + table[byte, 3] + (x * table[byte, 1] >> table[byte, 2]) * table[byte, 4], position
 
 
 @compiled
@@ -143,23 +143,23 @@ def write_words(data: np.ndarray, table: np.ndarray, words: np.ndarray, states: 
     """Encode from the end; fills ``states``, and ``words`` (as many as bytes, and one) from the end; returns the first
     word's place.
     """
-    at, whole = words.size, data.size - data.size % STATES
+    position, whole = words.size, data.size - data.size % STATES
     states[:] = LOW
     for i in range(data.size - 1, whole - 1, -1):
-        states[i - whole], at = put(states[i - whole], data[i], table, words, at)
+        states[i - whole], position = put(states[i - whole], data[i], table, words, position)
     a, b, c, d = states[0], states[1], states[2], states[3]
     for i in range(whole - STATES, -1, -STATES):
-        d, at = put(d, data[i + 3], table, words, at)
-        c, at = put(c, data[i + 2], table, words, at)
-        b, at = put(b, data[i + 1], table, words, at)
-        a, at = put(a, data[i], table, words, at)
+        d, position = put(d, data[i + 3], table, words, position)
+        c, position = put(c, data[i + 2], table, words, position)
+        b, position = put(b, data[i + 1], table, words, position)
+        a, position = put(a, data[i], table, words, position)
     states[0], states[1], states[2], states[3] = a, b, c, d
-    return at
+    return position
 
 
 @compiled
 def decoder(frequency: np.ndarray) -> np.ndarray:
-    """By a state's low bits: the byte, its frequency less 1, and how far in it they lie: uint32 [TOTAL]."""
+    """By a state's low bits: the byte, its frequency less 1, and their offset in it: uint32 [TOTAL]."""
     table = np.zeros(TOTAL, np.uint32)
     start = 0
     for byte in range(256):
@@ -176,27 +176,27 @@ def earlier(x: int, entry: int) -> int:
 
 
 @compiled
-def refill(x: int, words: np.ndarray, at: int) -> tuple[int, int]:
+def refill(x: int, words: np.ndarray, position: int) -> tuple[int, int]:
     """A state with the next word where it needs one, and the place of the word after; without a branch."""
     low = int(x < LOW)
-    filled = x << WORD | int(words[at])
-    return filled if low else x, at + low
+    filled = x << WORD | int(words[position])
+    return filled if low else x, position + low
 
 
 @compiled
 def read_words(words: np.ndarray, table: np.ndarray, states: np.ndarray, data: np.ndarray) -> bool:
     """Fill ``data``; whether ``words`` are its code."""
-    at = done = 0
+    position = done = 0
     a, b, c, d = states[0], states[1], states[2], states[3]
     for i in range(0, data.size - STATES + 1, STATES):
-        if at + STATES > words.size:
+        if position + STATES > words.size:
             break
         p, q = int(table[a & (TOTAL - 1)]), int(table[b & (TOTAL - 1)])
         r, s = int(table[c & (TOTAL - 1)]), int(table[d & (TOTAL - 1)])
-        a, at = refill(earlier(a, p), words, at)
-        b, at = refill(earlier(b, q), words, at)
-        c, at = refill(earlier(c, r), words, at)
-        d, at = refill(earlier(d, s), words, at)
+        a, position = refill(earlier(a, p), words, position)
+        b, position = refill(earlier(b, q), words, position)
+        c, position = refill(earlier(c, r), words, position)
+        d, position = refill(earlier(d, s), words, position)
         data[i] = p & 255
         data[i + 1] = q & 255
         data[i + 2] = r & 255
@@ -208,10 +208,10 @@ def read_words(words: np.ndarray, table: np.ndarray, states: np.ndarray, data: n
         data[i] = entry & 255
         states[i % STATES] = earlier(states[i % STATES], entry)
         if states[i % STATES] < LOW:
-            if at == words.size:
+            if position == words.size:
                 return False
-            states[i % STATES], at = refill(states[i % STATES], words, at)
-    return at == words.size and (states == LOW).all()
+            states[i % STATES], position = refill(states[i % STATES], words, position)
+    return position == words.size and (states == LOW).all()
 
 
 def encode(data: np.ndarray) -> np.ndarray:
@@ -230,7 +230,7 @@ def encode(data: np.ndarray) -> np.ndarray:
 
 
 def decode(code: np.ndarray, count: int) -> np.ndarray:
-    """What `encode` was given: uint8 [count].
+    """The bytes that `encode` was given: uint8 [count].
 
     Raises:
         ValueError: If these bytes (uint8, contiguous) are not a code of ``count`` bytes.

@@ -38,15 +38,15 @@ def members(name: str) -> list[str]:
     Raises:
         BadInput: If one of them does not exist, or there are too many.
     """
-    found = [ALIASES.get(part, part) for part in name.split("+")]
-    for member in found:
+    names = [ALIASES.get(word, word) for word in name.split("+")]
+    for member in names:
         COMPRESSORS.check(member)
-    if len(stages(found)) > 2:
+    if len(stages(names)) > 2:
         raise BadInput(
             f"compressor {name!r}: a chain has two members, a sparsifier or a rotation, then a quantizer, and {LAST} "
             "behind them."
         )
-    return found
+    return names
 
 
 def stages(members: Sequence[T]) -> Sequence[T]:
@@ -116,14 +116,14 @@ def build(name: str, **given: Any) -> Compressor:
             raise unknown(f"{name} option", key, known)
     made = []
     for kind in kinds:
-        own: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for key in kind.model_fields:
             for spelling in {key, f"{kind.name}.{key}"} & set(given) & set(known):
-                if key in own:
+                if key in values:
                     raise BadInput(f"{name} option {key!r} is given twice, as {key!r} and as '{kind.name}.{key}'.")
-                own[key] = given[spelling]
+                values[key] = given[spelling]
         try:
-            made.append(kind(**own))
+            made.append(kind(**values))
         except ValidationError as error:
             raise bad_option(kind.name, error) from None
     from gradwire.comm.compressors.rotation import Rotated, Rotation

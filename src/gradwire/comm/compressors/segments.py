@@ -1,4 +1,4 @@
-"""Segments: where the tensors that one call encodes lie in a buffer of values, and their encodings in a message."""
+"""Segments: positions of the tensors of one call in a buffer of values, and of their encodings in a message."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class Segments:
         return Segments(segments, fixed=self.fixed)
 
     def derive(self, key: object, make: Callable[[], T]) -> T:
-        """What ``make`` returns, computed once for each key."""
+        """The result of ``make``, computed once for each key."""
         if key not in self._derived:
             self._derived[key] = make()
         return self._derived[key]  # type: ignore[return-value]
@@ -109,7 +109,7 @@ class Segments:
 
     @property
     def rows(self) -> list[tuple[int, ...]]:
-        """What kernels need of each tensor: start, elements, first byte, bytes, and columns of its form.
+        """The rows of the kernels' table: of each tensor start, elements, first byte, bytes, and columns of its form.
 
         A vector, and what holds nothing, has one column.
         """

@@ -1,6 +1,6 @@
 """Sparsifiers: some places are chosen, and their values travel, as float32 or, in a chain, through a quantizer.
 
-Wire: the head, which says the places, then the values' own wire.
+Wire: the head, which encodes the places, then the values' own wire.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def magnitudes(x: Tensor) -> Tensor:
 
 
 def share(density: float, n: int) -> int:
-    """How many of n elements that is: at least one where there is any."""
+    """Number of elements that are ``density`` of n: at least one where there is any."""
     return max(1, round(density * n)) if n else 0
 
 
@@ -49,7 +49,7 @@ class Picked(NamedTuple):
     """The chosen elements.
 
     Attributes:
-        head: What says the places (and how many there are, where that is not known): uint8 [h].
+        head: The encoded places (and how many there are, where that is not known): uint8 [h].
         values: float32 [k], in the order in which `Sparsifier.places` gives the places.
         bad: Whether x is not representable: bool [1] or [].
     """
@@ -143,7 +143,7 @@ class Sparsifier(Sparse):
 
     @abstractmethod
     def head_bytes(self, shape: Shape) -> int | None:
-        """Bytes that say the places; None where that depends on the data."""
+        """Bytes of the head; None where that depends on the data."""
 
     @abstractmethod
     def pick(self, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
@@ -161,7 +161,7 @@ class Sparsifier(Sparse):
         """
 
     def gain(self, shape: Shape) -> float:
-        """What the receiver multiplies the values by."""
+        """The factor that the receiver multiplies the values by."""
         return 1.0
 
     def place(self, values: Tensor, places: Tensor, shape: Shape) -> Tensor:
@@ -229,7 +229,7 @@ class Chunked(Sparsifier):
         """Elements of a whole chunk."""
 
     def chunked(self, x: Tensor) -> Tensor:
-        """What the chunks follow each other in: float32 [n]."""
+        """The vector that is cut into chunks: float32 [n]."""
         return x.view(-1)
 
     def of_chunk(self, length: int) -> int:
@@ -266,10 +266,10 @@ class Chunked(Sparsifier):
         cut = order.numel() - order.numel() % length
         parts = [order[:cut].view(-1, length), order[cut:].view(1, -1)]
         chosen = [
-            part.argsort(dim=1, descending=True, stable=True)[:, : self.of_chunk(part.shape[1])].sort(dim=1).values
-            for part in parts
+            chunk.argsort(dim=1, descending=True, stable=True)[:, : self.of_chunk(chunk.shape[1])].sort(dim=1).values
+            for chunk in parts
         ]
-        inside = torch.cat([part.reshape(-1) for part in chosen])
+        inside = torch.cat([chunk.reshape(-1) for chunk in chosen])
         places = inside + self.starts(shape, x.device)
         return pack(inside, self.bits(shape)), values[places]
 

@@ -40,9 +40,9 @@ class BF16(Quantizer):
 
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
         """One sum in bfloat16."""
-        own = x.to(torch.bfloat16)
-        total = yield Ask("sum", own, rows=True)
-        return total.to(torch.float32) / context.world, own.to(torch.float32)
+        sent = x.to(torch.bfloat16)
+        total = yield Ask("sum", sent, rows=True)
+        return total.to(torch.float32) / context.world, sent.to(torch.float32)
 
     def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:
         """Two bytes per element."""

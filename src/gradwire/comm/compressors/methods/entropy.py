@@ -9,7 +9,7 @@ Wire, where the shape gives the other compressor's bytes: those, if they are few
 else the code, which is known by its length. Where it does not: those, if they are fewer than 128; else a byte, 0 or 1,
 and those or the code. So no encoding is longer than 1.01 times the one without this stage.
 
-It is written and read on the host, wherever the tensor lies.
+It is written and read on the host, whatever the device of the tensor.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Entropy(Compressor):
 
     @property
     def inner(self) -> Compressor:
-        """What makes the bytes."""
+        """The compressor that makes the bytes."""
         return FLOAT32
 
     def after(self, first: Compressor) -> Compressor:
@@ -129,7 +129,7 @@ class Entropy(Compressor):
         return torch.from_numpy(raw).to(wire.device)
 
     def _body(self, wire: Tensor, shape: Shape) -> tuple[bool, Tensor]:
-        """Whether a wire holds a code, and the wire without what says so.
+        """Whether a wire holds a code, and the wire without the byte that tells.
 
         Raises:
             ValueError: If it cannot be either.
@@ -165,5 +165,5 @@ class EntropyOf(Entropy):
 
     @property
     def inner(self) -> Compressor:
-        """What makes the bytes."""
+        """The compressor that makes the bytes."""
         return self.first

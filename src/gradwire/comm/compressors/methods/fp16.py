@@ -7,7 +7,7 @@ non-finite gradient, as NaN and infinity themselves do.
 
 Rounds: a sum in float16 of the values divided by 2^k before the cast, the smallest power of two that is at least
 sqrt(W). Dividing by W would keep the sum of any W values in range, but cost log2(W) bits of every value below 2^-14,
-where gradients lie, silently; without division, W large values overflow. With 2^k, the sum overflows only where the
+where gradients are, silently; without division, W large values overflow. With 2^k, the sum overflows only where the
 mean's magnitude exceeds 65,504 * 2^k / W, and the overflow is visible: the sum is infinite.
 """
 
@@ -45,9 +45,9 @@ class FP16(Quantizer):
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
         """One sum in float16 of values divided by a power of two."""
         smaller = 2.0 ** math.ceil(math.log2(context.world) / 2)
-        own = (x / smaller).to(torch.float16)
-        total = yield Ask("sum", own, rows=True)
-        return total.to(torch.float32) * smaller / context.world, own.to(torch.float32) * smaller
+        sent = (x / smaller).to(torch.float16)
+        total = yield Ask("sum", sent, rows=True)
+        return total.to(torch.float32) * smaller / context.world, sent.to(torch.float32) * smaller
 
     def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:
         """Two bytes per element."""

@@ -45,7 +45,7 @@ class Sums(NamedTuple):
 class GradiVeQ(Compressor):
     """Sends k coefficients per slice, and the basis.
 
-    The squared error of a slice is ``||g - mu||^2 - ||y||^2``, its energy outside the basis: zero if the slices lie in
+    The squared error of a slice is ``||g - mu||^2 - ||y||^2``, its energy outside the basis: zero if the slices are in
     k dimensions around their mean.
     """
 
@@ -164,10 +164,10 @@ class GradiVeQ(Compressor):
         state["steps"] = state["steps"] + 1
         if step >= self.window:
             basis = state["basis"].to(x.device)
-            own = self.project(x.view(-1), basis)
-            total = yield Ask("sum", own)
+            sent = self.project(x.view(-1), basis)
+            total = yield Ask("sum", sent)
             mean = self.expand(total / context.world, basis, x.shape)
-            return mean.view(x.shape), self.expand(own, basis, x.shape).view(x.shape)
+            return mean.view(x.shape), self.expand(sent, basis, x.shape).view(x.shape)
         mean = (yield Ask("sum", x)) / context.world
         new = sums(self.cut(mean.view(-1))[0])
         for key, value in new._asdict().items():

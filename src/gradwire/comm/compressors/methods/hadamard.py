@@ -3,7 +3,7 @@
 As in Jia et al., "SDP4Bit: Toward 4-bit Communication Quantization in Sharded Data Parallelism for LLM Training"
 (arXiv:2410.15526, 2024), before 4-bit gradients. In stage h = 1, 2, 4, 8, 16 elements a and b at distance h in a group
 of 2h become a + b and a - b; a group of 32 is then divided by sqrt(32). The last n mod 32 elements are transformed in
-groups of 16, 8, 4, 2 and 1, as the binary digits of their number say. Each transform is orthogonal and symmetric, so it
+groups of 16, 8, 4, 2 and 1, by the binary digits of their number. Each transform is orthogonal and symmetric, so it
 is its own inverse. Sums are float64, rounded once to float32.
 
 Wire: the transformed tensor as float32; in a chain, the quantizer's wire of it as a vector.

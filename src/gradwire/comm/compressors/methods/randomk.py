@@ -10,7 +10,7 @@ Rounds: all ranks derive the places from the run's seed, the step and the parame
 
 The permutation of 0..n-1 is keyed: any part of it costs what that part holds. It is a Feistel network over the next
 power of two, of at least 2^6, whose two halves may differ by a bit; what falls outside 0..n-1 goes through it again
-until it lies inside ("cycle walking"), less than twice on average beyond n = 32. Compare Mitchell, Stokes, Frank and
+until it is inside ("cycle walking"), less than twice on average beyond n = 32. Compare Mitchell, Stokes, Frank and
 Holmes, "Bandwidth-Optimal Random Shuffling for GPUs" (ACM TOPC 2022). Round r changes one half by a hash of the other
 half and word r of the seed's stream (`gradwire.comm.compressors.philox`); the hash is the mixer of 32 bits
 "16-21f0aaad-15-735a2d97-15" found by Wellons' hash prospector. In a network of random round functions one element's
@@ -89,12 +89,12 @@ class RandomK(Sparsifier):
 
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
         """One sum of the values at places that all ranks know."""
-        said = f"{context.seed}/{context.step}/{context.name}".encode()
-        seed = torch.frombuffer(bytearray(hashlib.sha256(said).digest()[:SEED]), dtype=torch.uint8).to(x.device)
+        key = f"{context.seed}/{context.step}/{context.name}".encode()
+        seed = torch.frombuffer(bytearray(hashlib.sha256(key).digest()[:SEED]), dtype=torch.uint8).to(x.device)
         places, _ = self.found(seed, context.shape)
         values = x.view(-1)[places]
         total = yield Ask("sum", values)
-        mean, sent = (self.placed(part, places, context.shape) for part in (total / context.world, values))
+        mean, sent = (self.placed(vector, places, context.shape) for vector in (total / context.world, values))
         return mean.view(context.shape), sent.view(context.shape)
 
     def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:
@@ -120,10 +120,10 @@ def permuted(seed: Tensor, n: int, k: int) -> Tensor:
         int64 [k] on the seed's device.
     """
     keys = words(seed, ROUNDS)
-    found = crossed(torch.arange(k, device=seed.device), keys, n)
-    while (outside := (found >= n).nonzero().view(-1)).numel():
-        found[outside] = crossed(found[outside], keys, n)
-    return found
+    images = crossed(torch.arange(k, device=seed.device), keys, n)
+    while (outside := (images >= n).nonzero().view(-1)).numel():
+        images[outside] = crossed(images[outside], keys, n)
+    return images
 
 
 def crossed(numbers: Tensor, keys: Tensor, n: int) -> Tensor:

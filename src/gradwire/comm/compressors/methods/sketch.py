@@ -20,7 +20,7 @@ the summed table's estimates are largest, ``candidates`` times k of them, are th
 sums are kept. A rank's own contribution is its exact values at those k places, so their mean is the result.
 
 A table is summed in float64 and rounded once, so that the order of addition, which CUDA does not fix, does not matter
-unless a sum lies within float64's rounding error of the middle between two float32 numbers.
+unless a sum is within float64's rounding error of the middle between two float32 numbers.
 """
 
 from __future__ import annotations
@@ -131,12 +131,12 @@ class Sketch(Compressor):
         seed = torch.tensor([context.derived_seed()], device=x.device)
         table = yield Ask("sum", self.table(x, seed))
         places = largest_places(self.estimates(table, seed, x.numel()), self.examined(x.shape))
-        own = x.view(-1)[places]
-        total = yield Ask("sum", own)
+        values = x.view(-1)[places]
+        total = yield Ask("sum", values)
         chosen = largest(total, self.kept(x.shape))
         zeros = torch.zeros_like(x).view(-1)
         mean = zeros.index_copy(0, places, torch.where(chosen, total / context.world, 0))
-        sent = zeros.index_copy_(0, places, torch.where(chosen, own, 0))
+        sent = zeros.index_copy_(0, places, torch.where(chosen, values, 0))
         return mean.view(x.shape), sent.view(x.shape)
 
     def round_cost(self, shape: Shape, step: int | None = None) -> RoundCost:

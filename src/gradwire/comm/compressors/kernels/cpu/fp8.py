@@ -29,12 +29,12 @@ def encode(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: in
     scales, codes = wire[:head].view(np.float32), wire[head:]
     marks = scales.view(np.uint32)
     worst = np.uint32(0)
-    for at in range(0, x.size, block):
-        part, owner = x[at : at + block], (first + at) // block
-        marks[owner] = largest(part.view(np.uint32))
+    for position in range(0, x.size, block):
+        numbers, owner = x[position : position + block], (first + position) // block
+        marks[owner] = largest(numbers.view(np.uint32))
         worst = max(worst, marks[owner])
         scales[owner] = max(scales[owner] / top, TINY)
-        cast(part, scales[owner], mantissa, bias, codes[first + at :])
+        cast(numbers, scales[owner], mantissa, bias, codes[first + position :])
     return bool(worst >= INFINITY)
 
 
@@ -53,8 +53,10 @@ def decode(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: 
     block, values = settings[0], settings[4]
     head = 4 * ((row[NUMEL] + block - 1) // block)
     scales, codes = wire[:head].view(np.float32), wire[head:]
-    for at in range(0, out.size, block):
-        look_up(codes[first + at :], values, scales[(first + at) // block], out[at : at + block])
+    for position in range(0, out.size, block):
+        look_up(
+            codes[first + position :], values, scales[(first + position) // block], out[position : position + block]
+        )
     return True
 
 

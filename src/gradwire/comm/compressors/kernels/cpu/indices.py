@@ -47,52 +47,52 @@ def decode(wire: Tensor, n: int, k: int, code: CodeName) -> tuple[Tensor, int]:
 def write_rice(places: np.ndarray, low: int, lower: np.ndarray, upper: np.ndarray) -> None:
     """Fill both planes (uint8, zeros)."""
     mask = (1 << low) - 1
-    pending, bits, at = 0, 0, 0
+    pending, bits, position = 0, 0, 0
     for i in range(places.size):
         unary = i + (places[i] >> low)
         upper[unary >> 3] |= np.uint8(1 << (unary & 7))
         pending |= (places[i] & mask) << bits
         bits += low
         while bits >= 8:
-            lower[at] = pending & 255
-            at += 1
+            lower[position] = pending & 255
+            position += 1
             pending >>= 8
             bits -= 8
     if bits:
-        lower[at] = pending
+        lower[position] = pending
 
 
 @compiled
 def read_rice(lower: np.ndarray, upper: np.ndarray, low: int, n: int, places: np.ndarray) -> int:
     """Fill ``places``; how many there are, up to the first that is out of order, or more than there is room for."""
     mask = (1 << low) - 1
-    pending, bits, at = np.int64(0), 0, 0
-    found = 0
+    pending, bits, position = np.int64(0), 0, 0
+    count = 0
     for byte in range(upper.size):
         marks = upper[byte]
         bit = 8 * byte
         while marks:
             if marks & 1:
-                if found == places.size:
-                    return found + 1
+                if count == places.size:
+                    return count + 1
                 while bits < low:
-                    pending |= np.int64(lower[at]) << bits
-                    at += 1
+                    pending |= np.int64(lower[position]) << bits
+                    position += 1
                     bits += 8
-                place = (bit - found) << low | (pending & mask)
-                if place >= n or (found and place <= places[found - 1]):
-                    return found
-                places[found] = place
-                found += 1
+                place = (bit - count) << low | (pending & mask)
+                if place >= n or (count and place <= places[count - 1]):
+                    return count
+                places[count] = place
+                count += 1
                 pending >>= low
                 bits -= low
             marks >>= 1
             bit += 1
-    return found
+    return count
 
 
 def fixed(n: int, k: int, code: CodeName) -> tuple[int, int, int, int]:
-    """What `write` and `read` need to know of k indices below n: the code, `rice_planes`' first two, and all bytes."""
+    """The arguments of `write` and `read` for k indices below n: the code, `rice_planes`' first two, and all bytes."""
     chosen = choose(n, k, code)
     low, lower, _ = rice_planes(n, k)
     return list(CODES).index(chosen), low, lower, HEADER + (CODES[chosen].size(n, k) or 0)
@@ -118,7 +118,7 @@ def write(places: np.ndarray, code: int, low: int, lower: int, wire: np.ndarray)
 
 @compiled
 def read(wire: np.ndarray, code: int, low: int, lower: int, n: int, places: np.ndarray) -> bool:
-    """Fill ``places`` (int64 [k]); whether ``wire`` says that many, ascending, distinct and below ``n``."""
+    """Fill ``places`` (int64 [k]); whether ``wire`` encodes that many, ascending, distinct and below ``n``."""
     body = wire[HEADER:]
     if wire[0] != code:
         return False
@@ -132,11 +132,11 @@ def read(wire: np.ndarray, code: int, low: int, lower: int, n: int, places: np.n
         return True
     if code == RICE:
         return read_rice(body[:lower], body[lower:], low, n, places) == places.size
-    found = 0
+    count = 0
     for place in range(n):
         if body[place >> 3] >> (place & 7) & 1:
-            if found == places.size:
+            if count == places.size:
                 return False
-            places[found] = place
-            found += 1
-    return found == places.size
+            places[count] = place
+            count += 1
+    return count == places.size

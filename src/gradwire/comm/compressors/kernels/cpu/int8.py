@@ -38,19 +38,21 @@ def encode(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: in
         end = min(start + TILE, x.size)
         if stochastic:
             fill_words(seed, first + start, words)
-        at = start
-        while at < end:
-            owner = (first + at) // block
+        position = start
+        while position < end:
+            owner = (first + position) // block
             stop = min((owner + 1) * block - first, end)
-            if first + at == owner * block:
-                marks[owner] = largest(x[at : at + block].view(np.uint32))
+            if first + position == owner * block:
+                marks[owner] = largest(x[position : position + block].view(np.uint32))
                 worst = max(worst, marks[owner])
                 scales[owner] = max(scales[owner] / top, TINY)
             if stochastic:
-                round_randomly(x[at:stop], scales[owner], top, words[at - start :], codes[at - start :])
+                round_randomly(
+                    x[position:stop], scales[owner], top, words[position - start :], codes[position - start :]
+                )
             else:
-                round_nearest(x[at:stop], scales[owner], codes[at - start :])
-            at = stop
+                round_nearest(x[position:stop], scales[owner], codes[position - start :])
+            position = stop
         pack_tile(codes, end - start, bits, packed[(first + start) * bits // 8 :])
     return bool(worst >= INFINITY)
 
@@ -82,12 +84,12 @@ def decode(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: 
     for start in range(0, out.size, TILE):
         end = min(start + TILE, out.size)
         unpack_tile(packed[(first + start) * bits // 8 :], end - start, bits, codes)
-        at = start
-        while at < end:
-            owner = (first + at) // block
+        position = start
+        while position < end:
+            owner = (first + position) // block
             stop = min((owner + 1) * block - first, end)
-            multiply(codes[at - start :], np.int32(8 - bits), scales[owner], out[at:stop])
-            at = stop
+            multiply(codes[position - start :], np.int32(8 - bits), scales[owner], out[position:stop])
+            position = stop
     return True
 
 

@@ -55,16 +55,16 @@ def encode8(first: int, x: np.ndarray, block: int, seed: int, lowest: np.ndarray
     for start in range(0, x.size, TILE):
         end = min(start + TILE, x.size)
         fill_words(seed, first + start, words)
-        at = start
-        while at < end:
-            owner = (first + at) // block
+        position = start
+        while position < end:
+            owner = (first + position) // block
             stop = min((owner + 1) * block - first, end)
-            if first + at == owner * block:
-                most = largest(x[at : at + block].view(np.uint32))
+            if first + position == owner * block:
+                most = largest(x[position : position + block].view(np.uint32))
                 worst = max(worst, most)
                 lowest[owner] = max(np.int64(most >> MANTISSA) + 2 - np.int64(POWERS), 1)
-            multiply(x[at:stop], SCALES[lowest[owner]], scaled[at - start :])
-            at = stop
+            multiply(x[position:stop], SCALES[lowest[owner]], scaled[position - start :])
+            position = stop
         add_noise(scaled.view(np.uint32), words, codes[first + start : first + end])
     return bool(worst > HIGHEST)
 
@@ -90,11 +90,11 @@ def encode9(first: int, bits: np.ndarray, seed: int, exponents: np.ndarray, sign
     words, minus = np.empty(TILE, np.uint32), np.empty(TILE, np.uint8)
     worst = np.uint32(0)
     for start in range(0, bits.size, TILE):
-        part = bits[start : start + TILE]
+        tile = bits[start : start + TILE]
         fill_words(seed, first + start, words)
-        worst = max(worst, largest(part))
-        split(part, words, exponents[first + start :], minus)
-        pack_tile(minus, part.size, 1, signs[(first + start) // 8 :])
+        worst = max(worst, largest(tile))
+        split(tile, words, exponents[first + start :], minus)
+        pack_tile(minus, tile.size, 1, signs[(first + start) // 8 :])
     return bool(worst > HIGHEST)
 
 
@@ -128,9 +128,9 @@ def decode9(exponents: np.ndarray, signs: np.ndarray, out: np.ndarray) -> None:
     """Fill ``out`` (uint32, bits of floats)."""
     minus = np.empty(TILE, np.uint8)
     for start in range(0, out.size, TILE):
-        part = out[start : start + TILE]
-        unpack_tile(signs[start // 8 :], part.size, 1, minus)
-        put9(exponents[start : start + TILE], minus, part)
+        tile = out[start : start + TILE]
+        unpack_tile(signs[start // 8 :], tile.size, 1, minus)
+        put9(exponents[start : start + TILE], minus, tile)
 
 
 @compiled

@@ -70,19 +70,19 @@ def encode_blocks(first: int, x: np.ndarray, n: int, block: int, means: np.ndarr
         end = min(start + TILE, x.size)
         mark_negative(x[start:end], codes)
         pack_tile(codes, end - start, 1, packed[(first + start) // 8 :])
-        at = start
-        while at < end:
-            owner = (first + at) // block
+        position = start
+        while position < end:
+            owner = (first + position) // block
             last = min((owner + 1) * block, n) - first
             stop = min(last, end)
-            more_rest, more_negative, more = sides(x[at:stop])
+            more_rest, more_negative, more = sides(x[position:stop])
             rest, negative, negatives = rest + more_rest, negative + more_negative, negatives + more
             if stop == last:
                 means[2 * owner] = np.float32(rest / max(1, first + last - owner * block - negatives))
                 means[2 * owner + 1] = np.float32(negative / max(1, negatives))
                 finite &= np.isfinite(rest - negative)
                 rest, negative, negatives = 0.0, 0.0, 0
-            at = stop
+            position = stop
     return not finite
 
 
@@ -110,12 +110,12 @@ def encode_columns(x: np.ndarray, means: np.ndarray, packed: np.ndarray) -> bool
         end = min(start + TILE, x.size)
         mark_negative(x[start:end], codes)
         pack_tile(codes, end - start, 1, packed[start // 8 :])
-        at = start
-        while at < end:
-            column = at % width
-            stop = min(at - column + width, end)
-            add_sides(x[at:stop], rest[column:], negative[column:], negatives[column:])
-            at = stop
+        position = start
+        while position < end:
+            column = position % width
+            stop = min(position - column + width, end)
+            add_sides(x[position:stop], rest[column:], negative[column:], negatives[column:])
+            position = stop
     for column in range(groups, width):
         rest[column % groups] += rest[column]
         negative[column % groups] += negative[column]
@@ -146,12 +146,12 @@ def decode_blocks(means: np.ndarray, packed: np.ndarray, block: int, out: np.nda
     for start in range(0, out.size, TILE):
         end = min(start + TILE, out.size)
         unpack_tile(packed[start // 8 :], end - start, 1, codes)
-        at = start
-        while at < end:
-            owner = at // block
+        position = start
+        while position < end:
+            owner = position // block
             stop = min((owner + 1) * block, end)
-            choose(codes[at - start :], means[2 * owner], means[2 * owner + 1], out[at:stop])
-            at = stop
+            choose(codes[position - start :], means[2 * owner], means[2 * owner + 1], out[position:stop])
+            position = stop
 
 
 @compiled
@@ -166,12 +166,12 @@ def decode_columns(means: np.ndarray, packed: np.ndarray, out: np.ndarray) -> No
     for start in range(0, out.size, TILE):
         end = min(start + TILE, out.size)
         unpack_tile(packed[start // 8 :], end - start, 1, codes)
-        at = start
-        while at < end:
-            column = at % rest.size
-            stop = min(at - column + rest.size, end)
-            choose_each(codes[at - start :], rest[column:], negative[column:], out[at:stop])
-            at = stop
+        position = start
+        while position < end:
+            column = position % rest.size
+            stop = min(position - column + rest.size, end)
+            choose_each(codes[position - start :], rest[column:], negative[column:], out[position:stop])
+            position = stop
 
 
 @compiled

@@ -51,19 +51,19 @@ def encode(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: in
     for start in range(0, x.size, TILE):
         end = min(start + TILE, x.size)
         fill_words(seed, first + start, words)
-        at = start
-        while at < end:
-            owner = (first + at) // block
+        position = start
+        while position < end:
+            owner = (first + position) // block
             stop = min((owner + 1) * block - first, end)
-            if first + at == owner * block:
+            if first + position == owner * block:
                 if l2:
-                    norms[owner] = np.float32(np.sqrt(square_sum(x[at : at + block])))
+                    norms[owner] = np.float32(np.sqrt(square_sum(x[position : position + block])))
                 else:
-                    marks[owner] = largest(x[at : at + block].view(np.uint32))
+                    marks[owner] = largest(x[position : position + block].view(np.uint32))
                 worst = max(worst, np.uint32(marks[owner] & SIGNLESS))
                 step = max(norms[owner] / top, TINY)
-            round_randomly(x[at:stop], step, top, words[at - start :], codes[at - start :])
-            at = stop
+            round_randomly(x[position:stop], step, top, words[position - start :], codes[position - start :])
+            position = stop
         pack_tile(codes, end - start, bits, packed[(first + start) * bits // 8 :])
     return bool(worst >= INFINITY)
 
@@ -78,13 +78,13 @@ def decode(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: 
     for start in range(0, out.size, TILE):
         end = min(start + TILE, out.size)
         unpack_tile(packed[(first + start) * bits // 8 :], end - start, bits, codes)
-        at = start
-        while at < end:
-            owner = (first + at) // block
+        position = start
+        while position < end:
+            owner = (first + position) // block
             stop = min((owner + 1) * block - first, end)
             step = max(norms[owner] / np.float32(levels), TINY)
-            multiply(codes[at - start :], np.int32(8 - bits), step, out[at:stop])
-            at = stop
+            multiply(codes[position - start :], np.int32(8 - bits), step, out[position:stop])
+            position = stop
     return True
 
 

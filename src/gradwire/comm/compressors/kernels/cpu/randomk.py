@@ -28,7 +28,7 @@ def pick(method: RandomK, x: Tensor, generator: torch.Generator | None) -> tuple
 
 
 def places(method: RandomK, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
-    """What the seed says."""
+    """The places drawn from the seed."""
     return permuted(int(method.seed(wire)), numel(shape), method.kept(shape)), SEED
 
 

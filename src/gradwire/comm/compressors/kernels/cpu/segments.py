@@ -1,7 +1,7 @@
 """The loops over a table of segments, compiled once for each method with that method's `encode` and `decode`.
 
 A segment is encoded and decoded in chunks, between which nothing is shared but the segment's bytes. Where a decoded
-chunk is added to a sum, or subtracted for error feedback, it never leaves the cache. Encodings lie at any byte: no
+chunk is added to a sum, or subtracted for error feedback, it never leaves the cache. Encodings begin at any byte: no
 number in them need be aligned.
 """
 
@@ -32,7 +32,7 @@ def encode(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: in
     """The place of a method's function, which fills its part of a segment's ``wire`` (uint8).
 
     Args:
-        settings: What the method's options say.
+        settings: Numbers from the method's options.
         row: The segment's row of the table.
         first: Index in the segment of the chunk's first element, a multiple of the method's chunk.
         x: The chunk: float32 [c].
@@ -87,17 +87,17 @@ def encode_all(
     for s in range(len(table)):
         row = table[s]
         x = values[row[START] : row[START] + row[NUMEL]]
-        own = wire[row[AT] : row[AT] + row[SIZE]]
+        encoding = wire[row[AT] : row[AT] + row[SIZE]]
         if not feedback:
-            bad[s] = encode(settings, row, 0, x, seeds[s], own)
+            bad[s] = encode(settings, row, 0, x, seeds[s], encoding)
             continue
         kept = residual[row[START] : row[START] + row[NUMEL]]
         for first in range(0, max(x.size, 1), chunk):
-            part = kept[first : first + chunk]
-            add(x[first : first + chunk], part)
-            bad[s] |= encode(settings, row, first, part, seeds[s], own)
-            decode(settings, row, first, own, sent[: part.size])
-            subtract(sent, part)
+            numbers = kept[first : first + chunk]
+            add(x[first : first + chunk], numbers)
+            bad[s] |= encode(settings, row, first, numbers, seeds[s], encoding)
+            decode(settings, row, first, encoding, sent[: numbers.size])
+            subtract(sent, numbers)
         if bad[s]:
             kept[:] = 0
 
@@ -111,16 +111,16 @@ def decode_all(settings: tuple, table: np.ndarray, chunk: int, wires: np.ndarray
         row = table[s]
         sums = out[row[START] : row[START] + row[NUMEL]]
         for first in range(0, max(sums.size, 1), chunk):
-            part = sums[first : first + chunk]
+            numbers = sums[first : first + chunk]
             for message in range(len(wires)):
-                own = wires[message, row[AT] : row[AT] + row[SIZE]]
+                encoding = wires[message, row[AT] : row[AT] + row[SIZE]]
                 if message == 0 and onto != SUM:
-                    fits = decode(settings, row, first, own, part)
+                    fits = decode(settings, row, first, encoding, numbers)
                     if onto == ZERO:
-                        add_to_zero(part)
+                        add_to_zero(numbers)
                 else:
-                    fits = decode(settings, row, first, own, room[: part.size])
-                    add(room, part)
+                    fits = decode(settings, row, first, encoding, room[: numbers.size])
+                    add(room, numbers)
                 if not fits:
                     return s
     return -1
@@ -132,21 +132,21 @@ def blocks_and(tile: int) -> Callable[[Any], int]:
 
 
 def always(method: Any) -> bool:
-    """Say that a method draws random numbers with all its options."""
+    """For a method that draws random numbers with all its options."""
     return True
 
 
 def never(method: Any) -> bool:
-    """Say that it draws none."""
+    """For a method that draws none."""
     return False
 
 
 def bound(template: Callable, module: str, **functions: Callable) -> Callable:
     """Compile ``template`` with other functions in the place of those that it calls by these names."""
     code, names = template.__code__, {**template.__globals__, "__name__": module, **functions}  # type: ignore[attr-defined]
-    own = FunctionType(code, names, template.__name__)
-    own.__qualname__ = f"{module}.{template.__name__}"  # under which numba keeps the machine code
-    return compiled(own)
+    function = FunctionType(code, names, template.__name__)
+    function.__qualname__ = f"{module}.{template.__name__}"  # under which numba keeps the machine code
+    return compiled(function)
 
 
 class Segmented:

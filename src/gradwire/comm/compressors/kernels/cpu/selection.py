@@ -52,16 +52,16 @@ def collect(bits: np.ndarray, least: np.int32, places: np.ndarray) -> None:
     """Write where the magnitudes reach ``least`` to ``places`` (int64), which has room for one more than those are."""
     flags = np.zeros(TILE, np.uint8)
     eights = flags.view(np.uint64)
-    found = 0
+    written = 0
     for start in range(0, bits.size, TILE):
-        part = bits[start : start + TILE]
-        reaching(part, least, flags)
-        flags[part.size :] = 0
+        tile = bits[start : start + TILE]
+        reaching(tile, least, flags)
+        flags[tile.size :] = 0
         for eight in range(eights.size):
             if eights[eight]:
                 for i in range(8 * eight, 8 * eight + 8):  # without branches: keep the place, or write over it
-                    places[found] = start + i
-                    found += flags[i]
+                    places[written] = start + i
+                    written += flags[i]
 
 
 def collected(bits: np.ndarray, least: int, count: int) -> Tensor:
@@ -102,11 +102,11 @@ def tally_within(keys: np.ndarray, prefix: np.int32, shift: int, table: np.ndarr
 @compiled
 def compact(keys: np.ndarray, least: np.int32, equals: int, places: np.ndarray) -> None:
     """Keep the places whose key is above ``least``, and the first ``equals`` of those whose key is ``least``."""
-    found = 0
+    written = 0
     for i in range(keys.size):
         equal = keys[i] == least
-        places[found] = places[i]  # found <= i
-        found += (keys[i] > least) | (equal & (equals > 0))
+        places[written] = places[i]  # found <= i
+        written += (keys[i] > least) | (equal & (equals > 0))
         equals -= equal
 
 

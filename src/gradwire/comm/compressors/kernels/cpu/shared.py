@@ -1,4 +1,4 @@
-"""What several compiled loops need: Philox's words, packing in tiles of codes, and floats of fewer bits."""
+"""Parts of several compiled loops: Philox's words, packing in tiles of codes, and floats of fewer bits."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def unpack_tile(packed: np.ndarray, count: int, bits: int, codes: np.ndarray) ->
 def narrow(magnitude: np.uint32, mantissa: np.uint32, bias: np.uint32) -> np.uint32:
     """A float32 magnitude, given as its bits, as the bits of a format with fewer exponents; to nearest, ties to even.
 
-    The format's neighbours of a number lie one step apart: 2^mantissa steps make its power of two, or the smallest
+    The format's neighbours of a number are one step apart: 2^mantissa steps make its power of two, or the smallest
     normal number. A sum with 2^23 steps rounds to whole ones, and their count is left in its lowest bits.
 
     Args:

@@ -55,17 +55,17 @@ def encode_scaled(first: int, x: np.ndarray, n: int, block: int, scales: np.ndar
         end = min(start + TILE, x.size)
         mark_negative(x[start:end], codes)
         pack_tile(codes, end - start, 1, packed[(first + start) // 8 :])
-        at = start
-        while at < end:
-            owner = (first + at) // block
+        position = start
+        while position < end:
+            owner = (first + position) // block
             last = min((owner + 1) * block, n) - first
             stop = min(last, end)
-            total += magnitude(x[at:stop])
+            total += magnitude(x[position:stop])
             if stop == last:
                 scales[owner] = np.float32(total / (first + last - owner * block))
                 finite &= np.isfinite(total)
                 total = 0.0
-            at = stop
+            position = stop
     return not finite
 
 
@@ -105,11 +105,11 @@ def decode_signs(scales: np.ndarray, packed: np.ndarray, block: int, out: np.nda
     for start in range(0, out.size, TILE):
         end = min(start + TILE, out.size)
         unpack_tile(packed[start // 8 :], end - start, 1, codes)
-        at = start
-        while at < end:
-            stop = min((at // block + 1) * block, end)
-            choose(codes[at - start :], scales[at // block], -scales[at // block], out[at:stop])
-            at = stop
+        position = start
+        while position < end:
+            stop = min((position // block + 1) * block, end)
+            choose(codes[position - start :], scales[position // block], -scales[position // block], out[position:stop])
+            position = stop
 
 
 @compiled

@@ -34,21 +34,21 @@ def encode(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: in
     for start in range(0, x.size, TILE):
         end = min(start + TILE, x.size)
         fill_words(seed, first + start, words)
-        at = start
-        while at < end:
-            owner = (first + at) // block
+        position = start
+        while position < end:
+            owner = (first + position) // block
             stop = min((owner + 1) * block - first, end)
-            if first + at == owner * block:
-                own = x[at : at + block]
-                most = largest(own.view(np.uint32))
+            if first + position == owner * block:
+                numbers = x[position : position + block]
+                most = largest(numbers.view(np.uint32))
                 worst = max(worst, most)
                 scales.view(np.uint32)[owner] = most
                 if clip:
-                    sigma = np.sqrt(square_sum(own) / own.size)
+                    sigma = np.sqrt(square_sum(numbers) / numbers.size)
                     scales[owner] = min(scales[owner], np.float32(clip * sigma))
                 scales[owner] = max(scales[owner], TINY)
-            draw(x[at:stop], scales[owner], words[at - start :], digits[at - start :])
-            at = stop
+            draw(x[position:stop], scales[owner], words[position - start :], digits[position - start :])
+            position = stop
         if base3:
             pack_trits(digits, end - start, packed[(first + start) // TRITS :])
         else:
@@ -90,12 +90,12 @@ def decode(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: 
             unpack_trits(packed[(first + start) // TRITS :], -(-(end - start) // TRITS), digits)
         else:
             unpack_tile(packed[(first + start) // 4 :], end - start, 2, digits)
-        at = start
-        while at < end:
-            owner = (first + at) // block
+        position = start
+        while position < end:
+            owner = (first + position) // block
             stop = min((owner + 1) * block - first, end)
-            multiply(digits[at - start :], np.int32(0 if base3 else 6), scales[owner], out[at:stop])
-            at = stop
+            multiply(digits[position - start :], np.int32(0 if base3 else 6), scales[owner], out[position:stop])
+            position = stop
     return True
 
 

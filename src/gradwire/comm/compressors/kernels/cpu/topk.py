@@ -24,14 +24,14 @@ from gradwire.comm.compressors.kernels.cpu.segments import (
 from gradwire.comm.compressors.kernels.cpu.selection import largest_places, place
 from gradwire.comm.compressors.methods.topk import TopK
 
-KEPT, CODE, LOW, LOWER, HEAD = range(COLUMNS + 1, COLUMNS + 6)  # of a row: k, and what `indices.fixed` says
+KEPT, CODE, LOW, LOWER, HEAD = range(COLUMNS + 1, COLUMNS + 6)  # of a row: k, and the results of `indices.fixed`
 
 
 def pick(method: TopK, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
     """Head, values, and whether x is not finite."""
-    found, bad = largest_places(x.view(-1).numpy().view(np.int32), method.kept(x.numel()))
-    chosen = torch.from_numpy(found)
-    return indices.encode(chosen, x.numel(), method.indices), x.view(-1)[chosen], torch.tensor([bad])
+    largest, bad = largest_places(x.view(-1).numpy().view(np.int32), method.kept(x.numel()))
+    kept = torch.from_numpy(largest)
+    return indices.encode(kept, x.numel(), method.indices), x.view(-1)[kept], torch.tensor([bad])
 
 
 def places(method: TopK, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
@@ -48,11 +48,11 @@ def row(method: TopK, n: int) -> tuple[int, ...]:
 @compiled
 def encode(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: int, wire: np.ndarray) -> bool:
     """Fill the places' code and the values."""
-    found, bad = largest_places(x.view(np.int32), row[KEPT])
-    write(found, row[CODE], row[LOW], row[LOWER], wire[: row[HEAD]])
+    places, bad = largest_places(x.view(np.int32), row[KEPT])
+    write(places, row[CODE], row[LOW], row[LOWER], wire[: row[HEAD]])
     values = wire[row[HEAD] :].view(np.float32)
-    for i in range(found.size):
-        values[i] = x[found[i]]
+    for i in range(places.size):
+        values[i] = x[places[i]]
     return bad
 
 
@@ -66,12 +66,12 @@ def decode(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: 
 @compiled
 def place_values(row: np.ndarray, wire: np.ndarray, adding: bool, out: np.ndarray) -> bool:
     """Put the values to their places, or add them; False if the bytes are not an encoding."""
-    found = np.empty(row[KEPT], np.int64)
-    if not read(wire[: row[HEAD]], row[CODE], row[LOW], row[LOWER], row[NUMEL], found):
+    places = np.empty(row[KEPT], np.int64)
+    if not read(wire[: row[HEAD]], row[CODE], row[LOW], row[LOWER], row[NUMEL], places):
         return False
     values = wire[row[HEAD] :].view(np.float32)
-    for i in range(found.size):
-        out[found[i]] = out[found[i]] + values[i] if adding else values[i]
+    for i in range(places.size):
+        out[places[i]] = out[places[i]] + values[i] if adding else values[i]
     return True
 
 

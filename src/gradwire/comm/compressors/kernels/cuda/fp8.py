@@ -40,15 +40,15 @@ def tile(method: FP8) -> int:
 def encoding(method: FP8, x: Tensor) -> dict:
     """The constants of `encode`."""
     mantissa, bias, _ = FORMATS[method.format]
-    own = {"BLOCK": method.block, "TILE": tile(method), "TOP": method.top, "MANTISSA": mantissa, "BIAS": bias}
-    return {**own, "enable_fp_fusion": False}
+    constants = {"BLOCK": method.block, "TILE": tile(method), "TOP": method.top, "MANTISSA": mantissa, "BIAS": bias}
+    return {**constants, "enable_fp_fusion": False}
 
 
 def decoding(method: FP8) -> dict:
     """The constants of `decode`."""
     mantissa, bias, no_number = FORMATS[method.format]
-    own = {"BLOCK": method.block, "TILE": tile(method), "MANTISSA": mantissa}
-    return {**own, "UNIT": 2.0 ** (127 - bias), "NO_NUMBER": no_number}
+    constants = {"BLOCK": method.block, "TILE": tile(method), "MANTISSA": mantissa}
+    return {**constants, "UNIT": 2.0 ** (127 - bias), "NO_NUMBER": no_number}
 
 
 @triton.jit
@@ -60,8 +60,8 @@ def encode(
     ROWS: tl.constexpr = TILE // BLOCK
     segment, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
     rows = tl.arange(0, ROWS)
-    at = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    values = tl.load(x + start + at, mask=at < left, other=0.0)
+    offsets = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    values = tl.load(x + start + offsets, mask=offsets < left, other=0.0)
     most = tl.max(values.to(tl.int32, bitcast=True) & SIGNLESS, axis=1)
     if tl.max(most, axis=0) >= INFINITY:
         tl.store(bad + segment, 1)
@@ -69,14 +69,14 @@ def encode(
     store_floats(wire + head + 4 * ROWS * tile, rows, scale, rows * BLOCK < left, ALIGN)
     level = tl.div_rn(values, tl.broadcast_to(scale[:, None], [ROWS, BLOCK]))
     codes = wire + past(head, 4 * tl.cdiv(n, BLOCK), ALIGN) + tile * TILE
-    tl.store(codes + at, narrow(level, MANTISSA, BIAS).to(tl.uint8), mask=at < left)
+    tl.store(codes + offsets, narrow(level, MANTISSA, BIAS).to(tl.uint8), mask=offsets < left)
 
 
 @triton.jit
 def narrow(level, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
     """float32 below where the format overflows as its codes, int32; to nearest, ties to even.
 
-    `gradwire.comm.compressors.kernels.cpu.shared.narrow` says how.
+    As `gradwire.comm.compressors.kernels.cpu.shared.narrow`.
     """
     DROPPED: tl.constexpr = 23 - MANTISSA
     LOWEST: tl.constexpr = (128 - BIAS) << 23
@@ -97,14 +97,14 @@ def decode(
     ROWS: tl.constexpr = TILE // BLOCK
     _, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
     rows = tl.arange(0, ROWS)
-    at = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    offsets = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     codes = wire + past(head, 4 * tl.cdiv(n, BLOCK), ALIGN) + tile * TILE
-    code = tl.load(codes + at, mask=at < left, other=0).to(tl.int32)
+    code = tl.load(codes + offsets, mask=offsets < left, other=0).to(tl.int32)
     magnitude = code & 0x7F
     bits = tl.where(magnitude < NO_NUMBER, magnitude << (23 - MANTISSA), (magnitude << (23 - MANTISSA)) | INFINITY)
     value = (bits | ((code & 0x80) << 24)).to(tl.float32, bitcast=True) * UNIT
     scale = load_floats(wire + head + 4 * ROWS * tile, rows, rows * BLOCK < left, ALIGN)
-    put(out + start, at, value * tl.broadcast_to(scale[:, None], [ROWS, BLOCK]), at < left, ONTO)
+    put(out + start, offsets, value * tl.broadcast_to(scale[:, None], [ROWS, BLOCK]), offsets < left, ONTO)
 
 
 form = Segmented(encode, decode, lambda method, n: 4 * method.blocks(n), encoding, decoding)

@@ -59,8 +59,8 @@ def encode(
     ROWS: tl.constexpr = TILE // BLOCK
     TOP: tl.constexpr = (1 << (BITS - 1)) - 1
     segment, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
-    at = tl.arange(0, TILE)
-    values = tl.reshape(tl.load(x + start + at, mask=at < left, other=0.0), [ROWS, BLOCK])
+    offsets = tl.arange(0, TILE)
+    values = tl.reshape(tl.load(x + start + offsets, mask=offsets < left, other=0.0), [ROWS, BLOCK])
     most = tl.max(values.to(tl.int32, bitcast=True) & SIGNLESS, axis=1)
     if tl.max(most, axis=0) >= INFINITY:
         tl.store(bad + segment, 1)
@@ -88,12 +88,12 @@ def decode(
     ROWS: tl.constexpr = TILE // BLOCK
     SIGN: tl.constexpr = 1 << (BITS - 1)
     _, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
-    at, rows = tl.arange(0, TILE), tl.arange(0, ROWS)
+    offsets, rows = tl.arange(0, TILE), tl.arange(0, ROWS)
     scale = load_floats(wire + head + 4 * ROWS * tile, rows, rows * BLOCK < left, ALIGN)
     packed = wire + past(head, 4 * tl.cdiv(n, BLOCK), ALIGN)
     code = (load_packed(packed, tile * TILE, left, BITS, TILE) ^ SIGN) - SIGN
     values = tl.reshape(code.to(tl.float32), [ROWS, BLOCK]) * scale[:, None]
-    put(out + start, at, tl.reshape(values, [TILE]), at < left, ONTO)
+    put(out + start, offsets, tl.reshape(values, [TILE]), offsets < left, ONTO)
 
 
 form = Segmented(encode, decode, lambda method, n: 4 * method.blocks(n), encoding, constants, draws)

@@ -50,8 +50,8 @@ def encode(
     """A tile's lowest exponents and codes, or exponents and signs; sets ``bad`` where a magnitude is too large."""
     ROWS: tl.constexpr = TILE // BLOCK
     segment, tile, start, left, n, first = place(table, tiles, ALIGN, TILE)
-    at = tl.arange(0, TILE)
-    values = tl.load(x + start + at, mask=at < left, other=0.0)
+    offsets = tl.arange(0, TILE)
+    values = tl.load(x + start + offsets, mask=offsets < left, other=0.0)
     bits = values.to(tl.int32, bitcast=True)
     most = tl.max(tl.reshape(bits & SIGNLESS, [ROWS, BLOCK]), axis=1)
     if tl.max(most, axis=0) > HIGHEST:
@@ -60,7 +60,7 @@ def encode(
     if NINE:
         power = exponents(bits & SIGNLESS, seeds + segment, tile, TILE)
         power = tl.where(power < 0, NOT_FINITE, tl.minimum(power, NOT_FINITE))
-        tl.store(wire + first + tile * TILE + at, power.to(tl.uint8), mask=at < left)
+        tl.store(wire + first + tile * TILE + offsets, power.to(tl.uint8), mask=offsets < left)
         store_packed(wire + past(first, n, ALIGN), tile * (TILE // 8), minus, left, 1, TILE)
     else:
         low = tl.maximum((most >> MANTISSA) + 2 - POWERS, 1)
@@ -74,7 +74,7 @@ def encode(
         power = exponents(magnitudes, seeds + segment, tile, TILE)
         code = tl.where(power < 0, POWERS, tl.minimum(power, POWERS))  # a NaN may have carried over into the sign
         codes = wire + past(first, tl.cdiv(n, BLOCK), ALIGN) + tile * TILE
-        tl.store(codes + at, (minus << 7 | code).to(tl.uint8), mask=at < left)
+        tl.store(codes + offsets, (minus << 7 | code).to(tl.uint8), mask=offsets < left)
 
 
 @triton.jit
@@ -85,18 +85,18 @@ def decode(
     """A tile of numbers."""
     ROWS: tl.constexpr = TILE // BLOCK
     _, tile, start, left, n, first = place(table, tiles, ALIGN, TILE)
-    at = tl.arange(0, TILE)
+    offsets = tl.arange(0, TILE)
     if NINE:
-        power = tl.load(wire + first + tile * TILE + at, mask=at < left, other=0).to(tl.int32)
+        power = tl.load(wire + first + tile * TILE + offsets, mask=offsets < left, other=0).to(tl.int32)
         minus = load_packed(wire + past(first, n, ALIGN), tile * TILE, left, 1, TILE)
     else:
         codes = wire + past(first, tl.cdiv(n, BLOCK), ALIGN) + tile * TILE
-        byte = tl.load(codes + at, mask=at < left, other=0).to(tl.int32)
-        low = tl.load(wire + first + ROWS * tile + at // BLOCK, mask=at < left, other=1).to(tl.int32)
+        byte = tl.load(codes + offsets, mask=offsets < left, other=0).to(tl.int32)
+        low = tl.load(wire + first + ROWS * tile + offsets // BLOCK, mask=offsets < left, other=1).to(tl.int32)
         code = byte & POWERS
         power = tl.where(code > 0, tl.minimum(tl.maximum(code + low - 1, 0), NOT_FINITE), 0)
         minus = byte >> 7
-    put(out + start, at, (minus << 31 | power << MANTISSA).to(tl.float32, bitcast=True), at < left, ONTO)
+    put(out + start, offsets, (minus << 31 | power << MANTISSA).to(tl.float32, bitcast=True), offsets < left, ONTO)
 
 
 form = Segmented(encode, decode, head, lambda method, x: constants(method), constants, draws=lambda method: True)

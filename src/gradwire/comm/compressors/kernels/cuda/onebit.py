@@ -44,8 +44,8 @@ def encode(x, table, tiles, seeds, wire, bad, ALIGN: tl.constexpr, BLOCK: tl.con
     """A tile's means (float32, in pairs) and signs; sets ``bad`` where a mean is not finite."""
     ROWS: tl.constexpr = TILE // BLOCK
     segment, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
-    at = tl.arange(0, TILE)
-    values = tl.load(x + start + at, mask=at < left, other=0.0)
+    offsets = tl.arange(0, TILE)
+    values = tl.load(x + start + offsets, mask=offsets < left, other=0.0)
     below = (values < 0).to(tl.int32)
     blocks = tl.reshape(values, [ROWS, BLOCK])
     rows = tl.arange(0, ROWS)
@@ -82,8 +82,8 @@ def decode(wire, table, tiles, out, ALIGN: tl.constexpr, ONTO: tl.constexpr, BLO
     low = load_floats(means, pair + 1, there, ALIGN)
     lanes = tl.arange(0, 8)
     negative = (signs[:, None] >> lanes[None, :]) & 1
-    at = bytes[:, None] * 8 + lanes[None, :]
-    put(out + start, at, tl.where(negative == 1, low[:, None], high[:, None]), at < left, ONTO)
+    offsets = bytes[:, None] * 8 + lanes[None, :]
+    put(out + start, offsets, tl.where(negative == 1, low[:, None], high[:, None]), offsets < left, ONTO)
 
 
 form = Segmented(encode, decode, lambda method, n: 8 * method.groups(n), encoding, decoding)

@@ -30,8 +30,7 @@ def covers(method: QSGD) -> bool:
 
 def encoding(method: QSGD, x: Tensor) -> dict:
     """The constants of `encode`."""
-    own = {"BLOCK": method.block, "TILE": max(TILE, method.block), "BITS": method.num_bits, "LEVELS": method.levels}
-    return {**own, "L2": method.norm == "l2", "enable_fp_fusion": False}
+    return {**decoding(method), "L2": method.norm == "l2", "enable_fp_fusion": False}
 
 
 def decoding(method: QSGD) -> dict:
@@ -47,8 +46,8 @@ def encode(
     """A tile's norms (float32) and numbers; sets ``bad`` where a norm is not finite."""
     ROWS: tl.constexpr = TILE // BLOCK
     segment, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
-    at = tl.arange(0, TILE)
-    values = tl.reshape(tl.load(x + start + at, mask=at < left, other=0.0), [ROWS, BLOCK])
+    offsets = tl.arange(0, TILE)
+    values = tl.reshape(tl.load(x + start + offsets, mask=offsets < left, other=0.0), [ROWS, BLOCK])
     if L2:
         wide = values.to(tl.float64)
         norm = tl.sqrt(tl.sum(wide * wide, axis=1)).to(tl.float32)
@@ -71,7 +70,7 @@ def encode(
 
 @triton.jit
 def step_of(norm, LEVELS: tl.constexpr):
-    """What the numbers of each bucket are multiples of."""
+    """The step of each bucket, whose multiples its numbers are."""
     return tl.maximum(tl.div_rn(norm, 1.0 * LEVELS), TINY, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -84,12 +83,12 @@ def decode(
     ROWS: tl.constexpr = TILE // BLOCK
     SIGN: tl.constexpr = 1 << (BITS - 1)
     _, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
-    at, rows = tl.arange(0, TILE), tl.arange(0, ROWS)
+    offsets, rows = tl.arange(0, TILE), tl.arange(0, ROWS)
     norm = load_floats(wire + head + 4 * ROWS * tile, rows, rows * BLOCK < left, ALIGN)
     packed = wire + past(head, 4 * tl.cdiv(n, BLOCK), ALIGN)
     number = (load_packed(packed, tile * TILE, left, BITS, TILE) ^ SIGN) - SIGN
     values = tl.reshape(number.to(tl.float32), [ROWS, BLOCK]) * step_of(norm, LEVELS)[:, None]
-    put(out + start, at, tl.reshape(values, [TILE]), at < left, ONTO)
+    put(out + start, offsets, tl.reshape(values, [TILE]), offsets < left, ONTO)
 
 
 form = Segmented(encode, decode, lambda method, n: 4 * method.blocks(n), encoding, decoding, draws=lambda method: True)

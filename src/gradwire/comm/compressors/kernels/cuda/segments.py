@@ -2,7 +2,7 @@
 
 A method's file has two kernels. ``encode(x, table, tiles, seeds, wire, bad, ALIGN, ...)`` and ``decode(wire, table,
 tiles, out, ALIGN, ONTO, ...)`` begin with `place`, and ``decode`` ends with `put`; what follows are the method's own
-constants. Encodings lie at any byte, and a GPU reads and writes numbers at multiples of their size only: ALIGN is a
+constants. Encodings begin at any byte, and a GPU reads and writes numbers at multiples of their size only: ALIGN is a
 divisor of all places in memory, and below 4 numbers travel byte by byte.
 """
 
@@ -42,21 +42,21 @@ def place(table, tiles, ALIGN: tl.constexpr, TILE: tl.constexpr):
     tile = tl.load(tiles + 2 * tl.program_id(0) + 1).to(tl.int64)
     start = tl.load(table + COLUMNS * segment)
     n = tl.load(table + COLUMNS * segment + 1)
-    at = tl.load(table + COLUMNS * segment + 2)
+    head = tl.load(table + COLUMNS * segment + 2)
     left = tl.minimum(n - tile * TILE, TILE).to(tl.int32)
     if ALIGN >= 16:
         start = tl.multiple_of(start, 4)
         left = tl.multiple_of(left, 4)
-        at = tl.multiple_of(at, 16)
-    return segment, tile, start + tile * TILE, left, n, at
+        head = tl.multiple_of(head, 16)
+    return segment, tile, start + tile * TILE, left, n, head
 
 
 @triton.jit
-def past(at, size, ALIGN: tl.constexpr):
+def past(head, size, ALIGN: tl.constexpr):
     """The byte after a head of ``size`` bytes."""
     if ALIGN >= 16:
-        return tl.multiple_of(at + size, 16)
-    return at + size
+        return tl.multiple_of(head + size, 16)
+    return head + size
 
 
 @triton.jit
@@ -82,23 +82,24 @@ def load_floats(base, index, mask, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def put(out, at, values, mask, ONTO: tl.constexpr):
+def put(out, offsets, values, mask, ONTO: tl.constexpr):
     """Write a tile's values, or add them to what is there, or to 0, or subtract them."""
     if ONTO == SUM:
-        values = tl.load(out + at, mask=mask, other=0.0) + values
+        values = tl.load(out + offsets, mask=mask, other=0.0) + values
     if ONTO == LESS:
-        values = tl.load(out + at, mask=mask, other=0.0) - values
+        values = tl.load(out + offsets, mask=mask, other=0.0) - values
     if ONTO == ZERO:
         values = values + 0.0
-    tl.store(out + at, values, mask=mask)
+    tl.store(out + offsets, values, mask=mask)
 
 
 @triton.jit
 def add(values, table, tiles, residual, TILE: tl.constexpr):
     """Add a tile of the values to the residual."""
     _, _, start, left, _, _ = place(table, tiles, 1, TILE)
-    at = start + tl.arange(0, TILE)
-    put(residual, at, tl.load(values + at, mask=tl.arange(0, TILE) < left, other=0.0), tl.arange(0, TILE) < left, SUM)
+    mask = tl.arange(0, TILE) < left
+    offsets = start + tl.arange(0, TILE)
+    put(residual, offsets, tl.load(values + offsets, mask=mask, other=0.0), mask, SUM)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What several kernels need: random words, rounding, the flag. Programs work on tiles of a multiple of 4 elements."""
+"""Parts of several kernels: random words, rounding, the flag. Programs work on tiles of a multiple of 4 elements."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def store_packed(out, start, codes, count, BITS: tl.constexpr, TILE: tl.constexp
     if BITS == 1:
         low, high = tl.split(tl.reshape(packed, [TILE // 8, 2]))
         packed = low | high << 4
-    at = tl.arange(0, BYTES)
+    offsets = tl.arange(0, BYTES)
     if count >= TILE:  # without a mask, wide stores
-        tl.store(out + start + at, packed.to(tl.uint8))
+        tl.store(out + start + offsets, packed.to(tl.uint8))
     else:
-        tl.store(out + start + at, packed.to(tl.uint8), mask=at < (count * BITS + 7) // 8)
+        tl.store(out + start + offsets, packed.to(tl.uint8), mask=offsets < (count * BITS + 7) // 8)
 
 
 @triton.jit
@@ -70,12 +70,12 @@ def load_packed(wire, first, count, BITS: tl.constexpr, TILE: tl.constexpr):
     """
     BYTES: tl.constexpr = TILE * BITS // 8
     LANES: tl.constexpr = 8 // BITS
-    at = tl.arange(0, BYTES)
+    offsets = tl.arange(0, BYTES)
     start = wire + first // TILE * BYTES
     if count >= TILE:  # without a mask, wide loads
-        codes = tl.load(start + at).to(tl.int32)
+        codes = tl.load(start + offsets).to(tl.int32)
     else:
-        codes = tl.load(start + at, mask=at < (count * BITS + 7) // 8, other=0).to(tl.int32)
+        codes = tl.load(start + offsets, mask=offsets < (count * BITS + 7) // 8, other=0).to(tl.int32)
     if BITS < 8:
         shifts = tl.arange(0, LANES) * BITS
         codes = tl.reshape((codes[:, None] >> shifts[None, :]) & ((1 << BITS) - 1), [TILE])

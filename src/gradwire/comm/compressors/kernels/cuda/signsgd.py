@@ -56,8 +56,8 @@ def encode(
     """A tile's scales (float32, if SCALED) and signs; sets ``bad`` where an element is not finite."""
     ROWS: tl.constexpr = TILE // BLOCK
     segment, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
-    at = tl.arange(0, TILE)
-    values = tl.load(x + start + at, mask=at < left, other=0.0)
+    offsets = tl.arange(0, TILE)
+    values = tl.load(x + start + offsets, mask=offsets < left, other=0.0)
     if SCALED:
         totals = tl.sum(tl.reshape(tl.abs(values), [ROWS, BLOCK]).to(tl.float64), axis=1)
         rows = tl.arange(0, ROWS)
@@ -92,8 +92,8 @@ def decode(
     signs = tl.load(packed + tile * (TILE // 8) + bytes, mask=there, other=0).to(tl.int32)
     lanes = tl.arange(0, 8)
     negative = (signs[:, None] >> lanes[None, :]) & 1
-    at = bytes[:, None] * 8 + lanes[None, :]
-    put(out + start, at, tl.where(negative == 1, -scale[:, None], scale[:, None]), at < left, ONTO)
+    offsets = bytes[:, None] * 8 + lanes[None, :]
+    put(out + start, offsets, tl.where(negative == 1, -scale[:, None], scale[:, None]), offsets < left, ONTO)
 
 
 form = Segmented(encode, decode, lambda method, n: method.head_bytes(n), encoding, decoding, finish=finish)

@@ -43,8 +43,8 @@ def encoding(method: TernGrad, x: Tensor) -> dict:
     """The constants of `encode`; the clip as a tensor, because numbers are given to a GPU as float32."""
     clip = torch.full((1,), method.clip or 0.0, dtype=torch.float64, device=x.device)
     digits = torch.empty(x.numel() if method.packing == "base3" else 0, dtype=torch.uint8, device=x.device)
-    own = {"clip": clip, "digits": digits, "CLIP": method.clip is not None}
-    return {**own, **constants(method), "enable_fp_fusion": False}
+    extra = {"clip": clip, "digits": digits, "CLIP": method.clip is not None}
+    return {**extra, **constants(method), "enable_fp_fusion": False}
 
 
 def finish(method: TernGrad, segments: Segments, wire: Tensor, bad: Tensor, options: dict) -> None:
@@ -61,8 +61,8 @@ def encode(
     """A tile's scales (float32) and digits, two's complement; sets ``bad`` where a block is not finite."""
     ROWS: tl.constexpr = TILE // BLOCK
     segment, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
-    at = tl.arange(0, TILE)
-    values = tl.reshape(tl.load(x + start + at, mask=at < left, other=0.0), [ROWS, BLOCK])
+    offsets = tl.arange(0, TILE)
+    values = tl.reshape(tl.load(x + start + offsets, mask=offsets < left, other=0.0), [ROWS, BLOCK])
     most = tl.max(values.to(tl.int32, bitcast=True) & SIGNLESS, axis=1)
     if tl.max(most, axis=0) >= INFINITY:
         tl.store(bad + segment, 1)
@@ -79,7 +79,7 @@ def encode(
     draw = tl.reshape(uniforms(tl.load(seeds + segment), (tile * (TILE // 4)).to(tl.int32), TILE), [ROWS, BLOCK])
     digit = tl.reshape(tl.where(draw < tl.abs(level), tl.where(level > 0.0, 1, -1), 0), [TILE])
     if BASE3:
-        tl.store(digits + start + at, (digit & 255).to(tl.uint8), mask=at < left)
+        tl.store(digits + start + offsets, (digit & 255).to(tl.uint8), mask=offsets < left)
     else:
         packed = wire + past(head, 4 * tl.cdiv(n, BLOCK), ALIGN)
         store_packed(packed, tile * (TILE // 4), digit & 3, left, 2, TILE)
@@ -92,8 +92,8 @@ def pack_trits(digits, table, tiles, wire, BLOCK: tl.constexpr, TILE: tl.constex
     j = tl.arange(0, BYTES)
     byte = tl.zeros([BYTES], tl.int32)
     for lane in tl.static_range(LANES):
-        at = j * LANES + (LANES - 1 - lane)
-        byte = byte * 3 + ((tl.load(digits + start + at, mask=at < left, other=255).to(tl.int32) + 1) & 3)
+        offsets = j * LANES + (LANES - 1 - lane)
+        byte = byte * 3 + ((tl.load(digits + start + offsets, mask=offsets < left, other=255).to(tl.int32) + 1) & 3)
     tl.store(wire + head + 4 * tl.cdiv(n, BLOCK) + tile * BYTES + j, byte.to(tl.uint8), mask=j * LANES < left)
 
 
@@ -105,11 +105,11 @@ def decode(
     """A tile of numbers."""
     ROWS: tl.constexpr = TILE // BLOCK
     _, tile, start, left, n, head = place(table, tiles, ALIGN, TILE)
-    at, rows = tl.arange(0, TILE), tl.arange(0, ROWS)
+    offsets, rows = tl.arange(0, TILE), tl.arange(0, ROWS)
     packed = wire + past(head, 4 * tl.cdiv(n, BLOCK), ALIGN)
     if BASE3:
-        index = tile * TILE + at
-        rest = tl.load(packed + index // LANES, mask=at < left, other=0).to(tl.int32)
+        index = tile * TILE + offsets
+        rest = tl.load(packed + index // LANES, mask=offsets < left, other=0).to(tl.int32)
         lane = index % LANES
         rest = tl.where(lane >= 2, rest // 9, rest)
         rest = tl.where(lane == 4, rest // 9, rest)
@@ -119,7 +119,7 @@ def decode(
         digit = (load_packed(packed, tile * TILE, left, 2, TILE) ^ 2) - 2
     scale = load_floats(wire + head + 4 * ROWS * tile, rows, rows * BLOCK < left, ALIGN)
     values = tl.reshape(digit.to(tl.float32), [ROWS, BLOCK]) * scale[:, None]
-    put(out + start, at, tl.reshape(values, [TILE]), at < left, ONTO)
+    put(out + start, offsets, tl.reshape(values, [TILE]), offsets < left, ONTO)
 
 
 form = Segmented(
