@@ -83,7 +83,9 @@ def trained(
     device = world.device.type
     if DEVICE == "cuda" and device == "cpu":
         kernels.find = lambda method, where: kernels.PLAIN  # plain forms: nothing to compile
-    given: dict[str, Any] = {"batch_size": 4, "steps": STEPS, "evaluate": False, "eval_every": 0} | (training or {})
+    given: dict[str, Any] = {"batch_size": 4, "steps": STEPS, "evaluate": False, "eval_every": 0, "profile": False} | (
+        training or {}
+    )
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
