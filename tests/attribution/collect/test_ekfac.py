@@ -13,7 +13,7 @@ from small_model import make
 
 from gradwire import cli
 from gradwire.attribution import projections
-from gradwire.attribution.collect import factors
+from gradwire.attribution.collect import ekfac
 from gradwire.attribution.persample import loop
 from gradwire.attribution.store import store
 from gradwire.base.errors import BadInput
@@ -38,9 +38,9 @@ def batches_of(shards, size):
     return batches
 
 
-def factors_of(small, size=4, split="train"):
+def factors(small, size=4, split="train"):
     model = folder.load(small.model)
-    found = factors.factored(
+    found = ekfac.factored(
         model,
         batches_of(Shards(small.shards, split), size),
         lambda batch: loop.gradients(model, batch, "mean"),
@@ -58,7 +58,7 @@ def rows_of(model, shards):
 
 def test_bases_are_the_eigenvectors_of_what_enters_and_leaves_a_layer(small):
     """Of a linear layer, from hooks written here: one sample at a time, without padding, in float64."""
-    model, found = factors_of(small)
+    model, found = factors(small)
     model = model.double()
     name, layer = next((n, m) for n, m in model.named_modules() if n.endswith("mlp.c_fc"))
     entered, left = [], []
@@ -80,9 +80,9 @@ def test_bases_are_the_eigenvectors_of_what_enters_and_leaves_a_layer(small):
 
 def test_it_is_the_inverse_of_a_dense_matrix(small):
     """Of one matrix: H = Q diag(M + damping mean M) Qᵀ, with Q the Kronecker product of the two bases."""
-    model, found = factors_of(small)
+    model, found = factors(small)
     gradients = rows_of(model, Shards(small.shards, "train"))
-    damped = factors.EKFAC(found.bases, found.moments, 0.3, torch.device("cpu"))
+    damped = ekfac.EKFAC(found.bases, found.moments, 0.3, torch.device("cpu"))
     made = damped(damped(torch.cat([gradient.flatten(1) for gradient in gradients.values()], 1)))  # twice the root
     parts = dict(zip(gradients, made.split([gradient[0].numel() for gradient in gradients.values()], 1), strict=True))
     name = next(name for name in gradients if name.endswith("attn.c_proj.weight"))
@@ -101,7 +101,7 @@ def test_it_is_the_inverse_of_a_dense_matrix(small):
 
 def test_without_damping_the_mean_product_counts_entries(small):
     """mean of gᵀ H⁻¹ g over the samples is the number of entries of g, for every parameter that has a gradient."""
-    model, found = factors_of(small)
+    model, found = factors(small)
     gradients = rows_of(model, Shards(small.shards, "train"))
     before = torch.cat([gradient.flatten(1) for gradient in gradients.values()], 1)
     after = found(before)
@@ -114,10 +114,10 @@ def test_without_damping_the_mean_product_counts_entries(small):
 
 def test_a_gradient_that_is_noise_is_not_amplified(small):
     """The keys' bias has no gradient in exact arithmetic; its products stay far below the others'."""
-    model, found = factors_of(small)
+    model, found = factors(small)
     gradients = rows_of(model, Shards(small.shards, "train"))
     before = torch.cat([gradient.flatten(1) for gradient in gradients.values()], 1)
-    after = factors.EKFAC(found.bases, found.moments, 0.1, torch.device("cpu"))(before)
+    after = ekfac.EKFAC(found.bases, found.moments, 0.1, torch.device("cpu"))(before)
     sizes = [gradient[0].numel() for gradient in gradients.values()]
     products = dict(zip(gradients, after.square().split(sizes, 1), strict=True))
     name = next(name for name in gradients if name.endswith("attn.c_attn.bias"))
@@ -127,7 +127,7 @@ def test_a_gradient_that_is_noise_is_not_amplified(small):
 
 
 def test_batches_change_nothing(small):
-    one, other = (factors_of(small, size)[1] for size in (1, 5))
+    one, other = (factors(small, size)[1] for size in (1, 5))
     for name, moment in one.moments.items():
         gap = (moment.sum() - other.moments[name].sum()).abs()
         assert gap <= 1e-4 * moment.sum() + 1e-12, "a rotation keeps the sum, padding and batches too"
@@ -152,10 +152,10 @@ def run(verb, small, *words):
 
 
 def test_the_rows_are_the_preconditioned_gradients_projected(small, collected):
-    model, found = factors_of(small, size=8)
+    model, found = factors(small, size=8)
     gradients = rows_of(model, Shards(small.shards, "val"))
     whole = torch.cat([gradient.flatten(1) for gradient in gradients.values()], 1)
-    made = factors.EKFAC(found.bases, found.moments, 0.2, torch.device("cpu"))(whole)
+    made = ekfac.EKFAC(found.bases, found.moments, 0.2, torch.device("cpu"))(whole)
     shapes = {name: tuple(gradient.shape[1:]) for name, gradient in gradients.items()}
     expected = projections.build("sjlt", shapes, 0).project(made, [DIM])[DIM]
     rows = store.read_rows(collected / "queries" / f"dim{DIM}" / "all_orig.pt")
@@ -196,24 +196,24 @@ def test_bad_input_is_one_message(small, collected, tmp_path, capsys):
     assert "make it with `gradwire grads factors`" in capsys.readouterr().err
     damaged = tmp_path / "damaged"
     damaged.mkdir()
-    (damaged / factors.FILE).write_bytes((collected / "factors" / factors.FILE).read_bytes()[:-9])
+    (damaged / ekfac.FILE).write_bytes((collected / "factors" / ekfac.FILE).read_bytes()[:-9])
     assert run("collect", small, *common, "--optimizer_dir", damaged) == 2
     assert "is unusable" in capsys.readouterr().err
     shapes = {name: tuple(p.shape) for name, p in folder.load(small.model).named_parameters()}
     with pytest.raises(BadInput, match="factors of another model"):
-        factors.load(collected / "factors", "another", "mean", shapes, torch.device("cpu"))
+        ekfac.load(collected / "factors", "another", "mean", shapes, torch.device("cpu"))
     assert run("collect", small, *common, "--optimizer_dir", collected / "factors", "--loss", "sum") == 2
     assert "collect with --loss mean" in capsys.readouterr().err
 
 
 def test_factors_with_a_flipped_bit_are_refused(tmp_path):
-    made = factors.EKFAC({("left", "w"): torch.eye(3)}, {"w": torch.rand(3, 3)}, 0.0, torch.device("cpu"))
-    factors.save(made, 0.1, tmp_path, {"model_digest": "of", "loss": "mean"})
-    load = partial(factors.load, tmp_path, "of", "mean", {"w": (3, 3)}, torch.device("cpu"))
+    made = ekfac.EKFAC({("left", "w"): torch.eye(3)}, {"w": torch.rand(3, 3)}, 0.0, torch.device("cpu"))
+    ekfac.save(made, 0.1, tmp_path, {"model_digest": "of", "loss": "mean"})
+    load = partial(ekfac.load, tmp_path, "of", "mean", {"w": (3, 3)}, torch.device("cpu"))
     assert torch.equal(load().moments["w"], made.moments["w"])
-    content = bytearray((tmp_path / factors.FILE).read_bytes())
+    content = bytearray((tmp_path / ekfac.FILE).read_bytes())
     content[-3] ^= 1
-    (tmp_path / factors.FILE).write_bytes(content)
+    (tmp_path / ekfac.FILE).write_bytes(content)
     with pytest.raises(BadInput, match="is not as it was saved"):
         load()
 
@@ -222,6 +222,6 @@ def test_a_full_disk_leaves_no_half_factors(small, tmp_path):
     words = ["--model_dir", small.model, "--data_path", small.shards, "--output_dir", tmp_path / "factors"]
     done = full_disk.run(1500, "grads", "factors", *words)
     assert done.returncode == 3, done.stderr
-    file = tmp_path / "factors" / factors.FILE
+    file = tmp_path / "factors" / ekfac.FILE
     assert done.stderr.strip() == f"gradwire grads factors: {file} cannot be written: File too large."
-    assert not [*(tmp_path / "factors").glob(f"{factors.FILE}*")]
+    assert not [*(tmp_path / "factors").glob(f"{ekfac.FILE}*")]

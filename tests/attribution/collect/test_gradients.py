@@ -23,7 +23,7 @@ from small_model import MAX_LENGTH, make, origin
 from gradwire import cli
 from gradwire.attribution.collect import rows
 from gradwire.attribution.persample import loop
-from gradwire.attribution.store import aggregate, provenance, store, validate
+from gradwire.attribution.store import checks, merge, provenance, store
 from gradwire.attribution.store.row_file import RowFile
 from gradwire.base import failures
 from gradwire.base.errors import BadInput, CheckFailed, NonFiniteGradient
@@ -249,7 +249,7 @@ def test_a_long_id_makes_no_long_message(tmp_path, id_):
     assert len(printed) < 11_000 and " characters) …" in printed
     failures.write_failure(tmp_path, "norms", KeyError(id_))
     assert (tmp_path / "norms.failed.json").stat().st_size < 100_000
-    assert len(validate.Check("rows", "", [f"{id_!r} is missing"] * 9).report()["detail"]) < 11_000
+    assert len(checks.Check("rows", "", [f"{id_!r} is missing"] * 9).report()["detail"]) < 11_000
 
 
 # --- the store over ranks
@@ -371,7 +371,7 @@ def test_validation_compares_with_the_corpus_file(small, of_corpus, tmp_path, ca
 
 def test_documents_are_compared_with_samples_in_order():
     def found(ids, to_the_end=True):
-        return list(validate._other_documents(["a", "a#1", "b", "c"], ids, to_the_end))
+        return list(checks._other_documents(["a", "a#1", "b", "c"], ids, to_the_end))
 
     assert not found(["a", "a#1", "b#0", "b#1", "c"])
     assert not found(["a", "a#1", "b#0"], to_the_end=False)
@@ -531,22 +531,22 @@ def test_merging_orders_by_the_data_and_checks_duplicates(tmp_path, monkeypatch)
 
     def source(name, *block):
         store.write(store.all_names(tmp_path / name), block_of(*block))
-        return aggregate.read_rank(tmp_path / name, 3, MERGED)
+        return merge.read_rank(tmp_path / name, 3, MERGED)
 
     first, second = source("0", ["c", "a", "e"], rows[[2, 0, 4]]), source("1", ["b", "d", "a"], rows[[1, 3, 0]])
     for chunk in (1, 24, 1 << 20):
-        monkeypatch.setattr(aggregate, "CHUNK_BYTES", chunk)
-        result = aggregate.merge([first, second], list("abcde"), 1e-4)
+        monkeypatch.setattr(merge, "CHUNK_BYTES", chunk)
+        result = merge.merge([first, second], list("abcde"), 1e-4)
         assert torch.equal(torch.from_numpy(np.concatenate(list(result.chunks()))), rows)
     assert result.meta["sample_id"].to_pylist() == list("abcde")
     assert (result.duplicates, result.deviation) == (1, 0.0)
     differing = source("2", ["b", "d", "a"], rows[[1, 3, 0]] * torch.tensor([[1.0], [1.0], [1.01]]))
     with pytest.raises(CheckFailed, match=r"two rows of sample 'a' differ"):
-        aggregate.merge([first, differing], list("abcde"), 1e-4)
+        merge.merge([first, differing], list("abcde"), 1e-4)
     with pytest.raises(BadInput, match=r"no row for sample 'f', 'g' \(2 in all\)"):
-        aggregate.merge([first, second], list("abcdefg"), 1e-4)
+        merge.merge([first, second], list("abcdefg"), 1e-4)
     with pytest.raises(BadInput, match=r"rows for sample 'e' \(1 in all\), not in the data"):
-        aggregate.merge([first, second], list("abcd"), 1e-4)
+        merge.merge([first, second], list("abcd"), 1e-4)
 
 
 def test_rows_are_read_and_written_piece_by_piece_in_torchs_own_format(pair, tmp_path):
@@ -1011,7 +1011,7 @@ class Rule:
 
 
 def test_other_packages_may_add_checks(pair, monkeypatch, capsys):
-    monkeypatch.setattr(validate, "entry_points", lambda group: [Rule()] * (group == "gradwire.gradient_checks"))
+    monkeypatch.setattr(checks, "entry_points", lambda group: [Rule()] * (group == "gradwire.gradient_checks"))
     assert cli.main(["grads", "validate", "--output_dir", str(pair), "--dim", "64", "--check_ranks"]) == 0
     assert cli.main(["grads", "validate", "--output_dir", str(pair), "--dim", "64"]) == 1
     assert f"no long documents: {pair / 'dim64' / 'all_orig.pt'} of run" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from small_model import make, origin
 
 from gradwire import cli
 from gradwire.attribution.store import provenance, row_types, store
-from gradwire.attribution.store.aggregate import merge, read_rank
+from gradwire.attribution.store.merge import merge, read_rank
 from gradwire.attribution.store.row_file import RowFile
 from gradwire.attribution.store.row_types import HEADER, least_deviation
 from gradwire.base.errors import BadInput, CheckFailed

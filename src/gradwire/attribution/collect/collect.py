@@ -117,7 +117,7 @@ def intention(options: Options, shards: Shards | Tokens, world_size: int) -> Pro
         BadInput: If there is no row, there are more ranks than rows, or the adapter, the moments, the factors or a
             column are invalid.
     """
-    from gradwire.attribution.collect import factors
+    from gradwire.attribution.collect import ekfac
     from gradwire.attribution.store import provenance
     from gradwire.attribution.store.samples import units_of
     from gradwire.attribution.store.store import chosen_columns
@@ -138,7 +138,7 @@ def intention(options: Options, shards: Shards | Tokens, world_size: int) -> Pro
     elif options.lora_rank:
         adapter = {"rank": options.lora_rank, "seed": options.lora_seed}
     step_dir = options.optimizer_dir or options.lora_dir or options.model_dir
-    digests = {"adam": optimizer.digest, "ekfac": factors.digest}
+    digests = {"adam": optimizer.digest, "ekfac": ekfac.digest}
     shared = {name: getattr(options, name) for name in RowOptions.model_fields}
     return provenance.Provenance(
         **{**shared, "projection": options.chosen_projection},

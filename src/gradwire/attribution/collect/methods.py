@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from gradwire.attribution.collect.fused import fused_rows, looped_rows
 from gradwire.attribution.persample import hooks, loop, vmap
 from gradwire.attribution.persample.batch import PerSample, note, out_of_memory
 from gradwire.base.errors import BadInput, GradwireError, NonFiniteGradient, RunFault
-from gradwire.lm.data.batches import Batch
 from gradwire.lm.models import saved
-
-if TYPE_CHECKING:
-    from gradwire.attribution.collect.rows import RowMaker
 
 CHECKED = 1e-3  # largest deviation from the loop, relative to the gradient's norm; float32 with TF32 allowed
 
@@ -61,50 +55,42 @@ def resolved(method: str, model: nn.Module) -> str:
     return "hooks"
 
 
-def settle(maker: RowMaker, batch: Batch) -> None:
-    """Check that the method of ``maker`` agrees with the loop; with ``auto``, give it the next one that does.
+def following(method: str, error: Exception, automatic: bool) -> str:
+    """Return the method to use instead of one that failed, if the choice is ``automatic``.
 
     Raises:
-        BadInput: If the method does not support the model.
+        Exception: ``error``, if memory ran out, a gradient is not finite, or the choice is not automatic; a BadInput
+            instead of an error of another library.
+    """
+    if out_of_memory(error) or isinstance(error, NonFiniteGradient):
+        raise error
+    if not automatic:
+        if isinstance(error, GradwireError):
+            raise error
+        raise BadInput(f"--method {method} does not support this model, use loop: {error}") from error
+    note(f"--method auto uses {FALLBACKS[method]}, because {method} fails: {error}")
+    return FALLBACKS[method]
+
+
+def compare(method: str, ids: Sequence[str], rows: Mapping[int, Tensor], looped: Mapping[int, Tensor]) -> None:
+    """Compare rows or gradients of samples, by dim, with those of the loop.
+
+    Raises:
         NonFiniteGradient: If a sample's gradient is not finite.
         RunFault: If the method computes a different gradient.
     """
-    while maker.method != "loop":
-        try:
-            _compare(maker, batch)
-            break
-        except Exception as error:
-            if out_of_memory(error) or isinstance(error, NonFiniteGradient):
-                raise
-            if maker.provenance.method != "auto" or maker.sharded:
-                if isinstance(error, GradwireError):
-                    raise
-                raise BadInput(f"--method {maker.method} does not support this model, use loop: {error}") from error
-            failed, maker.method = maker.method, FALLBACKS[maker.method]
-            note(f"--method auto uses {maker.method}, because {failed} fails: {error}")
-
-
-def _compare(maker: RowMaker, batch: Batch) -> None:
-    """Compare rows if they are projected during the backward pass, else gradients."""
-    loss = maker.provenance.loss
-    if maker.fused:
-        wanted = looped_rows(maker.model, batch, maker.parts, maker.dims, loss, maker.sharded)
-        made = fused_rows(maker.model, batch, maker.parts, maker.dims, loss).rows
-    else:
-        wanted = {0: _flattened(loop.gradients(maker.model, batch, loss))}
-        made = {0: _flattened(METHODS[maker.method](maker.model, batch, loss))}
-    for dim, rows in made.items():
-        norms, deviations = (of.flatten(1).norm(dim=1).tolist() for of in (wanted[dim], rows - wanted[dim]))
-        for id_, norm, deviation in zip(batch.sample_id, norms, deviations, strict=True):
+    for dim, expected in looped.items():
+        norms, deviations = (of.flatten(1).norm(dim=1).tolist() for of in (expected, rows[dim] - expected))
+        for id_, norm, deviation in zip(ids, norms, deviations, strict=True):
             if not norm < float("inf"):
                 raise NonFiniteGradient(f"the gradient of sample {id_!r} is not finite.")
             if not deviation <= CHECKED * norm:
                 raise RunFault(
-                    f"--method {maker.method} computes a different gradient of sample {id_!r} than the loop: "
+                    f"--method {method} computes a different gradient of sample {id_!r} than the loop: "
                     f"deviation {deviation:.1e}, norm {norm:.1e}. Use --method vmap or loop."
                 )
 
 
-def _flattened(gradients: PerSample) -> Tensor:
+def flattened(gradients: PerSample) -> Tensor:
     """Concatenate the gradients of all parameters into rows [B, n]."""
     return torch.cat([gradient.flatten(1) for gradient in gradients.gradient.values()], dim=1)

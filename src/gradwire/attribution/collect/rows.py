@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from gradwire.attribution import projections
 from gradwire.attribution.collect import memory, types
-from gradwire.attribution.collect.fused import fused_rows
+from gradwire.attribution.collect.fused import Fused, fused_rows, looped_rows
 from gradwire.attribution.collect.memory import Result
-from gradwire.attribution.collect.methods import METHODS, resolved, settle
+from gradwire.attribution.collect.methods import METHODS, compare, flattened, following, resolved
 from gradwire.attribution.persample.batch import n_targets, shapes, squares, trainable, zeroed
 from gradwire.attribution.store import store
 from gradwire.attribution.store.provenance import Provenance
@@ -166,7 +166,27 @@ class RowMaker:
             RunFault: If the method computes a different gradient, or a single sample does not fit in memory.
         """
         with memory.sufficient(self._fewest, self.device):
-            self._halving(positions, len(positions), lambda chosen: settle(self, self._batch(shards, chosen)))
+            self._halving(positions, len(positions), lambda chosen: self._settle(self._batch(shards, chosen)))
+
+    def _settle(self, batch: Batch) -> None:
+        """Check the method on a batch; with ``auto``, set it to the next one until one agrees with the loop."""
+        automatic = self.provenance.method == "auto" and not self.sharded
+        while self.method != "loop":
+            try:
+                compare(self.method, batch.sample_id, *self._both(batch))
+                break
+            except Exception as error:
+                self.method = following(self.method, error, automatic)
+
+    def _both(self, batch: Batch) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
+        """Compute a batch by the method and by the loop: rows if these are fused, else gradients."""
+        loss = self.provenance.loss
+        if self.fused:
+            rows = self._fused(batch).rows
+            return dict(rows), looped_rows(self.model, batch, self.parts, self.dims, loss, self.sharded)
+        methods = (METHODS[self.method], METHODS["loop"])
+        computed, looped = (flattened(method(self.model, batch, loss)) for method in methods)
+        return {0: computed}, {0: looped}
 
     def _fewest(self) -> int | None:
         """Return the number of samples at which halving ends."""
@@ -220,10 +240,13 @@ class RowMaker:
     def _fused_stack(self, shards: Samples, positions: Sequence[int]) -> dict[int, Block]:
         """Compute the blocks of a batch whose gradients are projected during the backward pass."""
         batch = self._batch(shards, positions)
-        computed = fused_rows(self.model, batch, self.parts, self.dims, self.provenance.loss)
+        computed = self._fused(batch)
         targets, norms = n_targets(batch.labels), computed.square_norm.sqrt()
         records = self._records(shards, positions, computed.loss, targets, norms)
         return {dim: self._bound(rows, records) for dim, rows in computed.rows.items()}
+
+    def _fused(self, batch: Batch) -> Fused:
+        return fused_rows(self.model, batch, self.parts, self.dims, self.provenance.loss)
 
     def _bound(self, rows: Tensor, records: Sequence[Mapping[str, Any]]) -> Block:
         """Return the block of rows [samples, parts, D]."""

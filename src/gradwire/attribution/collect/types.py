@@ -1,7 +1,7 @@
 """Gradient types: transformations of per-sample gradients before projection.
 
 ``sgd`` is the gradient, ``sign`` its signs, and ``adam`` the next Adam update for this sample alone, without the
-learning rate, from the saved moments of training (``lm.models.optimizer``); ``ekfac`` is in `factors`.
+learning rate, from the saved moments of training (``lm.models.optimizer``); ``ekfac`` is in `ekfac`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradwire.attribution.collect import factors
+from gradwire.attribution.collect import ekfac
 from gradwire.attribution.options import AdamVariant
 from gradwire.attribution.persample.batch import shapes
 from gradwire.attribution.store.provenance import Provenance
@@ -150,9 +150,9 @@ def build(provenance: Provenance, model: nn.Module, device: torch.device) -> Gra
         return Sign([*shapes(model).values()])
     place = provenance.step_dir
     if provenance.grad_type == "ekfac":
-        if factors.digest(place) != provenance.optimizer_digest:
+        if ekfac.digest(place) != provenance.optimizer_digest:
             raise BadInput(f"the factors in {place} are not those that were collected with.")
-        return factors.load(place, provenance.model_digest, provenance.loss, shapes(model), device)
+        return ekfac.load(place, provenance.model_digest, provenance.loss, shapes(model), device)
     moments = optimizer.load(place, model)
     if optimizer.digest(moments.path.parent) != provenance.optimizer_digest:
         raise BadInput(f"the moments in {moments.path} are not those that were collected with.")

@@ -270,7 +270,7 @@ def normalised_weights(given: Sequence[float | str] | None, train: int, validati
     if not train == validation == len(weights):
         raise BadInput(
             f"--train names {train} stores, --validation {validation} and --weights {len(weights)}: "
-            "give weight of each per checkpoint, in the same order."
+            "give one of each per checkpoint, in the same order."
         )
     return [weight / sum(weights) for weight in weights]
 
