@@ -23,6 +23,7 @@ from gradwire.bench.report.rows.record import Result
 from gradwire.comm.communication import Communication
 from gradwire.comm.compressors import available, build, method_class, option_schema
 from gradwire.comm.compressors.listing import MATRIX, kind, shown, taken
+from gradwire.comm.compressors.reduction import ReducerOptions
 
 NUMEL = math.prod(MATRIX)
 PYTHON = {
@@ -109,7 +110,7 @@ def configuration() -> str:
         "## Experiment",
         *described(schema),
     ]
-    of_cells = [config.Reduction.model_json_schema(), Communication.model_json_schema()]
+    of_cells = [ReducerOptions.model_json_schema(), Communication.model_json_schema()]
     definitions = schema["$defs"] | {name: made for part in of_cells for name, made in part["$defs"].items()}
     for name, definition in sorted(definitions.items()):
         parts += [f"## {name}", *described(definition)]
