@@ -14,7 +14,12 @@ import gradwire
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-PAGES = {"docs/index.md": 2, "docs/how-to/own-script.md": 2, "docs/explanation/communication.md": 4}  # page -> ranks
+PAGES = {  # page -> ranks
+    "docs/index.md": 2,
+    "docs/how-to/own-script.md": 2,
+    "docs/explanation/communication.md": 4,
+    "docs/explanation/local-updates.md": 2,
+}
 BLOCKS = [
     (page, number, code, ranks)
     for page, ranks in PAGES.items()

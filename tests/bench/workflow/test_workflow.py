@@ -234,7 +234,7 @@ def test_a_run_that_needs_more_gpus_than_there_are_is_refused_not_shrunk(checkou
 
 def test_runs_on_links_are_left_out_where_there_can_be_none(checkout, tmp_path):
     checkout.configure({**SMALL, "grid": [{**SMALL["grid"][0], "links": ["none", "100mbit"]}]})
-    here = {"none", "100mbit"} if probe().way is not None else {"none"}
+    here = {"none", "100mbit"} if probe().options is not None else {"none"}
     assert checkout.jobs()["train"] == 2 * len(here)
     (tmp_path / "unshare").write_text("#!/bin/sh\necho 'unshare: Operation not permitted' >&2\nexit 1\n")
     (tmp_path / "unshare").chmod(0o755)

@@ -91,6 +91,6 @@ class Threshold(Sparsifier):
         count = int(as_numbers(wire[:COUNT], torch.int64)) if wire.numel() >= COUNT else -1
         if not 0 <= count <= numel(shape):
             raise ValueError(
-                f"invalid payload: {wire.numel()} bytes cannot encode {count} places of shape {shape} by {self.name}"
+                f"invalid payload: {wire.numel()} bytes of {self.name} have no number of places from 0 to {numel(shape)}"
             )
         return count
