@@ -88,9 +88,9 @@ class Threshold(Sparsifier):
         Raises:
             ValueError: If the number is missing or too large.
         """
-        count = int(as_numbers(wire[:COUNT], torch.int64)) if wire.numel() >= COUNT else -1
+        if wire.numel() < COUNT:
+            raise ValueError(f"invalid payload: {wire.numel()} bytes cannot encode a number of places")
+        count = int(as_numbers(wire[:COUNT], torch.int64))
         if not 0 <= count <= numel(shape):
-            raise ValueError(
-                f"invalid payload: {wire.numel()} bytes of {self.name} have no number of places from 0 to {numel(shape)}"
-            )
+            raise ValueError(f"invalid payload: {wire.numel()} bytes cannot encode {count} places of shape {shape}")
         return count
