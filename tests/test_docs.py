@@ -159,3 +159,13 @@ def test_a_link_that_leads_somewhere_is_none(tmp_path, link):
 def test_a_link_that_leads_nowhere_is_an_error(tmp_path, link):
     with pytest.raises((Abort, MkDocsException)):
         built(tmp_path, link)
+
+
+def test_reasons_that_the_source_names_are_decisions():
+    decisions = (ROOT / "docs/decisions.md").read_text(encoding="utf-8")
+    titles = {title.rstrip(".,") for title in re.findall(r"^\*\*([^*]+)\*\*", decisions, re.MULTILINE)}
+    sources = (file.read_text(encoding="utf-8") for file in (ROOT / "src").rglob("*.py"))
+    named = {
+        title for text in sources for title in re.findall(r'# Why: docs/decisions\.md, "(.+)"\.$', text, re.MULTILINE)
+    }
+    assert len(named) > 40 and named <= titles

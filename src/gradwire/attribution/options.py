@@ -38,6 +38,7 @@ class LossOptions(Strict):
     )
 
 
+# Why: docs/decisions.md, "A row's options are one model".
 class RowOptions(LossOptions):
     """Options of rows that `grads collect`, the experiment's ``gradients:`` and the provenance of a store share."""
 

@@ -19,6 +19,7 @@ EXTRAS = {  # names of imports; an extra may include others (pyproject.toml)
 }
 
 
+# Why: docs/decisions.md, "Floors check their packages at import".
 def require(user: str, *packages: str) -> None:
     """Check that packages are installed, without importing them.
 

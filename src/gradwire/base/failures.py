@@ -68,6 +68,7 @@ def failure_file(folder: Path, verb: str) -> Path:
     return Path(folder) / f"{verb.replace(' ', '_')}.failed.json"
 
 
+# Why: docs/decisions.md, "The reason of a failed job is in its failure file".
 def write_failure(folder: Path, verb: str, error: BaseException) -> None:
     """Write why a verb failed, its exit code, the rank (null without ranks) and the last completed step.
 

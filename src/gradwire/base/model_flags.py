@@ -17,6 +17,7 @@ from gradwire.base.strict import Model, checked
 METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 
 
+# Why: docs/decisions.md, "A verb's flags are a typed model".
 def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
     """Give ``parser`` a flag for each field of ``model``, with its type, default and description.
 

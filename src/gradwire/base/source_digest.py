@@ -14,6 +14,7 @@ from gradwire.base.files import digest
 PACKAGE = Path(__file__).parents[1]
 
 
+# Why: docs/decisions.md, "The source digest is static".
 def source_digest(*modules: str, package: Path = PACKAGE) -> str:
     """Digest of the source of modules and of all that they import from this package, at any depth.
 

@@ -39,6 +39,7 @@ FLOOR = 1e-8  # of the mean M over all parameters: what is smaller is rounding n
 SIDES = ("left", "right")
 
 
+# Why: docs/decisions.md, "EK-FAC is a gradient type".
 @dataclass(frozen=True)
 class EKFAC:
     """H^-1/2 of a model; a `types.GradientType`.

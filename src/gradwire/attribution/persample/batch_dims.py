@@ -41,6 +41,7 @@ BatchDims = Mapping[int, BatchDim | None]  # by the input's number of dimensions
 PROBED: WeakKeyDictionary[nn.Module, WeakKeyDictionary[nn.Module, BatchDims]] = WeakKeyDictionary()
 
 
+# Why: docs/decisions.md, "The batch dimension is found by NaN".
 def batch_dims(model: nn.Module, batch: Batch) -> Mapping[nn.Module, BatchDims]:
     """Return the batch dimensions of the inputs of supported layers, trainable or not; None where there is none.
 

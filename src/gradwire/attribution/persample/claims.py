@@ -13,6 +13,7 @@ Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 After = Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
 
 
+# Why: docs/decisions.md, "A layer's use is claimed by a node of the graph, not by a hook on a tensor".
 def unviewed(values: Tensor) -> Tensor:
     """Return a tensor of the same memory that autograd does not know as a view.
 

@@ -24,6 +24,7 @@ from gradwire.attribution.persample.layer_factors import Direct, LayerFactor, Ou
 Rule: TypeAlias = Callable[[Any, Tensor, Tensor], dict[str, LayerFactor]]
 
 
+# Why: docs/decisions.md, "A layer is what it computes".
 def linear(module: nn.Linear, x: Tensor, grad: Tensor) -> dict[str, LayerFactor]:
     """y = x Wᵀ + b."""
     return {"weight": OuterProduct(len(module.weight), grad, x), "bias": Direct(grad.sum(1))}

@@ -32,6 +32,7 @@ class Factors(NamedTuple):
     right: Tensor
 
 
+# Why: docs/decisions.md, "A factored row is a sum over parameters".
 class Factored(Projector):
     """Projects matrices by factors, vectors by `Sjlt`; parameters of more than two dimensions are [shape[0], rest]."""
 

@@ -33,6 +33,7 @@ class Sorted(NamedTuple):
     starts: Tensor
 
 
+# Why: docs/decisions.md, "SJLT by rotations".
 class Sjlt(Projector):
     """Var(‖Px‖²/‖x‖²) is at most that of signs, (2/dim)(1 - ‖x‖₄⁴/‖x‖₂⁴), plus 2/SLOTS for the slots."""
 

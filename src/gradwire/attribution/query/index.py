@@ -142,6 +142,7 @@ def empty(shape: tuple[int, int], options: Options) -> Any:
     return index
 
 
+# Why: docs/decisions.md, "An index proposes, the rows decide".
 class Index:
     """An index that was read.
 

@@ -29,6 +29,7 @@ HEADER = 8  # bytes: scale and largest magnitude, little-endian float32
 HALF_ULP, SUBNORMAL = 2.0**-11, 2.0**-25  # of float16: rounding error, relative and at least
 
 
+# Why: docs/decisions.md, "Row types keep norms and say their intervals".
 class Bounds(NamedTuple):
     """Bounds on rows by their bytes, in float64: the interval of each entry, [n, D]; norms and largest
     magnitudes, [n].

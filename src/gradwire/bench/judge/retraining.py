@@ -38,6 +38,7 @@ from gradwire.lm.data.shards import Shards
 from gradwire.lm.models import causal
 
 
+# Why: docs/decisions.md, "Attribution is judged by trainings that differ in nothing but their samples".
 class Recipe(NamedTuple):
     """How every training of an experiment is done.
 

@@ -28,6 +28,7 @@ from gradwire.base.parent_watch import PARENT, RANK_GRACE
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # ignored by the template, which outlives its ranks
 
 
+# Why: docs/decisions.md, "Ranks on one machine's CPU are forked".
 class Template:
     """The process that forks ranks. It imports modules, then waits for `start` or the end of the ``with`` block.
 

@@ -42,6 +42,7 @@ unshare --net true
 """
 
 
+# Why: docs/decisions.md, "A link is a cable to a switch".
 class Offer(NamedTuple):
     """Support for links on this machine.
 

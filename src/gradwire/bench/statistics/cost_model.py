@@ -38,6 +38,7 @@ STATES = 16  # bytes per parameter: itself, its gradient, AdamW's two moments, a
 GRID = np.logspace(4, 13, 577)  # bits per second at which crossovers are searched
 
 
+# Why: docs/decisions.md, "The cost model's law".
 @dataclass(frozen=True)
 class Fit:
     """Fitted parameters of the model in the module's docstring.

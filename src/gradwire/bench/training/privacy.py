@@ -69,6 +69,7 @@ class Guarantee:
         return epsilon if math.isfinite(epsilon) else None
 
 
+# Why: docs/decisions.md, "ε for what really happens".
 def guarantee(training: Training, cell: Cell, samples: int, world_size: int) -> Guarantee:
     """Return the privacy guarantee of a run.
 

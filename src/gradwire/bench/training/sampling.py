@@ -59,6 +59,7 @@ class CompressionError(NamedTuple):
     cos_sim: float | None
 
 
+# Why: docs/decisions.md, "Sampled gradients".
 def compression_error(
     reductions: Iterable[Reduced], group: ops.Group = None, everyone: ops.Group = None
 ) -> CompressionError | None:

@@ -40,6 +40,7 @@ PARTS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
+# Why: docs/decisions.md, "Progress comes from Snakemake's events".
 class LogHandler(LogHandlerBase):  # type: ignore[misc]
     """Writes each event and each message."""
 

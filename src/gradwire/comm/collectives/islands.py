@@ -23,6 +23,7 @@ from gradwire.comm.topology import check_islands
 NAMES = ("between", "inside")
 
 
+# Why: docs/decisions.md, "Islands are sharded one by one".
 class Islands:
     """All ranks of the default group, as islands.
 
@@ -73,6 +74,7 @@ def build_islands(number: int, device_type: str = "cpu") -> Islands:
     return Islands(DeviceMesh.from_group(groups, device_type, mesh=rows, mesh_dim_names=NAMES))
 
 
+# Why: docs/decisions.md, "An `IslandReducer` is a reducer between islands".
 class IslandReducer(Reducer):
     """Reduces between islands, and with ``inside`` also inside them; for strategy ``hsdp``.
 

@@ -162,6 +162,7 @@ COUNTED = (
 )
 
 
+# Why: docs/decisions.md, "Byte counts of the reducer".
 class Traffic:
     """Counters of a reducer's traffic; its meter counts the bytes and seconds of its collectives.
 

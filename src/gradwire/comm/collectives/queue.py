@@ -102,6 +102,7 @@ class StreamQueue(ReductionQueue):
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
 
+# Why: docs/decisions.md, "At exit a thread in mid-collective loses its connections".
 class WorkerThread(Thread):
     """A thread that runs tasks until it gets None.
 
@@ -237,6 +238,7 @@ def finished(mean: Tensor, record: Callable[[], torch.cuda.Event] | None = None)
 WORKERS: WeakKeyDictionary[dist.ProcessGroup, Worker] = WeakKeyDictionary()
 
 
+# Why: docs/decisions.md, "One queue per reducer".
 def build_queue(group: Group, device: torch.device, overlap: bool) -> tuple[ReductionQueue, Group]:
     """Build the queue of a reducer, and the group of its collectives; all ranks of ``group`` must call this together.
 

@@ -32,6 +32,7 @@ class Taken(NamedTuple):
     part: dict[str, Any] | None
 
 
+# Why: docs/decisions.md, "A rank's state is one opaque entry named by the rank".
 def stored(rank: int, step: int, topology: Any, part: Mapping[str, Any]) -> dict[str, Any]:
     """Return a rank's state; its tensors are not copies.
 

@@ -47,6 +47,7 @@ class Code(NamedTuple):
     decode: Callable[[Tensor, int, int], tuple[Tensor, int]]
 
 
+# Why: docs/decisions.md, "Places of sparse values".
 def choose(n: int, k: int, code: CodeName) -> str:
     """The code that ``code`` represents.
 

@@ -18,6 +18,7 @@ KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 WORD = 0xFFFFFFFF
 
 
+# Why: docs/decisions.md, "Random codes".
 def draw_seed(generator: torch.Generator | None, device: torch.device, who: str) -> Tensor:
     """A seed for one encoding: `draw_seeds` of one generator."""
     return draw_seeds([generator], device, who)

@@ -18,6 +18,7 @@ from gradwire.comm.compressors.base import Compressor, Onto, Quantizer, Section,
 from gradwire.comm.compressors.segments import Segments
 
 
+# Why: docs/decisions.md, "A rotation is a chain's first member, like a sparsifier".
 class Rotation(Compressor):
     """An orthogonal transform that is its own inverse; alone it travels as float32."""
 

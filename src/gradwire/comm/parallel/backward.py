@@ -13,6 +13,7 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
+# Why: docs/decisions.md, "The end of a backward pass".
 class EndOfBackward:
     """Calls a function at the end of each backward pass in which `expect` was called.
 

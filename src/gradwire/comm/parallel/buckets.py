@@ -17,6 +17,7 @@ FEWEST = 4  # buckets of a model, so that a small one overlaps too
 Named = Mapping[str, nn.Parameter]
 
 
+# Why: docs/decisions.md, "Buckets of our own".
 def plan(parameters: Named, bucket_mb: float = BUCKET_MB) -> list[dict[str, nn.Parameter]]:
     """Assign parameters to buckets in reverse order, which approximates the order of their gradients.
 

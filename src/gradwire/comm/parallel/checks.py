@@ -20,6 +20,7 @@ from gradwire.comm.parallel.names import inside, named_parameters, unwrapped
 from gradwire.comm.parallel.strategy import Strategy, strategy_of
 
 
+# Why: docs/decisions.md, "`finish` compares the gradients that a model has with what was reduced".
 class Completeness:
     """Compares the gradients that a model has with those that were reduced in the optimizer step.
 
@@ -149,6 +150,7 @@ def check_has_values(model: nn.Module) -> None:
             )
 
 
+# Why: docs/decisions.md, "Ranks compare how they will train".
 def check_agreement(group: ops.Group, reducer: Reducer | None, parameters: Mapping[str, str], **settings: Any) -> None:
     """Compare settings, the reducer's options and the parameters over the ranks; every rank must call it.
 

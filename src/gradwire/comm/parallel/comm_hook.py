@@ -145,6 +145,7 @@ class HookedBuckets:
                 taken.future.set_result(taken.buffer)
 
 
+# Why: docs/decisions.md, "`comm_hook` ends its steps itself".
 class CommHookState:
     """The state of `comm_hook`: a reducer, and a torch `Stateful`, whose ``state_dict`` belongs in a checkpoint.
 

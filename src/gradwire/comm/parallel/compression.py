@@ -94,6 +94,7 @@ def compress_gradients(
     return compression
 
 
+# Why: docs/decisions.md, "One call, and a step that ends itself".
 class Compression:
     """The compression of a model's gradients, from `compress_gradients`; a torch `Stateful`.
 
@@ -204,6 +205,7 @@ class Compression:
                 replica.reset({name: local(parameter) for name, parameter in named_parameters(model)})
 
 
+# Why: docs/decisions.md, "`int4-diff` sends differences once per optimizer step".
 class Moves:
     """Whether parameters have moved since the forward pass before, in training mode.
 

@@ -55,6 +55,7 @@ class Checked:
         return b""
 
 
+# Why: docs/decisions.md, "A check in front of ijson".
 def _in_utf8(stream: BinaryIO) -> Callable[[int], bytes]:
     """Return the function that reads on, without a byte order mark."""
     encoding = json.detect_encoding(stream.read(4))

@@ -35,6 +35,7 @@ def of_completion(value: Mapping[str, Any]) -> tuple[str, Spans]:
     return prompt + completion, ((len(prompt), len(prompt) + len(completion)),)
 
 
+# Why: docs/decisions.md, "Targets are characters before they are tokens".
 def of_messages(messages: Any) -> tuple[str, Spans]:
     r"""Return the text of a chat, and the spans of the assistant's messages.
 

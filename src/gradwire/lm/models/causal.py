@@ -47,6 +47,7 @@ def build(model: str, vocab_size: int, max_length: int, seed: int) -> PreTrained
     return made
 
 
+# Why: docs/decisions.md, "Causality is tested, not looked up".
 def check(model: str, vocab_size: int, max_length: int) -> PretrainedConfig:
     """Return a model's configuration, checked without building its weights; arguments and errors as in `build`."""
     options = presets.options(model)

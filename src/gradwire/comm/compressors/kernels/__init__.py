@@ -34,6 +34,7 @@ class Method(Protocol):
         """The size of an encoding."""
 
 
+# Why: docs/decisions.md, "Plain and fused forms, by one protocol".
 @dataclass(frozen=True)
 class Kernel:
     """The fused operations of a method on one kind of device; None: only the plain form has it.

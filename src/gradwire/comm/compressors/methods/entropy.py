@@ -29,6 +29,7 @@ SHORTEST = 128  # bytes, where the length has to travel in any case
 FLOAT32 = Uncompressed()
 
 
+# Why: docs/decisions.md, "The lossless stage sends its tables".
 class Entropy(Compressor):
     """Sends float32, or in a chain another compressor's bytes, in a lossless code of fewer bytes."""
 

@@ -36,6 +36,7 @@ AnyCompressor = Compressor | str | Mapping[str, Any]
 """A compressor, its name, or a mapping of its ``method`` and options."""
 
 
+# Why: docs/decisions.md, "Optimizers that communicate own the reducer, and have a plain step".
 class Communicating(Optimizer):
     """An optimizer whose ``step`` communicates, so that every rank must call it.
 

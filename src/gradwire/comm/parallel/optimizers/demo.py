@@ -24,6 +24,7 @@ from gradwire.comm.parallel.optimizers.base import AnyCompressor, Communicating
 from gradwire.comm.parallel.strategy import clip_grad_norm
 
 
+# Why: docs/decisions.md, "DeMo's momentum is a residual".
 class DeMo(Communicating):
     """DeMo; see the module for the algorithm.
 

@@ -43,6 +43,7 @@ Interval = int | Mapping[int, int]
 OUTER = Outer()
 
 
+# Why: docs/decisions.md, "An optimizer around an optimizer".
 class DiLoCo(Communicating):
     """DiLoCo; see the module for the algorithm.
 
@@ -307,6 +308,7 @@ def copied(saved: Any, present: Any, p: nn.Parameter) -> Any:
     return DTensor.from_local(moment, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())
 
 
+# Why: docs/decisions.md, "Rounds are a function of the step".
 class Rounds:
     """The rounds of a run.
 

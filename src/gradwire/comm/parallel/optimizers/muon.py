@@ -32,6 +32,7 @@ ITERATIONS = 5
 MOMENTUM = 0.95  # Nesterov
 
 
+# Why: docs/decisions.md, "Muon of shards gathers momenta".
 class Muon(AdamW):
     """Muon for the matrices inside of a model's blocks, AdamW for the rest.
 

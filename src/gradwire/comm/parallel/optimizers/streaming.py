@@ -26,6 +26,7 @@ from gradwire.comm.parallel.optimizers.diloco import DiLoCo, Interval
 from gradwire.comm.parallel.strategy import blocks
 
 
+# Why: docs/decisions.md, "A fragment in flight".
 class StreamingDiLoCo(DiLoCo):
     """DiLoCo with fragments; see the module for the algorithm.
 

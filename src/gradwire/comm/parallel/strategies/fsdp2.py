@@ -120,6 +120,7 @@ class FSDP2(Strategy):
         return self._accumulating or in_backward()
 
 
+# Why: docs/decisions.md, "A parameter without a gradient is reduced as zeros under FSDP2".
 def reduce_unused(module: FSDPModule) -> None:
     """Have FSDP2 reduce zeros for the parameters of a group that a backward pass leaves unused.
 
@@ -158,6 +159,7 @@ class Collective:
         return torch.empty(size, dtype=dtype, device=device)
 
 
+# Why: docs/decisions.md, "FSDP's shards are filled until the end of the backward pass".
 class ReduceScatter(Collective):
     """The reducer's reduce-scatter with FSDP2's interface.
 
@@ -211,6 +213,7 @@ def gradients_read_at_once(members: Members, output: Tensor) -> bool:
     )
 
 
+# Why: docs/decisions.md, "FSDP2's divide factor is taken over".
 class TakenOver(float):
     """A divide factor of 1 for FSDP2, whose own division would wait for each reduction; the reducer applies the given.
 
@@ -339,6 +342,7 @@ def compress_parameters(
     return replicas
 
 
+# Why: docs/decisions.md, "Compressed parameters are for training only".
 def reshard_evaluated(module: nn.Module, *_: object) -> None:
     """Make the root gather its weights again around an evaluation.
 

@@ -34,6 +34,7 @@ from gradwire.comm.parallel.strategies.fsdp2 import (
 )
 
 
+# Why: docs/decisions.md, "Islands are sharded one by one".
 class HSDP(FSDP2):
     """Parameters sharded inside islands; the reducer averages shards between them.
 

@@ -23,6 +23,7 @@ from gradwire.comm.parallel.names import trainable
 from gradwire.comm.parallel.strategy import Strategy
 
 
+# Why: docs/decisions.md, "`naive` and `bucket` wrap nothing".
 class Replicas(Strategy):
     """A whole model on every rank; hooks on its parameters average their gradients during the backward pass.
 
