@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from gradwire.base import files
+from gradwire.base.errors import BadInput
 from gradwire.base.files import remove_leftovers, whole, whole_folder, write_text
 
 WRITER = """
@@ -97,3 +99,9 @@ def test_a_failed_write_leaves_what_was_there(tmp_path):
         1 / 0  # noqa: B018
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
     assert (tmp_path / "file").read_text() == "old"
+
+
+def test_a_missing_file_is_not_called_invalid(tmp_path):
+    for read in (files.read_json, files.read_object, files.read_yaml):
+        with pytest.raises(BadInput, match=r"nothing\.json is missing\.$"):
+            read(tmp_path / "nothing.json")

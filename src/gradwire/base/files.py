@@ -304,8 +304,9 @@ def read_json(path: Path) -> Any:
     Raises:
         BadInput: As in `read_text`, and if it is invalid JSON or has a duplicate key.
     """
+    text = read_text(path, LARGEST_JSON)
     try:
-        return parse_json(read_text(path, LARGEST_JSON))
+        return parse_json(text)
     except ValueError as error:
         raise BadInput(
             f"{path} is not valid JSON ({error}): correct it; if gradwire wrote it, delete it and run its step again."

@@ -148,6 +148,8 @@ def of_folder(folder: Path, vocab_size: int, max_length: int) -> PretrainedConfi
     try:
         register_of(folder)
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except BadInput:  # a ValueError
+        raise
     except (OSError, ValueError, KeyError) as error:
         raise BadInput(f"the configuration in {folder} cannot be read: {' '.join(str(error).split())[:300]}") from None
     config_class(config.model_type)

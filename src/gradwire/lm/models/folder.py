@@ -69,6 +69,8 @@ def load(path: Path) -> PreTrainedModel:
         model, report = AutoModelForCausalLM.from_pretrained(
             path, local_files_only=True, trust_remote_code=False, output_loading_info=True, dtype=torch.float32
         )
+    except BadInput:  # a ValueError
+        raise
     except (OSError, RuntimeError, ValueError, TypeError, LookupError, AttributeError, SafetensorError) as error:
         raise BadInput(f"the model in {path} cannot be read: {error}") from error
     if getattr(model.config, "transformers_weights", None) is not None:

@@ -51,6 +51,7 @@ def asked_for(results_dir: Path, experiment: Path | None = None) -> dict[Run, As
         experiment = results_dir / EXPECTED
     if experiment is None:
         return dict.fromkeys(runs_on_disk(results_dir), Asked())
+    cells = read_json(experiment)
     try:
         return {
             Run(**{field: cell[field] for field in Run._fields if field != "islands" or field in cell}): Asked(
@@ -59,7 +60,7 @@ def asked_for(results_dir: Path, experiment: Path | None = None) -> dict[Run, As
                 cell.get("shared", False),
                 Targets(**cell["targets"]) if cell.get("targets") else None,
             )
-            for cell in read_json(experiment)
+            for cell in cells
         }
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         fields = ", ".join(Run._fields)

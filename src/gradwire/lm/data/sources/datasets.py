@@ -83,6 +83,8 @@ class Datasets(Source):
         options = {"name": self.configuration, "split": self.split, "revision": revision}
         try:
             return streamed(path=str(self.data_path), **options), revision
+        except BadInput:  # a ValueError
+            raise
         except ValueError as error:  # such as an unknown configuration or split
             raise BadInput(f"{self._where}: {str(error).splitlines()[0].rstrip('.')}.") from None
 

@@ -46,9 +46,10 @@ def inline(text: str) -> dict[str, Any]:
         BadInput: If they are not a JSON object with an ``architecture``.
     """
     try:
-        return checked(parse_json(text), "--model")
+        options = parse_json(text)
     except ValueError as error:
         raise BadInput(f"--model is not valid JSON ({error}): {text[:80]}") from None
+    return checked(options, "--model")
 
 
 def checked(options: Any, where: str) -> dict[str, Any]:
