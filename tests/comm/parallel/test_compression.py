@@ -368,6 +368,25 @@ def test_a_step_without_means_raises_on_all_ranks(world, case, raised):
     assert world(2).run(unsafe, case) == [raised, raised]
 
 
+def copied(rank, world, group):
+    """The number of warnings where a copy of the optimizer steps, which has no hooks."""
+    model = framed(net(), "ddp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradwire.compress_gradients(model, "int8", optimizer=optimizer)
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            loss_of(model, rank, step).backward()
+            other.step()
+            other.zero_grad()
+    return sum("a copy of one has no hooks" in str(warning.message) for warning in caught)
+
+
+def test_a_step_of_another_optimizer_warns_once(world):
+    assert world(2).run(copied) == [1, 1]
+
+
 # --- the communication hook overlaps ---
 
 

@@ -30,15 +30,14 @@ class Completeness:
     Args:
         model: The wrapped model. Its parameters are looked up at each step, by name.
         strategy: The model's strategy, which knows the parameters that are averaged.
-        warns: Whether to warn where the caller does not end steps; False if an optimizer does.
     """
 
-    def __init__(self, model: nn.Module, strategy: Strategy, *, warns: bool = True) -> None:
+    def __init__(self, model: nn.Module, strategy: Strategy) -> None:
         self._model = weakref.ref(model, self._forget)
         self._strategy: Strategy | None = strategy
         self._parameters = strategy.averaged(model)
         self._reduced: dict[str, int] = {}  # in this optimizer step, with the parameter's version at the time
-        self._warns = warns
+        self._warned = False
 
     @property
     def names(self) -> set[str]:
@@ -59,12 +58,13 @@ class Completeness:
         """
         for name in layout.parameters:
             version = self._parameters[name]._version if name in self._parameters else 0
-            if self._warns and self._reduced.get(name, version) != version:
-                self._warns = False
+            if not self._warned and self._reduced.get(name, version) != version:
+                self._warned = True
                 warnings.warn(
-                    "parameters changed between two reductions without finish(): pass optimizer to "
-                    "gradwire.compress_gradients, or call finish() once per optimizer step, after backward and before "
-                    "optimizer.step(). Without it schedules do not advance, and NaN or infinity is not detected.",
+                    "parameters changed between two reductions without finish(): pass the optimizers that step, as "
+                    "they are now, to gradwire.compress_gradients (a copy of one has no hooks), or call finish() once "
+                    "per optimizer step, after backward and before optimizer.step(). Without it schedules do not "
+                    "advance, and NaN or infinity is not detected.",
                     stacklevel=2,
                 )
             self._reduced[name] = version

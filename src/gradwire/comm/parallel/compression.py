@@ -85,7 +85,7 @@ def compress_gradients(
     compressor = as_compressor(compressor)
     check_options(compressor, **options)
     reducer = Reducer(compressor, **options)
-    watch = hook(model, reducer, ends=bool(optimizers))
+    watch = hook(model, reducer)
     compression = Compression(model, reducer, watch)
     for stepping in optimizers:
         compression.end_with(stepping)
@@ -162,7 +162,10 @@ class Compression:
         closure = kwargs["closure"] if "closure" in kwargs else args[1] if len(args) > 1 else None
         if closure is not None:
             self._stepped.add(optimizer)
-            return args[:1], {**kwargs, "closure": partial(self._evaluated, closure)}
+            evaluated = partial(self._evaluated, closure)
+            if "closure" in kwargs:
+                return args, {**kwargs, "closure": evaluated}
+            return (args[0], evaluated, *args[2:]), kwargs
         # torch.distributed.checkpoint allocates an optimizer's state by a step whose learning rates are 0
         moves = any(group["lr"] for group in optimizer.param_groups)
         if (self._watch is not None and self._watch.reduced) or (optimizer in self._stepped and moves):

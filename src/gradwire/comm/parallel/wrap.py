@@ -142,7 +142,7 @@ def islands_of(reducer: Reducer | None, options: Mapping[str, Any]) -> int | Non
     return given.number if isinstance(given, Islands) else given
 
 
-def hook(wrapped: nn.Module, reducer: Reducer, *, ends: bool = False) -> Completeness | None:
+def hook(wrapped: nn.Module, reducer: Reducer) -> Completeness | None:
     """Attach a reducer to a model wrapped with DDP or ``fully_shard``, before its first forward pass.
 
     Use the framework as usual: accumulate with its `no_sync` or `set_requires_gradient_sync`, and clip after the
@@ -153,7 +153,6 @@ def hook(wrapped: nn.Module, reducer: Reducer, *, ends: bool = False) -> Complet
             mesh of one dimension. Under HSDP FSDP2 itself all-reduces, so that is refused; see strategy ``hsdp`` of
             `wrap`.
         reducer: Averages the gradients; its group must be the one that the model was wrapped with.
-        ends: Whether the step of an optimizer calls ``finish``, so that nobody can forget it.
 
     Returns:
         What `finish` compares the gradients with; None with one rank.
@@ -171,7 +170,7 @@ def hook(wrapped: nn.Module, reducer: Reducer, *, ends: bool = False) -> Complet
     check_ranks(wrapped, reducer)
     check_agreement(reducer.group, reducer, parameters_of(wrapped), strategy=kind.name)
     device = next(wrapped.parameters()).device
-    return attach_reducer(reducer, wrapped, kind.build(reducer, device), trainable_numel(wrapped), warns=not ends)
+    return attach_reducer(reducer, wrapped, kind.build(reducer, device), trainable_numel(wrapped))
 
 
 def wrapper_of(wrapped: nn.Module) -> type[Strategy]:
@@ -238,16 +237,14 @@ def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
             )
 
 
-def attach_reducer(
-    reducer: Reducer, wrapped: nn.Module, strategy: Strategy, numel: int, *, warns: bool = True
-) -> Completeness | None:
+def attach_reducer(reducer: Reducer, wrapped: nn.Module, strategy: Strategy, numel: int) -> Completeness | None:
     """Prepare the reducer for ``numel`` trainable elements, and replace the framework's reduction with it."""
     HOOKED.add(wrapped)
     if reducer.world == 1:
         return None
     watch = None
     if strategy.averages:  # else an optimizer communicates, and finishes
-        watch = Completeness(wrapped, strategy, warns=warns)
+        watch = Completeness(wrapped, strategy)
         reducer.watch(watch)
     strategy.prepare(reducer, numel)
     strategy.hook(wrapped, reducer)
