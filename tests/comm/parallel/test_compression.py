@@ -387,6 +387,26 @@ def test_a_step_of_another_optimizer_warns_once(world):
     assert world(2).run(copied) == [1, 1]
 
 
+def in_turn(rank, world, group):
+    """The optimizer steps finished after each step of two optimizers, of which one leaves a backward pass out."""
+    model = framed(net(), "ddp")
+    parameters = list(model.parameters())
+    first, second = (torch.optim.SGD(half, lr=0.1) for half in (parameters[:3], parameters[3:]))
+    compression = gradwire.compress_gradients(model, "int8", optimizer=[first, second])
+    finished = []
+    for step, stepping in enumerate(([first, second], [second], [first, second])):
+        loss_of(model, rank, step).backward()
+        for optimizer in stepping:
+            optimizer.step()
+            finished.append(compression.step)
+        model.zero_grad()
+    return finished
+
+
+def test_the_first_of_several_optimizers_ends_the_step(world):
+    assert world(2).run(in_turn) == [[1, 1, 2, 3, 3]] * 2
+
+
 # --- the communication hook overlaps ---
 
 
