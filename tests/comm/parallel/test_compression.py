@@ -296,7 +296,7 @@ def refused(rank, world, group, case):
     model = net()
     if case == "built before":
         stale = torch.optim.SGD(model.parameters(), lr=0.1)
-    framework = "fsdp2" if case in ("built before", "no optimizer") else "ddp"
+    framework = "fsdp2" if case in ("built before", "no optimizer", "hook of shards") else "ddp"
     wrapped = model if case == "not wrapped" else framed(model, framework)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
     try:
@@ -308,6 +308,8 @@ def refused(rank, world, group, case):
             gradwire.compress_gradients(wrapped, "int8", parameters="int4-diff")
         elif case == "parameters of ddp":
             gradwire.compress_gradients(wrapped, "int8", parameters="int8")
+        elif case == "hook of shards":
+            gradwire.comm_hook(wrapped, "int8")
         elif case == "misspelt":
             gradwire.compress_gradients(wrapped, "int8", optimizer=optimizer, dense_step=3)
         elif case == "a scheduler":
@@ -333,6 +335,7 @@ def refused(rank, world, group, case):
         ("a scheduler", "optimizer is StepLR, not a torch.optim.Optimizer with step hooks"),
         ("not wrapped", "Sequential is neither a DistributedDataParallel nor an FSDP2 model"),
         ("twice", "the model has a reducer already"),
+        ("hook of shards", "FSDPSequential is sharded, and comm_hook is for DistributedDataParallel"),
     ],
 )
 def test_what_is_refused_at_the_call(world, case, message):

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwire.base.errors import RunFault
+from gradwire.base.errors import BadInput, RunFault
 from gradwire.comm.collectives import Reducer
 from gradwire.comm.collectives.reducer import check_options
 from gradwire.comm.compressors import as_compressor
@@ -211,12 +212,18 @@ def comm_hook(
         options: Those of `Reducer`, such as ``error_feedback=True``.
 
     Raises:
-        BadInput: If the compressor or an option is unknown or invalid, `wrap` has prepared the model, it is on the meta
+        BadInput: If the compressor or an option is unknown or invalid, the model is sharded, `wrap` has prepared the
+        model, it is on the meta
             device, or its gradients are sparse or complex; at the first backward pass, if ranks differ.
     """
     options = {"nonfinite": "propagate", **options}
     chosen = as_compressor(compressor)
     check_options(chosen, **options)
+    if isinstance(model, FSDPModule | FullyShardedDataParallel):
+        raise BadInput(
+            f"{type(model).__name__} is sharded, and comm_hook is for DistributedDataParallel: use "
+            f"gradwire.compress_gradients for FSDP2."
+        )
     check_unprepared(model, DistributedDataParallel)
     check_has_values(model)
     check_gradients(model)
