@@ -212,9 +212,8 @@ def comm_hook(
         options: Those of `Reducer`, such as ``error_feedback=True``.
 
     Raises:
-        BadInput: If the compressor or an option is unknown or invalid, the model is sharded, `wrap` has prepared the
-        model, it is on the meta
-            device, or its gradients are sparse or complex; at the first backward pass, if ranks differ.
+        BadInput: If the compressor or an option is unknown or invalid, the model is sharded, prepared by `wrap` or on
+            the meta device, or its gradients are sparse or complex; at the first backward pass, if ranks differ.
     """
     options = {"nonfinite": "propagate", **options}
     chosen = as_compressor(compressor)
