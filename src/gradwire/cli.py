@@ -75,7 +75,7 @@ VERBS = {
         "gradwire.bench.judge.lds", "judge attribution methods by trainings on random subsets of the samples"
     ),
     "grads recall": Verb("gradwire.bench.judge.recall", "judge attribution methods by samples that were planted"),
-    "grads run": Verb("gradwire.attribution.collect.run", "collect, aggregate and validate in one call"),
+    "grads run": Verb("gradwire.bench.grads_run", "collect, aggregate and validate in one call"),
     "norms": Verb("gradwire.attribution.collect.norms", "compute the norm of every sample's gradient"),
     "compressors": Verb("gradwire.comm.compressors.listing", "list compressors and their options"),
     "bench compressors": Verb("gradwire.bench.codecs.verb", "time every compressor and compare with memory bandwidth"),
