@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -10,10 +9,17 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from pydantic import Field
 
 from gradwire import __version__, cli
 from gradwire.base.errors import BadInput, CheckFailed, GradwireError, RunFault, Stopped
 from gradwire.base.failures import RANK_FAILURES, reason, refuse_again
+from gradwire.base.strict import Strict
+from gradwire.bench.verbs import Command, Verb
+
+
+class Options(Strict):
+    size: int = Field(3, description="a number")
 
 
 @pytest.fixture
@@ -22,11 +28,11 @@ def verb(monkeypatch, tmp_path):
 
     def make(main) -> Path:
         module = ModuleType("probe")
-        module.arguments = lambda parser: parser.add_argument("--size", type=int, default=3)
+        module.Options = Options
         module.beside = lambda args: tmp_path
         module.main = main
         monkeypatch.setitem(sys.modules, "probe", module)
-        monkeypatch.setitem(cli.VERBS, "grads probe", cli.Verb("probe", "do what a test says"))
+        monkeypatch.setitem(cli.VERBS, "grads probe", Verb("probe", "do what a test says"))
         return tmp_path / "grads_probe.failed.json"
 
     monkeypatch.delenv(RANK_FAILURES, raising=False)
@@ -34,7 +40,7 @@ def verb(monkeypatch, tmp_path):
 
 
 def raising(error: BaseException):
-    def main(args: argparse.Namespace) -> None:
+    def main(options: Options) -> None:
         raise error
 
     return main
@@ -70,9 +76,9 @@ def test_a_verb_of_two_words_gets_its_arguments(verb):
 @pytest.mark.parametrize("form", ["{} 300", "{}=300"])
 def test_a_flag_may_have_dashes_or_underscores(word, form):
     words = f"tokenize --data-path a --output_dir b-c --no-tokenizer-only {form.format(word)}"
-    _, module, args = cli.parse(words.split())
-    assert (args.vocab_size, args.output_dir) == (300, Path("b-c"))
-    assert cli.options_of(module, args) == module.Options(data_path="a", output_dir="b-c", vocab_size=300)
+    command = Command(words.split())
+    assert (command.arguments.vocab_size, command.arguments.output_dir) == (300, Path("b-c"))
+    assert command.options == command.module.Options(data_path="a", output_dir="b-c", vocab_size=300)
 
 
 @pytest.mark.parametrize(

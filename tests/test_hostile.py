@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import socket
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from gradwire.base.rank_env import LOCAL_WORLD_SIZE, rank_options, ranks_here
 from gradwire.base.strict import checked
 from gradwire.bench import config
 from gradwire.bench.launch import leases
+from gradwire.bench.verbs import parser_of
 from gradwire.comm.communication import Communication
 from gradwire.comm.compressors import registry
 from gradwire.comm.compressors.reduction import ReducerOptions
@@ -37,7 +37,7 @@ def no_rank(monkeypatch):
 
 
 def actions(verb: str) -> list[argparse.Action]:
-    parser = cli.parser_of(verb, importlib.import_module(cli.VERBS[verb].module))
+    parser = parser_of(verb)
     return [action for action in parser._actions if action.dest not in ("help", "attempt", "debug")]
 
 

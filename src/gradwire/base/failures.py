@@ -108,18 +108,22 @@ def diverged(run_folder: Path) -> bool:
     return isinstance(content, dict) and content.get("status") == "diverged"
 
 
+def is_rank() -> bool:
+    """Whether ``gradwire launch`` started this process and reports its failure, which it finds by the rank."""
+    return RANK_FAILURES in os.environ and os.environ.get("RANK", "").isdecimal()
+
+
 def report_rank_failure(error: BaseException) -> bool:
     """Write this rank's failure for ``gradwire launch``, if that started it.
 
     Returns:
         Whether a launcher reports the failure, so that the rank prints nothing.
     """
-    folder = os.environ.get(RANK_FAILURES)
-    if folder is None or not os.environ.get("RANK", "").isdecimal():  # the launcher looks files up by rank
+    if not is_rank():
         return False
     rank = int(os.environ["RANK"])
     write_json(
-        Path(folder) / f"rank{rank}.json",
+        Path(os.environ[RANK_FAILURES]) / f"rank{rank}.json",
         {
             "rank": rank,
             **_summary(error),

@@ -137,31 +137,31 @@ def check_words(words: Sequence[str]) -> None:
             raise BadInput(f"the argument {os.fsencode(word)!r} is not valid UTF-8: rename the path.") from None
 
 
-def check_paths(args: argparse.Namespace) -> None:
+def check_paths(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Check that output paths can be written, and that no input path is too long, a pipe or a device.
 
     Raises:
         BadInput: If not; the message has the flag.
     """
-    for flag, kind, path in _given(args):
+    for flag, kind, path in _given(parser, args):
         if kind in CHECKS:
             CHECKS[kind](path, flag)
 
 
-def check_numbers(args: argparse.Namespace) -> None:
+def check_numbers(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     """Check every number against the bounds of its flag.
 
     Raises:
         BadInput: If one is out of bounds; the message has its flag.
     """
-    for flag, kind, number in _given(args):
+    for flag, kind, number in _given(parser, args):
         if isinstance(kind, Number):
             kind.check(flag, number)
 
 
-def _given(args: argparse.Namespace) -> Iterator[tuple[str, Any, Any]]:
+def _given(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Iterator[tuple[str, Any, Any]]:
     """Yield flag, type and value of every flag that has a value."""
-    for action in args.parser._actions:
+    for action in parser._actions:
         value = getattr(args, action.dest, None)
         for item in value if isinstance(value, list) else [value]:
             if item is not None:

@@ -55,7 +55,7 @@ def _add_flag(target: Any, name: str, field: FieldInfo) -> None:
         target.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, **options)
         return
     if several:
-        options["nargs"] = "+" if place is None else "*"
+        options["nargs"] = "+" if place is None or field.is_required() else "*"
         annotation = get_args(annotation)[0]
     elif place is not None and not field.is_required():
         options["nargs"] = "?"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,12 +13,13 @@ from gradwire.attribution.collect.collect import Collection
 from gradwire.attribution.options import Count
 from gradwire.base.errors import BadInput
 from gradwire.base.files import read_yaml
-from gradwire.base.flags import NATURAL, RANKS, check_numbers, check_paths, output_folder
-from gradwire.base.model_flags import add_flags, from_flags, to_flags
+from gradwire.base.flags import NATURAL, RANKS, output_folder
+from gradwire.base.model_flags import to_flags
 from gradwire.base.strict import Strict, checked
+from gradwire.bench.verbs import Command
 
 
-class Flags(Strict):
+class Options(Strict):
     """Flags of ``gradwire grads run``."""
 
     config_path: Path = Field(
@@ -41,30 +41,21 @@ class Config(Collection):
     launcher: str | None = None
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    """Define the flags; not as ``Options``, since `main` needs the parser of the verbs that it runs."""
-    add_flags(parser, Flags)
-
-
-def beside(args: argparse.Namespace) -> Path:
+def beside(options: Options) -> Path:
     """Return the collection folder."""
-    return args.output_dir
+    return options.output_dir
 
 
-def main(args: argparse.Namespace) -> None:
+def main(options: Options) -> None:
     """Run the steps in order; a failed step ends the verb, and the next call resumes there.
 
     Raises:
         BadInput: If the configuration is invalid.
         GradwireError: If a step fails.
     """
-    flags = from_flags(Flags, args)
-    config = read(flags.config_path, {"dim": flags.dim} if flags.dim else {})
-    for words in commands(config, flags):
-        _, verb, child = args.parse(words)
-        check_paths(child)
-        check_numbers(child)
-        verb.main(args.options_of(verb, child))
+    config = read(options.config_path, {"dim": options.dim} if options.dim else {})
+    for words in commands(config, options):
+        Command(words).run()
 
 
 def read(path: Path, given: Mapping[str, Any]) -> Config:
@@ -82,15 +73,15 @@ def read(path: Path, given: Mapping[str, Any]) -> Config:
     return checked(Config, values, str(path))
 
 
-def commands(config: Config, flags: Flags) -> Iterator[list[str]]:
+def commands(config: Config, options: Options) -> Iterator[list[str]]:
     """Yield the steps as command lines."""
-    folder, world_size = str(flags.output_dir), str(flags.num_gpus)
+    folder, world_size = str(options.output_dir), str(options.num_gpus)
     launcher = ["--launcher", config.launcher] if config.launcher else []
     ranks = ["launch", "--world_size", world_size, *launcher, "--"]
-    if config.train is not None and not flags.skip_training:
+    if config.train is not None and not options.skip_training:
         yield [*ranks, "train", *shlex.split(config.train)]
     collected = ["--output_path", folder, *to_flags(config, *Collection.model_fields)]
-    yield [*(ranks if flags.num_gpus > 1 else []), "grads", "collect", *collected]
+    yield [*(ranks if options.num_gpus > 1 else []), "grads", "collect", *collected]
     for dim in config.dim:
         yield ["grads", "aggregate", "--base_path", folder, "--dim", str(dim), "--num_gpus", world_size]
     yield ["grads", "validate", "--output_dir", folder, "--recompute", str(config.recompute)]

@@ -1,7 +1,6 @@
 """The experiment as data: grids, cells, flags and the messages for what is wrong."""
 
 import argparse
-import importlib
 import inspect
 import json
 from pathlib import Path
@@ -17,6 +16,7 @@ from gradwire.base.errors import BadInput
 from gradwire.base.model_flags import add_flags, from_flags, to_flags
 from gradwire.bench import grads_run
 from gradwire.bench.config import Cell, Dataset, Experiment, Gradients, Grid, Training, experiment, json_schema, load
+from gradwire.bench.verbs import parser_of
 from gradwire.bench.workflow import experiment as workflow
 from gradwire.comm.communication import Communication
 from gradwire.comm.compressors import build
@@ -341,8 +341,8 @@ def defaults_of(*models: type[BaseModel]) -> dict[str, object]:
 def flag_defaults() -> dict[tuple[str, str], object]:
     """The default of each verb's each flag, where it has one."""
     found = {}
-    for name, verb in cli.VERBS.items():
-        parser = cli.parser_of(name, importlib.import_module(verb.module))
+    for name in cli.VERBS:
+        parser = parser_of(name)
         found |= {(name, action.dest): action.default for action in parser._actions if not action.required}
     return {key: default for key, default in found.items() if default is not None}
 

@@ -6,7 +6,6 @@ each rank what the JSON object says for it; a rank that it does not name waits t
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -20,47 +19,52 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from pydantic import Field
+
 from gradwire import cli
 from gradwire.base.errors import BadInput, Stopped
 from gradwire.base.files import write_json
+from gradwire.base.strict import Strict
 from gradwire.bench.launch import launch
 from gradwire.bench.launch.ranks import ALLOCATOR, THREADS
+from gradwire.bench.verbs import Verb
 
 
-def arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--output_dir", type=Path, required=True)
-    parser.add_argument("--ranks", type=json.loads, default={}, help="what each rank does, by its number")
-    parser.add_argument("--bad_data", action="store_true")
-    parser.add_argument("--world_size", type=int)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--strategy", default="naive")
-    parser.add_argument("--islands", type=int, default=1)
+class Options(Strict):
+    output_dir: Path
+    ranks: str = Field("{}", description="what each rank does, by its number")
+    bad_data: bool = False
+    world_size: int | None = None
+    device: str = "cpu"
+    strategy: str = "naive"
+    islands: int = 1
 
 
-def beside(args: argparse.Namespace) -> Path:
-    return args.output_dir
+def beside(options: Options) -> Path:
+    return options.output_dir
 
 
-def preflight(args: argparse.Namespace) -> None:
-    if args.bad_data:
-        raise BadInput(f"the data is too small for {args.world_size} ranks.")
+def preflight(options: Options) -> None:
+    if options.bad_data:
+        raise BadInput(f"the data is too small for {options.world_size} ranks.")
 
 
-def main(args: argparse.Namespace) -> None:
+def main(options: Options) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *THREADS, *ALLOCATOR)
     environment = {name: os.environ[name] for name in names} | {"pid": os.getpid()}
     environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES")
-    deed = args.ranks.get(os.environ["RANK"], "wait" if args.ranks else "end")
+    deeds = json.loads(options.ranks)
+    deed = deeds.get(os.environ["RANK"], "wait" if deeds else "end")
     signals: list[int] = []
     if deed == "save":  # before anyone knows that this rank is there
         signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
-    write_json(args.output_dir / f"started{os.environ['RANK']}.json", environment)
+    write_json(options.output_dir / f"started{os.environ['RANK']}.json", environment)
     if deed in TRAINS:
-        train(*TRAINS[deed], args.output_dir)
+        train(*TRAINS[deed], options.output_dir)
     elif deed == "islands":
-        cross(args.output_dir, args.islands)
+        cross(options.output_dir, options.islands)
     elif deed in ("transfer", "gather", "allocate"):
-        {"transfer": transfer, "gather": gather, "allocate": allocate}[deed](args.output_dir)
+        {"transfer": transfer, "gather": gather, "allocate": allocate}[deed](options.output_dir)
     elif deed == "save":
         save(signals)
     else:
@@ -273,6 +277,6 @@ DEEDS |= {"end": lambda: None}
 TRAINS = {"naive": ("naive", "topk"), "ddp": ("ddp", "int8"), "bucket": ("bucket", None), "fsdp2": ("fsdp2", "topk")}
 
 if __name__ == "__main__":
-    cli.VERBS["probe"] = cli.Verb("rank_verb", "do what a test says")
+    cli.VERBS["probe"] = Verb("rank_verb", "do what a test says")
     launch.RANK = (sys.executable, __file__)
     cli.entry()

@@ -21,6 +21,7 @@ from gradwire.bench.training import loop as training_loop
 from gradwire.bench.training import settings as run_settings
 from gradwire.bench.training.environment import same_machine
 from gradwire.bench.training.step import Preemption
+from gradwire.bench.verbs import Command
 from gradwire.comm.collectives.world import World
 from gradwire.comm.parallel.buckets import FEWEST
 from gradwire.comm.topology import STRATEGIES
@@ -67,8 +68,7 @@ def words(shards: Path, folder: Path, *more: str, **changes) -> list[str]:
 
 
 def parsed(arguments: list[str]) -> run_settings.Options:
-    _, module, args = cli.parse(["train", *arguments])
-    return cli.options_of(module, args)
+    return Command(["train", *arguments]).options
 
 
 def run(rank: int, world_size: int, group: object, arguments: list[str]) -> tuple[list[dict], dict | None]:

@@ -1,0 +1,230 @@
+"""The verbs: their modules, their flags, and a command that runs one.
+
+A verb is a module with ``Options`` (a model whose fields are the flags) and ``main(options)``, and optionally
+``preflight(options)`` (checks before any rank starts), ``beside(options)`` (the output folder, for
+``<verb>.failed.json``) and ``PRELOAD`` (slow imports of each rank, which `launch` imports once). Heavy imports are
+inside functions to keep ``gradwire --help`` and Snakemake fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from gradwire.base.errors import DONE, BadInput, did_you_mean, unknown
+from gradwire.base.extras import missing
+from gradwire.base.failures import clear_failure, is_rank, refuse_again, write_failure
+from gradwire.base.flags import COUNT, check_numbers, check_paths, writable
+
+
+class Verb(NamedTuple):
+    """A verb's module and its line in ``--help``."""
+
+    module: str
+    help: str
+
+
+VERBS = {
+    "init": Verb("gradwire.bench.init", "write a configuration with every field, its default and its meaning"),
+    "run": Verb("gradwire.bench.workflow.run", "run an experiment from its file to its page"),
+    "download": Verb("gradwire.lm.data.download", "fetch or extract a corpus as a JSON array of id, title, text"),
+    "tokenize": Verb("gradwire.lm.data.tokenize", "train or load a tokenizer and write token shards"),
+    "launch": Verb("gradwire.bench.launch.launch", "check a verb's input and run it on several ranks"),
+    "train": Verb("gradwire.bench.training.train", "train a language model under a compressor and a strategy"),
+    "trace": Verb("gradwire.bench.trace.trace", "read a run's profiler traces into profile.json"),
+    "perplexity": Verb("gradwire.bench.training.perplexity", "compute the token-weighted perplexity of a saved model"),
+    "generate": Verb("gradwire.bench.training.generate", "continue a prompt with a saved model"),
+    "grads collect": Verb(
+        "gradwire.attribution.collect.collect", "collect projected per-sample gradients with their sample ids"
+    ),
+    "grads aggregate": Verb("gradwire.attribution.store.aggregate", "merge the ranks' gradients into one matrix"),
+    "grads validate": Verb("gradwire.attribution.store.validate", "check that row i is the gradient of sample id i"),
+    "grads influence": Verb(
+        "gradwire.attribution.query.influence", "rank training samples by their influence on validation samples"
+    ),
+    "grads query": Verb(
+        "gradwire.attribution.query.query", "find the samples whose gradients are nearest to that of a text"
+    ),
+    "grads index": Verb(
+        "gradwire.attribution.query.index", "build a FAISS index of a gradient store, for faster queries"
+    ),
+    "grads serve": Verb(
+        "gradwire.attribution.query.serve", "answer queries of a gradient store in a browser, on this machine"
+    ),
+    "grads factors": Verb("gradwire.attribution.collect.factors", "compute the curvature for gradients of type ekfac"),
+    "grads lds": Verb(
+        "gradwire.bench.judge.lds", "judge attribution methods by trainings on random subsets of the samples"
+    ),
+    "grads recall": Verb("gradwire.bench.judge.recall", "judge attribution methods by samples that were planted"),
+    "grads run": Verb("gradwire.bench.grads_run", "collect, aggregate and validate in one call"),
+    "norms": Verb("gradwire.attribution.collect.norms", "compute the norm of every sample's gradient"),
+    "compressors": Verb("gradwire.comm.compressors.listing", "list compressors and their options"),
+    "bench compressors": Verb("gradwire.bench.codecs.verb", "time every compressor and compare with memory bandwidth"),
+    "predict": Verb(
+        "gradwire.bench.report.verbs.predict", "predict step times and crossovers at any world size and bandwidth"
+    ),
+    "doctor": Verb("gradwire.bench.doctor", "show what this machine supports, and test several ranks on it"),
+    "report": Verb(
+        "gradwire.bench.report.verbs.report", "write a page of figures and tables over all runs of an experiment"
+    ),
+    "compare": Verb(
+        "gradwire.bench.report.verbs.compare", "compare two experiments, paired by seed, with statistical tests"
+    ),
+    "status": Verb(
+        "gradwire.bench.report.verbs.status", "show which runs are done, running, failed or pending, and the time left"
+    ),
+    "results": Verb("gradwire.bench.report.verbs.results", "print an experiment's results, one line per run"),
+    "summarize": Verb("gradwire.bench.report.verbs.summarize", "write one table over all runs of an experiment"),
+}
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults other than None, False and an empty list."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        """Return the help of an option with its default, if shown."""
+        silent = action.default is None or action.default is False or action.default == ()
+        return action.help if silent else super()._get_help_string(action)
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports bad arguments in one message, an unknown choice or flag with close matches."""
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments; dashes in the name of a flag are underscores.
+
+        Raises:
+            BadInput: If one is unknown, invalid or missing.
+        """
+        parsed, left = self.parse_known_args([*map(self._spelled, args)], namespace)
+        if left:
+            word = next((word for word in left if word.startswith("-")), left[0]).partition("=")[0]
+            flags = [flag for flag, action in self._option_string_actions.items() if action.help != argparse.SUPPRESS]
+            self.error(f"unknown argument {word!r}.{did_you_mean(word, flags)}")
+        return parsed
+
+    def _spelled(self, word: str) -> str:
+        """Return ``--dry_run`` for ``--dry-run``."""
+        flag, equals, value = word.partition("=")
+        spellings = {known.replace("-", "_"): known for known in self._option_string_actions}
+        return spellings.get(flag.replace("-", "_"), flag) + equals + value if flag.startswith("--") else word
+
+    def error(self, message: str) -> NoReturn:
+        """Refuse the arguments.
+
+        Raises:
+            BadInput: Always.
+        """
+        raise BadInput(f"{message.rstrip('.')}{'' if message.endswith('?') else '.'} See `{self.prog} --help`.")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Check a value against its flag's choices.
+
+        Raises:
+            BadInput: If it is none of them.
+        """
+        if action.choices is not None and value not in action.choices:
+            raise unknown("/".join(action.option_strings) or action.dest, str(value), map(str, action.choices))
+
+
+def verb_of(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Split a command into its verb (one or two words) and the verb's arguments.
+
+    Raises:
+        BadInput: If the verb is unknown.
+    """
+    for length in (2, 1):
+        name = " ".join(words[:length])
+        if name in VERBS and len(words) >= length:
+            return name, list(words[length:])
+    raise unknown("verb", " ".join(words[:1]), VERBS)
+
+
+def parser_of(name: str) -> Parser:
+    """The parser of a verb's flags."""
+    from gradwire.base.model_flags import add_flags
+
+    parser = Parser(
+        prog=f"gradwire {name}",
+        description=VERBS[name].help + ".",
+        formatter_class=HelpFormatter,
+        allow_abbrev=False,
+    )
+    add_flags(parser, importlib.import_module(VERBS[name].module).Options)
+    parser.add_argument(
+        "--attempt",
+        type=COUNT,
+        default=1,
+        help=argparse.SUPPRESS,  # for the workflow: above 1, do not retry after bad input
+    )
+    parser.add_argument("--debug", action="store_true", help="on failure, show the traceback")
+    return parser
+
+
+class Command:
+    """A verb with its arguments.
+
+    Args:
+        words: The verb and its arguments.
+
+    Attributes:
+        name: The verb.
+        module: Its module.
+        arguments: The parsed arguments.
+        inner: The command that `launch` runs on each rank; None for other verbs.
+        folder: While it runs, the folder of its failure file: that of its outputs, or of those of ``inner``.
+
+    Raises:
+        BadInput: If the verb is unknown, or an argument is unknown, invalid or missing.
+    """
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.name, rest = verb_of(words)
+        self.module = importlib.import_module(VERBS[self.name].module)
+        self._parser = parser_of(self.name)
+        self.arguments = self._parser.parse_args(rest)
+        self.inner = Command(self.arguments.command) if self.name == "launch" else None
+        self.folder: Path | None = None
+
+    @property
+    def options(self) -> Any:
+        """The verb's options.
+
+        Raises:
+            BadInput: If a value is out of range.
+        """
+        from gradwire.base.model_flags import from_flags
+
+        return from_flags(self.module.Options, self.arguments)
+
+    def run(self) -> int:
+        """Check the arguments and run the verb; a failure is written next to its outputs, a success removes it.
+
+        Returns:
+            The exit code.
+        """
+        commands = [self] if self.inner is None else [self, self.inner]
+        recorded = commands[-1]
+        try:
+            for command in commands:
+                check_paths(command._parser, command.arguments)
+            self.folder = recorded.output_folder()
+            if self.folder is not None and self.arguments.attempt > 1:
+                refuse_again(self.folder, recorded.name)
+            for command in commands:
+                check_numbers(command._parser, command.arguments)
+            code: int = self.module.main(self.options) or DONE
+        except (Exception, KeyboardInterrupt) as raised:
+            if self.folder is not None and not is_rank():  # `launch` reports it once for all ranks
+                write_failure(self.folder, recorded.name, missing(raised, self.module.__name__) or raised)
+            raise
+        if self.folder is not None and code == DONE:
+            clear_failure(self.folder, recorded.name)
+        return code
+
+    def output_folder(self) -> Path | None:
+        """Return the folder of the verb's outputs, checked; None if it has none."""
+        return writable(self.module.beside(self.arguments)) if hasattr(self.module, "beside") else None
