@@ -62,7 +62,7 @@ PYTHON = {
     "Benchmark": (
         "gradwire.bench.trace.trace",
         "gradwire.bench.statistics.seeds",
-        "gradwire.bench.statistics.measured_run",
+        "gradwire.bench.statistics.collective_costs",
         "gradwire.bench.statistics.collective_costs",
         "gradwire.bench.statistics.cost_model",
     ),

@@ -74,7 +74,7 @@ VERBS = {
         "gradwire.bench.report.verbs.compare", "compare two experiments, paired by seed, with statistical tests"
     ),
     "status": Verb(
-        "gradwire.bench.report.verbs.status", "show which runs are done, running, failed or pending, and the time left"
+        "gradwire.bench.report.rows.status", "show which runs are done, running, failed or pending, and the time left"
     ),
     "results": Verb("gradwire.bench.report.verbs.results", "print an experiment's results, one line per run"),
     "summarize": Verb("gradwire.bench.report.verbs.summarize", "write one table over all runs of an experiment"),

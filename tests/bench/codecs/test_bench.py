@@ -11,7 +11,7 @@ from samples import normal
 
 from gradwire import cli
 from gradwire.bench.codecs import cases as bench_cases
-from gradwire.bench.codecs import sample_gradient, table, verb
+from gradwire.bench.codecs import measure, verb
 from gradwire.bench.codecs.cases import CHAINS, TARGETS, VARIANTS, Case, cases, size, torch_cases
 from gradwire.bench.codecs.measure import Record, Speed, judge, peak_bytes, prepare, resident_peak
 from gradwire.comm.compressors import available, build
@@ -23,8 +23,8 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def few_steps(monkeypatch):
     """A sample gradient that takes no time."""
-    made = sample_gradient.sample_gradient(0, steps=1)
-    monkeypatch.setattr(sample_gradient, "sample_gradient", lambda seed: made)
+    made = measure.sample_gradient(0, steps=1)
+    monkeypatch.setattr(measure, "sample_gradient", lambda seed: made)
     return list(made.values())
 
 
@@ -80,7 +80,7 @@ def test_a_users_gradient_of_any_shape(tmp_path):
     torch.save(torch.tensor([1e6, 1.0]), tmp_path / "g.pt")
     result = verb.bench("cpu", 16, ["fp16"], repeats=1, gradient=tmp_path / "g.pt")
     assert result["records"][0]["relative_error"] is None
-    assert "too large" in table.report(result)
+    assert "too large" in verb.report(result)
 
 
 SAVED = {
@@ -209,7 +209,7 @@ def test_memory_is_watched():
 
 def test_without_tabulate_the_numbers_are_still_printed(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tabulate", None)
-    text = table.table([{"method": "int8", "encode ms": "1.00"}])
+    text = verb.table([{"method": "int8", "encode ms": "1.00"}])
     assert json.loads(text) == {"method": "int8", "encode ms": "1.00"}
     assert "tabulate is not installed" in capsys.readouterr().err
 
@@ -230,17 +230,17 @@ def test_torchs_own_operations_do_the_job():
 
 def test_the_sample_gradient_is_the_same_every_time():
     before = torch.get_rng_state()
-    first, second = sample_gradient.sample_gradient(3, steps=2), sample_gradient.sample_gradient(3, steps=2)
+    first, second = measure.sample_gradient(3, steps=2), measure.sample_gradient(3, steps=2)
     assert torch.equal(before, torch.get_rng_state())
-    assert {name: tuple(g.shape) for name, g in first.items()} == sample_gradient.SHAPES
+    assert {name: tuple(g.shape) for name, g in first.items()} == measure.SHAPES
     assert all(torch.equal(first[name], second[name]) and first[name].any() for name in first)
-    assert not torch.equal(first["output"], sample_gradient.sample_gradient(4, steps=2)["output"])
+    assert not torch.equal(first["output"], measure.sample_gradient(4, steps=2)["output"])
 
 
 def test_the_sample_models_loss_is_that_of_its_last_byte():
-    weights = {name: torch.zeros(shape) for name, shape in sample_gradient.SHAPES.items()}
-    windows = sample_gradient.corpus()[: 9 * 4].view(4, 9)
-    assert sample_gradient.loss(weights, windows).item() == pytest.approx(torch.log(torch.tensor(256.0)).item())
+    weights = {name: torch.zeros(shape) for name, shape in measure.SHAPES.items()}
+    windows = measure.corpus()[: 9 * 4].view(4, 9)
+    assert measure.loss(weights, windows).item() == pytest.approx(torch.log(torch.tensor(256.0)).item())
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")

@@ -17,9 +17,20 @@ from traces import event, profile_of, steps, write_trace
 
 from gradwire.base.errors import BadInput
 from gradwire.bench.report.page import curves
-from gradwire.bench.report.rows.targets import read_curve
-from gradwire.bench.trace.events import Cover, Span, Trace, op_of, read
-from gradwire.bench.trace.intervals import difference, intersection, intervals, length, near, union
+from gradwire.bench.report.rows.quality import read_curve
+from gradwire.bench.trace.events import (
+    Cover,
+    Span,
+    Trace,
+    difference,
+    intersection,
+    intervals,
+    length,
+    near,
+    op_of,
+    read,
+    union,
+)
 from gradwire.bench.trace.trace import transfer_ms
 from gradwire.cli import main
 

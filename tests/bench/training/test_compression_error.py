@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradwire.bench.training.sampling import compression_error
+from gradwire.bench.training.measure import compression_error
 from gradwire.comm.collectives import Layout, Reducer
 from gradwire.comm.collectives.meter import METER
 from gradwire.comm.compressors import build

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from gradwire import cli
 from gradwire.attribution.store import store
-from gradwire.bench.training.evaluate import loss_sum
+from gradwire.bench.training.objective import loss_sum
 from gradwire.comm.topology import STRATEGIES as KNOWN
 from gradwire.lm.data import tokenizer
 from gradwire.lm.data.batches import eval_batches, train_batches

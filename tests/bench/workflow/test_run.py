@@ -19,7 +19,7 @@ from gradwire import cli
 from gradwire.base.errors import BadInput
 from gradwire.bench.config import Run
 from gradwire.bench.workflow.experiment import check, merged, read
-from gradwire.bench.workflow.progress import Job, View
+from gradwire.bench.workflow.run import Job, View
 
 ROOT = Path(__file__).parents[3]
 GOOD = {

@@ -8,7 +8,7 @@ import torch
 from samples import generator, normal
 
 from gradwire.base.errors import BadInput
-from gradwire.bench.codecs.sample_gradient import sample_gradient
+from gradwire.bench.codecs.measure import sample_gradient
 from gradwire.comm.compressors import build, lossless, rans
 from gradwire.comm.compressors.base import Section
 

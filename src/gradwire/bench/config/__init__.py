@@ -8,8 +8,7 @@ compressor's own options.
 from gradwire.bench.config.cell import FLAGS, Cell, check_private
 from gradwire.bench.config.file import Dataset, Experiment, Targets, experiment, json_schema, load
 from gradwire.bench.config.grid import Gradients, Grid, Run
-from gradwire.bench.config.training import Training
-from gradwire.bench.config.values import BASELINE, SCHEMA_VERSION, Precision, Strategy
+from gradwire.bench.config.values import BASELINE, SCHEMA_VERSION, Precision, Strategy, Training
 
 __all__ = [
     "BASELINE",

@@ -10,8 +10,7 @@ from pydantic import Field
 
 from gradwire.base.errors import BadInput, nearest, unknown
 from gradwire.base.strict import Strict, checked, short
-from gradwire.bench.config.training import Training
-from gradwire.bench.config.values import Name, Precision
+from gradwire.bench.config.values import Name, Precision, Training
 from gradwire.comm.communication import CommOptimizer, Communication, check_communication, preset
 from gradwire.comm.compressors import registry
 from gradwire.comm.compressors.parameter_encoding import ENCODINGS, ParamCompress

@@ -16,8 +16,7 @@ from gradwire.base.strict import Strict, checked
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.config.cell import Cell, check_private
 from gradwire.bench.config.grid import Exclusion, Gradients, Grids, Run, Selection
-from gradwire.bench.config.training import Training
-from gradwire.bench.config.values import BASELINE, Count, ModelOption, Name
+from gradwire.bench.config.values import BASELINE, Count, ModelOption, Name, Training
 from gradwire.comm.topology import check_topology
 from gradwire.lm.data import sources
 from gradwire.lm.data.defaults import LENGTH, MAX_LENGTH, SHARD_SIZE, VAL_FRACTION, VOCAB_SIZE, VOCABULARY, check_shard

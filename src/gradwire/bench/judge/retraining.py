@@ -31,7 +31,7 @@ from gradwire.base.errors import BadInput, RunFault
 from gradwire.base.files import read_object, write_json
 from gradwire.bench.config import Training
 from gradwire.bench.training.build import BETA1, decayed
-from gradwire.bench.training.evaluate import loss_sum
+from gradwire.bench.training.objective import loss_sum
 from gradwire.bench.training.step import set_learning_rate
 from gradwire.lm.data.batches import collate
 from gradwire.lm.data.shards import Shards

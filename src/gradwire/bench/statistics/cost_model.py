@@ -27,8 +27,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwire.bench.statistics.collective_costs import Algorithm, gradient_algorithms, inside, parameter_algorithms
-from gradwire.bench.statistics.measured_run import Measurement
+from gradwire.bench.statistics.collective_costs import (
+    Algorithm,
+    Measurement,
+    gradient_algorithms,
+    inside,
+    parameter_algorithms,
+)
 
 Array = NDArray[np.float64]
 Key = tuple[str, str]

@@ -14,6 +14,10 @@ Contents of such traces (torch 2.13, from real traces):
   op if the kernel's own name does not (``SendRecv``); ``nccl:<op>`` annotations and calls are launches only.
 - A CPU op of a library (``aten::addmm``) computes. ``autograd::…`` and ``…Backward0`` wrap hooks, including
   waits for collectives, and compute nothing themselves.
+
+An interval set is an int64 array of shape [n, 2]: half-open intervals [start, end) in nanoseconds. Its operations
+accept intervals in any order, overlapping or empty, and return them sorted, disjoint, non-empty and with adjacent ones
+merged.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ import re
 import zlib
 from array import array
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,15 +36,16 @@ from typing import Any, NamedTuple
 import ijson.backends.yajl2_c as ijson  # C backend only: the others are too slow for a trace
 import numpy as np
 from ijson.common import JSONError
+from numpy.typing import NDArray
 
 from gradwire.base.errors import BadInput
-from gradwire.bench.trace.intervals import Intervals, union
 
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
 OWN = "gradwire/"
 STEP = "gradwire/step"
 MANY = 2**18  # edges of one thread's or stream's intervals
 WRAPPERS = ("autograd", "torch", "c10d", "_c10d_functional")  # libraries whose ops only wait or wrap other ops
+Intervals = NDArray[np.int64]
 
 
 class Span(NamedTuple):
@@ -197,3 +202,49 @@ def _world_size(path: Path) -> int | None:
             if prefix == "traceEvents":
                 return None
     raise LookupError("no traceEvents")
+
+
+def intervals(pairs: Iterable[tuple[int, int]]) -> Intervals:
+    """The union of ``(start, end)`` pairs."""
+    return union(np.array([*pairs], dtype=np.int64).reshape(-1, 2))
+
+
+def union(*sets: Intervals) -> Intervals:
+    """The time covered by at least one of ``sets``."""
+    return _covered([(1, times) for times in sets], level=1)
+
+
+def intersection(first: Intervals, second: Intervals) -> Intervals:
+    """The time covered by both sets."""
+    return _covered([(1, union(first)), (1, union(second))], level=2)
+
+
+def difference(first: Intervals, second: Intervals) -> Intervals:
+    """The time covered by ``first`` but not by ``second``."""
+    return _covered([(1, union(first)), (-1, union(second))], level=1)
+
+
+def near(times: Intervals, start: int, end: int) -> Intervals:
+    """The intervals of a sorted, disjoint set that overlap [start, end), as a view."""
+    return times[np.searchsorted(times[:, 1], start, "right") : np.searchsorted(times[:, 0], end, "left")]
+
+
+def length(times: Intervals) -> int:
+    """The total length of a set in nanoseconds."""
+    merged = union(times)
+    return int((merged[:, 1] - merged[:, 0]).sum())
+
+
+def _covered(weighted: list[tuple[int, Intervals]], level: int) -> Intervals:
+    """Where the weights of the covering intervals sum to ``level`` or more, by one sweep over all edges."""
+    edges = np.concatenate([np.empty(0, np.int64), *(times.ravel() for _, times in weighted)])
+    changes = np.concatenate(
+        [np.empty(0, np.int64), *(np.tile([weight, -weight], len(times)) for weight, times in weighted)]
+    )
+    order = np.argsort(edges, kind="stable")
+    edges, sums = edges[order], np.cumsum(changes[order])
+    inside = (sums[:-1] >= level) & (edges[:-1] < edges[1:])
+    starts, ends = edges[:-1][inside], edges[1:][inside]
+    gap = starts[1:] != ends[:-1]
+    first, last = np.append(True, gap), np.append(gap, True)
+    return np.stack([starts[first[: len(starts)]], ends[last[: len(ends)]]], axis=1)

@@ -19,7 +19,10 @@ the step. Training ends a step by reading a number from the device, so a step in
 - **overlap** = compute ∩ communication; **exposed** = communication − compute; **idle**: none of these (Python, the
   autograd engine, data loading).
 
-`crosscheck` compares payload, encode and decode with the meter's times of the same steps.
+`against_meter` compares payload, encode and decode with the meter's times of the same steps, in ``steps.parquet``.
+Their sums must agree, otherwise one of them counts something the other does not. A range opens before the meter's
+clock starts and closes after it stops, so the trace is longer if the rank loses its core in between: by at most
+``around_ms``, which the meter measures. A framework's own reductions are not metered, so there is nothing to compare.
 A collective whose end is missing from the trace ends with its step; such events are counted in ``unfinished``.
 """
 
@@ -27,7 +30,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count, zip_longest
 from pathlib import Path
@@ -41,9 +44,20 @@ from gradwire.base.failures import diverged
 from gradwire.base.files import write_json
 from gradwire.base.flags import output_file
 from gradwire.base.strict import Strict
-from gradwire.bench.trace.crosscheck import against_meter
-from gradwire.bench.trace.events import OPS, Span, Trace, read
-from gradwire.bench.trace.intervals import Intervals, difference, intersection, intervals, length, near, union
+from gradwire.bench.trace.events import (
+    OPS,
+    Intervals,
+    Span,
+    Trace,
+    difference,
+    intersection,
+    intervals,
+    length,
+    near,
+    read,
+    union,
+)
+from gradwire.bench.trace.steps import read as read_steps
 from gradwire.comm.closed_forms import raw_bytes
 
 SCHEMA_VERSION = 1
@@ -53,6 +67,13 @@ BY_OP = "comm_time_ms_by_op_per_step"
 Times = dict[str, Any]  # a breakdown of a step, or of the mean step: milliseconds
 RUNS_AS = {"reduce_scatter": "all_reduce"}  # gloo's substitute for an op
 PATTERN = "rank[0-9]*.pt.trace.json.gz"
+TOLERANCE = 0.1  # of the trace's time
+QUANTITIES = {  # columns of steps.parquet, and times of a breakdown
+    "communication": ("comm_ms", "payload_ms_per_step"),
+    "encode": ("encode_ms", "encode_ms_per_step"),
+    "decode": ("decode_ms", "decode_ms_per_step"),
+}
+AROUND = "around_ms"  # time to open and close the ranges
 
 
 @dataclass(frozen=True)
@@ -334,3 +355,54 @@ def range_around(call: Span, ranges: list[Span]) -> Span | None:
 def covered(spans: Iterable[Span]) -> Intervals:
     """The union of the spans' times."""
     return intervals((span.start, span.end) for span in spans)
+
+
+def against_meter(steps: Path, traced: Mapping[int, list[Times]]) -> dict[str, Any]:
+    """Compare every rank's sums over its profiled steps.
+
+    Args:
+        steps: A run's ``steps.parquet``, which may be missing.
+        traced: The breakdowns of each rank's recorded steps in order.
+
+    Returns:
+        ``meter_over_trace``: for each quantity that occurred, the ranks' quotient furthest from 1. ``meter_agrees``:
+        whether every trace time is between the meter's time and that plus ``around_ms``, within `TOLERANCE`. Both are
+        None if nothing was metered.
+
+    Raises:
+        BadInput: If ``steps`` is unusable, or has fewer profiled steps of a rank than the trace.
+    """
+    metered = profiled_steps(steps) if steps.exists() else {}
+    quotients: dict[str, list[float]] = {}
+    agrees = True
+    for rank, recorded in traced.items() if metered else ():
+        rows = metered.get(rank, [])[-len(recorded) :]  # the profiler's own warm-up step comes first
+        if len(rows) < len(recorded):
+            raise BadInput(f"{steps} has {len(rows)} profiled steps of rank {rank}, its trace {len(recorded)}.")
+        around = sum(row[AROUND] or 0.0 for row in rows)
+        for quantity, (column, time) in QUANTITIES.items():
+            in_trace = sum(times[time] for times in recorded)
+            values = [row[column] for row in rows]
+            if None in values or not (in_trace or any(values)):
+                continue
+            in_meter = sum(values)
+            quotients.setdefault(quantity, []).append(in_meter / in_trace if in_trace else float("inf"))
+            slack = TOLERANCE * in_trace
+            agrees &= in_meter - slack <= in_trace <= in_meter + around + slack
+    if not quotients:
+        return {"meter_agrees": None, "meter_over_trace": None}
+    worst = {quantity: max(of_ranks, key=lambda of: abs(of - 1)) for quantity, of_ranks in quotients.items()}
+    return {
+        "meter_agrees": agrees,
+        "meter_over_trace": {quantity: min(quotient, 1e9) for quantity, quotient in worst.items()},
+    }
+
+
+def profiled_steps(path: Path) -> dict[int, list[dict[str, Any]]]:
+    """Profiled rows by rank, in step order."""
+    columns = ["step", "rank", "profiled", *(column for column, _ in QUANTITIES.values()), AROUND]
+    rows: dict[int, list[dict[str, Any]]] = {}
+    for row in sorted(read_steps(path, columns).to_pylist(), key=lambda row: row["step"]):
+        if row["profiled"]:
+            rows.setdefault(row["rank"], []).append(row)
+    return rows

@@ -14,9 +14,8 @@ from gradwire.base.machine import multiplies_bf16
 from gradwire.bench.config import Cell, Training
 from gradwire.bench.training import privacy
 from gradwire.bench.training.environment import PeakMemory
-from gradwire.bench.training.evaluate import Quality
 from gradwire.bench.training.measure import Row
-from gradwire.bench.training.objective import Plain, Private
+from gradwire.bench.training.objective import Plain, Private, Quality
 from gradwire.bench.training.privacy import Guarantee
 from gradwire.bench.training.settings import Settings
 from gradwire.comm import parallel

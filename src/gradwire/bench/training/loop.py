@@ -16,10 +16,9 @@ from gradwire.base.errors import NonFiniteGradient, Stopped
 from gradwire.bench.training import results
 from gradwire.bench.training.build import Outcome, Parts, build
 from gradwire.bench.training.checkpoint import RunState
-from gradwire.bench.training.evaluate import Quality, evaluate
-from gradwire.bench.training.measure import Clock, Counters, Row, transmitted, transmitted_since
+from gradwire.bench.training.measure import Clock, Counters, Row, sampled, transmitted, transmitted_since
 from gradwire.bench.training.monitor import profiled_range, profiling, progress, scalars
-from gradwire.bench.training.sampling import sampled
+from gradwire.bench.training.objective import Quality, evaluate
 from gradwire.bench.training.settings import Settings
 from gradwire.bench.training.step import (
     Diverged,

@@ -51,7 +51,7 @@ def main(options: Options) -> None:
     from gradwire.base.errors import BadInput
     from gradwire.base.failures import diverged
     from gradwire.base.files import write_json
-    from gradwire.bench.training.evaluate import evaluate
+    from gradwire.bench.training.objective import evaluate
     from gradwire.comm.collectives.world import process_group
     from gradwire.lm.data.batches import eval_batches
     from gradwire.lm.data.shards import Shards, check, splits

@@ -16,9 +16,8 @@ import numpy as np
 from gradwire.base.files import digest
 from gradwire.bench.config import Run
 from gradwire.bench.training.build import Outcome
-from gradwire.bench.training.measure import COUNTED, Row
+from gradwire.bench.training.measure import COLUMNS, COUNTED, Row
 from gradwire.bench.training.privacy import ADJACENCY
-from gradwire.bench.training.sampling import COLUMNS
 from gradwire.bench.training.settings import Settings
 from gradwire.comm import parallel
 from gradwire.comm.collectives.world import World

@@ -1,6 +1,6 @@
 """Snakemake with its events as lines of JSON: ``python -m gradwire.bench.workflow.events [Snakemake's arguments]``.
 
-Events go to standard output for `gradwire.bench.workflow.progress`; what Snakemake prints by itself goes to standard
+Events go to standard output for `gradwire.bench.workflow.run`; what Snakemake prints by itself goes to standard
 error.
 """
 

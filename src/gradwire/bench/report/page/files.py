@@ -18,8 +18,7 @@ from markupsafe import Markup
 
 from gradwire import __version__
 from gradwire.base.files import whole_folder, write_text, write_with
-from gradwire.bench.report.page.data import Data
-from gradwire.bench.report.page.section import TEMPLATES, Section
+from gradwire.bench.report.page.data import TEMPLATES, Data, Section
 from gradwire.bench.report.page.style import COLOURS, GRID, INK, MUTED, NEUTRAL, PAPER, Drawing, Plot, styled
 from gradwire.bench.report.tables.headline import question
 

@@ -18,8 +18,7 @@ from gradwire.base.errors import BadInput
 from gradwire.base.files import digest, read_json
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.page import curves, fronts, speed, time_to_loss
-from gradwire.bench.report.page.data import Data
-from gradwire.bench.report.page.section import Content, Section, section
+from gradwire.bench.report.page.data import Content, Data, Section, section
 from gradwire.bench.report.page.style import Drawing, timed
 from gradwire.bench.report.rows.checks import gates, listed, privacy, validations
 from gradwire.bench.report.rows.measurements import measurement_of, unpredictable, usable

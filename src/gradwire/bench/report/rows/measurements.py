@@ -11,7 +11,7 @@ from typing import Any
 from gradwire.base.errors import BadInput
 from gradwire.bench.config import BASELINE
 from gradwire.bench.report.rows.record import Result
-from gradwire.bench.statistics.measured_run import Flow, Measurement
+from gradwire.bench.statistics.collective_costs import Flow, Measurement
 from gradwire.comm.communication import preset
 from gradwire.comm.topology import between_islands, link_rate
 

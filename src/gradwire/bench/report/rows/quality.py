@@ -1,24 +1,38 @@
-"""Perplexities of another experiment, for runs that are too short to have their own.
+"""Quality of runs: perplexities of another experiment, and the time to a target.
+
+**Perplexities of another experiment** are for runs that are too short to have their own.
 
 Quality does not depend on the link, so a timing cell takes the perplexity of a long run with its label: of its own
 strategy if that has one, else of ddp, else of any. The two may differ only in their numbers of steps and of warm-up
 steps (``dense_steps``, ``freeze_step``), and in the learning rate; otherwise the cell has no perplexity.
+
+**Time to a target**: the steps, seconds and gradient bytes until a run's validation perplexity is as low as asked for.
+A target is a perplexity, or the final one of another label with the same world size and seed. A run that never reaches
+it is censored, not dropped: it has null in the record and ∞ in the tables. Times are sums of step times, each the
+slowest rank's, without evaluations, checkpoints and what the first step compiles. A run that takes its perplexity from
+another experiment takes the steps and bytes from there too; its seconds are those steps times its own mean step time,
+because steps to a target do not depend on the link.
 """
 
 from __future__ import annotations
 
+import math
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gradwire.base.errors import BadInput
-from gradwire.bench.config import BASELINE
+from gradwire.bench.config import BASELINE, Run, Targets
 from gradwire.bench.report.rows.record import OWN_QUALITY, Result, read_results
-from gradwire.bench.report.rows.targets import on_link
 from gradwire.bench.statistics.seeds import percent_worse, percents
+from gradwire.bench.trace import steps as steps_file
 
 PREFERRED = "ddp"  # the strategy whose perplexity others use if they have none
 FREE = ("dense_steps", "freeze_step", "lr", "beta2")  # options that change no step time after the warm-up
@@ -33,6 +47,8 @@ SAME = [
     "optimizer",
     "world_size",
 ]
+MARGIN = 1.05  # the target of ``time_to_target_ppl_s``, times the baseline's final perplexity
+ROUNDING = 1e-5  # nats: `gradwire perplexity` and a run's own last evaluation round differently
 
 
 @dataclass(frozen=True)
@@ -159,3 +175,179 @@ def _with_quality(row: Result, reference: PerplexityReference, results: Sequence
     quality: dict[str, Any] = {"val_loss": source.val_loss, "val_ppl": source.val_ppl}
     quality |= on_link(row, source, results)
     return row.model_copy(update=quality | {"quality_from": f"{reference.name}: {source.run_name}"})
+
+
+class Curve(NamedTuple):
+    """A run's evaluations.
+
+    Attributes:
+        steps: Optimizer steps before each evaluation.
+        seconds: Time of those steps.
+        losses: Mean negative log-likelihood in nats.
+        total_s: Time of all steps in seconds.
+    """
+
+    steps: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    losses: NDArray[np.float64]
+    total_s: float
+
+    def reaches(self, loss: float) -> int | None:
+        """Index of the first evaluation with at most this loss, or None."""
+        good = np.flatnonzero(self.losses <= loss)
+        return int(good[0]) if len(good) else None
+
+    def ppl_at(self, seconds: float) -> float | None:
+        """Perplexity of the last evaluation within ``seconds``; None if there is none."""
+        done = int(np.searchsorted(self.seconds, seconds, side="right"))
+        return math.exp(self.losses[done - 1]) if done else None
+
+
+def read_curve(path: Path) -> Curve:
+    """Read the curve from a ``steps.parquet``.
+
+    Raises:
+        BadInput: If the file is invalid.
+    """
+    table = steps_file.read(path, ["step", "step_ms", "val_loss"])
+    step, ms, loss = (table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names)
+    seconds = steps_file.durations(step, ms).cumsum() / 1000
+    known = ~np.isnan(loss)
+    evaluated, first = np.unique(step[known], return_index=True)
+    total = float(seconds[-1]) if len(seconds) else 0.0
+    return Curve(evaluated + 1, seconds[evaluated], loss[known][first], total)
+
+
+def read_curves(results: Iterable[Result], results_dir: Path) -> dict[Run, Curve]:
+    """Read the curves of the runs that have their own perplexity or diverged; complain about unusable files."""
+    curves = {}
+    for row in results:
+        path = results_dir / "runs" / row.run_name / "steps.parquet"
+        if (row.quality_from in OWN_QUALITY or row.status == "diverged") and path.exists():
+            try:
+                curves[row.run] = read_curve(path)
+            except BadInput as error:
+                print(f"gradwire summarize: {row.run_name} has no quality over time: {error}", file=sys.stderr)
+    return curves
+
+
+def against_time(curves: Mapping[Run, Curve], finished: set[Run]) -> dict[Run, dict[str, Any]]:
+    """The time-to-target and fixed-time fields of every run.
+
+    The target is `MARGIN` times the final perplexity of the baseline with the same strategy, world size, link and seed.
+    The fixed time is that of the fastest finished run with the same world size, link and seed, of any strategy.
+
+    Args:
+        curves: The experiment's runs.
+        finished: Runs that did not diverge; only these serve as baselines or determine fixed times.
+    """
+    fixed: dict[tuple[int, str, int], float] = {}
+    for run in finished & curves.keys():
+        same = run.world_size, run.link, run.seed
+        fixed[same] = min(fixed.get(same, math.inf), curves[run].total_s)
+    fields = {}
+    for run, curve in curves.items():
+        baseline = run._replace(compressor=BASELINE)
+        final = curves[baseline].losses[-1:] if baseline in finished and baseline in curves else ()
+        target = next((float(loss) + math.log(MARGIN) for loss in final), None)
+        index = None if target is None else curve.reaches(target)
+        seconds = fixed.get((run.world_size, run.link, run.seed))
+        fields[run] = {
+            "target_reached": None if target is None else index is not None,
+            "time_to_target_ppl_s": None if index is None else float(curve.seconds[index]),
+            "steps_to_target_ppl": None if index is None else int(curve.steps[index]),
+            "ppl_at_fixed_time": None if seconds is None or run not in finished else curve.ppl_at(seconds),
+        }
+    return fields
+
+
+def target_losses(targets: Targets, row: Result, results: Sequence[Result]) -> dict[str, float]:
+    """The loss of each target of a run, by its name; a label that has no perplexity to compare with is left out."""
+    losses = {f"{ppl:g}": math.log(ppl) for ppl in targets.ppl}
+    label = targets.relative_to
+    known = [
+        other
+        for other in results
+        if (other.compressor, other.world_size, other.seed) == (label, row.world_size, row.seed)
+        if other.status == "ok" and other.val_loss is not None
+    ]
+    best = max(known, key=lambda other: (other.strategy == row.strategy, other.link == row.link), default=None)
+    if label and best is not None and best.val_loss is not None:
+        losses[label] = best.val_loss + ROUNDING
+    return losses
+
+
+def to_targets(row: Result, targets: Targets, results: Sequence[Result], curve: Curve, path: Path) -> dict[str, Any]:
+    """Steps, seconds and bytes that a run took to reach its targets, as fields of its row.
+
+    Args:
+        row: The run.
+        targets: Its targets.
+        results: All rows of the experiment.
+        curve: The run's evaluations.
+        path: Its ``steps.parquet``.
+    """
+    indices = {name: curve.reaches(loss) for name, loss in target_losses(targets, row, results).items()}
+    steps = {name: None if i is None else int(curve.steps[i]) for name, i in indices.items()}
+    return {
+        "steps_to_target": steps,
+        "time_to_target_s": {name: None if i is None else float(curve.seconds[i]) for name, i in indices.items()},
+        "bytes_to_target": {name: None if n is None else bytes_until(row, path, n) for name, n in steps.items()},
+    }
+
+
+def bytes_until(row: Result, path: Path, steps: int) -> int | None:
+    """Gradient bytes over all ranks in the first ``steps`` steps; where the framework reduces, by the closed form."""
+    table = steps_file.read(path, ["step", "bytes_sent"])
+    step, sent = (table.column(name).to_numpy(zero_copy_only=False) for name in table.column_names)
+    metered = sent[step < steps]
+    if not np.isnan(metered).any():
+        return int(metered.sum())
+    return (
+        row.bytes_compressed_total * steps // row.steps
+        if row.steps and row.bytes_compressed_total is not None
+        else None
+    )
+
+
+def on_link(row: Result, source: Result, results: Iterable[Result]) -> dict[str, Any]:
+    """The fields of a row whose perplexity is that of another run: that run's steps, timed by this experiment.
+
+    Dense steps take the mean step time of the baseline on the same link, the others this run's. Seconds are unknown
+    without that baseline, and where the other steps do not all cost the same (``freeze_step``, ``dense_rounds``).
+
+    Args:
+        row: A run that was timed.
+        source: The run with its perplexity.
+        results: All rows of the row's experiment.
+    """
+    steps = source.steps_to_target
+    if steps is None:
+        return {}
+    baseline = row.run._replace(compressor=BASELINE)
+    dense = next((other.step_time_ms_mean for other in results if other.run == baseline), None)
+    times = {
+        name: None if n is None else duration(n, source, row.step_time_ms_mean, dense) for name, n in steps.items()
+    }
+    known = all(times[name] is not None for name, n in steps.items() if n is not None)
+    return {
+        "steps_to_target": steps,
+        "bytes_to_target": source.bytes_to_target,
+        "time_to_target_s": {name: None if ms is None else ms / 1000 for name, ms in times.items()} if known else None,
+    }
+
+
+def duration(steps: float, run: Result, step: float | None, dense_step: float | None) -> float | None:
+    """The time of a run's first steps; None if it is unknown.
+
+    Args:
+        steps: Their number.
+        run: The run; it gives how many steps are dense, and whether the later ones all cost the same.
+        step: The time of a step after the dense ones.
+        dense_step: The time of a dense step: the baseline's.
+    """
+    config = run.compress_config or {}
+    dense = min(steps, config.get("dense_steps", 0))
+    if step is None or (dense and dense_step is None) or {"freeze_step", "dense_rounds"} & config.keys():
+        return None
+    return dense * (dense_step or 0.0) + (steps - dense) * step

@@ -16,9 +16,15 @@ from gradwire.base.failures import failure_file
 from gradwire.base.files import read_json
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.config import BASELINE, SCHEMA_VERSION, Run, Targets
-from gradwire.bench.report.rows.quality import PerplexityReference, perplexity_reference, with_quality
+from gradwire.bench.report.rows.quality import (
+    PerplexityReference,
+    against_time,
+    perplexity_reference,
+    read_curves,
+    to_targets,
+    with_quality,
+)
 from gradwire.bench.report.rows.record import Number, Result, Row, first_problem, without_measurements
-from gradwire.bench.report.rows.targets import against_time, read_curves, to_targets
 
 Model = TypeVar("Model", bound=Row)
 EXPECTED = "expected.json"  # in the experiment's folder: the requested runs

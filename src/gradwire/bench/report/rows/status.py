@@ -1,21 +1,27 @@
-"""The state of every run of an experiment, from the files in its folder: done, running, failed or pending."""
+"""The verb ``status``: the state of every run of an experiment, from the files in its folder, and the time left."""
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import read_json
+from gradwire.base.flags import SECONDS
+from gradwire.base.strict import Strict
 from gradwire.bench.config import Run
 from gradwire.bench.report.rows.runs import EXPECTED, asked_for
 
 PROGRESS = "progress.json"  # in the folder of a running run; written by training.monitor, which imports torch
 SILENT = 60.0  # seconds without progress after which a run counts as stopped
 ORDER = ("running", "stopped", "failed", "diverged", "done", "waiting", "skipped")
+CLEAR = "\033[H\033[2J"  # clears a terminal
 
 
 class State(NamedTuple):
@@ -128,3 +134,38 @@ def duration(seconds: float) -> str:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)
     return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+class Options(Strict):
+    """Flags of ``gradwire status``."""
+
+    results_dir: Path | None = Field(None, description="the experiment's folder; default: all of results/, in short")
+    watch: Annotated[float, SECONDS] | None = Field(
+        None, description="seconds between updates of the view, until all runs have ended"
+    )
+    quiet: bool = Field(False, description="print the totals only")
+    as_json: bool = Field(False, alias="json", description="print a list with an object per run")
+
+
+def main(options: Options) -> None:
+    """Print the state of every run, once or until all have ended.
+
+    Raises:
+        BadInput: If the folder holds no experiment.
+    """
+    if options.results_dir is None:
+        print(listing(Path("results"), as_json=options.as_json))
+        return
+    if options.as_json:
+        print(json.dumps(records(look(options.results_dir)), indent=2, ensure_ascii=False))
+        return
+    while True:
+        states = look(options.results_dir)
+        view = overview(states, options.results_dir, quiet=options.quiet)
+        in_place = options.watch is not None and sys.stdout.isatty()
+        print((CLEAR if in_place else "") + view, flush=True)
+        if options.watch is None or not any(state.name in ("running", "waiting") for state in states.values()):
+            return
+        time.sleep(options.watch)
+        if not in_place:
+            print()
