@@ -20,8 +20,8 @@ from tabulate import tabulate
 from gradwire.base.files import write_text
 from gradwire.base.units import UNSHAPED
 from gradwire.bench.report.page.files import svg
+from gradwire.bench.report.page.fronts import plots
 from gradwire.bench.report.page.style import looks, styled
-from gradwire.bench.report.page.time_to_loss import plots
 from gradwire.bench.report.rows.quality import perplexity_reference
 from gradwire.bench.report.rows.record import BF16, Result, read_results
 from gradwire.bench.report.tables.table import MISSING

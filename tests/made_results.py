@@ -12,8 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gradwire.base.files import write_json, write_text
+from gradwire.bench.config.file import check, read
 from gradwire.bench.report.rows.record import Result, csv_text, jsonl
-from gradwire.bench.workflow.experiment import check, read
 
 ROOT = Path(__file__).parents[1]
 

@@ -30,7 +30,7 @@ import test_page_code
 import yaml
 
 from gradwire.bench.config import Cell, Experiment
-from gradwire.bench.workflow.experiment import check, read
+from gradwire.bench.config.file import check, read
 from gradwire.comm.compressors.registry import COMPRESSORS
 from gradwire.comm.topology import STRATEGIES
 from gradwire.lm.data.corpus import documents

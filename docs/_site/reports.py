@@ -20,8 +20,8 @@ from mkdocs.structure.files import File, Files
 
 from gradwire.base.files import write_json
 from gradwire.bench.config import BASELINE
+from gradwire.bench.config.file import check, read
 from gradwire.bench.report.rows.record import read_results
-from gradwire.bench.workflow.experiment import check, read
 
 ROOT = Path(__file__).parents[2]
 TITLE = re.compile(r"<h1[^>]*>(.*?)</h1>", re.DOTALL)

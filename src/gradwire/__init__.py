@@ -43,7 +43,7 @@ HOMES = {
     "TopK": "gradwire.comm.compressors.methods.topk",
     "Uncompressed": "gradwire.comm.compressors.methods.none",
     "Zero": "gradwire.comm.compressors.methods.zero",
-    "load_results": "gradwire.bench.report.verbs.results",
+    "load_results": "gradwire.bench.report.rows.record",
 }
 
 __all__ = [*HOMES, "__version__"]

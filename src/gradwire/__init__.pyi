@@ -1,4 +1,4 @@
-from gradwire.bench.report.verbs.results import load_results as load_results
+from gradwire.bench.report.rows.record import load_results as load_results
 from gradwire.comm.compressors.methods.bf16 import BF16 as BF16
 from gradwire.comm.compressors.methods.bins import Bins as Bins
 from gradwire.comm.compressors.methods.chunktopk import ChunkTopK as ChunkTopK

@@ -64,20 +64,16 @@ VERBS = {
     "compressors": Verb("gradwire.comm.compressors.listing", "list compressors and their options"),
     "bench compressors": Verb("gradwire.bench.codecs.verb", "time every compressor and compare with memory bandwidth"),
     "predict": Verb(
-        "gradwire.bench.report.verbs.predict", "predict step times and crossovers at any world size and bandwidth"
+        "gradwire.bench.report.predict", "predict step times and crossovers at any world size and bandwidth"
     ),
     "doctor": Verb("gradwire.bench.doctor", "show what this machine supports, and test several ranks on it"),
-    "report": Verb(
-        "gradwire.bench.report.verbs.report", "write a page of figures and tables over all runs of an experiment"
-    ),
-    "compare": Verb(
-        "gradwire.bench.report.verbs.compare", "compare two experiments, paired by seed, with statistical tests"
-    ),
+    "report": Verb("gradwire.bench.report.report", "write a page of figures and tables over all runs of an experiment"),
+    "compare": Verb("gradwire.bench.report.compare", "compare two experiments, paired by seed, with statistical tests"),
     "status": Verb(
         "gradwire.bench.report.rows.status", "show which runs are done, running, failed or pending, and the time left"
     ),
-    "results": Verb("gradwire.bench.report.verbs.results", "print an experiment's results, one line per run"),
-    "summarize": Verb("gradwire.bench.report.verbs.summarize", "write one table over all runs of an experiment"),
+    "results": Verb("gradwire.bench.report.rows.record", "print an experiment's results, one line per run"),
+    "summarize": Verb("gradwire.bench.report.summarize", "write one table over all runs of an experiment"),
 }
 
 

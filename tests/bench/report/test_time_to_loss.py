@@ -7,8 +7,8 @@ import math
 import pytest
 from links_rows import row
 
+from gradwire.bench.report.page.fronts import curves, on_front, soonest, time_to_loss
 from gradwire.bench.report.page.style import looks, styled
-from gradwire.bench.report.page.time_to_loss import curves, on_front, plots, soonest
 from gradwire.bench.report.rows.quality import PerplexityReference
 from gradwire.bench.report.tables.time_to_loss import Goal, cells, loads, records
 
@@ -105,7 +105,7 @@ def test_the_figures_show_these_numbers(found):
     assert soonest(found, "none", "60") == ("int8", pytest.approx(10 * 0.1 + 20 * 0.11))
     assert soonest(found, "none", "bf16-native") == ("bf16-native", pytest.approx(7.0))
     with styled():
-        drawn, mapped = (drawing() for drawing in plots(found, looks(LABELS)))
+        drawn, mapped = (drawing() for drawing in time_to_loss(found, looks(LABELS)))
     titles = [ax.get_title(loc="left") for ax in drawn.figure.axes]
     assert titles == ["no shaped link", "100mbit, m = 8"]
     assert "int8, 100mbit: 60 at 15 s, 47.5 at 30 s, 45.5 at 36 s" in drawn.tips.values()
@@ -120,9 +120,9 @@ def test_the_figures_show_these_numbers(found):
 
 
 def test_one_link_is_no_figure_and_what_nobody_reaches_is_left_empty(found):
-    assert not list(plots([cell for cell in found if cell.link == "none"], looks(LABELS)))
+    assert not list(time_to_loss([cell for cell in found if cell.link == "none"], looks(LABELS)))
     only = [cell for cell in found if cell.compressor == "int4"]
-    _, mapped = (drawing() for drawing in plots(only, looks(LABELS)))
+    _, mapped = (drawing() for drawing in time_to_loss(only, looks(LABELS)))
     assert not mapped.figure.axes[0].texts
 
 

@@ -28,8 +28,7 @@ from gradwire.base.errors import BadInput
 from gradwire.bench.config import Cell, Training, check_private
 from gradwire.bench.training import settings as run_settings
 from gradwire.bench.training.measure import Clock
-from gradwire.bench.training.objective import Private, _derived, noisy
-from gradwire.bench.training.privacy import Guarantee, guarantee
+from gradwire.bench.training.objective import Guarantee, Private, _derived, guarantee, noisy
 from gradwire.bench.training.step import Feed, Preemption, Stepper, micro_batches
 from gradwire.comm.collectives import Reducer
 from gradwire.comm.collectives.world import World

@@ -18,7 +18,7 @@ import yaml
 from gradwire import cli
 from gradwire.base.errors import BadInput
 from gradwire.bench.config import Run
-from gradwire.bench.workflow.experiment import check, merged, read
+from gradwire.bench.config.file import check, merged, read
 from gradwire.bench.workflow.run import Job, View
 
 ROOT = Path(__file__).parents[3]

@@ -6,7 +6,7 @@ compressor's own options.
 """
 
 from gradwire.bench.config.cell import FLAGS, Cell, check_private
-from gradwire.bench.config.file import Dataset, Experiment, Targets, experiment, json_schema, load
+from gradwire.bench.config.file import Dataset, Experiment, Targets, check, experiment, json_schema, read
 from gradwire.bench.config.grid import Gradients, Grid, Run
 from gradwire.bench.config.values import BASELINE, SCHEMA_VERSION, Precision, Strategy, Training
 
@@ -24,8 +24,9 @@ __all__ = [
     "Strategy",
     "Targets",
     "Training",
+    "check",
     "check_private",
     "experiment",
     "json_schema",
-    "load",
+    "read",
 ]

@@ -12,11 +12,9 @@ from torch import nn
 
 from gradwire.base.machine import multiplies_bf16
 from gradwire.bench.config import Cell, Training
-from gradwire.bench.training import privacy
 from gradwire.bench.training.environment import PeakMemory
 from gradwire.bench.training.measure import Row
-from gradwire.bench.training.objective import Plain, Private, Quality
-from gradwire.bench.training.privacy import Guarantee
+from gradwire.bench.training.objective import Guarantee, Plain, Private, Quality, guarantee
 from gradwire.bench.training.settings import Settings
 from gradwire.comm import parallel
 from gradwire.comm.collectives import IslandReducer, Reducer, build_islands
@@ -108,7 +106,7 @@ def build(settings: Settings, split: Shards, world: World) -> tuple[Parts, Outco
     )
     objective = Private(model, training, settings.seed, world) if training.private else Plain(training.precision)
     if training.private:
-        outcome.guarantee = privacy.guarantee(training, cell, len(split), world.world_size)
+        outcome.guarantee = guarantee(training, cell, len(split), world.world_size)
     matrices = {name for name, p in model.named_parameters() if p.ndim >= 2}
     sizes = parallel.block_sizes(model)
 

@@ -17,7 +17,7 @@ from gradwire.base.files import digest
 from gradwire.bench.config import Run
 from gradwire.bench.training.build import Outcome
 from gradwire.bench.training.measure import COLUMNS, COUNTED, Row
-from gradwire.bench.training.privacy import ADJACENCY
+from gradwire.bench.training.objective import ADJACENCY
 from gradwire.bench.training.settings import Settings
 from gradwire.comm import parallel
 from gradwire.comm.collectives.world import World

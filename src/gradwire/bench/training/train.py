@@ -31,7 +31,7 @@ def preflight(options: Options) -> None:
     Raises:
         BadInput: If any of them is invalid.
     """
-    from gradwire.bench.training import privacy
+    from gradwire.bench.training.objective import guarantee
     from gradwire.comm.collectives import world
     from gradwire.lm.data import shards
     from gradwire.lm.models import causal
@@ -46,7 +46,7 @@ def preflight(options: Options) -> None:
     causal.check(settings.model, split.meta["vocab_size"], split.meta["max_length"])
     check_enough_data(len(split), training.batch_size, world_size)
     if training.private:
-        privacy.guarantee(training, settings.cell, len(split), world_size)
+        guarantee(training, settings.cell, len(split), world_size)
     check_run_folder(settings.output_dir, settings.identity(world_size, split.digest))
 
 

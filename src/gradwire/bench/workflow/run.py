@@ -26,8 +26,8 @@ from gradwire.base.flags import Positional
 from gradwire.base.parent_watch import PARENT
 from gradwire.base.strict import Strict
 from gradwire.bench.config import Run
+from gradwire.bench.config.file import check, read
 from gradwire.bench.report.rows.status import State, duration, look, remaining
-from gradwire.bench.workflow.experiment import check, read
 
 FOLDER = Path(__file__).parent
 PROFILES = FOLDER / "profiles"

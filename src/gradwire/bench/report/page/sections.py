@@ -17,7 +17,7 @@ import pandas as pd
 from gradwire.base.errors import BadInput
 from gradwire.base.files import digest, read_json
 from gradwire.bench.config import BASELINE
-from gradwire.bench.report.page import curves, fronts, speed, time_to_loss
+from gradwire.bench.report.page import curves, fronts, speed
 from gradwire.bench.report.page.data import Content, Data, Section, section
 from gradwire.bench.report.page.style import Drawing, timed
 from gradwire.bench.report.rows.checks import gates, listed, privacy, validations
@@ -71,7 +71,7 @@ def figures_of(data: Data, finding: Finding) -> Iterator[Drawing]:
     """The figures that may stand next to a finding's number, the best first."""
     group, cost = finding.group, finding.cost
     if cost == "target":
-        yield from time_to_loss.plots([cell for cell in data.times if cell.place[:2] == group[:2]], data.looks)
+        yield from fronts.time_to_loss([cell for cell in data.times if cell.place[:2] == group[:2]], data.looks)
         cost = "time"
     if data.cells is not None:
         cells = data.cells[(data.cells[GROUP] == list(group)).all(axis=1)]
@@ -173,7 +173,7 @@ def time_to_target(data: Data) -> Content:
         return "the experiment has no target (`targets:` in the configuration)"
     return {
         "tables": [Table.of("targets", "Time to target", records(data.times), TARGETS)],
-        "plots": [timed(plot, data.shared) for plot in time_to_loss.plots(data.times, data.looks)],
+        "plots": [timed(plot, data.shared) for plot in fronts.time_to_loss(data.times, data.looks)],
     }
 
 

@@ -26,7 +26,7 @@ from gradwire.lm.models.presets import content as model_content
 from gradwire.base.parent_watch import PARENT
 from gradwire.base.source_digest import PACKAGE, source_digest
 from gradwire.bench.training.settings import modules
-from gradwire.bench.workflow.experiment import EXTENDS, check, merged, read
+from gradwire.bench.config.file import EXTENDS, check, merged, read
 
 
 def why_left_out(run):

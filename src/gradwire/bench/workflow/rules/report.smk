@@ -28,7 +28,7 @@ rule summarize:
     retries: 0
     localrule: True
     params:
-        source=source_digest("gradwire.bench.report.verbs.summarize"),
+        source=source_digest("gradwire.bench.report.summarize"),
         targets=EXPERIMENT.targets and EXPERIMENT.targets.model_dump(mode="json"),
     shell:
         f"{SUMMARIZE} > {{log:q}} 2>&1"
@@ -63,7 +63,7 @@ rule report:
     retries: 0
     localrule: True
     params:
-        source=source_digest("gradwire.bench.report.verbs.report"),
+        source=source_digest("gradwire.bench.report.report"),
         templates={path.name: sha256_file(path) for path in sorted(TEMPLATES.iterdir())},
     shell:
         f"{REPORT} > {{log:q}} 2>&1"
