@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import read_json, sha256_file, write_json, write_with, writing
@@ -35,6 +35,8 @@ from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.world import World
 from gradwire.comm.parallel import optimizers
 from gradwire.comm.topology import sharded_islands
+
+MANIFEST = "checkpoint.json"
 
 
 class RunState:
@@ -53,33 +55,34 @@ class RunState:
     def __init__(
         self, settings: Settings, identity: str, data: str, world: World, parts: Parts, outcome: Outcome
     ) -> None:
-        origin = {"identity": identity, "source": settings.source()}
-        task = None if settings.training.private else settings.task(data)  # its guarantee is of one topology
+        self.identity = identity
         self.topology = {
             "strategy": settings.strategy,
             "world_size": world.world_size,
             "islands": settings.islands,
         }
-        self.identity = identity
-        keep = settings.training.keep_checkpoints
-        self._checkpoints = Checkpoints(settings.output_dir, origin, task, self.topology, world, keep)
-        self._settings, self._world, self._parts, self._outcome = settings, world, parts, outcome
         self.trace = trace_file(settings.output_dir, world)
+        self._origin = {"identity": identity, "source": settings.source()}
+        self._task = None if settings.training.private else settings.task(data)  # its guarantee is of one topology
+        self._folder = settings.output_dir / "checkpoints"
+        self._settings, self._world, self._parts, self._outcome = settings, world, parts, outcome
 
     def resume(self) -> int:
         """Restore the newest checkpoint if the run shall resume, else discard all; return the first step to take.
+
+        Which one, which are damaged and skipped, and what is dropped, is reported on standard error.
 
         Raises:
             BadInput: If the checkpoint is of another configuration or source, or, on another topology, of the last
                 step.
         """
-        model, optimizer, reducer, *_ = self._parts
+        _, optimizer, reducer, *_ = self._parts
         if not self._settings.resume:
-            self._checkpoints.discard()
+            self._discard()
             if self._world.rank == 0:
                 shutil.rmtree(self._settings.output_dir / results.MODELS, ignore_errors=True)  # of an earlier run
             return 0
-        saved = self._checkpoints.resume(model, optimizer, restart=self._settings.restart)
+        saved = self._newest()
         if saved is None:
             return 0
         self._outcome.moved_from = saved["moved_from"]
@@ -111,7 +114,11 @@ class RunState:
         return step
 
     def save(self, step: int) -> None:
-        """Write a checkpoint after ``step`` steps."""
+        """Write a checkpoint after ``step`` steps.
+
+        Raises:
+            RunFault: If a file cannot be written; the partial checkpoint is removed.
+        """
         model, optimizer, reducer, *_ = self._parts
         trace = self.trace
         rank_state = {"step": step, "rows": self._outcome.rows, "generators": generators(self._world)}
@@ -123,81 +130,22 @@ class RunState:
             rank_state["optimizer"] = optimizer.rank_state()
         elif reducer is not None:
             rank_state["reducer"] = reducer.state_dict()
-        self._checkpoints.save(step, model, optimizer, rank_state)
-
-
-def generators(world: World) -> dict[str, Tensor]:
-    """The states of torch's global random generators on this rank, which dropout uses."""
-    states = {"cpu": torch.get_rng_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state(world.device)} if world.device.type == "cuda" else {})
-
-
-def set_generators(states: dict[str, Tensor], world: World) -> None:
-    """Restore the states returned by `generators`."""
-    torch.set_rng_state(states["cpu"].cpu())
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"].cpu(), world.device)
-
-
-MANIFEST = "checkpoint.json"
-
-
-class Checkpoints:
-    """The checkpoints in a run's folder; every public method is collective.
-
-    Args:
-        run_folder: The run's folder.
-        origin: What identifies the run, such as its identity and the digest of its source.
-        task: What identifies its training on any topology; None: only a checkpoint of its own topology will do.
-        topology: Its ``strategy``, ``world_size`` and ``islands``.
-        world: The process group and this rank's position in it.
-        keep: Number of checkpoints to keep, at least 1.
-    """
-
-    def __init__(
-        self,
-        run_folder: Path,
-        origin: Mapping[str, str],
-        task: str | None,
-        topology: Mapping[str, Any],
-        world: World,
-        keep: int,
-    ) -> None:
-        self.folder = Path(run_folder) / "checkpoints"
-        self.origin = dict(origin)
-        self.task = task
-        self.topology = dict(topology)
-        self.world = world
-        self.keep = keep
-
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, rank_state: dict[str, Any]) -> None:
-        """Write ``step<N>`` and remove old checkpoints.
-
-        Args:
-            step: Number of completed optimizer steps.
-            model: The wrapped model.
-            optimizer: Its optimizer.
-            rank_state: State of this rank only: tensors and plain data.
-
-        Raises:
-            RunFault: If a file cannot be written; the partial checkpoint is removed.
-        """
-        target = self.folder / f"step{step:08d}"
+        target = self._folder / f"step{step:08d}"
         part = target.with_name(f"{target.name}.part")
-        if self.world.rank == 0:
+        if self._world.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
             part.mkdir(parents=True)
         self._barrier()
         try:
-            name = f"rank{self.world.rank}.pt"
+            name = f"rank{self._world.rank}.pt"
             files = {name: _write(part / name, rank_state)}
             with optimizers.synchronized(optimizer):  # the rank's own parameters are in its own state
-                name, state = self._state_name(model), parallel.checkpoint_state(model, optimizer)
-                if name != "state.pt" or self.world.rank == 0:
+                name, state = self._state_name, parallel.checkpoint_state(model, optimizer)
+                if name != "state.pt" or self._world.rank == 0:
                     files[name] = _write(part / name, parallel.own_part(state))
             files = {name: sha for rank in ops.gather_objects(files) for name, sha in rank.items()}
-            if self.world.rank == 0:
-                manifest = self.origin | {"task": self.task, "topology": self.topology, "step": step, "sha256": files}
+            if self._world.rank == 0:
+                manifest = self._origin | {"task": self._task, "topology": self.topology, "step": step, "sha256": files}
                 write_json(part / MANIFEST, manifest)
                 shutil.rmtree(target, ignore_errors=True)  # a damaged checkpoint of the same step
                 part.replace(target)
@@ -207,15 +155,8 @@ class Checkpoints:
             raise
         self._barrier()
 
-    def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, restart: bool) -> dict[str, Any] | None:
+    def _newest(self) -> dict[str, Any] | None:
         """Restore the model and the optimizer in place from the newest valid checkpoint.
-
-        Which one, which are damaged and skipped, and what is dropped, is reported on standard error.
-
-        Args:
-            model: The wrapped model.
-            optimizer: Its optimizer.
-            restart: Delete checkpoints of another configuration or source instead of raising an error.
 
         Returns:
             This rank's own state, that of rank 0 if the checkpoint has another topology, or None if there is no
@@ -224,12 +165,13 @@ class Checkpoints:
         Raises:
             BadInput: If the newest valid checkpoint has another configuration or source.
         """
-        if self.world.rank == 0:
-            for part in self.folder.glob("step*.part"):  # left by a killed run
+        restart = self._settings.restart
+        if self._world.rank == 0:
+            for part in self._folder.glob("step*.part"):  # left by a killed run
                 shutil.rmtree(part)
         for name in reversed(self._agreed(self._names())):
-            checkpoint = self.folder / name
-            problems = [problem for problem in ops.gather_objects(self._problem(checkpoint, model)) if problem]
+            checkpoint = self._folder / name
+            problems = [problem for problem in ops.gather_objects(self._problem(checkpoint)) if problem]
             if problems:
                 self._note(f"{problems[0]}: the checkpoint is damaged and is skipped.")
                 continue
@@ -250,30 +192,31 @@ class Checkpoints:
                     "compressors, outer momentum, random generators, the order of the data, and the rows of its steps "
                     "are dropped."
                 )
-            return self._load(checkpoint, manifest, model, optimizer)
+            return self._load(checkpoint, manifest)
         else:
-            self._note(f"{self.folder} has no valid checkpoint to resume from: starting at step 0.")
-        self.discard()
+            self._note(f"{self._folder} has no valid checkpoint to resume from: starting at step 0.")
+        self._discard()
         return None
 
-    def discard(self) -> None:
+    def _discard(self) -> None:
         """Remove all checkpoints."""
-        if self.world.rank == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
+        if self._world.rank == 0:
+            shutil.rmtree(self._folder, ignore_errors=True)
         self._barrier()
 
     def _names(self) -> list[str]:
         """Names of the complete checkpoints, oldest first."""
-        return sorted(path.name for path in self.folder.glob("step*") if path.suffix != ".part")
+        return sorted(path.name for path in self._folder.glob("step*") if path.suffix != ".part")
 
-    def _state_name(self, model: nn.Module) -> str:
-        return "state.pt" if parallel.replicated(model) else f"state{self.world.rank}.pt"
+    @property
+    def _state_name(self) -> str:
+        return "state.pt" if parallel.replicated(self._parts.model) else f"state{self._world.rank}.pt"
 
-    def _problem(self, checkpoint: Path, model: nn.Module) -> str | None:
+    def _problem(self, checkpoint: Path) -> str | None:
         """The problem with this rank's files, or None."""
         try:
             manifest = read_json(checkpoint / MANIFEST)
-            written, (rank_file, states) = manifest["sha256"], self._files(manifest, model)
+            written, (rank_file, states) = manifest["sha256"], self._files(manifest)
         except (BadInput, KeyError, TypeError) as error:
             return f"{checkpoint / MANIFEST} cannot be read ({error})"
         for name in (rank_file, *states):
@@ -284,18 +227,18 @@ class Checkpoints:
                 return f"{path} does not match its SHA-256"
         return None
 
-    def _files(self, manifest: Mapping[str, Any], model: nn.Module) -> tuple[str, list[str]]:
+    def _files(self, manifest: Mapping[str, Any]) -> tuple[str, list[str]]:
         """The file of own state that this rank reads, and those of the model, of one island's ranks."""
         strategy, world, islands = (manifest["topology"][key] for key in ("strategy", "world_size", "islands"))
         if manifest["topology"] == self.topology:
-            return f"rank{self.world.rank}.pt", [self._state_name(model)]
+            return f"rank{self._world.rank}.pt", [self._state_name]
         if "state.pt" in manifest["sha256"]:
             return "rank0.pt", ["state.pt"]
         return "rank0.pt", [f"state{rank}.pt" for rank in range(world // sharded_islands(strategy, islands))]
 
     def _moves(self, manifest: Mapping[str, Any]) -> bool:
         """Whether the checkpoint is of this training on another topology."""
-        return manifest["topology"] != self.topology and manifest["task"] == self.task is not None
+        return manifest["topology"] != self.topology and manifest["task"] == self._task is not None
 
     def _difference(self, manifest: Mapping[str, Any]) -> str | None:
         """How the checkpoint differs from this run, or None."""
@@ -303,15 +246,14 @@ class Checkpoints:
             return "was written by strategy {strategy} on {world_size} rank(s) in {islands} island(s)".format_map(
                 manifest["topology"]
             )
-        for name, value in self.origin.items():
+        for name, value in self._origin.items():
             if manifest.get(name) != value:
                 return "belongs to a run of another configuration" if name == "identity" else f"has another {name}"
         return None
 
-    def _load(
-        self, checkpoint: Path, manifest: Mapping[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
-    ) -> dict[str, Any]:
-        rank_file, states = self._files(manifest, model)
+    def _load(self, checkpoint: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        model, optimizer, *_ = self._parts
+        rank_file, states = self._files(manifest)
         state = parallel.checkpoint_state(model, optimizer)
         saved = [_read(checkpoint / name, "cpu", mmap=True) for name in states]
         if manifest["topology"] == self.topology:
@@ -321,14 +263,14 @@ class Checkpoints:
                 key: parallel.joined(state[key], [shard[key] for shard in saved]) for key in ("model", "optimizer")
             }
         parallel.load_checkpoint_state(model, optimizer, state)
-        return _read(checkpoint / rank_file, self.world.device)
+        return _read(checkpoint / rank_file, self._world.device)
 
     def _prune(self, newest: Path) -> None:
         """Keep ``keep`` checkpoints up to ``newest``; later ones are damaged: the run did not resume from them."""
         names = self._names()
         end = names.index(newest.name) + 1
-        for name in names[: max(0, end - self.keep)] + names[end:]:
-            shutil.rmtree(self.folder / name)
+        for name in names[: max(0, end - self._settings.training.keep_checkpoints)] + names[end:]:
+            shutil.rmtree(self._folder / name)
 
     def _agreed(self, value: Any) -> Any:
         """Return rank 0's value on all ranks."""
@@ -338,8 +280,21 @@ class Checkpoints:
         ops.gather_objects(None)
 
     def _note(self, message: str) -> None:
-        if self.world.rank == 0:
+        if self._world.rank == 0:
             print(f"gradwire train: NOTE: {message}", file=sys.stderr, flush=True)
+
+
+def generators(world: World) -> dict[str, Tensor]:
+    """The states of torch's global random generators on this rank, which dropout uses."""
+    states = {"cpu": torch.get_rng_state()}
+    return states | ({"cuda": torch.cuda.get_rng_state(world.device)} if world.device.type == "cuda" else {})
+
+
+def set_generators(states: dict[str, Tensor], world: World) -> None:
+    """Restore the states returned by `generators`."""
+    torch.set_rng_state(states["cpu"].cpu())
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"].cpu(), world.device)
 
 
 def _write(path: Path, value: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from gradwire.base.errors import NonFiniteGradient, Stopped
 from gradwire.bench.training import results
-from gradwire.bench.training.build import Outcome, Parts, build
+from gradwire.bench.training.build import Outcome, build
 from gradwire.bench.training.checkpoint import RunState
 from gradwire.bench.training.measure import Clock, Counters, Row, sampled, transmitted, transmitted_since
 from gradwire.bench.training.monitor import profiled_range, profiling, progress, scalars
@@ -55,25 +55,19 @@ def train(
     Raises:
         Stopped: If a signal arrived, after a checkpoint is written.
     """
-    parts, outcome = build(settings, shards[0], world)
-    state = RunState(settings, identity, shards[0].digest, world, parts, outcome)
-    start = state.resume()
-    Loop(settings, shards, world, asked, parts, outcome, state, start).run()
-    reducer = parts.reducer
+    loop = Loop(settings, shards, world, identity, asked)
+    loop.run()
+    (model, optimizer, reducer, *_), outcome = loop.parts, loop.outcome
     if reducer is not None and reducer.world > 1:
         outcome.algorithm = reducer.algorithm
         outcome.residual_bytes = reducer.codec.residual_bytes if reducer.codec.options.feedback else None
-    return parts.model, parts.optimizer, outcome
+    return model, optimizer, outcome
 
 
 class Loop:
-    """The steps, evaluations and checkpoints of a run.
+    """The steps, evaluations and checkpoints of a run, whose arguments are those of `train`.
 
-    Args:
-        settings: The run.
-        shards: The training and validation splits.
-        world: The process group and this rank's position in it.
-        asked: Records signals.
+    Attributes:
         parts: The run's parts.
         outcome: Gets a row for each step, and the last evaluation.
         state: Writes checkpoints.
@@ -81,23 +75,17 @@ class Loop:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        shards: tuple[Shards, Shards],
-        world: World,
-        asked: Preemption,
-        parts: Parts,
-        outcome: Outcome,
-        state: RunState,
-        start: int,
+        self, settings: Settings, shards: tuple[Shards, Shards], world: World, identity: str, asked: Preemption
     ) -> None:
         self.settings, self.training, self.world, self.asked = settings, settings.training, world, asked
-        self.parts, self.outcome, self.state, self.start = parts, outcome, state, start
-        train_split, self._val_split = self._splits = shards
-        model, optimizer, reducer, objective, _ = parts
-        feed = Feed(micro_batches(settings, train_split, world, start), world.device)
+        self._train_split, self._val_split = shards
+        self.parts, self.outcome = build(settings, self._train_split, world)
+        model, optimizer, reducer, objective, _ = self.parts
+        self.state = RunState(settings, identity, self._train_split.digest, world, self.parts, self.outcome)
+        self.start = self.state.resume()
+        feed = Feed(micro_batches(settings, self._train_split, world, self.start), world.device)
         self._sync = SyncCheck(model, optimizer, settings.verify_sync)
-        self._profiled = profiled_range(self.training, start)
+        self._profiled = profiled_range(self.training, self.start)
         self._counters = Counters(reducer)
         clock = Clock(world.device)
         self._stepper = Stepper(model, optimizer, reducer, feed, objective, self.training, world, clock, asked)
@@ -189,7 +177,7 @@ class Loop:
         if due(self.training.keep_model_every, step):
             with optimizers.synchronized(self.parts.optimizer):
                 results.kept_model(
-                    self.settings, self.state.identity, self._splits[0], self.world, self.parts, self.outcome
+                    self.settings, self.state.identity, self._train_split, self.world, self.parts, self.outcome
                 )
 
     def _save_if_due(self, step: int) -> None:

@@ -66,11 +66,7 @@ def write(
     here = environment(world)
     write_json(folder / "environment" / f"rank{world.rank}.json", here)
     (folder / "profiler").mkdir(parents=True, exist_ok=True)
-    allocated, reserved = outcome.memory.gb()
-    kept = {"rows": outcome.rows, "allocated": allocated, "reserved": reserved, "residual": outcome.residual_bytes}
-    kept |= {"replica": parallel.replica_bytes(model), "environment": here}
-    kept["outer"] = optimizer.outer_bytes if isinstance(optimizer, optimizers.Communicating) else None
-    ranks = ops.gather_objects(kept)
+    ranks = ops.gather_objects({"rows": outcome.rows, "environment": here, "memory": memory(model, optimizer, outcome)})
     run = run_of(settings, world)
     save_model(folder / "final_model", splits[0], model, optimizer, outcome, {"run": run.path, "identity": identity})
     if world.rank != 0:
@@ -86,6 +82,18 @@ def write(
     }
     write_json(folder / "record.json", record)
     return record
+
+
+def memory(model: nn.Module, optimizer: torch.optim.Optimizer, outcome: Outcome) -> dict[str, float | None]:
+    """The record's fields of memory, of this rank alone."""
+    allocated, reserved = outcome.memory.gb()
+    parts = {
+        "mem_residual_gb": outcome.residual_bytes,
+        "mem_replica_gb": parallel.replica_bytes(model),
+        "mem_outer_gb": optimizer.outer_bytes if isinstance(optimizer, optimizers.Communicating) else None,
+    }
+    peaks = {"mem_peak_alloc_gb": allocated, "mem_peak_reserved_gb": reserved}
+    return peaks | {name: None if size is None else size / 1e9 for name, size in parts.items()}
 
 
 def run_of(settings: Settings, world: World) -> Run:
@@ -163,8 +171,10 @@ def described(
 def measured(settings: Settings, run: Run, world: World, outcome: Outcome, ranks: Sequence[Row]) -> Row:
     """The record's measurements; ``ranks`` has each rank's rows and memory."""
     rows = [row for rank in ranks for row in rank["rows"]]
-    names = ("allocated", "reserved", "residual", "replica", "outer")
-    allocated, reserved, residual, replica, outer = ([rank[name] for rank in ranks] for name in names)
+    largest = {
+        name: None if gb is None else max(rank["memory"][name] for rank in ranks)
+        for name, gb in ranks[0]["memory"].items()
+    }
     return {
         **totals.times(rows),
         **totals.traffic(settings, world, outcome, rows),
@@ -174,11 +184,7 @@ def measured(settings: Settings, run: Run, world: World, outcome: Outcome, ranks
         **totals.codec(settings, rows),
         **totals.compression_error(outcome),
         **totals.quality(outcome),
-        "mem_peak_alloc_gb": max(allocated),
-        "mem_peak_reserved_gb": None if reserved[0] is None else max(reserved),
-        "mem_residual_gb": None if residual[0] is None else max(residual) / 1e9,
-        "mem_replica_gb": None if replica[0] is None else max(replica) / 1e9,
-        "mem_outer_gb": None if outer[0] is None else max(outer) / 1e9,
+        **largest,
         "algorithm": outcome.algorithm,
         "nonfinite_steps": sum(row["nonfinite"] for row in outcome.rows),
         "clipped_steps": sum(row["clipped"] for row in outcome.rows),
