@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 
@@ -13,7 +12,7 @@ from gradwire import cli
 
 @pytest.mark.full
 def test_two_ranks_collect_and_every_row_is_proven(capsys):
-    assert cli.main(["doctor", "--multi_gpu", "--launcher", "spawn"]) == 0
+    assert cli.main(["doctor", "--multi_gpu"]) == 0
     printed = capsys.readouterr().out
     assert "torch" in printed and "processors" in printed
     assert printed.count("ok  ") == 4 and "failed" not in printed
@@ -35,16 +34,8 @@ def test_what_is_missing_is_named_with_the_way_to_get_it_and_is_no_failure(capsy
 def test_what_is_there_is_not_missing(capsys):
     assert cli.main(["doctor"]) == 0
     there, _, missing = capsys.readouterr().out.partition("optional, not found")
-    assert re.search(r"^extras +attribution, bench", there, re.M) and "gloo" in there
+    assert re.search(r"^extras +attribution, bench", there, re.M)
     assert "bench" not in missing
-
-
-def test_the_driver_is_what_nvidia_smi_says(capsys, monkeypatch, tmp_path):
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 550.54.14\necho 550.54.14\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert cli.main(["doctor"]) == 0
-    assert "\ndriver       550.54.14\n" in capsys.readouterr().out
 
 
 def test_a_port_in_use_is_reported(capsys):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
@@ -32,6 +34,19 @@ def multiplies_bf16(device: str) -> bool:
     import torch
 
     return device != "cpu" or torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch's own operations on one core."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def text(path: Path) -> str | None:

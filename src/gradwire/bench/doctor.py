@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -11,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
@@ -31,72 +30,62 @@ class Options(Strict):
         False, description=f"train and collect {SAMPLES} gradients on {RANKS} ranks, and check devices, port and ids"
     )
     master_port: Annotated[int, PORT] = Field(0, description="port to try; 0 picks a free one")
-    as_json: bool = Field(False, alias="json", description="print what was found as JSON")
-    launcher: Literal["fork", "spawn", "torchrun"] | None = Field(None, description="how ranks are started")
 
 
-class Finding(NamedTuple):
+class Capability(NamedTuple):
     """A capability of this machine, and how to get it if it is missing."""
 
     name: str
-    found: str
+    text: str
     advice: str = ""
 
 
 def main(options: Options) -> None:
-    """Print what was found; with ``--multi_gpu`` train and collect gradients from end to end.
+    """Print what this machine supports; with ``--multi_gpu`` train and collect gradients from end to end.
 
     Raises:
         CheckFailed: If a step fails, with its message.
     """
-    all_findings = list(findings())
-    if options.as_json:
-        print(json.dumps([finding._asdict() for finding in all_findings], indent=2))
-        return
-    for name, text, _ in all_findings:
+    known = list(capabilities())
+    for name, text, _ in known:
         print(f"{name:<12} {text}")
-    if missing := [finding for finding in all_findings if finding.advice]:
+    if any(advice for *_, advice in known):
         print("\noptional, not found")
-        for name, _, advice in missing:
+    for name, _, advice in known:
+        if advice:
             print(f"  {name:<12} {advice}")
     if options.multi_gpu:
-        multi_gpu(options)
+        multi_gpu(options.master_port)
 
 
-def findings() -> Iterator[Finding]:
-    """Yield all findings in the order of output."""
+def capabilities() -> Iterator[Capability]:
+    """Yield all capabilities in the order of output."""
     import torch
-    import torch.distributed as dist
 
     from gradwire import __version__
     from gradwire.bench.launch import links
     from gradwire.comm.collectives.world import detect_gpus
 
-    yield Finding("gradwire", __version__)
-    yield Finding("python", f"{platform.python_version()} ({sys.executable})")
-    yield Finding("torch", torch.__version__)
+    yield Capability("gradwire", __version__)
+    yield Capability("python", f"{platform.python_version()} ({sys.executable})")
+    yield Capability("torch", torch.__version__)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    yield Finding("processors", f"{len(os.sched_getaffinity(0))}, {memory:.1f} GiB of memory")
+    yield Capability("processors", f"{len(os.sched_getaffinity(0))}, {memory:.1f} GiB of memory")
     gpus = [torch.cuda.get_device_name(index) for index in range(detect_gpus())]
     driver = "no NVIDIA GPU is in use: see `nvidia-smi`, CUDA_VISIBLE_DEVICES and whether torch has CUDA."
-    yield Finding("GPUs", f"{len(gpus)}: {', '.join(dict.fromkeys(gpus))}" if gpus else "no", "" if gpus else driver)
-    yield Finding("driver", output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") or "no")
-    usable = {"nccl": dist.is_nccl_available() and bool(gpus), "gloo": dist.is_gloo_available()}
-    yield Finding("backends", ", ".join(name for name, there in usable.items() if there) or "none")
-    offer = links.probe()
-    if offer.options is None:
-        yield Finding("links", f"no: {offer.reason}", "the tools named above, and root or user namespaces.")
-    else:
-        yield Finding("links", "any rate by tc tbf" + (", any delay by netem" if offer.delay else ", without delay"))
+    yield Capability("GPUs", f"{len(gpus)}: {', '.join(dict.fromkeys(gpus))}" if gpus else "no", "" if gpus else driver)
+    reason = links.probe().reason
+    advice = "the tools named above, and root or user namespaces."
+    yield Capability("links", f"no: {reason}" if reason else "any rate by tc tbf", advice if reason else "")
     lacking = [extra for extra, packages in EXTRAS.items() if not all(map(find_spec, packages))]
     command = f"`pip install 'gradwire[{','.join(lacking)}]'`." if lacking else ""
-    yield Finding("extras", ", ".join(extra for extra in EXTRAS if extra not in lacking) or "no", command)
+    yield Capability("extras", ", ".join(extra for extra in EXTRAS if extra not in lacking) or "no", command)
     for name, version, advice in (
         ("containers", ("apptainer", "--version"), "Apptainer: `containers/get-apptainer` as root."),
         ("Slurm", ("sinfo", "--noheader", "--format=%R: %D nodes"), "a cluster's login node (docs/clusters.md)."),
     ):
         text = output_of(*version)
-        yield Finding(name, text or "no", "" if text else advice)
+        yield Capability(name, text or "no", "" if text else advice)
 
 
 def output_of(*command: str) -> str:
@@ -108,14 +97,13 @@ def output_of(*command: str) -> str:
     return ", ".join(dict.fromkeys(done.stdout.splitlines()))
 
 
-def multi_gpu(options: Options) -> None:
+def multi_gpu(port: int) -> None:
     """Train a small model on two ranks with a generated corpus, and collect gradients.
 
     Raises:
         CheckFailed: If a step fails.
     """
-    launch = ["launch", "--world_size", str(RANKS), "--master_port", str(options.master_port)]
-    launch += ["--launcher", options.launcher] if options.launcher else []
+    launch = ["launch", "--world_size", str(RANKS), "--master_port", str(port)]
     with tempfile.TemporaryDirectory(prefix="gradwire-doctor-") as folder:
         corpus, run, rows = (f"{folder}/{name}" for name in ("corpus.json", "run", "rows"))
         texts = [f"document number {number} says {number * number} and no more" for number in range(SAMPLES + 4)]

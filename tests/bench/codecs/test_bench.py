@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
@@ -205,13 +204,6 @@ def test_memory_is_watched():
         pytest.skip(f"this system does not tell: {error}")
     assert 63e6 < peak < 70e6
     assert peak_bytes(fill, CPU) is not None
-
-
-def test_without_tabulate_the_numbers_are_still_printed(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "tabulate", None)
-    text = verb.table([{"method": "int8", "encode ms": "1.00"}])
-    assert json.loads(text) == {"method": "int8", "encode ms": "1.00"}
-    assert "tabulate is not installed" in capsys.readouterr().err
 
 
 def test_torchs_own_operations_do_the_job():

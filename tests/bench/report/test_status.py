@@ -108,17 +108,7 @@ def test_progress_is_written_while_a_run_goes_on_and_gone_afterwards(tmp_path, m
     assert status.state(tmp_path, time.time()).name == "waiting"
 
 
-def test_without_a_folder_every_experiment_is_listed(results, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["status"]) == 2
-    assert "there is no experiment in results/; `gradwire init` and `gradwire run` make one" in capsys.readouterr().err
-    (tmp_path / "results/first").parent.mkdir()
-    for name in ("first", "other"):
-        (tmp_path / "results" / name).symlink_to(results)
-    assert cli.main(["status"]) == 0
-    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [["first", "6"], ["other", "6"]]
-    assert cli.main(["status", "--json"]) == 0
-    runs = json.loads(capsys.readouterr().out)["first"]
-    assert [run["state"] for run in runs].count("running") == 1 and runs[0]["compressor"] == "int8"
+def test_states_are_json_too(results, capsys):
     assert cli.main(["status", "--results_dir", str(results), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == runs
+    runs = json.loads(capsys.readouterr().out)
+    assert [run["state"] for run in runs].count("running") == 1 and runs[0]["compressor"] == "int8"

@@ -196,17 +196,6 @@ def judge(case: Case, record: Record, shape: tuple[int, int], speed: Speed, targ
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Run torch's own operations on one core, like the fused forms."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
 def kept_memory() -> Iterator[None]:
     """Make glibc keep freed blocks of up to 32 MB; without glibc do nothing."""
     library = ctypes.CDLL(None)

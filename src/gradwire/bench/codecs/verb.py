@@ -15,7 +15,6 @@ the GPU is kept busy until Python has submitted the call.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import platform
@@ -30,9 +29,10 @@ from pydantic import Field
 
 from gradwire import __version__
 from gradwire.base.errors import FAULT, BadInput
+from gradwire.base.extras import require
 from gradwire.base.files import write_json
 from gradwire.base.flags import COUNT, ELEMENTS, SEED, output_file
-from gradwire.base.machine import installed, processor
+from gradwire.base.machine import installed, one_thread, processor
 from gradwire.base.strict import Strict
 
 if TYPE_CHECKING:
@@ -69,7 +69,12 @@ class Options(Strict):
 
 
 def main(options: Options) -> int | None:
-    """Measure, print the table and write the JSON."""
+    """Measure, print the table and write the JSON.
+
+    Raises:
+        ModuleNotFoundError: If tabulate is not installed.
+    """
+    require("gradwire bench compressors", "tabulate")
     result = bench(options.device, options.numel, options.methods, options.repeats, options.seed, options.gradient)
     if options.output:
         write_json(options.output, result)
@@ -94,7 +99,6 @@ def bench(
         BadInput: For a missing device, an unknown name, or a file without a gradient.
     """
     from gradwire.bench.codecs.cases import cases
-    from gradwire.bench.codecs.measure import one_thread
 
     timed = cases(methods)
     where = chosen_device(device)
@@ -110,7 +114,7 @@ def times(
     """Measure any cases on a matrix of at most ``numel`` elements, and their errors on ``matrices``, if any."""
     import torch
 
-    from gradwire.bench.codecs.measure import judge, kept_memory, measure, one_thread, prepare
+    from gradwire.bench.codecs.measure import judge, kept_memory, measure, prepare
 
     rows = math.isqrt(numel)
     shape = (rows, numel // rows)
@@ -237,12 +241,9 @@ def line(record: dict[str, Any]) -> dict[str, str]:
 
 
 def table(rows: Sequence[dict[str, str]]) -> str:
-    """Rows as text; as JSON lines, with a note, where tabulate is not installed."""
-    try:
-        from tabulate import tabulate
-    except ImportError:
-        print("gradwire bench compressors: tabulate is not installed: JSON lines instead of a table.", file=sys.stderr)
-        return "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    """Format rows as Markdown."""
+    from tabulate import tabulate
+
     left = ("method", "options", "form", "target")
     align = ["left" if column in left else "right" for column in (rows[0] if rows else ())]
     return tabulate(rows, headers="keys", tablefmt="pipe", colalign=align, disable_numparse=True)

@@ -21,6 +21,7 @@ from gradwire.attribution.query.curvature import DAMPING, solver
 from gradwire.base.errors import BadInput
 from gradwire.base.files import read_object, write_json
 from gradwire.base.flags import NOT_NEGATIVE, POSITIVE, SEED, output_folder
+from gradwire.base.machine import one_thread
 from gradwire.base.strict import Strict, checked
 from gradwire.bench.config import Training
 from gradwire.lm.data.defaults import Split
@@ -221,7 +222,7 @@ class Study:
 
         made = self.folder / "model"
         if not made.is_dir():
-            with retraining.one_thread():
+            with one_thread():
                 train = Shards(self.shards, "train")
                 model, optimizer = retraining.trained(self.options.recipe, train, range(self.samples), self.samples)
             moments = retraining.moments(model, optimizer)

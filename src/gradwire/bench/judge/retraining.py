@@ -13,7 +13,6 @@ import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from functools import partial
 from itertools import count, islice
 from multiprocessing import get_context
@@ -29,6 +28,7 @@ from gradwire.attribution.persample.batch import evaluation, losses_of, n_target
 from gradwire.base import parent_watch
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.base.files import read_object, write_json
+from gradwire.base.machine import one_thread
 from gradwire.bench.config import Training
 from gradwire.bench.training.build import BETA1, decayed
 from gradwire.bench.training.objective import loss_sum
@@ -187,17 +187,6 @@ def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
     """Adam's state by parameter name, as `lm.models.folder.save` takes it."""
     state = {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
     return {"state": state, "param_groups": optimizer.param_groups}
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Compute on one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def _watch_parent() -> None:

@@ -82,22 +82,6 @@ def state(folder: Path, now: float) -> State:
     return State("waiting")
 
 
-def listing(folder: Path, *, as_json: bool) -> str:
-    """A line for every experiment in ``folder``, or JSON with the states of its runs.
-
-    Raises:
-        BadInput: If there is none.
-    """
-    experiments = {path.parent.name: look(path.parent) for path in sorted(folder.glob(f"*/{EXPECTED}"))}
-    if not experiments:
-        raise BadInput(f"there is no experiment in {folder}/; `gradwire init` and `gradwire run` make one.")
-    if as_json:
-        return json.dumps({name: records(states) for name, states in experiments.items()}, indent=2, ensure_ascii=False)
-    width = max(map(len, experiments))
-    lines = ((name, overview(states, folder / name, quiet=True)) for name, states in experiments.items())
-    return "\n".join(f"{name:<{width}}  {line}" for name, line in lines)
-
-
 def records(states: dict[Run, State]) -> list[dict[str, Any]]:
     """The runs with their states, as JSON has them."""
     return [
@@ -139,7 +123,7 @@ def duration(seconds: float) -> str:
 class Options(Strict):
     """Flags of ``gradwire status``."""
 
-    results_dir: Path | None = Field(None, description="the experiment's folder; default: all of results/, in short")
+    results_dir: Path = Field(description="the experiment's folder, results/<name>")
     watch: Annotated[float, SECONDS] | None = Field(
         None, description="seconds between updates of the view, until all runs have ended"
     )
@@ -153,9 +137,6 @@ def main(options: Options) -> None:
     Raises:
         BadInput: If the folder holds no experiment.
     """
-    if options.results_dir is None:
-        print(listing(Path("results"), as_json=options.as_json))
-        return
     if options.as_json:
         print(json.dumps(records(look(options.results_dir)), indent=2, ensure_ascii=False))
         return
