@@ -19,6 +19,7 @@ from gradwire.comm.compressors.reduction import ReducerOptions, Schedule
 OF_TRAINING = ("lr", "beta2", "precision")  # keys of a cell that replace those of `training`
 # Keys of a cell that are options neither of its method, nor the reducer, nor a communicating optimizer.
 OTHERS = ("inside", "param_compress", *OF_TRAINING)
+KEYS = (*ReducerOptions.model_fields, *Communication.model_fields, *OTHERS, "method")
 # Flags of `train` that are also keys of a cell.
 FLAGS = {"comm_compress": "method", "comm_optimizer": "comm_optimizer", "param_compress": "param_compress"}
 
@@ -73,8 +74,7 @@ class Cell(Strict):
                 others["inside"] = cls._parse_inside(others["inside"])
             method = "+".join(cls._members(method, given))
             if given or "+" in method or "schedule" in reduction:  # imports torch, so only if necessary
-                cells = [*ReducerOptions.model_fields, *Communication.model_fields, *OTHERS, "method"]
-                known = [*registry.options(method), *cells]
+                known = [*registry.options(method), *KEYS]
                 for key in given:
                     if key not in known:
                         raise unknown(f"option of {method}", key, known)
@@ -108,10 +108,9 @@ class Cell(Strict):
         try:
             return registry.members(method)
         except BadInput:
-            known = [*ReducerOptions.model_fields, *Communication.model_fields, *OTHERS, "method"]
             for key in given:
-                if nearest(key, known, 1) == ["method"]:
-                    raise unknown("key", key, known) from None
+                if nearest(key, KEYS, 1) == ["method"]:
+                    raise unknown("key", key, KEYS) from None
             raise
 
     @classmethod

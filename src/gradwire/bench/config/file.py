@@ -105,8 +105,7 @@ class Experiment(Strict):
         None, description="run one training at a time, for undisturbed times; default: if the grid has links"
     )
     quality_from: str | None = Field(
-        None,
-        description="results.jsonl of another experiment, whose perplexities count for the same labels",
+        None, description="results.jsonl of another experiment, whose perplexities count for the same labels"
     )
     targets: Targets | None = Field(None, description="perplexities to reach: {ppl: [60, 55]} or {relative_to: LABEL}")
     training: Training = Field(default_factory=Training)

@@ -40,8 +40,8 @@ class Run(NamedTuple):
     def at(cls, path: str) -> Run | None:
         """The run of a `path`; None if it is not a run's."""
         groups = {name: f"(?P<{name}>{NUMBERS.get(name, '[^/]+')})" for name in cls._fields}
-        found = re.fullmatch(PATH.format(**groups), path)
-        return found and cls.of(found.groupdict())
+        match = re.fullmatch(PATH.format(**groups), path)
+        return match and cls.of(match.groupdict())
 
     @property
     def wildcards(self) -> dict[str, str]:

@@ -100,9 +100,7 @@ class Training(Strict):
         None, gt=0, description="train privately (DP-SGD): largest norm of a sample's gradient; larger ones are clipped"
     )
     dp_noise_multiplier: float = Field(
-        0.0,
-        ge=0,
-        description="standard deviation of the noise on the clipped sum, in units of dp_max_grad_norm",
+        0.0, ge=0, description="standard deviation of the noise on the clipped sum, in units of dp_max_grad_norm"
     )
     dp_delta: float = Field(1e-5, gt=0, lt=1, description="delta of the privacy budget")
     dp_sampling: Literal["poisson", "shuffled"] = Field(

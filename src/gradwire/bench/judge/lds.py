@@ -8,7 +8,6 @@ trained on the subsets, averaged over queries (Park et al., 2023, "TRAK", sectio
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from gradwire.base.files import write_json
 from gradwire.base.flags import FRACTION, Number
 from gradwire.bench.judge import methods as attribution
 from gradwire.bench.judge.methods import RESAMPLES, JudgeOptions, costs, interval, shown, table
+from gradwire.bench.judge.methods import beside as beside
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -37,11 +37,6 @@ class Options(JudgeOptions):
     subsets: Annotated[int, SUBSETS] = Field(32, description="number of trainings on subsets")
     fraction: Annotated[float, FRACTION] = Field(0.5, description="size of a subset relative to all samples")
     workers: Count = Field(1, description="processes that train subsets, of one thread each")
-
-
-def beside(options: Options) -> Path:
-    """Return the results folder."""
-    return options.output_dir
 
 
 def main(options: Options) -> None:

@@ -109,6 +109,11 @@ class JudgeOptions(Strict):
         return Recipe(self.model, checked(Training, {**trained, "warmup_steps": 0, "profile": False}, ""), self.seed)
 
 
+def beside(options: JudgeOptions) -> Path:
+    """Return the results folder."""
+    return options.output_dir
+
+
 class Study:
     """A model trained on all samples, and the gradients of samples and queries there.
 

@@ -20,6 +20,7 @@ from gradwire.attribution.options import Count
 from gradwire.base.files import write_json
 from gradwire.bench.judge import methods as attribution
 from gradwire.bench.judge.methods import RESAMPLES, JudgeOptions, costs, interval, shown, table
+from gradwire.bench.judge.methods import beside as beside
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -54,11 +55,6 @@ class Options(JudgeOptions):
     copies: Count = Field(3, description="copies planted of each query")
     documents: Count = Field(50, description="documents planted of the task")
     top_k: Count | None = Field(None, description="samples to look at (default: as many as are planted)")
-
-
-def beside(options: Options) -> Path:
-    """Return the results folder."""
-    return options.output_dir
 
 
 def main(options: Options) -> None:

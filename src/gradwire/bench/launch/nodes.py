@@ -61,14 +61,7 @@ def start(command: Sequence[str], world_size: int, nodes: int, folder: Path, por
     to_sigterm = on((signal.SIGINT, signal.SIGHUP), lambda: signal.raise_signal(signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix=".launch-", dir=folder.resolve()) as messages, to_sigterm:
         store = host_store("", port)
-        here = [
-            sys.executable,
-            "-m",
-            "gradwire.bench.launch.nodes",
-            str(world_size // nodes),
-            str(nodes),
-            str(store.port),
-        ]
+        here = [sys.executable, "-m", __name__, *map(str, (world_size // nodes, nodes, store.port))]
         with environment({RANK_FAILURES: messages}):
             end = srun([*SRUN, f"--nodes={nodes}", f"--ntasks={nodes}", *here, *command], Path(messages))
         if end.code or end.stopped:

@@ -32,8 +32,8 @@ def main(options: Options) -> None:
     first, second = read(options.first), read(options.second)
     if options.as_json:
         pairs = common(first.ok, second.ok)
-        found = {of.field: [cell.record() for cell in differences(pairs, of)] for of in QUANTITIES}
-        print(json.dumps(found, indent=2, ensure_ascii=False))
+        records = {of.field: [cell.record() for cell in differences(pairs, of)] for of in QUANTITIES}
+        print(json.dumps(records, indent=2, ensure_ascii=False))
         return
     section = comparison(first, second)
     tables = [f"## {table.caption}\n\n{table.markdown()}" for table in section.tables]

@@ -88,16 +88,16 @@ class Fit:
             return alpha, host, link, np.hypot(host, link)
 
         def errors(x: Array) -> Array:
-            alpha, _, _, each = terms(x)
-            expected = alpha + np.bincount(of, size * each, len(points))
+            alpha, _, _, per_byte = terms(x)
+            expected = alpha + np.bincount(of, size * per_byte, len(points))
             return np.concatenate([expected / seconds - 1, WEIGHT_OF_PRIOR * (x - start)])
 
         def slopes(x: Array) -> Array:
-            alpha, host, link, each = terms(x)
+            alpha, host, link, per_byte = terms(x)
             slope = np.zeros((len(points), len(x)))
             slope[lines, a] = alpha / seconds
-            np.add.at(slope, (of, n + o), size * host**2 / each / seconds[of])
-            np.add.at(slope, (of, n + m + o), size * link**2 / each / seconds[of])
+            np.add.at(slope, (of, n + o), size * host**2 / per_byte / seconds[of])
+            np.add.at(slope, (of, n + m + o), size * link**2 / per_byte / seconds[of])
             return np.concatenate([slope, WEIGHT_OF_PRIOR * np.eye(len(x))])
 
         fitted = np.exp(least_squares(errors, start, slopes, loss="soft_l1", f_scale=0.1).x).tolist()

@@ -56,11 +56,7 @@ class RunState:
         self, settings: Settings, identity: str, data: str, world: World, parts: Parts, outcome: Outcome
     ) -> None:
         self.identity = identity
-        self.topology = {
-            "strategy": settings.strategy,
-            "world_size": world.world_size,
-            "islands": settings.islands,
-        }
+        self.topology = {"strategy": settings.strategy, "world_size": world.world_size, "islands": settings.islands}
         self.trace = trace_file(settings.output_dir, world)
         self._origin = {"identity": identity, "source": settings.source()}
         self._task = None if settings.training.private else settings.task(data)  # its guarantee is of one topology

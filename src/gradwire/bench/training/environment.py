@@ -110,14 +110,9 @@ def gpu(device: torch.device) -> dict[str, str]:
         "capability": f"{properties.major}.{properties.minor}",
         "memory_gb": f"{properties.total_memory / 1e9:.1f}",
     }
-    query = [
-        "nvidia-smi",
-        f"--query-gpu={','.join(NVIDIA_SMI)}",
-        "--format=csv,noheader",
-        f"--id=GPU-{properties.uuid}",
-    ]
+    query = f"nvidia-smi --query-gpu={','.join(NVIDIA_SMI)} --format=csv,noheader --id=GPU-{properties.uuid}"
     try:
-        output = subprocess.run(query, capture_output=True, text=True, timeout=10, check=True).stdout
+        output = subprocess.run(query.split(), capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return reported
     return reported | dict(zip(NVIDIA_SMI.values(), (value.strip() for value in output.split(",")), strict=False))

@@ -191,10 +191,10 @@ def sampled(reducer: Reducer | None, memory: PeakMemory) -> Iterator[dict[str, f
         return
     with memory.left_out(), reducer.keeping() as reductions:
         yield columns
-        found = compression_error(reductions, reducer.group, reducer.everyone)
+        error = compression_error(reductions, reducer.group, reducer.everyone)
         reductions.clear()
-    if found is not None:
-        columns.update(zip(COLUMNS, found, strict=True))
+    if error is not None:
+        columns.update(zip(COLUMNS, error, strict=True))
 
 
 class CompressionError(NamedTuple):
@@ -248,11 +248,11 @@ def _blocks(reduction: Reduced, group: ops.Group) -> Iterator[tuple[Tensor, Tens
     kind, flat, layout, mean = reduction
     world, rank = dist.get_world_size(group), dist.get_rank(group)
     rows = flat.view(world, layout.row_numel)
-    own = mean if kind == "reduce_scatter" else mean.view(rows.shape)[rank]
+    delivered = mean if kind == "reduce_scatter" else mean.view(rows.shape)[rank]
     real = torch.zeros(layout.row_numel, dtype=torch.bool, device=flat.device)
     for piece in layout.rows[rank]:
         real[layout.place_in_row(piece)] = True
     for start in range(0, layout.row_numel, BLOCK):
         block = slice(start, start + BLOCK)
         exact = ops.reduce_scatter(rows[:, block].to(torch.float64).contiguous(), group).div_(world)
-        yield exact[real[block]], own[block][real[block]].to(torch.float64)
+        yield exact[real[block]], delivered[block][real[block]].to(torch.float64)

@@ -179,10 +179,10 @@ def fail(results: Path, view: View, log: str) -> NoReturn:
     """
     failed = view.failures.values()
     error = BadInput if {job.exit_code for job in failed} == {BadInput.exit_code} else RunFault
-    said = list(map(str, failed)) or [" ".join(text.split()) for text in view.errors[-1:]] or ["a job failed"]
-    reasons = "; ".join(text.rstrip(".") for text in said)
+    reasons = list(map(str, failed)) or [" ".join(text.split()) for text in view.errors[-1:]] or ["a job failed"]
+    reason = "; ".join(text.rstrip(".") for text in reasons)
     page = f" The page has the other runs: {results / 'report.html'}." if (results / "report.html").exists() else ""
-    raise error(f"{reasons}.{page} Log: {log}. The same command runs what is missing.")
+    raise error(f"{reason}.{page} Log: {log}. The same command runs what is missing.")
 
 
 class Job(NamedTuple):

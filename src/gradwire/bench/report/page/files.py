@@ -152,7 +152,7 @@ def _rewritten(attribute: str, value: str, prefix: str) -> str:
     if attribute in ("d", "x", "y", "points", "transform"):
         return re.sub(r"(\d+\.\d{2})\d+", r"\1", value)  # hundredths of a point are enough
     if attribute in ("style", "fill", "stroke"):
-        value = re.sub(r"#[0-9a-f]{6}\b", lambda found: _variable(found[0]), value)
+        value = re.sub(r"#[0-9a-f]{6}\b", lambda match: _variable(match[0]), value)
     return value.replace("url(#", f"url({prefix}")
 
 

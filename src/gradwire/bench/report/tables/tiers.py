@@ -53,11 +53,7 @@ TIER = (
     Column("÷", "quotient", "{:.2f}", base=BASELINE),
 )
 SEED = Column("seed", "seed", "{:d}")
-SEEN = (
-    megabytes("MB counted", "counted"),
-    megabytes("MB interface", "seen"),
-    Column("quotient", "quotient", "{:.3f}"),
-)
+SEEN = (megabytes("MB counted", "counted"), megabytes("MB interface", "seen"), Column("quotient", "quotient", "{:.3f}"))
 INTERFACES = (
     STRATEGY,
     WORLD,
