@@ -9,7 +9,6 @@ import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
-from math import nextafter
 from pathlib import Path
 from unittest.mock import patch
 
@@ -82,14 +81,6 @@ def test_seeds_may_have_different_texts(tmp_path):
     assert "+10.0 %, +10.0 … +10.0" in quality_table(both)
 
 
-def test_a_text_is_the_same_where_only_its_last_bit_differs(tmp_path):
-    one = records(tmp_path / "one", {"none": {0: 10.0}})
-    other = records(tmp_path / "other", {"int8": {0: 11.0}}, unigram=nextafter(9.5, 10.0))
-    both = tmp_path / "both"
-    both.write_text(one.read_text() + other.read_text())
-    assert "+10.0 %" in quality_table(both)
-
-
 def test_a_cell_of_two_rates_is_refused(tmp_path):
     one = records(tmp_path / "one", {"none": {0: 10.0, 1: 20.0}, "muon": {0: 8.0}})
     other = records(tmp_path / "other", {"muon": {1: 12.0}}, lr=0.02)
@@ -127,13 +118,6 @@ def test_another_label_than_none_can_be_compared_with(tmp_path):
     assert "--rates: not allowed with argument --against" in done.stderr
 
 
-def test_rates_are_those_of_one_seed(tmp_path):
-    given = {"none-0.012": {9: 11.0, 0: 7.0}, "none": {0: 9.0}}
-    lines = quality_table(records(tmp_path / "a", given, lr=0.012), "--rates", "--seed", 9).splitlines()
-    assert [field.strip() for field in lines[0].split("|")[1:-1]] == ["compressor", "0.012", "best"]
-    assert [[field.strip() for field in line.split("|")[1:-1]] for line in lines[2:]] == [["none", "11.00", "0.012"]]
-
-
 def test_rounds_are_shown_by_length_and_codec(tmp_path):
     given = {"none": {0: 9.0}, "diloco-15-int4": {0: 12.5, 1: 1.0}, "diloco-5": {0: 11.0}, "diloco-15": {0: 12.0}}
     given["diloco-5-int4-beta2"] = {0: 10.0}
@@ -154,20 +138,6 @@ def test_ranks_of_two_experiments_are_compared_with_every_order(tmp_path):
     assert rows[-1] == said
     few = records(tmp_path / "few", {"none": {0: 1.0}, "a": {0: 2.0}, "b": {0: 3.0}})
     assert quality_table(few, "--ranked_by", few).endswith("2 labels of both are too few for a rank correlation\n")
-
-
-def test_ranks_can_be_of_some_labels(tmp_path):
-    """Of 24 orders, 1 and 3 have a sum of squared differences of 0 and 2 from one, so 4 have rho >= 0.8."""
-    here = {"none": {0: 10.0}, "a": {0: 11.0}, "b": {0: 12.0}, "c": {0: 13.0}, "d": {0: 14.0}, "e": {0: 15.0}}
-    there = {"none": {0: 10.0}, "e": {0: 20.0}, "a": {0: 40.0}, "b": {0: 50.0}, "d": {0: 60.0}, "c": {0: 70.0}}
-    words = [records(tmp_path / "here", here), "--ranked_by", records(tmp_path / "there", there), "--labels"]
-    rows = quality_table(*words, "d", "a", "c", "b").splitlines()
-    assert [row.split("|")[1].strip() for row in rows[2:-2]] == ["a", "b", "c", "d"]
-    said = "Spearman's rank correlation of 4 labels: 0.80, p = 0.17 (one-sided, all 24 orders of the labels)"
-    assert rows[-1] == said
-    done = run_table(*words, "a", "b", "x")
-    assert done.returncode == 2
-    assert "labels ['x'] are not in both experiments; those of both: ['a', 'b', 'c', 'd', 'e']" in done.stderr
 
 
 METHODS = ["muon", "muon-5-onebit", "onebit_adam", "int4", "topk-ef", "diloco-5-onebit"]

@@ -137,15 +137,10 @@ def test_every_fraction_of_the_configuration_is_finite(value):
 
 
 TRAIN = {
-    "--timeout nan": "--timeout is nan; it must be a finite number",
     "--timeout 1e9": "--timeout is 1000000000.0; it must be at most 1e+06",
     f"--seed {2**63}": f"--seed is {2**63}; it must be at most {2**63 - 1}",
-    f"--seed {2**70}": f"--seed is {2**70}; it must be at most {2**63 - 1}",
     "--lr inf": "lr must be a finite number, got Infinity",
     "--weight_decay inf": "weight_decay must be a finite number, got Infinity",
-    f"--steps {10**12}": f"--steps is {10**12}; it must be at most {2**31 - 1}",
-    f"--batch_size {2**80}": f"--batch_size is {2**80}; it must be at most {2**31 - 1}",
-    f"--vocab_size {10**12}": f"--vocab_size is {10**12}; it must be at most {2**20}",
     "--label " + "x" * 5000: "label: String should have at most 100 characters",
     f'--comm_compress int8 --comm_config_json {{"block":{2**62}}}': "int8 option 'block'",
     f'--comm_compress onebit --comm_config_json {{"block":{2**80}}}': "onebit option 'block'",
@@ -154,15 +149,10 @@ TRAIN = {
     f'--comm_compress int8 --comm_config_json {{"dense_steps":{2**63}}}': "dense_steps must be less than",
 }  # fmt: skip
 TOKENIZE = {
-    f"--vocab_size {10**12}": f"--vocab_size is {10**12}; it must be at most {2**20}",
-    f"--max_length {10**9}": f"--max_length is {10**9}; it must be at most {2**20}",
-    f"--shard_size {10**11}": f"--shard_size is {10**11}; it must be at most {2**31 - 1}",
     f"--shard_size {10**8}": f"max_length 128 times shard_size {10**8} is {128 * 10**8} tokens per shard",
     f"--max_length {2**20} --shard_size {2**12}": f"is {2**32} tokens per shard; it must be at most {2**30}",
 }
 OTHERS = {
-    "download --max_mb nan": "--max_mb is nan; it must be a finite number",
-    "download --max_mb inf": "--max_mb is inf; it must be a finite number",
     "launch --world_size 2 --link inter-100mbit -- compressors": "Did you mean 'between-100mbit', of each island?",
     "launch --world_size 2 --link inside-fast -- compressors": "invalid rate 'fast'",
     "launch --world_size 2 --link 0.0000001bit -- compressors": "invalid rate '0.0000001bit'",
@@ -190,16 +180,8 @@ GRID = {"name": "x", "compressors": {"none": {}}, "grid": {}}
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"training": {"lr": float("inf")}}, "training.lr must be a finite number"),
-        ({"training": {"weight_decay": float("nan")}}, "training.weight_decay must be a finite number"),
-        ({"dataset": {"max_mb": float("inf")}}, "dataset.max_mb must be a finite number"),
-        ({"dataset": {"vocab_size": 10**12}}, "dataset.vocab_size must be less than or equal to 1048576"),
-        ({"dataset": {"max_length": 10**9}}, "dataset.max_length must be less than or equal to 1048576"),
         ({"dataset": {"shard_size": 10**8}}, "dataset: max_length 128 times shard_size 100000000"),
         ({"gradients": {"dim": [0]}}, "gradients.dim.0 must be greater than or equal to 1"),
-        ({"gradients": {"dim": [10**12]}}, "gradients.dim.0 must be less than or equal to"),
-        ({"grid": {"seeds": [2**63]}}, "must be less than or equal to 9223372036854775807"),
-        ({"grid": {"world_sizes": [2**80]}}, "must be less than or equal to 65536"),
         ({"grid": {"links": ["0.0000001bit"]}}, "invalid rate '0.0000001bit'"),
         ({"grid": {"links": ["9" * 80 + "bit"]}}, "invalid rate '9999"),
         ({"compressors": {"x" * 5000: {"method": "none"}}}, "String should have at most 100 characters"),

@@ -188,17 +188,9 @@ def test_rules_ask_for_the_image_of_the_locks_and_say_how_to_get_it(tmp_path, de
     smoke = (ROOT / "configs" / "smoke.yaml").read_text()
     (tmp_path / "experiment.yaml").write_text(smoke.replace("device: cpu", f"device: {device}"))
     append(tmp_path / "containers" / "lock" / f"{device}.txt", f"more==1 --hash=sha256:{'0' * 64}\n")
+    options = "-n --workflow-profile profiles/container --configfile experiment.yaml"
     done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "snakemake",
-            "-n",
-            "--workflow-profile",
-            "profiles/container",
-            "--configfile",
-            "experiment.yaml",
-        ],
+        [sys.executable, "-m", "snakemake", *options.split()],
         cwd=tmp_path,
         env={"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(tmp_path / "src"), "HOME": str(tmp_path)},
         capture_output=True,

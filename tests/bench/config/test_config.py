@@ -132,8 +132,6 @@ def test_a_cell_gives_back_the_mapping_it_was_read_from():
 @pytest.mark.parametrize(
     ("mapping", "words"),
     [
-        ({"method": "int9"}, ["unknown compressor 'int9'", "Did you mean 'int8'"]),
-        ({"method": "int8", "blok": 3}, ["option of int8 'blok'", "Did you mean 'block'"]),
         ({"method": "int8", "dens_steps": 3}, ["Did you mean 'dense_steps'"]),
         ({"method": "int8", "block": "64"}, ["block", "'64'", "integer"]),
         ({"method": "int8", "dense_steps": "3"}, ["dense_steps", '"3"', "integer"]),
@@ -162,14 +160,8 @@ def test_a_bad_cell_is_reported_in_one_message(mapping, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"traning": {}}, ["unknown key 'traning'", "Did you mean 'training'"]),
-        ({"training": {"step": 3}}, ["key in training 'step'", "Did you mean 'steps'"]),
-        ({"training": {"steps": 3}}, ["is left to time"]),
-        ({"grid": {"compressors": ["int4"]}}, ["'int4'", "Did you mean 'int8'"]),
         ({"grid": []}, ["grid is empty"]),
-        ({"grid": {"strategies": ["fsdp3"]}}, ["fsdp3", "fsdp2"]),
         ({"dataset": {"source": "json"}}, ["data_path"]),
-        ({"name": "a/b"}, ["name", "a/b"]),
         ({"gradients": {"dim": 0}}, ["gradients.dim", "got 0"]),
         ({"gradients": {"dim": [16, 0]}}, ["gradients.dim.1", "greater than or equal to 1"]),
         ({"gradients": {"dim": []}}, ["gradients.dim", "at least 1 item"]),
@@ -242,13 +234,6 @@ def test_json_with_a_key_twice_is_refused_and_anchors_are_followed(tmp_path):
     cells = experiment(read(path)).cells()
     assert [cell.options.get("block") for cell in cells.values()] == [64, 128, 128, 64]
     assert (cells["c"].options["num_bits"], cells["c"].method) == (4, "int8")
-
-
-@pytest.mark.parametrize("text", ["", "[1, 2]", "7"])
-def test_a_file_that_holds_no_mapping_is_refused(text, tmp_path):
-    (tmp_path / "experiment.yaml").write_text(text)
-    with pytest.raises(BadInput, match="expected a mapping with name"):
-        read(tmp_path / "experiment.yaml")
 
 
 def test_yaml_and_schema_agree_on_the_defaults():

@@ -27,20 +27,7 @@ from gradwire.bench.judge.methods import METHODS, Scores
 from gradwire.lm.data.shards import Shards
 from gradwire.lm.models import causal
 
-RECIPE = [
-    "--model",
-    "micro",
-    "--steps",
-    "12",
-    "--batch_size",
-    "4",
-    "--dim",
-    "64",
-    "--projection",
-    "sjlt",
-    "--seed",
-    "3",
-]
+RECIPE = "--model micro --steps 12 --batch_size 4 --dim 64 --projection sjlt --seed 3"
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +36,7 @@ def small(tmp_path_factory):
 
 
 def words(verb, small, output, *more):
-    return ["grads", verb, "--data_path", small.shards, "--output_dir", output, *RECIPE, *more]
+    return ["grads", verb, "--data_path", small.shards, "--output_dir", output, *RECIPE.split(), *more]
 
 
 def run(verb, small, output, *more):

@@ -112,12 +112,6 @@ def test_a_thread_in_native_code_does_not_abort_a_rank_that_has_ended(tmp_path, 
     assert (ended.returncode, ended.stderr) == (0, "")
 
 
-def test_both_ranks_refusing_is_still_one_message(tmp_path):
-    ended = launch(tmp_path, {0: "refuse", 1: "refuse"})
-    assert ended.returncode == 2
-    assert ended.stderr.count("an option is bad.") == 1
-
-
 def test_an_unexpected_error_is_one_message_and_one_traceback_kept(tmp_path):
     ended = launch(tmp_path, {0: "stumble", 1: "stumble"})
     assert ended.returncode == 3
@@ -209,13 +203,6 @@ def test_a_rank_that_fails_does_not_wait_for_its_collective(tmp_path):
     assert time.monotonic() - began < 30  # the collective itself would wait for 60 s
 
 
-def test_success_removes_the_failure_file(tmp_path):
-    assert launch(tmp_path, {0: "kill"}).returncode == 3
-    assert failure(tmp_path)["exit_code"] == 3
-    assert launch(tmp_path, {}).returncode == 0
-    assert not list(tmp_path.glob("*.failed.json"))
-
-
 def test_preflight_ends_it_before_any_rank_starts(tmp_path):
     ended = launch(tmp_path, {}, probe=("--bad_data",))
     assert ended.returncode == 2
@@ -230,11 +217,10 @@ def test_a_size_of_its_own_must_agree(tmp_path):
     assert launch(tmp_path, {}, probe=("--world_size", "2")).returncode == 0
 
 
-@pytest.mark.parametrize("launcher", ["fork", "spawn", "torchrun"])
-def test_a_port_in_use_is_named(tmp_path, launcher):
+def test_a_port_in_use_is_named(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        ended = launch(tmp_path, {}, "--master_port", port, launcher=launcher)
+        ended = launch(tmp_path, {}, "--master_port", port, launcher="fork")
     assert ended.returncode == 2
     assert f"--master_port {port}" in ended.stderr and "Use another port" in ended.stderr
     assert ended.stderr.count("\n") == 1 and not started(tmp_path)
@@ -250,19 +236,19 @@ def test_a_second_attempt_at_bad_input_ends_at_once(tmp_path):
     assert launch(tmp_path, {}, "--attempt", "1").returncode == 0
 
 
-def test_a_second_attempt_at_a_fault_runs(tmp_path):
+def test_a_second_attempt_at_a_fault_runs_and_removes_the_failure_file(tmp_path):
     assert launch(tmp_path, {0: "kill"}).returncode == 3
+    assert failure(tmp_path)["exit_code"] == 3
     assert launch(tmp_path, {}, "--attempt", "2").returncode == 0
+    assert not list(tmp_path.glob("*.failed.json"))
 
 
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--world_size", "0"], "--world_size is 0; it must be at least 1."),
         (["--gpus", "1"], "2 ranks need a GPU each and 1 were granted"),
         (["--master_addr", "192.0.2.1"], "192.0.2.1"),
         (["--nodes", "3"], "--nodes 3 cannot share --world_size 2 evenly"),
-        (["--nodes", "0"], "--nodes is 0; it must be at least 1."),
         (["--launcher", "fork", "--link", "10mbit"], "--launcher fork starts ranks on the CPU of one machine"),
         (["--nodes", "2"], "--launcher spawn supports one machine only"),
         (["--nodes", "2", "--launcher", "torchrun"], "not a Slurm job"),
@@ -332,27 +318,12 @@ def failed(code: int, at: float, lost_peer: bool = False, timed_out: bool = Fals
     ("codes", "messages", "rank", "code"),
     [
         ({0: 3, 2: -9}, {0: failed(3, 1.0, lost_peer=True)}, 2, 3),  # killed, and a peer noticed
-        (
-            {0: 2, 1: 3},
-            {0: failed(2, 2.0), 1: failed(3, 1.0, lost_peer=True)},
-            0,
-            2,
-        ),  # a peer was quicker to say so
-        (
-            {0: 2, 1: 1},
-            {0: failed(2, 2.0), 1: failed(1, 1.0)},
-            1,
-            1,
-        ),  # two that failed by themselves: the earlier
+        ({0: 2, 1: 3}, {0: failed(2, 2.0), 1: failed(3, 1.0, lost_peer=True)}, 0, 2),  # a peer was quicker to say so
+        ({0: 2, 1: 1}, {0: failed(2, 2.0), 1: failed(1, 1.0)}, 1, 1),  # two that failed by themselves: the earlier
         ({0: -6, 1: 2}, {1: failed(2, 1.0)}, 1, 2),  # what a library does to a peer
         ({0: -15, 1: 75, 2: -9}, {1: failed(75, 1.0)}, 2, 3),  # asked to end after another was killed
         ({0: 75, 1: 4}, {0: failed(75, 1.0)}, 1, 3),  # or after another exited without a word
-        (
-            {0: 3, 1: 3},
-            {0: failed(3, 2.0, lost_peer=True), 1: failed(3, 1.0, lost_peer=True)},
-            1,
-            3,
-        ),  # out of step
+        ({0: 3, 1: 3}, {0: failed(3, 2.0, lost_peer=True), 1: failed(3, 1.0, lost_peer=True)}, 1, 3),  # out of step
         ({0: 3, 1: 1}, {0: failed(3, 1.0, lost_peer=True)}, 1, 3),  # a rank that could not even start Python
     ],
 )

@@ -133,7 +133,7 @@ def test_nothing_is_left_however_it_ends(tmp_path, number):
     assert what_is_there() == before
 
 
-@pytest.mark.parametrize("rate", ["fast", "100", "0mbit", "-1mbit"])
+@pytest.mark.parametrize("rate", ["fast", "-1mbit"])
 def test_a_rate_that_is_none(tmp_path, rate):
     done = subprocess.run(command(tmp_path, {}, f"--link={rate}"), env=CLEAN, capture_output=True, text=True)
     assert done.returncode == 2
@@ -146,8 +146,6 @@ def test_a_rate_that_is_none(tmp_path, rate):
     ("link", "world", "probe", "message"),
     [
         ("between-fast", "4", ISLANDS, "invalid rate 'fast'"),
-        ("between-none", "4", ISLANDS, "invalid rate 'none'"),
-        ("beside-1gbit", "4", ISLANDS, "unknown class of links 'beside'"),
         (
             "between-1gbit",
             "4",
@@ -155,7 +153,6 @@ def test_a_rate_that_is_none(tmp_path, rate):
             "islands is 1: strategy hsdp, or a link between islands, needs",
         ),
         ("1gbit", "4", ("--strategy", "fsdp2", "--islands", "2"), "fsdp2 has islands only on a link between them"),
-        ("between-1gbit", "4", ("--strategy", "hsdp"), "islands is 1"),
         ("between-1gbit", "3", ISLANDS, "2 islands do not divide 3 ranks"),
     ],
 )

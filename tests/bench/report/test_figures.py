@@ -112,15 +112,7 @@ def test_every_figure_of_times_says_that_they_are_shared_and_no_other_does(share
             marked[plot.name] = "times shared" in [text.get_text() for text in plot.figure.texts]
             assert marked[plot.name] == plot.alt.endswith("Times are shared with other runs."), plot.name
     timeless = {name for name in marked if name.startswith(TIMELESS)}
-    kinds = (
-        "pareto-time",
-        "loss-seconds",
-        "step-time",
-        "scaling",
-        "winners",
-        "time-to-loss",
-        "soonest",
-    )
+    kinds = ("pareto-time", "loss-seconds", "step-time", "scaling", "winners", "time-to-loss", "soonest")
     assert all(any(name.startswith(kind) for name in marked) for kind in (*TIMELESS, *kinds, "headline"))
     assert {name for name, mark in marked.items() if not mark} == timeless
 

@@ -107,19 +107,10 @@ def test_generate_reads_a_prompt_from_stdin_and_repeats_itself_by_seed(small, ca
     assert here("--temperature", "0") == here("--temperature", "0", "--seed", "1")
 
 
-@pytest.mark.parametrize(
-    ("flags", "stdin", "message"),
-    [
-        (["--temperature", "-1"], "x", "--temperature is -1.0"),
-        (["--top_p", "0"], "x", "--top_p is 0.0"),
-        (["--max_new_tokens", "0"], "x", "--max_new_tokens is 0"),
-        ([], "", "the prompt is empty"),
-    ],
-)
-def test_generate_refuses_bad_input(small, capsys, monkeypatch, flags, stdin, message):
-    monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
-    assert cli.main(["generate", "--model_dir", str(small.model), *flags]) == 2
-    assert message in capsys.readouterr().err
+def test_generate_refuses_an_empty_prompt(small, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert cli.main(["generate", "--model_dir", str(small.model)]) == 2
+    assert "the prompt is empty" in capsys.readouterr().err
 
 
 def test_generate_converses_at_a_terminal(small, capsys, monkeypatch):

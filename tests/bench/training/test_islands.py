@@ -115,19 +115,8 @@ LARGER = {"architecture": "llama", "hidden_size": 128, "num_hidden_layers": 2, "
 def on_cables(folder: Path, data: Path, **changes) -> dict:
     """The record of four ranks in two islands, with a cable to each."""
     given = {"islands": 2, "model": json.dumps(LARGER), "eval_every": 0, **changes}
-    launch = (
-        sys.executable,
-        "-m",
-        "gradwire",
-        "launch",
-        "--world_size",
-        "4",
-        "--link",
-        "between-400mbit",
-        "--",
-        "train",
-    )
-    done = subprocess.run([*launch, *words(data, folder, **given)], capture_output=True, text=True, timeout=300)
+    launch = f"{sys.executable} -m gradwire launch --world_size 4 --link between-400mbit -- train"
+    done = subprocess.run([*launch.split(), *words(data, folder, **given)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     record = json.loads((folder / "record.json").read_text())
     assert (record["link"], record["islands"], record["bytes_interface_total"]) == ("between-400mbit", 2, None)

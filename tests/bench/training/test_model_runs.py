@@ -175,12 +175,6 @@ def test_bf16_gradients_of_bf16_training_are_half_the_bytes(world, shards, tmp_p
     assert losses(rows) == pytest.approx(losses(exact), rel=1e-3) and losses(rows) != losses(exact)
 
 
-def test_private_training_in_bf16_is_refused(shards, tmp_path, capsys):  # noqa: F811
-    more = ["--precision", "bf16", "--dp_max_grad_norm", "1"]
-    assert cli.main(["train", *words(shards, tmp_path / "run", *more)]) == 2
-    assert "precision is bf16 with dp_max_grad_norm" in capsys.readouterr().err
-
-
 def numel(preset: str) -> int:
     """The parameters of a preset with 320 tokens and 24 positions, by hand."""
     if preset == "llama-small":

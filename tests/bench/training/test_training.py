@@ -166,13 +166,6 @@ def test_a_global_batch_is_shared_out_evenly_or_not_at_all(shards, tmp_path, cap
     assert "--verify_sync is -1; it must be at least 0." in capsys.readouterr().err
 
 
-def test_a_cells_learning_rate_replaces_that_of_the_training(world, shards, tmp_path):
-    own = world(1).run(run, words(shards, tmp_path / "own", "--comm_config_json", '{"lr": 0.02}'))[0]
-    other = world(1).run(run, words(shards, tmp_path / "other", lr=0.02))[0]
-    assert max(row["lr"] for row in own[0]) == own[1]["lr"] == 0.02
-    assert losses(own[0]) == losses(other[0])
-
-
 def test_a_cells_beta2_decays_the_second_moments(world, shards, tmp_path):
     own = world(1).run(run, words(shards, tmp_path / "own", "--comm_config_json", '{"beta2": 0.75}'))[0]
     same = world(1).run(run, words(shards, tmp_path / "same", beta2=0.75))[0]
@@ -196,11 +189,12 @@ def test_slow_bf16_is_noted(precision, native, notes, shards, tmp_path, monkeypa
     assert capsys.readouterr().err.count("NOTE: PyTorch multiplies bf16 matrices slowly") == notes
 
 
-def test_a_cells_precision_replaces_that_of_the_training(world, shards, tmp_path):
-    of_cell = ("--comm_config_json", '{"precision": "bf16"}')
-    own = world(1).run(run, words(shards, tmp_path / "own", *of_cell, steps=2, eval_every=0))[0]
-    other = world(1).run(run, words(shards, tmp_path / "other", precision="bf16", steps=2, eval_every=0))[0]
-    assert own[1]["precision"] == other[1]["precision"] == "bf16"
+@pytest.mark.parametrize(("name", "value"), [("precision", "bf16"), ("lr", 0.02)])
+def test_a_cells_setting_replaces_that_of_the_training(world, shards, tmp_path, name, value):
+    of_cell, short = json.dumps({name: value}), {"steps": 2, "eval_every": 0, "lr_warmup_steps": 0}
+    own = world(1).run(run, words(shards, tmp_path / "own", comm_config_json=of_cell, **short))[0]
+    other = world(1).run(run, words(shards, tmp_path / "other", **{**short, name: value}))[0]
+    assert own[1][name] == other[1][name] == value
     assert losses(own[0]) == losses(other[0])
 
 
@@ -254,7 +248,6 @@ def test_seeds_give_different_curves_and_one_seed_gives_the_same_curve_twice(wor
         ("fsdp2", "none", {}, 1.0, "closed_form"),
         ("fsdp2", "none", {"algorithm": "exchange"}, 1.0, "metered"),
         ("fsdp2", "fp16", {}, 2.0, "metered"),
-        ("ddp", "fp16", {}, 2.0, "metered"),
         ("fsdp1", "bf16", {}, 2.0, "metered"),
         ("ddp", "int8", {"block": 32, "rounding": "stochastic"}, 4 / (1 + 4 / 32), "metered"),
     ],
@@ -394,36 +387,16 @@ def test_a_single_rank_sends_nothing(world, shards, tmp_path):
     assert record["compression_ratio"] is None
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2"])
-def test_a_resumed_run_equals_an_unbroken_one(world, shards, tmp_path, strategy):
-    options = {
-        "strategy": strategy,
-        "comm_compress": "int8",
-        "comm_config_json": json.dumps({"rounding": "stochastic"}),
-        "checkpoint_every": 4,
-    }
-    whole, _ = world(2).run(run, words(shards, tmp_path / "whole", **options))
-    shutil.copytree(tmp_path / "whole" / "checkpoints", tmp_path / "resumed" / "checkpoints")
-    resumed, _ = world(2).run(run, words(shards, tmp_path / "resumed", "--resume", **options))
-    assert [path.name for path in (tmp_path / "whole/checkpoints").iterdir()] == ["step00000004"]
-    assert losses(resumed[0]) == losses(whole[0])
-    records = [json.loads((tmp_path / name / "record.json").read_text()) for name in ("whole", "resumed")]
-    for field in ("bytes_raw_total", "bytes_compressed_total", "bytes_closed_form_total", "val_loss", "loss_digest"):
-        assert records[0][field] == records[1][field]
-    assert len(losses(resumed[0])) == 6
-    weights = [(tmp_path / name / "final_model/model.safetensors").read_bytes() for name in ("whole", "resumed")]
-    assert weights[0] == weights[1]
-    steps = pq.read_table(tmp_path / "resumed/steps.parquet").to_pydict()
-    assert sorted(zip(steps["step"], steps["rank"], strict=True)) == [(s, r) for s in range(6) for r in range(2)]
-
-
 DRIFTING = {"freeze_step": 2, "local_doubling": 1, "max_local_steps": 3}  # the ranks are apart after step 4
 
 
-@pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize(
-    ("optimizer", "cell"),
-    [("onebit_adam", {}), ("zero_one_adam", DRIFTING), ("zero_one_adam", {"freeze_step": 6, "variance_kappa": 1})],
+    ("size", "optimizer", "cell"),
+    [
+        (2, "onebit_adam", {}),
+        (3, "zero_one_adam", DRIFTING),
+        (2, "zero_one_adam", {"freeze_step": 6, "variance_kappa": 1}),
+    ],
 )
 def test_a_resumed_run_of_an_optimizer_that_communicates_equals_an_unbroken_one(
     world, shards, tmp_path, size, optimizer, cell
@@ -586,12 +559,6 @@ def test_tensorboard_holds_the_loss_of_every_step(world, shards, tmp_path):
     assert events.Scalars("train/val_loss")[-1].value == pytest.approx(record["val_loss"])
 
 
-def test_a_checkpoint_of_another_configuration_is_refused(world, shards, tmp_path):
-    world(1).run(run, words(shards, tmp_path, checkpoint_every=4))
-    with pytest.raises(Exception, match="another configuration"):
-        world(1).run(run, words(shards, tmp_path, "--resume", checkpoint_every=4, lr=0.5))
-
-
 @pytest.mark.parametrize(("method", "strategy"), [("none", "fsdp2"), ("int8", "fsdp2"), ("none", "ddp")])
 def test_a_diverged_run_is_a_result(world, shards, tmp_path, method, strategy):
     arguments = words(
@@ -660,11 +627,6 @@ def test_step_times_leave_out_warm_up_and_profiled_steps_and_take_the_slowest_ra
 
 BAD = {
     "unknown compressor": (["--comm_compress", "int7"], ["unknown compressor 'int7'", "'int8'"]),
-    "unknown option": (
-        ["--comm_compress", "int8", "--comm_config_json", '{"blok": 3}'],
-        ["option of int8 'blok'", "Did you mean 'block'"],
-    ),
-    "mistyped option": (["--comm_compress", "int8", "--comm_config_json", '{"block": "x"}'], ["block", "'x'"]),
     "no object": (["--comm_config_json", "[1]"], ["JSON object", "[1]"]),
     "no JSON": (["--comm_config_json", "{block}"], ["not valid JSON", "{block}"]),
     "out of range": (["--batch_size", "0"], ["batch_size", "must be at least 1"]),
@@ -672,40 +634,9 @@ BAD = {
     "no data": (["--data_path", "nowhere"], ["nowhere"]),
     "shorter samples": (["--max_length", "16"], ["samples of up to 24 tokens, not 16"]),
     "no GPU": (["--device", "cuda"], ["no CUDA device"]),
-    "sharded gradients": (
-        ["--comm_compress", "onebit", "--comm_optimizer", "onebit_adam", "--comm_config_json", '{"dense_steps": 2}'],
-        ["comm_optimizer onebit_adam", "strategy fsdp2 shards it"],
-    ),
-    "no warm-up": (
-        ["--comm_compress", "onebit", "--comm_optimizer", "onebit_adam", "--strategy", "ddp"],
-        ["onebit_adam", "dense_steps must be at least 1"],
-    ),
-    "no compressor": (
-        ["--comm_optimizer", "onebit_adam", "--strategy", "ddp"],
-        ["onebit_adam sends its momentum through a compressor"],
-    ),
     "two optimizers": (
         ["--comm_optimizer", "onebit_adam", "--comm_config_json", '{"comm_optimizer": "zero_one_adam"}'],
         ["--comm_optimizer is onebit_adam", "'zero_one_adam'"],
-    ),
-    "misspelt optimizer": (
-        ["--comm_config_json", '{"comm_optimizer": "onebitadam"}'],
-        ["unknown comm_optimizer 'onebitadam'", "Did you mean 'onebit_adam'"],
-    ),
-    "another optimizer's option": (
-        ["--comm_compress", "onebit", "--comm_config_json", '{"comm_optimizer": "onebit_adam", "freeze_step": 4}'],
-        ["freeze_step: an option of comm_optimizer zero_one_adam"],
-    ),
-    "option without its optimizer": (
-        ["--comm_compress", "onebit", "--comm_config_json", '{"freeze_step": 9}'],
-        ["freeze_step: an option of comm_optimizer zero_one_adam, not of gradient"],
-    ),
-    "freeze within the warm-up": (
-        [
-            "--comm_compress=int8",
-            '--comm_config_json={"comm_optimizer": "zero_one_adam", "dense_steps": 5, "freeze_step": 4}',
-        ],
-        ["freeze_step is 4", "5 dense steps"],
     ),
     "a key twice": (
         ["--comm_compress=int8", '--comm_config_json={"block": 64, "exempt": {"max_ndim": 1}, "block": 128}'],
@@ -716,7 +647,6 @@ BAD = {
         ["--comm_compress", "int8", "--comm_config_json", '{"method": "topk", "density": 0.1}'],
         ["--comm_compress is int8", "--comm_config_json has 'topk'"],
     ),
-    "unknown preset": (["--model", "tinny"], ["tinny", "'tiny'"]),
 }
 
 

@@ -103,12 +103,12 @@ class Gate(NamedTuple):
         name: The condition.
         state: ``failed``: some run is not valid; ``marked``: the named cells cannot head the table, or their numbers
             are less reliable; ``not checked``: nothing to check.
-        found: The findings.
+        text: The findings.
     """
 
     name: str
     state: State
-    found: str
+    text: str
 
 
 def gates(results: Sequence[Result], cells: pd.DataFrame | None, results_dir: Path, shared: bool) -> list[Gate]:
@@ -146,7 +146,7 @@ def gates(results: Sequence[Result], cells: pd.DataFrame | None, results_dir: Pa
             ok,
             lambda row: None if row.nonfinite_steps is None else not row.nonfinite_steps,
         ),
-        float32._replace(found="; ".join([float32.found, *fallbacks(ok)])),
+        float32._replace(text="; ".join([float32.text, *fallbacks(ok)])),
         of_runs("every rank recorded its environment", ok, lambda row: _all_ranks(row, results_dir), "failed"),
         Gate(
             "all runs ran on like machines",
