@@ -1,7 +1,7 @@
 """The cases of ``bench compressors``: every registered method, variants, chains, and PyTorch's own operations.
 
 Each case has a floor (the bytes that any implementation must read and write, and for matrix products the
-multiplications and additions) and a target, a multiple of the floor.
+multiplications and additions).
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from gradwire.comm.compressors import kernels, registry
-from gradwire.comm.compressors.base import Compressor, Shape, numel
+from gradwire.comm.compressors.base import Compressor, numel
 from gradwire.comm.compressors.methods.gradiveq import GradiVeQ
 from gradwire.comm.compressors.methods.powersgd import PowerSGD
-from gradwire.comm.compressors.methods.randomk import RandomK
 from gradwire.comm.compressors.rotation import Rotated
 from gradwire.comm.compressors.sparse import Chain
 
@@ -46,47 +45,16 @@ class Codec(Protocol):
         """Decode ``wire`` into a tensor."""
 
 
-class Target(NamedTuple):
-    """The largest acceptable multiples of the floor.
-
-    Attributes:
-        encode: For `encode`.
-        decode: For `decode`.
-        kept: Whether the floor of `encode` reads only what is sent.
-    """
-
-    encode: float
-    decode: float
-    kept: bool = False
-
-
 class Work(NamedTuple):
     """The least work of one call.
 
     Attributes:
         moved: Bytes read and written.
         flops: Multiplications and additions of matrix products.
-        counted: ``moved`` in words.
     """
 
     moved: int
-    flops: int
-    counted: str
-
-
-CAST = {"cpu": Target(7, 4), "cuda": Target(1.15, 1.15)}
-SIGN = {"cpu": Target(6, 4), "cuda": Target(1.3, 1.3)}
-RANDOM = {"cpu": Target(12, 5), "cuda": Target(1.6, 1.3)}
-CHOICE = {"cpu": Target(10, 3), "cuda": Target(4, 1.5)}
-SKETCH = {"cuda": Target(2, 2)}
-TARGETS: dict[str, dict[str, Target]] = {
-    **dict.fromkeys(("fp16", "bf16", "fp8", "int8"), CAST),
-    **dict.fromkeys(("onebit", "signsgd"), SIGN),
-    **dict.fromkeys(("qsgd", "natural", "terngrad"), RANDOM),
-    **dict.fromkeys(("topk", "threshold"), CHOICE),
-    "randomk": {"cpu": Target(3, 3), "cuda": Target(1.3, 1.3, kept=True)},
-    **dict.fromkeys(("sketch", "powersgd", "gradiveq"), SKETCH),
-}
+    flops: int = 0
 
 
 @dataclass(frozen=True)
@@ -115,33 +83,17 @@ class Case:
             dict.fromkeys("plain" if kernels.find(stage, device) is kernels.PLAIN else "fused" for stage in stages)
         )
 
-    def target(self, kind: str) -> Target | None:
-        """The target on a kind of device, if any."""
-        stochastic = self.name == "int8" and self.options.get("rounding") == "stochastic"
-        return TARGETS.get("qsgd" if stochastic else self.name, {}).get(kind) if self.own else None
-
     def work(self, shape: tuple[int, int], wire: int) -> tuple[Work, Work]:
         """The least work of `encode` and `decode` for a matrix of ``shape`` with an encoding of ``wire`` bytes."""
         n, codec = numel(shape), self.codec
-        encode = Work(4 * n + wire, 0, "x read, wire written")
-        decode = Work(wire + 4 * n, 0, "wire read, tensor written")
-        if isinstance(codec, PowerSGD | LowRank):
+        encode, decode = Work(4 * n + wire), Work(wire + 4 * n)  # x read, wire written; wire read, tensor written
+        if isinstance(codec, PowerSGD | LowRank):  # reads x twice
             flops = 2 * n * min(codec.rank, *shape)
-            return (
-                Work(8 * n + wire, 2 * flops, "x read twice, wire written; 4nr FLOPs"),
-                decode._replace(flops=flops, counted=f"{decode.counted}; 2nr FLOPs"),
-            )
+            return Work(8 * n + wire, 2 * flops), decode._replace(flops=flops)
         if isinstance(codec, GradiVeQ):
             flops = 2 * n * codec.components
-            return (
-                Work(8 * n + wire, 2 * n * codec.slice + flops, "x read twice, wire written; 2n(K + k) FLOPs"),
-                decode._replace(flops=flops, counted=f"{decode.counted}; 2nk FLOPs"),
-            )
+            return Work(8 * n + wire, 2 * n * codec.slice + flops), decode._replace(flops=flops)
         return encode, decode
-
-    def kept(self, shape: Shape) -> int | None:
-        """Number of sent elements, if they are chosen without reading x."""
-        return self.codec.kept(shape) if isinstance(self.codec, RandomK) else None
 
 
 def cases(names: Sequence[str] | None = None) -> list[Case]:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from gradwire.bench.codecs.cases import Case, Target, Work, size
+from gradwire.bench.codecs.cases import Case, Work, size
 
 T = TypeVar("T")
 
@@ -61,11 +61,7 @@ class Record:
         relative_error: Of the real gradient; None if its values are too large for the wire.
         encode_peak_bytes: Memory of encoding beyond x, including the wire; None if unknown.
         encode_ms: Milliseconds of each round; also ``decode_ms``.
-        encode_floor: The bytes of the floor; also ``decode_floor``.
         encode_x_floor: Median time as a multiple of the floor; also ``decode_x_floor``.
-        encode_x_kept: The same as a multiple of copying only what is sent, if that is chosen without reading x.
-        target: The largest acceptable multiples, as (encode, decode).
-        met: Whether both are met.
     """
 
     method: str
@@ -79,13 +75,8 @@ class Record:
     encode_peak_bytes: int | None = None
     encode_ms: list[float] = field(default_factory=list)
     decode_ms: list[float] = field(default_factory=list)
-    encode_floor: str = ""
-    decode_floor: str = ""
     encode_x_floor: float | None = None
     decode_x_floor: float | None = None
-    encode_x_kept: float | None = None
-    target: tuple[float, float] | None = None
-    met: bool | None = None
 
 
 def prepare(case: Case, x: Tensor, matrices: Sequence[Tensor], seed: int) -> Record:
@@ -175,24 +166,16 @@ def measure(running: Sequence[tuple[Case, Record]], x: Tensor, repeats: int, see
     return Speed(median(copies), 2e3 * x.nbytes / median(copies), 2e3 * PRODUCT**3 / median(products))
 
 
-def judge(case: Case, record: Record, shape: tuple[int, int], speed: Speed, target: Target | None) -> None:
-    """Add to a measured record its multiples of the floor, and whether they meet the target."""
+def judge(case: Case, record: Record, shape: tuple[int, int], speed: Speed) -> None:
+    """Add to a measured record its multiples of the floor."""
 
     def multiple(times: list[float], work: Work) -> float:
         floor = max(work.moved / speed.copy_bytes_per_s, work.flops / speed.product_flops_per_s)
         return median(times) / 1e3 / floor
 
     encode, decode = case.work(shape, record.wire_bytes)
-    record.encode_floor, record.decode_floor = encode.counted, decode.counted
     record.encode_x_floor = multiple(record.encode_ms, encode)
     record.decode_x_floor = multiple(record.decode_ms, decode)
-    kept = case.kept(shape)
-    if kept is not None:
-        record.encode_x_kept = multiple(record.encode_ms, encode._replace(moved=4 * kept + record.wire_bytes))
-    if target is not None:
-        held = record.encode_x_kept if target.kept else record.encode_x_floor
-        record.target = target.encode, target.decode
-        record.met = held is not None and held <= target.encode and record.decode_x_floor <= target.decode
 
 
 @contextmanager
