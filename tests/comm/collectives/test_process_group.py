@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gradwire.base.errors import BadInput
-from gradwire.base.model_flags import add_flags
+from gradwire.base.flags import add_flags
 from gradwire.base.rank_env import LOCAL_WORLD_SIZE, RankEnv, RankOptions, rank_env, rank_options, ranks_here
 from gradwire.comm.collectives.world import choose, host_store, process_group
 

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from gradwire.base import plugins
 from gradwire.base.errors import BadInput
-from gradwire.base.model_flags import to_flags
+from gradwire.base.flags import to_flags
 from gradwire.base.strict import checked
 from gradwire.bench.config import Dataset
 from gradwire.cli import main

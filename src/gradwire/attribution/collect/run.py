@@ -14,8 +14,16 @@ from gradwire.attribution.collect.collect import Collection
 from gradwire.attribution.options import Count
 from gradwire.base.errors import BadInput
 from gradwire.base.files import read_yaml
-from gradwire.base.flags import NATURAL, RANKS, check_numbers, check_paths, output_folder
-from gradwire.base.model_flags import add_flags, from_flags, to_flags
+from gradwire.base.flags import (
+    NATURAL,
+    RANKS,
+    add_flags,
+    check_numbers,
+    check_paths,
+    from_flags,
+    output_folder,
+    to_flags,
+)
 from gradwire.base.strict import Strict, checked
 
 
