@@ -19,7 +19,7 @@ from gradwire.attribution.store import store
 from gradwire.base.errors import BadInput
 from gradwire.lm.data.batches import collate
 from gradwire.lm.data.shards import Shards
-from gradwire.lm.models import folder
+from gradwire.lm.models import causal
 
 DIM = 32
 
@@ -39,7 +39,7 @@ def batches_of(shards, size):
 
 
 def factors(small, size=4, split="train"):
-    model = folder.load(small.model)
+    model = causal.load(small.model)
     found = ekfac.factored(
         model,
         batches_of(Shards(small.shards, split), size),
@@ -199,7 +199,7 @@ def test_bad_input_is_one_message(small, collected, tmp_path, capsys):
     (damaged / ekfac.FILE).write_bytes((collected / "factors" / ekfac.FILE).read_bytes()[:-9])
     assert run("collect", small, *common, "--optimizer_dir", damaged) == 2
     assert "is unusable" in capsys.readouterr().err
-    shapes = {name: tuple(p.shape) for name, p in folder.load(small.model).named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in causal.load(small.model).named_parameters()}
     with pytest.raises(BadInput, match="factors of another model"):
         ekfac.load(collected / "factors", "another", "mean", shapes, torch.device("cpu"))
     assert run("collect", small, *common, "--optimizer_dir", collected / "factors", "--loss", "sum") == 2

@@ -34,7 +34,7 @@ from gradwire.lm.data.corpus import documents
 from gradwire.lm.data.shards import Sample, Shards
 from gradwire.lm.data.tokenizer import load as load_tokenizer
 from gradwire.lm.data.writer import cuts, sample_ids
-from gradwire.lm.models import causal, folder, saved
+from gradwire.lm.models import causal, saved
 
 SAMPLES, DIMS, INTERVAL = 11, (64, 100), 4
 
@@ -229,7 +229,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_its_sample():
 
 def test_weights_that_are_not_finite_are_the_models_fault(small, tmp_path, capsys):
     shutil.copytree(small.model, tmp_path / "nan", ignore=shutil.ignore_patterns("SHA256SUMS"))
-    model = folder.load(small.model)
+    model = causal.load(small.model)
     torch.nn.init.constant_(model.transformer.ln_f.weight, math.nan)
     model.save_pretrained(tmp_path / "nan")
     assert cli.main(options(small, tmp_path / "run", model_dir=tmp_path / "nan")) == 2
@@ -272,7 +272,7 @@ def test_two_ranks_on_an_odd_number_of_samples_give_the_store_of_one(small, alon
     shards = Shards(small.shards, "train")
     ids = [shards[position].sample_id for position in range(SAMPLES)]
     assert len(set(ids)) == SAMPLES and any("#" in id_ for id_ in ids)
-    numel = folder.load(small.model).num_parameters()
+    numel = causal.load(small.model).num_parameters()
     for dim in DIMS:
         one, two = merged(alone, dim), merged(pair, dim)
         assert one.ids == two.ids == ids
@@ -285,7 +285,7 @@ def test_two_ranks_on_an_odd_number_of_samples_give_the_store_of_one(small, alon
 
 
 def test_the_rows_are_the_projected_gradients_of_the_samples(small, pair):
-    shards, model = Shards(small.shards, "train"), folder.load(small.model)
+    shards, model = Shards(small.shards, "train"), causal.load(small.model)
     origin = provenance.read(pair)
     projector = rows.RowMaker.load(origin, torch.device("cpu")).projector
     for dim in DIMS:
@@ -301,7 +301,7 @@ def test_the_rows_are_the_projected_gradients_of_the_samples(small, pair):
 
 
 def test_none_stores_the_whole_gradient(small, tmp_path, capsys):
-    numel = folder.load(small.model).num_parameters()
+    numel = causal.load(small.model).num_parameters()
     words = options(small, tmp_path / "run", projection="none", max_samples=2, dim=numel)
     assert cli.main(words) == 0
     rows = store.read_rows(tmp_path / "run" / "rank_0" / f"dim{numel}" / "all_orig.pt")
@@ -775,7 +775,7 @@ def another_models_ranks(run):
     made = provenance.read(run)
     other = run.parent / "model"
     model = causal.build("micro", 290, 24, seed=4)
-    folder.save(model.state_dict(), model.config, Path(made.model_dir), other, {})
+    causal.save(model.state_dict(), model.config, Path(made.model_dir), other, {})
     maker = rows.RowMaker.load(
         made.model_copy(update={"model_dir": str(other), "model_digest": saved.digest(other), "dims": [64]}),
         torch.device("cpu"),
@@ -1024,7 +1024,7 @@ def test_validation_refuses_another_model_or_other_data(small, pair, tmp_path, c
     other = tmp_path / "model"
     shutil.copytree(small.model, other)
     model = causal.build("micro", 290, 24, seed=4)
-    folder.save(model.state_dict(), model.config, small.model, other, {})
+    causal.save(model.state_dict(), model.config, small.model, other, {})
     words = ["grads", "validate", "--output_dir", str(pair), "--recompute", "1"]
     assert cli.main([*words, "--model_dir", str(other)]) == 2
     assert "is not that of the collection" in capsys.readouterr().err

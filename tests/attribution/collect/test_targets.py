@@ -22,7 +22,7 @@ from gradwire.lm.data.batches import IGNORED, collate
 from gradwire.lm.data.corpus import documents
 from gradwire.lm.data.shards import Shards, target_counts
 from gradwire.lm.data.tokenizer import load as load_tokenizer
-from gradwire.lm.models import causal, folder
+from gradwire.lm.models import causal
 
 LENGTH = 24
 CHAT = [
@@ -66,7 +66,7 @@ def made(tmp_path_factory):
     assert cli.main(tokenize_words(corpus, base / "data", max_length=LENGTH, shard_size=9)) == 0
     words = load_tokenizer(base / "data" / "tokenizer")
     model = causal.build("micro", words.vocab_size, LENGTH, seed=3)
-    folder.save(model.state_dict(), model.config, base / "data" / "tokenizer", base / "model", {"steps": 0})
+    causal.save(model.state_dict(), model.config, base / "data" / "tokenizer", base / "model", {"steps": 0})
     return corpus, base / "data" / "shards", base / "model"
 
 
@@ -103,7 +103,7 @@ def test_the_text_and_its_targets_are_those_of_the_template(made):
 
 def test_tokens_are_targets_where_a_byte_of_theirs_is(made):
     corpus, folder, _ = made
-    words, found = load_tokenizer(folder.parent / "tokenizer"), all_samples(folder)
+    words, found = load_tokenizer(causal.parent / "tokenizer"), all_samples(folder)
     for document in documents(corpus):
         parts = [found[id_] for id_ in found if id_ == document.id or id_.startswith(f"{document.id}#")]
         *tokens, end = [token for part in parts for token in part.input_ids.tolist()]
@@ -184,7 +184,7 @@ def collected(made, tmp_path_factory):
 
 
 def load(path):
-    return folder.load(path).double()
+    return causal.load(path).double()
 
 
 def test_collected_rows_are_gradients_of_the_targets(made, collected):

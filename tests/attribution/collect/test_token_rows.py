@@ -18,7 +18,7 @@ from gradwire.attribution.store import store
 from gradwire.attribution.store.samples import Tokens
 from gradwire.lm.data.shards import Shards
 from gradwire.lm.data.tokenizer import load as load_tokenizer
-from gradwire.lm.models import causal, folder
+from gradwire.lm.models import causal
 
 SAMPLES = 13
 PROMPTS = [  # samples without a target: the first of a document, and the last of the data
@@ -36,7 +36,7 @@ def made(tmp_path_factory):
     assert cli.main(tokenize_words(corpus, base / "data", max_length=LENGTH)) == 0
     words = load_tokenizer(base / "data" / "tokenizer")
     model = causal.build("micro", words.vocab_size, LENGTH, seed=3)
-    folder.save(model.state_dict(), model.config, base / "data" / "tokenizer", base / "model", {"steps": 0})
+    causal.save(model.state_dict(), model.config, base / "data" / "tokenizer", base / "model", {"steps": 0})
     main("norms", "--model_dir", base / "model", "--data_path", corpus, "--cache_dir", base, "--output_dir", base)
     return corpus, base / "all" / "shards", base / "model"
 

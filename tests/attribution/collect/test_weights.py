@@ -22,7 +22,7 @@ from gradwire.lm.data.batches import collate, train_batches
 from gradwire.lm.data.corpus import documents
 from gradwire.lm.data.shards import Shards
 from gradwire.lm.data.tokenizer import load as load_tokenizer
-from gradwire.lm.models import causal, folder
+from gradwire.lm.models import causal
 
 RATED = [*CHAT[:2], {**CHAT[2], "weight": -1.5}, CHAT[3], {**CHAT[4], "weight": 3}]
 SPANS = {"text": "shards  of the wire", "target_spans": [[0, 6], [7, 9], [9, 16]]}  # a token in two spans
@@ -56,7 +56,7 @@ def made(tmp_path_factory):
     assert cli.main(tokenize_words(corpus, base / "data", max_length=LENGTH, shard_size=9)) == 0
     words = load_tokenizer(base / "data" / "tokenizer")
     model = causal.build("micro", words.vocab_size, LENGTH, seed=3)
-    folder.save(model.state_dict(), model.config, base / "data" / "tokenizer", base / "model", {"steps": 0})
+    causal.save(model.state_dict(), model.config, base / "data" / "tokenizer", base / "model", {"steps": 0})
     return corpus, base / "data" / "shards", base / "model"
 
 

@@ -22,7 +22,7 @@ from gradwire.attribution.query import query, search
 from gradwire.attribution.store import row_file, store
 from gradwire.lm.data.shards import Shards
 from gradwire.lm.data.tokenizer import load as load_tokenizer
-from gradwire.lm.models import folder, saved
+from gradwire.lm.models import causal, saved
 
 PROMPT = "Title 3\ngradient wire rank gradient"
 COLLECTED = {  # name -> split, grad_type, projection; dim 32, or all of the gradient
@@ -74,7 +74,7 @@ def by_hand(model, tokens):
 @pytest.mark.parametrize("metric", ["dot", "cosine"])
 def test_scores_are_products_of_gradients_by_hand(stores, capsys, metric):
     small, of = stores
-    model = folder.load(small.model).double()
+    model = causal.load(small.model).double()
     wanted_of = by_hand(model, load_tokenizer(small.model).encode_batch([PROMPT])[0])
     samples, wanted = Shards(small.shards, "train"), {}
     for sample in samples:

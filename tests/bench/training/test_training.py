@@ -627,11 +627,11 @@ def test_perplexity_of_the_final_model_is_the_last_evaluation_of_the_run(world, 
 
 
 def test_perplexity_refuses_shards_that_the_model_cannot_read(shards, tmp_path, capsys):
-    from gradwire.lm.models import causal, folder
+    from gradwire.lm.models import causal
 
     meta = Shards(shards, "val").meta
     model = causal.build("micro", meta["vocab_size"], 24, seed=0)
-    folder.save(model.state_dict(), model.config, shards.parent / "tokenizer", tmp_path / "model", {})
+    causal.save(model.state_dict(), model.config, shards.parent / "tokenizer", tmp_path / "model", {})
     arguments = ["perplexity", "--model_dir", str(tmp_path / "model"), "--data_path", str(shards)]
     assert cli.main(arguments) == 0
     capsys.readouterr()
@@ -731,7 +731,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(case, shards, tmp_path, cap
     assert "\n" not in printed
     for word in expected:
         assert word in printed
-    assert [path.name for path in folder.iterdir()] == ["train.failed.json"]
+    assert [path.name for path in causal.iterdir()] == ["train.failed.json"]
     assert json.loads((folder / "train.failed.json").read_text())["exit_code"] == 2
 
 

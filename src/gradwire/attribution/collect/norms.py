@@ -81,11 +81,11 @@ def main(options: Options) -> None:
 
     from gradwire.comm import parallel
     from gradwire.comm.collectives.world import process_group
-    from gradwire.lm.models import folder
+    from gradwire.lm.models import causal
 
     with process_group(**rank_options(options)) as world:
         shards = options.samples(world.rank)
-        model: nn.Module = folder.load_finite(options.model_dir)
+        model: nn.Module = causal.load_finite(options.model_dir)
         if options.strategy == "fsdp2":
             model = parallel.wrap(model, "fsdp2", device=world.device)
         rows = collect(model.to(world.device), shards, options, world)
@@ -176,12 +176,12 @@ def _check(rows: list[dict[str, Any]], shards: Shards, options: Options, world: 
     """
     from gradwire.attribution.persample import loop
     from gradwire.lm.data.batches import collate
-    from gradwire.lm.models import folder
+    from gradwire.lm.models import causal
 
     drawn = random.Random(options.seed).sample(range(len(rows)), min(options.recompute, len(rows)))
     if not drawn:
         return
-    model = folder.load_finite(options.model_dir).to(world.device)
+    model = causal.load_finite(options.model_dir).to(world.device)
     for position in sorted(drawn):
         batch = collate([shards[position]], shards.meta["pad_id"], 1).to(world.device)
         gradients = loop.gradients(model, batch, options.loss).gradient

@@ -28,7 +28,7 @@ from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.world import World
 from gradwire.lm.data.batches import Batch, collate
 from gradwire.lm.data.shards import Sample
-from gradwire.lm.models import folder, lora, saved
+from gradwire.lm.models import causal, lora, saved
 
 STACK_BYTES = {"cpu": 1 << 29, "cuda": 1 << 33}  # of gradients per projection, which share the generated signs
 BATCH_AT_MOST = {"cpu": 16, "cuda": 64}  # larger batches are not faster
@@ -97,7 +97,7 @@ class RowMaker:
         model_dir = Path(provenance.model_dir)
         if saved.digest(model_dir) != provenance.model_digest:
             raise BadInput(f"the model in {model_dir} is not that of the collection.")
-        model: nn.Module = folder.load_finite(model_dir)
+        model: nn.Module = causal.load_finite(model_dir)
         if isinstance(provenance.lora, dict):
             model = lora.attach(model, model_dir, rank=provenance.lora["rank"], seed=provenance.lora["seed"])
         elif provenance.lora is not None:

@@ -27,7 +27,7 @@ from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.world import World
 from gradwire.comm.parallel import optimizers
 from gradwire.lm.data.shards import Shards
-from gradwire.lm.models import folder as model_folder
+from gradwire.lm.models import causal as model_folder
 
 MODELS = "models"  # folder of the models of some steps
 STEPS = pa.schema(
