@@ -13,8 +13,8 @@ from small_model import make, origin
 from transformers import AutoConfig
 
 from gradwire import cli
-from gradwire.attribution.collect import memory, methods, rows, types
-from gradwire.attribution.persample import loop, rules
+from gradwire.attribution.collect import methods, rows, types
+from gradwire.attribution.persample import layer_factors, loop
 from gradwire.attribution.persample.batch import shapes, trainable
 from gradwire.attribution.projections import OF_PARTS, PROJECTORS, build
 from gradwire.attribution.store import store
@@ -365,14 +365,14 @@ def wrong_under_fsdp2(rank, world, group, small, rule):
     made_from = origin(SAMPLES, dims=[36], method="auto", projection="factored", strategy="fsdp2")
     model = wrap(causal.load(small.model), "fsdp2", device="cpu")
     made = rows.RowMaker(model, made_from, torch.device("cpu"), batch_size=2, sharded=True)
-    plain = rules.OF_TORCH[torch.nn.LayerNorm.forward]
-    rules.OF_TORCH[torch.nn.LayerNorm.forward] = lambda m, x, grad: plain(m, x, rule * grad)
+    plain = layer_factors.OF_TORCH[torch.nn.LayerNorm.forward]
+    layer_factors.OF_TORCH[torch.nn.LayerNorm.forward] = lambda m, x, grad: plain(m, x, rule * grad)
     try:
         made.check(Shards(small.shards, "train"), [1, 4])
     except RunFault as error:
         return str(error)
     finally:
-        rules.OF_TORCH[torch.nn.LayerNorm.forward] = plain
+        layer_factors.OF_TORCH[torch.nn.LayerNorm.forward] = plain
     assert all(parameter.grad is None for parameter in model.parameters())
     return made.method
 
@@ -385,8 +385,8 @@ def test_a_method_is_checked_where_weights_are_sharded(world, small):
 
 def test_auto_takes_the_next_method_where_one_fails(small, monkeypatch, capfd):
     shards = Shards(small.shards, "train")
-    plain = rules.layer_normalisation
-    monkeypatch.setitem(rules.OF_TORCH, torch.nn.LayerNorm.forward, lambda m, x, grad: plain(m, x, 1.5 * grad))
+    plain = layer_factors.layer_normalisation
+    monkeypatch.setitem(layer_factors.OF_TORCH, torch.nn.LayerNorm.forward, lambda m, x, grad: plain(m, x, 1.5 * grad))
     made = maker(small, "factored", "auto")
     made.check(shards, [1, 4])
     assert made.method == "vmap" and not made.fused
@@ -420,8 +420,8 @@ def test_a_method_that_is_wrong_for_a_model_is_found_out(small, monkeypatch, pro
     shards = Shards(small.shards, "train")
     maker(small, projection).check(shards, [0, 1])
     made = maker(small, projection)
-    plain = rules.layer_normalisation
-    monkeypatch.setitem(rules.OF_TORCH, torch.nn.LayerNorm.forward, lambda m, x, grad: plain(m, x, 1.5 * grad))
+    plain = layer_factors.layer_normalisation
+    monkeypatch.setitem(layer_factors.OF_TORCH, torch.nn.LayerNorm.forward, lambda m, x, grad: plain(m, x, 1.5 * grad))
     with pytest.raises(RunFault, match="--method hooks computes a different gradient"):
         made.check(shards, [0, 1])
 
@@ -430,9 +430,9 @@ def test_a_batch_fits_the_free_memory(small, monkeypatch):
     shards = Shards(small.shards, "train")
     made = maker(small)
     assert made.fitting(shards, 0) == rows.BATCH_AT_MOST["cpu"]
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 2 << 20)
+    monkeypatch.setattr(rows, "free_bytes", lambda device: 2 << 20)
     assert 1 <= made.fitting(shards, 0) < 5
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(rows, "free_bytes", lambda device: 0)
     assert made.fitting(shards, 0) == 1
 
 
