@@ -24,7 +24,7 @@ from gradwire.attribution.persample.batch import (
     zeroed,
 )
 from gradwire.attribution.persample.layer_factors import Direct, LayerFactor, SquareNorms
-from gradwire.attribution.projections import Projector
+from gradwire.attribution.projections import Image, Projector
 from gradwire.base.errors import BadInput, GradwireError, NonFiniteGradient, RunFault
 from gradwire.lm.data.batches import Batch
 from gradwire.lm.models import saved
@@ -136,7 +136,7 @@ class Images:
     """
 
     def __init__(self, parts: Sequence[Projector], samples: int, dims: Sequence[int], device: torch.device) -> None:
-        self._dims, self._images = dims, [part.image(samples, dims, device) for part in parts]
+        self._dims, self._images = dims, [Image(part, samples, dims, device) for part in parts]
         self._of = {name: image for part, image in zip(parts, self._images, strict=True) for name in part.shapes}
 
     def add(self, name: str, use: LayerFactor) -> None:
