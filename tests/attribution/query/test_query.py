@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import tracemalloc
 from typing import get_args
 
@@ -320,6 +321,11 @@ def a_file_elsewhere(path):
     return "lists '../../../etc/passwd', which is not the name of a file in that folder"
 
 
+def unlisted_copy(path):
+    shutil.copy(path / "all_orig.pt", path / "all_normalized.pt")
+    return "is not listed in"
+
+
 def another_width(path):
     edit(path / "manifest.json", dim=2**62)
     return "has rows of 32 columns"
@@ -340,6 +346,7 @@ def another_width(path):
         code_in_rows,
         code_for_a_manifest,
         a_file_elsewhere,
+        unlisted_copy,
         another_width,
     ],
 )
