@@ -9,8 +9,7 @@ import pytest
 import torch
 from changed_store import copied, edit
 from data_samples import tokenize_words, write_corpus
-from test_targets import LENGTH, load
-from test_weights import DOCUMENTS, by_hand
+from test_targets import DOCUMENTS, LENGTH, by_hand, load
 
 from gradwire import cli
 from gradwire.attribution import projections

@@ -731,7 +731,7 @@ def test_bad_input_is_one_message_and_leaves_nothing(case, shards, tmp_path, cap
     assert "\n" not in printed
     for word in expected:
         assert word in printed
-    assert [path.name for path in causal.iterdir()] == ["train.failed.json"]
+    assert [path.name for path in folder.iterdir()] == ["train.failed.json"]
     assert json.loads((folder / "train.failed.json").read_text())["exit_code"] == 2
 
 

@@ -72,7 +72,7 @@ def test_a_saved_model_comes_back_bit_for_bit_with_its_tie(small, tmp_path):
     assert all(torch.equal(tensor, back.state_dict()[name]) for name, tensor in model.state_dict().items())
     assert back.lm_head.weight is back.transformer.wte.weight
     assert not back.training
-    assert causal.max_length(tmp_path / "m") == 16
+    assert saved.max_length(tmp_path / "m") == 16
     assert json.loads((tmp_path / "m" / "gradwire.json").read_text()) == {"max_length": 16, "steps": 7}
     check = subprocess.run(["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=tmp_path / "m", capture_output=True)
     named = {line.partition(b":")[0].decode() for line in check.stdout.splitlines()}
@@ -377,14 +377,14 @@ def test_perplexity_reads_no_altered_shards(small, tmp_path, capsys):
 def test_max_length_must_be_said(small, tmp_path):
     silent = "neither gradwire.json nor config.json .* gives the context length: set --max_length"
     with pytest.raises(BadInput, match=silent):
-        causal.max_length(tmp_path)
+        saved.max_length(tmp_path)
     (tmp_path / "gradwire.json").write_text("{}")
     with pytest.raises(BadInput, match=silent):
-        causal.max_length(tmp_path)
+        saved.max_length(tmp_path)
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 77}')
-    assert causal.max_length(tmp_path) == 77
+    assert saved.max_length(tmp_path) == 77
     (tmp_path / "gradwire.json").write_text('{"max_length": 24}')
-    assert causal.max_length(tmp_path) == 24
+    assert saved.max_length(tmp_path) == 24
 
 
 def former(preset, vocab_size, positions, seed):
