@@ -102,11 +102,8 @@ def _explain(model: type[BaseModel], problem: Any) -> str:
     if message.startswith(BOUND):
         return f"{place} must be {message.removeprefix(BOUND)}, got {shown}"
     named = isinstance(given, Mapping) or message.startswith("unknown ")  # the message has the value already
-    return f"{place}: {message}, got {shown}" if place and not named else _at(place, message)
-
-
-def _at(place: str, message: str) -> str:
-    return f"{place}: {message}" if place else message
+    where = f"{place}: " if place else ""
+    return f"{where}{message}, got {shown}" if place and not named else f"{where}{message}"
 
 
 def _home(model: type[BaseModel], key: str, parents: Sequence[str | int]) -> str | None:
