@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 import pyarrow.parquet as pq
 import pytest
 import torch
+from changed_store import collected
 from data_samples import tokenize_words, values, write_corpus
 from tokenizers import processors
 
@@ -227,12 +228,10 @@ def test_collected_rows_are_gradients_of_the_weighted_loss(made, tmp_path, loss)
     _, folder_, model_dir = made
     model = load(model_dir)
     size = sum(parameter.numel() for parameter in model.parameters())
-    words = ["--model_dir", model_dir, "--data_path", folder_, "--output_path", tmp_path / "run", "--loss", loss]
-    words += ["--dim", size, "--projection", "none", "--metadata", "perplexity,n_tokens,n_valid"]
-    assert cli.main(["grads", "collect", *map(str, words)]) == 0
-    assert cli.main(["grads", "aggregate", "--base_path", str(tmp_path / "run"), "--dim", str(size)]) == 0
+    words = ["--loss", loss, "--projection", "none", "--metadata", "perplexity,n_tokens,n_valid"]
+    path = collected(model_dir, folder_, tmp_path / "run", size, *words)
     assert cli.main(["grads", "validate", "--output_dir", str(tmp_path / "run"), "--recompute", "5"]) == 0
-    block = store.read(store.all_names(tmp_path / "run" / f"dim{size}"))
+    block = store.read(store.all_names(path))
     weighted, flagged = 0, list[str]()
     for id_, row, noted in zip(block.ids, block.rows.double(), block.meta.to_pylist(), strict=True):
         expected, count, gradient = by_hand(model, sample := all_samples(folder_)[id_], loss)
@@ -300,12 +299,10 @@ def test_a_query_is_compared_by_the_gradient_of_its_targets(made, tmp_path, caps
     _, folder_, model_dir = made
     model, found = load(model_dir), all_samples(folder_)
     size = sum(parameter.numel() for parameter in model.parameters())
-    words = ["--model_dir", model_dir, "--data_path", folder_, "--output_path", tmp_path / "run", "--dim", size]
-    assert cli.main(["grads", "collect", *map(str, words), "--projection", "none"]) == 0
-    assert cli.main(["grads", "aggregate", "--base_path", str(tmp_path / "run"), "--dim", str(size)]) == 0
+    path = collected(model_dir, folder_, tmp_path / "run", size, "--projection", "none")
     asked = write_corpus(tmp_path / "asked.json", [DOCUMENTS[0]])
     capsys.readouterr()
-    words = ["--store", tmp_path / "run" / f"dim{size}", "--data_path", asked, "--metric", "dot", "--json"]
+    words = ["--store", path, "--data_path", asked, "--metric", "dot", "--json"]
     assert cli.main(["grads", "query", *map(str, words), "--top_k", "99", "--cache_dir", str(tmp_path)]) == 0
     gradient_of_query = by_hand(model, found["pair"])[2]
     for hit in json.loads(capsys.readouterr().out)["top"]:

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from changed_store import copied, edit, sign
+from changed_store import collected, copied, edit, sign
 from small_model import make
 
 from gradwire import cli
@@ -32,11 +32,8 @@ def stores(tmp_path_factory):
         ("val-sign", "val", 0, "sign"),
         ("other", "val", 1, "sgd"),
     ):
-        words = ["--model_dir", small.model, "--data_path", small.shards, "--output_path", base / name, "--dim", 32]
-        words += ["--split", split, "--seed", seed, "--grad_type", kind, "--projection", "sjlt"]
-        assert cli.main(["grads", "collect", *map(str, words)]) == 0
-        assert cli.main(["grads", "aggregate", "--base_path", str(base / name), "--dim", "32"]) == 0
-        found[name] = base / name / "dim32"
+        words = ["--split", split, "--seed", seed, "--grad_type", kind, "--projection", "sjlt"]
+        found[name] = collected(small.model, small.shards, base / name, 32, *words)
     return small, found
 
 

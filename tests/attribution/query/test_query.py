@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from changed_store import copied, edit, sign
+from changed_store import collected, copied, edit, sign
 from safetensors.torch import load_file, save_file
 from small_model import MAX_LENGTH, make
 
@@ -42,11 +42,8 @@ def stores(tmp_path_factory):
     found = {}
     for name, (split, kind, projection) in COLLECTED.items():
         dim = saved.entries(small.model) if projection == "none" else 32
-        words = ["--model_dir", small.model, "--data_path", small.shards, "--output_path", base / name, "--dim", dim]
-        words += ["--split", split, "--grad_type", kind, "--projection", projection, "--seed", 5]
-        assert cli.main(["grads", "collect", *map(str, words)]) == 0
-        assert cli.main(["grads", "aggregate", "--base_path", str(base / name), "--dim", str(dim)]) == 0
-        found[name] = base / name / f"dim{dim}"
+        words = ["--split", split, "--grad_type", kind, "--projection", projection, "--seed", 5]
+        found[name] = collected(small.model, small.shards, base / name, dim, *words)
     return small, found
 
 
@@ -113,10 +110,7 @@ def test_scores_are_those_of_influence(stores, tmp_path, capsys, kind, metric, o
 def test_a_store_of_any_type_is_asked_with_a_float32_row(stores, tmp_path, capsys, kind):
     """Only the store's rows are rounded."""
     small, of = stores
-    words = ["--model_dir", small.model, "--data_path", small.shards, "--output_path", tmp_path, "--dim", 32]
-    words += ["--projection", "sjlt", "--seed", 5, "--store", kind]
-    assert cli.main(["grads", "collect", *map(str, words)]) == 0
-    assert cli.main(["grads", "aggregate", "--base_path", str(tmp_path), "--dim", "32"]) == 0
+    collected(small.model, small.shards, tmp_path, 32, "--projection", "sjlt", "--seed", 5, "--store", kind)
     exact = store.read_rows(of["val"] / "all_orig.pt").double().mean(0)
     wanted = store.read_rows(tmp_path / "dim32" / "all_orig.pt").double() @ exact
     asked = ["--data_path", small.shards, "--split", "val", "--metric", "dot", "--top_k", 1000]
