@@ -218,10 +218,9 @@ def test_factors_with_a_flipped_bit_are_refused(tmp_path):
         load()
 
 
-def test_a_full_disk_leaves_no_half_factors(small, tmp_path):
-    words = ["--model_dir", small.model, "--data_path", small.shards, "--output_dir", tmp_path / "factors"]
-    done = full_disk.run(1500, "grads", "factors", *words)
-    assert done.returncode == 3, done.stderr
+def test_a_full_disk_leaves_no_half_factors(small, tmp_path, capsys):
+    with full_disk.limited(1500):
+        assert run("factors", small, "--output_dir", tmp_path / "factors") == 3
     file = tmp_path / "factors" / ekfac.FILE
-    assert done.stderr.strip() == f"gradwire grads factors: {file} cannot be written: File too large."
+    assert capsys.readouterr().err.strip() == f"gradwire grads factors: {file} cannot be written: File too large."
     assert not [*(tmp_path / "factors").glob(f"{ekfac.FILE}*")]
