@@ -183,7 +183,7 @@ def parser_of(name: str, module: ModuleType) -> Parser:
         allow_abbrev=False,
     )
     if hasattr(module, "Options"):
-        from gradwire.base.flags import add_flags
+        from gradwire.base.strict import add_flags
 
         add_flags(parser, module.Options)
     if hasattr(module, "arguments"):
@@ -206,7 +206,7 @@ def options_of(module: ModuleType, args: argparse.Namespace) -> Any:
     """
     if not hasattr(module, "Options"):
         return args
-    from gradwire.base.flags import from_flags
+    from gradwire.base.strict import from_flags
 
     return from_flags(module.Options, args)
 

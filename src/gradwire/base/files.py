@@ -325,7 +325,7 @@ def read_yaml(path: Path) -> Any:
 
     Raises:
         BadInput: As in `read_text`, and if it is invalid, has a duplicate key, or holds more values than
-            `gradwire.base.parsing.LARGEST`.
+            `LARGEST`.
     """
     text = read_text(path, LARGEST_CONFIGURATION)
     try:

@@ -1,4 +1,4 @@
-"""Types of flags (numbers with bounds, output paths), and flags from the fields of a model and back.
+"""Types of flags: numbers with bounds, and output paths. Free of heavy imports.
 
 A type converts the text of a flag. `check_paths` and `check_numbers` check all flags before a verb runs, so verbs
 check neither bounds nor paths. Fields of the configuration use the same bounds.
@@ -12,15 +12,10 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
-
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
+from typing import Any
 
 from gradwire.base.errors import BadInput
 from gradwire.base.files import check_file, check_folder, check_input
-from gradwire.base.strict import Model, checked
 
 
 @dataclass(frozen=True)
@@ -171,95 +166,3 @@ def _given(args: argparse.Namespace) -> Iterator[tuple[str, Any, Any]]:
         for item in value if isinstance(value, list) else [value]:
             if item is not None:
                 yield action.option_strings[0] if action.option_strings else action.dest, action.type, item
-
-
-METAVARS: dict[Any, str] = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
-
-
-# Why: docs/decisions.md, "A verb's flags are a typed model".
-def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
-    """Give ``parser`` a flag for each field of ``model``, with its type, default and description.
-
-    The flags of a base class come after those of the class. A base class with a ``group`` (title and description) has
-    its own group in the help. A tuple takes several words; a value that is `Positional` has no flag. The type of a flag
-    is that of its field, or the `Number`, `output_file` or `output_folder` in the field's annotation, whose checks
-    `check_numbers` and `check_paths` do.
-    """
-    for title, fields in _grouped(model):
-        target = parser.add_argument_group(*title) if title else parser
-        for name, field in fields.items():
-            _add_flag(target, field.alias or name, field)
-
-
-def _grouped(model: type[BaseModel]) -> Iterator[tuple[tuple[str, str] | None, dict[str, FieldInfo]]]:
-    """Yield the fields that each class of a model defines, and the title of their group."""
-    defined = {name: kind for kind in model.__mro__ for name in vars(kind).get("__annotations__", {})}
-    for kind in model.__mro__:
-        fields = {name: field for name, field in model.model_fields.items() if defined.get(name) is kind}
-        if fields:
-            yield vars(kind).get("group"), fields
-
-
-def _add_flag(target: Any, name: str, field: FieldInfo) -> None:
-    """Add the flag of one field to a parser or a group of it."""
-    options: dict[str, Any] = {"help": field.description}
-    annotation = _without_none(field.annotation)
-    several = get_origin(annotation) is tuple
-    place = next((item for item in field.metadata if isinstance(item, Positional)), None)
-    if not field.is_required():
-        options["default"] = field.get_default(call_default_factory=True)
-    elif place is None:
-        options["required"] = True
-    if annotation is bool:
-        target.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, **options)
-        return
-    if several:
-        options["nargs"] = "+" if place is None else "*"
-        annotation = get_args(annotation)[0]
-    elif place is not None and not field.is_required():
-        options["nargs"] = "?"
-    if get_origin(annotation) is Literal:
-        target.add_argument(f"--{name}", choices=get_args(annotation), **options)
-        return
-    metadata = (*getattr(annotation, "__metadata__", ()), *field.metadata)
-    kind = getattr(annotation, "__origin__", annotation)
-    checks = (item for item in metadata if isinstance(item, Number) or item in CHECKS)
-    options |= {"type": next(checks, kind), "metavar": place.metavar if place else METAVARS[kind]}
-    target.add_argument(name if place else f"--{name}", **options)
-
-
-def _without_none(annotation: Any) -> Any:
-    """Return ``int`` of ``int | None``."""
-    kinds = [kind for kind in get_args(annotation) if kind is not NoneType]
-    return kinds[0] if NoneType in get_args(annotation) else annotation
-
-
-def from_flags(model: type[Model], args: argparse.Namespace) -> Model:
-    """Build a ``model`` from parsed flags.
-
-    Raises:
-        BadInput: If a value is out of range.
-    """
-    names = [field.alias or name for name, field in model.model_fields.items()]
-    given = {name: getattr(args, name) for name in names}
-    return checked(model, given, "arguments")
-
-
-def to_flags(settings: BaseModel, *names: str) -> list[str]:
-    """Return the flags for ``settings``: ``["--steps", "60", "--no-profile", ...]``; None is omitted.
-
-    Args:
-        settings: A model whose fields are flags of a verb.
-        names: Only these fields; default: all.
-    """
-    words: list[str] = []
-    for name, value in settings:
-        if names and name not in names:
-            continue
-        if isinstance(value, bool):
-            words.append(f"--{name}" if value else f"--no-{name}")
-        elif isinstance(value, tuple):
-            words += [f"--{name}", *map(str, value)]
-        elif value is not None:
-            words += [f"--{name}", str(value)]
-    return words

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from gradwire import cli
 from gradwire.attribution.collect import run as grads_run
 from gradwire.base.errors import BadInput
-from gradwire.base.flags import add_flags, from_flags, to_flags
+from gradwire.base.strict import add_flags, from_flags, to_flags
 from gradwire.bench.config import Cell, Dataset, Experiment, Gradients, Grid, Training, experiment, json_schema, load
 from gradwire.bench.workflow import experiment as workflow
 from gradwire.comm.communication import Communication

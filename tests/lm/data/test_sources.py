@@ -21,8 +21,7 @@ from pydantic import Field
 
 from gradwire.base import plugins
 from gradwire.base.errors import BadInput
-from gradwire.base.flags import to_flags
-from gradwire.base.strict import checked
+from gradwire.base.strict import checked, to_flags
 from gradwire.bench.config import Dataset
 from gradwire.cli import main
 from gradwire.lm.data import corpus, sources, text_files

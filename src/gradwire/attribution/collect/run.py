@@ -14,17 +14,8 @@ from gradwire.attribution.collect.collect import Collection
 from gradwire.attribution.options import Count
 from gradwire.base.errors import BadInput
 from gradwire.base.files import read_yaml
-from gradwire.base.flags import (
-    NATURAL,
-    RANKS,
-    add_flags,
-    check_numbers,
-    check_paths,
-    from_flags,
-    output_folder,
-    to_flags,
-)
-from gradwire.base.strict import Strict, checked
+from gradwire.base.flags import NATURAL, RANKS, check_numbers, check_paths, output_folder
+from gradwire.base.strict import Strict, add_flags, checked, from_flags, to_flags
 
 
 class Flags(Strict):

@@ -17,7 +17,7 @@ from gradwire.base.errors import BadInput
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-FALSE_ALARM = 1e-12  # probability that a correct row lies outside its band
+FALSE_ALARM = 1e-12  # probability that a correct row is outside its band
 
 
 class Band(NamedTuple):
