@@ -139,7 +139,8 @@ def test_tokens_have_the_weight_of_their_bytes(made):
     words, found = load_tokenizer(folder_.parent / "tokenizer"), all_samples(folder_)
     for document in documents(corpus):
         parts = [found[id_] for id_ in found if id_ == document.id or id_.startswith(f"{document.id}#")]
-        *tokens, _ = [token for part in parts for token in part.input_ids.tolist()]
+        *tokens, end = [token for part in parts for token in part.input_ids.tolist()]
+        assert end == words.eos_id and tokens == words.encode_batch([document.text])[0]
         every = [weights_of(one) for one in parts]
         flags = [one.input_ids > -1 if one.is_target is None else one.is_target for one in parts]
         expected = wanted(document, tokens, words)
