@@ -9,7 +9,7 @@ from gradwire.attribution.store.provenance import FORMAT, Provenance
 from gradwire.base.files import write_json
 from gradwire.lm.data.tokenization import tokenize
 from gradwire.lm.data.tokenizer import load as load_tokenizer
-from gradwire.lm.models import causal, folder
+from gradwire.lm.models import causal
 
 MAX_LENGTH = 24
 
@@ -40,7 +40,7 @@ def make(root: Path) -> Small:
     )
     vocab_size = load_tokenizer(root / "data" / "tokenizer").vocab_size
     model = causal.build("micro", vocab_size, MAX_LENGTH, seed=3)
-    folder.save(model.state_dict(), model.config, root / "data" / "tokenizer", root / "final_model", {"steps": 0})
+    causal.save(model.state_dict(), model.config, root / "data" / "tokenizer", root / "final_model", {"steps": 0})
     return Small(root / "corpus.json", root / "data" / "shards", root / "final_model")
 
 

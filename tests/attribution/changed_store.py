@@ -1,4 +1,4 @@
-"""Copies of stores, changed by a test."""
+"""Stores of a small model, and copies of them that a test changes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from gradwire import cli
 from gradwire.base.files import sha256_file
+
+
+def collected(model: Path, data: Path, run: Path, dim: int, *words: object) -> Path:
+    """Collect and aggregate gradients; return the merged store."""
+    flags = ["--model_dir", model, "--data_path", data, "--output_path", run, "--dim", dim, *words]
+    assert cli.main(["grads", "collect", *map(str, flags)]) == 0
+    assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", str(dim)]) == 0
+    return run / f"dim{dim}"
 
 
 def copied(path: Path, to: Path) -> Path:

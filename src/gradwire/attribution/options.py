@@ -97,7 +97,7 @@ class SampleOptions(Strict):
             BadInput: If the model or the data are unusable, or do not match.
             RunFault: If rank 0 makes no progress.
         """
-        from gradwire.lm.models.shards import samples_of
+        from gradwire.lm.models.saved import samples_of
 
         return samples_of(self, rank)
 

@@ -77,18 +77,18 @@ def rank_env(given: Mapping[str, Any], environment: Mapping[str, str]) -> RankEn
     chosen = {name: value for name, value in given.items() if value is not None}
     if "RANK" in environment:
         return _from_environment(chosen, environment)
-    found = RankEnv(**{"local_rank": chosen.get("rank", 0), **chosen})
+    env = RankEnv(**{"local_rank": chosen.get("rank", 0), **chosen})
     missing = [f"--{name}" for name in ("rank", "master_port") if name not in chosen]
-    if found.world_size > 1 and missing:
+    if env.world_size > 1 and missing:
         raise BadInput(
-            f"--world_size {found.world_size} without {' and '.join(missing)}: "
-            f"start the ranks with `gradwire launch --world_size {found.world_size} -- VERB ...`, or pass them to each."
+            f"--world_size {env.world_size} without {' and '.join(missing)}: "
+            f"start the ranks with `gradwire launch --world_size {env.world_size} -- VERB ...`, or pass them to each."
         )
-    if not 0 <= found.rank < found.world_size:
+    if not 0 <= env.rank < env.world_size:
         raise BadInput(
-            f"--rank {found.rank} with --world_size {found.world_size}: the rank must be from 0 to world_size - 1."
+            f"--rank {env.rank} with --world_size {env.world_size}: the rank must be from 0 to world_size - 1."
         )
-    return found
+    return env
 
 
 def ranks_here(world_size: int) -> int:
@@ -126,7 +126,7 @@ def is_loopback(address: str) -> bool:
 def _from_environment(chosen: Mapping[str, Any], environment: Mapping[str, str]) -> RankEnv:
     """Read torchrun's variables and check that no flag contradicts them."""
     try:
-        found = RankEnv(
+        env = RankEnv(
             rank=variable(environment, "RANK", RANK),
             local_rank=variable(environment, "LOCAL_RANK", RANK),
             world_size=variable(environment, "WORLD_SIZE", RANKS),
@@ -135,15 +135,15 @@ def _from_environment(chosen: Mapping[str, Any], environment: Mapping[str, str])
         )
     except KeyError as missing:
         raise BadInput(f"RANK is set in the environment but {missing} is not: set all five, or none.") from None
-    if found.rank >= found.world_size:
+    if env.rank >= env.world_size:
         raise BadInput(
-            f"RANK is {found.rank} and WORLD_SIZE is {found.world_size} in the environment; RANK must be less than "
+            f"RANK is {env.rank} and WORLD_SIZE is {env.world_size} in the environment; RANK must be less than "
             "WORLD_SIZE."
         )
     for name, value in chosen.items():
-        if value != getattr(found, name):
+        if value != getattr(env, name):
             raise BadInput(
-                f"--{name} {value} disagrees with {name.upper()}={getattr(found, name)} in the environment, "
+                f"--{name} {value} disagrees with {name.upper()}={getattr(env, name)} in the environment, "
                 f"which torchrun sets: leave --{name} out."
             )
-    return found
+    return env

@@ -11,9 +11,8 @@ from pydantic import BaseModel, Field
 from pydantic.fields import FieldInfo
 
 from gradwire.base.errors import BadInput
-from gradwire.base.files import write_text
+from gradwire.base.files import parse_yaml, write_text
 from gradwire.base.flags import output_file
-from gradwire.base.parsing import parse_yaml
 from gradwire.base.strict import Strict
 from gradwire.bench.config import Dataset, Experiment, Gradients, Training, experiment
 from gradwire.lm.data.sources import meaning

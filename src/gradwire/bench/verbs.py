@@ -141,7 +141,7 @@ def verb_of(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def parser_of(name: str) -> Parser:
     """The parser of a verb's flags."""
-    from gradwire.base.model_flags import add_flags
+    from gradwire.base.strict import add_flags
 
     parser = Parser(
         prog=f"gradwire {name}",
@@ -192,7 +192,7 @@ class Command:
         Raises:
             BadInput: If a value is out of range.
         """
-        from gradwire.base.model_flags import from_flags
+        from gradwire.base.strict import from_flags
 
         return from_flags(self.module.Options, self.arguments)
 

@@ -19,7 +19,7 @@ from gradwire.attribution.store import store
 from gradwire.base.errors import BadInput
 from gradwire.lm.data.batches import collate
 from gradwire.lm.data.shards import Shards
-from gradwire.lm.models import folder
+from gradwire.lm.models import causal
 
 DIM = 32
 
@@ -39,7 +39,7 @@ def batches_of(shards, size):
 
 
 def factors(small, size=4, split="train"):
-    model = folder.load(small.model)
+    model = causal.load(small.model)
     found = ekfac.factored(
         model,
         batches_of(Shards(small.shards, split), size),
@@ -199,7 +199,7 @@ def test_bad_input_is_one_message(small, collected, tmp_path, capsys):
     (damaged / ekfac.FILE).write_bytes((collected / "factors" / ekfac.FILE).read_bytes()[:-9])
     assert run("collect", small, *common, "--optimizer_dir", damaged) == 2
     assert "is unusable" in capsys.readouterr().err
-    shapes = {name: tuple(p.shape) for name, p in folder.load(small.model).named_parameters()}
+    shapes = {name: tuple(p.shape) for name, p in causal.load(small.model).named_parameters()}
     with pytest.raises(BadInput, match="factors of another model"):
         ekfac.load(collected / "factors", "another", "mean", shapes, torch.device("cpu"))
     assert run("collect", small, *common, "--optimizer_dir", collected / "factors", "--loss", "sum") == 2
@@ -218,10 +218,9 @@ def test_factors_with_a_flipped_bit_are_refused(tmp_path):
         load()
 
 
-def test_a_full_disk_leaves_no_half_factors(small, tmp_path):
-    words = ["--model_dir", small.model, "--data_path", small.shards, "--output_dir", tmp_path / "factors"]
-    done = full_disk.run(1500, "grads", "factors", *words)
-    assert done.returncode == 3, done.stderr
+def test_a_full_disk_leaves_no_half_factors(small, tmp_path, capsys):
+    with full_disk.limited(1500):
+        assert run("factors", small, "--output_dir", tmp_path / "factors") == 3
     file = tmp_path / "factors" / ekfac.FILE
-    assert done.stderr.strip() == f"gradwire grads factors: {file} cannot be written: File too large."
+    assert capsys.readouterr().err.strip() == f"gradwire grads factors: {file} cannot be written: File too large."
     assert not [*(tmp_path / "factors").glob(f"{ekfac.FILE}*")]

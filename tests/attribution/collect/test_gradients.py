@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from changed_store import copied, edit, sign
 from small_model import MAX_LENGTH, make, origin
 
 from gradwire import cli
@@ -34,7 +35,7 @@ from gradwire.lm.data.corpus import documents
 from gradwire.lm.data.shards import Sample, Shards
 from gradwire.lm.data.tokenizer import load as load_tokenizer
 from gradwire.lm.data.writer import cuts, sample_ids
-from gradwire.lm.models import causal, folder, saved
+from gradwire.lm.models import causal, saved
 
 SAMPLES, DIMS, INTERVAL = 11, (64, 100), 4
 
@@ -81,6 +82,12 @@ def pair(small, tmp_path_factory):
     words = ["--config_path", str(base / "run.json"), "--output_dir", str(run), "--num_gpus", "2", "--skip_training"]
     assert cli.main(["grads", "run", *words]) == 0
     return run
+
+
+@pytest.fixture
+def run(pair, tmp_path):
+    """A copy of the run on two ranks, to be changed."""
+    return copied(pair, tmp_path / "run")
 
 
 def merged(run, dim=DIMS[0]):
@@ -229,7 +236,7 @@ def test_a_gradient_that_is_not_finite_ends_the_run_with_its_sample():
 
 def test_weights_that_are_not_finite_are_the_models_fault(small, tmp_path, capsys):
     shutil.copytree(small.model, tmp_path / "nan", ignore=shutil.ignore_patterns("SHA256SUMS"))
-    model = folder.load(small.model)
+    model = causal.load(small.model)
     torch.nn.init.constant_(model.transformer.ln_f.weight, math.nan)
     model.save_pretrained(tmp_path / "nan")
     assert cli.main(options(small, tmp_path / "run", model_dir=tmp_path / "nan")) == 2
@@ -272,7 +279,7 @@ def test_two_ranks_on_an_odd_number_of_samples_give_the_store_of_one(small, alon
     shards = Shards(small.shards, "train")
     ids = [shards[position].sample_id for position in range(SAMPLES)]
     assert len(set(ids)) == SAMPLES and any("#" in id_ for id_ in ids)
-    numel = folder.load(small.model).num_parameters()
+    numel = causal.load(small.model).num_parameters()
     for dim in DIMS:
         one, two = merged(alone, dim), merged(pair, dim)
         assert one.ids == two.ids == ids
@@ -285,7 +292,7 @@ def test_two_ranks_on_an_odd_number_of_samples_give_the_store_of_one(small, alon
 
 
 def test_the_rows_are_the_projected_gradients_of_the_samples(small, pair):
-    shards, model = Shards(small.shards, "train"), folder.load(small.model)
+    shards, model = Shards(small.shards, "train"), causal.load(small.model)
     origin = provenance.read(pair)
     projector = rows.RowMaker.load(origin, torch.device("cpu")).projector
     for dim in DIMS:
@@ -301,7 +308,7 @@ def test_the_rows_are_the_projected_gradients_of_the_samples(small, pair):
 
 
 def test_none_stores_the_whole_gradient(small, tmp_path, capsys):
-    numel = folder.load(small.model).num_parameters()
+    numel = causal.load(small.model).num_parameters()
     words = options(small, tmp_path / "run", projection="none", max_samples=2, dim=numel)
     assert cli.main(words) == 0
     rows = store.read_rows(tmp_path / "run" / "rank_0" / f"dim{numel}" / "all_orig.pt")
@@ -402,8 +409,7 @@ with ExitStack() as stack:
 
 
 def test_aggregating_removes_what_a_killed_call_left_whatever_its_flags(alone, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(alone, run)
+    run = copied(alone, tmp_path / "run")
     names = ("all_orig.pt", "all_normalized.pt", "all_orig.safetensors", "all_orig.parquet", "manifest.json")
     words = [sys.executable, "-c", WRITING, *(str(run / "dim64" / name) for name in (*names, "notes.txt"))]
     killed, living = (subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(2))
@@ -435,8 +441,7 @@ def test_a_killed_collection_goes_on_to_the_store_of_an_unbroken_one(small, alon
 
 
 def test_a_collection_does_not_go_on_from_blocks_that_are_not_its_own(small, alone, tmp_path, capsys):
-    run = tmp_path / "run"
-    shutil.copytree(alone, run)
+    run = copied(alone, tmp_path / "run")
     (run / "collect.json").unlink()
     assert cli.main(options(small, run, seed=1)) == 2
     assert "collect.json is missing, but the folder holds gradients" in capsys.readouterr().err
@@ -453,8 +458,7 @@ def test_a_collection_does_not_go_on_from_blocks_that_are_not_its_own(small, alo
 
 
 def test_a_run_folder_of_another_configuration_is_refused_and_restarted_on_request(small, alone, tmp_path, capsys):
-    run = tmp_path / "run"
-    shutil.copytree(alone, run)
+    run = copied(alone, tmp_path / "run")
     before = sha256_file(run / "rank_0" / "dim64" / "all_orig.pt")
     changed = options(small, run, seed=1)
     assert cli.main(changed) == 2
@@ -572,9 +576,7 @@ def test_rows_are_read_and_written_piece_by_piece_in_torchs_own_format(pair, tmp
         assert torch.equal(torch.from_numpy(file.take(positions)), rows[positions])
 
 
-def test_aggregating_refuses_what_the_run_has_not(pair, tmp_path, capsys):
-    run = tmp_path / "run"
-    shutil.copytree(pair, run)
+def test_aggregating_refuses_what_the_run_has_not(run, tmp_path, capsys):
 
     def answer(*more, base=run):
         assert cli.main(["grads", "aggregate", "--base_path", str(base), *more]) == 2
@@ -587,9 +589,8 @@ def test_aggregating_refuses_what_the_run_has_not(pair, tmp_path, capsys):
     assert f"{run / 'rank_1' / 'dim64'} is missing or incomplete" in answer("--dim", "64")
 
 
-def test_aggregating_refuses_altered_rows_and_leaves_no_file_of_an_earlier_call(pair, tmp_path, capsys):
-    run, made = tmp_path / "run", tmp_path / "made" / "dim64"
-    shutil.copytree(pair, run)
+def test_aggregating_refuses_altered_rows_and_leaves_no_file_of_an_earlier_call(run, tmp_path, capsys):
+    made = tmp_path / "made" / "dim64"
     words = ["grads", "aggregate", "--base_path", str(run), "--output_dir", str(made), "--dim", "64"]
     assert cli.main([*words, "--normalize", "--export", "parquet"]) == 0
     assert cli.main(words) == 0
@@ -599,12 +600,11 @@ def test_aggregating_refuses_altered_rows_and_leaves_no_file_of_an_earlier_call(
     }
     before = {path.name: sha256_file(path) for path in made.iterdir()}
     names = store.all_names(run / "rank_1" / "dim64")
-    block = store.read(names)
-    rows = block.rows.clone()
-    rows[2, 3] += 1e-3
-    put(names, rows, block)
+    alter(names, 2, 3, 0.5)
     assert cli.main(words) == 2
-    assert f"{names.meta}: row 2 is not what was collected for {block.ids[2]!r}" in capsys.readouterr().err
+    assert (
+        f"{names.meta}: row 2 is not what was collected for {store.read_ids(names.ids)[2]!r}" in capsys.readouterr().err
+    )
     (made / "grads_aggregate.failed.json").unlink()
     assert {path.name: sha256_file(path) for path in made.iterdir()} == before
 
@@ -623,14 +623,6 @@ def rewrite(path, ids):
     path.write_bytes(pickle.dumps(ids))
 
 
-def sign_again(run):
-    """Make the manifest agree with the files, as a careful forger would."""
-    file = run / "dim64" / "manifest.json"
-    manifest = json.loads(file.read_text())
-    manifest["sha256"] = {name: sha256_file(run / "dim64" / name) for name in manifest["sha256"]}
-    file.write_text(json.dumps(manifest))
-
-
 def put(names, rows, block):
     """Other rows with the ids and the metadata of a block."""
     store.write(names, block._replace(stored=block.codec.encode(rows.clone())))
@@ -642,62 +634,65 @@ def put_bound(run, names, rows, block):
     put(names, rows, block._replace(meta=meta))
 
 
+def alter(names, row, column, value):
+    """Another number in a stored row."""
+    block = store.read(names)
+    rows = block.rows.clone()
+    rows[row, column] = value
+    put(names, rows, block)
+    return names.rows
+
+
 def swapped(ids, i=1, j=3):
     ids = list(ids)
     ids[i], ids[j] = ids[j], ids[i]
     return ids
 
 
-def swap_rank_ids(run):
-    path = run / "rank_1" / "dim64" / "all_ids.pkl"
+def swap_ids(path):
     rewrite(path, swapped(store.read_ids(path)))
     return path
+
+
+def swap_rank_ids(run):
+    return swap_ids(run / "rank_1" / "dim64" / "all_ids.pkl")
 
 
 def swap_part_ids(run):
-    path = run / "rank_0" / "dim64" / "ids-4.pkl"
-    rewrite(path, swapped(store.read_ids(path)))
-    return path
-
-
-def swap_merged_ids(run):
-    path = run / "dim64" / "all_ids.pkl"
-    rewrite(path, swapped(store.read_ids(path)))
-    return path
+    return swap_ids(run / "rank_0" / "dim64" / "ids-4.pkl")
 
 
 def swap_merged_ids_and_sign(run):
-    path = swap_merged_ids(run)
-    sign_again(run)
+    path = swap_ids(run / "dim64" / "all_ids.pkl")
+    sign(run / "dim64")
     return path
 
 
 def swap_merged_rows_and_bind_again(run):
     names, block = store.all_names(run / "dim64"), merged(run)
     put_bound(run, names, block.rows[swapped(range(SAMPLES))], block)
-    sign_again(run)
+    sign(run / "dim64")
     return names.rows
 
 
 def alter_rank_row(run):
-    names = store.part_names(run / "rank_1" / "dim64", 6)
-    block = store.read(names)
-    rows = block.rows.clone()
-    rows[0, 0] += 1e-3
-    put(names, rows, block)
-    return names.rows
+    return alter(store.part_names(run / "rank_1" / "dim64", 6), 0, 0, 0.5)
 
 
 def keep(run, positions):
     names, block = store.all_names(run / "dim64"), merged(run)
     ids, meta = [block.ids[at] for at in positions], block.meta.take(pa.array(positions))
     store.write(names, store.Block(block.stored[positions], ids, meta, block.codec))
-    sign_again(run)
+    sign(run / "dim64")
     return names.ids
 
 
 def drop_row(run):
     return keep(run, range(SAMPLES - 1))  # the last one: the others are in order
+
+
+def double_row(run):
+    return keep(run, [0, 1, 2, 3, 3, *range(5, SAMPLES)])
 
 
 def reorder_rows(run):
@@ -729,12 +724,7 @@ def add_block(run):
 
 
 def plant_nan(run):
-    names = store.all_names(run / "rank_0" / "dim64")
-    block = store.read(names)
-    rows = block.rows.clone()
-    rows[2, 3] = math.nan
-    put(names, rows, block)
-    return names.rows
+    return alter(store.all_names(run / "rank_0" / "dim64"), 2, 3, math.nan)
 
 
 def other_width(run):
@@ -751,7 +741,7 @@ def other_type(run):
 
 def forge_manifest(run):
     path = run / "dim64" / "manifest.json"
-    path.write_text(path.read_text().replace('"seed": 0', '"seed": 1'))
+    edit(path, seed=1)
     return path
 
 
@@ -766,7 +756,7 @@ def shrink_row_and_bind_again(run):
     rows = block.rows.clone()
     rows[5] /= 3
     put_bound(run, names, rows, block)
-    sign_again(run)
+    sign(run / "dim64")
     return names.rows
 
 
@@ -775,7 +765,7 @@ def another_models_ranks(run):
     made = provenance.read(run)
     other = run.parent / "model"
     model = causal.build("micro", 290, 24, seed=4)
-    folder.save(model.state_dict(), model.config, Path(made.model_dir), other, {})
+    causal.save(model.state_dict(), model.config, Path(made.model_dir), other, {})
     maker = rows.RowMaker.load(
         made.model_copy(update={"model_dir": str(other), "model_digest": saved.digest(other), "dims": [64]}),
         torch.device("cpu"),
@@ -808,14 +798,11 @@ def edit_loss(run):
     for place in ("rank_0/dim64", "rank_1/dim64", "dim64"):
         for path in (run / place).glob("*meta*.parquet"):
             table = pq.read_table(path)
-            losses = [7.5 if id_ == edited else loss for id_, loss in _losses(table)]
+            pairs = zip(table["sample_id"].to_pylist(), table["loss"].to_pylist(), strict=True)
+            losses = [7.5 if id_ == edited else loss for id_, loss in pairs]
             pq.write_table(table.set_column(1, "loss", pa.array(losses, pa.float64())), path)
-    sign_again(run)
+    sign(run / "dim64")
     return run / "dim64" / "all_meta.parquet"
-
-
-def _losses(table):
-    return zip(table["sample_id"].to_pylist(), table["loss"].to_pylist(), strict=True)
 
 
 def alter_normalized(run):
@@ -833,9 +820,8 @@ def unlisted_normalized(run):
 
 def unlisted_file(run):
     path = run / "dim64" / "manifest.json"
-    stored = json.loads(path.read_text())
-    del stored["sha256"]["all_meta.parquet"]
-    path.write_text(json.dumps(stored))
+    listed = json.loads(path.read_text())["sha256"]
+    edit(path, sha256={name: listed[name] for name in listed if name != "all_meta.parquet"})
     return run / "dim64" / "all_meta.parquet"
 
 
@@ -844,13 +830,13 @@ def save_with_offset(run):
     path = run / "dim64" / "all_orig.pt"
     rows = merged(run).rows.clone()
     torch.save(torch.cat([rows.flip(0), rows])[SAMPLES:], path)
-    sign_again(run)
+    sign(run / "dim64")
     return path
 
 
 def number_as_string(run):
     path = run / "dim64" / "manifest.json"
-    path.write_text(path.read_text().replace('"rows": 11', '"rows": "11"'))
+    edit(path, rows="11")
     return path
 
 
@@ -869,6 +855,7 @@ FAULTS = {  # by the check that finds it
     swap_merged_rows_and_bind_again: "every row comes from a rank",
     alter_rank_row: "row i belongs to id i",
     drop_row: "every id once, in data order",
+    double_row: "every id once, in data order",
     reorder_rows: "every id once, in data order",
     add_id: "files readable, counts equal, rows finite",
     truncate: "files readable, counts equal, rows finite",
@@ -884,9 +871,7 @@ FAULTS = {  # by the check that finds it
 
 
 @pytest.mark.parametrize("plant", FAULTS)
-def test_validation_finds_the_fault_and_names_the_file(pair, tmp_path, capsys, plant):
-    run = tmp_path / "run"
-    shutil.copytree(pair, run)
+def test_validation_finds_the_fault_and_names_the_file(run, capsys, plant):
     path = plant(run)
     assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "64"]) == 1
     stored = json.loads((run / "validation.json").read_text())
@@ -898,11 +883,9 @@ def test_validation_finds_the_fault_and_names_the_file(pair, tmp_path, capsys, p
 
 
 @pytest.mark.parametrize("changes", [{"seed": 1}, {"lora": "x"}])
-def test_an_edited_provenance_is_not_that_of_the_rows(pair, tmp_path, capsys, changes):
-    run = tmp_path / "run"
-    shutil.copytree(pair, run)
+def test_an_edited_provenance_is_not_that_of_the_rows(run, capsys, changes):
     for path in (run / "collect.json", run / "dim64" / "manifest.json", run / "dim100" / "manifest.json"):
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+        edit(path, **changes)
     assert cli.main(["grads", "validate", "--output_dir", str(run), "--dim", "64", "--recompute", "1"]) == 1
     printed = capsys.readouterr().err
     for place in ("rank_0/dim64/grads-4.pt", "rank_1/dim64/grads-6.pt", "dim64/all_orig.pt"):
@@ -912,9 +895,7 @@ def test_an_edited_provenance_is_not_that_of_the_rows(pair, tmp_path, capsys, ch
     assert "no row is of this collection" in capsys.readouterr().err
 
 
-def test_a_matrix_of_another_width_beside_the_runs_is_found(pair, tmp_path, capsys):
-    run = tmp_path / "run"
-    shutil.copytree(pair, run)
+def test_a_matrix_of_another_width_beside_the_runs_is_found(run, capsys):
     path = extra_width(run)
     assert cli.main(["grads", "validate", "--output_dir", str(run)]) == 1
     assert f"{path} belongs to no rank or width of the collection" in capsys.readouterr().err
@@ -978,23 +959,7 @@ def test_what_is_no_plain_matrix_of_rows_is_refused(tmp_path):
     assert torch.equal(torch.from_numpy(RowFile(path).read(0, 3)), rows)
 
 
-def test_recomputing_finds_rows_that_are_consistently_false(pair, tmp_path, capsys):
-    run = tmp_path / "run"
-    shutil.copytree(pair, run)
-    for folder_ in (run / "rank_0" / "dim64", run / "rank_1" / "dim64", run / "dim64"):
-        for names in [store.all_names(folder_), *(store.part_names(folder_, end) for end in store.parts(folder_))]:
-            block = store.read(names)
-            put_bound(run, names, block.rows * 1.1, block)
-    sign_again(run)
-    words = ["grads", "validate", "--output_dir", str(run), "--dim", "64"]
-    assert cli.main(words) == 0
-    assert cli.main([*words, "--recompute", "2"]) == 1
-    assert f"{run / 'dim64' / 'all_orig.pt'}: row" in capsys.readouterr().err
-
-
-def test_the_checks_of_the_ranks_and_of_the_merged_rows_can_be_asked_for_apart(pair, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(pair, run)
+def test_the_checks_of_the_ranks_and_of_the_merged_rows_can_be_asked_for_apart(run):
     swap_rank_ids(run)
     words = ["grads", "validate", "--output_dir", str(run), "--num_gpus", "2", "--recompute", "1"]
     assert cli.main([*words, "--check_aggregated"]) == 0
@@ -1024,7 +989,7 @@ def test_validation_refuses_another_model_or_other_data(small, pair, tmp_path, c
     other = tmp_path / "model"
     shutil.copytree(small.model, other)
     model = causal.build("micro", 290, 24, seed=4)
-    folder.save(model.state_dict(), model.config, small.model, other, {})
+    causal.save(model.state_dict(), model.config, small.model, other, {})
     words = ["grads", "validate", "--output_dir", str(pair), "--recompute", "1"]
     assert cli.main([*words, "--model_dir", str(other)]) == 2
     assert "is not that of the collection" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Prompts are read and not predicted: targets of tokens against bytes, and losses and gradients against autograd."""
+"""What is to be predicted, and with which weight: tokens against bytes, losses and gradients against autograd."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import json
 from argparse import Namespace
 from itertools import accumulate, pairwise
 
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from changed_store import collected
 from data_samples import tokenize_words, values, write_corpus
 from tokenizers import processors
 
 from gradwire import cli
 from gradwire.attribution.collect.rows import RowMaker
+from gradwire.attribution.persample import hooks, loop, vmap
 from gradwire.attribution.store import store
 from gradwire.bench.judge import recall
 from gradwire.lm.data import shards, sources, targets
-from gradwire.lm.data.batches import IGNORED, collate
+from gradwire.lm.data.batches import IGNORED, collate, train_batches
 from gradwire.lm.data.corpus import documents
 from gradwire.lm.data.shards import Shards, target_counts
 from gradwire.lm.data.tokenizer import load as load_tokenizer
-from gradwire.lm.models import causal, folder
+from gradwire.lm.models import causal
 
 LENGTH = 24
 CHAT = [
@@ -32,17 +33,31 @@ CHAT = [
     {"role": "user", "content": " and the shards "},
     {"role": "assistant", "content": "the shards too"},
 ]
+RATED = [*CHAT[:2], {**CHAT[2], "weight": -1.5}, CHAT[3], {**CHAT[4], "weight": 3}]
+SPANS = {"text": "shards  of the wire", "target_spans": [[0, 6], [7, 9], [9, 16]]}  # a token in two spans
 DOCUMENTS = [
-    {"id": "pair", "title": "not read", "prompt": "the gradient of code", "completion": " travels over 日本"},
-    {"id": "glued", "prompt": "the gradi", "completion": "ent of the wire"},  # a token across the border
+    {"id": "pair", "prompt": "the gradient of code", "completion": " travels over 日本", "weight": 2.5},
+    {"id": "rejected", "prompt": "the gradi", "completion": "ent of the wire", "weight": -0.75},
+    {"id": "chat", "messages": RATED, "weight": 0.5},
+    {"id": "one", "messages": [*RATED[:3], {"role": "user", "content": "so?", "weight": None}, RATED[4]]},
+    {"id": "spans", **SPANS, "target_weights": [0.25, -4, 0]},
+    {"id": "plain", "title": "read too", "text": "日本 naïve wire; " * 14, "weight": 1.75},
     {"id": "no-prompt", "prompt": "", "completion": "x = 3.14"},
-    {"id": "long-prompt", "prompt": "日本 naïve wire; " * 14, "completion": "and\n"},
-    {"id": "chat", "messages": CHAT},
+    {"id": "long-prompt", "prompt": "日本 naïve wire; " * 14, "completion": "and\n"},  # a sample without a target
     {"id": "asked", "messages": CHAT[:4]},  # the user's last word is no target, nor is the end of the text
-    {"id": "spans", "text": "shards  of the wire", "target_spans": [[7, 9], [14, 16]]},  # spaces, and part of a token
+    {"id": "usual", "prompt": "of", "completion": " a wire", "weight": 1},
     *({"id": f"more-{i}", "prompt": f"{i} shards of", "completion": f" the wire {i}"} for i in range(12)),
-    *({**one, "id": f"plain-{i}"} for i, one in enumerate(values(4, 30))),
+    *({**one, "id": f"plain-{i}", "weight": i - 1.5} for i, one in enumerate(values(4, 30))),
 ]
+WEIGHTS = {  # of some documents' spans
+    "pair": (2.5,),
+    "chat": (-0.75, 1.5),
+    "one": (-1.5, 3.0),
+    "spans": (0.25, -4.0, 0.0),
+    "plain": (1.75,),
+    "usual": None,
+    "more-3": None,
+}
 TEXTS = {  # of some documents, with what is to be predicted in brackets
     "pair": "the gradient of code[ travels over 日本]",
     "no-prompt": "[x = 3.14]",
@@ -54,19 +69,19 @@ TEXTS = {  # of some documents, with what is to be predicted in brackets
         "<|system|>\nbe brief\n<|user|>\nwhere does the gradient travel?\n<|assistant|>\n[over a wire, naïve 日本\n]"
         "<|user|>\n and the shards "
     ),
-    "spans": "shards [ o]f the[ w]ire",
+    "spans": "[shards] [ o][f the w]ire",
 }
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """The corpus, its shards folder, and an untrained model."""
-    base = tmp_path_factory.mktemp("targets")
+    base = tmp_path_factory.mktemp("weights")
     corpus = write_corpus(base / "corpus.json", DOCUMENTS)
     assert cli.main(tokenize_words(corpus, base / "data", max_length=LENGTH, shard_size=9)) == 0
     words = load_tokenizer(base / "data" / "tokenizer")
     model = causal.build("micro", words.vocab_size, LENGTH, seed=3)
-    folder.save(model.state_dict(), model.config, base / "data" / "tokenizer", base / "model", {"steps": 0})
+    causal.save(model.state_dict(), model.config, base / "data" / "tokenizer", base / "model", {"steps": 0})
     return corpus, base / "data" / "shards", base / "model"
 
 
@@ -82,13 +97,8 @@ def bytes_of(tokens, words):
     return [bytes(shown[character] for character in words.backend.id_to_token(token)) for token in tokens]
 
 
-def wanted_targets(text, spans, tokens, words):
-    """Which tokens have a byte of the targets' characters, by adding up the lengths of tokens."""
-    edges = [0, *accumulate(map(len, bytes_of(tokens, words)))]
-    inside = np.zeros(len(text.encode()), dtype=bool)
-    for start, end in spans:
-        inside[len(text[:start].encode()) : len(text[:end].encode())] = True
-    return [bool(inside[start:end].any()) for start, end in pairwise(edges)]
+def load(path):
+    return causal.load(path).double()
 
 
 def test_the_text_and_its_targets_are_those_of_the_template(made):
@@ -101,21 +111,42 @@ def test_the_text_and_its_targets_are_those_of_the_template(made):
     assert found["plain-1"].spans is None and found["plain-1"].text.startswith("Title 1\n")
 
 
-def test_tokens_are_targets_where_a_byte_of_theirs_is(made):
-    corpus, folder, _ = made
-    words, found = load_tokenizer(folder.parent / "tokenizer"), all_samples(folder)
+def test_a_documents_weights_are_products(made, tmp_path):
+    found = {one.id: one for one in documents(made[0])}
+    assert {id_: found[id_].weights for id_ in WEIGHTS} == WEIGHTS
+    words = ["--source", "json", "--data_path", str(made[0]), "--output", str(tmp_path / "out.json")]
+    assert cli.main(["download", *words]) == 0
+    assert [*documents(tmp_path / "out.json")] == [*documents(made[0])]
+
+
+def wanted(document, tokens, words):
+    """The weight of each target by the bytes of its span, adding up the lengths of tokens; None: no target."""
+    parts, body = bytes_of(tokens, words), document.text
+    weights = document.weights or [1.0] * len(document.spans or [0])
+    if document.spans is None:
+        return [weights[0]] * (len(parts) + 1)
+    of_bytes = [None] * len(body.encode())
+    for (start, end), weight in zip(document.spans, weights, strict=True):
+        first, last = len(body[:start].encode()), len(body[:end].encode())
+        of_bytes[first:last] = [weight] * (last - first)
+    edges = [0, *accumulate(map(len, parts))]
+    inside = [[one for one in of_bytes[start:end] if one is not None] for start, end in pairwise(edges)]
+    return [*(one[0] if one else None for one in inside), weights[-1] if of_bytes[-1] is not None else None]
+
+
+def test_tokens_have_the_weight_of_their_bytes(made):
+    corpus, folder_, _ = made
+    words, found = load_tokenizer(folder_.parent / "tokenizer"), all_samples(folder_)
     for document in documents(corpus):
         parts = [found[id_] for id_ in found if id_ == document.id or id_.startswith(f"{document.id}#")]
         *tokens, end = [token for part in parts for token in part.input_ids.tolist()]
         assert end == words.eos_id and tokens == words.encode_batch([document.text])[0]
-        flags = [flag for one in parts for flag in (one.is_target if one.is_target is not None else one.input_ids > -1)]
-        if document.spans is None:
-            assert all(flags)
-            continue
-        *inside, ends = map(bool, flags)
-        assert inside == wanted_targets(document.text, document.spans, tokens, words)
-        assert ends == (document.id not in ("asked", "spans"))
-        assert any(inside) and (document.id == "no-prompt" or not all(inside))
+        every = [weights_of(one) for one in parts]
+        flags = [one.input_ids > -1 if one.is_target is None else one.is_target for one in parts]
+        expected = wanted(document, tokens, words)
+        assert len(expected) == len(tokens) + 1
+        for flag, weight, want in zip(torch.cat(flags), torch.cat(every).tolist(), expected, strict=True):
+            assert bool(flag) == (want is not None) and (want is None or weight == want)
 
 
 def test_spaces_belong_to_their_tokens_also_where_a_tokenizer_trims_them(made):
@@ -154,100 +185,130 @@ def test_labels_and_every_count_of_targets_agree(made):
     assert counted
 
 
-def test_shards_of_plain_text_have_no_targets_of_their_own(tmp_path):
-    assert cli.main(tokenize_words(write_corpus(tmp_path / "c.json", values(30)), tmp_path / "out")) == 0
+@pytest.mark.parametrize(
+    ("given", "stated"),
+    [
+        (values(30), set()),
+        ([{"prompt": "the", "completion": f" wire {i}", "weight": 1.0} for i in range(30)], {"is_target"}),
+    ],
+)
+def test_shards_state_targets_and_weights_only_where_there_are_some(tmp_path, given, stated):
+    assert cli.main(tokenize_words(write_corpus(tmp_path / "c.json", given), tmp_path / "out")) == 0
     for file in (tmp_path / "out").rglob("shard-*.pt"):
-        assert set(torch.load(file, weights_only=True)) == {"input_ids", "lengths", "sample_ids"}
+        assert set(torch.load(file, weights_only=True)) == {"input_ids", "lengths", "sample_ids"} | stated
 
 
-def by_hand(model, sample):
-    """The mean loss over a sample's targets and its gradient, in float64 from the log-probabilities."""
+def by_hand(model, sample, reduction="mean"):
+    """A sample's weighted loss and its gradient, in float64 from the log-probabilities of one target at a time."""
     places = [at for at in range(1, len(sample.input_ids)) if sample.is_target is None or sample.is_target[at]]
+    weights = [1.0] * len(sample.input_ids) if sample.weights is None else sample.weights.tolist()
     if not places:
-        return None, 0, 0.0
+        return None, 0, torch.zeros(sum(parameter.numel() for parameter in model.parameters()))
     log_p = model(sample.input_ids[None]).logits[0].log_softmax(-1)
-    loss = -sum(log_p[place - 1, sample.input_ids[place]] for place in places) / len(places)
+    loss = -sum(weights[place] * log_p[place - 1, sample.input_ids[place]] for place in places)
+    loss = loss / len(places) if reduction == "mean" else loss
     parts = torch.autograd.grad(loss, [*model.parameters()])
-    return loss.item(), len(places), torch.cat([part.flatten() for part in parts]).numpy()
+    return loss.item(), len(places), torch.cat([part.flatten() for part in parts])
 
 
-@pytest.fixture(scope="module")
-def collected(made, tmp_path_factory):
-    """Whole gradients of the training split, by two batches."""
-    run, (_, folder, model) = tmp_path_factory.mktemp("collected") / "run", made
-    size = sum(parameter.numel() for parameter in load(model).parameters())
-    words = ["--model_dir", model, "--data_path", folder, "--output_path", run, "--dim", size, "--projection", "none"]
-    assert cli.main(["grads", "collect", *map(str, words), "--metadata", "n_tokens,n_valid"]) == 0
-    assert cli.main(["grads", "aggregate", "--base_path", str(run), "--dim", str(size)]) == 0
-    assert cli.main(["grads", "validate", "--output_dir", str(run), "--recompute", "5"]) == 0
-    return run / f"dim{size}"
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("method", [hooks, vmap, loop])
+def test_every_method_differentiates_the_weighted_loss(made, method, reduction):
+    opened, model = Shards(made[1], "train"), load(made[2])
+    found = method.gradients(model, (whole := collate([*opened], opened.meta["pad_id"], len(opened))), reduction)
+    assert whole.weights is not None
+    rows = torch.cat([part.flatten(1) for part in found.gradient.values()], dim=1)
+    for row, loss, sample in zip(rows, found.loss.tolist(), opened, strict=True):
+        expected, _, gradient = by_hand(model, sample, reduction)
+        torch.testing.assert_close(row, gradient.double(), rtol=1e-6, atol=1e-9)
+        assert loss == pytest.approx(expected or 0.0, rel=1e-6)
 
 
-def load(path):
-    return folder.load(path).double()
-
-
-def test_collected_rows_are_gradients_of_the_targets(made, collected):
-    _, folder, model = made
-    model, block = load(model), store.read(store.all_names(collected))
-    table = {row["sample_id"]: row for row in block.meta.to_pylist()}
-    flagged = []
-    for id_, row in zip(block.ids, block.rows.double().numpy(), strict=True):
-        loss, count, gradient = by_hand(model, sample := all_samples(folder)[id_])
-        np.testing.assert_allclose(row, gradient, atol=2e-6)
-        noted = table[id_]
+@pytest.mark.parametrize("loss", ["mean", "sum"])
+def test_collected_rows_are_gradients_of_the_weighted_loss(made, tmp_path, loss):
+    _, folder_, model_dir = made
+    model = load(model_dir)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    words = ["--loss", loss, "--projection", "none", "--metadata", "perplexity,n_tokens,n_valid"]
+    path = collected(model_dir, folder_, tmp_path / "run", size, *words)
+    assert cli.main(["grads", "validate", "--output_dir", str(tmp_path / "run"), "--recompute", "5"]) == 0
+    block = store.read(store.all_names(path))
+    weighted, flagged = 0, list[str]()
+    for id_, row, noted in zip(block.ids, block.rows.double(), block.meta.to_pylist(), strict=True):
+        expected, count, gradient = by_hand(model, sample := all_samples(folder_)[id_], loss)
+        torch.testing.assert_close(row, gradient.double(), rtol=0, atol=1e-5)
         assert (noted["n_targets"], noted["n_valid"], noted["n_tokens"]) == (count, count, len(sample.input_ids))
-        if loss is None:
-            assert (noted["flag"], noted["loss"], noted["norm"]) == ("no_target", None, 0)
-            flagged.append(id_)
-        else:
-            assert noted["flag"] is None and noted["loss"] == pytest.approx(loss, rel=1e-5)
-    assert "long-prompt#0" in flagged and len(flagged) < len(block.ids) / 2
+        assert (noted["flag"], noted["norm"] == 0) == (("no_target", True) if expected is None else (None, False))
+        flagged += [id_] if expected is None else []
+        assert noted["loss"] == (None if expected is None else pytest.approx(expected, rel=1e-4, abs=1e-5))
+        if sample.weights is not None:  # the exponential of a weighted loss is no perplexity
+            weighted += 1
+            assert noted["perplexity"] is None
+    assert weighted > 5 and "long-prompt#0" in flagged and len(flagged) < len(block.ids) / 2
 
 
-def test_norms_perplexity_and_query_use_the_targets_alone(made, collected, tmp_path, capsys):
-    corpus, folder, model_dir = made
-    model, found = load(model_dir), all_samples(folder)
-    words = ["--model_dir", model_dir, "--data_path", folder]
+def test_the_method_is_checked_on_samples_that_count(made, tmp_path, monkeypatch):
+    looked_at = []
+    monkeypatch.setattr(RowMaker, "check", lambda self, samples, at: looked_at.extend(samples[one] for one in at))
+    given = [{**DOCUMENTS[0], "id": f"{at}", "weight": at // 2} for at in range(5)]
+    prompted = {"id": "long-prompt", "prompt": "日本 naïve wire; " * 14, "completion": "and\n"}
+    corpus = write_corpus(tmp_path / "c.json", [prompted, *given])
+    words = ["--model_dir", made[2], "--data_path", corpus, "--output_path", tmp_path / "run", "--dim", 9]
+    assert cli.main(["grads", "collect", *map(str, words), "--cache_dir", str(tmp_path / "cache")]) == 0
+    first, second = looked_at  # the first samples of the prompt have no target, and the next ones weigh nothing
+    assert first.sample_id.startswith("long-prompt#") and first.n_targets and second.sample_id == "2"
+
+
+def test_norms_and_fused_rows_are_those_of_the_weighted_loss(made, tmp_path):
+    words = ["--model_dir", made[2], "--data_path", made[1]]
     assert cli.main(["norms", *map(str, words), "--output_dir", str(tmp_path)]) == 0
+    model, found = load(made[2]), all_samples(made[1])
+    expected = {id_: by_hand(model, one) for id_, one in found.items()}
     for row in pq.read_table(tmp_path / "norms.parquet").to_pylist():
-        loss, count, gradient = by_hand(model, found[row["id"]])
-        assert row["n_valid"] == count
-        assert row["norm"] == pytest.approx(float(np.linalg.norm(gradient)), rel=1e-4, abs=0)
-        assert row["loss"] == (None if loss is None else pytest.approx(loss, rel=1e-5))
+        assert row["norm"] == pytest.approx(float(expected[row["id"]][2].norm()), rel=1e-4, abs=1e-6)
+    words += ["--output_path", tmp_path / "run", "--dim", 64, "--projection", "factored", "--method", "hooks"]
+    assert cli.main(["grads", "collect", *map(str, words)]) == 0
+    block = store.read(store.all_names(tmp_path / "run" / "rank_0" / "dim64"))
+    for id_, norm in zip(block.ids, block.meta["norm"].to_pylist(), strict=True):
+        assert norm == pytest.approx(float(expected[id_][2].norm()), rel=1e-4, abs=1e-6)
 
-    assert cli.main(["perplexity", *map(str, words), "--output", str(tmp_path / "p.json")]) == 0
-    quality, of_val = json.loads((tmp_path / "p.json").read_text()), Shards(folder, "val")
-    alone = [by_hand(model, of_val[at])[:2] for at in range(len(of_val))]
-    total = sum(count for _, count in alone)
-    assert quality["n_targets"] == total
-    assert quality["avg_loss"] == pytest.approx(sum(loss * count for loss, count in alone if count) / total, rel=1e-5)
 
+def test_training_is_weighted_and_perplexity_is_not(made, tmp_path):
+    _, folder_, model_dir = made
+    words = ["--data_path", folder_, "--output_dir", tmp_path / "run", "--model", "micro", "--steps", 6, "--seed", 0]
+    assert cli.main(["train", *map(str, words), "--batch_size", "4", "--warmup_steps", "0", "--device", "cpu"]) == 0
+    opened = Shards(folder_, "train")
+    batch = next(train_batches(opened, 4, 0, 1, 0))
+    assert batch.weights is not None
+    model = causal.build("micro", opened.meta["vocab_size"], LENGTH, seed=0).double()
+    alone = [by_hand(model, all_samples(folder_)[id_], "sum")[:2] for id_ in batch.sample_id]
+    row = pq.read_table(tmp_path / "run" / "steps.parquet").to_pylist()[0]
+    count = sum(number for _, number in alone)
+    assert row["tokens"] == count < sum(len(all_samples(folder_)[id_].input_ids) - 1 for id_ in batch.sample_id)
+    assert row["loss"] == pytest.approx(sum(loss or 0.0 for loss, _ in alone) / count, rel=1e-5)
+
+    words = ["--model_dir", model_dir, "--data_path", folder_, "--output", tmp_path / "p.json"]
+    assert cli.main(["perplexity", *map(str, words)]) == 0
+    quality, of_val, model = json.loads((tmp_path / "p.json").read_text()), Shards(folder_, "val"), load(model_dir)
+    assert any(one.weights is not None for one in of_val)
+    alone = [by_hand(model, one._replace(weights=None), "sum")[:2] for one in of_val]
+    mean = sum(loss or 0.0 for loss, _ in alone) / sum(count for _, count in alone)
+    assert quality["avg_loss"] == pytest.approx(mean, rel=1e-5)
+
+
+def test_a_query_is_compared_by_the_gradient_of_its_targets(made, tmp_path, capsys):
+    _, folder_, model_dir = made
+    model, found = load(model_dir), all_samples(folder_)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    path = collected(model_dir, folder_, tmp_path / "run", size, "--projection", "none")
     asked = write_corpus(tmp_path / "asked.json", [DOCUMENTS[0]])
     capsys.readouterr()
-    words = ["--store", collected, "--data_path", asked, "--metric", "dot", "--json", "--top_k", 100]
-    assert cli.main(["grads", "query", *map(str, words), "--cache_dir", str(tmp_path / "cache")]) == 0
-    _, _, query = by_hand(model, found["pair"])
-    for one in json.loads(capsys.readouterr().out)["top"]:
-        gradient = by_hand(model, found[one["sample_id"]])[2]
-        assert one["score"] == pytest.approx(float(np.sum(query * gradient)), rel=1e-3, abs=1e-4)
-    assert corpus.is_file()
-
-
-def test_a_step_trains_on_the_targets_alone(made, tmp_path):
-    _, folder, _ = made
-    words = ["--data_path", folder, "--output_dir", tmp_path / "run", "--model", "micro", "--steps", 6, "--seed", 0]
-    assert cli.main(["train", *map(str, words), "--batch_size", "4", "--warmup_steps", "0", "--device", "cpu"]) == 0
-    from gradwire.lm.data.batches import train_batches
-
-    opened = Shards(folder, "train")
-    batch = next(train_batches(opened, 4, 0, 1, 0))
-    row = pq.read_table(tmp_path / "run" / "steps.parquet").to_pylist()[0]
-    model = causal.build("micro", opened.meta["vocab_size"], LENGTH, seed=0).double()
-    alone = [by_hand(model, all_samples(folder)[id_])[:2] for id_ in batch.sample_id]
-    count = sum(number for _, number in alone)
-    assert row["tokens"] == count < sum(len(all_samples(folder)[id_].input_ids) - 1 for id_ in batch.sample_id)
-    assert row["loss"] == pytest.approx(sum(loss * number for loss, number in alone if number) / count, rel=1e-5)
+    words = ["--store", path, "--data_path", asked, "--metric", "dot", "--json"]
+    assert cli.main(["grads", "query", *map(str, words), "--top_k", "99", "--cache_dir", str(tmp_path)]) == 0
+    gradient_of_query = by_hand(model, found["pair"])[2]
+    for hit in json.loads(capsys.readouterr().out)["top"]:
+        gradient = by_hand(model, found[hit["sample_id"]])[2]
+        assert hit["score"] == pytest.approx(float(gradient_of_query @ gradient.double()), rel=1e-3, abs=1e-4)
 
 
 BAD = {
@@ -265,6 +326,29 @@ BAD = {
         {"text": "abc", "target_spans": [[1, 4]]},
         "has 'target_spans' that overlap, are empty, or leave its text of 3 characters",
     ),
+    "text": ({"text": "abc", "weight": "2"}, 'has "2" as weight; it must be a finite number'),
+    "null": ({"text": "abc", "weight": None}, "has null as weight; it must be a finite number"),
+    "truth": ({"prompt": "a", "completion": "b", "weight": True}, "has true as weight; it must be"),
+    "infinite": ({"text": "abc", "weight": 1e39}, 'has "1E+39" as weight; it must be a finite number of float32'),
+    "product": (
+        {"text": "abc", "target_spans": [[0, 1]], "target_weights": [3e38], "weight": -4},
+        "has -1.2e+39 as weight; it must be a finite number",
+    ),
+    "message": (
+        {"messages": [*CHAT[:2], {**CHAT[2], "weight": [1]}]},
+        "has [1] as weight of message 2; it must be a finite number",
+    ),
+    "question": (
+        {"messages": [CHAT[0], {**CHAT[1], "weight": 2}, CHAT[2]]},
+        "has a message 1 (counted from 0) with a weight that is not the assistant's",
+    ),
+    "too few": (
+        {**SPANS, "target_weights": [1.0, 2.0]},
+        "needs 'target_weights' that are a list of 3, one for each of 'target_spans'",
+    ),
+    "weights that are no list": ({**SPANS, "target_weights": 2.0}, "needs 'target_weights' that are a list of 3"),
+    "a bad one": ({**SPANS, "target_weights": [1, 2, "x"]}, 'has "x" as weight of span 2; it must'),
+    "no spans": ({"text": "abc", "target_weights": [1.0]}, "has 'target_weights' without 'target_spans'"),
 }
 
 
@@ -275,13 +359,13 @@ def test_a_bad_document_is_one_message(case, tmp_path, capsys):
     assert cli.main(tokenize_words(corpus, tmp_path / "out")) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and f"in.json: document 1 (counted from 0) {message}" in error
+    assert not (tmp_path / "out" / "shards").exists()
 
 
-def test_a_downloaded_corpus_keeps_its_targets(tmp_path):
-    source = write_corpus(tmp_path / "in.json", DOCUMENTS)
-    words = ["--source", "json", "--data_path", str(source), "--output", str(tmp_path / "out.json")]
-    assert cli.main(["download", *words]) == 0
-    assert [*documents(tmp_path / "out.json")] == [*documents(source)]
+def test_a_weight_that_is_not_a_number_is_bad_input(tmp_path, capsys):
+    (tmp_path / "in.json").write_text('[{"text": "fine"}, {"text": "abc", "weight": NaN}]')
+    assert cli.main(tokenize_words(tmp_path / "in.json", tmp_path / "out")) == 2
+    assert "is not valid JSON" in capsys.readouterr().err
 
 
 def test_a_dataset_gives_prompts_or_chats(tmp_path):
@@ -313,30 +397,56 @@ def test_data_without_any_target_is_refused(tmp_path, capsys):
     assert "no sample in train has a target" in capsys.readouterr().err
 
 
-def test_the_method_is_checked_on_samples_that_have_targets(made, tmp_path, monkeypatch):
-    looked_at = []
+def test_a_dataset_has_a_column_of_weights(tmp_path):
+    datasets = pytest.importorskip("datasets")
 
-    def check(self, samples, positions):
-        looked_at.extend(samples[at].n_targets for at in positions)
+    def read(rewards, **options):
+        rows = {"ask": ["a ", "b ", "c "], "answer": ["one", "two", "three"], "reward": rewards}
+        datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "saved")
+        given = {"data_path": str(tmp_path / "saved"), "prompt_column": "ask", "completion_column": "answer", **options}
+        return [one.weights for one in sources.build("datasets", given).open().documents]
 
-    monkeypatch.setattr(RowMaker, "check", check)
-    corpus = write_corpus(tmp_path / "c.json", [DOCUMENTS[3], DOCUMENTS[0]])  # the first one begins with its prompt
-    words = ["--model_dir", made[2], "--data_path", corpus, "--output_path", tmp_path / "run", "--dim", 9]
-    assert cli.main(["grads", "collect", *map(str, words), "--cache_dir", str(tmp_path / "cache")]) == 0
-    assert len(looked_at) == 2 and all(looked_at)
+    assert read([0.5, -2.0, 1.0], weight_column="reward") == [(0.5,), (-2.0,), None]
+    assert read([0.5, -2.0, 1.0]) == [None] * 3
+    for bad in (float("nan"), float("inf"), None):
+        with pytest.raises(sources.BadInput, match=r"document 1 .*has \w+ as weight; it must be a finite number"):
+            read([0.5, bad, 1.0], weight_column="reward")
+    with pytest.raises(sources.BadInput, match="score"):
+        read([0.5, -2.0, 1.0], weight_column="score")
 
 
-def test_planted_copies_have_the_targets_of_their_query(made, tmp_path):
+def test_damaged_weights_are_refused(made, tmp_path):
+    opened = Shards(made[1], "train")
+    table = dict(shards.table(opened.folder, opened.meta, 0))
+    bad = table["weights"].clone()
+    bad[0, 1] = float("nan")
+    cases = ((bad, "not finite"), (bad[:, 1:], "weights is not a float32 matrix"), (bad.double(), "weights is not"))
+    for weights, message in cases:
+        torch.save({**table, "weights": weights}, tmp_path / "shard-00000.pt")
+        with pytest.raises(shards.BadInput, match=message):
+            shards.table(tmp_path, opened.meta, 0)
+
+
+def test_planted_copies_have_the_targets_and_weights_of_their_query(made, tmp_path):
     train, val = (Shards(made[1], split) for split in ("train", "val"))
-    args = Namespace(seed=0, queries=1, copies=2, documents=3)
-    planted = recall.plant(train, val, 5, args)
+    queries = len(val) // 2
+    planted = recall.plant(train, val, 5, Namespace(seed=0, queries=queries, copies=2, documents=3))
     recall.write(tmp_path / "data" / "shards", train, 5, planted)
-    found = all_samples(tmp_path / "data" / "shards")
-    for number, kind in enumerate(("exact", "edited")):
-        flags = recall.encoded_of(val[number]).is_target or [True] * len(val[number].input_ids)
-        for id_ in (f"query/{number}", f"{kind}/{number}/0", f"{kind}/{number}/1"):
-            assert (recall.encoded_of(found[id_]).is_target or [True] * len(flags)) == flags
-    for position in range(5):
-        one = train[position]
-        assert found[one.sample_id].n_targets == one.n_targets
-    assert any(found[train[position].sample_id].n_targets < len(train[position].input_ids) - 1 for position in range(5))
+    found, weighted = all_samples(tmp_path / "data" / "shards"), 0
+    for number in range(2 * queries):
+        weighted += val[number].weights is not None
+        for id_ in (f"query/{number}", f"{recall.KINDS[number // queries]}/{number}/1"):
+            assert torch.equal(weights_of(found[id_]), weights_of(val[number]))
+            assert flags_of(found[id_]) == flags_of(val[number])
+    for at in range(5):
+        assert torch.equal(weights_of(found[train[at].sample_id]), weights_of(train[at]))
+        assert flags_of(found[train[at].sample_id]) == flags_of(train[at])
+    assert weighted
+
+
+def weights_of(sample):
+    return torch.ones(len(sample.input_ids)) if sample.weights is None else sample.weights
+
+
+def flags_of(sample):
+    return [True] * len(sample.input_ids) if sample.is_target is None else sample.is_target.tolist()

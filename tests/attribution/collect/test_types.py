@@ -13,8 +13,8 @@ from small_model import make, origin
 from transformers import AutoConfig
 
 from gradwire import cli
-from gradwire.attribution.collect import memory, methods, rows, types
-from gradwire.attribution.persample import loop, rules
+from gradwire.attribution.collect import methods, rows, types
+from gradwire.attribution.persample import layer_factors, loop
 from gradwire.attribution.persample.batch import shapes, trainable
 from gradwire.attribution.projections import OF_PARTS, PROJECTORS, build
 from gradwire.attribution.store import store
@@ -22,7 +22,7 @@ from gradwire.base.errors import BadInput, RunFault
 from gradwire.comm.parallel import wrap
 from gradwire.lm.data.batches import Batch
 from gradwire.lm.data.shards import Shards
-from gradwire.lm.models import causal, folder, lora, optimizer, saved
+from gradwire.lm.models import causal, lora, optimizer, saved
 
 SAMPLES = 7
 
@@ -31,7 +31,7 @@ SAMPLES = 7
 def small(tmp_path_factory):
     """The small model after three steps of Adam, whose moments stand beside it; one parameter was never trained."""
     small = make(tmp_path_factory.mktemp("types"))
-    model = folder.load(small.model)
+    model = causal.load(small.model)
     adam = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.8, 0.95), eps=1e-6)
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
@@ -44,7 +44,7 @@ def small(tmp_path_factory):
         "state": {names[id(parameter)]: of for parameter, of in adam.state.items()},
         "param_groups": [{"betas": (0.8, 0.95), "eps": 1e-6}],
     }
-    folder.save(model.state_dict(), model.config, small.shards.parent / "tokenizer", small.model, {}, state)
+    causal.save(model.state_dict(), model.config, small.shards.parent / "tokenizer", small.model, {}, state)
     return small
 
 
@@ -55,15 +55,15 @@ def gradients(model, count=3):
 
 
 def test_adam_is_the_step_that_torch_would_take(small):
-    model = folder.load(small.model).double()
-    moments = optimizer.load(small.model, folder.load(small.model))
+    model = causal.load(small.model).double()
+    moments = optimizer.load(small.model, causal.load(small.model))
     found = gradients(model)
     flat = torch.cat([gradient.flatten(1) for gradient in found.values()], 1)
     adam = types.Adam.of(moments, shapes(model), "torch", torch.device("cpu"))
     wide = {name: getattr(adam, name).double() for name in ("exp_avg", "exp_avg_sq", "step")}
     directions = replace(adam, **wide)(flat.clone())
     for row in range(3):
-        fresh = folder.load(small.model).double()
+        fresh = causal.load(small.model).double()
         before = torch.cat([p.detach().flatten() for p in fresh.parameters()])
         adam = torch.optim.Adam(fresh.parameters(), lr=1.0, betas=moments.betas, eps=moments.eps)
         for name, parameter in fresh.named_parameters():
@@ -80,8 +80,8 @@ def test_adam_is_the_step_that_torch_would_take(small):
 
 def test_the_variant_of_less_is_its_formula_whatever_betas_the_training_took(small):
     """0.9, 0.999 and 1e-8 stand in LESS's code; the training here took 0.8 and 0.95."""
-    model = folder.load(small.model)
-    moments = optimizer.load(small.model, folder.load(small.model))
+    model = causal.load(small.model)
+    moments = optimizer.load(small.model, causal.load(small.model))
     found = gradients(model)
     flat = torch.cat([gradient.flatten(1) for gradient in found.values()], 1)
     less = types.Adam.of(moments, shapes(model), "less", torch.device("cpu"))(flat.clone())
@@ -91,8 +91,8 @@ def test_the_variant_of_less_is_its_formula_whatever_betas_the_training_took(sma
 
 
 def test_moments_go_by_name_and_must_fit(small, tmp_path):
-    moments = optimizer.load(small.model, folder.load(small.model))
-    of_model = shapes(folder.load(small.model))
+    moments = optimizer.load(small.model, causal.load(small.model))
+    of_model = shapes(causal.load(small.model))
     backwards = dict(reversed(of_model.items()))
     one, other = (types.Adam.of(moments, of, "torch", torch.device("cpu")) for of in (of_model, backwards))
     first = next(iter(of_model))
@@ -120,7 +120,7 @@ def rows_of(run, rank=0, dim=36):
 
 def exact(small, grad_type="sgd", loss="mean", projection="sjlt", model=None):
     """The rows by the loop, the type by hand, and the projector."""
-    model = model or folder.load(small.model)
+    model = model or causal.load(small.model)
     shards = Shards(small.shards, "train")
     found = []
     for position in range(SAMPLES):
@@ -130,7 +130,7 @@ def exact(small, grad_type="sgd", loss="mean", projection="sjlt", model=None):
     flat = torch.cat(found)
     if grad_type == "adam":
         flat = types.Adam.of(
-            optimizer.load(small.model, folder.load(small.model)), shapes(model), "torch", torch.device("cpu")
+            optimizer.load(small.model, causal.load(small.model)), shapes(model), "torch", torch.device("cpu")
         )(flat)
     if grad_type == "sign":
         flat = types.Sign([*shapes(model).values()])(flat)
@@ -192,7 +192,7 @@ def test_sharded_weights_give_the_rows_of_whole_ones(small, tmp_path, projection
 
 def under_fsdp2(rank, world, group, small, projections, unit):
     """Every other sample's rows by each projection, from sharded weights, and their norms."""
-    model = wrap(folder.load(small.model), "fsdp2", device="cpu")
+    model = wrap(causal.load(small.model), "fsdp2", device="cpu")
     shards, found = Shards(small.shards, "train"), {}
     for name, dim in projections.items():
         made_from = origin(SAMPLES, dims=[dim], method="auto", projection=name, strategy="fsdp2", row_of=unit)
@@ -209,7 +209,7 @@ def test_every_projection_of_sharded_weights_is_that_of_whole_gradients(world, s
     projections = {name: flat.shape[1] if name == "none" else 36 for name in PROJECTORS}
     for rank, found in enumerate(world(2).run(under_fsdp2, small, projections, "sample")):
         for name, (rows_, norms) in found.items():
-            wanted = build(name, shapes(folder.load(small.model)), 0).project(flat, [projections[name]])
+            wanted = build(name, shapes(causal.load(small.model)), 0).project(flat, [projections[name]])
             wanted, lengths = wanted[projections[name]][rank:6:2], flat[rank:6:2].norm(dim=1)
             assert ((rows_ - wanted).norm(dim=1) <= types.TOLERANCE["sgd"] * wanted.norm(dim=1)).all(), name
             torch.testing.assert_close(norms, lengths, rtol=1e-4, atol=0)
@@ -234,7 +234,7 @@ def test_what_needs_whole_gradients_is_refused_where_weights_are_sharded(small, 
 def test_a_fresh_and_a_saved_adapter_give_the_gradients_of_its_parameters(small, tmp_path, capsys):
     pytest.importorskip("peft")
     run = collect(small, tmp_path / "fresh", "--lora_rank", 2, "--lora_seed", 5)
-    model = lora.attach(folder.load(small.model), small.model, rank=2, seed=5)
+    model = lora.attach(causal.load(small.model), small.model, rank=2, seed=5)
     flat, wanted = exact(small, model=model)
     assert flat.shape[1] == sum(p.numel() for p in trainable(model).values()) < 20_000
     torch.testing.assert_close(rows_of(run).rows, wanted, rtol=1e-3, atol=1e-5)
@@ -246,7 +246,7 @@ def test_a_fresh_and_a_saved_adapter_give_the_gradients_of_its_parameters(small,
     other = tmp_path / "elsewhere"
     shutil.copytree(small.model, other)
     changed = causal.build("micro", 290, 24, seed=8)
-    folder.save(changed.state_dict(), changed.config, small.shards.parent / "tokenizer", other, {})
+    causal.save(changed.state_dict(), changed.config, small.shards.parent / "tokenizer", other, {})
     capsys.readouterr()
     words = ["--model_dir", other, "--data_path", small.shards, "--output_path", tmp_path / "no", "--dim", 36]
     assert cli.main(["grads", "collect", *map(str, words), "--lora_dir", str(tmp_path / "adapter")]) == 2
@@ -305,7 +305,7 @@ def test_further_columns(small, tmp_path, capsys):
 
 def maker(small, projection="rademacher", method="hooks", batch_size=8):
     made_from = origin(SAMPLES, dims=[36], method=method, projection=projection)
-    return rows.RowMaker(folder.load(small.model), made_from, torch.device("cpu"), batch_size=batch_size)
+    return rows.RowMaker(causal.load(small.model), made_from, torch.device("cpu"), batch_size=batch_size)
 
 
 @pytest.mark.parametrize("projection", ["rademacher", "factored"])
@@ -363,16 +363,16 @@ def test_memory_that_runs_out_while_rows_are_stacked_or_projected_is_halved_too(
 def wrong_under_fsdp2(rank, world, group, small, rule):
     """A check of a sharded model, its LayerNorm's rule perhaps wrong."""
     made_from = origin(SAMPLES, dims=[36], method="auto", projection="factored", strategy="fsdp2")
-    model = wrap(folder.load(small.model), "fsdp2", device="cpu")
+    model = wrap(causal.load(small.model), "fsdp2", device="cpu")
     made = rows.RowMaker(model, made_from, torch.device("cpu"), batch_size=2, sharded=True)
-    plain = rules.OF_TORCH[torch.nn.LayerNorm.forward]
-    rules.OF_TORCH[torch.nn.LayerNorm.forward] = lambda m, x, grad: plain(m, x, rule * grad)
+    plain = layer_factors.OF_TORCH[torch.nn.LayerNorm.forward]
+    layer_factors.OF_TORCH[torch.nn.LayerNorm.forward] = lambda m, x, grad: plain(m, x, rule * grad)
     try:
         made.check(Shards(small.shards, "train"), [1, 4])
     except RunFault as error:
         return str(error)
     finally:
-        rules.OF_TORCH[torch.nn.LayerNorm.forward] = plain
+        layer_factors.OF_TORCH[torch.nn.LayerNorm.forward] = plain
     assert all(parameter.grad is None for parameter in model.parameters())
     return made.method
 
@@ -385,8 +385,8 @@ def test_a_method_is_checked_where_weights_are_sharded(world, small):
 
 def test_auto_takes_the_next_method_where_one_fails(small, monkeypatch, capfd):
     shards = Shards(small.shards, "train")
-    plain = rules.layer_normalisation
-    monkeypatch.setitem(rules.OF_TORCH, torch.nn.LayerNorm.forward, lambda m, x, grad: plain(m, x, 1.5 * grad))
+    plain = layer_factors.layer_normalisation
+    monkeypatch.setitem(layer_factors.OF_TORCH, torch.nn.LayerNorm.forward, lambda m, x, grad: plain(m, x, 1.5 * grad))
     made = maker(small, "factored", "auto")
     made.check(shards, [1, 4])
     assert made.method == "vmap" and not made.fused
@@ -420,8 +420,8 @@ def test_a_method_that_is_wrong_for_a_model_is_found_out(small, monkeypatch, pro
     shards = Shards(small.shards, "train")
     maker(small, projection).check(shards, [0, 1])
     made = maker(small, projection)
-    plain = rules.layer_normalisation
-    monkeypatch.setitem(rules.OF_TORCH, torch.nn.LayerNorm.forward, lambda m, x, grad: plain(m, x, 1.5 * grad))
+    plain = layer_factors.layer_normalisation
+    monkeypatch.setitem(layer_factors.OF_TORCH, torch.nn.LayerNorm.forward, lambda m, x, grad: plain(m, x, 1.5 * grad))
     with pytest.raises(RunFault, match="--method hooks computes a different gradient"):
         made.check(shards, [0, 1])
 
@@ -430,9 +430,9 @@ def test_a_batch_fits_the_free_memory(small, monkeypatch):
     shards = Shards(small.shards, "train")
     made = maker(small)
     assert made.fitting(shards, 0) == rows.BATCH_AT_MOST["cpu"]
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 2 << 20)
+    monkeypatch.setattr(rows, "free_bytes", lambda device: 2 << 20)
     assert 1 <= made.fitting(shards, 0) < 5
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 0)
+    monkeypatch.setattr(rows, "free_bytes", lambda device: 0)
     assert made.fitting(shards, 0) == 1
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from gradwire.attribution.persample import batch_dims, hooks, loop, norms
+from gradwire.attribution.persample import hooks, loop, norms
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.lm.data.batches import Batch
 
@@ -238,8 +238,8 @@ def test_a_layer_that_mixes_samples_is_refused():
 
 
 def test_a_model_is_probed_once_and_again_with_another_layer(monkeypatch):
-    model, probed, probe = built(IN_PLACE["relu"]), [], batch_dims._probe
-    monkeypatch.setattr(batch_dims, "_probe", lambda *args: probed.append(len(args[1].labels)) or probe(*args))
+    model, probed, probe = built(IN_PLACE["relu"]), [], hooks._probe
+    monkeypatch.setattr(hooks, "_probe", lambda *args: probed.append(len(args[1].labels)) or probe(*args))
     for _ in range(3):
         norms.norms(model, batch_of(3, 4))
     assert probed == [2, 3]

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from gradwire.attribution.collect.rows import resolved
-from gradwire.attribution.persample import hooks, loop, norms, rules, vmap
+from gradwire.attribution.persample import hooks, layer_factors, loop, norms, vmap
 from gradwire.attribution.persample.batch import PART, trainable, zeroed
 from gradwire.attribution.persample.batch import squares as squares_of
 from gradwire.attribution.persample.layer_factors import Direct, LayerFactor, OuterProduct, inner, square_norm
@@ -220,8 +220,8 @@ def test_squared_norms_of_long_rows():
 
 
 def test_an_rms_norm_is_known_by_what_it_computes():
-    assert rules.rule_of(Like()) is rules.rms_normalisation
-    assert rules.rule_of(Like(power=2.0)) is rules.rule_of(Like(factor=3.0)) is None
+    assert layer_factors.rule_of(Like()) is layer_factors.rms_normalisation
+    assert layer_factors.rule_of(Like(power=2.0)) is layer_factors.rule_of(Like(factor=3.0)) is None
 
 
 SMALL = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

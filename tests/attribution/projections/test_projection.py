@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gradwire.attribution import projections
-from gradwire.attribution.projections import dense, hashing, sjlt
-from gradwire.attribution.projections.sjlt import NONZEROS
+from gradwire.attribution.projections import hashing, matrices
+from gradwire.attribution.projections.matrices import NONZEROS
 from gradwire.base.errors import BadInput
 
 SHAPES = {"wte.weight": (4, 6), "ln.bias": (7,), "mlp.weight": (2, 5)}
@@ -47,7 +47,7 @@ def sign(seed: int, name: str, column: int, row: int) -> int:
 
 def test_signs_are_the_documented_hash_of_seed_name_column_and_row():
     columns = torch.tensor([0, 5, 2**31 + 3, 2**40])
-    got = dense.Rademacher({"h.0.attn": (2**41,)}, seed=9).entries("h.0.attn", columns, 131)
+    got = matrices.Rademacher({"h.0.attn": (2**41,)}, seed=9).entries("h.0.attn", columns, 131)
     want = [[sign(9, "h.0.attn", column, row) for row in range(131)] for column in columns.tolist()]
     assert got.tolist() == want
 
@@ -64,7 +64,7 @@ def variance_of(projection: str, x: torch.Tensor, dim: int) -> float:
 
 @pytest.mark.parametrize("projection", ["rademacher", "normal", "sjlt", "srht"])
 def test_norms_and_inner_products_are_unbiased_with_the_variance_of_theory(projection, monkeypatch):
-    monkeypatch.setattr(sjlt, "SLOTS", 1 << 11)  # so many matrices would else take a minute
+    monkeypatch.setattr(matrices, "SLOTS", 1 << 9)  # so many matrices would else take a minute
     dim, draws = 16, 3000
     x, y = spiky(1), spiky(2)
     both = torch.stack([x, y])
@@ -152,7 +152,7 @@ def test_columns_of_different_blocks_of_an_sjlt_may_meet_and_those_of_one_never(
     rows = torch.zeros(len(at), numel)
     rows[range(len(at)), at] = 1.0
     slots = torch.zeros(len(at), 2**16)
-    projector.add("w", rows, slots)
+    projector.add_values(slots, [8], "w", rows)
     assert slots.count_nonzero(1).tolist() == [1] * len(at)
     places = slots.abs().argmax(1).tolist()
     turned = projector.rotations("w")[:4]
@@ -179,7 +179,7 @@ def test_a_factored_width_is_a_product_of_like_numbers(dim):
 
 
 def test_normal_entries_are_normal():
-    entries = dense.Normal({"w": (300,)}, 0).entries("w", torch.arange(300), 401).double()
+    entries = matrices.Normal({"w": (300,)}, 0).entries("w", torch.arange(300), 401).double()
     assert entries.mean().abs() < 4 / math.sqrt(entries.numel())
     assert entries.var().item() == pytest.approx(1, abs=4 * math.sqrt(2 / entries.numel()))
     assert (entries**4).mean().item() == pytest.approx(3, abs=4 * math.sqrt(96 / entries.numel()))
@@ -192,7 +192,7 @@ def test_normal_entries_are_normal():
 def test_neither_tiles_nor_batches_change_a_row(projection, tile, monkeypatch):
     rows = torch.stack([spiky(seed) for seed in range(5)])
     whole = projections.build(projection, SHAPES, 0).project(rows, [48])[48]
-    monkeypatch.setattr(dense, "TILE", tile)
+    monkeypatch.setattr(matrices, "TILE", tile)
     one_by_one = torch.cat([projections.build(projection, SHAPES, 0).project(row[None], [48])[48] for row in rows])
     torch.testing.assert_close(one_by_one, whole, rtol=1e-5, atol=1e-5)
 
@@ -219,7 +219,7 @@ def test_the_projection_of_a_model_is_the_sum_over_its_parameters(projection):
 def test_seeds_and_names_give_unrelated_signs():
     columns = torch.arange(200)
     signs = [
-        dense.Rademacher({}, seed).entries(name, columns, 128).flatten()
+        matrices.Rademacher({}, seed).entries(name, columns, 128).flatten()
         for seed, name in [(0, "a"), (1, "a"), (0, "b"), (10, "a")]
     ]
     gram = torch.stack(signs) @ torch.stack(signs).T / len(signs[0])

@@ -185,15 +185,19 @@ def test_flags_that_do_not_fit_are_refused(made, tmp_path, capsys, kind, more, m
 
 
 @pytest.mark.parametrize("rows", [20, ROWS])
-def test_a_full_disk_leaves_no_half_index(made, tmp_path, rows):
+def test_a_full_disk_leaves_no_half_index(made, tmp_path, capsys, rows):
     """No file may grow beyond 1,500 bytes: with few rows the first write that fails is that of closing the file."""
     pytest.importorskip("faiss")
     path = stored(tmp_path / "dim48", made[0][:rows])
     assert build(path, "flat", "cosine") == 0
     (path / index.FILE).unlink()
-    done = full_disk.run(1500, "grads", "index", "--store", path, "--kind", "flat", "--metric", "dot")
-    assert done.returncode == 3, done.stderr
-    assert done.stderr.strip() == f"gradwire grads index: {path / index.FILE} cannot be written: File too large."
+    capsys.readouterr()
+    with full_disk.limited(1500):
+        assert build(path, "flat", "dot") == 3
+    assert (
+        capsys.readouterr().err.strip()
+        == f"gradwire grads index: {path / index.FILE} cannot be written: File too large."
+    )
     assert not [*path.glob(f"{index.FILE}*")] and not (path / index.NOTE).exists()
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from changed_store import copied, edit, sign
+from changed_store import collected, copied, edit, sign
 from small_model import make
 
 from gradwire import cli
@@ -32,11 +32,8 @@ def stores(tmp_path_factory):
         ("val-sign", "val", 0, "sign"),
         ("other", "val", 1, "sgd"),
     ):
-        words = ["--model_dir", small.model, "--data_path", small.shards, "--output_path", base / name, "--dim", 32]
-        words += ["--split", split, "--seed", seed, "--grad_type", kind, "--projection", "sjlt"]
-        assert cli.main(["grads", "collect", *map(str, words)]) == 0
-        assert cli.main(["grads", "aggregate", "--base_path", str(base / name), "--dim", "32"]) == 0
-        found[name] = base / name / "dim32"
+        words = ["--split", split, "--seed", seed, "--grad_type", kind, "--projection", "sjlt"]
+        found[name] = collected(small.model, small.shards, base / name, 32, *words)
     return small, found
 
 
@@ -257,60 +254,11 @@ def swapped_and_signed(path):
     return "all_orig.pt", "row 0 is not what was collected for"
 
 
-def offset_and_signed(path):
-    """`torch.load` gives the right rows, and the numbers of the file begin with others."""
-    rows = store.read_rows(path / "all_orig.pt").clone()
-    torch.save(torch.cat([rows.flip(0), rows])[len(rows) :], path / "all_orig.pt")
-    sign(path)
-    return "all_orig.pt", "holds a part of a larger tensor"
-
-
-def another_seed(path):
-    edit(path / "manifest.json", seed=1)
-    return "all_orig.pt", "no row is of this collection"
-
-
-def altered_metadata(path):
-    (path / "all_meta.parquet").write_bytes((path / "all_meta.parquet").read_bytes() + b"0")
-    return "all_meta.parquet", "its SHA-256 differs"
-
-
-def unlisted_copy(path):
-    shutil.copy(path / "all_orig.pt", path / "all_normalized.pt")
-    return "all_normalized.pt", "is not listed in"
-
-
-def list_of_manifests(path):
-    (path / "manifest.json").write_text(f"[{(path / 'manifest.json').read_text()}]")
-    return "manifest.json", "object"
-
-
-def older(path):
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["format"]
-    (path / "manifest.json").write_text(json.dumps(manifest))
-    return "manifest.json", "was written by another version of gradwire; collect the gradients again"
-
-
-@pytest.mark.parametrize(
-    "plant",
-    [
-        swapped_rows,
-        swapped_and_signed,
-        offset_and_signed,
-        another_seed,
-        altered_metadata,
-        unlisted_copy,
-        list_of_manifests,
-        older,
-    ],
-)
+@pytest.mark.parametrize("plant", [swapped_rows, swapped_and_signed])
 def test_a_store_that_is_not_what_its_manifest_says_is_refused(stores, tmp_path, capsys, plant):
     _, of = stores
     both = [copied(of["train"], tmp_path / "train"), copied(of["val"], tmp_path / "val")]
     file, message = plant(both[0])
-    if plant is another_seed:
-        plant(both[1])
     assert influence(tmp_path / "out", both[:1], both[1:]) == 2
     printed = capsys.readouterr().err
     assert str(tmp_path) in printed and file in printed and message in printed and "Traceback" not in printed

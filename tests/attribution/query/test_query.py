@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import tracemalloc
 from typing import get_args
 
@@ -12,7 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from changed_store import copied, edit, sign
+from changed_store import collected, copied, edit, sign
 from safetensors.torch import load_file, save_file
 from small_model import MAX_LENGTH, make
 
@@ -22,7 +23,7 @@ from gradwire.attribution.query import query, search
 from gradwire.attribution.store import row_file, store
 from gradwire.lm.data.shards import Shards
 from gradwire.lm.data.tokenizer import load as load_tokenizer
-from gradwire.lm.models import folder, saved
+from gradwire.lm.models import causal, saved
 
 PROMPT = "Title 3\ngradient wire rank gradient"
 COLLECTED = {  # name -> split, grad_type, projection; dim 32, or all of the gradient
@@ -41,11 +42,8 @@ def stores(tmp_path_factory):
     found = {}
     for name, (split, kind, projection) in COLLECTED.items():
         dim = saved.entries(small.model) if projection == "none" else 32
-        words = ["--model_dir", small.model, "--data_path", small.shards, "--output_path", base / name, "--dim", dim]
-        words += ["--split", split, "--grad_type", kind, "--projection", projection, "--seed", 5]
-        assert cli.main(["grads", "collect", *map(str, words)]) == 0
-        assert cli.main(["grads", "aggregate", "--base_path", str(base / name), "--dim", str(dim)]) == 0
-        found[name] = base / name / f"dim{dim}"
+        words = ["--split", split, "--grad_type", kind, "--projection", projection, "--seed", 5]
+        found[name] = collected(small.model, small.shards, base / name, dim, *words)
     return small, found
 
 
@@ -74,7 +72,7 @@ def by_hand(model, tokens):
 @pytest.mark.parametrize("metric", ["dot", "cosine"])
 def test_scores_are_products_of_gradients_by_hand(stores, capsys, metric):
     small, of = stores
-    model = folder.load(small.model).double()
+    model = causal.load(small.model).double()
     wanted_of = by_hand(model, load_tokenizer(small.model).encode_batch([PROMPT])[0])
     samples, wanted = Shards(small.shards, "train"), {}
     for sample in samples:
@@ -112,10 +110,7 @@ def test_scores_are_those_of_influence(stores, tmp_path, capsys, kind, metric, o
 def test_a_store_of_any_type_is_asked_with_a_float32_row(stores, tmp_path, capsys, kind):
     """Only the store's rows are rounded."""
     small, of = stores
-    words = ["--model_dir", small.model, "--data_path", small.shards, "--output_path", tmp_path, "--dim", 32]
-    words += ["--projection", "sjlt", "--seed", 5, "--store", kind]
-    assert cli.main(["grads", "collect", *map(str, words)]) == 0
-    assert cli.main(["grads", "aggregate", "--base_path", str(tmp_path), "--dim", "32"]) == 0
+    collected(small.model, small.shards, tmp_path, 32, "--projection", "sjlt", "--seed", 5, "--store", kind)
     exact = store.read_rows(of["val"] / "all_orig.pt").double().mean(0)
     wanted = store.read_rows(tmp_path / "dim32" / "all_orig.pt").double() @ exact
     asked = ["--data_path", small.shards, "--split", "val", "--metric", "dot", "--top_k", 1000]
@@ -320,6 +315,11 @@ def a_file_elsewhere(path):
     return "lists '../../../etc/passwd', which is not the name of a file in that folder"
 
 
+def unlisted_copy(path):
+    shutil.copy(path / "all_orig.pt", path / "all_normalized.pt")
+    return "is not listed in"
+
+
 def another_width(path):
     edit(path / "manifest.json", dim=2**62)
     return "has rows of 32 columns"
@@ -340,6 +340,7 @@ def another_width(path):
         code_in_rows,
         code_for_a_manifest,
         a_file_elsewhere,
+        unlisted_copy,
         another_width,
     ],
 )

@@ -11,6 +11,7 @@ import threading
 import time
 
 import pytest
+from changed_store import collected
 from small_model import make
 
 from gradwire import cli
@@ -28,9 +29,7 @@ def served(tmp_path_factory):
     """A store on a free port, with documents that contain markup: its folder, the port and the documents."""
     base = tmp_path_factory.mktemp("serve")
     small = make(base)
-    words = ["--model_dir", small.model, "--data_path", small.shards, "--output_path", base / "run", "--dim", 32]
-    assert cli.main(["grads", "collect", *map(str, words), "--projection", "sjlt"]) == 0
-    assert cli.main(["grads", "aggregate", "--base_path", str(base / "run"), "--dim", "32"]) == 0
+    collected(small.model, small.shards, base / "run", 32, "--projection", "sjlt")
     texts = json.loads(small.corpus.read_text())
     for one in texts:
         one["text"] += "<img src=x onerror=alert(1)>"

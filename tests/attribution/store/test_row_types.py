@@ -10,6 +10,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from changed_store import copied, sign
 from small_model import make, origin
 
 from gradwire import cli
@@ -289,8 +290,7 @@ def test_rows_of_tokens_and_modules_are_stored_as_samples_are(small, tmp_path, u
 
 @pytest.mark.parametrize("name", SCALED)
 def test_a_collection_resumes_with_its_own_type_only(small, runs, tmp_path, capsys, name):
-    run = tmp_path / "run"
-    shutil.copytree(runs / name, run)
+    run = copied(runs / name, tmp_path / "run")
     folder = run / "rank_0" / f"dim{DIM}"
     for path in (*store.part_names(folder, 8), *store.all_names(folder)):
         path.unlink()
@@ -303,8 +303,7 @@ def test_a_collection_resumes_with_its_own_type_only(small, runs, tmp_path, caps
 
 @pytest.mark.parametrize("name", TYPES)
 def test_further_files_are_float32(runs, tmp_path, name):
-    run = tmp_path / "run"
-    shutil.copytree(runs / name, run)
+    run = copied(runs / name, tmp_path / "run")
     assert aggregate(run, "--normalize", "--export", "parquet", "safetensors") == 0
     rows = store.read(store.all_names(run / f"dim{DIM}")).rows
     exported = pq.read_table(run / f"dim{DIM}" / "all_orig.parquet")["row"].to_pylist()
@@ -331,19 +330,8 @@ def rewrite(run, place, change, bind=True):
     stored = change(block.stored.clone())
     meta = store.with_digests(provenance.read(run).identity, block.meta, stored) if bind else block.meta
     store.write(names, block._replace(stored=stored, meta=meta))
-    sign(run)
+    sign(run / f"dim{DIM}")
     return names.rows
-
-
-def sign(run):
-    file = run / f"dim{DIM}" / "manifest.json"
-    manifest = json.loads(file.read_text())
-    manifest["sha256"] = {name: sha256_file(file.with_name(name)) for name in manifest["sha256"]}
-    file.write_text(json.dumps(manifest))
-
-
-def take(positions):
-    return lambda stored: stored[positions]
 
 
 def times(factor, row=5):
@@ -365,55 +353,22 @@ def flip(stored):
     return stored
 
 
-SWAPPED = [0, 3, 2, 1, *range(4, SAMPLES)]
-
-
-def swap(run):
-    return rewrite(run, f"dim{DIM}", take(SWAPPED), bind=False)
-
-
-def swap_and_bind(run):
-    return rewrite(run, f"dim{DIM}", take(SWAPPED))
-
-
-def swap_in_rank(run):
-    return rewrite(run, f"rank_0/dim{DIM}", take(SWAPPED), bind=False)
-
-
-def keep(run, positions):
-    """Some rows with their own ids and metadata."""
-    names = store.all_names(run / f"dim{DIM}")
-    block = store.read(names)
-    ids, meta = [block.ids[at] for at in positions], block.meta.take(positions)
-    store.write(names, store.Block(block.stored[positions], ids, meta, block.codec))
-    sign(run)
-    return names.ids
-
-
-def drop(run):
-    return keep(run, [0, 1, 2, 3, *range(5, SAMPLES)])
-
-
-def double(run):
-    return keep(run, [0, 1, 2, 3, 3, *range(5, SAMPLES)])
-
-
-def scale(run):
-    return rewrite(run, f"dim{DIM}", times(1.1), bind=False)
-
-
 def scale_and_bind(run):
     """Only its norm shows it."""
     names = store.all_names(run / f"rank_0/dim{DIM}")
     path = rewrite(run, f"rank_0/dim{DIM}", times(1 / 3))
     shutil.copy(path, run / f"dim{DIM}")
     shutil.copy(names.meta, run / f"dim{DIM}")
-    sign(run)
+    sign(run / f"dim{DIM}")
     return path
 
 
 def flip_a_bit(run):
     return rewrite(run, f"dim{DIM}", flip, bind=False)
+
+
+def swap_and_bind(run):
+    return rewrite(run, f"dim{DIM}", lambda stored: stored[[0, 3, 2, 1, *range(4, SAMPLES)]])
 
 
 def another_type(run):
@@ -422,18 +377,17 @@ def another_type(run):
     block = store.read(names)
     codec = row_types.build("int8" if block.codec.name != "int8" else "int4", DIM)
     store.write(names, block._replace(codec=codec, stored=codec.encode(block.rows)))
-    sign(run)
+    sign(run / f"dim{DIM}")
     return names.rows
 
 
-FAULTS = [swap, swap_and_bind, swap_in_rank, drop, double, scale, scale_and_bind, flip_a_bit, another_type]
+FAULTS = [swap_and_bind, scale_and_bind, flip_a_bit, another_type]
 
 
 @pytest.mark.parametrize("plant", FAULTS)
 @pytest.mark.parametrize("name", TYPES)
 def test_validation_finds_the_fault_in_every_type(runs, tmp_path, capsys, name, plant):
-    run = tmp_path / "run"
-    shutil.copytree(runs / name, run)
+    run = copied(runs / name, tmp_path / "run")
     path = plant(run)
     assert validate(run) == 1
     assert str(path) in capsys.readouterr().err
@@ -455,8 +409,7 @@ def negated(stored, codec):
 @pytest.mark.parametrize("name", TYPES)
 def test_recomputing_finds_rows_that_are_consistently_false(small, runs, tmp_path, capsys, name, change):
     """Norms and digests match in all files."""
-    run, folder = tmp_path / "run", f"rank_0/dim{DIM}"
-    shutil.copytree(runs / name, run)
+    run, folder = copied(runs / name, tmp_path / "run"), f"rank_0/dim{DIM}"
     whole = store.read(store.all_names(run / folder))
     stored = change(whole.stored.clone(), whole.codec)
     norms = whole.codec.decode(stored).double().norm(dim=1) / whole.rows.double().norm(dim=1)
@@ -469,7 +422,7 @@ def test_recomputing_finds_rows_that_are_consistently_false(small, runs, tmp_pat
         meta = block.meta.set_column(block.meta.schema.get_field_index("norm"), "norm", [norm])
         meta = store.with_digests(provenance.read(run).identity, meta, stored[rows])
         store.write(names, block._replace(stored=stored[rows], meta=meta))
-    sign(run)
+    sign(run / f"dim{DIM}")
     assert validate(run) == 0
     assert validate(run, "--recompute", "2") == 1
     assert "is not the gradient of" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from gradwire import cli
 from gradwire.base.errors import BadInput
-from gradwire.base.model_flags import add_flags, from_flags, to_flags
+from gradwire.base.strict import add_flags, from_flags, to_flags
 from gradwire.bench import grads_run
 from gradwire.bench.config import (
     Cell,

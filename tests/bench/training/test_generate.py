@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from gradwire import cli
 from gradwire.bench.training.generate import continuation
 from gradwire.lm.data import tokenizer
-from gradwire.lm.models import folder
+from gradwire.lm.models import causal
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ class Constant(GPT2LMHeadModel):
 def constant(small, probabilities, positions=MAX_LENGTH):
     """A model that gives texts of one token their probabilities, and its tokenizer."""
     words = tokenizer.load(small.model)
-    config = folder.load(small.model).config
+    config = causal.load(small.model).config
     config.max_position_embeddings = positions
     model = Constant(config).eval()
     model.logits = torch.full((config.vocab_size,), -torch.inf)
@@ -67,7 +67,7 @@ def test_sampling_draws_from_all_tokens_of_the_tokenizer_and_no_others(small):
 
 @pytest.mark.parametrize("count", [5, 3 * MAX_LENGTH])
 def test_greedy_continuations_are_those_of_the_argmax_over_the_model_s_window(small, count):
-    model, words = folder.load(small.model), tokenizer.load(small.model)
+    model, words = causal.load(small.model), tokenizer.load(small.model)
     prompt = "gradient sample"
     for text in (prompt, prompt * 30):
         tokens = words.encode_batch([text])[0]

@@ -11,7 +11,7 @@ from test_checkpoints import train
 from test_training import run, shards, words  # noqa: F401  a fixture
 
 from gradwire import cli
-from gradwire.lm.models import folder, optimizer
+from gradwire.lm.models import causal, optimizer
 
 
 def kept(run_folder: Path) -> list[str]:
@@ -47,7 +47,7 @@ def test_a_kept_model_is_the_one_evaluated_after_its_step(world, shards, tmp_pat
         assert val_loss(model, shards, tmp_path) == pytest.approx(rows[step - 1]["val_loss"], rel=1e-5)
         noted = json.loads((model / "gradwire.json").read_text())
         assert noted["step"] == step and noted["learning_rate"] == pytest.approx(sum(lr[step - 2 : step]) / 2)
-        assert set(optimizer.load(model, folder.load(model)).step.values()) == {step}
+        assert set(optimizer.load(model, causal.load(model)).step.values()) == {step}
     final = json.loads((tmp_path / "final_model" / "gradwire.json").read_text())
     assert final["identity"] == noted["identity"]
     assert files(tmp_path / "models" / "step-000006").keys() == files(tmp_path / "final_model").keys()

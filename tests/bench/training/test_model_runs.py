@@ -19,7 +19,7 @@ from gradwire.comm.topology import STRATEGIES as KNOWN
 from gradwire.lm.data import tokenizer
 from gradwire.lm.data.batches import eval_batches, train_batches
 from gradwire.lm.data.shards import Shards
-from gradwire.lm.models import causal, folder
+from gradwire.lm.models import causal
 
 LLAMA = json.dumps(
     {
@@ -111,7 +111,7 @@ def test_a_saved_llama_trains_on_gives_its_perplexity_generates_and_has_gradient
     rows, again = train(world, shards, tmp_path / "two", str(first), "ddp", "topk", lr_warmup_steps=1000)
     check_bytes(again, LLAMA_NUMEL, 3)
     split = Shards(shards, "train")
-    started = loss_of_step(folder.load(first), split)
+    started = loss_of_step(causal.load(first), split)
     assert rows[0]["loss"] == pytest.approx(started, rel=1e-5), "it starts from the saved weights"
 
 
@@ -138,7 +138,7 @@ def test_bf16_is_autocast_with_float32_weights_under_every_strategy(world, shard
             "float32",
             "fp32",
         )
-        saved = folder.load(tmp_path / strategy / "final_model")
+        saved = causal.load(tmp_path / strategy / "final_model")
         assert {tensor.dtype for tensor in saved.state_dict().values()} == {torch.float32}
         found = [evaluate_alone(saved, val, mixed) for mixed in (False, True)]
         assert record["val_loss"] == pytest.approx(found[0], rel=1e-6) != pytest.approx(found[1], rel=1e-6)

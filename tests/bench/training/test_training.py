@@ -594,11 +594,11 @@ def test_perplexity_of_the_final_model_is_the_last_evaluation_of_the_run(world, 
 
 
 def test_perplexity_refuses_shards_that_the_model_cannot_read(shards, tmp_path, capsys):
-    from gradwire.lm.models import causal, folder
+    from gradwire.lm.models import causal
 
     meta = Shards(shards, "val").meta
     model = causal.build("micro", meta["vocab_size"], 24, seed=0)
-    folder.save(model.state_dict(), model.config, shards.parent / "tokenizer", tmp_path / "model", {})
+    causal.save(model.state_dict(), model.config, shards.parent / "tokenizer", tmp_path / "model", {})
     arguments = ["perplexity", "--model_dir", str(tmp_path / "model"), "--data_path", str(shards)]
     assert cli.main(arguments) == 0
     capsys.readouterr()

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from gradwire.base.errors import BadInput
-from gradwire.base.model_flags import add_flags
 from gradwire.base.rank_env import LOCAL_WORLD_SIZE, RankEnv, RankOptions, rank_env, rank_options, ranks_here
+from gradwire.base.strict import add_flags
 from gradwire.comm.collectives.world import choose, host_store, process_group
 
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "10.0.0.7", "MASTER_PORT": "2345"}

@@ -17,7 +17,7 @@ from data_samples import tokenize_words, values, write_corpus
 
 from gradwire.base.errors import BadInput
 from gradwire.cli import main
-from gradwire.lm.data import corpus, json_bytes
+from gradwire.lm.data import corpus
 from gradwire.lm.data.corpus import checked, documents, parse
 from gradwire.lm.data.tokenization import shards_of
 
@@ -140,7 +140,7 @@ UNICODE = ["utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "
 @pytest.mark.parametrize("piece", [1, 7])
 @pytest.mark.parametrize("name", ["c.json", "c.jsonl"])
 def test_a_corpus_may_be_in_any_unicode_encoding_and_read_in_any_pieces(name, piece, tmp_path, monkeypatch):
-    monkeypatch.setattr(json_bytes, "PIECE", piece)
+    monkeypatch.setattr(corpus, "PIECE", piece)
     texts = [r"\ud83d is half, \\", '😀 a "quoted" 日本\n', "[{1234}]", "é" * 99]
     made = [{"id": text, "title": "\\", "text": text, "x": [[1.5, {}], n]} for n, text in enumerate(texts)]
     forms = [json.dumps(made), json.dumps(made, ensure_ascii=False, indent=1)]

@@ -21,14 +21,14 @@ from pydantic import Field
 
 from gradwire.base import plugins
 from gradwire.base.errors import BadInput
-from gradwire.base.model_flags import to_flags
-from gradwire.base.strict import checked
+from gradwire.base.strict import checked, to_flags
 from gradwire.bench.config import Dataset
 from gradwire.cli import main
-from gradwire.lm.data import corpus, sections, sources, text_files
+from gradwire.lm.data import corpus, sources, text_files
 from gradwire.lm.data.corpus import Document, documents
 from gradwire.lm.data.sources import SOURCES, Source, Stream
 from gradwire.lm.data.sources import datasets as hub
+from gradwire.lm.data.sources import text as sections
 
 HEAD = "<html><head><title>T</title><style>p {}</style></head>"
 PAGE = f"{HEAD}<body><h1>Big &amp; <i>small</i></h1><p>One\n two</p></body>"
@@ -201,7 +201,7 @@ def test_a_folder_is_its_text_files_by_path(tmp_path):
     ],
 )
 def test_sections_lose_no_text_and_know_their_lines(form, text, expected):
-    assert list(sections.split(text, form)) == [sections.Section(*one) for one in expected]
+    assert list(sections.split(text, form)) == [sections.Section(*section) for section in expected]
     if form != "html":
         kept = "".join(chain(*((title.replace(" / ", ""), body) for _, title, body in expected)))
         assert set(kept) >= set(text) - set("#=- \n")

@@ -23,7 +23,7 @@ from gradwire.attribution.store import store
 from gradwire.base.errors import BadInput
 from gradwire.lm.data.batches import collate
 from gradwire.lm.data.shards import Shards
-from gradwire.lm.models import folder, lora, optimizer
+from gradwire.lm.models import causal, lora, optimizer
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 COMMON = {"max_position_embeddings": MAX_LENGTH, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -87,12 +87,12 @@ def check(found, wanted):
 def test_the_moments_of_a_checkpoint_are_those_of_the_trainers_optimizer(kind, small, tmp_path):
     trainer, checkpoint = trained(model_of(kind, 290), small, tmp_path)
     assert len(trainer.optimizer.param_groups) == 2 and all(group["params"] for group in trainer.optimizer.param_groups)
-    check(optimizer.load(checkpoint, folder.load(checkpoint)), in_memory(trainer))
+    check(optimizer.load(checkpoint, causal.load(checkpoint)), in_memory(trainer))
 
 
 def test_rows_of_a_checkpoint_are_steps_of_its_optimizer(small, tmp_path, capsys):
     trainer, checkpoint = trained(model_of("gpt2", 290), small, tmp_path)
-    model, state = folder.load(checkpoint), in_memory(trainer)
+    model, state = causal.load(checkpoint), in_memory(trainer)
     size = sum(parameter.numel() for parameter in model.parameters())
     run = tmp_path / "run"
     words = ["--model_dir", checkpoint, "--data_path", small.shards, "--output_path", run, "--dim", size]
@@ -119,13 +119,13 @@ def test_rows_of_a_checkpoint_are_steps_of_its_optimizer(small, tmp_path, capsys
 def test_the_moments_of_an_adapter_are_found_beside_it(small, tmp_path):
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(
-        folder.load(small.model),
+        causal.load(small.model),
         peft.LoraConfig(
             r=2, lora_alpha=4, lora_dropout=0.1, task_type="CAUSAL_LM", target_modules=["c_attn", "c_proj"]
         ),
     )
     trainer, checkpoint = trained(adapted, small, tmp_path)
-    model = lora.attach(folder.load(small.model), small.model, adapter=checkpoint)
+    model = lora.attach(causal.load(small.model), small.model, adapter=checkpoint)
     check(optimizer.load(checkpoint, model), in_memory(trainer))
     run = tmp_path / "run"
     words = ["--model_dir", small.model, "--data_path", small.shards, "--output_path", run, "--dim", 32]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Self
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from gradwire.attribution.collect.rows import RowMaker
     from gradwire.attribution.store.provenance import Provenance
     from gradwire.attribution.store.samples import Tokens
-    from gradwire.attribution.store.store import Block
     from gradwire.comm.collectives.world import World
     from gradwire.lm.data.shards import Shards
 
@@ -230,14 +229,8 @@ def collect(
     for folder in folders.values():
         whole = store.all_names(folder)
         if not whole.exist():
-            store.write(whole, store.concatenated(_again(folder, ends, intended)))
-
-
-def _again(folder: Path, ends: list[int], origin: Provenance) -> Iterator[Block]:
-    """Read a folder's blocks; an earlier call may have written some of them."""
-    from gradwire.attribution.store import store
-
-    return (store.read_bound(store.part_names(folder, end), origin.identity) for end in ends)
+            blocks = (store.read_bound(store.part_names(folder, end), intended.identity) for end in ends)
+            store.write(whole, store.concatenated(blocks))
 
 
 def _wanted(missing: bool, maker: RowMaker, world: World) -> bool:

@@ -44,13 +44,13 @@ def main(options: Options) -> None:
     from gradwire.attribution.collect import ekfac, methods
     from gradwire.comm.collectives import world
     from gradwire.lm.data.batches import collate
-    from gradwire.lm.models import folder, saved
+    from gradwire.lm.models import causal, saved
 
     methods.check_dense(options.model_dir)
     shards = options.checked_samples()
     count = options.count(len(shards))
     device = torch.device(world.choose("auto", options.device, 1, world.detect_gpus()).device_type)
-    model = folder.load_finite(options.model_dir).to(device)
+    model = causal.load_finite(options.model_dir).to(device)
     method = methods.resolved("auto", model)
 
     def batches() -> Iterator[Batch]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -81,11 +80,11 @@ def main(options: Options) -> None:
 
     from gradwire.comm import parallel
     from gradwire.comm.collectives.world import process_group
-    from gradwire.lm.models import folder
+    from gradwire.lm.models import causal
 
     with process_group(**rank_options(options)) as world:
         shards = options.samples(world.rank)
-        model: nn.Module = folder.load_finite(options.model_dir)
+        model: nn.Module = causal.load_finite(options.model_dir)
         if options.strategy == "fsdp2":
             model = parallel.wrap(model, "fsdp2", device=world.device)
         rows = collect(model.to(world.device), shards, options, world)
@@ -99,6 +98,7 @@ def collect(model: nn.Module, shards: Shards, options: Options, world: World) ->
     """Compute the table's rows, in data order, on all ranks."""
     from gradwire.attribution.persample import norms
     from gradwire.comm.collectives import ops
+    from gradwire.lm.data.batches import eval_batches
 
     replicated = options.distribution == "replicated"
     scope: norms.NormScope = "partial" if replicated and world.world_size > 1 else "complete"
@@ -106,11 +106,14 @@ def collect(model: nn.Module, shards: Shards, options: Options, world: World) ->
     count = options.count(len(shards))
     squares: dict[str, float] = {}
     metadata: dict[str, tuple[float, int]] = {}
-    for batch in batches(shards, count, options.batch_size, world, replicated):
+    rank, ranks = (0, 1) if replicated else (world.rank, world.world_size)
+    batch_size = min(options.batch_size, -(-count // ranks))
+    for batch in eval_batches(shards, batch_size, rank, ranks, count):
         batch = batch.to(world.device)
         computed = _norms(model, batch, options, names)
         spread = norms.layout_of(batch, options.distribution)
-        _merge(squares, norms.combined(batch.sample_id, computed.square, scope, spread))
+        for id_, square in norms.combined(batch.sample_id, computed.square, scope, spread).items():
+            norms.check_agree(id_, squares.setdefault(id_, square), square)
         samples = zip(batch.sample_id, computed.loss.tolist(), computed.n_targets.tolist(), strict=True)
         metadata |= {id_: (loss, valid) for id_, loss, valid in samples if id_}
     for of_rank in ops.gather_objects(metadata):
@@ -143,29 +146,10 @@ def _norms(model: nn.Module, batch: Batch, options: Options, names: list[str] | 
     return norms.Norms(*(torch.cat(columns) for columns in zip(*halves, strict=True)))
 
 
-def batches(shards: Shards, count: int, batch_size: int, world: World, replicated: bool) -> Iterator[Batch]:
-    """Yield this rank's batches of the first ``count`` samples, padded to equal number and size on all ranks."""
-    from gradwire.lm.data.batches import collate
-
-    positions: Sequence[int] = range(count) if replicated else range(world.rank, count, world.world_size)
-    longest = count if replicated else -(-count // world.world_size)
-    batch_size = min(batch_size, longest)
-    for first in range(0, longest, batch_size):
-        samples = [shards[position] for position in positions[first : first + batch_size]]
-        yield collate(samples, shards.meta["pad_id"], batch_size)
-
-
 def _row(id_: str, square: float, loss: float, n_valid: int) -> dict[str, Any]:
     if not (math.isfinite(square) and math.isfinite(loss)):
         raise NonFiniteGradient(f"the gradient of sample {id_!r} is not finite (loss {loss}, squared norm {square}).")
     return {"id": id_, "norm": math.sqrt(square), "loss": loss if n_valid else None, "n_valid": n_valid}
-
-
-def _merge(squares: dict[str, float], computed: Any) -> None:
-    from gradwire.attribution.persample.norms import check_agree
-
-    for id_, value in computed.items():
-        check_agree(id_, squares.setdefault(id_, value), value)
 
 
 def _check(rows: list[dict[str, Any]], shards: Shards, options: Options, world: World) -> None:
@@ -176,12 +160,12 @@ def _check(rows: list[dict[str, Any]], shards: Shards, options: Options, world: 
     """
     from gradwire.attribution.persample import loop
     from gradwire.lm.data.batches import collate
-    from gradwire.lm.models import folder
+    from gradwire.lm.models import causal
 
     drawn = random.Random(options.seed).sample(range(len(rows)), min(options.recompute, len(rows)))
     if not drawn:
         return
-    model = folder.load_finite(options.model_dir).to(world.device)
+    model = causal.load_finite(options.model_dir).to(world.device)
     for position in sorted(drawn):
         batch = collate([shards[position]], shards.meta["pad_id"], 1).to(world.device)
         gradients = loop.gradients(model, batch, options.loss).gradient

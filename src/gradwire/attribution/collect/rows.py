@@ -1,34 +1,43 @@
-"""Computation of projected gradient rows from samples."""
+"""Computation of projected gradient rows from samples, as many at once as fit in memory."""
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from gradwire.attribution import projections
-from gradwire.attribution.collect import memory, types
-from gradwire.attribution.collect.fused import Fused, fused_rows, looped_rows
-from gradwire.attribution.collect.memory import Result
-from gradwire.attribution.collect.methods import METHODS, compare, flattened, following, resolved
-from gradwire.attribution.persample.batch import n_targets, shapes, squares, trainable, zeroed
+from gradwire.attribution.collect import types
+from gradwire.attribution.collect.methods import (
+    METHODS,
+    Fused,
+    compare,
+    flattened,
+    following,
+    fused_rows,
+    looped_rows,
+    resolved,
+)
+from gradwire.attribution.persample.batch import n_targets, out_of_memory, shapes, squares, trainable, zeroed
 from gradwire.attribution.store import store
 from gradwire.attribution.store.provenance import Provenance
 from gradwire.attribution.store.store import COLUMNS, Block
-from gradwire.base.errors import BadInput, NonFiniteGradient
+from gradwire.base.errors import BadInput, NonFiniteGradient, RunFault
 from gradwire.comm import parallel
 from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.world import World
 from gradwire.lm.data.batches import Batch, collate
 from gradwire.lm.data.shards import Sample
-from gradwire.lm.models import folder, lora, saved
+from gradwire.lm.models import causal, lora, saved
 
 STACK_BYTES = {"cpu": 1 << 29, "cuda": 1 << 33}  # of gradients per projection, which share the generated signs
 BATCH_AT_MOST = {"cpu": 16, "cuda": 64}  # larger batches are not faster
@@ -97,7 +106,7 @@ class RowMaker:
         model_dir = Path(provenance.model_dir)
         if saved.digest(model_dir) != provenance.model_digest:
             raise BadInput(f"the model in {model_dir} is not that of the collection.")
-        model: nn.Module = folder.load_finite(model_dir)
+        model: nn.Module = causal.load_finite(model_dir)
         if isinstance(provenance.lora, dict):
             model = lora.attach(model, model_dir, rank=provenance.lora["rank"], seed=provenance.lora["seed"])
         elif provenance.lora is not None:
@@ -139,7 +148,7 @@ class RowMaker:
         """
         order = sorted(range(len(positions)), key=lambda place: -len(shards[positions[place]].input_ids))
         longest = [positions[place] for place in order]
-        with memory.sufficient(self._fewest, self.device):
+        with sufficient(self._fewest, self.device):
             if self.batch_size is None:
                 self.batch_size = self.fitting(shards, longest[0])
             if self.fused:
@@ -165,7 +174,7 @@ class RowMaker:
             NonFiniteGradient: If a sample's gradient is not finite.
             RunFault: If the method computes a different gradient, or a single sample does not fit in memory.
         """
-        with memory.sufficient(self._fewest, self.device):
+        with sufficient(self._fewest, self.device):
             self._halving(positions, len(positions), lambda chosen: self._settle(self._batch(shards, chosen)))
 
     def _settle(self, batch: Batch) -> None:
@@ -195,7 +204,7 @@ class RowMaker:
     def _halving(
         self, positions: Sequence[int], size: int, work: Callable[[Sequence[int]], Result]
     ) -> tuple[list[Result], int]:
-        return memory.halving(positions, size, work, self._release, self.sharded)
+        return halving(positions, size, work, self._release, self.sharded)
 
     def _release(self) -> None:
         self._buffer = None
@@ -205,8 +214,8 @@ class RowMaker:
     def fitting(self, shards: Samples, position: int) -> int:
         """Estimate the batch size from free memory and the tensors that one sample saves for its backward pass."""
         formed = 3 * 4 * (self.projector.formed if self.fused else self.numel)
-        of_sample = memory.saved_bytes(self.model, self._batch(shards, [position])) + formed
-        free = int(SHARE * memory.free_bytes(self.device) / of_sample)
+        of_sample = saved_bytes(self.model, self._batch(shards, [position])) + formed
+        free = int(SHARE * free_bytes(self.device) / of_sample)
         fitted = max(1, min(BATCH_AT_MOST[self.device.type], free))
         if not self.sharded:
             return fitted
@@ -295,3 +304,80 @@ class RowMaker:
                 further = {name: COLUMNS[name].of(whole, position, record) for name in self.provenance.metadata}
                 records.append(record | further)
         return records
+
+
+Result = TypeVar("Result")
+
+
+def halving(
+    positions: Sequence[int],
+    size: int,
+    work: Callable[[Sequence[int]], Result],
+    release: Callable[[], None],
+    sharded: bool,
+) -> tuple[list[Result], int]:
+    """Run ``work`` on ``size`` samples at a time, on half as many if memory runs out.
+
+    Args:
+        positions: The samples.
+        size: How many to begin with.
+        work: Called with some of them.
+        release: Frees memory after a failure.
+        sharded: Whether other ranks run the same batches, so that this one cannot use smaller ones alone.
+
+    Returns:
+        The results, and the size that fitted.
+    """
+    results: list[Result] = []
+    done = 0
+    while done < len(positions):
+        chosen = positions[done : done + size]
+        try:
+            results.append(work(chosen))
+            done += len(chosen)
+            continue
+        except RuntimeError as error:
+            if not out_of_memory(error) or len(chosen) == 1 or sharded:
+                raise
+        size = len(chosen) // 2
+        release()  # outside the handler, which keeps the failed tensors alive
+        print(f"gradwire grads collect: out of memory; reducing to {size} samples at once", file=sys.stderr)
+    return results, size
+
+
+@contextmanager
+def sufficient(samples: Callable[[], int | None], device: torch.device) -> Iterator[None]:
+    """Turn an out-of-memory error that cannot be avoided by halving into a RunFault about ``samples()`` samples."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise RunFault(
+            f"{samples()} samples do not fit into the memory of {device}: use a smaller --batch_size or "
+            "--save_interval, a smaller model, or --strategy fsdp2 on more ranks."
+        ) from error
+
+
+def saved_bytes(model: nn.Module, batch: Batch) -> int:
+    """Return the bytes that a forward pass saves for the backward pass."""
+    total = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        total += ops.nbytes(tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(batch.input_ids, use_cache=False)
+    return total
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the free bytes of this rank's GPU, or its share of the machine's memory."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    available = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
+    ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    return 1024 * available // ranks

@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from gradwire.attribution.projections.base import Projector, Shapes, Whole
-from gradwire.attribution.projections.dense import Normal, Rademacher
-from gradwire.attribution.projections.factored import Factored
-from gradwire.attribution.projections.sjlt import Sjlt
-from gradwire.attribution.projections.srht import Srht
+from gradwire.attribution.projections.base import Image, Projector, Shapes, Whole
+from gradwire.attribution.projections.matrices import Factored, Normal, Rademacher, Sjlt, Srht
 from gradwire.base.errors import BadInput, unknown
 
-__all__ = ["OF_PARTS", "PROJECTORS", "Projector", "Shapes", "build", "check_width"]
+__all__ = ["OF_PARTS", "PROJECTORS", "Image", "Projector", "Shapes", "build", "check_width"]
 
 PROJECTORS: dict[str, Callable[[Shapes, int], Projector]] = {
     "rademacher": Rademacher,

@@ -6,6 +6,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from gradwire.base.errors import BadInput
 
 Shapes = Mapping[str, tuple[int, ...]]
 
-FALSE_ALARM = 1e-12  # probability that a correct row lies outside its band
+FALSE_ALARM = 1e-12  # probability that a correct row is outside its band
 
 
 class Band(NamedTuple):
@@ -26,20 +27,30 @@ class Band(NamedTuple):
     high: float
 
 
-class Image(ABC):
-    """Projected rows, accumulated parameter by parameter."""
+class Image:
+    """Projected rows, accumulated parameter by parameter.
+
+    Args:
+        projector: The map.
+        samples: Number of rows.
+        dims: Widths of the rows.
+        device: Device of the rows.
+
+    Raises:
+        BadInput: If the projector does not support a dim.
+    """
+
+    def __init__(self, projector: Projector, samples: int, dims: Sequence[int], device: torch.device) -> None:
+        self._projector, self._dims = projector, dims
+        self._sums = torch.zeros(samples, projector.width(dims), device=device)
 
     def add(self, name: str, use: LayerFactor) -> None:
-        """Add one use of a parameter; its gradient is formed."""
-        self.add_values(name, use.gradient().flatten(1).float())
+        """Add one use of a parameter."""
+        self._projector.add(self._sums, self._dims, name, use)
 
-    @abstractmethod
-    def add_values(self, name: str, values: Tensor) -> None:
-        """Add a parameter's gradients, float32 [samples, numel]."""
-
-    @abstractmethod
     def finished(self) -> dict[int, Tensor]:
         """Return the rows, float32 [samples, dim] by dim."""
+        return self._projector.rows(self._sums, self._dims)
 
 
 class Projector(ABC):
@@ -53,6 +64,10 @@ class Projector(ABC):
     def __init__(self, shapes: Shapes, seed: int) -> None:
         self.shapes = dict(shapes)
         self.sizes = {name: math.prod(shape) for name, shape in self.shapes.items()}
+        ends = [*accumulate(self.sizes.values())]
+        self.columns = {
+            name: slice(end - size, end) for (name, size), end in zip(self.sizes.items(), ends, strict=True)
+        }
         self.seed = seed
 
     def project(self, rows: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
@@ -61,18 +76,30 @@ class Projector(ABC):
         Raises:
             BadInput: If this projection does not support a dim.
         """
-        image = self.image(len(rows), dims, rows.device)
-        for name, start, end in self.parameters():
-            image.add(name, Direct(rows[:, start:end]))
+        image = Image(self, len(rows), dims, rows.device)
+        for name, columns in self.columns.items():
+            image.add(name, Direct(rows[:, columns]))
         return image.finished()
 
     @abstractmethod
-    def image(self, samples: int, dims: Sequence[int], device: torch.device) -> Image:
-        """Return the rows of zero gradients, to which those of parameters are added.
+    def width(self, dims: Sequence[int]) -> int:
+        """Return how many numbers per sample the `rows` are made from.
 
         Raises:
             BadInput: If this projection does not support a dim.
         """
+
+    def add(self, sums: Tensor, dims: Sequence[int], name: str, use: LayerFactor) -> None:
+        """Add one use of a parameter to ``sums`` [samples, width]; its gradient is formed."""
+        self.add_values(sums, dims, name, use.gradient().flatten(1).float())
+
+    @abstractmethod
+    def add_values(self, sums: Tensor, dims: Sequence[int], name: str, values: Tensor) -> None:
+        """Add a parameter's gradients, float32 [samples, numel], to ``sums`` [samples, width]."""
+
+    @abstractmethod
+    def rows(self, sums: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
+        """Return the rows, float32 [samples, dim] by dim, of the sums over all parameters."""
 
     @abstractmethod
     def fingerprint(self, dim: int) -> str:
@@ -88,15 +115,8 @@ class Projector(ABC):
 
     @property
     def formed(self) -> int:
-        """Most entries of a sample's gradient that its image is given or holds at once."""
+        """Most entries of a sample's gradient that are given to, or held by, its image at once."""
         return max(self.sizes.values(), default=0)
-
-    def parameters(self) -> Iterator[tuple[str, int, int]]:
-        """Yield each parameter's name and the start and end of its columns."""
-        start = 0
-        for name, numel in self.sizes.items():
-            yield name, start, start + numel
-            start += numel
 
 
 def chi2_band(freedom: float) -> Band:
@@ -118,11 +138,19 @@ ROUNDING = 1e-5  # of a float32 row's norm
 class Whole(Projector):
     """Identity: a row is the concatenated gradient of all parameters."""
 
-    def image(self, samples: int, dims: Sequence[int], device: torch.device) -> Image:
-        """Return the rows of zero gradients; ``dims`` must equal their width."""
+    def width(self, dims: Sequence[int]) -> int:
+        """Return the number of entries, which the ``dims`` must equal."""
         for dim in dims:
             self._check(dim)
-        return Gradient(self, samples, dims, device)
+        return self.formed
+
+    def add_values(self, sums: Tensor, dims: Sequence[int], name: str, values: Tensor) -> None:
+        """Add a parameter's gradients to its columns."""
+        sums[:, self.columns[name]] += values
+
+    def rows(self, sums: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
+        """Return the sums."""
+        return dict.fromkeys(dims, sums)
 
     def fingerprint(self, dim: int) -> str:
         """Return a digest of the parameters' names and sizes."""
@@ -139,24 +167,5 @@ class Whole(Projector):
         return sum(self.sizes.values())
 
     def _check(self, dim: int) -> None:
-        numel = sum(self.sizes.values())
-        if dim != numel:
-            raise BadInput(f"--dim {dim} with --projection none: the model's gradients have {numel} entries.")
-
-
-class Gradient(Image):
-    """The gradients of all parameters."""
-
-    def __init__(self, projector: Whole, samples: int, dims: Sequence[int], device: torch.device) -> None:
-        self._columns = {name: (start, end) for name, start, end in projector.parameters()}
-        self._rows = {dim: torch.zeros(samples, dim, device=device) for dim in dims}
-
-    def add_values(self, name: str, values: Tensor) -> None:
-        """Add a parameter's gradients, float32 [samples, numel]."""
-        start, end = self._columns[name]
-        for rows in self._rows.values():
-            rows[:, start:end] += values
-
-    def finished(self) -> dict[int, Tensor]:
-        """Return the rows."""
-        return self._rows
+        if dim != self.formed:
+            raise BadInput(f"--dim {dim} with --projection none: the model's gradients have {self.formed} entries.")

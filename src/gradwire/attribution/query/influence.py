@@ -89,12 +89,15 @@ def main(options: Options) -> None:
     damping = options.chosen_damping
     stated = options.weights == (LEARNING_RATE,)
     weights = normalised_weights(None if stated else options.weights, len(options.train), len(options.validation))
-    pairs = [(open_store(one), open_store(other)) for one, other in zip(options.train, options.validation, strict=True)]
+    pairs = [
+        (open_store(train), open_store(validation))
+        for train, validation in zip(options.train, options.validation, strict=True)
+    ]
     for train, validation in pairs:
         check_alike(train, validation)
-        for one, first in zip((train, validation), pairs[0], strict=True):
-            if (one.rows.ids, one.manifest.data_digest) != (first.rows.ids, first.manifest.data_digest):
-                raise BadInput(f"{one.path} and {first.path} hold different samples, or a different order.")
+        for store, first in zip((train, validation), pairs[0], strict=True):
+            if (store.rows.ids, store.manifest.data_digest) != (first.rows.ids, first.manifest.data_digest):
+                raise BadInput(f"{store.path} and {first.path} hold different samples, or a different order.")
     if stated:
         rates = [learning_rate(train) for train, _ in pairs]
         weights = normalised_weights(rates, len(rates), len(rates))
@@ -114,15 +117,15 @@ def main(options: Options) -> None:
         of_groups = np.concatenate(parts)  # [n, subtasks], or [n, 1]
         scores, place = of_groups.max(1), of_groups.argmax(1)
         best = order_of(scores)[: options.top_k].tolist()
-        samples = [train.manifest.sample_id(ids[at]) for at in best]
+        samples = [train.manifest.sample_id(ids[position]) for position in best]
         documents = documents_of(samples, options.corpus) if options.corpus else {}
     if not options.matrix:
         (options.output_dir / MATRIX).unlink(missing_ok=True)
     write_scores(options.output_dir / "scores.parquet", ids, names, of_groups)
     with whole(options.output_dir / "top.jsonl") as part, part.open("w", encoding="utf-8") as stream:
-        for rank, (at, sample) in enumerate(zip(best, samples, strict=True), 1):
-            line = {"rank": rank, "sample_id": ids[at], "score": float(scores[at])}
-            line |= {"subtask": names[place[at]]} if names else {}
+        for rank, (position, sample) in enumerate(zip(best, samples, strict=True), 1):
+            line = {"rank": rank, "sample_id": ids[position], "score": float(scores[position])}
+            line |= {"subtask": names[place[position]]} if names else {}
             stream.write(json.dumps(line | documents.get(sample, {}), ensure_ascii=False) + "\n")
     write_json(
         options.output_dir / "influence.json",

@@ -232,7 +232,7 @@ def documents_of(ids: Sequence[str], corpus: Path) -> dict[str, dict[str, Any]]:
         BadInput: If a document is missing.
     """
     wanted = {id_: id_ for id_ in ids} | {document(id_): document(id_) for id_ in ids}
-    contents = {one.id: corpora.content(one) for one in corpora.documents(corpus) if one.id in wanted}
+    contents = {text.id: corpora.content(text) for text in corpora.documents(corpus) if text.id in wanted}
     missing = [id_ for id_ in ids if id_ not in contents and document(id_) not in contents]
     if missing:
         raise BadInput(f"{corpus} has no document of sample {missing[0]!r} ({len(missing)} such samples).")

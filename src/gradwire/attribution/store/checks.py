@@ -144,15 +144,20 @@ class Audit:
         again = maker.blocks(self.shards, positions)
         places = {id_: row_of_sample for block in again.values() for row_of_sample, id_ in enumerate(block.ids)}
         deviations = [
-            (stored.names.rows, row, id_, _deviation(again[stored.dim], places[id_], stored.block, row))
+            (
+                stored.names.rows,
+                row,
+                id_,
+                least_deviation(again[stored.dim].bounds(places[id_]), stored.block.bounds(row)),
+            )
             for stored in self.stored
             for row, id_ in enumerate(stored.block.ids)
             if id_ in places
         ]
         tolerance = RECOMPUTED * TOLERANCE[self.origin.grad_type]
-        largest = max((deviation for *_, deviation in deviations), default=0.0)
+        largest = max((float(deviation) for *_, deviation in deviations), default=0.0)
         problems = [
-            f"{path}: row {row} is not the gradient of {id_!r}: relative deviation {deviation:.1e}"
+            f"{path}: row {row} is not the gradient of {id_!r}: relative deviation {float(deviation):.1e}"
             for path, row, id_, deviation in deviations
             if not deviation <= tolerance
         ]
@@ -188,10 +193,6 @@ class Audit:
     def _keep(self, blocks: dict[Names, Block], whole: Names, dim: int) -> None:
         if whole in blocks:
             self.stored.append(Stored(whole, dim, blocks[whole]))
-
-
-def _deviation(block: Block, row: int, other: Block, other_row: int) -> float:
-    return float(least_deviation(block.bounds(row), other.bounds(other_row)))
 
 
 def _other_documents(documents: Sequence[str], ids: Sequence[str], to_the_end: bool) -> Iterator[str]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gradwire.attribution.store import row_file, store
 from gradwire.attribution.store.provenance import FURTHER, NORMALIZED, Provenance
-from gradwire.attribution.store.row_file import NUMPY, BoundRows
+from gradwire.attribution.store.row_file import NUMPY, BoundRows, Raw
 from gradwire.attribution.store.row_types import least_deviation
 from gradwire.attribution.store.store import Block, Names
 from gradwire.base.errors import BadInput, CheckFailed
@@ -180,25 +180,14 @@ def write(merged: Merged, names: Names, further: Sequence[Path]) -> dict[str, st
     with ExitStack() as stack:
         codec = merged.sources[0].codec
         rows = stack.enter_context(row_file.tensor_writer(names.rows, merged.shape, codec.name))
-        plain: list[row_file.Writer] = []
-        scaled: list[row_file.Writer] = []
-        hashed = {names.rows: rows}
-        for path in further:
-            if path.name == NORMALIZED:
-                hashed[path] = stack.enter_context(row_file.tensor_writer(path, merged.shape))
-                scaled.append(hashed[path])
-            elif path.suffix == ".safetensors":
-                hashed[path] = stack.enter_context(row_file.safetensors_writer(path, merged.shape))
-                plain.append(hashed[path])
-            else:
-                plain.append(stack.enter_context(row_file.parquet_writer(path, merged.shape, merged.ids)))
+        writers = {path: stack.enter_context(row_file.writer(path, merged.shape, merged.ids)) for path in further}
         for chunk in merged.chunks():
             rows.append(chunk)
-            decoded = merged.sources[0].decoded(chunk) if plain or scaled else chunk
-            for writer in plain:
-                writer.append(decoded)
-            for writer in scaled:
-                writer.append(row_file.normalized(decoded))
+            decoded = merged.sources[0].decoded(chunk) if writers else chunk
+            for path, writer in writers.items():
+                writer.append(row_file.normalized(decoded) if path.name == NORMALIZED else decoded)
     store.write_metadata(names, merged.meta, merged.ids)
-    checksums = {path: writer.sha256.hexdigest() for path, writer in hashed.items()}
+    checksums = {
+        path: raw.sha256.hexdigest() for path, raw in ({names.rows: rows} | writers).items() if isinstance(raw, Raw)
+    }
     return {path.name: checksums.get(path) or sha256_file(path) for path in [*names, *further]}

@@ -15,7 +15,7 @@ import struct
 import sys
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
@@ -194,33 +194,38 @@ def tensor_writer(path: Path, shape: tuple[int, int], row_type: str = "float32")
 
 
 @contextmanager
-def safetensors_writer(path: Path, shape: tuple[int, int]) -> Iterator[Raw]:
-    """Open a writer of a safetensors file with one tensor ``rows``."""
-    nbytes = shape[0] * shape[1] * FLOAT
-    header = json.dumps({"rows": {"dtype": "F32", "shape": list(shape), "data_offsets": [0, nbytes]}}).encode()
-    header += b" " * (-len(header) % 8)
-    head = struct.pack("<Q", len(header)) + header
+def raw_writer(path: Path, head: bytes) -> Iterator[Raw]:
+    """Open a writer of float32 numbers behind a head; the file appears atomically, on success."""
     with whole(path) as part, part.open("wb") as stream:
         stream.write(head)
         yield Raw(stream, head)
 
 
-@contextmanager
-def npy_writer(path: Path, shape: tuple[int, int]) -> Iterator[Writer]:
-    """Open a writer of a NumPy file with one float32 matrix; the file appears atomically, on success."""
+def npy_writer(path: Path, shape: tuple[int, int]) -> AbstractContextManager[Writer]:
+    """Open a writer of a NumPy file with one float32 matrix."""
     head = io.BytesIO()
     np.lib.format.write_array_header_1_0(head, {"descr": "<f4", "fortran_order": False, "shape": shape})
-    with whole(path) as part, part.open("wb") as stream:
-        stream.write(head.getvalue())
-        yield Raw(stream, head.getvalue())
+    return raw_writer(path, head.getvalue())
 
 
 @contextmanager
-def parquet_writer(path: Path, shape: tuple[int, int], ids: Sequence[str]) -> Iterator[Writer]:
+def parquet_writer(path: Path, shape: tuple[int, int], ids: Sequence[str]) -> Iterator[Columns]:
     """Open a writer of a Parquet file with one row per sample: its id and a list of numbers."""
     schema = pa.schema([("sample_id", pa.string()), ("row", pa.list_(pa.float32(), shape[1]))])
     with whole(path) as part, pq.ParquetWriter(part, schema) as stream:
         yield Columns(stream, ids)
+
+
+def writer(path: Path, shape: tuple[int, int], ids: Sequence[str]) -> AbstractContextManager[Raw | Columns]:
+    """Open a writer of float32 rows in the format that the file's name states, of `provenance.FURTHER`."""
+    if path.suffix == ".parquet":
+        return parquet_writer(path, shape, ids)
+    if path.suffix == ".pt":
+        return tensor_writer(path, shape)
+    data = {"dtype": "F32", "shape": list(shape), "data_offsets": [0, shape[0] * shape[1] * FLOAT]}
+    header = json.dumps({"rows": data}).encode()
+    header += b" " * (-len(header) % 8)
+    return raw_writer(path, struct.pack("<Q", len(header)) + header)
 
 
 def normalized(rows: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -223,7 +223,7 @@ class Study:
         """The model trained on all samples, with Adam's moments."""
         from gradwire.bench.judge import retraining
         from gradwire.lm.data.shards import Shards
-        from gradwire.lm.models import folder
+        from gradwire.lm.models import causal
 
         made = self.folder / "model"
         if not made.is_dir():
@@ -232,7 +232,7 @@ class Study:
                 model, optimizer = retraining.trained(self.options.recipe, train, range(self.samples), self.samples)
             moments = retraining.moments(model, optimizer)
             tokenizer = self.shards.parent / "tokenizer"
-            folder.save(model.state_dict(), model.config, tokenizer, made, {"steps": self.options.steps}, moments)
+            causal.save(model.state_dict(), model.config, tokenizer, made, {"steps": self.options.steps}, moments)
         return made
 
 

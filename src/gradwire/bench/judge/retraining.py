@@ -184,7 +184,7 @@ def query_losses(model: nn.Module, shards: Shards, queries: int) -> list[float]:
 
 
 def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Adam's state by parameter name, as `lm.models.folder.save` takes it."""
+    """Adam's state by parameter name, as `lm.models.causal.save` takes it."""
     state = {name: optimizer.state[p] for name, p in model.named_parameters() if p in optimizer.state}
     return {"state": state, "param_groups": optimizer.param_groups}
 

@@ -45,10 +45,10 @@ def main(options: Options) -> None:
 
     from gradwire.comm.collectives import world
     from gradwire.lm.data import tokenizer
-    from gradwire.lm.models import folder
+    from gradwire.lm.models import causal
 
     device = world.choose("auto", options.device, 1, world.detect_gpus()).device_type
-    model = folder.load_finite(options.model_dir).to(device)
+    model = causal.load_finite(options.model_dir).to(device)
     vocabulary = tokenizer.load(options.model_dir)
 
     def answer(prompt: str) -> str:

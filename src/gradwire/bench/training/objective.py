@@ -41,7 +41,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from gradwire.attribution.persample.batch import losses_of, trainable
 from gradwire.attribution.persample.batch import n_targets as targets_of
-from gradwire.attribution.persample.claims import nodes_of, unviewed
+from gradwire.attribution.persample.hooks import nodes_of, unviewed
 from gradwire.attribution.persample.norms import check_repeatable, check_unmixed, coefficients, norms
 from gradwire.base.errors import BadInput
 from gradwire.bench.config import Cell, Precision, Training

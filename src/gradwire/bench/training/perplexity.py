@@ -55,8 +55,8 @@ def main(options: Options) -> None:
     from gradwire.comm.collectives.world import process_group
     from gradwire.lm.data.batches import eval_batches
     from gradwire.lm.data.shards import Shards, check, splits
-    from gradwire.lm.models import folder
-    from gradwire.lm.models.shards import shards_folder
+    from gradwire.lm.models import causal
+    from gradwire.lm.models.saved import shards_folder
 
     shards = shards_folder(options)
     check(shards)
@@ -64,11 +64,11 @@ def main(options: Options) -> None:
     opened = [Shards(shards, split) for split in chosen]
     batches = [eval_batches(split, min(options.batch_size, len(split)), 0, 1) for split in opened]
     with process_group(device=options.device) as world:
-        model = folder.load(options.model_dir).to(world.device)
+        model = causal.load(options.model_dir).to(world.device)
         quality = evaluate(model, chain(*batches), world.device)
     finite = math.isfinite(quality.ppl)
     if not finite and not diverged(options.model_dir.parent):
-        wrong = folder.not_finite(model)
+        wrong = causal.not_finite(model)
         raise BadInput(
             f"the loss of the model in {options.model_dir} is {quality.loss:g}, so it has no perplexity: "
             + (f"{wrong} is not finite" if wrong else "its weights are finite, and its logits overflow float32")

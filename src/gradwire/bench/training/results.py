@@ -27,7 +27,7 @@ from gradwire.comm.collectives import ops
 from gradwire.comm.collectives.world import World
 from gradwire.comm.parallel import optimizers
 from gradwire.lm.data.shards import Shards
-from gradwire.lm.models import folder as model_folder
+from gradwire.lm.models import causal
 
 MODELS = "models"  # folder of the models of some steps
 STEPS = pa.schema(
@@ -117,7 +117,7 @@ def save_model(
     state, moments = parallel.full_state_dict(model), parallel.full_optimizer_state(model, optimizer)
     if state:  # that of rank 0
         tokenizer = split.folder.parent.parent / "tokenizer"
-        model_folder.save(state, outcome.config, tokenizer, folder, origin, moments)
+        causal.save(state, outcome.config, tokenizer, folder, origin, moments)
 
 
 def kept_model(settings: Settings, identity: str, split: Shards, world: World, parts: Parts, outcome: Outcome) -> None:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from gradwire.base.errors import BadInput
-from gradwire.base.files import digest, read_json
+from gradwire.base.files import digest, parse_json, read_json
 from gradwire.base.flags import NATURAL, RANKS, SEED, output_folder
-from gradwire.base.parsing import parse_json
 from gradwire.base.rank_env import RankEnvOptions
 from gradwire.base.source_digest import source_digest
 from gradwire.base.strict import Strict

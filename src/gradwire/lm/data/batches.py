@@ -158,7 +158,7 @@ def prefetch(items: Iterator[Item]) -> Iterator[Item]:
             yield item
 
 
-def eval_batches(shards: Shards, batch_size: int, rank: int, world: int) -> Iterator[Batch]:
+def eval_batches(shards: Shards, batch_size: int, rank: int, world: int, samples: int | None = None) -> Iterator[Batch]:
     """Yield this rank's share of a split: each sample is on exactly one rank, and all ranks have equally many batches.
 
     Args:
@@ -166,9 +166,10 @@ def eval_batches(shards: Shards, batch_size: int, rank: int, world: int) -> Iter
         batch_size: Rows per batch; missing samples are filler rows.
         rank: This rank.
         world: Number of ranks.
+        samples: Use only the first samples; None for all.
     """
-    indices = range(rank, len(shards), world)
-    longest_share = len(range(0, len(shards), world))
-    for start in range(0, longest_share, batch_size):
-        samples = [shards[index] for index in indices[start : start + batch_size]]
-        yield collate(samples, shards.meta["pad_id"], batch_size)
+    count = len(shards) if samples is None else samples
+    indices = range(rank, count, world)
+    for start in range(0, len(range(0, count, world)), batch_size):
+        chosen = [shards[index] for index in indices[start : start + batch_size]]
+        yield collate(chosen, shards.meta["pad_id"], batch_size)

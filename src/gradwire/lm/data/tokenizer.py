@@ -272,18 +272,13 @@ def _special_tokens(folder: Path) -> dict[str, str]:
         content = token.get("content") if isinstance(token, dict) else token
         if token is None or content == "":
             continue
-        if not isinstance(content, str) or not _is_text(content):
+        if not isinstance(content, str) or any("\ud800" <= char <= "\udfff" for char in content):  # lone surrogates
             raise BadInput(
                 f"{folder / CONFIG}: {role} must be a string, or an object with a string as `content`; it is "
                 f"{json.dumps(token)[:60]}."
             )
         tokens[role] = content
     return tokens
-
-
-def _is_text(content: str) -> bool:
-    """Whether a string can be encoded as UTF-8: JSON may contain lone surrogates."""
-    return not any("\ud800" <= character <= "\udfff" for character in content)
 
 
 def _complete(backend: tokenizers.Tokenizer, named: dict[str, str]) -> dict[str, Any]:

@@ -243,7 +243,7 @@ def _write(writers: dict[str, SplitWriter], corpus_path: Path, tokenizer: Tokeni
         if not writer.targets.any():
             raise BadInput(f"{corpus_path}: no sample in {split} has a target; use more documents or --max_length.")
     note_unknown(np.sum([writer.targets for writer in writers.values()], axis=0), characters, tokenizer)
-    if documents.found:
+    if documents.present:
         refuse_shared_ids(writers.values(), corpus_path)
     if "val" in writers:
         loss = unigram_loss(writers["train"].targets, writers["val"].targets)
@@ -270,11 +270,11 @@ class NamedLikeParts:
 
     def __init__(self, documents: Iterable[Document]) -> None:
         self._documents = documents
-        self.found = False
+        self.present = False
 
     def __iter__(self) -> Iterator[Document]:
         for document in self._documents:
-            self.found |= "#" in document.id
+            self.present |= "#" in document.id
             yield document
 
 

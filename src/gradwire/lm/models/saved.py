@@ -1,4 +1,4 @@
-"""Metadata of a saved model, read without loading it or importing torch or transformers."""
+"""Metadata of a saved model, read without loading it or importing torch or transformers, and the samples it reads."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gradwire.base import files
 from gradwire.base.errors import BadInput
+
+if TYPE_CHECKING:
+    from gradwire.lm.data.shards import Shards
+
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 ADAPTER = "adapter_config.json"  # transformers would load such an adapter with the model
@@ -132,3 +136,47 @@ def max_length(path: Path) -> int:
         if isinstance(metadata, dict) and isinstance(metadata.get(key), int):
             return metadata[key]
     raise BadInput(f"neither {METADATA} nor {CONFIG} in {path} gives the context length: set --max_length.")
+
+
+def samples_of(args: Any, rank: int = 0) -> Shards:
+    """The samples for a verb that also takes ``--split``: a split of a shards folder, or a whole corpus file.
+
+    Raises:
+        BadInput: As `shards_folder`, and for a split of a corpus file.
+        RunFault: As `shards_folder`.
+    """
+    from gradwire.lm.data.shards import Shards, splits
+
+    if args.split and Path(args.data_path).is_file():
+        raise BadInput(
+            f"--split {args.split}: {args.data_path} is a corpus file, which is used whole; omit --split, or run "
+            "`gradwire tokenize` and pass its shards folder."
+        )
+    folder = shards_folder(args, rank, whole=True)
+    return Shards(folder, args.split or splits(folder)[0])
+
+
+def shards_folder(args: Any, rank: int = 0, *, whole: bool = False) -> Path:
+    """The shards folder for a verb that takes ``--model_dir --data_path --max_length --cache_dir``.
+
+    Args:
+        args: The verb's arguments.
+        rank: This rank. Rank 0 tokenizes a corpus file, the others wait for it.
+        whole: Hold no documents out for validation.
+
+    Raises:
+        BadInput: If the model or the data are unusable, or do not match.
+        RunFault: If rank 0 makes no progress.
+    """
+    from gradwire.lm.data.tokenization import shards_of
+
+    model_dir = Path(args.model_dir)
+    check(model_dir)
+    return shards_of(
+        Path(args.data_path),
+        tokenizer=str(model_dir),
+        max_length=max_length(model_dir) if args.max_length is None else args.max_length,
+        cache_dir=args.cache_dir,
+        whole=whole,
+        rank=rank,
+    )

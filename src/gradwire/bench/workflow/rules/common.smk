@@ -21,7 +21,7 @@ from gradwire.bench.image import (
     variant_for,
 )
 from gradwire.bench.launch.links import probe
-from gradwire.base.model_flags import to_flags
+from gradwire.base.strict import to_flags
 from gradwire.lm.models.presets import content as model_content
 from gradwire.base.parent_watch import PARENT
 from gradwire.base.source_digest import PACKAGE, source_digest

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwire.base.errors import BadInput
-from gradwire.base.files import check_input, read_yaml
-from gradwire.base.parsing import parse_json
+from gradwire.base.files import check_input, parse_json, read_yaml
 from gradwire.base.plugins import Plugins
 
 MEANING = "a preset (micro, tiny, small, llama-small, 62m), or a folder with a model or its config.json"

@@ -1,0 +1,406 @@
+"""Random matrices: dense, sparse (SJLT), a subsampled Hadamard transform (SRHT), and factored."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding, embedding_bag
+
+from gradwire.attribution.persample.layer_factors import LayerFactor, OuterProduct
+from gradwire.attribution.projections import hashing
+from gradwire.attribution.projections.base import Band, Projector, Shapes, chi2_band, tiles
+from gradwire.base.errors import BadInput
+
+TILE = 1 << 20  # entries generated at once, 4 MB as float32
+QUANTILES = 1 << 16
+SLOTS = 1 << 16
+NONZEROS = 4
+BLOCKS = {"cpu": 1, "cuda": 64}  # whose signs are generated at once: few fit a core's cache, a GPU is slow to start
+FACTOR = 64  # H is applied as a product of Hadamard matrices of this order
+ORDERED = 1 << 22  # largest number of rows to permute at once
+
+
+class Dense(Projector):
+    """P with independent entries of mean 0 and variance 1/dim; a smaller dim uses the first rows of a larger one."""
+
+    name: str
+
+    @abstractmethod
+    def entries(self, name: str, columns: Tensor, dim: int) -> Tensor:
+        """Return √dim times the entries of a parameter's ``columns`` [c], as float32 [c, dim]."""
+
+    @abstractmethod
+    def probe(self, name: str, columns: Tensor, dim: int) -> Tensor:
+        """Return the random bits behind `entries`."""
+
+    def width(self, dims: Sequence[int]) -> int:
+        """Return the largest dim; the other rows are its first columns."""
+        return max(dims)
+
+    def add_values(self, sums: Tensor, dims: Sequence[int], name: str, values: Tensor) -> None:
+        """Add the product of a parameter's gradients and its entries, tile by tile."""
+        widest = sums.shape[1]
+        for first, last in tiles(values.shape[1], max(1, TILE // widest)):
+            columns = torch.arange(first, last, device=values.device)
+            sums.addmm_(values[:, first:last], self.entries(name, columns, widest))
+
+    def rows(self, sums: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
+        """Return the first columns, scaled."""
+        return {dim: sums[:, :dim] / math.sqrt(dim) for dim in dims}
+
+    def fingerprint(self, dim: int) -> str:
+        """Return a digest of the bits behind every parameter's first and last column."""
+        hashed = hashlib.sha256(f"{self.name} dim={dim}".encode())
+        for name, numel in self.sizes.items():
+            probes = self.probe(name, torch.tensor([0, numel - 1]), dim)
+            hashed.update(f"{name} {numel}".encode() + probes.numpy().tobytes())
+        return hashed.hexdigest()
+
+    def band(self, dim: int) -> Band:
+        """Return the χ² band: exact for normal entries, conservative for signs."""
+        return chi2_band(dim)
+
+
+class Rademacher(Dense):
+    """Entries ±1/√dim (Achlioptas, 2003).
+
+    Var(‖Px‖²/‖x‖²) = (2/dim)(1 - ‖x‖₄⁴/‖x‖₂⁴).
+    """
+
+    name = "rademacher"
+
+    def entries(self, name: str, columns: Tensor, dim: int) -> Tensor:
+        """Signs ±1, [c, dim]."""
+        return hashing.sign_table(hashing.key(self.seed, name), columns, dim)
+
+    def probe(self, name: str, columns: Tensor, dim: int) -> Tensor:
+        """64 signs per word: int64 [c, ⌈dim / 64⌉]."""
+        return hashing.table(hashing.key(self.seed, name), columns, math.ceil(dim / hashing.WORD))
+
+
+class Normal(Dense):
+    """Entries N(0, 1/dim), each one of 65,536 equally likely quantiles with a variance of exactly 1/dim.
+
+    A table replaces logarithms and cosines, whose rounding depends on the device. The largest entry is 4.3 standard
+    deviations. Var(‖Px‖²/‖x‖²) = 2/dim.
+    """
+
+    name = "normal"
+
+    def entries(self, name: str, columns: Tensor, dim: int) -> Tensor:
+        """Standard normal numbers, float32 [c, dim]."""
+        chosen = self.probe(name, columns, dim).view(torch.int16).int() + QUANTILES // 2
+        return embedding(chosen, _quantiles().to(columns.device)).flatten(1)[:, :dim]
+
+    def probe(self, name: str, columns: Tensor, dim: int) -> Tensor:
+        """Four 16-bit numbers per word: int64 [c, ⌈dim / 4⌉]."""
+        return hashing.table(hashing.key(self.seed, f"{name} normal"), columns, math.ceil(dim / 4))
+
+
+@cache
+def _quantiles() -> Tensor:
+    """Return equally likely quantiles of the standard normal distribution, float32 [65536, 1]."""
+    middles = torch.special.ndtri((torch.arange(QUANTILES, dtype=torch.float64) + 0.5) / QUANTILES)
+    return (middles / middles.square().mean().sqrt()).float()[:, None]
+
+
+class Sorted(NamedTuple):
+    """The second step as embedding bags: the slots of row r begin at ``starts[r]``."""
+
+    slots: Tensor
+    signs: Tensor
+    starts: Tensor
+
+
+# Why: docs/decisions.md, "SJLT by rotations".
+class Sjlt(Projector):
+    """A sparse projection (Kane & Nelson, 2014): each column has ``NONZEROS`` entries ±1/√NONZEROS in distinct rows.
+
+    Two steps read the gradient once, in order, and write nothing of its size. First, columns with random signs are
+    summed into `SLOTS` slots: each block of `SLOTS` columns of a parameter is rotated by a random amount, so columns of
+    one block never collide, and columns of different blocks collide with probability 1/`SLOTS`. Then each slot maps to
+    one row in each of ``NONZEROS`` equal parts of the rows. Their product is a sparse matrix as described above.
+
+    Var(‖Px‖²/‖x‖²) is at most that of signs, (2/dim)(1 - ‖x‖₄⁴/‖x‖₂⁴), plus 2/SLOTS for the slots.
+    """
+
+    def __init__(self, shapes: Shapes, seed: int) -> None:
+        super().__init__(shapes, seed)
+        self._sorted: dict[tuple[int, torch.device], Sorted] = {}
+        self._rotations: dict[str, list[int]] = {}
+        self._signs: dict[tuple[str, torch.device], Tensor] = {}  # of the parameters of one block
+
+    def width(self, dims: Sequence[int]) -> int:
+        """Return the number of slots."""
+        return SLOTS
+
+    def add_values(self, sums: Tensor, dims: Sequence[int], name: str, values: Tensor) -> None:
+        """Add a parameter's gradients to the slots."""
+        blocks = iter(self.rotations(name))
+        for begin, end in tiles(values.shape[1], SLOTS * BLOCKS[values.device.type]):
+            signs = self.signs(name, begin, end, values.device)
+            for values_of_block, sign in zip(values[:, begin:end].split(SLOTS, dim=1), signs.split(SLOTS), strict=True):
+                turned = next(blocks)
+                fits = min(len(sign), SLOTS - turned)
+                sums[:, turned : turned + fits].addcmul_(values_of_block[:, :fits], sign[:fits])
+                sums[:, : len(sign) - fits].addcmul_(values_of_block[:, fits:], sign[fits:])
+
+    def rotations(self, name: str) -> list[int]:
+        """Return the slot of the first column of each of a parameter's blocks."""
+        if name not in self._rotations:
+            stream = hashing.key(self.seed, f"{name} rotation")
+            blocks = torch.arange(-(-self.sizes[name] // SLOTS))
+            self._rotations[name] = hashing.below(stream, blocks, SLOTS).tolist()
+        return self._rotations[name]
+
+    def signs(self, name: str, first: int, last: int, device: torch.device) -> Tensor:
+        """Return the signs of some of a parameter's columns: float32 [last - first]."""
+        stream = hashing.key(self.seed, f"{name} sjlt")
+        if self.sizes[name] > SLOTS:
+            return hashing.signs(stream, first, last, device)
+        if (name, device) not in self._signs:
+            self._signs[name, device] = hashing.signs(stream, 0, self.sizes[name], device)
+        return self._signs[name, device][first:last]
+
+    def rows(self, sums: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
+        """Map the slots to rows."""
+        return {dim: self._spread(sums, dim) for dim in dims}
+
+    def _spread(self, sums: Tensor, dim: int) -> Tensor:
+        bags = self._bags(dim, sums.device)
+        rows = embedding_bag(bags.slots, sums.T.contiguous(), bags.starts, mode="sum", per_sample_weights=bags.signs)
+        return rows.T / math.sqrt(min(NONZEROS, dim))
+
+    def fingerprint(self, dim: int) -> str:
+        """Return a digest of the second step, of each parameter's first and last sign and of its last rotation."""
+        bags = self._bags(dim, torch.device("cpu"))
+        hashed = hashlib.sha256(f"sjlt dim={dim} {SLOTS} {NONZEROS}".encode())
+        for part in bags:
+            hashed.update(part.numpy().tobytes())
+        for name, numel in self.sizes.items():
+            ends = [float(self.signs(name, column, column + 1, torch.device("cpu"))) for column in (0, numel - 1)]
+            hashed.update(f"{name} {numel} {ends} {self.rotations(name)[-1]}".encode())
+        return hashed.hexdigest()
+
+    def band(self, dim: int) -> Band:
+        """Return the χ² band for the variance of both steps."""
+        return chi2_band(1 / (1 / dim + 1 / SLOTS))
+
+    def _bags(self, dim: int, device: torch.device) -> Sorted:
+        if (dim, device) not in self._sorted:
+            self._sorted[dim, device] = Sorted(*(tensor.to(device) for tensor in self._sort(dim)))
+        return self._sorted[dim, device]
+
+    def _sort(self, dim: int) -> Sorted:
+        parts = min(NONZEROS, dim)
+        counters = torch.arange(SLOTS)
+        targets, signs = [], []
+        for part in range(parts):
+            first, last = part * dim // parts, (part + 1) * dim // parts
+            targets.append(first + hashing.below(hashing.key(self.seed, f"{dim} {part} row"), counters, last - first))
+            signs.append(hashing.signs(hashing.key(self.seed, f"{dim} {part} sign"), 0, SLOTS, torch.device("cpu")))
+        row = torch.cat(targets)
+        order = row.argsort(stable=True)
+        starts = torch.zeros(dim, dtype=torch.int64)
+        starts[1:] = row.bincount(minlength=dim).cumsum(0)[:-1]
+        return Sorted(counters.repeat(parts)[order], torch.cat(signs)[order], starts)
+
+
+class Srht(Projector):
+    """The subsampled randomised Hadamard transform (Ailon & Chazelle, 2009; Tropp, 2011): √(N/dim) S H D x / √N.
+
+    D holds random signs, H is the Hadamard matrix of order N, the next power of two, and S selects ``dim`` distinct
+    rows. It takes O(N log N) operations, and N floats per sample in addition to the gradient.
+
+    Var(‖Px‖²/‖x‖²) is about (2/dim)(1 - dim/N); with dim = N norms are preserved exactly.
+    """
+
+    def width(self, dims: Sequence[int]) -> int:
+        """Return N, the length of D x with zeros behind it.
+
+        Raises:
+            BadInput: If a dim exceeds N.
+        """
+        if max(dims) > self.order:
+            raise BadInput(
+                f"--dim {max(dims)} with --projection srht: the transform of these gradients has {self.order} rows."
+            )
+        return self.order
+
+    def add_values(self, sums: Tensor, dims: Sequence[int], name: str, values: Tensor) -> None:
+        """Add a parameter's gradients, with random signs, to its columns."""
+        signs = hashing.signs(hashing.key(self.seed, f"{name} srht"), 0, self.sizes[name], values.device)
+        sums[:, self.columns[name]].addcmul_(values, signs)
+
+    def rows(self, sums: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
+        """Return some rows of one transform."""
+        transformed = hadamard(sums)
+        return {dim: transformed[:, self.selected(dim).to(sums.device)] / math.sqrt(dim) for dim in dims}
+
+    @cached_property
+    def order(self) -> int:
+        """N, the next power of two above the number of entries."""
+        return 1 << (sum(self.sizes.values()) - 1).bit_length()
+
+    @property
+    def formed(self) -> int:
+        """Most entries of a sample's gradient that its image holds: N."""
+        return self.order
+
+    def selected(self, dim: int) -> Tensor:
+        """Return the selected rows of H: int64 [dim]."""
+        stream = hashing.key(self.seed, f"{self.order} rows")
+        if self.order <= max(ORDERED, 4 * dim):
+            return hashing.words(stream, torch.arange(self.order)).argsort(stable=True)[:dim]
+        drawn = hashing.words(stream, torch.arange(2 * dim)) & (self.order - 1)
+        return torch.tensor(list(dict.fromkeys(drawn.tolist()))[:dim])
+
+    def fingerprint(self, dim: int) -> str:
+        """Return a digest of the rows and of each parameter's first and last sign."""
+        hashed = hashlib.sha256(f"srht dim={dim} {self.order}".encode() + self.selected(dim).numpy().tobytes())
+        for name, numel in self.sizes.items():
+            stream = hashing.key(self.seed, f"{name} srht")
+            ends = [float(hashing.signs(stream, column, column + 1, torch.device("cpu"))) for column in (0, numel - 1)]
+            hashed.update(f"{name} {numel} {ends}".encode())
+        return hashed.hexdigest()
+
+    def band(self, dim: int) -> Band:
+        """Return the χ² band, which is conservative for ``dim`` near N."""
+        return chi2_band(dim)
+
+
+def hadamard(rows: Tensor) -> Tensor:
+    """Multiply ``rows`` [samples, N] by the unscaled Hadamard matrix of order N, a power of two."""
+    samples, order = rows.shape
+    done = 1
+    while done < order:
+        factor = min(FACTOR, order // done)
+        matrix = _matrix(factor, rows.device)
+        rows = matrix @ rows.view(-1, factor, done) if done > 1 else rows.view(-1, factor) @ matrix
+        done *= factor
+    return rows.view(samples, order)
+
+
+def _matrix(order: int, device: torch.device) -> Tensor:
+    """Build the Hadamard matrix by Sylvester's rule: entry (i, j) is -1 to the number of ones in i & j."""
+    matrix = torch.ones(1, 1, device=device)
+    while len(matrix) < order:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    return matrix
+
+
+class Factors(NamedTuple):
+    """A matrix parameter's P_l [rows, k_l] and P_r [columns, k_r]."""
+
+    left: Tensor
+    right: Tensor
+
+
+# Why: docs/decisions.md, "A factored row is a sum over parameters".
+class Factored(Projector):
+    """A Kronecker projection (Choe et al., 2024, "What is Your Data Worth to GPT?", section 3).
+
+    The gradient G of a matrix becomes P_lᵀ G P_r. Where G is a sum of outer products, Σ_t l_t ⊗ r_t, it is projected
+    through its factors, (P_lᵀ l_t) ⊗ (P_rᵀ r_t), without being formed. Each matrix maps to all ``dim`` = k_l k_r
+    columns, and the images of all parameters are added with independent signs, so that E‖Px‖² = ‖x‖² for any shapes.
+    Vector parameters are projected by `Sjlt`; parameters of more than two dimensions are [shape[0], rest].
+
+    Var(‖Px‖²/‖x‖²) of one matrix is ρ(2/k_l + 2/k_r + 2/dim) + 2/dim for normal factors, ρ = tr((GᵀG)²)/tr(GᵀG)²
+    between 1/rank and 1: much more than a dense projection of equal ``dim``. Signs do not increase it.
+    """
+
+    def __init__(self, shapes: Shapes, seed: int) -> None:
+        super().__init__(shapes, seed)
+        self.matrices = {
+            name: (shape[0], math.prod(shape[1:])) for name, shape in self.shapes.items() if len(shape) >= 2
+        }
+        self.vectors = Sjlt({name: shape for name, shape in self.shapes.items() if len(shape) < 2}, seed)
+        self._factors: dict[tuple[str, int, torch.device], Factors] = {}
+
+    def width(self, dims: Sequence[int]) -> int:
+        """Return the columns of all rows, and the slots of the vectors if there are any."""
+        return sum(dims) + (SLOTS if self.vectors.shapes else 0)
+
+    def add(self, sums: Tensor, dims: Sequence[int], name: str, use: LayerFactor) -> None:
+        """Add one use of a parameter, without forming its gradient from its factors."""
+        if not isinstance(use, OuterProduct):
+            super().add(sums, dims, name, use)
+            return
+        for rows, dim in zip(sums.split(self._widths(dims), 1), dims, strict=False):
+            left, right = self.factors(name, dim, rows.device)
+            lefts = left[use.left] if use.one_hot else use.left @ left
+            rows += (lefts.transpose(1, 2) @ (use.right @ right)).flatten(1)
+
+    def add_values(self, sums: Tensor, dims: Sequence[int], name: str, values: Tensor) -> None:
+        """Add a parameter's gradients: a matrix between its factors, a vector to the slots."""
+        if name not in self.matrices:
+            self.vectors.add_values(sums[:, sum(dims) :], dims, name, values)
+            return
+        gradients = values.unflatten(1, self.matrices[name])
+        for rows, dim in zip(sums.split(self._widths(dims), 1), dims, strict=False):
+            left, right = self.factors(name, dim, rows.device)
+            rows += (left.T @ (gradients @ right)).flatten(1)
+
+    def rows(self, sums: Tensor, dims: Sequence[int]) -> dict[int, Tensor]:
+        """Return the sums of the matrices' rows and the vectors'."""
+        rows = dict(zip(dims, sums.split(self._widths(dims), 1), strict=False))
+        if not self.vectors.shapes:
+            return rows
+        of_vectors = self.vectors.rows(sums[:, sum(dims) :], dims)
+        return {dim: rows[dim] + of_vectors[dim] for dim in dims}
+
+    def _widths(self, dims: Sequence[int]) -> list[int]:
+        return [*dims, self.width(dims) - sum(dims)]
+
+    @property
+    def formed(self) -> int:
+        """Most entries of a sample's gradient that its image is given at once: of a vector."""
+        return self.vectors.formed
+
+    def factors(self, name: str, dim: int, device: torch.device) -> Factors:
+        """Return a matrix parameter's factors, which are small and cached."""
+        if (name, dim, device) not in self._factors:
+            sides = zip(("left", "right"), self.matrices[name], split(dim), strict=True)
+            made = [
+                hashing.sign_table(hashing.key(self.seed, f"{name} {side}"), torch.arange(length, device=device), width)
+                / math.sqrt(width)
+                for side, length, width in sides
+            ]
+            self._factors[name, dim, device] = Factors(*made)
+        return self._factors[name, dim, device]
+
+    def fingerprint(self, dim: int) -> str:
+        """Return a digest of each factor's first and last row, and of the projection of the vectors."""
+        hashed = hashlib.sha256(f"factored dim={dim} {self.vectors.fingerprint(dim)}".encode())
+        for name, sides in self.matrices.items():
+            ends = [[0, side - 1] for side in sides]
+            factors = self.factors(name, dim, torch.device("cpu"))
+            hashed.update(f"{name} {sides}".encode())
+            for factor, rows in zip(factors, ends, strict=True):
+                hashed.update(factor[rows].sign().to(torch.int8).numpy().tobytes())
+        return hashed.hexdigest()
+
+    def band(self, dim: int) -> Band:
+        """Return the band of one rank-1 matrix, the widest: a product of two independent χ²."""
+        bands = [chi2_band(width) for width in split(dim)]
+        return Band(math.prod(band.low for band in bands), math.prod(band.high for band in bands))
+
+
+def split(dim: int) -> tuple[int, int]:
+    """Factor ``dim`` into k_l times k_r, as close to each other as possible.
+
+    Raises:
+        BadInput: If one exceeds four times the other, as for a large prime.
+    """
+    left = next(width for width in range(math.isqrt(dim), 0, -1) if dim % width == 0)
+    if dim // left > 4 * left:
+        near = math.isqrt(dim) ** 2
+        raise BadInput(f"--dim {dim} with --projection factored: not a product of two similar numbers, such as {near}.")
+    return left, dim // left
