@@ -34,6 +34,8 @@ from gradwire.comm.compressors import kernels
 from gradwire.comm.compressors.rounds import Context, RoundCost, Rounds, State
 from gradwire.comm.compressors.segments import Segments
 
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal blocks, and zeros at zero
+
 Shape = int | tuple[int, ...]
 Count = Annotated[int, Field(**COUNT.limits)]  # a type of options
 Onto = Literal["sum", "zero", "blank"]

@@ -18,9 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradwire.comm.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel, quotient
-
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal blocks, and zeros at zero
+from gradwire.comm.compressors.base import SMALLEST_SCALE, Block, BlockQuantizer, Shape, as_numbers, numel, quotient
 
 
 class FP8(BlockQuantizer):

@@ -20,12 +20,10 @@ from pydantic import Field
 from torch import Tensor
 
 from gradwire.base.errors import BadInput
-from gradwire.comm.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel, quotient
+from gradwire.comm.compressors.base import SMALLEST_SCALE, Block, BlockQuantizer, Shape, as_numbers, numel, quotient
 from gradwire.comm.compressors.packing import pack, packed_bytes, unpack
 from gradwire.comm.compressors.philox import draw_seed, uniforms
 from gradwire.comm.compressors.rounds import Ask, Context, RoundCost, Rounds, State
-
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal blocks, and zeros at zero
 
 
 class Int8(BlockQuantizer):

@@ -24,11 +24,9 @@ from pydantic import Field
 from torch import Tensor
 
 from gradwire.comm.compressors import elias
-from gradwire.comm.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel, quotient
+from gradwire.comm.compressors.base import SMALLEST_SCALE, Block, BlockQuantizer, Shape, as_numbers, numel, quotient
 from gradwire.comm.compressors.packing import pack, packed_bytes, unpack
 from gradwire.comm.compressors.philox import draw_seed, uniforms
-
-SMALLEST_STEP = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal buckets, and zeros at zero
 
 
 class QSGD(BlockQuantizer):
@@ -79,7 +77,7 @@ class QSGD(BlockQuantizer):
 
     def steps(self, norms: Tensor) -> Tensor:
         """Size of each bucket's levels: float32 [b]."""
-        return quotient(norms, self.levels).clamp_min_(SMALLEST_STEP)
+        return quotient(norms, self.levels).clamp_min_(SMALLEST_SCALE)
 
     def not_representable(self, x: Tensor) -> Tensor:
         """Whether a norm is not finite: bool []."""

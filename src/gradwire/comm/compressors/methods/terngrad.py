@@ -20,11 +20,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradwire.comm.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel
+from gradwire.comm.compressors.base import SMALLEST_SCALE, Block, BlockQuantizer, Shape, as_numbers, numel
 from gradwire.comm.compressors.packing import pack, pack_trits, packed_bytes, trit_bytes, unpack, unpack_trits
 from gradwire.comm.compressors.philox import draw_seed, uniforms
-
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal blocks, and zeros at zero
 
 
 class TernGrad(BlockQuantizer):
