@@ -86,7 +86,7 @@ class QSGD(BlockQuantizer):
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Divide each bucket by its step and round down or up."""
         norms = self.norms(x)
-        levels = (self.in_blocks(x.view(-1)) / self.steps(norms).unsqueeze(1)).view(-1)[: x.numel()]
+        levels = self.divided(x, self.steps(norms))
         low = levels.floor()  # the larger magnitude for negative values, whose probability is lower accordingly
         up = uniforms(draw_seed(generator, x.device, self.name), x.numel()) < levels - low
         numbers = (low + up).clamp_(-self.levels, self.levels).to(torch.int16)
@@ -108,5 +108,4 @@ class QSGD(BlockQuantizer):
         else:
             sign = 2 ** (self.num_bits - 1)
             numbers = (unpack(rest, self.num_bits, numel(shape)).to(torch.int32) ^ sign) - sign
-        levels = self.in_blocks(numbers.to(torch.float32))
-        return levels.mul_(self.steps(norms).unsqueeze(1)).view(-1)[: numel(shape)]
+        return self.multiplied(numbers, self.steps(norms))
