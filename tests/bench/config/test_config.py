@@ -30,8 +30,7 @@ from gradwire.bench.config import (
 from gradwire.bench.verbs import parser_of
 from gradwire.comm.communication import Communication
 from gradwire.comm.compressors import build
-from gradwire.comm.compressors.parameter_encoding import ENCODINGS, ParamCompress
-from gradwire.comm.compressors.reduction import Schedule
+from gradwire.comm.compressors.reduction import ENCODINGS, ParamCompress, Schedule
 from gradwire.comm.parallel.optimizers.adam import ZeroOneAdam
 
 ROOT = Path(__file__).parents[3]

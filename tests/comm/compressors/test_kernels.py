@@ -6,6 +6,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 
@@ -20,11 +21,6 @@ from gradwire.comm.compressors.segments import Segments
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def fused(kind: str) -> list[str]:
-    folder = [f"{path}/{kind}" for path in kernels.__path__]
-    return [module.name for module in pkgutil.iter_modules(folder)]
 
 
 CASES = [(name, options) for name, options in METHODS if kernels.load("cuda", name) is not kernels.PLAIN]
@@ -127,8 +123,13 @@ def test_a_gpu_older_than_the_kernels_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_every_fused_form_belongs_to_a_method(kind):
-    forms = {name for name in fused(kind) if kernels.load(kind, name) is not kernels.PLAIN}
-    assert len(forms) >= 7 and forms <= {name for name, _ in METHODS}
+    package = f"{kernels.__name__}.{kind}"
+    modules = [
+        import_module(f"{package}.{found.name}") for found in pkgutil.iter_modules(import_module(package).__path__)
+    ]
+    forms = {name: kernel for module in modules for name, kernel in getattr(module, "KERNELS", {}).items()}
+    assert len(forms) >= 7 and forms.keys() <= {name for name, _ in METHODS}
+    assert all(kernels.load(kind, name) is kernel for name, kernel in forms.items())
 
 
 @pytest.mark.full

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import generator
 
-from gradwire.comm.compressors.kernels.cpu.shared import TILE, pack_tile, unpack_tile
+from gradwire.comm.compressors.kernels.cpu import TILE, pack_tile, unpack_tile
 from gradwire.comm.compressors.packing import pack, pack_trits, packed_bytes, trit_bytes, unpack, unpack_trits
 
 WIDTHS = range(1, 17)

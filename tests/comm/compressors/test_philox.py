@@ -9,7 +9,7 @@ from samples import generator
 from scipy import stats
 
 from gradwire.comm.compressors import philox
-from gradwire.comm.compressors.kernels.cpu.shared import fill_words
+from gradwire.comm.compressors.kernels.cpu import fill_words
 
 
 def philox_of_the_paper(counter: int, key: tuple[int, int], rounds: int) -> list[int]:

@@ -15,7 +15,7 @@ from samples import FLOAT32, assert_unbiased, draws, generator, normal
 from scipy import stats
 
 from gradwire.comm.compressors import build
-from gradwire.comm.compressors.kernels.cpu import randomk as fused
+from gradwire.comm.compressors.kernels.cpu import sparse as fused
 from gradwire.comm.compressors.methods import randomk as plain
 from gradwire.comm.compressors.rounds import Context
 

@@ -164,10 +164,11 @@ def test_values_of_any_float_type_are_encoded_as_float32():
 def test_compiled_loops_let_other_threads_run():
     """A communication thread encodes and decodes while the backward pass goes on."""
     package = "gradwire.comm.compressors.kernels.cpu"
-    modules = [
-        import_module(f"{package}.{found.name}") for found in pkgutil.iter_modules(import_module(package).__path__)
-    ]
-    names = [vars(module) | vars(getattr(module, "form", module)) for module in modules]
-    loops = [value for found in names for value in found.values() if isinstance(value, Dispatcher)]
+    folder = import_module(package)
+    modules = [folder, *(import_module(f"{package}.{found.name}") for found in pkgutil.iter_modules(folder.__path__))]
+    kernels = [kernel for module in modules for kernel in getattr(module, "KERNELS", {}).values()]
+    forms = [kernel.encode_many.__self__ for kernel in kernels if kernel.encode_many]
+    values = [value for held in (*modules, *forms) for value in vars(held).values()]
+    loops = [value for value in values if isinstance(value, Dispatcher)]
     assert len(loops) > 50
     assert [loop.py_func.__qualname__ for loop in loops if not loop.targetoptions["nogil"]] == []

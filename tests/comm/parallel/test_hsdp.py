@@ -19,8 +19,8 @@ from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import IslandReducer, Islands, Reducer, build_islands
 from gradwire.comm.compressors import build
 from gradwire.comm.parallel import accumulation, clip_grad_norm, full_state_dict, hook, optimizers, wrap
-from gradwire.comm.parallel.backward import EndOfBackward
 from gradwire.comm.parallel.strategies.fsdp2 import ReduceScatter, groups, take_over_factor
+from gradwire.comm.parallel.strategy import EndOfBackward
 
 SEED, STEPS = 11, 3
 

@@ -17,7 +17,7 @@ from gradwire.comm.collectives import Layout, Reducer
 from gradwire.comm.collectives.meter import METER
 from gradwire.comm.collectives.parameters import ParameterGather
 from gradwire.comm.compressors import build
-from gradwire.comm.compressors.parameter_encoding import ENCODINGS
+from gradwire.comm.compressors.reduction import ENCODINGS
 from gradwire.comm.parallel import accumulation, block_sizes, full_state_dict, parameters_unhooked, wrap
 
 worlds = pytest.mark.parametrize("size", [2, 3])

@@ -275,3 +275,22 @@ def warmed_up(rank, world, group):
 
 def test_a_step_with_a_learning_rate_of_0_is_one(world):
     assert world(2).run(warmed_up) == [(2, {2})] * 2
+
+
+def at_rate_0(rank, world, group, kind):
+    """Steps that the reducer counted, of a first one at rate 0 in which one rank has no, or only zero, gradients."""
+    model = held()
+    if kind == "onebit_adam":
+        optimizer = gw.OneBitAdam(model.parameters(), model, lr=0.0, compressor="none", dense_steps=1)
+    else:
+        optimizer = gw.DiLoCo(torch.optim.AdamW(model.parameters(), lr=0.0), model, sync_every=1, compressor="none")
+    if rank == 0 or kind == "onebit_adam":  # which needs a gradient of every parameter
+        (model(gradients_of(rank, 0)) * (1 - rank)).backward()
+    optimizer.step()
+    return optimizer.reducer.step
+
+
+@pytest.mark.parametrize("kind", ["onebit_adam", "diloco"])
+def test_a_step_at_rate_0_communicates_on_a_rank_without_gradients_too(world, kind):
+    """The first step of a linear warm-up."""
+    assert world(2).run(at_rate_0, kind) == [1, 1]

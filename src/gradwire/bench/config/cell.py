@@ -13,8 +13,7 @@ from gradwire.base.strict import Strict, checked, short
 from gradwire.bench.config.values import Name, Precision, Training
 from gradwire.comm.communication import CommOptimizer, Communication, check_communication, preset
 from gradwire.comm.compressors import registry
-from gradwire.comm.compressors.parameter_encoding import ENCODINGS, ParamCompress
-from gradwire.comm.compressors.reduction import ReducerOptions, Schedule
+from gradwire.comm.compressors.reduction import ENCODINGS, ParamCompress, ReducerOptions, Schedule
 
 OF_TRAINING = ("lr", "beta2", "precision")  # keys of a cell that replace those of `training`
 # Keys of a cell that are options neither of its method, nor the reducer, nor a communicating optimizer.

@@ -17,7 +17,7 @@ from gradwire.base.source_digest import source_digest
 from gradwire.base.strict import Strict
 from gradwire.bench.config import FLAGS, Cell, Strategy, Training, check_private
 from gradwire.comm.communication import CommOptimizer
-from gradwire.comm.compressors.parameter_encoding import ParamCompress
+from gradwire.comm.compressors.reduction import ParamCompress
 from gradwire.comm.compressors.registry import sources
 from gradwire.comm.topology import STRATEGIES, check_topology
 from gradwire.lm.data.defaults import LENGTH, MAX_LENGTH, VOCAB_SIZE, VOCABULARY

@@ -22,14 +22,14 @@ from gradwire.comm.collectives.meter import METER, Meter
 from gradwire.comm.collectives.ops import Group
 from gradwire.comm.compressors import build
 from gradwire.comm.compressors.base import Onto
-from gradwire.comm.compressors.parameter_encoding import ENCODINGS
+from gradwire.comm.compressors.reduction import ENCODINGS
 
 
 class ParameterGather:
     """Gathers the rows of a layout; every rank decodes all of them, its own too, so that all use the same weights.
 
     Args:
-        encoding: A key of `comm.compressors.parameter_encoding.ENCODINGS`.
+        encoding: A key of `comm.compressors.reduction.ENCODINGS`.
         group: The ranks; None is the default group.
         meter: Counts the bytes and the codec's time, as ``parameters``.
 

@@ -34,6 +34,8 @@ from gradwire.comm.compressors import kernels
 from gradwire.comm.compressors.rounds import Context, RoundCost, Rounds, State
 from gradwire.comm.compressors.segments import Segments
 
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal blocks, and zeros at zero
+
 Shape = int | tuple[int, ...]
 Count = Annotated[int, Field(**COUNT.limits)]  # a type of options
 Onto = Literal["sum", "zero", "blank"]
@@ -395,3 +397,11 @@ class BlockQuantizer(Quantizer):
     def in_blocks(self, values: Tensor) -> Tensor:
         """A vector as the rows of a matrix, one row per block, zeros at the end."""
         return pad(values, (0, -values.numel() % self.block)).view(-1, self.block)
+
+    def divided(self, x: Tensor, steps: Tensor) -> Tensor:
+        """Each element by its block's step: float32 [n]."""
+        return (self.in_blocks(x.view(-1)) / steps.unsqueeze(1)).view(-1)[: x.numel()]
+
+    def multiplied(self, codes: Tensor, steps: Tensor) -> Tensor:
+        """Each code times its block's step: float32 [n]."""
+        return self.in_blocks(codes.to(torch.float32)).mul_(steps.unsqueeze(1)).view(-1)[: codes.numel()]

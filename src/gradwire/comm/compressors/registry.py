@@ -25,6 +25,13 @@ COMPRESSORS = Plugins("compressor", "gradwire.comm.compressors.methods", "gradwi
 ALIASES = {"nc": "natural", "thresholdv": "threshold", "1bit": "onebit"}
 LAST = "entropy"  # ends any chain
 HERE = Path(__file__).parent
+FAMILIES = {
+    **dict.fromkeys(("bf16", "fp16"), "casts"),
+    **dict.fromkeys(("int8", "fp8", "qsgd", "terngrad", "natural"), "quantizers"),
+    **dict.fromkeys(("signsgd", "onebit"), "signs"),
+    **dict.fromkeys(("topk", "threshold", "randomk"), "sparse"),
+}
+"""The module of a method's fused forms, where it is not the method's name."""
 
 
 def available() -> list[str]:
@@ -179,9 +186,13 @@ def sources(name: str) -> list[str]:
 
     A method of another package brings none of ours.
     """
-    return [
-        ".".join(("gradwire.comm.compressors", *file.relative_to(HERE).with_suffix("").parts))
+    files = [
+        file
         for member in members(name)
-        for folder in ("methods", "kernels/cpu", "kernels/cuda")
-        if (file := HERE / folder / f"{member}.py").is_file()
+        for folder, module in (
+            ("methods", member),
+            *((f"kernels/{kind}", FAMILIES.get(member, member)) for kind in ("cpu", "cuda")),
+        )
+        if (file := HERE / folder / f"{module}.py").is_file()
     ]
+    return [".".join(("gradwire.comm.compressors", *file.relative_to(HERE).with_suffix("").parts)) for file in files]

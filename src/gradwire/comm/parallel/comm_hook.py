@@ -20,7 +20,6 @@ from gradwire.comm.collectives import Reducer
 from gradwire.comm.collectives.reducer import check_options
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
-from gradwire.comm.parallel.backward import EndOfBackward
 from gradwire.comm.parallel.buckets import BUCKET_MB, BucketReduction, plan
 from gradwire.comm.parallel.checks import (
     check_agreement,
@@ -30,6 +29,7 @@ from gradwire.comm.parallel.checks import (
     parameters_of,
 )
 from gradwire.comm.parallel.names import trainable
+from gradwire.comm.parallel.strategy import EndOfBackward
 
 
 @dataclass

@@ -20,11 +20,11 @@ from gradwire.comm.collectives.parameters import ParameterGather, Replica
 from gradwire.comm.collectives.reducer import check_options
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
-from gradwire.comm.parallel.backward import in_backward
 from gradwire.comm.parallel.checks import Completeness
 from gradwire.comm.parallel.mesh import local
 from gradwire.comm.parallel.names import COMPILED, named_parameters
 from gradwire.comm.parallel.strategies.fsdp2 import compress_parameters
+from gradwire.comm.parallel.strategy import in_backward
 from gradwire.comm.parallel.wrap import hook, wrapper_of
 
 
@@ -52,7 +52,7 @@ def compress_gradients(
             is left to call. None: call `Compression.finish` once per optimizer step.
         error_feedback: Whether each rank keeps what its encodings lost, and adds it to its next gradient.
         parameters: Encoding of FSDP2's all-gathers of parameters, such as ``int8`` or ``int4-diff``, a key of
-            `gradwire.comm.compressors.parameter_encoding.ENCODINGS`; None sends them as they are. ``int4-diff`` sends
+            `gradwire.comm.compressors.reduction.ENCODINGS`; None sends them as they are. ``int4-diff`` sends
             the differences of each optimizer step once, and needs ``optimizer``.
         options: Other options of `Reducer`, such as ``dense_steps``, ``schedule`` and ``exempt``. ``nonfinite`` is
             ``propagate``, as for `comm_hook`: a NaN or infinity of one rank reaches the gradients of all, where

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from types import MappingProxyType
 from typing import Any, ClassVar, Self
@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.base.errors import BadInput
@@ -244,3 +245,35 @@ def local_gradients(model: nn.Module) -> list[Tensor]:
     """Return this rank's gradients: full for a replicated model, shards for a sharded one."""
     gradients = (parameter.grad for parameter in model.parameters() if parameter.grad is not None)
     return [local(gradient) for gradient in gradients]
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass, or a forward pass that one repeats for its activations."""
+    return torch._C._current_graph_task_id() >= 0
+
+
+# Why: docs/decisions.md, "The end of a backward pass".
+class EndOfBackward:
+    """Calls a function at the end of each backward pass in which `expect` was called.
+
+    Args:
+        call: The function. What it raises, ``backward`` raises.
+    """
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self.call = call
+        self._backward = -1  # autograd's id of the last pass
+
+    def expect(self) -> bool:
+        """Call the function at the end of the current pass; called from a gradient hook.
+
+        Returns:
+            Whether there is such a pass. Outside of one, as `torch.distributed.pipelining` reduces gradients, nobody
+            waits later, so the hook must.
+        """
+        if not in_backward():
+            return False
+        if self._backward != (backward := torch._C._current_graph_task_id()):
+            self._backward = backward
+            Variable._execution_engine.queue_callback(self.call)
+        return True

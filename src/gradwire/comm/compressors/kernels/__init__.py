@@ -1,6 +1,6 @@
 """Fused forms of the methods, for a CPU core (numba) and for CUDA (Triton); the plain form stays the definition.
 
-``cpu/<method>.py`` and ``cuda/<method>.py`` hold a `Kernel` named ``KERNEL``; a method declares nothing.
+Modules of ``cpu`` and ``cuda`` hold a `Kernel` for each method of a family in ``KERNELS``; a method declares nothing.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gradwire.base.errors import BadInput
+from gradwire.comm.compressors.registry import FAMILIES
 from gradwire.comm.compressors.segments import Segment, Segments
 
 OLDEST = (8, 0)  # compute capability that Triton compiles for
@@ -116,14 +117,15 @@ def check_capability(name: str, index: int | None) -> None:
 
 @cache
 def load(kind: str, name: str) -> Kernel:
-    """The fused operations in ``kernels/<kind>/<name>.py``, if there is such a file and its compiler is installed."""
-    if kind not in ("cpu", "cuda") or find_spec(f"{__name__}.{kind}.{name}") is None:
+    """The fused operations of a method, if it has any and their compiler is installed."""
+    module = f"{__name__}.{kind}.{FAMILIES.get(name, name)}"
+    if kind not in ("cpu", "cuda") or find_spec(module) is None:
         return PLAIN
     if kind == "cuda" and find_spec("triton") is None:
         warnings.warn(f"triton is not installed: {name} runs on CUDA in its plain, slow form", stacklevel=4)
         return PLAIN
-    kernel: Kernel = vars(import_module(f"{__name__}.{kind}.{name}")).get("KERNEL", PLAIN)  # helpers have none
-    return kernel
+    kernels: dict[str, Kernel] = vars(import_module(module)).get("KERNELS", {})
+    return kernels.get(name, PLAIN)
 
 
 @lru_cache(4096)

@@ -18,9 +18,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradwire.comm.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel, quotient
-
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal blocks, and zeros at zero
+from gradwire.comm.compressors.base import SMALLEST_SCALE, Block, BlockQuantizer, Shape, as_numbers, numel, quotient
 
 
 class FP8(BlockQuantizer):
@@ -53,13 +51,12 @@ class FP8(BlockQuantizer):
 
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Scale each block to ``top`` and cast."""
-        blocks = self.in_blocks(x.view(-1))
-        scales = quotient(blocks.abs().amax(dim=1), self.top).clamp_min_(SMALLEST_SCALE)
-        codes = (blocks / scales.unsqueeze(1)).to(self.dtype).view(-1)[: x.numel()]
+        largest = self.in_blocks(x.view(-1)).abs().amax(dim=1)
+        scales = quotient(largest, self.top).clamp_min_(SMALLEST_SCALE)
+        codes = self.divided(x, scales).to(self.dtype)
         return torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)])
 
     def from_wire(self, wire: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Multiply each value by its block's scale."""
         scales, codes = wire.split([4 * self.blocks(shape), numel(shape)])
-        values = self.in_blocks(codes.view(self.dtype).to(torch.float32))
-        return values.mul_(as_numbers(scales, torch.float32).unsqueeze(1)).view(-1)[: codes.numel()]
+        return self.multiplied(codes.view(self.dtype), as_numbers(scales, torch.float32))

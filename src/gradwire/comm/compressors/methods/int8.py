@@ -20,12 +20,10 @@ from pydantic import Field
 from torch import Tensor
 
 from gradwire.base.errors import BadInput
-from gradwire.comm.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel, quotient
+from gradwire.comm.compressors.base import SMALLEST_SCALE, Block, BlockQuantizer, Shape, as_numbers, numel, quotient
 from gradwire.comm.compressors.packing import pack, packed_bytes, unpack
 from gradwire.comm.compressors.philox import draw_seed, uniforms
 from gradwire.comm.compressors.rounds import Ask, Context, RoundCost, Rounds, State
-
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal blocks, and zeros at zero
 
 
 class Int8(BlockQuantizer):
@@ -64,9 +62,9 @@ class Int8(BlockQuantizer):
 
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Scale each block to ``top`` and round."""
-        blocks = self.in_blocks(x.view(-1))
-        scales = quotient(blocks.abs().amax(dim=1), self.top).clamp_min_(SMALLEST_SCALE)
-        levels = (blocks / scales.unsqueeze(1)).view(-1)[: x.numel()]
+        largest = self.in_blocks(x.view(-1)).abs().amax(dim=1)
+        scales = quotient(largest, self.top).clamp_min_(SMALLEST_SCALE)
+        levels = self.divided(x, scales)
         if self.rounding == "nearest":
             codes = levels.round()
         else:
@@ -81,8 +79,7 @@ class Int8(BlockQuantizer):
         scales, packed = wire.split([4 * self.blocks(shape), packed_bytes(numel(shape), self.num_bits)])
         sign = 2 ** (self.num_bits - 1)
         codes = (unpack(packed, self.num_bits, numel(shape)) ^ sign).to(torch.float32) - sign
-        levels = self.in_blocks(codes)
-        return levels.mul_(as_numbers(scales, torch.float32).unsqueeze(1)).view(-1)[: codes.numel()]
+        return self.multiplied(codes, as_numbers(scales, torch.float32))
 
     def rounds(self, x: Tensor, state: State, context: Context) -> Rounds:
         """One scale for all ranks, then a sum of codes that stay within ``127 // W``."""

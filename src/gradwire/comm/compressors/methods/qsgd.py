@@ -24,11 +24,9 @@ from pydantic import Field
 from torch import Tensor
 
 from gradwire.comm.compressors import elias
-from gradwire.comm.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel, quotient
+from gradwire.comm.compressors.base import SMALLEST_SCALE, Block, BlockQuantizer, Shape, as_numbers, numel, quotient
 from gradwire.comm.compressors.packing import pack, packed_bytes, unpack
 from gradwire.comm.compressors.philox import draw_seed, uniforms
-
-SMALLEST_STEP = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal buckets, and zeros at zero
 
 
 class QSGD(BlockQuantizer):
@@ -79,7 +77,7 @@ class QSGD(BlockQuantizer):
 
     def steps(self, norms: Tensor) -> Tensor:
         """Size of each bucket's levels: float32 [b]."""
-        return quotient(norms, self.levels).clamp_min_(SMALLEST_STEP)
+        return quotient(norms, self.levels).clamp_min_(SMALLEST_SCALE)
 
     def not_representable(self, x: Tensor) -> Tensor:
         """Whether a norm is not finite: bool []."""
@@ -88,7 +86,7 @@ class QSGD(BlockQuantizer):
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Divide each bucket by its step and round down or up."""
         norms = self.norms(x)
-        levels = (self.in_blocks(x.view(-1)) / self.steps(norms).unsqueeze(1)).view(-1)[: x.numel()]
+        levels = self.divided(x, self.steps(norms))
         low = levels.floor()  # the larger magnitude for negative values, whose probability is lower accordingly
         up = uniforms(draw_seed(generator, x.device, self.name), x.numel()) < levels - low
         numbers = (low + up).clamp_(-self.levels, self.levels).to(torch.int16)
@@ -110,5 +108,4 @@ class QSGD(BlockQuantizer):
         else:
             sign = 2 ** (self.num_bits - 1)
             numbers = (unpack(rest, self.num_bits, numel(shape)).to(torch.int32) ^ sign) - sign
-        levels = self.in_blocks(numbers.to(torch.float32))
-        return levels.mul_(self.steps(norms).unsqueeze(1)).view(-1)[: numel(shape)]
+        return self.multiplied(numbers, self.steps(norms))

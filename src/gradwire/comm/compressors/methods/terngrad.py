@@ -20,11 +20,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from gradwire.comm.compressors.base import Block, BlockQuantizer, Shape, as_numbers, numel
+from gradwire.comm.compressors.base import SMALLEST_SCALE, Block, BlockQuantizer, Shape, as_numbers, numel
 from gradwire.comm.compressors.packing import pack, pack_trits, packed_bytes, trit_bytes, unpack, unpack_trits
 from gradwire.comm.compressors.philox import draw_seed, uniforms
-
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # keeps the division exact for denormal blocks, and zeros at zero
 
 
 class TernGrad(BlockQuantizer):
@@ -67,7 +65,7 @@ class TernGrad(BlockQuantizer):
     def to_wire(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Keep each element's sign with probability |x| / s, which is 1 where clipping made s smaller."""
         scales = self.scales(x)
-        levels = (self.in_blocks(x.view(-1)) / scales.unsqueeze(1)).view(-1)[: x.numel()]
+        levels = self.divided(x, scales)
         drawn = uniforms(draw_seed(generator, x.device, self.name), x.numel()) < levels.abs()
         digits = (drawn * levels.sign()).to(torch.int8)
         packed = pack(digits.view(torch.uint8) & 3, 2) if self.packing == "2bit" else pack_trits(digits + 1)
@@ -80,5 +78,4 @@ class TernGrad(BlockQuantizer):
             digits = (unpack(packed, 2, numel(shape)) ^ 2).to(torch.float32) - 2
         else:
             digits = unpack_trits(packed, numel(shape)).to(torch.float32) - 1
-        blocks = self.in_blocks(digits)
-        return blocks.mul_(as_numbers(scales, torch.float32).unsqueeze(1)).view(-1)[: digits.numel()]
+        return self.multiplied(digits, as_numbers(scales, torch.float32))

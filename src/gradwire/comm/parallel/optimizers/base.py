@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import sys
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -23,7 +26,6 @@ from gradwire.comm.collectives.reducer import check_options
 from gradwire.comm.compressors import as_compressor
 from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.parallel.checks import check_agreement, check_gradients, parameters_of, warn_of_statistics
-from gradwire.comm.parallel.mesh import has_gradient
 from gradwire.comm.parallel.names import COMPILED, named_parameters
 from gradwire.comm.parallel.strategies.ddp import DDP
 from gradwire.comm.parallel.strategies.hsdp import HSDP
@@ -174,20 +176,12 @@ class Communicating(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._taken is None and not self._allocates():
+        if self._taken is None and not allocating():
             self.communicate(self.max_norm)
         taken, self._taken = self._taken, None
         if taken is not False:
             self.move()
         return loss
-
-    def _allocates(self) -> bool:
-        """Whether this is no step of a training, but one in which `torch.distributed.checkpoint` allocates the state.
-
-        It sets learning rates and gradients to 0.
-        """
-        rates = [group.get("lr", 1.0) for group in self.param_groups]
-        return not self.state and not any(rates) and not any(map(has_gradient, self.parameters.values()))
 
     @torch.no_grad()
     def communicate(self, max_norm: float, total: Tensor | None = None) -> tuple[float, bool]:
@@ -413,6 +407,15 @@ def listed(names: Sequence[str]) -> str:
 def synchronized(optimizer: Optimizer) -> AbstractContextManager[None]:
     """Return a context in which the model has the parameters that all ranks share, whatever the optimizer."""
     return optimizer.synchronized() if isinstance(optimizer, Communicating) else nullcontext()
+
+
+# Gradients and learning rates of 0 would not do: a rank may have them in a training too, and the others would wait.
+def allocating() -> bool:
+    """Whether this is no step of a training, but one by which `torch.distributed.checkpoint` allocates the state."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not _init_optim_state.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def step_without_hooks(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:

@@ -14,9 +14,8 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import Layout, Reducer
-from gradwire.comm.parallel.backward import EndOfBackward
 from gradwire.comm.parallel.names import unwrapped
-from gradwire.comm.parallel.strategy import Strategy
+from gradwire.comm.parallel.strategy import EndOfBackward, Strategy
 
 Shapes: TypeAlias = tuple[tuple[str | None, tuple[int, ...]], ...]
 

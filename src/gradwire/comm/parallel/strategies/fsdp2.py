@@ -18,10 +18,9 @@ from gradwire.base.errors import BadInput, RunFault
 from gradwire.comm.collectives import Layout, Reducer
 from gradwire.comm.collectives.ops import Group
 from gradwire.comm.collectives.parameters import ParameterGather, Replica
-from gradwire.comm.parallel.backward import EndOfBackward, in_backward
 from gradwire.comm.parallel.mesh import local
 from gradwire.comm.parallel.names import named_parameters, trainable
-from gradwire.comm.parallel.strategy import Strategy
+from gradwire.comm.parallel.strategy import EndOfBackward, Strategy, in_backward
 
 Members = Mapping[str, Any]  # FSDP2's private parameters by name, in buffer order
 ONE_TYPE = MixedPrecisionPolicy()  # the default: everything in the parameters' own type
@@ -35,7 +34,7 @@ class FSDP2(Strategy):
         group: The ranks; None is the default group.
         device: The model's device.
         param_compress: Encoding of the parameters in all-gathers: ``none`` (uncompressed), or a key of
-            `comm.compressors.parameter_encoding.ENCODINGS`. Shards and the weights in evaluation mode stay exact. With
+            `comm.compressors.reduction.ENCODINGS`. Shards and the weights in evaluation mode stay exact. With
             one rank nothing is sent. ``int4-diff`` sends each optimizer step's differences once, in the first forward
             pass; `comm.parallel.accumulation` names the last micro-batch before the next optimizer step.
         reshard_after_forward: As for `fully_shard`; None is its default.

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import FSDPModule
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.comm.collectives import IslandReducer, Islands, Layout, Reducer, build_islands
 from gradwire.comm.collectives.ops import Group
-from gradwire.comm.parallel.backward import EndOfBackward
 from gradwire.comm.parallel.strategies.fsdp2 import (
     FSDP2,
     Members,
@@ -32,6 +31,7 @@ from gradwire.comm.parallel.strategies.fsdp2 import (
     reduce_unused,
     trained_shapes,
 )
+from gradwire.comm.parallel.strategy import EndOfBackward
 
 
 # Why: docs/decisions.md, "Islands are sharded one by one".

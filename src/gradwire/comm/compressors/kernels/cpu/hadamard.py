@@ -59,4 +59,4 @@ def rotate_many(method: Hadamard, values: Tensor, segments: Segments) -> Tensor:
     return out
 
 
-KERNEL = Kernel(rotate_many=rotate_many)
+KERNELS = {"hadamard": Kernel(rotate_many=rotate_many)}

@@ -131,21 +131,10 @@ def blocks_and(tile: int) -> Callable[[Any], int]:
     return lambda method: math.lcm(method.block, tile)
 
 
-def always(method: Any) -> bool:
-    """For a method that draws random numbers with all its options."""
-    return True
-
-
-def never(method: Any) -> bool:
-    """For a method that draws none."""
-    return False
-
-
-def bound(template: Callable, module: str, **functions: Callable) -> Callable:
-    """Compile ``template`` with other functions in the place of those that it calls by these names."""
-    code, names = template.__code__, {**template.__globals__, "__name__": module, **functions}  # type: ignore[attr-defined]
-    function = FunctionType(code, names, template.__name__)
-    function.__qualname__ = f"{module}.{template.__name__}"  # under which numba keeps the machine code
+def bound(template: Callable, method: str, **names: Any) -> Callable:
+    """Compile ``template`` for a method, with other functions and numbers in the place of its globals ``names``."""
+    function = FunctionType(template.__code__, {**template.__globals__, **names}, template.__name__)  # type: ignore[attr-defined]
+    function.__qualname__ = f"{method}.{template.__name__}"  # under which numba keeps the machine code
     return compiled(function)
 
 
@@ -153,7 +142,7 @@ class Segmented:
     """The fused form of one method: one compiled call for all segments.
 
     Args:
-        module: The name of the method's module.
+        method: Its name.
         encode: The method's `encode`, compiled.
         decode: Its `decode`, compiled.
         settings: What both take of a method.
@@ -165,17 +154,17 @@ class Segmented:
 
     def __init__(
         self,
-        module: str,
+        method: str,
         encode: Callable,
         decode: Callable,
         settings: Callable[[Any], tuple],
         chunk: Callable[[Any], int],
-        draws: Callable[[Any], bool] = never,
+        draws: Callable[[Any], bool] = lambda method: False,
         row: Callable[[Any, int], tuple[int, ...]] | None = None,
         decoder: Callable | None = None,
     ) -> None:
-        self._encode_all = bound(encode_all, module, encode=encode, decode=decode)
-        self._decode_all = decoder or bound(decode_all, module, decode=decode)
+        self._encode_all = bound(encode_all, method, encode=encode, decode=decode)
+        self._decode_all = decoder or bound(decode_all, method, decode=decode)
         self._settings, self._chunk, self._draws, self._row = settings, chunk, draws, row
 
     def encode_many(

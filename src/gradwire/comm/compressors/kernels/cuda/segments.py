@@ -1,6 +1,6 @@
-"""One launch over a table of segments: each program takes one tile of one segment.
+"""One launch over a table of segments: each program takes one tile, of a multiple of 4 elements, of one segment.
 
-A method's file has two kernels. ``encode(x, table, tiles, seeds, wire, bad, ALIGN, ...)`` and ``decode(wire, table,
+A method has two kernels. ``encode(x, table, tiles, seeds, wire, bad, ALIGN, ...)`` and ``decode(wire, table,
 tiles, out, ALIGN, ONTO, ...)`` begin with `place`, and ``decode`` ends with `put`; what follows are the method's own
 constants. Encodings begin at any byte, and a GPU reads and writes numbers at multiples of their size only: ALIGN is a
 divisor of all places in memory, and below 4 numbers travel byte by byte.
@@ -17,10 +17,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gradwire.comm.compressors.philox import draw_seeds
+from gradwire.comm.compressors.philox import ROUNDS, draw_seeds
 from gradwire.comm.compressors.segments import Segments
 
 TILE = 4096
+PHILOX_ROUNDS = tl.constexpr(ROUNDS)
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding and subtracting it rounds to an integer, ties to even
+INFINITY = tl.constexpr(0x7F800000)
+SIGNLESS = tl.constexpr(0x7FFFFFFF)
 WORD = tl.constexpr(4)  # bytes
 COLUMNS = tl.constexpr(5)  # of the table
 BLANK, ZERO, SUM, LESS = (tl.constexpr(number) for number in range(4))
@@ -108,6 +112,69 @@ def drop(bad, table, tiles, residual, TILE: tl.constexpr):
     segment, _, start, left, _, _ = place(table, tiles, 1, TILE)
     if tl.load(bad + segment) != 0:
         tl.store(residual + start + tl.arange(0, TILE), tl.zeros([TILE], tl.float32), mask=tl.arange(0, TILE) < left)
+
+
+@triton.jit
+def random_words(seed, first_block, TILE: tl.constexpr):
+    """Words ``4 * first_block`` and the following of the seed's stream: uint32 [TILE]."""
+    w0, w1, w2, w3 = tl.randint4x(seed, first_block + tl.arange(0, TILE // 4), n_rounds=PHILOX_ROUNDS)
+    return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [TILE])
+
+
+@triton.jit
+def uniforms(seed, first_block, TILE: tl.constexpr):
+    """The same as numbers in [0, 1): float32 [TILE]."""
+    return (random_words(seed, first_block, TILE) >> 8).to(tl.float32) * (1.0 / 16777216.0)
+
+
+@triton.jit
+def rounded(x):
+    """``x`` rounded to the nearest integer, ties to even, for magnitudes below 2^22."""
+    return (x + ROUNDER) - ROUNDER
+
+
+@triton.jit
+def store_packed(out, start, codes, count, BITS: tl.constexpr, TILE: tl.constexpr):
+    """Pack a tile of codes (int32 [TILE], below 2^BITS, 0 from ``count`` on) and store the bytes from ``start`` on.
+
+    BITS is 1, 2, 4 or 8; ``out`` holds the bytes of ``count`` codes from there.
+    """
+    packed = codes
+    BYTES: tl.constexpr = TILE * BITS // 8
+    if BITS <= 4:
+        low, high = tl.split(tl.reshape(packed, [TILE // 2, 2]))
+        packed = low | high << BITS
+    if BITS <= 2:
+        low, high = tl.split(tl.reshape(packed, [TILE // 4, 2]))
+        packed = low | high << (2 * BITS)
+    if BITS == 1:
+        low, high = tl.split(tl.reshape(packed, [TILE // 8, 2]))
+        packed = low | high << 4
+    offsets = tl.arange(0, BYTES)
+    if count >= TILE:  # without a mask, wide stores
+        tl.store(out + start + offsets, packed.to(tl.uint8))
+    else:
+        tl.store(out + start + offsets, packed.to(tl.uint8), mask=offsets < (count * BITS + 7) // 8)
+
+
+@triton.jit
+def load_packed(wire, first, count, BITS: tl.constexpr, TILE: tl.constexpr):
+    """Codes ``first`` (a multiple of TILE) to ``first + TILE`` of the packed run at ``wire``: int32 [TILE].
+
+    Only the first ``count`` are codes; after them come the last byte's other bits, and 0.
+    """
+    BYTES: tl.constexpr = TILE * BITS // 8
+    LANES: tl.constexpr = 8 // BITS
+    offsets = tl.arange(0, BYTES)
+    start = wire + first // TILE * BYTES
+    if count >= TILE:  # without a mask, wide loads
+        codes = tl.load(start + offsets).to(tl.int32)
+    else:
+        codes = tl.load(start + offsets, mask=offsets < (count * BITS + 7) // 8, other=0).to(tl.int32)
+    if BITS < 8:
+        shifts = tl.arange(0, LANES) * BITS
+        codes = tl.reshape((codes[:, None] >> shifts[None, :]) & ((1 << BITS) - 1), [TILE])
+    return codes
 
 
 class Segmented:

@@ -1,29 +1,122 @@
-"""onebit on a CPU core: x is read from memory once, a tile at a time, whether its groups are blocks or columns."""
+"""signsgd and onebit on a CPU core: x is read from memory once, a tile at a time."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from gradwire.comm.compressors.kernels import Kernel
-from gradwire.comm.compressors.kernels.cpu import compiled, summing
+from gradwire.comm.compressors.kernels.cpu import (
+    INFINITY,
+    TILE,
+    compiled,
+    largest,
+    pack_tile,
+    summing,
+    unpack_tile,
+)
 from gradwire.comm.compressors.kernels.cpu.segments import COLUMNS, NUMEL, WHOLE, Segmented, blocks_and
-from gradwire.comm.compressors.kernels.cpu.shared import TILE, pack_tile, unpack_tile
-from gradwire.comm.compressors.kernels.cpu.signsgd import choose, mark_negative
-from gradwire.comm.compressors.methods.onebit import OneBit
-
-
-def settings(method: OneBit) -> tuple[bool, int]:
-    """Whether columns share means, and the block."""
-    return method.means == "column", method.block
-
-
-def chunk(method: OneBit) -> int:
-    """Whole blocks, or everything: columns go through all of it."""
-    return blocks_and(TILE)(method) if method.means == "block" else WHOLE
 
 
 @compiled
-def encode(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: int, wire: np.ndarray) -> bool:
+def encode_signsgd(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: int, wire: np.ndarray) -> bool:
+    """Fill the head and the packed signs."""
+    scaled, block = settings
+    if not scaled:
+        bad = encode_plain(x, wire[1:])
+        wire[0] = bad
+        return bad
+    head = 4 * ((row[NUMEL] + block - 1) // block)
+    return encode_scaled(first, x, row[NUMEL], block, wire[:head].view(np.float32), wire[head:])
+
+
+@compiled
+def decode_signsgd(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: np.ndarray) -> bool:
+    """Each sign times its block's scale."""
+    scaled, block = settings
+    if not scaled:
+        decode_signs(np.full(1, np.nan if wire[0] else 1.0, np.float32), wire[1:], max(1, out.size), out)
+    else:
+        head = 4 * ((row[NUMEL] + block - 1) // block)
+        scales = wire[:head].view(np.float32)[first // block :]
+        decode_signs(scales, wire[head + first // 8 :], block, out)
+    return True
+
+
+@compiled
+def encode_scaled(first: int, x: np.ndarray, n: int, block: int, scales: np.ndarray, packed: np.ndarray) -> bool:
+    """Fill ``scales`` (float32 [b]) and ``packed`` from element ``first`` of ``n`` on; whether ``x`` is not finite."""
+    codes = np.empty(TILE, np.uint8)
+    total, finite = 0.0, True
+    for start in range(0, x.size, TILE):
+        end = min(start + TILE, x.size)
+        mark_negative(x[start:end], codes)
+        pack_tile(codes, end - start, 1, packed[(first + start) // 8 :])
+        position = start
+        while position < end:
+            owner = (first + position) // block
+            last = min((owner + 1) * block, n) - first
+            stop = min(last, end)
+            total += magnitude_sum(x[position:stop])
+            if stop == last:
+                scales[owner] = np.float32(total / (first + last - owner * block))
+                finite &= np.isfinite(total)
+                total = 0.0
+            position = stop
+    return not finite
+
+
+@compiled
+def encode_plain(x: np.ndarray, packed: np.ndarray) -> bool:
+    """Fill ``packed`` (uint8); whether ``x`` (float32 [n]) is not finite."""
+    codes = np.empty(TILE, np.uint8)
+    worst = np.uint32(0)
+    for start in range(0, x.size, TILE):
+        end = min(start + TILE, x.size)
+        mark_negative(x[start:end], codes)
+        pack_tile(codes, end - start, 1, packed[start // 8 :])
+        worst = max(worst, largest(x[start:end].view(np.uint32)))
+    return bool(worst >= INFINITY)
+
+
+@compiled
+def mark_negative(x: np.ndarray, codes: np.ndarray) -> None:
+    """1 in ``codes`` (uint8) where ``x`` is below 0, else 0."""
+    for i in range(x.size):
+        codes[i] = np.uint8(np.int8(x[i] < np.float32(0)))  # the detour by int8 vectorizes
+
+
+@summing
+def magnitude_sum(x: np.ndarray) -> float:
+    """Sum of |x|."""
+    total = 0.0
+    for i in range(x.size):
+        total += np.float64(abs(x[i]))
+    return total
+
+
+@compiled
+def decode_signs(scales: np.ndarray, packed: np.ndarray, block: int, out: np.ndarray) -> None:
+    """Fill ``out`` (float32), whose first element is a block's first."""
+    codes = np.empty(TILE, np.uint8)
+    for start in range(0, out.size, TILE):
+        end = min(start + TILE, out.size)
+        unpack_tile(packed[start // 8 :], end - start, 1, codes)
+        position = start
+        while position < end:
+            stop = min((position // block + 1) * block, end)
+            choose(codes[position - start :], scales[position // block], -scales[position // block], out[position:stop])
+            position = stop
+
+
+@compiled
+def choose(codes: np.ndarray, zero: np.float32, one: np.float32, out: np.ndarray) -> None:
+    """``one`` where the code is not 0, else ``zero``."""
+    for i in range(out.size):
+        out[i] = one if codes[i] else zero
+
+
+@compiled
+def encode_onebit(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: int, wire: np.ndarray) -> bool:
     """Fill means and packed signs."""
     head, block = layout(settings, row)
     means, packed = wire[:head].view(np.float32), wire[head:]
@@ -35,7 +128,7 @@ def encode(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: in
 
 
 @compiled
-def decode(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: np.ndarray) -> bool:
+def decode_onebit(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: np.ndarray) -> bool:
     """Give each element its side's mean."""
     head, block = layout(settings, row)
     means = wire[:head].view(np.float32)
@@ -182,5 +275,21 @@ def choose_each(codes: np.ndarray, zero: np.ndarray, one: np.ndarray, out: np.nd
         out[i] = b if codes[i] else a
 
 
-form = Segmented(__name__, encode, decode, settings, chunk)
-KERNEL = Kernel(encode_many=form.encode_many, decode_add=form.decode_add)
+signsgd = Segmented(
+    "signsgd",
+    encode_signsgd,
+    decode_signsgd,
+    settings=lambda method: (method.scale == "mean", method.block),
+    chunk=lambda method: blocks_and(TILE)(method) if method.scale == "mean" else WHOLE,  # the first byte is of all
+)
+onebit = Segmented(
+    "onebit",
+    encode_onebit,
+    decode_onebit,
+    settings=lambda method: (method.means == "column", method.block),
+    chunk=lambda method: blocks_and(TILE)(method) if method.means == "block" else WHOLE,  # columns go through all
+)
+KERNELS = {
+    "signsgd": Kernel(encode_many=signsgd.encode_many, decode_add=signsgd.decode_add),
+    "onebit": Kernel(encode_many=onebit.encode_many, decode_add=onebit.decode_add),
+}

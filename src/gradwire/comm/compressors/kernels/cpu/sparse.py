@@ -1,0 +1,368 @@
+"""topk, threshold and randomk on a CPU core; magnitudes as in `sparse.magnitudes`.
+
+topk reads x twice: to find the least magnitude that is kept, and to collect what reaches it. threshold reads it for its
+unit, to count, and to collect. randomk makes its permutation a tile at a time.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gradwire.comm.compressors.base import Shape, numel
+from gradwire.comm.compressors.kernels import Kernel
+from gradwire.comm.compressors.kernels.cpu import INFINITY, TILE, compiled, fill_words, indices, largest, summing
+from gradwire.comm.compressors.kernels.cpu.indices import read, write
+from gradwire.comm.compressors.kernels.cpu.segments import (
+    AT,
+    BLANK,
+    COLUMNS,
+    NUMEL,
+    SIZE,
+    START,
+    SUM,
+    WHOLE,
+    Segmented,
+)
+from gradwire.comm.compressors.methods.randomk import LAST_SHIFT, MIX, ROUNDS, SEED, RandomK, halves
+from gradwire.comm.compressors.methods.threshold import COUNT, Threshold
+from gradwire.comm.compressors.methods.topk import TopK
+from gradwire.comm.compressors.philox import draw_seed
+from gradwire.comm.compressors.sparse import Sparsifier
+
+MAGNITUDE = np.int32(0x7FFFFFFF)  # signed numbers compare faster
+FIRST_SHIFT, FIRST_WIDTH = 20, 11  # the first digit of a magnitude of 31 bits; two of 10 bits follow
+WIDTH = 10
+FINITE = 0x7F800000 >> FIRST_SHIFT  # from this first digit on it is not finite
+
+
+def place(method: Sparsifier, values: Tensor, places: Tensor, shape: Shape) -> Tensor:
+    """Zeros, and the values times the gain at their places, which are known to be below the number of elements."""
+    out = torch.zeros(numel(shape))
+    scatter(values.numpy(), np.float32(method.gain(shape)), places.numpy(), out.numpy())
+    return out
+
+
+@compiled
+def scatter(values: np.ndarray, gain: np.float32, places: np.ndarray, out: np.ndarray) -> None:
+    """Values (float32 [k]) times ``gain`` to ``places`` (int64 [k])."""
+    for i in range(places.size):
+        out[places[i]] = values[i] * gain
+
+
+@compiled
+def reaching(bits: np.ndarray, least: np.int32, flags: np.ndarray) -> None:
+    """Which magnitudes reach ``least``: 1 or 0 (uint8) for each of ``bits`` (int32)."""
+    for i in range(bits.size):
+        flags[i] = np.int32(bits[i] & MAGNITUDE) >= least
+
+
+@compiled
+def count(bits: np.ndarray, least: np.int32) -> int:
+    """How many magnitudes reach ``least``."""
+    total = 0
+    for i in range(bits.size):
+        total += int(np.int32(bits[i] & MAGNITUDE) >= least)
+    return total
+
+
+@compiled
+def collect(bits: np.ndarray, least: np.int32, places: np.ndarray) -> None:
+    """Write where the magnitudes reach ``least`` to ``places`` (int64), which has room for one more than those are."""
+    flags = np.zeros(TILE, np.uint8)
+    eights = flags.view(np.uint64)
+    written = 0
+    for start in range(0, bits.size, TILE):
+        tile = bits[start : start + TILE]
+        reaching(tile, least, flags)
+        flags[tile.size :] = 0
+        for eight in range(eights.size):
+            if eights[eight]:
+                for i in range(8 * eight, 8 * eight + 8):  # without branches: keep the place, or write over it
+                    places[written] = start + i
+                    written += flags[i]
+
+
+def collected(bits: np.ndarray, least: int, count: int) -> Tensor:
+    """Where the magnitudes reach ``least``, which ``count`` of them do: int64 [count], ascending."""
+    places = torch.empty(count + 1, dtype=torch.int64)
+    collect(bits, np.int32(least), places.numpy())
+    return places[:count]
+
+
+@compiled
+def tally(bits: np.ndarray, tables: np.ndarray) -> None:
+    """Count first digits in four tables (uint32 [4, 2048]), so that equal neighbours need not wait for each other."""
+    whole = bits.size // 4
+    for i in range(whole):
+        tables[0, np.uint32(bits[4 * i] & MAGNITUDE) >> FIRST_SHIFT] += 1
+        tables[1, np.uint32(bits[4 * i + 1] & MAGNITUDE) >> FIRST_SHIFT] += 1
+        tables[2, np.uint32(bits[4 * i + 2] & MAGNITUDE) >> FIRST_SHIFT] += 1
+        tables[3, np.uint32(bits[4 * i + 3] & MAGNITUDE) >> FIRST_SHIFT] += 1
+    for i in range(4 * whole, bits.size):
+        tables[0, np.uint32(bits[i] & MAGNITUDE) >> FIRST_SHIFT] += 1
+
+
+@compiled
+def look_up(bits: np.ndarray, places: np.ndarray, keys: np.ndarray) -> None:
+    """The magnitudes (int32) at the places."""
+    for i in range(keys.size):
+        keys[i] = bits[places[i]] & MAGNITUDE
+
+
+@compiled
+def tally_within(keys: np.ndarray, prefix: np.int32, shift: int, table: np.ndarray) -> None:
+    """Count the digits of WIDTH bits at ``shift`` of those keys (int32) whose bits above are ``prefix``."""
+    for i in range(keys.size):
+        if keys[i] >> (shift + WIDTH) == prefix:
+            table[(keys[i] >> shift) & ((1 << WIDTH) - 1)] += 1
+
+
+@compiled
+def compact(keys: np.ndarray, least: np.int32, equals: int, places: np.ndarray) -> None:
+    """Keep the places whose key is above ``least``, and the first ``equals`` of those whose key is ``least``."""
+    written = 0
+    for i in range(keys.size):
+        equal = keys[i] == least
+        places[written] = places[i]  # found <= i
+        written += (keys[i] > least) | (equal & (equals > 0))
+        equals -= equal
+
+
+@compiled
+def locate(counts: np.ndarray, k: int) -> tuple[int, int]:
+    """The digit of the k-th largest number by how often each digit occurs, and how many numbers have a larger one."""
+    above = 0
+    for digit in range(counts.size - 1, 0, -1):
+        if above + counts[digit] >= k:
+            return digit, above
+        above += counts[digit]
+    return 0, above
+
+
+@compiled
+def largest_places(bits: np.ndarray, k: int) -> tuple[np.ndarray, bool]:
+    """Where the k largest magnitudes are, ascending, of equals the first; and whether any is not finite.
+
+    Radix select, digit by digit from the top: x is read once to count the first digit and once to collect the
+    candidates, which are all whose first digit reaches the k-th's.
+    """
+    tables = np.zeros((4, 1 << FIRST_WIDTH), np.uint32)
+    tally(bits, tables)
+    counts = np.empty(1 << FIRST_WIDTH, np.int64)
+    for digit in range(counts.size):
+        counts[digit] = np.int64(tables[0, digit]) + tables[1, digit] + tables[2, digit] + tables[3, digit]
+    prefix, above = locate(counts, k)
+    places = np.empty(above + counts[prefix] + 1, np.int64)
+    collect(bits, np.int32(prefix << FIRST_SHIFT), places)
+    keys = np.empty(places.size - 1, np.int32)
+    look_up(bits, places, keys)
+    for shift in (WIDTH, 0):
+        table = np.zeros(1 << WIDTH, np.int64)
+        tally_within(keys, np.int32(prefix), shift, table)
+        digit, more = locate(table, k - above)
+        prefix, above = prefix << WIDTH | digit, above + more
+    compact(keys, np.int32(prefix), k - above, places)
+    return places[:k], bool(counts[FINITE:].any())
+
+
+# topk
+
+KEPT, CODE, LOW, LOWER, HEAD = range(COLUMNS + 1, COLUMNS + 6)  # of a row: k, and the results of `indices.fixed`
+
+
+def pick_topk(method: TopK, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Head, values, and whether x is not finite."""
+    largest, bad = largest_places(x.view(-1).numpy().view(np.int32), method.kept(x.numel()))
+    kept = torch.from_numpy(largest)
+    return indices.encode(kept, x.numel(), method.indices), x.view(-1)[kept], torch.tensor([bad])
+
+
+def topk_places(method: TopK, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
+    """Read the code of the places."""
+    return indices.decode(wire, numel(shape), method.kept(shape), method.indices)
+
+
+def topk_row(method: TopK, n: int) -> tuple[int, ...]:
+    """`KEPT` to `HEAD`."""
+    k = method.kept(n)
+    return k, *indices.fixed(n, k, method.indices)
+
+
+@compiled
+def encode_topk(settings: tuple, row: np.ndarray, first: int, x: np.ndarray, seed: int, wire: np.ndarray) -> bool:
+    """Fill the places' code and the values."""
+    places, bad = largest_places(x.view(np.int32), row[KEPT])
+    write(places, row[CODE], row[LOW], row[LOWER], wire[: row[HEAD]])
+    values = wire[row[HEAD] :].view(np.float32)
+    for i in range(places.size):
+        values[i] = x[places[i]]
+    return bad
+
+
+@compiled
+def decode_topk(settings: tuple, row: np.ndarray, first: int, wire: np.ndarray, out: np.ndarray) -> bool:
+    """Zeros, and the values at their places."""
+    out[:] = 0
+    return place_values(row, wire, False, out)
+
+
+@compiled
+def place_values(row: np.ndarray, wire: np.ndarray, adding: bool, out: np.ndarray) -> bool:
+    """Put the values to their places, or add them; False if the bytes are not an encoding."""
+    places = np.empty(row[KEPT], np.int64)
+    if not read(wire[: row[HEAD]], row[CODE], row[LOW], row[LOWER], row[NUMEL], places):
+        return False
+    values = wire[row[HEAD] :].view(np.float32)
+    for i in range(places.size):
+        out[places[i]] = out[places[i]] + values[i] if adding else values[i]
+    return True
+
+
+@compiled
+def decode_all_topk(
+    settings: tuple, table: np.ndarray, chunk: int, wires: np.ndarray, onto: int, out: np.ndarray
+) -> int:
+    """`segments.decode_all` that leaves the other elements of a sum alone."""
+    for s in range(len(table)):
+        row = table[s]
+        sums = out[row[START] : row[START] + row[NUMEL]]
+        if onto != SUM:
+            sums[:] = 0
+        for message in range(len(wires)):
+            adding = onto != BLANK or message > 0
+            if not place_values(row, wires[message, row[AT] : row[AT] + row[SIZE]], adding, sums):
+                return s
+    return -1
+
+
+# threshold
+
+
+def pick_threshold(method: Threshold, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Head, values, and whether x is not finite."""
+    numbers = x.view(-1).numpy()
+    bits = numbers.view(np.int32)
+    unit, finite = measure(method, numbers)
+    least = int(method.least_for(torch.tensor(unit, dtype=torch.float64)))
+    chosen = collected(bits, least, count(bits, np.int32(least)))
+    head = method.head(indices.encode(chosen, x.numel(), method.indices), chosen.numel())
+    return head, x.view(-1)[chosen], torch.tensor([not finite])
+
+
+def measure(method: Threshold, x: np.ndarray) -> tuple[float, bool]:
+    """The unit of the threshold, and whether x is finite."""
+    if method.scale == "rms" and x.size:
+        unit = math.sqrt(energy(x) / x.size)
+        return unit, math.isfinite(unit)
+    most = largest(x.view(np.uint32))
+    return float(np.uint32(most).view(np.float32)) if method.scale == "max" else 1.0, bool(most < INFINITY)
+
+
+@summing
+def energy(x: np.ndarray) -> np.float64:
+    """The sum of squares."""
+    total = np.float64(0)
+    for i in range(x.size):
+        value = np.float64(x[i])
+        total += value * value
+    return total
+
+
+def threshold_places(method: Threshold, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
+    """Read the number and the code of the places."""
+    found, used = indices.decode(wire[COUNT:], numel(shape), method.count(wire, shape), method.indices)
+    return found, COUNT + used
+
+
+# randomk
+
+FIRST, SECOND, LAST = np.uint32(MIX[0][0]), np.uint32(MIX[1][0]), np.uint32(LAST_SHIFT)
+M0, M1 = np.uint32(MIX[0][1]), np.uint32(MIX[1][1])
+
+
+def pick_randomk(method: RandomK, x: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Seed, values, and whether x is not finite, which takes all of x to know."""
+    seed = draw_seed(generator, x.device, method.name)
+    chosen = permuted(int(seed), x.numel(), method.kept(x.numel()))
+    bad = largest(x.view(-1).numpy().view(np.uint32)) >= INFINITY
+    return seed.view(torch.uint8), x.view(-1).index_select(0, chosen), torch.tensor([bool(bad)])
+
+
+def randomk_places(method: RandomK, wire: Tensor, shape: Shape) -> tuple[Tensor, int]:
+    """The places drawn from the seed."""
+    return permuted(int(method.seed(wire)), numel(shape), method.kept(shape)), SEED
+
+
+def permuted(seed: int, n: int, k: int) -> Tensor:
+    """The images of 0..k-1: int64 [k]."""
+    out = torch.empty(k, dtype=torch.int64)
+    if k:
+        fill_images(seed, n, *halves(n), out.numpy())
+    return out
+
+
+@compiled
+def fill_images(seed: int, n: int, high: int, low: int, out: np.ndarray) -> None:
+    """Fill ``out`` (int64 [k])."""
+    keys = np.empty(ROUNDS, np.uint32)
+    fill_words(seed, 0, keys)
+    numbers, slots = np.empty(TILE, np.int64), np.empty(TILE, np.int64)
+    upper, lower = np.empty(TILE, np.uint32), np.empty(TILE, np.uint32)
+    for start in range(0, out.size, TILE):
+        count = min(TILE, out.size - start)
+        for i in range(count):
+            numbers[i] = slots[i] = start + i
+        while count:
+            cross(numbers[:count], keys, high, low, upper[:count], lower[:count])
+            outside = 0
+            for i in range(count):
+                number, slot = numbers[i], slots[i]
+                out[slot] = number
+                numbers[outside], slots[outside] = number, slot
+                outside += number >= n
+            count = outside
+
+
+@compiled
+def cross(numbers: np.ndarray, keys: np.ndarray, high: int, low: int, upper: np.ndarray, lower: np.ndarray) -> None:
+    """Once through the network, in place; ``upper`` and ``lower`` are room for the halves."""
+    upper_mask, lower_mask = np.uint32((1 << high) - 1), np.uint32((1 << low) - 1)
+    for i in range(numbers.size):
+        upper[i], lower[i] = numbers[i] >> low, numbers[i] & lower_mask
+    for r in range(0, ROUNDS, 2):
+        stir(lower, keys[r], upper_mask, upper)
+        stir(upper, keys[r + 1], lower_mask, lower)
+    for i in range(numbers.size):
+        numbers[i] = np.int64(upper[i]) << low | np.int64(lower[i])
+
+
+@compiled
+def stir(source: np.ndarray, key: np.uint32, mask: np.uint32, target: np.ndarray) -> None:
+    """One round: change one half by a hash of the other."""
+    for i in range(source.size):
+        word = np.uint32(source[i] ^ key)
+        word = np.uint32(np.uint32(word ^ (word >> FIRST)) * M0)
+        word = np.uint32(np.uint32(word ^ (word >> SECOND)) * M1)
+        target[i] ^= np.uint32(word ^ (word >> LAST)) & mask
+
+
+topk = Segmented(
+    "topk",
+    encode_topk,
+    decode_topk,
+    settings=lambda method: (0,),
+    chunk=lambda method: WHOLE,
+    row=topk_row,
+    decoder=decode_all_topk,
+)
+KERNELS = {
+    "topk": Kernel(
+        encode_many=topk.encode_many, decode_add=topk.decode_add, pick=pick_topk, places=topk_places, place=place
+    ),
+    "threshold": Kernel(pick=pick_threshold, places=threshold_places, place=place),
+    "randomk": Kernel(pick=pick_randomk, places=randomk_places, place=place),
+}
