@@ -14,8 +14,7 @@ from gradwire.attribution.options import Count
 from gradwire.base.errors import BadInput
 from gradwire.base.files import read_yaml
 from gradwire.base.flags import NATURAL, RANKS, output_folder
-from gradwire.base.strict import to_flags
-from gradwire.base.strict import Strict, checked
+from gradwire.base.strict import Strict, checked, to_flags
 from gradwire.bench.verbs import Command
 
 
