@@ -6,19 +6,16 @@ ranks with the same shard, one of each island, average it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.base.errors import BadInput
-from gradwire.comm.collectives import state
 from gradwire.comm.collectives.reducer import Given, Reducer, takes_options
-from gradwire.comm.collectives.world import timeout_of
 from gradwire.comm.topology import check_islands
+from gradwire.comm.torch_internals import timeout_of
 
 NAMES = ("between", "inside")
 
@@ -100,81 +97,21 @@ class IslandReducer(Reducer):
         inside: Reducer | None = None,
         **options: Any,
     ) -> None:
-        self.inside = inside
         super().__init__(compressor, islands.between, **options)
-        if inside is not None and inside.group is not islands.inside:
-            raise BadInput("the reducer inside an island needs the group Islands.inside.")
+        if inside is not None:
+            if inside.group is not islands.inside:
+                raise BadInput("the reducer inside an island needs the group Islands.inside.")
+            self.join("inside", inside)
         self.islands = islands
         self.everyone = None
         self.topology = f"{islands.number} x {islands.ranks}"
 
     @property
-    def loss_scale(self) -> float:  # type: ignore[override]
-        """As `Reducer.loss_scale`, on both levels."""
-        return self._loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, value: float) -> None:
-        self._loss_scale = value
-        if self.inside is not None:
-            self.inside.loss_scale = value
-
-    def synchronize(self) -> None:
-        """Wait for all reductions that have begun, on both levels."""
-        if self.inside is not None:
-            self.inside.synchronize()
-        super().synchronize()
-
-    def finish(self, total: Tensor | None = None, *, wait: bool = True) -> bool:
-        """End the optimizer step on both levels; as `Reducer.finish`, over all ranks."""
-        if wait:
-            self.synchronize()
-        if self.inside is not None:
-            self.inside.codec.step += 1
-            if self.inside.codec.flag is not None:
-                self.codec.note(self.inside.codec.flag)
-                self.inside.codec.flag.zero_()
-        return super().finish(total, wait=wait)
+    def inside(self) -> Reducer | None:
+        """The reducer inside this rank's island; None if the framework averages there."""
+        return self.parts.get("inside")
 
     @property
     def traffic(self) -> dict[str, Any]:
         """Totals of both levels; those inside the island are also under ``inside``, None if the framework sums."""
-        between = super().traffic
-        if self.inside is None:
-            return {**between, "inside": None}
-        inside = self.inside.traffic
-        return {**{name: _sum(value, inside[name]) for name, value in between.items()}, "inside": inside}
-
-    def begin(self, step: int) -> None:
-        """As `Reducer.begin`, on both levels."""
-        super().begin(step)
-        if self.inside is not None:
-            self.inside.begin(step)
-
-    def _rank_state(self) -> dict[str, Any]:
-        """The state of both levels."""
-        return {**super()._rank_state(), "inside": None if self.inside is None else self.inside.state_dict()}
-
-    def _check_state(self, part: Mapping[str, Any]) -> None:
-        """Check the state of both levels."""
-        super()._check_state(part)
-        if (part.get("inside") is None) != (self.inside is None):
-            raise BadInput("the reducer's state and this reducer differ in whether they reduce inside islands.")
-        if self.inside is not None:
-            inside = state.taken(part["inside"], self.codec.rank, self.inside.topology, "the reducer inside an island")
-            state.check_keys(inside.part, set(), "the reducer inside an island")
-            self.inside._check_state(inside.part or {})
-
-    def _load(self, part: Mapping[str, Any]) -> None:
-        """Take over the state of both levels."""
-        super()._load(part)
-        if self.inside is not None:
-            self.inside.load_state_dict(part["inside"])
-
-
-def _sum(between: Any, inside: Any) -> Any:
-    """Sum two totals; None if one is unknown."""
-    if isinstance(between, dict):
-        both = between.keys() & inside.keys()
-        return {**between, **inside, **{key: _sum(between[key], inside[key]) for key in both}}
-    return None if between is None or inside is None else between + inside
+        return {"inside": None, **super().traffic}

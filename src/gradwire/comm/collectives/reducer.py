@@ -119,9 +119,7 @@ class Reducer:
     Attributes:
         everyone: The ranks that `finish` agrees over.
         topology: The ranks that a state belongs to.
-        loss_scale: What the loss of the present step is multiplied by, as by `torch.amp.GradScaler`; 1 at first. Set it
-            before the backward pass. What is encoded and kept are gradients of the unscaled loss, so it may change
-            from step to step; the means that the framework gets back are scaled again.
+        parts: Reducers over other ranks that end their steps with this one, by name; see `join`.
 
     Raises:
         BadInput: If an option is unknown, has a value that it does not take, or does not go with the compressor.
@@ -139,7 +137,8 @@ class Reducer:
         self.topology: int | str = self.world
         self.algorithm: str = checked.algorithm
         self.nonfinite = checked.nonfinite
-        self.loss_scale = 1.0
+        self.parts: dict[str, Reducer] = {}
+        self._loss_scale = 1.0
         self._watches: list[Watch] = []
         self._claimed: set[str] = set()  # parameters whose residuals and states this reducer keeps
         self.meter = Meter(METER)
@@ -166,6 +165,39 @@ class Reducer:
         if self.algorithm == "auto":
             self.algorithm = self._chosen(kind, numel)
 
+    def join(self, name: str, part: Reducer) -> None:
+        """Have a reducer over other ranks end its steps with this one: nobody calls its `finish`.
+
+        What it meets is part of what this reducer's `finish` agrees on, its traffic part of this one's, also by itself
+        under ``name``, and its state part of this one's.
+        """
+        self.parts[name] = part
+
+    def over_several(self, group: ops.Group) -> Reducer | None:
+        """Return this reducer, or the part of it, that averages over the ranks of a group of several; None if none."""
+        if group is None or group.size() == 1:
+            return None
+        ranks = dist.get_process_group_ranks(group)
+        for reducer in (self, *self.parts.values()):
+            if dist.get_process_group_ranks(reducer.group or dist.group.WORLD) == ranks:
+                return reducer
+        return None
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor of the present step's loss, as of `torch.amp.GradScaler`; 1 at first. Set it before the backward.
+
+        Gradients of the unscaled loss are encoded and kept, so it may change from step to step; the means that the
+        framework gets back are scaled again.
+        """
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float) -> None:
+        self._loss_scale = scale
+        for part in self.parts.values():
+            part.loss_scale = scale
+
     def claim(self, names: Collection[str]) -> None:
         """Reserve parameters for one model: what is kept for them must not serve another one.
 
@@ -186,7 +218,8 @@ class Reducer:
             BadInput: As `claim`.
         """
         self.claim(watch.names)
-        self._watches.append(watch)
+        for reducer in (self, *self.parts.values()):
+            reducer._watches.append(watch)
 
     def reduce_scatter(self, flat: Tensor, layout: Layout | str) -> Tensor:
         """Return this rank's row of the mean over the ranks: `begin_reduce_scatter`, and wait."""
@@ -230,6 +263,8 @@ class Reducer:
         Raises:
             Exception: What one of them raised.
         """
+        for part in self.parts.values():
+            part.synchronize()
         if self._queue is not None:
             self._queue.synchronize()
 
@@ -289,6 +324,11 @@ class Reducer:
         finished = self.step
         unreduced = self._unreduced()
         self.codec.step += 1
+        for part in self.parts.values():
+            part.codec.step += 1
+            if part.codec.flag is not None:
+                self.codec.note(part.codec.flag)
+                part.codec.flag.zero_()
         if self.world == 1:
             return True
         met = self._agreed(total, bool(unreduced))
@@ -309,9 +349,14 @@ class Reducer:
     def traffic(self) -> dict[str, Any]:
         """This rank's totals since the start, of reductions that have finished: those of `Traffic.totals`.
 
-        Also ``residuals_dropped``: pieces whose residual was lost to a value that was not finite.
+        Also ``residuals_dropped``: pieces whose residual was lost to a value that was not finite. Those of each part
+        are included, and also by themselves under its name.
         """
-        return {**self._traffic.totals(), "residuals_dropped": self.codec.residuals_dropped}
+        totals = {**self._traffic.totals(), "residuals_dropped": self.codec.residuals_dropped}
+        parts = {name: part.traffic for name, part in self.parts.items()}
+        for part in parts.values():
+            totals = {name: _sum(value, part[name]) for name, value in totals.items()}
+        return totals | parts
 
     def closed_form(self, layout: Layout, kind: Kind) -> int | None:
         """Return the payload bytes over all ranks of one call at the present step; None if they depend on the data."""
@@ -349,11 +394,13 @@ class Reducer:
 
     def begin(self, step: int) -> None:
         """Go on at an optimizer step without residuals, compressor states and generators of earlier ones."""
-        self.codec.begin(step)
+        for reducer in (self, *self.parts.values()):
+            reducer.codec.begin(step)
 
     def _rank_state(self) -> dict[str, Any]:
         """Return what this rank keeps, and what it depends on."""
-        return {"options": self._options, "algorithm": self.algorithm, **self.codec.state_dict()}
+        parts = {"parts": {name: part.state_dict() for name, part in self.parts.items()}} if self.parts else {}
+        return {"options": self._options, "algorithm": self.algorithm, **self.codec.state_dict(), **parts}
 
     def _check_state(self, part: Mapping[str, Any]) -> None:
         """Check a state of this rank, before anything changes.
@@ -372,12 +419,24 @@ class Reducer:
         if part["algorithm"] not in (*ALGORITHMS, "auto"):
             raise unknown("algorithm of the reducer's state", part["algorithm"], ALGORITHMS)
         self.codec.check_state(part)
+        states = part.get("parts", {})
+        if states.keys() != self.parts.keys():
+            raise BadInput(
+                f"the reducer's state has the parts {', '.join(states) or 'none'}, and this reducer "
+                f"{', '.join(self.parts) or 'none'}: build it with the same mesh and compressors."
+            )
+        for name, reducer in self.parts.items():
+            taken = state.taken(states[name], self.codec.rank, reducer.topology, f"the reducer's part {name}")
+            state.check_keys(taken.part, set(), f"the reducer's part {name}")
+            reducer._check_state(taken.part or {})
 
     def _load(self, part: Mapping[str, Any]) -> None:
         """Take over a state that was checked."""
         if part["algorithm"] != "auto":
             self.algorithm = part["algorithm"]
         self.codec.load_state_dict(part)
+        for name, reducer in self.parts.items():
+            reducer.load_state_dict(part["parts"][name])
 
     def _begin(self, kind: Kind, flat: Tensor, layout: Layout | str, then: Then | None, extra: bool = False) -> Handle:
         """Add a reduction to the queue."""
@@ -502,3 +561,11 @@ class Reducer:
             f"{', …' if len(names) > 3 else ''}). Was a parameter replaced, converted or unfrozen after the reducer "
             f"was attached, or is a backward pass around it or in no_sync?"
         )
+
+
+def _sum(total: Any, added: Any) -> Any:
+    """Sum two totals; None if one is unknown."""
+    if isinstance(total, dict):
+        both = total.keys() & added.keys()
+        return {**total, **added, **{key: _sum(total[key], added[key]) for key in both}}
+    return None if total is None or added is None else total + added
