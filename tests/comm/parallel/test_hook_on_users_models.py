@@ -19,7 +19,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
-from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -389,9 +388,6 @@ def refused(rank, world, group, case):
             comm_hook(DistributedDataParallel(model), "int8")
         elif case.endswith("fsdp2"):
             hook(sharded(model, data_mesh(world)), reducer)
-        elif case == "Shard(1)":
-            options = {"shard_placement_fn": lambda parameter: Shard(1) if parameter.ndim == 2 else Shard(0)}
-            hook(sharded(blocks(width=8), data_mesh(world), **options), reducer)
         elif case == "custom":
             model = sharded(model, data_mesh(world))
             model[1].set_custom_reduce_scatter(Collective())
@@ -413,7 +409,6 @@ def refused(rank, world, group, case):
         ("complex diloco", "weight is complex64"),
         ("sparse", "words has sparse gradients, and a reducer averages dense ones: build it with sparse=False"),
         ("sparse comm_hook", "words has sparse gradients"),
-        ("Shard(1)", r"line.weight is placed as \(Shard\(dim=1\),\)"),
         ("custom", r"the group of 1.line.weight has a reduce-scatter already \(Collective\)"),
         ("two models", r"averaged another model with the same parameters \(0.line.bias, …\)"),
     ],

@@ -19,8 +19,6 @@ from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import IslandReducer, Islands, Reducer, build_islands
 from gradwire.comm.compressors import build
 from gradwire.comm.parallel import accumulation, clip_grad_norm, full_state_dict, hook, optimizers, wrap
-from gradwire.comm.parallel.strategies.fsdp2 import ReduceScatter, groups, take_over_factor
-from gradwire.comm.parallel.strategy import EndOfBackward
 
 SEED, STEPS = 11, 3
 
@@ -362,31 +360,6 @@ def test_schedules_dense_steps_and_exemptions_hold_between_islands(world):
 # --- what is refused, and what is not summed twice ---
 
 
-def factors(rank, world, group):
-    """Hooked HSDP of the framework: how many times too large its gradients are; and the message of `hook`."""
-    islands = build_islands(2)
-    reducer = Reducer(build("none"), islands.inside, algorithm="exchange", overlap=False)  # else FSDP2 reads too early
-    model = model_of("even")
-    fully_shard(model, mesh=islands.mesh)
-    with pytest.raises(BadInput) as refusal:
-        hook(model, reducer)
-    exact = exact_gradients("even", range(4))
-    for module, members in groups(model):
-        module.set_force_sum_reduction_for_comms(True)
-        take_over_factor(module)
-        module.set_custom_reduce_scatter(ReduceScatter(reducer, EndOfBackward(reducer.synchronize), module, members))
-    loss_of("even", model, batch_of("even", rank)).backward()
-    found = whole_gradients(model)
-    return [float(found[name].norm() / exact[name].norm()) for name in exact], str(refusal.value)
-
-
-def test_a_mesh_of_two_dimensions_would_double_gradients_and_is_refused(world):
-    for found, message in world(4).run(factors):
-        assert found == pytest.approx([2.0] * len(found), abs=1e-4)
-        assert "mesh of shape (2, 2)" in message
-        assert "strategy hsdp" in message
-
-
 def refusals(rank, world, group):
     """The message of everything that is refused."""
     islands = build_islands(2)
@@ -427,7 +400,7 @@ def test_bad_input_is_one_message(world):
         "other names": "('between', 'inside'), not ('replicate', 'shard')",
         "other islands": "the reducer has 2 islands, but islands is 3",
         "another group inside": "needs the group Islands.inside",
-        "an island alone": "is sharded over ranks [0, 1], and the reducer averages over [0, 1, 2, 3]",
+        "an island alone": "over ranks [0, 1], and the reducer over [0, 1, 2, 3]: use gradwire.compress_gradients",
         "flat shards": "use one with replicas, or hsdp",
     }
     first = world(4).run(refusals)[0]

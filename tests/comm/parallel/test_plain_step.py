@@ -13,7 +13,6 @@ from test_optimizers import gradients_of as odd_gradients_of
 from test_optimizers import held as odd
 from test_optimizers import simulated as simulated_adam
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -197,14 +196,12 @@ def net():
 
 
 def refused(rank, world, group):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
     hooked = DistributedDataParallel(net())
     hooked.register_comm_hook(None, lambda state, bucket: None)
     scaled = gw.DiLoCo(torch.optim.AdamW((model := net()).parameters()), model, sync_every=2)
     scaled.found_inf = torch.zeros(())
     answers = {
         "sharded": message_of(fully_shard(net())),
-        "meshed": message_of(fully_shard(net(), mesh=mesh)),
         "fsdp1": message_of(FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=True)),
         "hooked": message_of(hooked),
         "averaged": message_of(wrap(net(), "ddp", Reducer("int8"), device="cpu")),
@@ -228,7 +225,6 @@ def refused(rank, world, group):
 def test_what_cannot_train_apart_is_refused_at_the_call(world):
     expected = {
         "sharded": "fully_shard has sharded the model over all 4 ranks",
-        "meshed": "the model's mesh has the dimensions ('replicas', 'shards'), between which FSDP2 averages",
         "fsdp1": "FullyShardedDataParallel shards it",
         "hooked": "the model has a communication hook, which DiLoCo would never call",
         "averaged": "gradients of this model are averaged already",

@@ -17,8 +17,9 @@ from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import profiler
 from torch.profiler import record_function
+
+from gradwire.comm.torch_internals import profiler_runs
 
 CPU = torch.device("cpu")
 
@@ -150,7 +151,7 @@ class Meter:
 
 def profiler_range(name: str) -> AbstractContextManager[object]:
     """Return a profiler range, or nothing where no profiler runs: opening one costs more than a small collective."""
-    return record_function(name) if profiler._is_profiler_enabled else nullcontext()
+    return record_function(name) if profiler_runs() else nullcontext()
 
 
 METER = Meter()  # every data collective of this process

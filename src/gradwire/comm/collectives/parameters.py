@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gradwire.base.errors import unknown
 from gradwire.comm.closed_forms import total_bytes
 from gradwire.comm.collectives.algorithms import Ranks, gather_rows
 from gradwire.comm.collectives.layout import FLOAT32, Layout, Plan
@@ -22,7 +21,7 @@ from gradwire.comm.collectives.meter import METER, Meter
 from gradwire.comm.collectives.ops import Group
 from gradwire.comm.compressors import build
 from gradwire.comm.compressors.base import Onto
-from gradwire.comm.compressors.reduction import ENCODINGS
+from gradwire.comm.compressors.reduction import encoding_of
 
 
 class ParameterGather:
@@ -38,9 +37,7 @@ class ParameterGather:
     """
 
     def __init__(self, encoding: str, group: Group = None, meter: Meter = METER) -> None:
-        if encoding not in ENCODINGS:
-            raise unknown("parameter compression", encoding, ["none", *ENCODINGS])
-        self.encoding = ENCODINGS[encoding]
+        self.encoding = encoding_of(encoding)
         self.compressor = build(self.encoding.method, **self.encoding.options)
         self._plans: WeakKeyDictionary[Layout, dict[bool, Plan]] = WeakKeyDictionary()
         self.ranks = Ranks(group, dist.get_world_size(group), dist.get_rank(group), meter)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwire.comm.collectives.ops import Group
-from gradwire.comm.collectives.world import timeout_of
+from gradwire.comm.torch_internals import timeout_of
 
 Task: TypeAlias = Callable[[], Tensor]
 Item: TypeAlias = tuple["Future[Tensor]", Task, list[BaseException]]

@@ -187,14 +187,6 @@ def host_store(address: str, port: int) -> dist.TCPStore:
     )
 
 
-def timeout_of(group: ops.Group) -> timedelta:
-    """Return the timeout of a process group's collectives, for which torch has no public name."""
-    own = group or dist.group.WORLD
-    assert own is not None
-    device = torch.device("cuda" if dist.get_backend(own) == "nccl" else "cpu")
-    return own._get_backend(device).options._timeout
-
-
 def check_initialized(what: str) -> None:
     """Check that there is a process group.
 

@@ -210,3 +210,14 @@ ENCODINGS = {
     # Whatever a code misses is part of the next difference, so vectors need no exemption.
     "int4-diff": ParameterEncoding("int8", FOUR_BITS, Exempt(), differences=True),
 }
+
+
+def encoding_of(name: str | None) -> ParameterEncoding:
+    """Return an encoding of parameters by name.
+
+    Raises:
+        BadInput: If it is unknown.
+    """
+    if name not in ENCODINGS:
+        raise unknown("parameter compression", str(name), ["none", *ENCODINGS])
+    return ENCODINGS[name]

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from gradwire.base.errors import BadInput
-from gradwire.comm.collectives import IslandReducer, Layout, Reducer, ops
+from gradwire.comm.collectives import Layout, Reducer, ops
 from gradwire.comm.parallel.mesh import has_gradient
 from gradwire.comm.parallel.names import inside, named_parameters, unwrapped
 from gradwire.comm.parallel.strategy import Strategy, strategy_of
+from gradwire.comm.torch_internals import NormWithStatistics, version_of
 
 
 # Why: docs/decisions.md, "`finish` compares the gradients that a model has with what was reduced".
@@ -57,7 +57,7 @@ class Completeness:
         show a change without reading a value.
         """
         for name in layout.parameters:
-            version = self._parameters[name]._version if name in self._parameters else 0
+            version = version_of(self._parameters[name]) if name in self._parameters else 0
             if not self._warned and self._reduced.get(name, version) != version:
                 self._warned = True
                 warnings.warn(
@@ -179,12 +179,12 @@ def check_agreement(group: ops.Group, reducer: Reducer | None, parameters: Mappi
 
 
 def described(reducer: Reducer | None) -> dict[str, str]:
-    """A reducer's options, those of the one inside islands included."""
+    """A reducer's options, those of its parts included."""
     if reducer is None:
         return {"reducer": "none"}
     options = {"reducer": type(reducer).__name__, **reducer._options, "algorithm": reducer.algorithm}
-    if isinstance(reducer, IslandReducer):
-        options |= {f"inside.{name}": value for name, value in described(reducer.inside).items()}
+    for part, joined in reducer.parts.items():
+        options |= {f"{part}.{name}": value for name, value in described(joined).items()}
     return options
 
 
@@ -216,7 +216,7 @@ def warn_of_statistics(model: nn.Module) -> None:
     names = [
         unwrapped(name)
         for name, module in inside(model).named_modules()
-        if isinstance(module, _NormBase)
+        if isinstance(module, NormWithStatistics)
         and module.running_mean is not None
         and not isinstance(module, nn.SyncBatchNorm)
     ]

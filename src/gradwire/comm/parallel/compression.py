@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 from weakref import WeakSet, ref
 
 import torch.distributed as dist
@@ -16,24 +17,25 @@ from torch.optim import Optimizer
 from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import Reducer, state
 from gradwire.comm.collectives.ops import Group
-from gradwire.comm.collectives.parameters import ParameterGather, Replica
-from gradwire.comm.collectives.reducer import check_options
-from gradwire.comm.compressors import as_compressor
-from gradwire.comm.compressors.base import Compressor
+from gradwire.comm.collectives.parameters import Replica
+from gradwire.comm.collectives.reducer import Given, check_options
+from gradwire.comm.compressors.reduction import encoding_of
 from gradwire.comm.parallel.checks import Completeness
 from gradwire.comm.parallel.mesh import local
 from gradwire.comm.parallel.names import COMPILED, named_parameters
-from gradwire.comm.parallel.strategies.fsdp2 import compress_parameters
+from gradwire.comm.parallel.strategies.fsdp2 import compress_parameters, groups_of
 from gradwire.comm.parallel.strategy import in_backward
 from gradwire.comm.parallel.wrap import hook, wrapper_of
+from gradwire.comm.torch_internals import ParameterGroup, allocating, has_step_hooks, timeout_of, version_of
 
 
 def compress_gradients(
     model: nn.Module,
-    compressor: Compressor | str | Mapping[str, Any],
+    compressor: Given,
     *,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     error_feedback: bool = False,
+    inside: Given | None = None,
     parameters: str | None = None,
     **options: Any,
 ) -> Compression:
@@ -43,14 +45,19 @@ def compress_gradients(
     framework's `no_sync` or `set_requires_gradient_sync`, and clip after the backward pass. With one rank nothing is
     encoded or sent.
 
+    A model may be sharded over a mesh of several dimensions. The compressor averages over the data-parallel ones and
+    leaves tensor, pipeline and expert parallelism alone: a tensor that is encoded is this rank's part. Where FSDP2
+    averages between islands of ranks that shard a model each (HSDP), the compressor does that, over the slow links.
+
     Args:
-        model: A `DistributedDataParallel` without a communication hook, or the root of an FSDP2 model (`fully_shard`)
-            over a mesh of one dimension; before its first forward pass.
+        model: A `DistributedDataParallel` without a communication hook, or the root of an FSDP2 model (`fully_shard`
+            or `replicate`), over any mesh; before its first forward pass. Each part of a pipeline has a compression.
         compressor: A compressor such as ``gradwire.Int8(block=128)``, its name, or a mapping of its ``method`` and
             options, as a cell of an experiment has it.
         optimizer: The optimizer or optimizers of the model. Their ``step`` ends the step of the compressor, so nothing
             is left to call. None: call `Compression.finish` once per optimizer step.
         error_feedback: Whether each rank keeps what its encodings lost, and adds it to its next gradient.
+        inside: The compressor inside islands (HSDP), over the ranks that shard a model; None: FSDP2 averages there.
         parameters: Encoding of FSDP2's all-gathers of parameters, such as ``int8`` or ``int4-diff``, a key of
             `gradwire.comm.compressors.reduction.ENCODINGS`; None sends them as they are. ``int4-diff`` sends
             the differences of each optimizer step once, and needs ``optimizer``.
@@ -75,22 +82,22 @@ def compress_gradients(
     model = getattr(model, COMPILED, model)
     wrapper_of(model)
     optimizers = [steps_of(optimizer, model) for optimizer in given]
-    group = group_of(model)
-    gather = None if parameters in (None, "none") else ParameterGather(parameters, group)
-    if gather is not None and isinstance(model, DistributedDataParallel):
+    encoding = None if parameters in (None, "none") else encoding_of(parameters)
+    if encoding is not None and isinstance(model, DistributedDataParallel):
         raise BadInput(f"parameters is {parameters!r}, but DistributedDataParallel sends none: omit it.")
-    if gather is not None and gather.encoding.differences and not optimizers:
+    if encoding is not None and encoding.differences and not optimizers:
         raise BadInput(f"parameters is {parameters!r}, which sends what an optimizer changed: pass optimizer.")
-    options = {"group": group, "error_feedback": error_feedback, "nonfinite": "propagate", **options}
-    compressor = as_compressor(compressor)
-    check_options(compressor, **options)
-    reducer = Reducer(compressor, **options)
+    options = {"error_feedback": error_feedback, "nonfinite": "propagate", **options}
+    for given_compressor in (compressor, inside):
+        if given_compressor is not None:
+            check_options(given_compressor, **options)
+    reducer = reducer_of(model, compressor, inside, options)
     watch = hook(model, reducer)
     compression = Compression(model, reducer, watch)
     for stepping in optimizers:
         compression.end_with(stepping)
-    if gather is not None:
-        compression.replicas = compress_parameters(model, gather, Moves(model, optimizers).unchanged)
+    if encoding is not None:
+        compression.replicas = compress_parameters(model, str(parameters), Moves(model, optimizers).unchanged)
     return compression
 
 
@@ -166,11 +173,10 @@ class Compression:
             if "closure" in kwargs:
                 return args, {**kwargs, "closure": evaluated}
             return (args[0], evaluated, *args[2:]), kwargs
-        # torch.distributed.checkpoint allocates an optimizer's state by a step whose learning rates are 0
-        moves = any(group["lr"] for group in optimizer.param_groups)
-        if (self._watch is not None and self._watch.reduced) or (optimizer in self._stepped and moves):
-            self.finish()
-        self._stepped.add(optimizer)
+        if not allocating():
+            if (self._watch is not None and self._watch.reduced) or optimizer in self._stepped:
+                self.finish()
+            self._stepped.add(optimizer)
         return args, kwargs
 
     def _evaluated(self, closure: Callable[[], Any]) -> Any:
@@ -232,7 +238,7 @@ class Moves:
 
     def _look(self, model: nn.Module, _: object) -> None:
         if model.training:
-            versions = [parameter._version for parameter in model.parameters()]
+            versions = [version_of(parameter) for parameter in model.parameters()]
             self.moved, self.seen = (self.steps, versions) != self.seen, (self.steps, versions)
 
 
@@ -243,7 +249,7 @@ def steps_of(optimizer: Optimizer, model: nn.Module) -> Optimizer:
         BadInput: If there is none, or it moves no parameter of the model, as one that was built before `fully_shard`
             replaced the parameters.
     """
-    while isinstance(optimizer, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+    while isinstance(optimizer, Optimizer) and not has_step_hooks(optimizer):
         optimizer = getattr(optimizer, "optimizer", None)  # type: ignore[assignment]
     if not isinstance(optimizer, Optimizer):
         raise BadInput(
@@ -259,9 +265,95 @@ def steps_of(optimizer: Optimizer, model: nn.Module) -> Optimizer:
     return optimizer
 
 
-def group_of(model: nn.Module) -> Group:
-    """Return the ranks over which DDP or FSDP2 averages; None, the default group, where a mesh is refused later."""
+# Why: docs/decisions.md, "A mesh has one reducer per dimension that is averaged".
+def reducer_of(
+    model: nn.Module, compressor: Given, inside: Given | None = None, options: Mapping[str, Any] = MappingProxyType({})
+) -> Reducer:
+    """Build the reducer over the ranks that DDP or FSDP2 averages a model's gradients over.
+
+    Where those differ between parameters, as of experts, or gradients are also compressed inside islands, it has parts.
+
+    Args:
+        model: The wrapped model.
+        compressor: The compressor of a mean over replicas, or over shards without replicas.
+        inside: The compressor of a mean over the shards of a model with replicas; None: FSDP2 averages those.
+        options: The other options of `Reducer`.
+
+    Raises:
+        BadInput: As `Reducer`, or if ``inside`` is given and no dimension is inside of an island.
+    """
     if isinstance(model, DistributedDataParallel):
-        return model.process_group
-    meshes = [parameter.device_mesh for _, parameter in named_parameters(model) if isinstance(parameter, DTensor)]
-    return meshes[0].get_group() if meshes and meshes[0].ndim == 1 else dist.group.WORLD
+        groups, levels = [], {"": Level(model.process_group, compressor)}
+    else:
+        groups = groups_of(model)
+        levels = levels_of(groups, compressor, inside)
+    if inside is not None and "inside" not in levels:
+        raise BadInput("inside is the compressor inside islands of ranks, and the model has none: omit it.")
+    compressed = {name: level for name, level in levels.items() if level.compressor is not None}
+    reducers = {name: Reducer(level.compressor or "none", level.ranks, **options) for name, level in compressed.items()}
+    if not reducers:  # a single data-parallel rank
+        return Reducer(compressor, groups[0].shards or groups[0].replicas, **options)
+    first, *others = reducers
+    reducer = reducers[first]
+    for name in others:
+        reducer.join(name, reducers[name])
+    if groups:
+        reducer.everyone = spanned(model, reducer.group)
+        reducer.topology = " x ".join(str(level.ranks.size()) for level in levels.values())
+    return reducer
+
+
+class Level(NamedTuple):
+    """Ranks over which gradients are averaged.
+
+    Attributes:
+        ranks: The ranks.
+        compressor: The compressor; None: the framework averages.
+    """
+
+    ranks: dist.ProcessGroup
+    compressor: Given | None
+
+
+def levels_of(groups: Iterable[ParameterGroup], compressor: Given, inside: Given | None) -> dict[str, Level]:
+    """Return the levels of an FSDP2 model by name, each of several ranks; ``inside`` is the last.
+
+    Raises:
+        BadInput: If ``inside`` is needed to decide how to compress a level.
+    """
+    by_ranks: dict[tuple[int, ...], tuple[str, Level]] = {}
+    islands: dict[tuple[int, ...], tuple[str, Level]] = {}  # their shards
+    for group in groups:
+        replicas, shards = (ranks if ranks and ranks.size() > 1 else None for ranks in (group.replicas, group.shards))
+        if replicas is not None:
+            by_ranks[ranks_of(replicas)] = group.replicas_name, Level(replicas, compressor)
+        if shards is not None:
+            known, level = (by_ranks, compressor) if replicas is None else (islands, inside)
+            known[ranks_of(shards)] = group.shards_name if replicas is None else "inside", Level(shards, level)
+    if inside is None and (both := by_ranks.keys() & islands.keys()):
+        raise BadInput(
+            f"ranks {min(both)} shard some parameters with replicas on other ranks and some without, so that their "
+            f"links are both inside an island and not: pass inside, the compressor of both."
+        )
+    return dict({**by_ranks, **islands}.values())
+
+
+def ranks_of(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the ranks of a group."""
+    return tuple(dist.get_process_group_ranks(group))
+
+
+def spanned(model: nn.Module, group: Group) -> Group:
+    """Return the ranks of a model's mesh, those of tensor parallelism included, which have to step alike.
+
+    Args:
+        model: The sharded model.
+        group: The ranks over which its gradients are averaged.
+    """
+    meshes = {id(p.device_mesh): p.device_mesh for _, p in named_parameters(model) if isinstance(p, DTensor)}
+    ranks = sorted(max(meshes.values(), key=lambda mesh: mesh.size()).mesh.flatten().tolist())
+    if ranks == list(range(dist.get_world_size())):
+        return None
+    if ranks == dist.get_process_group_ranks(group or dist.group.WORLD):
+        return group
+    return dist.new_group(ranks, timeout=timeout_of(group), use_local_synchronization=True)

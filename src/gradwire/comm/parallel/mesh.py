@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from gradwire.base.errors import BadInput, unknown
 from gradwire.comm.collectives.ops import Group
+from gradwire.comm.torch_internals import shards_of
 
 DIMENSIONS = {"dp": "data", "tp": "tensor", "cp": "context", "pp": "pipeline"}
 
@@ -56,19 +56,17 @@ def check(world: int, sizes: dict[str, int]) -> None:
         raise BadInput(f"the mesh has dp = {sizes['dp']}, but there are {world} ranks.")
 
 
-def local(tensor: Tensor | ShardedTensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor, another tensor as it is; both share memory with it."""
-    if isinstance(tensor, ShardedTensor):
-        shards = tensor.local_shards()
+    if (shards := shards_of(tensor)) is not None:
         return shards[0].tensor if shards else torch.empty(0)
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def first_row(tensor: Tensor | ShardedTensor) -> int:
+def first_row(tensor: Tensor) -> int:
     """Return where this rank's shard of a tensor begins along its first dimension; 0 of one that is not sharded."""
-    if isinstance(tensor, ShardedTensor):
-        shards = tensor.local_shards()
+    if (shards := shards_of(tensor)) is not None:
         return int(shards[0].metadata.shard_offsets[0]) if shards else 0
     if not isinstance(tensor, DTensor):
         return 0

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from gradwire.comm.torch_internals import compile_held
+
 COMPILED = "_orig_mod"  # torch.compile(model) holds the model by this name
 INSERTED = f"{COMPILED}.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."
 """Names that torch.compile, FSDP1 and activation checkpointing (or offloading) insert; state dicts omit them too."""
@@ -37,7 +39,7 @@ def compiled_in_place(model: nn.Module) -> nn.Module:
     if not hasattr(model, COMPILED):
         return model
     held: nn.Module = getattr(model, COMPILED)
-    held._compiled_call_impl = model.dynamo_ctx(held._call_impl)  # type: ignore[operator]
+    compile_held(model, held)
     return held
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -77,7 +76,7 @@ def own_part(state: Any) -> Any:
     """Return a nested `checkpoint_state` with plain tensors: of a sharded one, this rank's shard."""
     if isinstance(state, dict):
         return {key: own_part(value) for key, value in state.items()}
-    return local(state) if isinstance(state, Tensor | ShardedTensor) else state
+    return local(state) if isinstance(state, Tensor) else state
 
 
 def filled(state: Any, saved: Any) -> Any:
@@ -90,7 +89,7 @@ def filled(state: Any, saved: Any) -> Any:
         if not isinstance(saved, dict) or state.keys() != saved.keys():
             raise BadInput("the checkpoint has other names than this model and its optimizer.")
         return {key: filled(value, saved[key]) for key, value in state.items()}
-    if not isinstance(state, Tensor | ShardedTensor):
+    if not isinstance(state, Tensor):
         return saved
     shard = local(state)
     if shard.shape != saved.shape:
@@ -117,7 +116,7 @@ def joined(state: Any, parts: Sequence[Any]) -> Any:
         if any(state.keys() != part.keys() for part in parts):
             raise BadInput("the checkpoint has other names than this model and its optimizer.")
         return {key: joined(value, [part[key] for part in parts]) for key, value in state.items()}
-    if not isinstance(state, Tensor | ShardedTensor):
+    if not isinstance(state, Tensor):
         return parts[0]
     whole = parts[0] if parts[0].shape == state.size() else torch.cat(list(parts))
     if whole.shape != state.size():

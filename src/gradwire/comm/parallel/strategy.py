@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Self
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.device_mesh import DeviceMesh
 
 from gradwire.base.errors import BadInput
@@ -24,6 +23,7 @@ from gradwire.comm.parallel import mesh
 from gradwire.comm.parallel.buckets import BUCKET_MB, MB
 from gradwire.comm.parallel.mesh import has_gradient, local
 from gradwire.comm.parallel.names import named_parameters, trainable
+from gradwire.comm.torch_internals import at_end_of_backward, backward_id
 
 
 class Strategy(ABC):
@@ -249,7 +249,7 @@ def local_gradients(model: nn.Module) -> list[Tensor]:
 
 def in_backward() -> bool:
     """Whether this thread runs a backward pass, or a forward pass that one repeats for its activations."""
-    return torch._C._current_graph_task_id() >= 0
+    return backward_id() >= 0
 
 
 # Why: docs/decisions.md, "The end of a backward pass".
@@ -273,7 +273,7 @@ class EndOfBackward:
         """
         if not in_backward():
             return False
-        if self._backward != (backward := torch._C._current_graph_task_id()):
+        if self._backward != (backward := backward_id()):
             self._backward = backward
-            Variable._execution_engine.queue_callback(self.call)
+            at_end_of_backward(self.call)
         return True

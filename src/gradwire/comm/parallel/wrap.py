@@ -149,10 +149,9 @@ def hook(wrapped: nn.Module, reducer: Reducer) -> Completeness | None:
     backward pass. Call ``reducer.finish()`` once per optimizer step. With one rank this does nothing.
 
     Args:
-        wrapped: A `DistributedDataParallel` without a communication hook, or the root of an FSDP2 model sharded over a
-            mesh of one dimension. Under HSDP FSDP2 itself all-reduces, so that is refused; see strategy ``hsdp`` of
-            `wrap`.
-        reducer: Averages the gradients; its group must be the one that the model was wrapped with.
+        wrapped: A `DistributedDataParallel` without a communication hook, or the root of an FSDP2 model.
+        reducer: Averages the gradients; it, or a part of it, must be over the ranks of each dimension of the model's
+            mesh that is reduced.
 
     Returns:
         What `finish` compares the gradients with; None with one rank.
@@ -168,7 +167,7 @@ def hook(wrapped: nn.Module, reducer: Reducer) -> Completeness | None:
     check_unprepared(wrapped, *WRAPPERS)
     check_gradients(wrapped)
     check_ranks(wrapped, reducer)
-    check_agreement(reducer.group, reducer, parameters_of(wrapped), strategy=kind.name)
+    check_agreement(reducer.everyone, reducer, parameters_of(wrapped), strategy=kind.name)
     device = next(wrapped.parameters()).device
     return attach_reducer(reducer, wrapped, kind.build(reducer, device), trainable_numel(wrapped))
 
@@ -221,10 +220,10 @@ def check_plain(model: nn.Module) -> None:
 
 
 def check_ranks(wrapped: nn.Module, reducer: Reducer) -> None:
-    """Check that DDP or FSDP2 averages over exactly the reducer's ranks, in one collective.
+    """Check that the reducer averages over exactly the ranks that DDP or FSDP2 averages over.
 
     Raises:
-        BadInput: If it does not. HSDP, for one, adds an all-reduce that would bypass the reducer.
+        BadInput: If it does not.
     """
     check_sharded(wrapped, reducer)
     if isinstance(wrapped, DistributedDataParallel):

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import sys
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -28,9 +25,11 @@ from gradwire.comm.compressors.base import Compressor
 from gradwire.comm.parallel.checks import check_agreement, check_gradients, parameters_of, warn_of_statistics
 from gradwire.comm.parallel.names import COMPILED, named_parameters
 from gradwire.comm.parallel.strategies.ddp import DDP
+from gradwire.comm.parallel.strategies.fsdp2 import groups_of
 from gradwire.comm.parallel.strategies.hsdp import HSDP
 from gradwire.comm.parallel.strategy import Strategy, attach, strategy_of
 from gradwire.comm.parallel.wrap import wrap
+from gradwire.comm.torch_internals import allocating, has_comm_hook
 
 TORCH = ("state", "param_groups")  # entries of the state of every torch optimizer
 
@@ -338,7 +337,7 @@ def _apart(
     device = next(model.parameters()).device
     strategy: Strategy
     if isinstance(model, DistributedDataParallel):
-        if model._comm_hooks:
+        if has_comm_hook(model):
             raise BadInput(f"the model has a communication hook, which {whose} would never call: leave it out.")
         strategy = DDP(model.process_group, device)
     elif isinstance(model, FullyShardedDataParallel):
@@ -370,26 +369,33 @@ def _reducer(strategy: Strategy, compressor: AnyCompressor, options: dict[str, A
 
 
 def _islands(model: FSDPModule, whose: str) -> Islands:
-    """Return the islands of a model that each of them shards by itself.
+    """Return the islands of a sharded model; where FSDP2 averages between them (HSDP), it no longer does.
 
     Raises:
-        BadInput: If all ranks shard one model, or FSDP2 itself averages between islands.
+        BadInput: If all ranks shard one model, the mesh has other dimensions, or islands are not neighbouring ranks.
     """
     assert isinstance(model, nn.Module)
     mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
-    if mesh.ndim > 1:
+    groups = groups_of(model)
+    levels = {(group.shards, group.replicas) for group in groups}
+    inside, between = groups[0].shards, groups[0].replicas
+    size = 1 if inside is None else inside.size()
+    dimensions = (inside is not None) + (between is not None)
+    if len(levels) > 1 or any(isinstance(p, DTensor) and p.device_mesh.ndim != dimensions for p in model.parameters()):
         raise BadInput(
-            f"the model's mesh has the dimensions {mesh.mesh_dim_names or mesh.shape}, between which FSDP2 averages "
-            f"gradients itself: for {whose} shard it over one of them, inside an island of neighbouring ranks."
+            f"the model's mesh has the dimensions {mesh.mesh_dim_names or tuple(mesh.shape)}: {whose} takes those of "
+            f"shards and replicas, the same for all parameters, and no tensor or expert parallelism."
         )
-    if mesh.size() == dist.get_world_size():
+    if size == dist.get_world_size():
         raise BadInput(
             f"{whose} needs each rank's or island's whole gradient, and fully_shard has sharded the model over all "
-            f"{mesh.size()} ranks: shard it over the mesh of an island, or use DistributedDataParallel."
+            f"{size} ranks: shard it over the mesh of an island, or use DistributedDataParallel."
         )
-    islands = build_islands(dist.get_world_size() // mesh.size(), mesh.device_type)
-    if mesh.mesh.tolist() != ranks(islands.inside):
-        raise BadInput(f"the model is sharded over ranks {mesh.mesh.tolist()}; an island has neighbouring ranks.")
+    islands = build_islands(dist.get_world_size() // size, mesh.device_type)
+    if (size > 1 and ranks(inside) != ranks(islands.inside)) or (between and ranks(between) != ranks(islands.between)):
+        raise BadInput(f"the model's mesh is {mesh.mesh.tolist()}; an island has neighbouring ranks.")
+    for group in groups if between is not None else ():
+        group.drop_replicas()
     return islands
 
 
@@ -407,15 +413,6 @@ def listed(names: Sequence[str]) -> str:
 def synchronized(optimizer: Optimizer) -> AbstractContextManager[None]:
     """Return a context in which the model has the parameters that all ranks share, whatever the optimizer."""
     return optimizer.synchronized() if isinstance(optimizer, Communicating) else nullcontext()
-
-
-# Gradients and learning rates of 0 would not do: a rank may have them in a training too, and the others would wait.
-def allocating() -> bool:
-    """Whether this is no step of a training, but one by which `torch.distributed.checkpoint` allocates the state."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not _init_optim_state.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 def step_without_hooks(kind: type[Optimizer]) -> Callable[[Optimizer], Any]:

@@ -18,6 +18,7 @@ from gradwire.comm.parallel.buckets import BUCKET_MB, MB, plan
 from gradwire.comm.parallel.comm_hook import HookedBuckets
 from gradwire.comm.parallel.names import trainable, unwrapped
 from gradwire.comm.parallel.strategy import Strategy
+from gradwire.comm.torch_internals import FIRST_BUCKET_BYTES, join_runs
 
 PARTS = 4  # buckets that DDP makes of one of ours, so that ours are complete early
 
@@ -65,7 +66,7 @@ class DDP(Strategy):
             model, device_ids=devices, process_group=self.group, bucket_cap_mb=size, **self.framework
         )
         # torch.compile splits graphs by this size alone, and asserts that it is not below that of DDP's first bucket.
-        wrapped.bucket_bytes_cap = max(wrapped.bucket_bytes_cap, dist._DEFAULT_FIRST_BUCKET_BYTES)
+        wrapped.bucket_bytes_cap = max(wrapped.bucket_bytes_cap, FIRST_BUCKET_BYTES)
         return wrapped
 
     def averaged(self, wrapped: nn.Module) -> dict[str, nn.Parameter]:
@@ -88,7 +89,7 @@ class DDP(Strategy):
 
         # DDP requires the name of the second argument, and rejects string annotations, as these become.
         def reduce_bucket(state: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-            if ddp._join_config.enable:
+            if join_runs(ddp):
                 raise RunFault(
                     "DistributedDataParallel.join does not go with gradients that are averaged once per optimizer "
                     "step: ranks that have no inputs left take none. Give all ranks equally many batches, or use "

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from gradwire.base.errors import BadInput
 from gradwire.comm.collectives import Layout, Reducer
 from gradwire.comm.parallel.names import unwrapped
 from gradwire.comm.parallel.strategy import EndOfBackward, Strategy
+from gradwire.comm.torch_internals import accumulates_flat, flat_parameter, flat_parts, set_hook_state
 
 Shapes: TypeAlias = tuple[tuple[str | None, tuple[int, ...]], ...]
 
@@ -65,7 +65,7 @@ class FSDP1(Strategy):
         for prefix, module in sharded(wrapped):
             flat_shapes(prefix, module)  # refuses now what it cannot read
             layout = cache(partial(Layout.cut, world=reducer.world))
-            module._comm_hook_state = HookState(reducer, end, prefix, module, layout)
+            set_hook_state(module, HookState(reducer, end, prefix, module, layout))
 
     def reduced_numel(self, wrapped: nn.Module) -> int:
         """Count flat parameters with padding: of their parts, for alignment, and of the whole, to a multiple of W."""
@@ -94,9 +94,9 @@ def reduce_block(state: HookState, gradient: Tensor, shard: Tensor) -> None:
 
 def read_at_once(state: HookState, shard: Tensor) -> bool:
     """Whether FSDP1 adds the shard to a gradient, or converts or moves it."""
-    flat = state.module._handle.flat_param
+    flat = flat_parameter(state.module)
     return (
-        hasattr(flat, "_saved_grad_shard")
+        accumulates_flat(state.module)
         or state.module.cpu_offload.offload_params
         or (flat.dtype, flat.device) != (shard.dtype, shard.device)
     )
@@ -105,7 +105,7 @@ def read_at_once(state: HookState, shard: Tensor) -> bool:
 def sharded(wrapped: nn.Module) -> Iterator[tuple[str, FullyShardedDataParallel]]:
     """Yield every block that has a flat parameter, after what its parameters' names begin with."""
     for name, module in wrapped.named_modules():
-        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
+        if isinstance(module, FullyShardedDataParallel) and flat_parameter(module) is not None:
             yield f"{name}.".removeprefix("."), module
 
 
@@ -115,17 +115,7 @@ def flat_shapes(prefix: str, module: FullyShardedDataParallel) -> Shapes:
     Raises:
         BadInput: If this version of torch stores flat parameters differently.
     """
-    flat = module._handle.flat_param
-    try:
-        parameters = zip(flat._fqns, flat._shapes, flat._params, strict=True)
-        numels = list(zip(flat._numels_with_padding, flat._is_padding_mask, strict=True))
-    except AttributeError as error:
-        raise BadInput(f"strategy fsdp1 with a compressor does not support this version of torch ({error}).") from error
-    shapes: list[tuple[str | None, tuple[int, ...]]] = []
-    for numel, padding in numels:
-        if padding:
-            shapes.append((None, (numel,)))
-            continue
-        name, shape, parameter = next(parameters)
-        shapes.append((unwrapped(prefix + name) if parameter.requires_grad else None, tuple(shape)))
-    return tuple(shapes)
+    return tuple(
+        (None if parameter is None or not parameter.requires_grad else unwrapped(prefix + name), shape)
+        for name, shape, parameter in flat_parts(module)
+    )

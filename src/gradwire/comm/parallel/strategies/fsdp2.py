@@ -1,9 +1,16 @@
-"""fully_shard (FSDP2): each parameter is sharded along its first dimension, and reduced with its block."""
+"""fully_shard (FSDP2): each parameter is sharded along one dimension, and reduced with its group.
+
+A model may be sharded over any mesh: over all ranks, over islands of ranks with replicas between them (HSDP), besides
+tensor or expert parallelism. The reducer replaces FSDP2's reduce-scatter over the shards and its all-reduce over the
+replicas; other dimensions of a mesh are left alone.
+"""
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, Self
@@ -12,17 +19,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
 
 from gradwire.base.errors import BadInput, RunFault
 from gradwire.comm.collectives import Layout, Reducer
+from gradwire.comm.collectives.layout import Kind
 from gradwire.comm.collectives.ops import Group
 from gradwire.comm.collectives.parameters import ParameterGather, Replica
+from gradwire.comm.compressors.reduction import encoding_of
 from gradwire.comm.parallel.mesh import local
 from gradwire.comm.parallel.names import named_parameters, trainable
 from gradwire.comm.parallel.strategy import EndOfBackward, Strategy, in_backward
+from gradwire.comm.torch_internals import (
+    ParameterGroup,
+    backward_interrupted,
+    check_offered,
+    parameter_groups,
+    post_accumulate_hooks,
+)
 
-Members = Mapping[str, Any]  # FSDP2's private parameters by name, in buffer order
 ONE_TYPE = MixedPrecisionPolicy()  # the default: everything in the parameters' own type
 NEEDED = ("set_custom_reduce_scatter", "set_force_sum_reduction_for_comms", "set_gradient_divide_factor")
 
@@ -63,8 +77,9 @@ class FSDP2(Strategy):
                 f"{mp_policy.param_dtype}: omit one of them."
             )
         self.framework: dict[str, Any] = {"reshard_after_forward": reshard_after_forward, "mp_policy": mp_policy}
-        self.gather = None if param_compress == "none" else ParameterGather(param_compress, self.shards)
-        self._ignored: set[str] = set()  # trainable parameters that no group has: fully_shard's ignored_params
+        self.param_compress = param_compress
+        self._groups: list[weakref.ref[ParameterGroup]] = []  # of the hooked model, which holds them
+        self._ignored: set[str] = set()  # trainable, and not reduced: fully_shard's ignored_params; experts of one rank
         self._accumulating = False  # the last micro-batch was not the last one before the optimizer step
 
     def wrap(self, model: nn.Module) -> nn.Module:
@@ -73,33 +88,57 @@ class FSDP2(Strategy):
         for block in self.units(model):
             fully_shard(block, mesh=mesh, **self.framework)
         wrapped = fully_shard(model, mesh=mesh, **self.framework)
-        if self.gather is not None:
-            self.replicas = compress_parameters(wrapped, self.gather, self._unchanged)
+        if self.param_compress != "none":
+            self.replicas = compress_parameters(wrapped, self.param_compress, self._unchanged)
         return wrapped
 
+    def prepare(self, reducer: Reducer, numel: int) -> None:
+        """Leave it to `hook`, which knows the sizes of all levels."""
+
+    def replicas_of(self, group: ParameterGroup) -> Group:
+        """Return the ranks that have the same shards of a group, over which gradients are averaged; None if none."""
+        return group.replicas
+
     def hook(self, wrapped: nn.Module, reducer: Reducer) -> None:
-        """Replace the reduce-scatter of every group of parameters."""
+        """Replace the collectives of every group of parameters: over its shards, and over its replicas.
+
+        Where the reducer has no part over a group's shards, FSDP2 averages them.
+        """
         check_offered("a compressor", *NEEDED)
-        check_sharded(wrapped, reducer)
-        self._ignored = trainable(wrapped).keys() - {name for _, members in groups(wrapped) for name in members}
+        groups = groups_of(wrapped)
+        self._groups = [weakref.ref(group) for group in groups]
+        reduced = set[str]()
         end = EndOfBackward(reducer.synchronize)
-        for module, members in groups(wrapped):
-            # The reducer divides once; the framework must neither divide nor average.
-            module.set_force_sum_reduction_for_comms(True)
-            take_over_factor(module)
-            reduce_unused(module)
-            module.set_custom_reduce_scatter(ReduceScatter(reducer, end, module, members))
+        sizes: Counter[tuple[Reducer, Kind]] = Counter()
+        for group in groups:
+            reduce_unused(group)
+            inside, between = reducer.over_several(group.shards), reducer.over_several(self.replicas_of(group))
+            reduced.update(group if inside is not None or between is not None else ())
+            if inside is not None:
+                # The reducer divides once; the framework must neither divide nor average.
+                group.reduce_sums()
+                take_over_factor(group)
+                group.set_reduce_scatter(ReduceScatter(inside, end, group))
+                sizes[inside, "reduce_scatter"] += numel_of(group)
+            if between is not None:
+                sizes[between, "all_reduce"] += numel_of(group) // (1 if group.shards is None else group.shards.size())
+                if self.averages:
+                    if group.replicas is not None:
+                        group.drop_replicas()
+                    group.set_all_reduce_hook(AllReduce(between, end, group))
+        self._ignored = trainable(wrapped).keys() - reduced
+        for (level, kind), numel in sizes.items():
+            level.prepare(kind, numel)
         wrapped.register_forward_pre_hook(check_not_interrupted, prepend=True)  # before the framework's own
 
     def averaged(self, wrapped: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the parameters without those that `fully_shard` is set to ignore: their owner averages them."""
+        """Return the parameters without those that `fully_shard` is set to ignore, or that a single rank has."""
         return {name: p for name, p in trainable(wrapped).items() if name not in self._ignored}
 
     def held_back(self, wrapped: nn.Module) -> list[str]:
         """Return the parameters with a gradient that was not reduced, as `set_requires_gradient_sync` leaves it."""
-        if not any(waits(member) for _, members in param_groups(wrapped) for member in members):
-            return []
-        return [name for _, members in groups(wrapped) for name, member in members.items() if waits(member)]
+        groups = (group() for group in self._groups)
+        return [name for group in groups if group is not None for name in group.waiting]
 
     def reduced_numel(self, wrapped: nn.Module) -> int:
         """Count parameters padded to a multiple of W rows."""
@@ -119,35 +158,44 @@ class FSDP2(Strategy):
         return self._accumulating or in_backward()
 
 
+def groups_of(wrapped: nn.Module) -> list[ParameterGroup]:
+    """Return the groups of parameters of a sharded model.
+
+    Raises:
+        BadInput: If this version of torch stores its parameters differently.
+    """
+    return parameter_groups(wrapped, {id(parameter): name for name, parameter in named_parameters(wrapped)})
+
+
+def numel_of(group: ParameterGroup) -> int:
+    """Return the trainable elements of a group, over all of its shards."""
+    return sum(map(math.prod, group.trained.values()))
+
+
 # Why: docs/decisions.md, "A parameter without a gradient is reduced as zeros under FSDP2".
-def reduce_unused(module: FSDPModule) -> None:
+def reduce_unused(group: ParameterGroup) -> None:
     """Have FSDP2 reduce zeros for the parameters of a group that a backward pass leaves unused.
 
     A group's layout has all of its parameters. FSDP2's setting is on while a gradient of the group is not reduced yet:
     always on, it would also reduce zeros in passes that leave no gradient, such as that of `torch.autograd.grad`.
     Before torch 2.13 FSDP2 cannot, and the shorter buffer is refused.
     """
-    if not hasattr(module, "set_reduce_scatter_unused_params"):
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
         return
-    owner = weakref.proxy(module)  # Python's garbage collector does not see through hooks on tensors
+    seen = weakref.proxy(group)  # Python's garbage collector does not see through hooks on tensors
     watched = set[nn.Parameter]()
-
-    def fill(unused: bool) -> None:
-        owner.set_reduce_scatter_unused_params(unused, recurse=False)
 
     @torch.compiler.disable
     def watch(*_: object) -> None:
         """Watch the gathered parameters: they exist from the first forward pass on."""
         if not torch.is_grad_enabled():
             return
-        members = parameter_group(module).fsdp_params
-        fill(any(map(waits, members)))
-        gathered_now = {member.unsharded_param for member in members}
-        for gathered in {parameter for parameter in gathered_now if parameter.requires_grad} - watched:
-            gathered.register_post_accumulate_grad_hook(lambda _: fill(True))
+        group.reduce_unused(bool(group.waiting))
+        for gathered in {parameter for parameter in group.gathered if parameter.requires_grad} - watched:
+            gathered.register_post_accumulate_grad_hook(lambda _: seen.reduce_unused(True))
             watched.add(gathered)
 
-    module.register_forward_pre_hook(watch)  # after the framework's own, which gathers
+    group.module.register_forward_pre_hook(watch)  # after the framework's own, which gathers
 
 
 class Collective:
@@ -166,11 +214,10 @@ class ReduceScatter(Collective):
     of it, and it is filled until the end of the backward pass.
     """
 
-    def __init__(self, reducer: Reducer, end: EndOfBackward, module: FSDPModule, members: Members) -> None:
+    def __init__(self, reducer: Reducer, end: EndOfBackward, parameters: ParameterGroup) -> None:
         self.reducer = reducer
         self.end = end
-        self.module = module
-        self.members = members
+        self.parameters = parameters
         self.layout = cache(partial(Layout.dim0, world=reducer.world))
 
     def __call__(
@@ -182,34 +229,100 @@ class ReduceScatter(Collective):
         async_op: bool = False,
     ) -> None:
         """Write this rank's row of the mean, or of the sum divided by the factor that the model's owner has set."""
-        taken_over = take_over_factor(self.module)
+        taken_over = take_over_factor(self.parameters)
         # A factor that was set since the last reduction is FSDP2's to apply to this one, unless by the collective.
         divides = not taken_over and op == dist.ReduceOp.SUM
-        factor = 1.0 if divides else divide_factor(self.module)
+        factor = 1.0 if divides else divide_factor(self.parameters)
         scale = 1.0 if factor is None else self.reducer.world / factor
 
         def deliver(mean: Tensor) -> None:
             output_tensor.copy_(mean if scale == 1 else mean * scale)
 
         later = self.end.expect()
-        layout = self.layout(tuple(trained_shapes(self.members).items()))  # parameters may be frozen and unfrozen
+        layout = self.layout(tuple(self.parameters.trained.items()))  # parameters may be frozen and unfrozen
         handle = self.reducer.begin_reduce_scatter(input_tensor, layout, deliver)
         if divides or not later or self.read_at_once(output_tensor):
             handle.wait()
 
     def read_at_once(self, output: Tensor) -> bool:
         """Whether FSDP2 adds the output to gradients, converts or moves it, or gives it to a user's hook."""
-        return parameter_group(self.module)._all_reduce_hook is not None or gradients_read_at_once(self.members, output)
+        return self.parameters.has_all_reduce_hook or gradients_read_at_once(self.parameters, output)
 
 
-def gradients_read_at_once(members: Members, output: Tensor) -> bool:
-    """Whether FSDP2 adds a block's reduced shard to gradients, converts or moves it, or gives it to a user's hook."""
+def gradients_read_at_once(group: ParameterGroup, output: Tensor) -> bool:
+    """Whether FSDP2 adds a group's reduced shard to gradients, converts or moves it, or gives it to a user's hook."""
     return any(
-        p.grad is not None
-        or getattr(p, "_post_accumulate_grad_hooks", None)
-        or (p.dtype, p.device) != (output.dtype, output.device)
-        for p in (member.sharded_param for member in members.values())
+        p.grad is not None or post_accumulate_hooks(p) or (p.dtype, p.device) != (output.dtype, output.device)
+        for p in group.parameters.values()
     )
+
+
+class Row:
+    """This rank's shard of a group of parameters.
+
+    Args:
+        shapes: The group's trainable parameters, in buffer order.
+        shards: The ranks that hold them in shards; None if each rank has them whole.
+        replicas: Number of ranks with the same shard.
+
+    Attributes:
+        numel: The shard's elements.
+        parameters: Each parameter's position in the shard, by name.
+        layout: The layout of the shard between the replicas.
+    """
+
+    def __init__(self, shapes: Iterable[tuple[str, tuple[int, ...]]], shards: Group, replicas: int) -> None:
+        world, rank = (1, 0) if shards is None else (dist.get_world_size(shards), dist.get_rank(shards))
+        inside = Layout.dim0(shapes, world)
+        pieces = inside.rows[rank]
+        self.numel = inside.row_numel
+        self.parameters = {piece.name: inside.place_in_row(piece) for piece in pieces}
+        parts = [(p.name, (p.numel // math.prod(p.shape[1:]), *p.shape[1:])) for p in pieces]
+        self.layout = Layout.dim0(parts, replicas)
+
+
+class AllReduce:
+    """The reducer's all-reduce of a group's shards over the replicas, as FSDP2's hook; complete when the pass ends."""
+
+    def __init__(self, reducer: Reducer, end: EndOfBackward, parameters: ParameterGroup) -> None:
+        self.reducer = reducer
+        self.end = end
+        self.parameters = parameters
+        self.row = cache(partial(Row, shards=parameters.shards, replicas=reducer.world))
+
+    def __call__(self, shard: Tensor) -> None:
+        """Replace a shard of the mean over one replica's ranks with the mean over the replicas.
+
+        Where the model's owner has set the factor that divides sums, it is their sum: FSDP2 has divided by it.
+
+        Raises:
+            RunFault: If FSDP2 left a parameter without a gradient out, as before torch 2.13, which cannot reduce zeros;
+                or if the all-reduce is switched off.
+        """
+        if not self.parameters.averages_replicas:
+            raise RunFault(
+                "set_requires_all_reduce(False) would leave gradients that are means over some ranks only, and a "
+                "reducer averages over all: accumulate with set_requires_gradient_sync(False)."
+            )
+        row = self.row(tuple(self.parameters.trained.items()))
+        if shard.numel() != row.numel:
+            raise RunFault(
+                f"a shard of gradients has {shard.numel()} elements, but {row.numel} were expected "
+                f"({', '.join(row.parameters)}); did a parameter get no gradient?"
+            )
+        if not row.parameters:
+            return
+        scale = 1 if divide_factor(self.parameters) is None else self.reducer.world
+        gradients = {name: shard[place] for name, place in row.parameters.items()}
+
+        def deliver(mean: Tensor) -> None:
+            row.layout.unpack(mean if scale == 1 else mean * scale, gradients)
+
+        later = self.end.expect()
+        handle = self.reducer.begin_all_reduce(row.layout.pack(gradients), row.layout, deliver)
+        divided = shard.dtype == torch.float16 or scale != 1  # by FSDP2, after this hook
+        if divided or not later or gradients_read_at_once(self.parameters, shard):
+            handle.wait()
 
 
 # Why: docs/decisions.md, "FSDP2's divide factor is taken over".
@@ -229,17 +342,17 @@ class TakenOver(float):
         return factor
 
 
-def divide_factor(module: FSDPModule) -> float | None:
+def divide_factor(group: ParameterGroup) -> float | None:
     """Return what divides the sum of a group's gradients, as the model's owner has set it; None: the ranks."""
-    factor: float | None = parameter_group(module).gradient_divide_factor
+    factor = group.divide_factor
     return factor.given if isinstance(factor, TakenOver) else factor
 
 
-def take_over_factor(module: FSDPModule) -> bool:
+def take_over_factor(group: ParameterGroup) -> bool:
     """Take the division of a group's gradients over from FSDP2; return whether that was done before."""
-    if isinstance(parameter_group(module).gradient_divide_factor, TakenOver):
+    if isinstance(group.divide_factor, TakenOver):
         return True
-    module.set_gradient_divide_factor(TakenOver(divide_factor(module)))
+    group.divide_factor = TakenOver(divide_factor(group))
     return False
 
 
@@ -250,8 +363,8 @@ def check_not_interrupted(module: nn.Module, _: object) -> None:
     Raises:
         RunFault: If one did.
     """
-    context = fully_shard.state(module)._state_ctx  # type: ignore[attr-defined]
-    if context.post_backward_final_callback_queued and not in_backward():
+    assert isinstance(module, FSDPModule)
+    if backward_interrupted(module) and not in_backward():
         raise RunFault(
             "an exception interrupted the last backward pass, and FSDP2 still has its gradients: call the model's "
             "reset_iter_state() and zero_grad() where the exception is caught."
@@ -301,41 +414,42 @@ class AllGather(Collective):
         output_tensor.copy_(self.replica.values)
 
 
-def compress_parameters(
-    wrapped: nn.Module, gather: ParameterGather, unchanged: Callable[[], bool]
-) -> dict[str, Replica]:
-    """Replace the all-gather of every group of parameters.
+def compress_parameters(wrapped: nn.Module, encoding: str, unchanged: Callable[[], bool]) -> dict[str, Replica]:
+    """Replace the all-gather of every group of parameters that several ranks hold in shards.
 
     Args:
         wrapped: The sharded model.
-        gather: The gather.
+        encoding: A key of `comm.compressors.reduction.ENCODINGS`.
         unchanged: Whether the parameters are those of the previous forward pass.
 
     Returns:
         The replica of each group, by the name of its first parameter; nothing if parameters themselves are sent.
 
     Raises:
-        BadInput: If a parameter is not float32, or is frozen although its differences would be sent, or this version of
-            torch does not support it.
+        BadInput: If the encoding is unknown, a parameter is not float32, or is frozen although its differences would be
+            sent, or this version of torch does not support it.
     """
     check_offered("param_compress", "set_custom_all_gather")
+    gather_over = cache(partial(ParameterGather, encoding))
+    differences = encoding_of(encoding).differences
     for name, parameter in named_parameters(wrapped):
         if parameter.dtype != torch.float32:
             raise BadInput(f"param_compress needs float32 parameters, but {name} is {parameter.dtype}; leave it out.")
-        if gather.encoding.differences and not parameter.requires_grad:
+        if differences and not parameter.requires_grad:
             raise BadInput(
                 f"param_compress int4-diff sends what changed, and {name} is frozen: use int8, which keeps no replica, "
                 f"or train all parameters."
             )
     replicas: dict[str, Replica] = {}
-    for module, members in groups(wrapped):
-        shapes = [(name, tuple(member.sharded_param.shape)) for name, member in members.items()]
-        layout = Layout.dim0(shapes, gather.ranks.world)
-        first = next(iter(members))
-        if gather.encoding.differences and gather.ranks.world > 1:
-            shards = {name: local(member.sharded_param) for name, member in members.items()}
+    for group in groups_of(wrapped):
+        if group.shards is None or group.shards.size() == 1:
+            continue
+        gather, first = gather_over(group.shards), next(iter(group))
+        layout = Layout.dim0(group.shapes.items(), gather.ranks.world)
+        if differences:
+            shards = {name: local(parameter) for name, parameter in group.parameters.items()}
             replicas[first] = Replica(gather, layout, shards)
-        module.set_custom_all_gather(AllGather(gather, layout, module, replicas.get(first), unchanged))
+        group.set_all_gather(AllGather(gather, layout, group.module, replicas.get(first), unchanged))
     wrapped.register_forward_pre_hook(reshard_evaluated, prepend=True)  # before the framework's own
     wrapped.register_forward_hook(reshard_evaluated)
     return replicas
@@ -353,103 +467,29 @@ def reshard_evaluated(module: nn.Module, *_: object) -> None:
         module.reshard()
 
 
-def check_offered(what: str, *setters: str) -> None:
-    """Check that FSDP2 has these setters.
-
-    Raises:
-        BadInput: If this version of torch lacks one.
-    """
-    missing = [setter for setter in setters if not hasattr(FSDPModule, setter)]
-    if missing:
-        raise BadInput(f"strategy fsdp2 with {what} needs FSDPModule.{missing[0]}: use torch 2.11 or later.")
-
-
 def check_sharded(wrapped: nn.Module, reducer: Reducer) -> None:
-    """Check that parameters are sharded over the reducer's ranks, in one dimension, and reduced by FSDP2 itself.
+    """Check that the reducer averages over the ranks of every group of parameters, and that FSDP2 itself does so now.
 
     Raises:
-        BadInput: If they are not. On a mesh with replicas too (HSDP), FSDP2 itself sums the reducer's means over them:
-            with the division left to the reducer, gradients would be as many times too large as there are replicas.
+        BadInput: If it does not, or a collective that it would replace is a user's.
     """
-    own = dist.get_process_group_ranks(reducer.group or dist.group.WORLD)
-    for name, parameter in named_parameters(wrapped):
-        if not isinstance(parameter, DTensor):
-            continue
-        mesh = parameter.device_mesh
-        if mesh.ndim > 1 or parameter.placements != (Shard(0),):
+    for group in groups_of(wrapped):
+        name = next(iter(group))
+        levels = [ranks for ranks in (group.replicas, group.shards) if ranks is not None and ranks.size() > 1]
+        if levels and reducer.over_several(levels[0]) is None:
             raise BadInput(
-                f"{name} is placed as {parameter.placements} on a mesh of shape {tuple(mesh.shape)}, as HSDP, "
-                f"replication, tensor parallelism or a shard_placement_fn does: a reducer supports fully_shard over a "
-                f"mesh of one dimension, with parameters sharded along their first one, Shard(0). For islands of ranks "
-                f"(HSDP) use gradwire.comm.parallel.wrap with strategy hsdp."
+                f"FSDP2 averages {name} over ranks {dist.get_process_group_ranks(levels[0])}, and the reducer over "
+                f"{dist.get_process_group_ranks(reducer.group or dist.group.WORLD)}: use gradwire.compress_gradients, "
+                f"which builds its reducer from the model's mesh, or pass Reducer the process group that the model was "
+                f"sharded with."
             )
-        if (ranks := dist.get_process_group_ranks(mesh.get_group())) != own:
+        if group.reduce_scatter != "DefaultReduceScatter":
             raise BadInput(
-                f"{name} is sharded over ranks {ranks}, and the reducer averages over {own}: pass Reducer the process "
-                f"group that the model was wrapped with."
+                f"the group of {name} has a reduce-scatter already ({group.reduce_scatter}), which the reducer would "
+                f"replace: leave set_custom_reduce_scatter and FSDP2's settings of its memory out."
             )
-    for module, members in groups(wrapped):
-        collective = type(parameter_group(module)._reduce_scatter_comm).__name__
-        if collective != "DefaultReduceScatter":
+        if group.replicas is not None and group.has_all_reduce_hook:
             raise BadInput(
-                f"the group of {next(iter(members))} has a reduce-scatter already ({collective}), which the reducer "
-                f"would replace: leave set_custom_reduce_scatter and FSDP2's settings of its memory out."
+                f"the group of {name} has an all-reduce hook already, which the reducer would replace: leave "
+                f"set_all_reduce_hook out."
             )
-
-
-def groups(wrapped: nn.Module) -> Iterator[tuple[FSDPModule, Members]]:
-    """Yield every module that has a parameter group, with the group's members by name, in buffer order.
-
-    The order is read from the framework, which puts children before a module's own parameters. A member's
-    ``sharded_param`` is the parameter at any time, also after one was replaced, as by ``load_state_dict(assign=True)``.
-
-    Raises:
-        BadInput: If this version of torch stores its parameters differently.
-    """
-    names = {id(parameter): name for name, parameter in named_parameters(wrapped)}
-    for module, members in param_groups(wrapped):
-        try:
-            yield module, {names[id(held(member))]: member for member in members}
-        except AttributeError as error:
-            raise BadInput(f"strategy fsdp2 does not support this version of torch ({error}).") from error
-
-
-def param_groups(wrapped: nn.Module) -> Iterator[tuple[FSDPModule, Sequence[Any]]]:
-    """Yield every module that has a parameter group, with the group's members, in buffer order.
-
-    Raises:
-        BadInput: As `groups`.
-    """
-    for module in wrapped.modules():
-        if isinstance(module, FSDPModule):
-            try:
-                group = parameter_group(module)
-                members = [] if group is None else group.fsdp_params
-            except AttributeError as error:
-                raise BadInput(f"strategy fsdp2 does not support this version of torch ({error}).") from error
-            if members:
-                yield module, members
-
-
-def parameter_group(module: FSDPModule) -> Any:
-    """Return FSDP2's group of a module's parameters; None without any."""
-    return fully_shard.state(module)._fsdp_param_group  # type: ignore[attr-defined]
-
-
-def held(member: Any) -> nn.Parameter:
-    """Return the parameter that a module holds for a group's member; FSDP2 takes over a replaced one in a forward."""
-    parameter: nn.Parameter = getattr(member._module_info.module, member._module_info.param_name)
-    return parameter
-
-
-def waits(member: Any) -> bool:
-    """Whether FSDP2 keeps a gradient of a group's member that was not reduced; there is none before a forward pass."""
-    return hasattr(member, "_unsharded_param") and (
-        member.unsharded_param.grad is not None or member.unsharded_accumulated_grad is not None
-    )
-
-
-def trained_shapes(members: Members) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a group's trainable parameters by name."""
-    held = {name: member.sharded_param for name, member in members.items()}
-    return {name: tuple(parameter.shape) for name, parameter in held.items() if parameter.requires_grad}

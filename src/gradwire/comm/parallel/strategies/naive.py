@@ -14,13 +14,13 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from gradwire.base.errors import RunFault
 from gradwire.comm.collectives import Layout, Reducer, ops
 from gradwire.comm.parallel.names import trainable
 from gradwire.comm.parallel.strategy import Strategy
+from gradwire.comm.torch_internals import at_end_of_backward, backward_id
 
 
 # Why: docs/decisions.md, "`naive` and `bucket` wrap nothing".
@@ -96,11 +96,11 @@ class Replicas(Strategy):
             raise RunFault(
                 f"{name} was frozen between the forward and the backward pass: freeze it before the forward."
             )
-        if self._backward != (backward := torch._C._current_graph_task_id()):
+        if self._backward != (backward := backward_id()):
             self.settle()  # an exception may have interrupted the previous pass
             self._backward, self._missing = backward, set(self.parameters)
-            if not self._paused:  # no public API signals the end of a backward pass; DDP and FSDP use this too
-                Variable._execution_engine.queue_callback(self._ended)
+            if not self._paused:
+                at_end_of_backward(self._ended)
         self._missing.discard(name)
         self.keep(name)
         if self._paused:

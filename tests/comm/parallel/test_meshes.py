@@ -1,0 +1,367 @@
+"""`compress_gradients` on models that a user sharded over meshes of several dimensions, against the same program alone.
+
+With ``none`` and torch's own collectives the trained parameters are equal; with a codec each gradient is within the
+error that the codec has on one piece.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+from torch.nn.parallel import DistributedDataParallel
+
+import gradwire
+from gradwire.base.errors import BadInput, RunFault
+from gradwire.comm.parallel import wrap
+
+STEPS = 3
+
+
+class Block(nn.Module):
+    """Two layers that tensor parallelism splits, and a norm that it does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(12)
+        self.up = nn.Linear(12, 8)
+        self.down = nn.Linear(8, 12)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Experts(nn.Module):
+    """Four experts whose outputs are summed; expert parallelism gives each rank some of them, along dimension 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 12, 6) / 4)
+
+    def forward(self, x):
+        mine = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        return torch.einsum("bi,eij->bj", x, mine)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(12, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Mixture(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = Experts()
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x), self.experts(x)
+
+
+def mesh_of(*shape: int, names: str) -> DeviceMesh:
+    """A mesh; DTensor caches collectives by mesh, and the groups of the one before ended with its test."""
+    _clear_sharding_prop_cache()
+    clear_redistribute_planner_cache()
+    return init_device_mesh("cpu", shape, mesh_dim_names=tuple(names.split()))
+
+
+def net(kind: type[nn.Module] = Net) -> nn.Module:
+    torch.manual_seed(5)
+    return kind()
+
+
+def sharded(model: nn.Module, mesh, **options) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def split(model: nn.Module, mesh) -> nn.Module:
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def hsdp(world: int, islands: int) -> tuple[nn.Module, int]:
+    mesh = mesh_of(islands, world // islands, names="replicas shards")
+    return sharded(net(), mesh), dist.get_rank()
+
+
+def tensor_fsdp(world: int) -> tuple[nn.Module, int]:
+    mesh = mesh_of(world // 2, 2, names="dp tp")
+    return sharded(split(net(), mesh["tp"]), mesh["dp"]), mesh["dp"].get_local_rank()
+
+
+def tensor_hsdp(world: int) -> tuple[nn.Module, int]:
+    mesh = mesh_of(world // 2, 1, 2, names="replicas shards tp")
+    return sharded(split(net(), mesh["tp"]), mesh["replicas", "shards"]), mesh["replicas"].get_local_rank()
+
+
+def tensor_ddp(world: int) -> tuple[nn.Module, int]:
+    mesh = mesh_of(world // 2, 2, names="dp tp")
+    model = split(net(), mesh["tp"])
+    _pre_dp_module_transform(model)
+    return DistributedDataParallel(model, process_group=mesh.get_group("dp")), mesh["dp"].get_local_rank()
+
+
+def replicated(world: int) -> tuple[nn.Module, int]:
+    mesh = mesh_of(world, names="replicas")
+    model = net()
+    for block in model.blocks:
+        replicate(block, mesh=mesh)
+    return replicate(model, mesh=mesh), dist.get_rank()
+
+
+def columns(world: int) -> tuple[nn.Module, int]:
+    mesh = mesh_of(world, names="dp")
+    place = {"shard_placement_fn": lambda parameter: Shard(1) if parameter.ndim == 2 else Shard(0)}
+    return sharded(net(), mesh, **place), dist.get_rank()
+
+
+def experts(world: int) -> tuple[nn.Module, int]:
+    """Dense parameters over all ranks; experts split over pairs, and each part sharded over the other ranks."""
+    dense = mesh_of(world, names="dp")
+    mesh = mesh_of(world // 2, 2, names="efsdp ep")
+    model = net(Mixture)
+    part = distribute_tensor(model.experts.weight.detach(), mesh["ep"], [Shard(0)])
+    model.experts.weight = nn.Parameter(part)
+    fully_shard(model.experts, mesh=mesh["efsdp"], shard_placement_fn=lambda parameter: Shard(1))
+    return sharded(model, dense), dist.get_rank()
+
+
+STACKS = {
+    "hsdp": lambda world: hsdp(world, 2),
+    "hsdp, one island": lambda world: hsdp(world, 1),
+    "hsdp, islands of one": lambda world: hsdp(world, world),
+    "tp x fsdp": tensor_fsdp,
+    "tp x hsdp": tensor_hsdp,
+    "tp x ddp": tensor_ddp,
+    "replicate": replicated,
+    "columns": columns,
+    "experts": experts,
+}
+
+
+def loss_of(model: nn.Module, sample: int, step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + sample + 1)
+    outputs = model(torch.randn(4, 12, generator=generator))
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return sum(output.square().mean() for output in outputs)
+
+
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    named = {name.removeprefix("module."): p.detach() for name, p in model.named_parameters()}
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).clone() for name, p in named.items()}
+
+
+CASES = {
+    "none": {"compressor": "none"},
+    "int8": {"compressor": "int8"},
+    "topk": {"compressor": {"method": "topk", "density": 0.25}, "error_feedback": True},
+    "int4 and int4-diff": {"compressor": {"method": "int8", "num_bits": 4}, "parameters": "int4-diff"},
+    "int8 inside": {"compressor": "onebit", "inside": "int8", "error_feedback": True},
+}
+
+
+def compressed(model: nn.Module, case: str | None, rate: float = 0.1):
+    """An optimizer, and a compression unless ``case`` is None, which is without gradwire."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+    return optimizer, None if case is None else gradwire.compress_gradients(model, optimizer=optimizer, **CASES[case])
+
+
+def train(model, optimizer, sample: int, steps: range) -> None:
+    for step in steps:
+        loss_of(model, sample, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def trained(rank, world, group, stack, case):
+    """Parameters before and after some steps, and the traffic."""
+    model, sample = STACKS[stack](world)
+    optimizer, compression = compressed(model, case)
+    start = values(model)
+    train(model, optimizer, sample, range(STEPS))
+    return start, values(model), None if compression is None else compression.traffic
+
+
+def deviations(world, stack: str, case: str, ranks: int) -> list[float]:
+    """For each rank, how far its parameters end from those without gradwire, over the distance that training moves."""
+    results = zip(*(world(ranks).run(trained, stack, given) for given in (None, case)), strict=True)
+    found = []
+    for (start, expected, _), (_, got, traffic) in results:
+        assert expected.keys() == got.keys()
+        apart = sum(float((got[name] - expected[name]).square().sum()) for name in expected)
+        moved = sum(float((start[name] - expected[name]).square().sum()) for name in expected)
+        found.append((apart / moved) ** 0.5)
+        assert case == "none" or 0 < traffic["sent"] < traffic["raw"]
+    return found
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_mean_of_float32_changes_nothing(world, stack, ranks):
+    """Two ranks' sums are exact; those of four are summed in another order."""
+    assert max(deviations(world, stack, "none", ranks)) <= (0 if ranks == 2 else 1e-6)
+
+
+GATHERING = [stack for stack in STACKS if stack not in ("tp x ddp", "replicate", "hsdp, islands of one")]
+
+
+@pytest.mark.parametrize(
+    ("case", "bound", "stack"),
+    [("int8", 0.006, stack) for stack in STACKS]
+    + [("topk", 0.3, stack) for stack in STACKS]
+    + [("int4 and int4-diff", 0.1, stack) for stack in GATHERING]
+    + [("int8 inside", 0.25, "hsdp")],
+)
+def test_a_codec_changes_gradients_by_its_error(world, case, bound, stack):
+    relative = deviations(world, stack, case, 4)
+    assert 1e-5 < min(relative) <= max(relative) < bound
+
+
+def resumed(rank, world, group, stack, case):
+    """Parameters of an unbroken run, and of one that stops after two steps and goes on in new objects."""
+    ends = []
+    for stops in (False, True):
+        model, sample = STACKS[stack](world)
+        optimizer, compression = compressed(model, case)
+        train(model, optimizer, sample, range(2))
+        if stops:
+            saved = copy.deepcopy([each.state_dict() for each in (model, optimizer, compression)])
+            model, _ = STACKS[stack](world)
+            optimizer, compression = compressed(model, case)
+            for each, state in zip((model, optimizer, compression), saved, strict=True):
+                each.load_state_dict(state)
+        train(model, optimizer, sample, range(2, 4))
+        ends.append(values(model))
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("stack", "case"),
+    [
+        *(("hsdp", case) for case in ("topk", "int8 inside", "int4 and int4-diff")),
+        *(("tp x fsdp", case) for case in ("topk", "int4 and int4-diff")),
+        *((stack, "topk") for stack in ("tp x hsdp", "replicate", "experts")),
+    ],
+)
+def test_a_resumed_run_equals_an_unbroken_one(world, stack, case):
+    for unbroken, stopped in world(4).run(resumed, stack, case):
+        assert all(torch.equal(unbroken[name], parameter) for name, parameter in stopped.items())
+
+
+def state_of_another_mesh(rank, world, group):
+    model, sample = hsdp(world, 2)
+    optimizer, compression = compressed(model, "int8 inside")
+    train(model, optimizer, sample, range(1))
+    saved = copy.deepcopy(compression.state_dict())
+    refusals = []
+    _, without = compressed(hsdp(world, 2)[0], "topk")
+    with pytest.raises(BadInput) as refusal:
+        without.load_state_dict(saved)
+    refusals.append(str(refusal.value))
+    _, flat = compressed(hsdp(world, 1)[0], "int8")
+    with pytest.warns(UserWarning, match="the reducer's state is of 2 x 2 ranks and this run has 4"):
+        flat.load_state_dict(saved)
+    return refusals
+
+
+def test_a_state_of_other_levels_is_refused_and_of_another_mesh_dropped(world):
+    for (refusal,) in world(4).run(state_of_another_mesh):
+        assert "compressor" in refusal
+
+
+def rounds(rank, world, group, stack, wrapped):
+    """Parameters after rounds of local updates, on a user's model or on one from `wrap`."""
+    if wrapped:
+        model, sample = wrap(net(), "hsdp", islands=2, average=False, device="cpu"), rank
+    else:
+        model, sample = STACKS[stack](world)
+    optimizer = gradwire.DiLoCo(
+        torch.optim.AdamW(model.parameters(), lr=0.01),
+        model,
+        sync_every=2,
+        compressor="onebit",
+        error_feedback=True,
+        outer={"lr": 0.7, "momentum": 0.9},
+    )
+    train(model, optimizer, sample, range(5))
+    with optimizer.synchronized():
+        return values(model), optimizer.reducer.traffic["sent"]
+
+
+def test_local_updates_between_the_islands_of_a_users_mesh(world):
+    expected = world(4).run(rounds, None, True)
+    for (got, sent), (parameters, bytes_sent) in zip(world(4).run(rounds, "hsdp", False), expected, strict=True):
+        assert sent == bytes_sent > 0
+        assert all(torch.equal(got[name], parameter) for name, parameter in parameters.items())
+
+
+def refusals(rank, world, group):
+    """The message of everything that is refused."""
+
+    def no_all_reduce():
+        model, sample = hsdp(world, 2)
+        compressed(model, "int8")
+        model.set_requires_all_reduce(False)
+        loss_of(model, sample, 0).backward()
+
+    def hooked_before():
+        model, _ = hsdp(world, 2)
+        model.set_all_reduce_hook(lambda shard: None)
+        compressed(model, "int8")
+
+    def local_updates(stack):
+        model, _ = STACKS[stack](world)
+        gradwire.DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), model, sync_every=2)
+
+    calls = {
+        "inside without islands": lambda: compressed(hsdp(world, 1)[0], "int8 inside"),
+        "inside of DDP": lambda: compressed(DistributedDataParallel(net()), "int8 inside"),
+        "no all-reduce": no_all_reduce,
+        "a user's all-reduce": hooked_before,
+        "local updates, tp": lambda: local_updates("tp x fsdp"),
+        "local updates, experts": lambda: local_updates("experts"),
+        "local updates, one island": lambda: local_updates("hsdp, one island"),
+    }
+    messages = {}
+    for name, call in calls.items():
+        with pytest.raises((BadInput, RunFault)) as refusal:
+            call()
+        messages[name] = str(refusal.value)
+    return messages
+
+
+def test_refusals_name_the_dimension(world):
+    parts = {
+        "inside without islands": "inside is the compressor inside islands of ranks, and the model has none: omit it",
+        "inside of DDP": "inside is the compressor inside islands",
+        "no all-reduce": "accumulate with set_requires_gradient_sync(False)",
+        "a user's all-reduce": "has an all-reduce hook already",
+        "local updates, tp": "no tensor or expert parallelism",
+        "local updates, experts": "no tensor or expert parallelism",
+        "local updates, one island": "has sharded the model over all 4 ranks",
+    }
+    for messages in world(4).run(refusals):
+        for name, part in parts.items():
+            assert part in messages[name], name
